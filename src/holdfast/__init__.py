@@ -1,0 +1,1 @@
+"""Holdfast: checkpoints for PyTorch training that can be trusted."""

@@ -1,0 +1,205 @@
+"""The exception tree. What a handler would do decides the class.
+
+HoldfastError
+├── UsageError                 the call is wrong: mend it (also a ValueError)
+│   ├── InvalidKey             a key that no store accepts
+│   ├── UnsupportedState       something in the state cannot be saved; lists every path
+│   └── MismatchError          stored and live state differ; lists every leaf
+├── StoreError                 the storage said no
+│   ├── NotFound               there is no such object
+│   ├── AlreadyExists          a put "if absent" found the key taken
+│   ├── StoreFull              no space, no inodes or no quota
+│   ├── AccessDenied           permissions, or a read-only file system
+│   ├── UnsupportedStore       the storage lacks what the protocol needs
+│   ├── TransientStoreError    may well work when tried again
+│   └── OutcomeUnknown         the operation may or may not have taken effect
+├── FormatError                bytes that are not a valid document or file
+│   ├── CorruptData            a digest or a size is wrong
+│   ├── UnsupportedVersion     written by a newer Holdfast
+│   └── LimitExceeded          larger or deeper than any honest file
+├── NoCheckpoint               nothing there answers the request
+├── NoUsableCheckpoint         candidates exist and none can be used
+├── OwnershipError
+│   ├── OwnedElsewhere         a live process owns the run
+│   └── Superseded             a later writer has taken the run over
+├── CommitConflict             another save has the manifest's key
+├── SaveFailed                 a save did not commit; the cause is chained
+├── PreflightFailed            why the first save would fail; lists every problem
+├── ManagerUnusable            closed, forked, or left half-loaded
+└── DeadlineExceeded           a wait took longer than it may (also a TimeoutError)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+class HoldfastError(Exception):
+    """Base of every error that Holdfast raises on purpose."""
+
+
+class UsageError(HoldfastError, ValueError):
+    """The call is wrong; the message says which argument and what it should be."""
+
+
+class InvalidKey(UsageError):
+    """A key that no store accepts: absolute, with `..`, or with odd characters."""
+
+
+class UnsupportedState(UsageError):
+    """Something in the state cannot be saved. `paths` lists every offender with the reason."""
+
+    def __init__(self, offenders: Sequence[tuple[str, str]]) -> None:
+        self.paths = [path for path, _ in offenders]
+        lines = [f"{path}: {reason}" for path, reason in offenders]
+        super().__init__(
+            "this state cannot be saved:\n" + listing(lines)
+        )
+
+
+class MismatchError(UsageError):
+    """The stored state does not fit the live one; nothing was changed.
+
+    Attributes `missing`, `unexpected`, `wrong_shape` and `wrong_dtype` hold every leaf.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        *,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        wrong_shape: Sequence[str] = (),
+        wrong_dtype: Sequence[str] = (),
+        hint: str = "",
+    ) -> None:
+        self.missing = list(missing)
+        self.unexpected = list(unexpected)
+        self.wrong_shape = list(wrong_shape)
+        self.wrong_dtype = list(wrong_dtype)
+        parts = [f"{where} does not fit the live state; nothing was changed."]
+        for title, items in (
+            ("missing in the checkpoint", self.missing),
+            ("not in the live state", self.unexpected),
+            ("other shape", self.wrong_shape),
+            ("other dtype", self.wrong_dtype),
+        ):
+            if items:
+                parts.append(f"{title} ({len(items)}):\n" + listing(items))
+        if hint:
+            parts.append(hint)
+        super().__init__("\n".join(parts))
+
+
+class StoreError(HoldfastError):
+    """The storage refused or failed; the message names the key and the system's reason."""
+
+
+class NotFound(StoreError):
+    """There is no object under that key."""
+
+
+class AlreadyExists(StoreError):
+    """A put with `if_absent` found the key taken; nothing was written."""
+
+
+class StoreFull(StoreError):
+    """No space, no inodes or no quota left; the message says what was needed and is free."""
+
+
+class AccessDenied(StoreError):
+    """The storage refuses for lack of permission, or is read-only."""
+
+
+class UnsupportedStore(StoreError):
+    """The storage lacks an operation that the commit protocol needs."""
+
+
+class TransientStoreError(StoreError):
+    """A failure that may well pass when the operation is tried again."""
+
+
+class OutcomeUnknown(StoreError):
+    """The operation may or may not have taken effect, and reading back did not tell."""
+
+
+class FormatError(HoldfastError):
+    """Bytes that are not a valid document or file of the format."""
+
+
+class CorruptData(FormatError):
+    """A digest or a size is wrong: these are not the bytes that were written."""
+
+
+class UnsupportedVersion(FormatError):
+    """Written by a newer Holdfast, or with a feature that this one does not know."""
+
+
+class LimitExceeded(FormatError):
+    """Larger, deeper or more numerous than the format allows."""
+
+
+class NoCheckpoint(HoldfastError):
+    """Nothing in the root answers the request."""
+
+
+class NoUsableCheckpoint(HoldfastError):
+    """Checkpoints exist, but none can be used; `rejected` says why, newest first."""
+
+    def __init__(self, message: str, rejected: Sequence[tuple[str, str]] = ()) -> None:
+        self.rejected = list(rejected)
+        lines = [f"{name}: {reason}" for name, reason in self.rejected]
+        super().__init__(message + ("\n" + listing(lines) if lines else ""))
+
+
+class OwnershipError(HoldfastError):
+    """Somebody else owns the run."""
+
+
+class OwnedElsewhere(OwnershipError):
+    """A live process owns the run; stop it, wait for it, or pass `takeover=True`."""
+
+
+class Superseded(OwnershipError):
+    """A later writer took the run over. `committed` says whether this save's commit stands."""
+
+    def __init__(self, message: str, *, committed: bool = False) -> None:
+        self.committed = committed
+        super().__init__(message)
+
+
+class CommitConflict(HoldfastError):
+    """Another save, or gc, has put its mark under the manifest's key."""
+
+
+class SaveFailed(HoldfastError):
+    """A save did not commit; the reason is its cause. `step` is the step that was to be saved."""
+
+    def __init__(self, message: str, *, step: int) -> None:
+        self.step = step
+        super().__init__(message)
+
+
+class PreflightFailed(HoldfastError):
+    """The first save would fail; `problems` lists everything that is wrong."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        super().__init__("saving here would fail:\n" + listing(self.problems))
+
+
+class ManagerUnusable(HoldfastError):
+    """The manager was closed, was inherited by a fork, or was left half-loaded."""
+
+
+class DeadlineExceeded(HoldfastError, TimeoutError):
+    """A wait took longer than it may; the message says what was waited for."""
+
+
+def listing(items: Iterable[str], limit: int = 10) -> str:
+    """The first `limit` items as indented lines, then how many more there are."""
+    everything = list(items)
+    lines = [f"  {item}" for item in everything[:limit]]
+    if len(everything) > limit:
+        lines.append(f"  … and {len(everything) - limit} more")
+    return "\n".join(lines)

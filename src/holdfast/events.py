@@ -1,0 +1,78 @@
+"""What happened: one record type, and sinks that receive it.
+
+A sink is any callable that takes an Event. A sink that raises is reported once and never stops
+a save (invariant 8).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+logger = logging.getLogger("holdfast")
+
+Kind = Literal[
+    "claimed",
+    "save_started",
+    "staged",
+    "committed",
+    "save_failed",
+    "rejected",
+    "resumed",
+    "loaded",
+    "retracted",
+    "gc",
+    "housekeeping_failed",
+    "not_saved",
+    "warning",
+    "closed",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One thing that happened. `fields` holds numbers and names with units in their keys."""
+
+    kind: Kind
+    message: str
+    step: int | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+Sink = Callable[[Event], None]
+
+_LEVELS: Mapping[str, int] = {
+    "save_failed": logging.ERROR,
+    "rejected": logging.ERROR,
+    "housekeeping_failed": logging.WARNING,
+    "warning": logging.WARNING,
+    "not_saved": logging.INFO,
+}
+
+
+def log_event(event: Event) -> None:
+    """The default sink: the standard logger named `holdfast`."""
+    logger.log(_LEVELS.get(event.kind, logging.DEBUG), "%s", event.message)
+
+
+class Emitter:
+    """Hands events to sinks, and keeps a failing sink from harming a save."""
+
+    def __init__(self, sinks: tuple[Sink, ...] = (log_event,)) -> None:
+        self._sinks = sinks
+        self._failed: set[int] = set()
+
+    def __call__(
+        self, kind: Kind, message: str, *, step: int | None = None, **fields: Any
+    ) -> None:
+        """Build an event and hand it to every sink."""
+        event = Event(kind=kind, message=message, step=step, fields=fields)
+        for sink in self._sinks:
+            try:
+                sink(event)
+            except Exception:
+                if id(sink) not in self._failed:
+                    self._failed.add(id(sink))
+                    logger.exception("event sink %r failed; its later failures are not shown", sink)

@@ -1,0 +1,126 @@
+"""Every key name of the format, and nothing else (docs/format.md, section 1)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from holdfast.errors import FormatError, UsageError
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+INDEX = "index.json"
+RETIRED = "retired.json"
+REJECTED = "rejected.json"
+LATEST = "latest"
+WRITERS = "writers"
+BLOCK_NBYTES = 8 * 1024 * 1024
+DATA_ALIGNMENT = 4096
+MAX_TENSOR_FILE_NBYTES = 4 * 1024**3
+MAX_TENSORS_PER_FILE = 50_000
+MAX_LABEL_BYTES = 200
+
+_SUFFIX = re.compile(r"\.([0-9]{4,10})-([0-9]{6,12})-([0-9a-f]{8})$", re.ASCII)
+_LABEL = re.compile(r"[A-Za-z0-9_=+\-][A-Za-z0-9._=+\-]*", re.ASCII)
+_COMPONENT = re.compile(r"[a-z0-9_\-]{1,64}", re.ASCII)
+_WRITER = re.compile(r"([0-9]{8,12})\.json", re.ASCII)
+_NOTES = re.compile(r"notes-([0-9]{4})\.json", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class AttemptName:
+    """An attempt's folder name, parsed. Sorts in the order of commits."""
+
+    epoch: int
+    sequence: int
+    id8: str
+    label: str
+
+    def __str__(self) -> str:
+        return f"{self.label}.{self.epoch:04d}-{self.sequence:06d}-{self.id8}"
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """(epoch, sequence)."""
+        return (self.epoch, self.sequence)
+
+
+def attempt_name(label: str, epoch: int, sequence: int, save_id: str) -> AttemptName:
+    """The name of a new attempt; checks the label."""
+    check_label(label)
+    return AttemptName(epoch=epoch, sequence=sequence, id8=save_id[:8], label=label)
+
+
+def parse_attempt(folder: str) -> AttemptName | None:
+    """The parsed name, or None for a folder that is not an attempt of ours."""
+    match = _SUFFIX.search(folder)
+    if match is None or not _LABEL.fullmatch(folder[: match.start()]):
+        return None
+    epoch, sequence = int(match[1]), int(match[2])
+    label = folder[: match.start()]
+    parsed = AttemptName(epoch=epoch, sequence=sequence, id8=match[3], label=label)
+    return parsed if str(parsed) == folder else None
+
+
+def check_label(label: str) -> None:
+    """Raise `UsageError` unless `label` may stand in a folder's name."""
+    if len(label) > MAX_LABEL_BYTES or not _LABEL.fullmatch(label):
+        raise UsageError(
+            f"label {label!r}: letters, digits and . _ = + - (not first a dot), "
+            f"at most {MAX_LABEL_BYTES}"
+        )
+
+
+def check_component(name: str) -> None:
+    """Raise `UsageError` unless `name` may be a component's name."""
+    if not _COMPONENT.fullmatch(name):
+        raise UsageError(f"component name {name!r} must match {_COMPONENT.pattern}")
+
+
+def writer_key(epoch: int) -> str:
+    """Key of the claim of an epoch."""
+    return f"{WRITERS}/{epoch:08d}.json"
+
+
+def closed_key(epoch: int) -> str:
+    """Key of the record that an epoch ended cleanly."""
+    return f"{WRITERS}/{epoch:08d}.closed.json"
+
+
+def alive_key(epoch: int) -> str:
+    """Key of an epoch's heartbeat."""
+    return f"{WRITERS}/{epoch:08d}.alive.json"
+
+
+def parse_writer(name: str) -> int | None:
+    """The epoch of a name inside `writers/`, or None when it is not a claim."""
+    match = _WRITER.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def notes_name(number: int) -> str:
+    """Name of the n-th notes sidecar, from 1."""
+    return f"notes-{number:04d}.json"
+
+
+def parse_notes(name: str) -> int | None:
+    """The number of a notes sidecar, or None."""
+    match = _NOTES.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def tree_file(component: str) -> str:
+    """Name of a component's typed tree."""
+    return f"{component}-00000.json"
+
+
+def tensor_file(component: str, number: int) -> str:
+    """Name of a component's n-th tensor file, from 0."""
+    return f"{component}-{number:05d}.safetensors"
+
+
+def check_file_name(name: str) -> None:
+    """Raise `FormatError` unless a manifest may list a file of this name."""
+    stem = re.fullmatch(r"([a-z0-9_\-]{1,64})-([0-9]{5,7})\.(json|safetensors)", name, re.ASCII)
+    if name != INDEX and stem is None:
+        raise FormatError(f"a manifest may not list a file named {name[:80]!r}")

@@ -1,0 +1,185 @@
+"""The store protocol: six operations on keys and bytes, and optional speed-ups.
+
+A store knows nothing of checkpoints or tensors. What every store must do is written as a test
+suite, `holdfast.testing.StoreContract`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from holdfast.errors import InvalidKey
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+MAX_KEY_BYTES = 900
+MAX_SEGMENT_BYTES = 255
+_SEGMENT = re.compile(r"[A-Za-z0-9_=+\-][A-Za-z0-9._=+\-]*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """What `head` and `list` tell about an object. `nbytes` is its length in bytes."""
+
+    key: str
+    nbytes: int
+
+
+@runtime_checkable
+class Store(Protocol):
+    """Keys and bytes. Every method raises a `StoreError`; none retries on its own."""
+
+    @property
+    def url(self) -> str:
+        """Where this is, for messages."""
+        ...
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        """Store `data` under `key`, whole or not at all; durable when this returns.
+
+        With `if_absent` exactly one of any number of concurrent puts succeeds and the others
+        raise `AlreadyExists`. Never makes a folder: where the store has folders, the folder
+        must exist, else `NotFound`.
+        """
+        ...
+
+    def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        """The bytes [start, start + nbytes), or to the end when `nbytes` is None.
+
+        Exact: fewer bytes than asked for raise `CorruptData`, a missing object `NotFound`.
+        """
+        ...
+
+    def head(self, key: str) -> ObjectInfo:
+        """Length of an object; `NotFound` when there is none."""
+        ...
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Every object whose key starts with `prefix`, in order of keys. May lag behind."""
+        ...
+
+    def children(self, folder: str = "") -> list[str]:
+        """Names directly inside `folder` (no trailing slash), sorted; folders end with `/`.
+
+        A missing folder is empty.
+        """
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove an object; a missing one is fine. The removal is durable when this returns.
+
+        A `key` that ends with `/` removes everything under it, the folder itself and the
+        store's own leftovers in it; not atomic.
+        """
+        ...
+
+
+@runtime_checkable
+class Folders(Protocol):
+    """Stores whose folders are real things that must be made and synced."""
+
+    def make_folder(self, folder: str, *, exclusive: bool = False) -> None:
+        """Make `folder`, the root and its ancestors; durable when this returns.
+
+        With `exclusive`, an existing `folder` raises `AlreadyExists`.
+        """
+        ...
+
+    def sync_folder(self, folder: str) -> None:
+        """Put the names in `folder` on stable storage ("" is the root)."""
+        ...
+
+    def sweep(self, folder: str) -> int:
+        """Remove leftovers of interrupted puts directly in `folder`; returns how many."""
+        ...
+
+
+@runtime_checkable
+class ReadsInto(Protocol):
+    """Stores that read straight into memory of the caller."""
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes at `start`; exact like `get`. Thread-safe."""
+        ...
+
+
+class BlockWriter(Protocol):
+    """One object that is written in pieces, in any order, from several threads."""
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Write `data` at byte `start`. Pieces must not overlap."""
+        ...
+
+    def finish(self) -> None:
+        """Put all bytes, the length and the name on stable storage. Called once, at the end."""
+        ...
+
+    def abort(self) -> None:
+        """Give up; the object is removed or left as junk. Safe after a failure of `finish`."""
+        ...
+
+
+@runtime_checkable
+class WritesBlocks(Protocol):
+    """Stores that take a large object in pieces."""
+
+    def create(self, key: str, nbytes: int) -> BlockWriter:
+        """Begin an object of `nbytes` bytes under a key that is not taken (`AlreadyExists`).
+
+        Readers may see it before it is finished, so only keys that no manifest lists yet are
+        written this way.
+        """
+        ...
+
+
+@runtime_checkable
+class Points(Protocol):
+    """Stores that can hold a pointer for people."""
+
+    def point(self, name: str, target: str) -> None:
+        """Make `name` in the root point to the folder `target`, replacing it atomically."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FreeSpace:
+    """What is left: bytes and inodes; None where the storage does not say."""
+
+    nbytes: int | None
+    inodes: int | None
+
+
+@runtime_checkable
+class TellsSpace(Protocol):
+    """Stores that know how much room is left."""
+
+    def free_space(self) -> FreeSpace:
+        """Room for this process, in bytes and inodes."""
+        ...
+
+
+def check_key(key: str) -> None:
+    """Raise `InvalidKey` unless `key` is one that every store accepts (docs/format.md)."""
+    if len(key) > MAX_KEY_BYTES or not key.isascii():
+        raise InvalidKey(f"key {key[:80]!r}: at most {MAX_KEY_BYTES} ASCII characters")
+    for segment in key.split("/"):
+        if len(segment) > MAX_SEGMENT_BYTES or not _SEGMENT.fullmatch(segment):
+            raise InvalidKey(
+                f"key {key!r}: segment {segment!r} must match {_SEGMENT.pattern} "
+                f"and have at most {MAX_SEGMENT_BYTES} characters"
+            )
+
+
+def make_folder(store: Store, folder: str, *, exclusive: bool = False) -> None:
+    """Make a folder where the store has folders; elsewhere there is nothing to make."""
+    if isinstance(store, Folders):
+        store.make_folder(folder, exclusive=exclusive)
+
+
+def sync_folder(store: Store, folder: str) -> None:
+    """Sync a folder's names where the store has folders."""
+    if isinstance(store, Folders):
+        store.sync_folder(folder)
