@@ -52,9 +52,7 @@ class UnsupportedState(UsageError):
     def __init__(self, offenders: Sequence[tuple[str, str]]) -> None:
         self.paths = [path for path, _ in offenders]
         lines = [f"{path}: {reason}" for path, reason in offenders]
-        super().__init__(
-            "this state cannot be saved:\n" + listing(lines)
-        )
+        super().__init__("this state cannot be saved:\n" + listing(lines))
 
 
 class MismatchError(UsageError):

@@ -64,9 +64,7 @@ class Emitter:
         self._sinks = sinks
         self._failed: set[int] = set()
 
-    def __call__(
-        self, kind: Kind, message: str, *, step: int | None = None, **fields: Any
-    ) -> None:
+    def __call__(self, kind: Kind, message: str, *, step: int | None = None, **fields: Any) -> None:
         """Build an event and hand it to every sink."""
         event = Event(kind=kind, message=message, step=step, fields=fields)
         for sink in self._sinks:
