@@ -61,7 +61,7 @@ class Store(Protocol):
         """Every object whose key starts with `prefix`, in order of keys. May lag behind."""
         ...
 
-    def children(self, folder: str = "") -> list[str]:
+    def children(self, folder: str = "") -> tuple[str, ...]:
         """Names directly inside `folder` (no trailing slash), sorted; folders end with `/`.
 
         A missing folder is empty.
