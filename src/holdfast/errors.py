@@ -47,9 +47,10 @@ class InvalidKey(UsageError):
 
 
 class UnsupportedState(UsageError):
-    """Something in the state cannot be saved. `paths` lists every offender with the reason."""
+    """Something in the state cannot be saved. `offenders` lists every (path, reason)."""
 
     def __init__(self, offenders: Sequence[tuple[str, str]]) -> None:
+        self.offenders = list(offenders)
         self.paths = [path for path, _ in offenders]
         lines = [f"{path}: {reason}" for path, reason in offenders]
         super().__init__("this state cannot be saved:\n" + listing(lines))

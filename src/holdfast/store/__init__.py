@@ -1,0 +1,40 @@
+"""Where bytes live: `open_store` turns what a user writes into a `Store`."""
+
+from __future__ import annotations
+
+import os
+
+from holdfast.errors import UsageError
+from holdfast.store.base import Store
+
+_REMOTE = ("s3", "gs", "az")
+
+
+def open_store(where: str | os.PathLike[str] | Store) -> Store:
+    """The store of a path, of `memory://<name>`, or `where` itself when it is a store.
+
+    Opening touches nothing: a folder that is not there is made by the first save.
+
+    Raises:
+        UsageError: no store is known by that name.
+    """
+    if isinstance(where, (str, os.PathLike)):
+        return _open_named(os.fspath(where))
+    if isinstance(where, Store):
+        return where
+    raise UsageError(f"root {where!r}: must be a path, memory://<name> or a store")
+
+
+def _open_named(where: str) -> Store:
+    # Here, because every module that needs the protocol alone passes through this package.
+    from holdfast.store.local import LocalStore
+    from holdfast.store.memory import memory_store
+
+    scheme, separator, rest = where.partition("://")
+    if not separator:
+        return LocalStore(where)
+    if scheme == "memory" and rest:
+        return memory_store(rest)
+    if scheme in _REMOTE:
+        raise UsageError(f"root {where!r}: remote stores come in a later version; use a folder")
+    raise UsageError(f"root {where!r}: must be a path or memory://<name>")

@@ -1,0 +1,60 @@
+# Everything here works in a fresh clone with Python 3.10 or newer, make and git.
+# Each target makes the environment that it needs, in .venv, and only once.
+
+PYTHON ?= python3
+VENV   ?= .venv
+JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 )))
+ARGS   ?=
+
+BIN  := $(VENV)/bin
+WITH := $(VENV)/.with
+
+# The tests set torch's threads themselves where it matters; elsewhere one thread a worker keeps
+# $(JOBS) workers from fighting over the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test test-long check bench docs clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*  ## ' Makefile | sed -E 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 19
+	@echo
+	@echo '  PYTHON=python3.12   the interpreter for .venv      JOBS=4   test workers'
+	@echo "  ARGS='...'          more arguments for the command that the target runs"
+
+demo: $(WITH)-demo  ## Train a small GPT, kill it three times, and compare with the undisturbed run
+	$(BIN)/holdfast demo $(ARGS)
+
+test: $(WITH)-test  ## Run the tests and the doctests
+	$(PYTEST) -n $(JOBS) --dist worksteal $(ARGS)
+
+test-long: $(WITH)-test  ## Run the long tier: more kills, more flips, more schedules
+	$(PYTEST) -n $(JOBS) --dist worksteal -m long $(ARGS)
+
+check: $(WITH)-test $(WITH)-check  ## Format, lint, types, layers, doctests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(PYTEST) tests/test_layers.py src/holdfast $(ARGS)
+
+bench: $(WITH)-bench  ## Measure saves and loads beside torch.save and safetensors
+	$(BIN)/python -m bench $(ARGS)
+
+docs: $(WITH)-docs  ## Build the documents into build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/docs $(ARGS)
+	@echo 'build/docs/index.html'
+
+clean:  ## Remove the environment and everything that was built
+	rm -rf $(VENV) build dist demo-output bench-output .mypy_cache .ruff_cache .pytest_cache
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo 'Holdfast needs Python 3.10 or newer; name one: make PYTHON=python3.12 ...' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# One stamp an extra, so that the demo does not wait for what only the tests need.
+$(WITH)-%: $(VENV)/.made pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@

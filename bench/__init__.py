@@ -1,0 +1,1 @@
+"""Measurements. Not part of the package; see README.md."""

@@ -1,0 +1,123 @@
+"""What the machine is, how much memory this process took, and which files its page cache holds."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def describe(folder: Path) -> str:
+    """One line: processor, cores this process may use, memory, kernel, file system."""
+    return (
+        f"{_cpu_model()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, "
+        f"{_memory_nbytes() / 1024**3:.0f} GiB memory, Linux {platform.release()}, "
+        f"{_file_system(folder)}"
+    )
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Package -> installed version, or `absent`."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+class PeakMemory:
+    """Peak resident memory of this process since `__init__`, above what it had then.
+
+    Mapped file pages count while they are mapped in, as the kernel counts them (VmHWM).
+    """
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")
+        self._base = _status("VmRSS")
+
+    def extra_nbytes(self) -> int:
+        """Bytes above the start, at the highest point so far."""
+        return max(0, _status("VmHWM") - self._base)
+
+
+def files_under(folder: Path) -> list[Path]:
+    """Every regular file below `folder`."""
+    return [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+
+
+def disk_nbytes(folder: Path) -> int:
+    """Lengths of all files below `folder`, in bytes."""
+    return sum(path.stat().st_size for path in files_under(folder))
+
+
+def drop_cache(folder: Path) -> float:
+    """Drop these files from the page cache; returns the share that is still in it (0 is cold)."""
+    resident = total = 0
+    for path in files_under(folder):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            pages = _resident_pages(fd)
+        finally:
+            os.close(fd)
+        resident += sum(pages)
+        total += len(pages)
+    return resident / max(1, total)
+
+
+def _resident_pages(fd: int) -> bytes:
+    """One byte a page: 1 where the page cache holds it."""
+    nbytes = os.fstat(fd).st_size
+    if nbytes == 0:
+        return b""
+    address = _libc.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        raise OSError(ctypes.get_errno(), "mmap")
+    flags = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
+    failed = _libc.mincore(address, nbytes, flags)
+    errno = ctypes.get_errno()
+    _libc.munmap(address, nbytes)
+    if failed:
+        raise OSError(errno, "mincore")
+    return bytes(flag & 1 for flag in flags)
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def _memory_nbytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def _file_system(folder: Path) -> str:
+    best, answer = "", "unknown file system"
+    real = str(folder.resolve())
+    for line in Path("/proc/mounts").read_text().splitlines():
+        device, where, kind, *_ = line.split()
+        if real.startswith(where) and len(where) >= len(best):
+            best, answer = where, f"{kind} on {device}"
+    return answer

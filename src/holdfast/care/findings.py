@@ -1,0 +1,63 @@
+"""What verifying found: plain records, for people and for `--json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing that is not as it was written."""
+
+    file: str
+    message: str
+    start: int | None = None
+    """First byte of the damaged stretch, where it is known."""
+    nbytes: int | None = None
+    block: int | None = None
+    tensors: tuple[str, ...] = ()
+    """Keys of the tensors that have bytes in the damaged stretch."""
+    expected: str = ""
+    found: str = ""
+
+    def __str__(self) -> str:
+        place = "" if self.block is None else f" block {self.block} (byte {self.start})"
+        against = f": expected {self.expected}, found {self.found}" if self.expected else ""
+        shown = ", ".join(self.tensors[:3])
+        more = f" and {len(self.tensors) - 3} more" if len(self.tensors) > 3 else ""
+        tensors = f"; tensors: {shown}{more}" if self.tensors else ""
+        return f"{self.file}{place}: {self.message}{against}{tensors}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What verifying one checkpoint found. `nbytes` is how many bytes were read and compared."""
+
+    folder: str
+    step: int | None
+    """None where the manifest cannot be read."""
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+    nbytes: int
+    num_files: int
+    num_tensors: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is as it was written."""
+        return not self.problems
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootReport:
+    """What verifying a root found: its checkpoints newest first, and its claims."""
+
+    checkpoints: tuple[Report, ...]
+    problems: tuple[Problem, ...]
+    """Damaged records in `writers/`."""
+    notes: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.problems and all(report.ok for report in self.checkpoints)

@@ -1,0 +1,146 @@
+"""Removing what no manifest lists: attempts that did not commit, and what deletions left.
+
+An attempt is decided before it is touched: where its register is empty, gc first puts an abort
+marker, if absent, so that a paused writer can no longer commit it (docs/design.md, rule 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Literal
+
+from holdfast.engine.catalog import Catalog
+from holdfast.engine.claim import is_live, is_proven_dead
+from holdfast.engine.commit import mark_aborted, remove_files
+from holdfast.engine.process import is_this_process
+from holdfast.errors import FormatError, StoreError
+from holdfast.events import Emitter
+from holdfast.format import layout
+from holdfast.format.layout import AttemptName
+from holdfast.format.manifest import Manifest
+from holdfast.store.base import Folders, Store
+
+Outcome = Literal["remove", "mark", "keep"]
+
+
+@dataclass(slots=True, kw_only=True)
+class GcReport:
+    """What was done, or would be: (folder, why) each; `nbytes` is what it gave back."""
+
+    removed: list[tuple[str, str]] = field(default_factory=list)
+    marked: list[tuple[str, str]] = field(default_factory=list)
+    kept: list[tuple[str, str]] = field(default_factory=list)
+    failed: list[tuple[str, str]] = field(default_factory=list)
+    nbytes: int = 0
+
+
+def collect(
+    store: Store,
+    *,
+    dry_run: bool = False,
+    dead_epochs: Collection[int] = (),
+    emit: Emitter | None = None,
+) -> GcReport:
+    """Remove uncommitted attempts and leftovers of deleted ones. Committed ones are not touched.
+
+    Attempts of a live writer, the caller's own too, are left alone. `dead_epochs` are epochs that
+    a person declares dead. A failure is reported and does not stop the rest.
+    """
+    report = GcReport()
+    judge = _Judge(store, frozenset(dead_epochs), emit or Emitter())
+    for name in Catalog(store).attempts():
+        folder = str(name)
+        try:
+            _visit(store, name, judge, report, dry_run=dry_run)
+        except (StoreError, FormatError) as error:
+            report.failed.append((folder, str(error)))
+    _sweep(store, judge, report, dry_run=dry_run)
+    return report
+
+
+class _Judge:
+    """What is known of each writer epoch; each is looked at once."""
+
+    def __init__(self, store: Store, dead_epochs: frozenset[int], emit: Emitter) -> None:
+        self._store = store
+        self._emit = emit
+        self._dead: dict[int, bool] = dict.fromkeys(dead_epochs, True)
+        self._live: dict[int, bool] = dict.fromkeys(dead_epochs, False)
+
+    def is_dead(self, epoch: int) -> bool:
+        """Nothing of that epoch can be in flight."""
+        if epoch not in self._dead:
+            self._dead[epoch] = is_proven_dead(self._store, epoch)
+        return self._dead[epoch]
+
+    def is_live(self, epoch: int) -> bool:
+        """The epoch owns the run and its process lives."""
+        if epoch not in self._live:
+            self._live[epoch] = not self.is_dead(epoch) and self._owner_lives(epoch)
+        return self._live[epoch]
+
+    def _owner_lives(self, epoch: int) -> bool:
+        catalog = Catalog(self._store)
+        if epoch < catalog.highest_epoch():
+            return False
+        try:
+            writer = catalog.writer(epoch)
+        except FormatError:
+            return False
+        if writer is None:
+            return False
+        if is_live(self._store, writer, emit=self._emit):
+            return True
+        # A manager of this very process does not count as another owner, but it may be writing.
+        return is_this_process(writer.process)
+
+
+def _visit(
+    store: Store, name: AttemptName, judge: _Judge, report: GcReport, *, dry_run: bool
+) -> None:
+    folder = str(name)
+    register = Catalog(store).read(folder)
+    if isinstance(register, Manifest):
+        return
+    if register is None and judge.is_live(name.epoch):
+        report.kept.append((folder, f"writer {name.epoch} is alive"))
+        return
+    nbytes = sum(info.nbytes for info in store.list(f"{folder}/"))
+    whole = judge.is_dead(name.epoch)
+    why = _why(register is None, name.epoch, whole)
+    if not dry_run:
+        if register is None and not mark_aborted(store, folder, by="gc", reason="not committed"):
+            return
+        remove_files(store, folder, whole=whole)
+    if whole:
+        report.removed.append((folder, why))
+    elif not _is_bare(store, folder) or register is None:
+        report.marked.append((folder, why))
+    report.nbytes += nbytes
+
+
+def _why(uncommitted: bool, epoch: int, whole: bool) -> str:
+    what = "never committed" if uncommitted else "deleted or aborted"
+    if whole:
+        return f"{what}; writer {epoch} is gone"
+    return f"{what}; writer {epoch} may still be paused somewhere, so its marker stays"
+
+
+def _is_bare(store: Store, folder: str) -> bool:
+    """Whether only the marker is left."""
+    return store.children(folder) == (layout.MANIFEST,)
+
+
+def _sweep(store: Store, judge: _Judge, report: GcReport, *, dry_run: bool) -> None:
+    """Remove leftovers of interrupted puts beside committed files, when no owner may be putting."""
+    catalog = Catalog(store)
+    owner = catalog.highest_epoch()
+    if dry_run or not isinstance(store, Folders) or (owner and judge.is_live(owner)):
+        return
+    committed = [entry.folder for entry in catalog.checkpoints()]
+    for folder in ("", layout.WRITERS, *committed):
+        try:
+            store.sweep(folder)
+        except StoreError as error:
+            report.failed.append((folder or "root", str(error)))

@@ -1,0 +1,84 @@
+"""What follows a commit or a claim, and must never stop training (invariant 8)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from holdfast.care.gc import collect
+from holdfast.care.retention import carry_out
+from holdfast.engine.catalog import Entry
+from holdfast.engine.notes import reject
+from holdfast.engine.owner import Ownership
+from holdfast.errors import HoldfastError, Superseded
+from holdfast.events import Emitter
+from holdfast.format import layout
+from holdfast.policy.retention import Rule
+from holdfast.store.base import Points, Store
+
+
+class Housekeeper:
+    """Does the chores of one manager; what goes wrong is told, and tried again next time."""
+
+    def __init__(self, store: Store, owner: Ownership, rule: Rule, emit: Emitter) -> None:
+        self._store = store
+        self._owner = owner
+        self._rule = rule
+        self._emit = emit
+
+    def after_commit(self, entry: Entry) -> None:
+        """Move `latest`, then delete what the rule drops."""
+        self._try("latest", partial(self._point_latest, entry.folder))
+        self._try("retention", self._retain)
+
+    def after_claim(self) -> None:
+        """Remove what earlier writers left unfinished."""
+        self._try("gc", self._collect)
+
+    def reject(self, folder: str, reason: str) -> None:
+        """Leave a mark on a checkpoint that could not be used."""
+        self._emit("rejected", f"{folder} cannot be used: {reason}", folder=folder, reason=reason)
+        claim = self._owner.claim
+        by = f"writer {claim.epoch}" if claim is not None else "a reader"
+        self._try("rejected mark", partial(reject, self._store, folder, by=by, reason=reason))
+
+    def _point_latest(self, folder: str) -> None:
+        if isinstance(self._store, Points):
+            self._store.point(layout.LATEST, folder)
+        else:
+            self._store.put(layout.LATEST, folder.encode())
+
+    def _retain(self) -> None:
+        claim = self._owner.claim
+        if claim is not None:
+            carry_out(
+                self._store,
+                claim,
+                self._rule,
+                has_committed=self._owner.has_committed,
+                retracted=self._tell_retracted,
+                failed=self._tell_failed,
+            )
+
+    def _collect(self) -> None:
+        report = collect(self._store, emit=self._emit)
+        for folder, why in report.removed:
+            self._emit("gc", f"removed {folder}: {why}", folder=folder)
+        for folder, why in report.failed:
+            self._emit("housekeeping_failed", f"gc of {folder}: {why}", folder=folder)
+
+    def _tell_retracted(self, entry: Entry, why: str) -> None:
+        self._emit(
+            "retracted", f"deleted {entry.folder}: {why}", step=entry.step, folder=entry.folder
+        )
+
+    def _tell_failed(self, entry: Entry, error: HoldfastError) -> None:
+        self._emit("housekeeping_failed", f"deleting {entry.folder}: {error}", step=entry.step)
+
+    def _try(self, what: str, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Superseded as error:
+            self._emit("warning", f"{what}: {error}")
+        except (HoldfastError, OSError) as error:
+            self._emit("housekeeping_failed", f"{what}: {error}")

@@ -1,0 +1,159 @@
+"""Would a save work here? Asked once, before the first one, and answered with every reason why not.
+
+Tries the real thing on a few bytes instead of trusting what a file system claims to be.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from holdfast.errors import AlreadyExists, FormatError, PreflightFailed, StoreError
+from holdfast.format import layout
+from holdfast.store.base import Store, TellsSpace, WritesBlocks, make_folder
+
+SCRATCH = "preflight"
+"""What the names of scratch folders begin with. One that a killed process left may be deleted."""
+_FIRST, _SECOND = b"first", b"second"
+_PIECE = b"holdfast" * 512
+# A file takes whole blocks of the file system, and a save has small records beside its files.
+_ROUNDING_NBYTES = 4096
+_RECORDS_PER_SAVE = 4
+
+
+def preflight(
+    store: Store, *, nbytes_per_save: int, saves_kept: int | None, num_files: int
+) -> None:
+    """Check that saves of this size will find room, and that the store does what commits need.
+
+    `saves_kept` is how many checkpoints retention keeps at most, beside the one being written;
+    None when there is no limit, and then room for one save is asked for. `num_files` is the
+    number of files of a save. Makes the root where there is none, and a scratch folder that it
+    removes again; other things in the root do not matter.
+
+    Raises:
+        PreflightFailed: with every problem that was found.
+    """
+    problems = [
+        *_lack_of_room(store, nbytes_per_save, saves_kept, num_files),
+        *_refusals(store),
+    ]
+    if problems:
+        raise PreflightFailed(problems)
+
+
+def _lack_of_room(
+    store: Store, nbytes_per_save: int, saves_kept: int | None, num_files: int
+) -> Iterator[str]:
+    if not isinstance(store, TellsSpace):
+        return
+    try:
+        free = store.free_space()
+        held_nbytes, held_files = _held(store)
+    except StoreError as error:
+        yield f"room: {error}"
+        return
+    kept = saves_kept or 0
+    files = num_files + _RECORDS_PER_SAVE
+    nbytes = nbytes_per_save + files * _ROUNDING_NBYTES
+    saves = f"a save of {nbytes_per_save} bytes in {num_files} files, and {kept} kept beside it"
+    for unit, one, held, left in (
+        ("bytes", nbytes, held_nbytes, free.nbytes),
+        ("inodes", files, held_files, free.inodes),
+    ):
+        needed = one + max(kept * one - held, 0)
+        if left is not None and left < needed:
+            yield f"room: {store.url} needs {needed} more {unit} ({saves}); {left} are free"
+
+
+def _held(store: Store) -> tuple[int, int]:
+    """Bytes and files of the attempts that are there: retention will give their room back."""
+    nbytes = num_files = 0
+    for name in store.children():
+        if layout.parse_attempt(name.rstrip("/")) is not None:
+            for info in store.list(name):
+                nbytes += info.nbytes
+                num_files += 1
+    return nbytes, num_files
+
+
+def _refusals(store: Store) -> Iterator[str]:
+    """Go through the operations of a save, a load and a deletion in a scratch folder."""
+    folder = f"{SCRATCH}-{os.urandom(8).hex()}"
+    try:
+        make_folder(store, folder, exclusive=True)
+    except StoreError as error:
+        yield f"making a folder: {error}"
+        return
+    try:
+        yield from _register_refusals(store, f"{folder}/register")
+        yield from _file_refusals(store, f"{folder}/file")
+    finally:
+        left = _removal_refusal(store, folder)
+    if left:
+        yield left
+
+
+def _register_refusals(store: Store, key: str) -> Iterator[str]:
+    """A commit is a put that must fail when the key is taken, and a tombstone replaces it."""
+    try:
+        store.put(key, _FIRST, if_absent=True)
+    except StoreError as error:
+        yield f"putting an object that is not there yet: {error}"
+        return
+    try:
+        store.put(key, _SECOND, if_absent=True)
+    except AlreadyExists:
+        yield from _read_refusals(store, key, _FIRST)
+    except StoreError as error:
+        yield f"putting over a taken key: refused with the wrong error: {error}"
+    else:
+        yield (
+            f"{store.url} replaced an object that was to be put only if absent: "
+            "two writers would destroy each other's checkpoints here"
+        )
+    try:
+        store.put(key, _SECOND)
+    except StoreError as error:
+        yield f"replacing an object: {error}"
+    else:
+        yield from _read_refusals(store, key, _SECOND)
+
+
+def _read_refusals(store: Store, key: str, expected: bytes) -> Iterator[str]:
+    try:
+        found = store.get(key)
+    except (StoreError, FormatError) as error:
+        yield f"reading back: {error}"
+        return
+    if found != expected:
+        yield f"reading back: {found[:40]!r} where {expected[:40]!r} was put last: {store.url}"
+
+
+def _file_refusals(store: Store, key: str) -> Iterator[str]:
+    """A large file is written in pieces, in any order."""
+    if not isinstance(store, WritesBlocks):
+        return
+    try:
+        writer = store.create(key, 2 * len(_PIECE))
+    except StoreError as error:
+        yield f"creating a file: {error}"
+        return
+    try:
+        writer.write(len(_PIECE), memoryview(_PIECE))
+        writer.write(0, memoryview(_PIECE))
+        writer.finish()
+    except StoreError as error:
+        writer.abort()
+        yield f"writing a file: {error}"
+        return
+    yield from _read_refusals(store, key, _PIECE + _PIECE)
+
+
+def _removal_refusal(store: Store, folder: str) -> str:
+    try:
+        store.delete(f"{folder}/")
+        left = store.children(folder)
+    except StoreError as error:
+        return f"deleting: {error}"
+    return f"deleting: {left[0]} of {folder} is still there: {store.url}" if left else ""

@@ -1,0 +1,116 @@
+"""Reading for verification: a few blocks at a time, and twice before damage is believed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, replace
+from functools import partial
+
+from holdfast.engine.documents import read_document
+from holdfast.engine.workers import Workers
+from holdfast.errors import DeadlineExceeded, FormatError, StoreError
+from holdfast.format.blocks import block_digest
+from holdfast.format.tensors import header_nbytes
+from holdfast.store.base import Store
+
+NUM_THREADS = 4
+READ_TIMEOUT_S = 600.0
+"""Longest wait for one block: a network file system that hangs must not hang the report."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One stretch of a file. `expected` is its digest, empty where the index is lost."""
+
+    file: str
+    number: int
+    start: int
+    stop: int
+    expected: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What reading a block gave: its digest or an error; and whether only the first try failed."""
+
+    block: Block
+    digest: bytes = b""
+    error: str = ""
+    was_transient: bool = False
+
+    @property
+    def is_right(self) -> bool:
+        """Whether these are the bytes that were written, as far as the index tells."""
+        return not self.error and self.block.expected in (b"", self.digest)
+
+
+class FolderReader:
+    """Reads one checkpoint's folder. Thread-safe."""
+
+    def __init__(self, store: Store, folder: str) -> None:
+        self._store = store
+        self._folder = folder
+
+    def names(self) -> tuple[str, ...]:
+        """What lies in the folder; folders end with a slash."""
+        return self._store.children(self._folder)
+
+    def size(self, file: str) -> int:
+        """Length of a file in bytes."""
+        return self._store.head(f"{self._folder}/{file}").nbytes
+
+    def document(self, file: str, max_nbytes: int) -> bytes:
+        """All bytes of a file that may have at most `max_nbytes`."""
+        return read_document(self._store, f"{self._folder}/{file}", max_nbytes=max_nbytes)
+
+    def header(self, file: str, file_nbytes: int) -> bytes:
+        """What comes before the data of a tensor file of `file_nbytes` bytes."""
+        key = f"{self._folder}/{file}"
+        first = self._store.get(key, 0, 8)
+        return self._store.get(key, 0, header_nbytes(first, file_nbytes=file_nbytes, what=file))
+
+    def look(self, block: Block) -> Seen:
+        """Read a block, and once more when it is not what it should be."""
+        first = self._look_once(block)
+        if first.is_right:
+            return first
+        second = self._look_once(block)
+        return replace(second, was_transient=True) if second.is_right else second
+
+    def _look_once(self, block: Block) -> Seen:
+        try:
+            data = self._store.get(
+                f"{self._folder}/{block.file}", block.start, block.stop - block.start
+            )
+        except (StoreError, FormatError) as error:
+            return Seen(block=block, error=str(error))
+        return Seen(block=block, digest=block_digest(data))
+
+
+def look_at(reader: FolderReader, blocks: Sequence[Block]) -> Iterator[Seen]:
+    """What is seen of each block, in order; only a few are in memory at a time."""
+    workers = Workers(NUM_THREADS, "holdfast-verify")
+    waiting: deque[tuple[Block, Future[Seen]]] = deque()
+    try:
+        for block in blocks:
+            waiting.append((block, workers.submit(partial(reader.look, block))))
+            if len(waiting) >= 2 * NUM_THREADS:
+                yield _result(*waiting.popleft())
+        while waiting:
+            yield _result(*waiting.popleft())
+    finally:
+        for _, future in waiting:
+            future.cancel()
+        workers.close()
+
+
+def _result(block: Block, future: Future[Seen]) -> Seen:
+    try:
+        return future.result(timeout=READ_TIMEOUT_S)
+    except FutureTimeout:
+        raise DeadlineExceeded(
+            f"{block.file}: reading block {block.number} took longer than {READ_TIMEOUT_S:.0f} s"
+        ) from None

@@ -1,0 +1,392 @@
+"""Reading every byte of a checkpoint and comparing it with what was written.
+
+Finds all damage, not only the first; changes nothing, claims nothing, and holds no more than a
+few blocks and one document in memory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+from holdfast.care.findings import Problem, Report, RootReport
+from holdfast.care.reading import Block, FolderReader, Seen, look_at
+from holdfast.engine.documents import read_document
+from holdfast.errors import FormatError, NoCheckpoint, NotFound, StoreError
+from holdfast.format import layout
+from holdfast.format.blocks import DIGEST_NBYTES, digest_blocks, file_digest, split
+from holdfast.format.index import Index, decode_index
+from holdfast.format.manifest import (
+    MAX_JSON_FILE_NBYTES,
+    MAX_MANIFEST_NBYTES,
+    Aborted,
+    FileEntry,
+    Manifest,
+    decode_register,
+)
+from holdfast.format.objects import ArrayRef, TensorRef, decode_tree
+from holdfast.format.records import (
+    decode_alive,
+    decode_closed,
+    decode_notes,
+    decode_rejected,
+    decode_retired,
+    decode_writer,
+)
+from holdfast.format.tensors import parse_header
+from holdfast.store.base import Store
+
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""Called with a folder, the bytes checked so far and the bytes to check, in the caller's thread."""
+
+_MAX_RECORD_NBYTES = 65536
+# Types without a safetensors name lie in the file as another one, with a last dimension of 2.
+_STORED_AS = {"C128": "F64", "C32": "F16"}
+_SIDECARS: Mapping[str, Callable[..., object]] = {
+    layout.RETIRED: decode_retired,
+    layout.REJECTED: decode_rejected,
+}
+
+
+def verify(store: Store, folder: str, *, progress: Progress | None = None) -> Report:
+    """Check every byte of the checkpoint in `folder`.
+
+    A block that differs is read a second time; when it is right then, the report only notes it.
+
+    Raises:
+        NoCheckpoint: the folder holds no committed checkpoint, or no longer does.
+        DeadlineExceeded: the storage did not answer for `READ_TIMEOUT_S`.
+    """
+    return _Inspection(store, folder, progress).run()
+
+
+def verify_root(store: Store, *, progress: Progress | None = None) -> RootReport:
+    """Check every committed checkpoint of a root, and its claims.
+
+    Raises:
+        DeadlineExceeded: the storage did not answer for `READ_TIMEOUT_S`.
+    """
+    names = [layout.parse_attempt(name.rstrip("/")) for name in store.children()]
+    reports: list[Report] = []
+    notes: list[str] = []
+    for name in sorted((name for name in names if name is not None), reverse=True):
+        try:
+            reports.append(verify(store, str(name), progress=progress))
+        except NoCheckpoint as error:
+            notes.append(str(error))
+    return RootReport(
+        checkpoints=tuple(reports), problems=tuple(_check_claims(store)), notes=tuple(notes)
+    )
+
+
+def _check_claims(store: Store) -> Iterator[Problem]:
+    for name in store.children(layout.WRITERS):
+        if layout.parse_writer(name) is not None:
+            decode: Callable[..., object] = decode_writer
+        elif name.endswith(".closed.json"):
+            decode = decode_closed
+        elif name.endswith(".alive.json"):
+            decode = decode_alive
+        else:
+            continue
+        key = f"{layout.WRITERS}/{name}"
+        try:
+            decode(read_document(store, key, max_nbytes=_MAX_RECORD_NBYTES), what=key)
+        except NotFound:
+            continue  # A heartbeat goes when its epoch closes.
+        except (FormatError, StoreError) as error:
+            yield Problem(file=key, message=str(error))
+
+
+class _Inspection:
+    """One checkpoint under inspection, and what was found so far."""
+
+    def __init__(self, store: Store, folder: str, progress: Progress | None) -> None:
+        self._folder = folder
+        self._reader = FolderReader(store, folder)
+        self._progress = progress
+        self._problems: list[Problem] = []
+        self._notes: list[str] = []
+        self._places: dict[str, list[tuple[int, int, str]]] = {}
+        self._nbytes = 0
+        self._total_nbytes = 0
+
+    def run(self) -> Report:
+        manifest = self._manifest()
+        if manifest is not None:
+            self._check_place(manifest)
+        index: Index | None = None
+        if manifest is not None:
+            self._total_nbytes = manifest.nbytes
+            index = self._index(manifest)
+            self._places = _places(index)
+            damaged = self._contents(manifest, index)
+            if index is not None:
+                self._meanings(manifest, index, damaged)
+        self._others(manifest)
+        if self._problems and manifest is not None:
+            self._manifest()  # What was deleted meanwhile is not damaged: NoCheckpoint.
+        return Report(
+            folder=self._folder,
+            step=None if manifest is None else manifest.timestamp.step,
+            problems=tuple(self._problems),
+            notes=tuple(self._notes),
+            nbytes=self._nbytes,
+            num_files=0 if manifest is None else len(manifest.files),
+            num_tensors=0 if index is None else sum(map(len, index.components.values())),
+        )
+
+    def _manifest(self) -> Manifest | None:
+        try:
+            data = self._reader.document(layout.MANIFEST, MAX_MANIFEST_NBYTES)
+            register = decode_register(data, what=layout.MANIFEST)
+        except NotFound:
+            raise NoCheckpoint(f"{self._folder}: not committed") from None
+        except (FormatError, StoreError) as error:
+            self._problem(layout.MANIFEST, str(error))
+            return None
+        if not isinstance(register, Manifest):
+            state = "given up" if isinstance(register, Aborted) else "deleted"
+            raise NoCheckpoint(f"{self._folder}: {state} ({register.reason})")
+        return register
+
+    def _check_place(self, manifest: Manifest) -> None:
+        name = layout.parse_attempt(self._folder)
+        recorded = layout.attempt_name(
+            manifest.label, manifest.epoch, manifest.sequence, manifest.save_id
+        )
+        if name is None:
+            self._notes.append(f"a copy of {recorded} under another name")
+        elif name != recorded:
+            self._problem(
+                layout.MANIFEST,
+                "belongs to another folder",
+                expected=self._folder,
+                found=str(recorded),
+            )
+
+    def _index(self, manifest: Manifest) -> Index | None:
+        """The decoded index; None where it is damaged."""
+        listed = manifest.files[layout.INDEX]
+        try:
+            data, found = self._read_index(manifest.block_nbytes)
+            if found != listed.digest:
+                data, found = self._read_index(manifest.block_nbytes)
+                if found == listed.digest:
+                    self._transient(layout.INDEX, 0, len(data))
+            if found == listed.digest:
+                return decode_index(data, files=manifest.files, what=layout.INDEX)
+            self._problem(
+                layout.INDEX, "other bytes than written", expected=listed.digest, found=found
+            )
+        except NotFound:
+            self._problem(layout.INDEX, "is missing")
+        except (FormatError, StoreError) as error:
+            self._problem(layout.INDEX, str(error))
+        finally:
+            self._advance(listed.nbytes)
+        return None
+
+    def _read_index(self, block_nbytes: int) -> tuple[bytes, str]:
+        data = self._reader.document(layout.INDEX, MAX_JSON_FILE_NBYTES)
+        return data, file_digest(len(data), digest_blocks(data, block_nbytes))
+
+    def _contents(self, manifest: Manifest, index: Index | None) -> set[str]:
+        """Compare the bytes of every file but the index; the names of those that differ."""
+        num_before = len(self._problems)
+        block_nbytes = manifest.block_nbytes if index is None else index.block_nbytes
+        files = {file: entry for file, entry in manifest.files.items() if file != layout.INDEX}
+        jobs: list[Block] = []
+        for file, listed in files.items():
+            digests = b"" if index is None else index.blocks[file]
+            jobs += self._blocks_to_read(file, listed, digests, block_nbytes)
+        found = dict.fromkeys(files, b"")
+        for seen in look_at(self._reader, jobs):
+            self._judge(seen)
+            found[seen.block.file] += seen.digest
+        damaged = {problem.file for problem in self._problems[num_before:]}
+        if index is None:
+            for file in files.keys() - damaged:
+                damaged |= self._check_whole(file, files[file], found[file])
+        return damaged
+
+    def _check_whole(self, file: str, listed: FileEntry, digests: bytes) -> set[str]:
+        """Without the index only the digest of a whole file is known, from the manifest."""
+        digest = file_digest(listed.nbytes, digests)
+        if digest == listed.digest:
+            return set()
+        self._problem(file, "other bytes than written", expected=listed.digest, found=digest)
+        return {file}
+
+    def _blocks_to_read(
+        self, file: str, listed: FileEntry, digests: bytes, block_nbytes: int
+    ) -> list[Block]:
+        """The blocks that lie wholly inside the file as it is now."""
+        nbytes = self._size(file, listed, block_nbytes)
+        blocks = [
+            Block(
+                file=file,
+                number=number,
+                start=start,
+                stop=stop,
+                expected=digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES],
+            )
+            for number, (start, stop) in enumerate(split(listed.nbytes, block_nbytes))
+            if stop <= nbytes
+        ]
+        self._advance(listed.nbytes - (blocks[-1].stop if blocks else 0))
+        return blocks
+
+    def _size(self, file: str, listed: FileEntry, block_nbytes: int) -> int:
+        """Length of the file as it is; 0 when there is none to read."""
+        try:
+            nbytes = self._reader.size(file)
+        except NotFound:
+            self._problem(file, "is missing", tensors=self._tensors(file, 0, listed.nbytes))
+            return 0
+        except StoreError as error:
+            self._problem(file, str(error), tensors=self._tensors(file, 0, listed.nbytes))
+            return 0
+        if nbytes != listed.nbytes:
+            start = min(nbytes, listed.nbytes) // block_nbytes * block_nbytes
+            self._problem(
+                file,
+                "wrong length",
+                expected=f"{listed.nbytes} bytes",
+                found=f"{nbytes} bytes",
+                tensors=self._tensors(file, start, listed.nbytes) if nbytes < listed.nbytes else (),
+            )
+        return nbytes
+
+    def _judge(self, seen: Seen) -> None:
+        block = seen.block
+        self._advance(block.stop - block.start)
+        if seen.was_transient:
+            self._transient(block.file, block.start, block.stop)
+        if seen.is_right:
+            return
+        self._problem(
+            block.file,
+            seen.error or "other bytes than written",
+            block=block.number,
+            start=block.start,
+            nbytes=block.stop - block.start,
+            tensors=self._tensors(block.file, block.start, block.stop),
+            expected="" if seen.error else block.expected.hex(),
+            found=seen.digest.hex(),
+        )
+
+    def _meanings(self, manifest: Manifest, index: Index, damaged: set[str]) -> None:
+        """Whether trees and headers can be read and fit the index; damaged files are left out."""
+        for name, component in manifest.components.items():
+            tensors = index.components.get(name, {})
+            if len(tensors) != component.num_tensors:
+                self._problem(
+                    layout.INDEX,
+                    f"other tensors of component {name} than the manifest counts",
+                    expected=str(component.num_tensors),
+                    found=str(len(tensors)),
+                )
+            for file in component.files:
+                if file in damaged:
+                    continue
+                try:
+                    if file.endswith(".json"):
+                        self._tree(file, frozenset(tensors))
+                    else:
+                        self._header(file, manifest.files[file].nbytes, index, name)
+                except (FormatError, StoreError) as error:
+                    self._problem(file, str(error))
+
+    def _tree(self, file: str, keys: frozenset[str]) -> None:
+        wanted: set[str] = set()
+
+        def note_key(node: Any) -> Any:
+            if isinstance(node, TensorRef | ArrayRef):
+                wanted.add(node.key)
+            return node
+
+        data = self._reader.document(file, MAX_JSON_FILE_NBYTES)
+        decode_tree(data, lift=note_key, what=file)
+        unknown = sorted(wanted - keys)
+        if unknown:
+            self._problem(file, "names tensors that the index lacks", tensors=tuple(unknown))
+
+    def _header(self, file: str, file_nbytes: int, index: Index, component: str) -> None:
+        head = self._reader.header(file, file_nbytes)
+        found = parse_header(head, file_nbytes=file_nbytes, what=file)
+        expected = _expected_header(index, component, file)
+        for key in sorted({*found, *expected}):
+            if found.get(key) != expected.get(key):
+                self._problem(
+                    file,
+                    "header and index disagree",
+                    tensors=(key,),
+                    expected=str(expected.get(key, "nothing")),
+                    found=str(found.get(key, "nothing")),
+                )
+
+    def _others(self, manifest: Manifest | None) -> None:
+        """Sidecars, and what should not be there."""
+        for name in self._reader.names():
+            is_notes = layout.parse_notes(name) is not None
+            decode = decode_notes if is_notes else _SIDECARS.get(name)
+            if decode is not None:
+                try:
+                    decode(self._reader.document(name, _MAX_RECORD_NBYTES), what=name)
+                except NotFound:
+                    continue
+                except (FormatError, StoreError) as error:
+                    self._problem(name, str(error))
+            elif manifest is not None and name not in (layout.MANIFEST, *manifest.files):
+                self._notes.append(f"{name} is not listed in the manifest")
+
+    def _tensors(self, file: str, start: int, stop: int) -> tuple[str, ...]:
+        """Keys of the tensors with bytes in [start, stop)."""
+        places = self._places.get(file, [])
+        first = bisect_right(places, start, key=lambda place: place[1])
+        return tuple(key for begin, _, key in places[first:] if begin < stop)
+
+    def _problem(self, file: str, message: str, **more: Any) -> None:
+        self._problems.append(Problem(file=file, message=message, **more))
+
+    def _transient(self, file: str, start: int, stop: int) -> None:
+        self._notes.append(
+            f"{file}: bytes {start} to {stop} were read wrongly once and rightly then: "
+            "look after this machine's memory, disk or network"
+        )
+
+    def _advance(self, nbytes: int) -> None:
+        self._nbytes += nbytes
+        if self._progress is not None:
+            self._progress(self._folder, self._nbytes, self._total_nbytes)
+
+
+def _places(index: Index | None) -> dict[str, list[tuple[int, int, str]]]:
+    """For each tensor file, (start, stop, key) of what lies in it, in order of place."""
+    places: dict[str, list[tuple[int, int, str]]] = {}
+    for tensors in index.components.values() if index is not None else ():
+        for entry in tensors.values():
+            for shard in entry.shards:
+                places.setdefault(shard.file, []).append(
+                    (shard.start, shard.start + shard.nbytes, entry.key)
+                )
+    return {file: sorted(found) for file, found in places.items()}
+
+
+def _expected_header(
+    index: Index, component: str, file: str
+) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    """What the header of a tensor file must say, in the form of `parse_header`."""
+    expected: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+    for entry in index.components.get(component, {}).values():
+        for shard in entry.shards:
+            if shard.file == file:
+                shape = entry.shape if shard.sizes is None else tuple(shard.sizes)
+                if entry.dtype in _STORED_AS:
+                    shape = (*shape, 2)
+                dtype = _STORED_AS.get(entry.dtype, entry.dtype)
+                stop = shard.start + shard.nbytes
+                expected[entry.key] = (dtype, shape, shard.start, stop)
+    return expected

@@ -1,0 +1,71 @@
+"""Loaders and iterables that are not ours: what is known to be inexact, and skipping.
+
+Looks at type names only; imports none of the packages that it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from holdfast.errors import UsageError
+
+T = TypeVar("T")
+
+
+def describe_inexact(loader: object) -> str | None:
+    """What is known not to come back exactly when `loader` is resumed, or None.
+
+    None means that nothing is known, not that everything is exact.
+    """
+    name = _type_name(loader)
+    if name == "torchdata.StatefulDataLoader":
+        return _stateful(loader)
+    if name == "torch.DataLoader":
+        return "a torch DataLoader has no position: after a resume it starts its epoch again"
+    return None
+
+
+def skip(
+    iterable: Iterable[T], n: int, *, progress: Callable[[int, int], None] | None = None
+) -> Iterator[T]:
+    """The iterator of `iterable` after its first `n` items, which are fetched and thrown away.
+
+    For data without a position of its own. It costs the time of `n` fetches, and is as exact as
+    the iterable is repeatable. `progress(done, n)` is called after each skipped item.
+
+    Raises:
+        UsageError: `n` is negative, or the iterable ended first.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+        raise UsageError(f"n={n!r}: must be a whole number, zero or above")
+    items, end = iter(iterable), object()
+    for done in range(1, n + 1):
+        if next(items, end) is end:
+            raise UsageError(f"cannot skip {n} items: the iterable ended after {done - 1}")
+        if progress is not None:
+            progress(done, n)
+    return items
+
+
+def _stateful(loader: object) -> str | None:
+    problems = []
+    if _type_name(_sampler(loader)) == "torch.RandomSampler":
+        problems.append("the stock RandomSampler loses its order in mid-epoch")
+    if getattr(loader, "num_workers", 0) > 0:
+        problems.append("the workers' random generators are not restored")
+    if not problems:
+        return None
+    return f"StatefulDataLoader: {'; '.join(problems)}. holdfast.data.Loader is exact in both"
+
+
+def _sampler(loader: object) -> Any:
+    batches = getattr(loader, "batch_sampler", None)
+    inner = getattr(batches, "sampler", None)
+    return inner if inner is not None else getattr(loader, "sampler", None)
+
+
+def _type_name(value: object) -> str:
+    """`<top package>.<class>`. A subclass of somebody else's may have mended its base."""
+    own = type(value)
+    return f"{own.__module__.split('.')[0]}.{own.__qualname__}"

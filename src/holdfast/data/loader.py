@@ -1,0 +1,322 @@
+"""A DataLoader whose position is exact (docs/design.md, section 6).
+
+The order of samples is a pure function of (seed, epoch), and each batch is fetched under global
+generators seeded from (seed, epoch, batch). So the position, two numbers, says everything, and
+it counts the batches that the loop has taken, not those that workers have fetched ahead.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from holdfast.data import randomness
+from holdfast.errors import UsageError, listing
+
+logger = logging.getLogger("holdfast")
+
+_Spec = tuple[int, int, Sequence[int]]
+_SHAPE = ("num_samples", "batch_size", "shuffle", "drop_last")
+
+
+class Loader:
+    """Batches of a map-style dataset, in an order and with a position that resume exactly.
+
+    `for batch in loader` gives the rest of the current epoch, then stops; the next loop gives
+    the next epoch. The epoch ends when the loop asks for a batch beyond its last one: a position
+    saved after the last batch is still in that epoch, so that whatever a loop does at the end of
+    an epoch is also done after a resume.
+
+    As a component of the state it stores its position. One iterator is alive at a time: beginning
+    another one, or `load_state_dict`, ends the former, whose next item raises `UsageError`.
+
+    Exact for what the dataset and `collate_fn` draw from the global generators of Python, NumPy
+    and torch (CPU). A dataset that keeps a generator of its own, or other state that fetching
+    changes, is exact with no loader. The generators of the process are left as they were.
+
+    >>> loader = Loader(range(10), batch_size=4, seed=1)
+    >>> taken = next(iter(loader))
+    >>> again = Loader(range(10), batch_size=4, seed=1)
+    >>> again.load_state_dict(loader.state_dict())
+    >>> [batch.tolist() for batch in again] == [batch.tolist() for batch in loader]
+    True
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        persistent_workers: bool = False,
+        prefetch_factor: int | None = None,
+        multiprocessing_context: Any = None,
+    ) -> None:
+        """Options from `num_workers` on mean what they mean for torch's DataLoader.
+
+        Args:
+            dataset: has `__len__`, and `__getitem__` or `__getitems__`.
+            batch_size: samples a batch.
+            seed: of the order and of what a fetch draws; zero or above.
+            shuffle: draw a new order in each epoch; otherwise the dataset's own.
+            drop_last: leave out an epoch's last batch when it is not full.
+
+        Raises:
+            UsageError: an iterable, an empty dataset, or one with no full batch to give.
+        """
+        _check_dataset(dataset)
+        _check_whole("batch_size", batch_size, at_least=1)
+        _check_whole("seed", seed, at_least=0)
+        self.dataset = dataset
+        self._num_samples = len(dataset)
+        self._batch_size = batch_size
+        self._shuffle = bool(shuffle)
+        self._drop_last = bool(drop_last)
+        self._check_not_empty()
+        self._seed = seed
+        self._epoch = 0
+        self._batch = 0
+        self._turn = 0
+        self._plan = _Plan()
+        self._batches: DataLoader[Any] = DataLoader(
+            _Fetcher(dataset, collate_fn or default_collate),
+            batch_size=None,
+            sampler=self._plan,
+            collate_fn=_as_it_is,
+            # Of its own, because beginning an iteration draws from it.
+            generator=torch.Generator(),
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            persistent_workers=persistent_workers,
+            prefetch_factor=prefetch_factor,
+            multiprocessing_context=multiprocessing_context,
+        )
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that have ended."""
+        return self._epoch
+
+    @property
+    def batch(self) -> int:
+        """Batches of this epoch that the loop has taken."""
+        return self._batch
+
+    @property
+    def at_epoch_end(self) -> bool:
+        """Whether the loop has taken the epoch's last batch and has not asked for more."""
+        return self._batch == len(self)
+
+    @property
+    def seed(self) -> int:
+        """The seed in use; after `load_state_dict`, the stored one."""
+        return self._seed
+
+    def __len__(self) -> int:
+        """Batches an epoch."""
+        return _num_batches(self._num_samples, self._batch_size, self._drop_last)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rest of this epoch."""
+        yield from self._take(len(self) - self._batch)
+        self._epoch, self._batch = self._epoch + 1, 0
+
+    def until(self, step: int, *, start: int = 0, batches_per_step: int = 1) -> Iterator[Any]:
+        """Batches, over the ends of epochs, until `step` steps are done.
+
+        Args:
+            step: steps that are done in the end.
+            start: steps that are done already.
+            batches_per_step: batches of an accumulation window.
+
+        Raises:
+            UsageError: an argument is not a whole number, or too small.
+        """
+        _check_whole("step", step, at_least=0)
+        _check_whole("start", start, at_least=0)
+        _check_whole("batches_per_step", batches_per_step, at_least=1)
+        if start and self._epoch == self._batch == 0:
+            logger.warning(
+                "until(start=%d): the loader stands at its very first batch; was it in the state "
+                "that was resumed?",
+                start,
+            )
+        return self._take(max(0, step - start) * batches_per_step)
+
+    def state_dict(self) -> dict[str, int | bool]:
+        """The position, and what gives it its meaning."""
+        return {
+            "epoch": self._epoch,
+            "batch": self._batch,
+            "seed": self._seed,
+            **self._shape(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a stored position. A stored seed that differs from this one wins, with a warning.
+
+        Raises:
+            UsageError: not a position, or one inside an epoch that has another length, batch
+                size or order here. Nothing is changed then.
+        """
+        stored = _checked(state)
+        batch = self._translated(stored)
+        if stored["seed"] != self._seed:
+            logger.warning(
+                "the loader's seed is %d, the stored one %d: the stored one is used",
+                self._seed,
+                stored["seed"],
+            )
+        self._seed, self._epoch, self._batch = stored["seed"], stored["epoch"], batch
+        self._turn += 1
+
+    def _take(self, count: int) -> Iterator[Any]:
+        self._turn += 1
+        turn = self._turn
+        if not count:
+            return
+        if len(self.dataset) != self._num_samples:
+            raise UsageError(
+                f"the dataset had {self._num_samples} samples and now has {len(self.dataset)}: "
+                "make a new loader"
+            )
+        self._plan.specs = self._specs(self._epoch, self._batch, count)
+        for epoch, batch, samples in self._batches:
+            self._epoch, self._batch = epoch, batch + 1
+            yield samples
+            if turn != self._turn:
+                raise UsageError(
+                    "this iterator of the loader has ended: another one began, or the position "
+                    "was loaded; iterate over the loader anew"
+                )
+
+    def _specs(self, epoch: int, batch: int, count: int) -> Iterator[tuple[bytes, _Spec]]:
+        order = self._order(epoch)
+        for _ in range(count):
+            if batch == len(self):
+                epoch, batch = epoch + 1, 0
+                order = self._order(epoch)
+            indices = order[batch * self._batch_size : (batch + 1) * self._batch_size].tolist()
+            yield randomness.derive(self._seed, "batch", epoch, batch), (epoch, batch, indices)
+            batch += 1
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        if not self._shuffle:
+            return torch.arange(self._num_samples)
+        own = randomness.generator(randomness.derive(self._seed, "order", epoch))
+        return torch.randperm(self._num_samples, generator=own)
+
+    def _shape(self) -> dict[str, int | bool]:
+        return {
+            "num_samples": self._num_samples,
+            "batch_size": self._batch_size,
+            "shuffle": self._shuffle,
+            "drop_last": self._drop_last,
+        }
+
+    def _translated(self, stored: Mapping[str, int]) -> int:
+        """The stored batch in this loader's terms: an epoch's begin and end are those of any."""
+        batch = stored["batch"]
+        if batch == _num_batches(
+            stored["num_samples"], stored["batch_size"], bool(stored["drop_last"])
+        ):
+            return len(self)
+        differing = [
+            f"{name}: stored {stored[name]}, here {here}"
+            for name, here in self._shape().items()
+            if stored[name] != here
+        ]
+        if batch and differing:
+            raise UsageError(
+                f"the position is batch {batch} of epoch {stored['epoch']}, and means nothing in "
+                "an epoch of another shape:\n" + listing(differing)
+            )
+        return batch
+
+    def _check_not_empty(self) -> None:
+        if self._num_samples == 0:
+            raise UsageError("the dataset is empty")
+        if len(self) == 0:
+            raise UsageError(
+                f"batch_size={self._batch_size} with drop_last leaves no batch of "
+                f"{self._num_samples} samples"
+            )
+
+
+class _Plan:
+    """What torch's DataLoader takes for a sampler: the batches that are to come."""
+
+    def __init__(self) -> None:
+        self.specs: Iterator[tuple[bytes, _Spec]] = iter(())
+
+    def __iter__(self) -> Iterator[tuple[bytes, _Spec]]:
+        return self.specs
+
+
+class _Fetcher(torch.utils.data.Dataset[Any]):
+    """What torch's DataLoader takes for a dataset: one item is one batch. It goes to workers."""
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self._dataset = dataset
+        self._collate_fn = collate_fn
+
+    def __getitem__(self, planned: tuple[bytes, _Spec]) -> tuple[int, int, Any]:
+        entropy, (epoch, batch, indices) = planned
+        with randomness.seeded(entropy):
+            return epoch, batch, self._collate_fn(self._samples(indices))
+
+    def _samples(self, indices: Sequence[int]) -> list[Any]:
+        fetch_many = getattr(self._dataset, "__getitems__", None)
+        if fetch_many is not None:
+            return list(fetch_many(indices))
+        return [self._dataset[index] for index in indices]
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _num_batches(num_samples: int, batch_size: int, drop_last: bool) -> int:
+    return num_samples // batch_size if drop_last else -(-num_samples // batch_size)
+
+
+def _check_dataset(dataset: Any) -> None:
+    if isinstance(dataset, IterableDataset):
+        raise UsageError(
+            "an IterableDataset has no position: give it state_dict and load_state_dict and put "
+            "it into the state itself, or go forward with holdfast.data.skip"
+        )
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise UsageError(
+            f"dataset is a {type(dataset).__name__}: it must have __len__ and __getitem__"
+        )
+
+
+def _check_whole(name: str, value: Any, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise UsageError(f"{name}={value!r}: must be a whole number, {at_least} or above")
+
+
+def _checked(state: Mapping[str, Any]) -> dict[str, int]:
+    """The members of a stored position, each of its type and possible."""
+    least = {"epoch": 0, "batch": 0, "seed": 0, "num_samples": 1, "batch_size": 1}
+    if set(state) != {*least, *_SHAPE}:
+        raise UsageError(f"not the position of a Loader: it has {sorted(state)}")
+    for name, at_least in least.items():
+        _check_whole(f"stored {name}", state[name], at_least=at_least)
+    for name in ("shuffle", "drop_last"):
+        if not isinstance(state[name], bool):
+            raise UsageError(f"stored {name}={state[name]!r}: must be true or false")
+    num_batches = _num_batches(state["num_samples"], state["batch_size"], state["drop_last"])
+    if not 0 < num_batches >= state["batch"]:
+        raise UsageError(f"stored batch={state['batch']}: its epoch has {num_batches} batches")
+    return dict(state)

@@ -1,0 +1,62 @@
+"""The global generators of this process: derive seeds for them, borrow them, give them back.
+
+Owns nothing of its own. It knows the CPU generators only: what a fetch draws from an
+accelerator's generator is drawn in the order of the loop, and a checkpoint holds that generator.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+def derive(seed: int, purpose: str, *numbers: int) -> bytes:
+    """32 bytes that depend on nothing but the arguments, on any machine and in any process."""
+    text = "\0".join(["holdfast 1 data", purpose, str(seed), *map(str, numbers)])
+    return hashlib.sha256(text.encode()).digest()
+
+
+def generator(entropy: bytes) -> torch.Generator:
+    """A CPU generator of its own, seeded with the first bytes of `entropy`."""
+    return torch.Generator().manual_seed(_torch_seed(entropy))
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """After the block, Python's, NumPy's and torch's global generators are as before it."""
+    python, cpu = random.getstate(), torch.default_generator.get_state()
+    numpy = np.random.get_state(legacy=False)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.default_generator.set_state(cpu)
+
+
+@contextmanager
+def seeded(entropy: bytes) -> Iterator[None]:
+    """The block draws from global generators seeded with `entropy`; afterwards they are as before.
+
+    It also runs with one intra-op thread, as torch's data workers do: sums of floats depend on
+    the number of threads, and a batch must not depend on the process that fetches it.
+    """
+    num_threads = torch.get_num_threads()
+    with preserved():
+        random.seed(entropy)
+        np.random.seed(np.frombuffer(entropy, dtype="<u4").tolist())
+        torch.default_generator.manual_seed(_torch_seed(entropy))
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(num_threads)
+
+
+def _torch_seed(entropy: bytes) -> int:
+    return int.from_bytes(entropy[:8], "little")

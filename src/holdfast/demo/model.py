@@ -1,0 +1,72 @@
+"""A small GPT over bytes: enough to learn something in a minute on two cores."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from holdfast.demo.plan import Shape
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward part, each normalised first and added to its input."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width = shape.width
+        self.num_heads = shape.num_heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.projection = nn.Linear(width, width, bias=False)
+        self.feed_forward = nn.Sequential(
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
+            nn.Dropout(shape.dropout),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x and the result: [batch, time, width]."""
+        x = x + self._attend(self.attention_norm(x))
+        result: Tensor = x + self.feed_forward(x)
+        return result
+
+    def _attend(self, x: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        heads = self.qkv(x).view(batch, time, 3, self.num_heads, width // self.num_heads)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        result: Tensor = self.projection(mixed.transpose(1, 2).reshape(batch, time, width))
+        return result
+
+
+class GPT(nn.Module):
+    """Predicts the next byte. The output layer shares its weight with the embedding."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        self.position = nn.Parameter(torch.zeros(shape.context, shape.width))
+        self.blocks = nn.Sequential(*(Block(shape) for _ in range(shape.num_layers)))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+        self.apply(_initialise)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """text [batch, time] → logits [batch, time, vocabulary]."""
+        x = self.embedding(text) + self.position[: text.shape[1]]
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
+        return logits
+
+    def loss(self, windows: Tensor) -> Tensor:
+        """Mean cross-entropy in nats a byte; windows [batch, time + 1]."""
+        logits = self(windows[:, :-1])
+        return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)

@@ -1,0 +1,108 @@
+"""What the demo does, in numbers: one frozen record that both sides of the pipe read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+from holdfast.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Size of the model. `width` is divisible by `num_heads`; `context` is in bytes of text."""
+
+    width: int = 192
+    num_heads: int = 6
+    num_layers: int = 4
+    context: int = 64
+    dropout: float = 0.05
+    vocabulary: int = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One run of training, and how often it is saved."""
+
+    seed: int
+    """Of the model, the data, dropout, and the moments of the kills."""
+    num_steps: int = 600
+    """Optimizer steps of a whole run: about half a minute on two cores."""
+    save_every: int = 25
+    """Steps from one save to the next: about a second."""
+    keep_last: int = 3
+    """Checkpoints that retention keeps; one of them may be damaged, so never one."""
+    batch_size: int = 8
+    """Windows of text a step."""
+    num_threads: int = 2
+    """Threads that torch computes with. Sums depend on it, so it is set, not found."""
+    text_nbytes: int = 4_000_000
+    """Bytes of the standard library to learn from."""
+    peak_lr: float = 2e-3
+    """Learning rate after the warm-up."""
+    warmup_steps: int = 40
+    """Steps of linear warm-up; a cosine to zero follows."""
+    shape: Shape = field(default_factory=Shape)
+    """Size of the model."""
+
+    def to_json(self) -> str:
+        """The plan for another process's command line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan of `to_json`."""
+        members = json.loads(text)
+        return cls(**{**members, "shape": Shape(**members["shape"])})
+
+
+def full_plan(seed: int) -> Plan:
+    """What `make demo` runs."""
+    return Plan(seed=seed)
+
+
+def fast_plan(seed: int) -> Plan:
+    """The same story in seconds, for tests: a model that learns little."""
+    return Plan(
+        seed=seed,
+        num_steps=300,
+        save_every=20,
+        batch_size=2,
+        text_nbytes=100_000,
+        shape=Shape(width=32, num_heads=2, num_layers=1, context=16),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """A SIGKILL that is to come: once `after_step` is done, at a moment given by `moment`."""
+
+    after_step: int
+    inside_save: bool
+    """Wait for the next save to begin, and kill in the middle of it."""
+    moment: float
+    """Where in the step or in the save, as a fraction of what one usually takes: 0 to 1."""
+    flip_bit: bool
+    """Flip one bit of the newest checkpoint before the next process starts."""
+
+
+def draw_kills(plan: Plan, draws: Sequence[float]) -> tuple[Kill, ...]:
+    """Three kills, one in each third of the run, from six `draws` between 0 and 1.
+
+    The second falls inside a save; after the third a bit is flipped.
+    """
+    if len(draws) != 6:
+        raise UsageError(f"three kills need six draws, not {len(draws)}")
+    kills = []
+    for number in range(3):
+        fraction = (0.15, 0.42, 0.68)[number] + 0.15 * draws[number]
+        kills.append(
+            Kill(
+                after_step=round(plan.num_steps * fraction),
+                inside_save=number == 1,
+                moment=0.6 * draws[3 + number],
+                flip_bit=number == 2,
+            )
+        )
+    return tuple(kills)

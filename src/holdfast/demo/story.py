@@ -1,0 +1,149 @@
+"""Train without a break, train again through three kills, and keep the record of both.
+
+The training happens in `worker` processes; this one starts them, listens, kills and counts.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+from holdfast.demo.plan import Kill, Plan, draw_kills
+from holdfast.demo.process import Line, Worker
+from holdfast.demo.record import Life, Record, Run
+from holdfast.engine.catalog import Catalog
+from holdfast.errors import NoCheckpoint, UsageError
+from holdfast.store import open_store
+
+SILENCE_S = 120.0
+MARKER = "demo.json"
+
+Watch = Callable[[Run, Line], None]
+
+
+def prepare(out: Path) -> None:
+    """Make `out`, and empty it if an earlier demo made it.
+
+    Raises:
+        UsageError: something else is there.
+    """
+    if out.exists():
+        if not out.is_dir() or (any(out.iterdir()) and not (out / MARKER).exists()):
+            raise UsageError(f"{out} holds something that is not a demo's; name another folder")
+        shutil.rmtree(out)
+    out.mkdir(parents=True)
+    (out / MARKER).write_text("{}\n", "utf-8")
+
+
+def tell(out: Path, plan: Plan, watch: Watch) -> Record:
+    """Do everything; `watch` hears each line that a worker reports, after it was recorded.
+
+    Raises:
+        WorkerFailed: a training process failed by itself.
+        DeadlineExceeded: one said nothing for two minutes.
+    """
+    began_s = time.monotonic()
+    record = Record(
+        seed=plan.seed,
+        undisturbed=Run(name="undisturbed"),
+        killed=Run(name="killed three times"),
+    )
+    _live(record.undisturbed, out / "undisturbed", plan, None, 0.0, watch)
+    life = record.undisturbed.lives[0]
+    step_s = (life.steps[-1][0] - life.steps[0][0]) / len(life.steps)
+    save_s = median(life.save_durations_s)
+    chance = random.Random(plan.seed)
+    root, flipped = out / "killed", None
+    for kill in draw_kills(plan, [chance.random() for _ in range(6)]):
+        unit_s = save_s if kill.inside_save else step_s
+        _live(record.killed, root, plan, kill, kill.moment * unit_s, watch, flipped)
+        flipped = flip_one_bit(root, chance) if kill.flip_bit else None
+    _live(record.killed, root, plan, None, 0.0, watch, flipped)
+    record.took_s = time.monotonic() - began_s
+    (out / MARKER).write_text(json.dumps(record.to_json(), indent=1) + "\n", "utf-8")
+    return record
+
+
+def flip_one_bit(root: Path, chance: random.Random) -> str:
+    """Damage the newest checkpoint of a run, as a disk may; returns what was done.
+
+    Raises:
+        NoCheckpoint: there is none.
+    """
+    newest = Catalog(open_store(root)).head()
+    if newest is None:
+        raise NoCheckpoint(f"{root}: no checkpoint to damage")
+    name = next(n for n in sorted(newest.manifest.files) if n.startswith("model-0") and "safe" in n)
+    path = root / newest.folder / name
+    at, bit = chance.randrange(newest.manifest.files[name].nbytes), chance.randrange(8)
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ (1 << bit)]))
+    path.chmod(0o444)
+    return f"bit {bit} of byte {at} of {newest.folder}/{name}"
+
+
+def _live(
+    run: Run,
+    root: Path,
+    plan: Plan,
+    kill: Kill | None,
+    delay_s: float,
+    watch: Watch,
+    flipped: str | None = None,
+) -> None:
+    """Start one process and listen to it until it ends, or until its time has come."""
+    number = len(run.lives)
+    life = Life(num_workers=number % 3, began_s=time.monotonic(), flipped=flipped)
+    run.lives.append(life)
+    log = root.parent / f"{root.name}-{number}.log"
+    with Worker(root, plan, num_workers=life.num_workers, log=log) as worker:
+        saving: dict[int, float] = {}
+        while (line := worker.next_line(timeout_s=SILENCE_S)) is not None:
+            _note(life, line, saving)
+            watch(run, line)
+            if kill is not None and _is_time(kill, line):
+                time.sleep(delay_s)
+                for last in worker.kill():
+                    _note(life, last, saving)
+                life.was_killed, life.ended_s = True, time.monotonic()
+                life.killed_in_save = min(saving, default=None)
+                watch(run, {"kind": "killed", "step": life.reached})
+                return
+    life.ended_s = time.monotonic()
+    if kill is not None:
+        raise UsageError("the run ended before its kill: give the plan more steps")
+
+
+def _is_time(kill: Kill, line: Line) -> bool:
+    wanted = "save_started" if kill.inside_save else "step"
+    return bool(line["kind"] == wanted and line["step"] >= kill.after_step)
+
+
+def _note(life: Life, line: Line, saving: dict[int, float]) -> None:
+    """Enter one line into the record. `saving` holds the saves under way with their start."""
+    match line["kind"]:
+        case "begins":
+            life.began_at = life.reached = line["step"]
+            life.rejected = [(folder, reason) for folder, reason in line["rejected"]]
+        case "step":
+            life.reached = line["step"]
+            life.steps.append((line["at_s"], line["step"], line["loss"]))
+        case "stalled":
+            life.stalls_s.append(line["stall_s"])
+        case "save_started":
+            saving[line["step"]] = line["at_s"]
+        case "committed":
+            life.save_durations_s.append(line["at_s"] - saving.pop(line["step"], line["at_s"]))
+            life.saves.append((line["at_s"], line["step"]))
+            life.checkpoint_nbytes = line["nbytes"] or life.checkpoint_nbytes
+        case "ends":
+            life.digest = line["digest"]

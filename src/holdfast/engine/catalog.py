@@ -1,0 +1,376 @@
+"""What is in a root: attempts, registers, claims, the lineage and its head. Reads only.
+
+This module knows the order of things (docs/design.md, section 3) and nothing about tensors. It
+never writes and never claims.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from holdfast.engine.documents import read_if_there
+from holdfast.errors import CorruptData, FormatError, NoCheckpoint, listing
+from holdfast.format import layout
+from holdfast.format.layout import AttemptName
+from holdfast.format.manifest import (
+    MAX_MANIFEST_NBYTES,
+    Aborted,
+    Deleted,
+    Manifest,
+    Reference,
+    decode_register,
+)
+from holdfast.format.records import (
+    Notes,
+    Writer,
+    decode_notes,
+    decode_rejected,
+    decode_retired,
+    decode_writer,
+)
+from holdfast.store.base import Store
+
+Register = Manifest | Aborted | Deleted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """What sidecars add to a checkpoint."""
+
+    retired: bool = False
+    retired_by: int | None = None
+    """The writer epoch that began the deletion, where it is known."""
+    rejected: tuple[str, ...] = ()
+    pinned: bool = False
+    tags: tuple[str, ...] = ()
+    notes_number: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One committed checkpoint: its name, its manifest, its marks."""
+
+    name: AttemptName
+    manifest: Manifest
+    marks: Marks
+
+    @property
+    def folder(self) -> str:
+        """The checkpoint's folder inside the root."""
+        return str(self.name)
+
+    @property
+    def step(self) -> int:
+        """Completed optimizer windows."""
+        return self.manifest.timestamp.step
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """(epoch, sequence)."""
+        return self.name.order
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Tags given at the save and later, without repeats."""
+        return tuple(dict.fromkeys(self.manifest.tags + self.marks.tags))
+
+    @property
+    def reference(self) -> Reference:
+        """How records name this checkpoint."""
+        return Reference(
+            epoch=self.name.epoch,
+            sequence=self.name.sequence,
+            save_id=self.manifest.save_id,
+            folder=self.folder,
+        )
+
+
+class Catalog:
+    """A reader of one root. Holds no state: each call looks at the store anew."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def attempts(self) -> tuple[AttemptName, ...]:
+        """Every attempt, newest first, from the names alone."""
+        names = (name[:-1] for name in self.store.children() if name.endswith("/"))
+        parsed = (layout.parse_attempt(name) for name in names)
+        return tuple(sorted((name for name in parsed if name is not None), reverse=True))
+
+    def read(self, folder: str) -> Register | None:
+        """The value of an attempt's register; None while nothing is there.
+
+        Raises:
+            FormatError: something is there that is not a valid document.
+        """
+        key = f"{folder}/{layout.MANIFEST}"
+        register = read_if_there(
+            self.store, key, decode_register, max_nbytes=MAX_MANIFEST_NBYTES
+        )
+        if isinstance(register, Manifest):
+            _check_place(register, folder)
+        return register
+
+    def marks(self, folder: str) -> Marks:
+        """The sidecars of a checkpoint; damaged ones are passed over."""
+        names = self.store.children(folder)
+        notes, number = self._newest_notes(folder, names)
+        return Marks(
+            retired=layout.RETIRED in names,
+            retired_by=self._retirer(folder) if layout.RETIRED in names else None,
+            rejected=self._reasons(folder) if layout.REJECTED in names else (),
+            pinned=notes.pinned,
+            tags=notes.tags,
+            notes_number=number,
+        )
+
+    def entry(self, name: AttemptName) -> Entry | None:
+        """The checkpoint in an attempt's folder; None when it is not committed.
+
+        Raises:
+            FormatError: the manifest is damaged.
+        """
+        manifest = self.read(str(name))
+        if not isinstance(manifest, Manifest):
+            return None
+        return Entry(name=name, manifest=manifest, marks=self.marks(str(name)))
+
+    def checkpoints(self) -> tuple[Entry, ...]:
+        """Every committed checkpoint with a sound manifest, newest first."""
+        return self.survey()[0]
+
+    def survey(self) -> tuple[tuple[Entry, ...], tuple[tuple[str, str], ...]]:
+        """The checkpoints, and (folder, reason) of each manifest that cannot be read."""
+        entries: list[Entry] = []
+        damaged: list[tuple[str, str]] = []
+        for name in self.attempts():
+            try:
+                entry = self.entry(name)
+            except FormatError as error:
+                damaged.append((str(name), str(error)))
+            else:
+                if entry is not None:
+                    entries.append(entry)
+        return tuple(entries), tuple(damaged)
+
+    def highest_epoch(self) -> int:
+        """The number of the newest claim; 0 when there is none.
+
+        A list may lag, so the epochs after the listed one are asked for by name.
+        """
+        listed = [layout.parse_writer(name) for name in self.store.children(layout.WRITERS)]
+        epoch = max((number for number in listed if number is not None), default=0)
+        while self._has_claim(epoch + 1):
+            epoch += 1
+        return epoch
+
+    def writer(self, epoch: int) -> Writer | None:
+        """The claim of an epoch; None when there is none.
+
+        Raises:
+            FormatError: the record is damaged.
+        """
+        return read_if_there(self.store, layout.writer_key(epoch), decode_writer)
+
+    def lineage(self) -> Iterator[AttemptName]:
+        """Attempts that resume may use, newest first: down the chain of claims.
+
+        Attempts without a commit are among them; the caller reads each. Where a claim is void or
+        unreadable the epoch below answers (docs/design.md, rule 2).
+        """
+        attempts = self.attempts()
+        epoch = self._standing_epoch(attempts)
+        last: int | None = None
+        while epoch > 0:
+            for name in attempts:
+                if name.epoch == epoch and (last is None or name.sequence <= last):
+                    yield name
+            claim = self._claim_or_none(epoch)
+            if claim is None:
+                epoch, last = epoch - 1, None
+            elif claim.resumed_from is None:
+                return
+            else:
+                epoch, last = claim.resumed_from.order
+
+    def head(self) -> Entry | None:
+        """The newest committed checkpoint of the lineage with a sound manifest, or None."""
+        return next(self.lineage_entries(), None)
+
+    def lineage_entries(self) -> Iterator[Entry]:
+        """The lineage's committed checkpoints with sound manifests, newest first."""
+        for name in self.lineage():
+            try:
+                entry = self.entry(name)
+            except FormatError:
+                continue
+            if entry is not None:
+                yield entry
+
+    def resolve(self, which: str | int = "latest") -> Entry:
+        """The checkpoint that `which` names, in the current lineage.
+
+        `which` is "latest", "step=1000" (or an int), a folder's name, a tag, or a label; a
+        folder's name is also found outside the lineage.
+
+        Raises:
+            NoCheckpoint: nothing there answers; the message lists what is there.
+            FormatError: the named folder's manifest is damaged.
+        """
+        wanted = f"step={which}" if isinstance(which, int) else which
+        exact = layout.parse_attempt(wanted)
+        entry = self.entry(exact) if exact is not None else self._search(wanted)
+        if entry is None:
+            raise NoCheckpoint(self._nothing_matches(wanted))
+        return entry
+
+    def ever_committed(self) -> bool:
+        """Whether anything was ever committed here: then a fresh start would be a lie."""
+        for name in self.attempts():
+            try:
+                register = self.read(str(name))
+            except FormatError:
+                return True
+            if isinstance(register, Manifest | Deleted):
+                return True
+        epochs = range(1, self.highest_epoch() + 1)
+        claims = (self._claim_or_none(epoch) for epoch in epochs)
+        return any(claim is not None and claim.resumed_from is not None for claim in claims)
+
+    def _standing_epoch(self, attempts: tuple[AttemptName, ...]) -> int:
+        """The highest epoch whose claim is not void."""
+        epoch = self.highest_epoch() or max((name.epoch for name in attempts), default=0)
+        while epoch > 0:
+            if any(self._is_there(name) for name in attempts if name.epoch == epoch):
+                break
+            claim = self._claim_or_none(epoch)
+            point = claim.resumed_from if claim is not None else None
+            if point is not None and self._is_there(layout.parse_attempt(point.folder)):
+                break
+            epoch -= 1
+        return epoch
+
+    def _search(self, wanted: str) -> Entry | None:
+        if wanted == "latest":
+            return self.head()
+        step = re.fullmatch(r"step=(\d{1,18})", wanted, re.ASCII)
+        by_label: Entry | None = None
+        for entry in self.lineage_entries():
+            if step is not None and entry.step == int(step[1]):
+                return entry
+            if wanted in entry.tags:
+                return entry
+            if by_label is None and wanted == entry.name.label:
+                by_label = entry
+        return by_label
+
+    def _nothing_matches(self, wanted: str) -> str:
+        entries, damaged = self.survey()
+        lines = [f"{entry.folder} (step {entry.step})" for entry in entries]
+        lines += [f"{folder} (manifest damaged)" for folder, _ in damaged]
+        if not lines:
+            return f"{self.store.url}: no checkpoints"
+        return f"{self.store.url}: no checkpoint for {wanted!r} in this run. There are:\n" + listing(
+            lines
+        )
+
+    def _newest_notes(self, folder: str, names: tuple[str, ...]) -> tuple[Notes, int]:
+        numbers = [layout.parse_notes(name) for name in names]
+        for number in sorted((n for n in numbers if n is not None), reverse=True):
+            try:
+                notes = read_if_there(
+                    self.store, f"{folder}/{layout.notes_name(number)}", decode_notes
+                )
+            except FormatError:
+                continue
+            if notes is not None:
+                return notes, max(n for n in numbers if n is not None)
+        return Notes(tags=(), pinned=False), max((n for n in numbers if n is not None), default=0)
+
+    def _reasons(self, folder: str) -> tuple[str, ...]:
+        try:
+            record = read_if_there(self.store, f"{folder}/{layout.REJECTED}", decode_rejected)
+        except FormatError:
+            record = None
+        return record.reasons if record is not None else ("rejected",)
+
+    def _retirer(self, folder: str) -> int | None:
+        try:
+            record = read_if_there(self.store, f"{folder}/{layout.RETIRED}", decode_retired)
+        except FormatError:
+            return None
+        match = re.fullmatch(r"writer (\d{1,12})", record.by, re.ASCII) if record else None
+        return int(match[1]) if match else None
+
+    def _has_claim(self, epoch: int) -> bool:
+        try:
+            return self.writer(epoch) is not None
+        except FormatError:
+            return True
+
+    def _claim_or_none(self, epoch: int) -> Writer | None:
+        try:
+            return self.writer(epoch)
+        except FormatError:
+            return None
+
+    def _is_there(self, name: AttemptName | None) -> bool:
+        """Committed, or damaged: not gone and not unfinished."""
+        if name is None:
+            return False
+        try:
+            return isinstance(self.read(str(name)), Manifest)
+        except FormatError:
+            return True
+
+
+def is_root(store: Store) -> bool:
+    """Whether anything of ours is there: a claim or an attempt."""
+    names = store.children()
+    return f"{layout.WRITERS}/" in names or any(
+        layout.parse_attempt(name.rstrip("/")) is not None for name in names
+    )
+
+
+def standalone(store: Store, folder: str) -> Entry:
+    """The checkpoint in a folder of any name (`cp -r` of one checkpoint is one).
+
+    Raises:
+        NoCheckpoint: the folder holds no committed checkpoint.
+        FormatError: its manifest is damaged.
+    """
+    register = read_if_there(
+        store, f"{folder}/{layout.MANIFEST}", decode_register, max_nbytes=MAX_MANIFEST_NBYTES
+    )
+    if not isinstance(register, Manifest):
+        raise NoCheckpoint(f"{store.url}/{folder}: no committed checkpoint")
+    return Entry(
+        name=AttemptName(
+            epoch=register.epoch,
+            sequence=register.sequence,
+            id8=register.save_id[:8],
+            label=register.label,
+        ),
+        manifest=register,
+        marks=Catalog(store).marks(folder),
+    )
+
+
+def with_tags(entry: Entry, tags: tuple[str, ...]) -> Entry:
+    """The entry as it is after a notes sidecar added `tags`."""
+    return replace(entry, marks=replace(entry.marks, tags=entry.marks.tags + tags))
+
+
+def _check_place(manifest: Manifest, folder: str) -> None:
+    name = layout.parse_attempt(folder)
+    if name is None or (manifest.epoch, manifest.sequence, manifest.save_id[:8]) != (
+        name.epoch,
+        name.sequence,
+        name.id8,
+    ):
+        raise CorruptData(
+            f"{folder}: the manifest belongs to another folder "
+            f"({manifest.epoch}-{manifest.sequence}-{manifest.save_id[:8]})"
+        )

@@ -1,0 +1,122 @@
+"""What callers see of a checkpoint and of a save under way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+
+from holdfast.engine.catalog import Entry
+from holdfast.engine.save import Phase
+from holdfast.errors import DeadlineExceeded
+from holdfast.format.manifest import Timestamp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """One committed checkpoint."""
+
+    root: str
+    """Where the run is: a path or a URL."""
+    folder: str
+    """Name of its folder inside the root."""
+    step: int
+    """Completed optimizer windows."""
+    timestamp: Timestamp
+    """All counters at the save."""
+    save_id: str
+    """32 hex digits; no two saves have the same."""
+    metrics: Mapping[str, float]
+    tags: tuple[str, ...]
+    pinned: bool
+    save_class: str
+    """`permanent` or `ephemeral`."""
+    reason: str
+    """Why it was saved: `interval`, `manual`, …"""
+    created: str
+    """ISO 8601 UTC, for people."""
+    nbytes: int
+    """Bytes of all its files but the manifest."""
+    rejected: tuple[tuple[str, str], ...] = ()
+    """(folder, reason) of newer ones that resume could not use, newest first."""
+    notes: tuple[str, ...] = ()
+    """What a load left out or could not restore exactly."""
+
+
+def describe(
+    root: str,
+    entry: Entry,
+    *,
+    rejected: tuple[tuple[str, str], ...] = (),
+    notes: tuple[str, ...] = (),
+) -> Checkpoint:
+    """The public record of a catalog entry."""
+    manifest = entry.manifest
+    return Checkpoint(
+        root=root,
+        folder=entry.folder,
+        step=entry.step,
+        timestamp=manifest.timestamp,
+        save_id=manifest.save_id,
+        metrics=dict(manifest.metrics),
+        tags=entry.tags,
+        pinned=entry.marks.pinned,
+        save_class=manifest.save_class,
+        reason=manifest.reason,
+        created=manifest.created,
+        nbytes=manifest.nbytes,
+        rejected=rejected,
+        notes=notes,
+    )
+
+
+class PendingSave:
+    """A save under way.
+
+    `staged` resolves when the state was copied and training may go on; `committed` when the
+    checkpoint is durable, with its `Checkpoint`, or with the error. An error that nobody fetched
+    through `wait` is raised by the manager's next call and by its `close`.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.staged: Future[None] = Future()
+        self.committed: Future[Checkpoint] = Future()
+        self.stall_s = 0.0
+        """Seconds that the call to `save` took."""
+        self.phase = Phase()
+        self.delivered = False
+        """Whether somebody has been told of the failure."""
+
+    def done(self) -> bool:
+        """Whether the outcome is known."""
+        return self.committed.done()
+
+    def wait(self, timeout_s: float | None = None) -> Checkpoint:
+        """Block until the checkpoint is durable.
+
+        Raises:
+            SaveFailed: it did not commit; the cause is chained.
+            Superseded: a later writer owns the run.
+            DeadlineExceeded: `timeout_s` seconds passed; the save goes on.
+        """
+        try:
+            return self.committed.result(timeout=timeout_s)
+        except (FutureTimeout, CancelledError) as error:
+            if self.committed.done():
+                self.delivered = True
+                raise
+            raise self._late(timeout_s) from error
+        except BaseException:
+            self.delivered = True
+            raise
+
+    def failure(self) -> BaseException | None:
+        """The error of a save that ended badly; None while it runs or when it is well."""
+        return self.committed.exception() if self.committed.done() else None
+
+    def _late(self, timeout_s: float | None) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"save of step {self.step}: not done after {timeout_s} s; it is {self.phase.text}"
+        )

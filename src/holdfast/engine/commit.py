@@ -1,0 +1,229 @@
+"""The commit protocol's writes: registers, fences, attempts, deletion (docs/design.md, section 3).
+
+Every function here is a few store operations in an order that matters. Nothing retries blindly:
+after an unclear outcome the key is read back and the whole save id compared.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast.engine.catalog import Catalog, Marks
+from holdfast.engine.documents import read_document
+from holdfast.errors import (
+    AlreadyExists,
+    CommitConflict,
+    FormatError,
+    NotFound,
+    OutcomeUnknown,
+    StoreError,
+    Superseded,
+    TransientStoreError,
+)
+from holdfast.format import layout
+from holdfast.format.layout import AttemptName
+from holdfast.format.manifest import (
+    MAX_MANIFEST_NBYTES,
+    Aborted,
+    Deleted,
+    Manifest,
+    decode_register,
+    encode_aborted,
+    encode_deleted,
+    encode_manifest,
+)
+from holdfast.format.records import Retired, Writer, decode_writer, encode_retired
+from holdfast.store.base import Folders, Store, make_folder, sync_folder
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """A save's folder. `put_sent` tells whether a manifest put may be in flight."""
+
+    name: AttemptName
+    save_id: str
+    put_sent: bool = False
+
+    @property
+    def folder(self) -> str:
+        """The folder inside the root."""
+        return str(self.name)
+
+    @property
+    def manifest_key(self) -> str:
+        """The key of the register."""
+        return f"{self.folder}/{layout.MANIFEST}"
+
+
+def begin(store: Store, *, label: str, epoch: int, sequence: int) -> Attempt:
+    """Make a new attempt's folder. The save id comes from the operating system's randomness."""
+    save_id = os.urandom(16).hex()
+    name = layout.attempt_name(label, epoch, sequence, save_id)
+    make_folder(store, str(name), exclusive=True)
+    return Attempt(name=name, save_id=save_id)
+
+
+def commit(store: Store, attempt: Attempt, manifest: Manifest) -> None:
+    """Put the manifest, fenced on both sides. Everything it lists must be durable.
+
+    Raises:
+        Superseded: a later writer owns the run; `committed` says whether this commit stands.
+        CommitConflict: gc or another save has the key.
+        OutcomeUnknown: the storage did not say, and reading back did not tell.
+    """
+    data = encode_manifest(manifest)
+    check_fence(store, attempt.name.epoch, committed=False)
+    attempt.put_sent = True
+    put_once(store, attempt.manifest_key, data)
+    check_fence(store, attempt.name.epoch, committed=True)
+
+
+def abandon(store: Store, attempt: Attempt) -> bool:
+    """Remove a failed attempt's folder, unless a put of its manifest may still arrive."""
+    if attempt.put_sent:
+        return False
+    store.delete(f"{attempt.folder}/")
+    return True
+
+
+def put_once(store: Store, key: str, data: bytes) -> None:
+    """Put if absent, and know the outcome.
+
+    Raises:
+        CommitConflict: the key holds something else.
+        OutcomeUnknown: it cannot be told whether the put took effect, or will.
+    """
+    try:
+        store.put(key, data, if_absent=True)
+    except AlreadyExists as error:
+        _expect_ours(store, key, data, error)
+    except (OutcomeUnknown, TransientStoreError) as error:
+        if isinstance(store, Folders):
+            # A real folder whose sync failed: the name may be seen now and be gone after a crash.
+            raise OutcomeUnknown(f"{store.url}/{key}: not known to be durable: {error}") from error
+        _expect_ours(store, key, data, error)
+
+
+def _expect_ours(store: Store, key: str, data: bytes, error: StoreError) -> None:
+    try:
+        found = read_document(store, key, max_nbytes=MAX_MANIFEST_NBYTES)
+    except NotFound:
+        raise OutcomeUnknown(
+            f"{store.url}/{key}: the put failed ({error}) and may still take effect"
+        ) from error
+    except StoreError as reading:
+        raise OutcomeUnknown(f"{store.url}/{key}: not readable back: {reading}") from error
+    if found != data:
+        raise CommitConflict(f"{store.url}/{key}: taken by {_describe(found)}") from error
+
+
+def _describe(data: bytes) -> str:
+    try:
+        found = decode_register(data, what="register")
+    except FormatError:
+        return "something else"
+    if isinstance(found, Aborted):
+        return f"an abort marker of {found.by} ({found.reason})"
+    if isinstance(found, Deleted):
+        return f"a tombstone of {found.by} ({found.reason})"
+    return f"save {found.save_id}"
+
+
+def successor(store: Store, epoch: int) -> Writer | None:
+    """The claim that comes after `epoch`, by a point read; None while `epoch` owns the run."""
+    key = layout.writer_key(epoch + 1)
+    try:
+        data = read_document(store, key, max_nbytes=65536)
+    except NotFound:
+        return None
+    return decode_writer(data, what=f"{store.url}/{key}")
+
+
+def check_fence(store: Store, epoch: int, *, committed: bool) -> None:
+    """Raise `Superseded` when a later writer has claimed the run."""
+    later = successor(store, epoch)
+    if later is None:
+        return
+    process = later.process
+    stands = (
+        "this save was committed, but the run goes on from elsewhere"
+        if committed
+        else "this save was not committed"
+    )
+    raise Superseded(
+        f"{store.url}: process {process.pid} on {process.host} took the run over "
+        f"(writer {later.epoch} after {epoch}, at {later.created}); {stands}. "
+        "Stop this process, or resume with takeover=True to take the run back",
+        committed=committed,
+    )
+
+
+def retract(
+    store: Store, folder: str, *, epoch: int, reason: str, may_remove_whole: Callable[[int], bool]
+) -> bool:
+    """Delete one checkpoint: mark, fence, pins, tombstone, files. False when it must stay.
+
+    The caller has made sure that what justifies the deletion is durable. `may_remove_whole`
+    says of a writer epoch that nothing of it can be in flight.
+
+    Raises:
+        Superseded: a later writer owns the run; at most the mark was left.
+    """
+    by = f"writer {epoch}"
+    mark = encode_retired(Retired(by=by, reason=reason))
+    try:
+        store.put(f"{folder}/{layout.RETIRED}", mark, if_absent=True)
+    except AlreadyExists:
+        reason = f"{reason} (marked before)"
+    except NotFound:
+        return False
+    check_fence(store, epoch, committed=True)
+    catalog = Catalog(store)
+    register, marks = catalog.read(folder), catalog.marks(folder)
+    if isinstance(register, Manifest):
+        if is_held(register, marks):
+            return False
+        _bury(store, folder, Deleted(save_id=register.save_id, by=by, reason=reason))
+    name = layout.parse_attempt(folder)
+    remove_files(store, folder, whole=name is not None and may_remove_whole(name.epoch))
+    return True
+
+
+def is_held(manifest: Manifest, marks: Marks) -> bool:
+    """Whether a person asked to keep it: pinned or tagged."""
+    return marks.pinned or bool(marks.tags) or bool(manifest.tags)
+
+
+def _bury(store: Store, folder: str, tombstone: Deleted) -> None:
+    store.put(f"{folder}/{layout.MANIFEST}", encode_deleted(tombstone))
+
+
+def mark_aborted(store: Store, folder: str, *, by: str, reason: str) -> bool:
+    """Decide that an attempt without a manifest never commits. False when it has committed."""
+    data = encode_aborted(Aborted(by=by, reason=reason))
+    try:
+        store.put(f"{folder}/{layout.MANIFEST}", data, if_absent=True)
+    except AlreadyExists:
+        return not isinstance(Catalog(store).read(folder), Manifest)
+    except NotFound:
+        return True
+    return True
+
+
+def remove_files(store: Store, folder: str, *, whole: bool) -> None:
+    """Remove the files of a dead attempt: all but its marker, or with `whole` the folder too."""
+    for info in tuple(store.list(f"{folder}/")):
+        if info.key != f"{folder}/{layout.MANIFEST}":
+            store.delete(info.key)
+    if whole:
+        store.delete(f"{folder}/")
+    elif isinstance(store, Folders):
+        store.sweep(folder)
+
+
+def settle(store: Store, folder: str) -> None:
+    """Put a checkpoint's names on stable storage before anything relies on it (rule 5)."""
+    sync_folder(store, folder)
+    sync_folder(store, "")

@@ -1,0 +1,35 @@
+"""Reading small documents from a store, with their limits checked before they are fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from holdfast.errors import LimitExceeded, NotFound
+from holdfast.store.base import Buffer, Store
+
+T = TypeVar("T")
+
+
+def read_document(store: Store, key: str, *, max_nbytes: int) -> bytes:
+    """All bytes of an object that may have at most `max_nbytes`.
+
+    Raises:
+        NotFound: there is no such object.
+        LimitExceeded: it is larger; nothing was read.
+    """
+    nbytes = store.head(key).nbytes
+    if nbytes > max_nbytes:
+        raise LimitExceeded(f"{store.url}/{key}: {nbytes} bytes, at most {max_nbytes} are allowed")
+    return store.get(key, 0, nbytes)
+
+
+def read_if_there(
+    store: Store, key: str, decode: Callable[..., T], *, max_nbytes: int = 65536
+) -> T | None:
+    """The decoded document, or None where there is none. `decode(data, what=…)` may raise."""
+    try:
+        data: Buffer = read_document(store, key, max_nbytes=max_nbytes)
+    except NotFound:
+        return None
+    return decode(data, what=f"{store.url}/{key}")

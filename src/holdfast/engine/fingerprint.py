@@ -1,0 +1,78 @@
+"""What bit-exactness depends on, and where a checkpoint was made."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def numerics() -> dict[str, Any]:
+    """The numerics fingerprint: with other values here, bits may differ (invariant 7)."""
+    found: dict[str, Any] = {
+        "torch": torch.__version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "num_threads": torch.get_num_threads(),
+        "num_interop_threads": torch.get_num_interop_threads(),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "world_size": 1,
+        "device": "cpu",
+    }
+    if torch.cuda.is_available():
+        found |= _cuda()
+    return found
+
+
+def _cuda() -> dict[str, Any]:
+    return {
+        "device": torch.cuda.get_device_name(),
+        "cuda": torch.version.cuda or "",
+        "cudnn": torch.backends.cudnn.version() or 0,
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "tf32_matmul": torch.backends.cuda.matmul.allow_tf32,
+        "tf32_cudnn": torch.backends.cudnn.allow_tf32,
+    }
+
+
+def differences(stored: Mapping[str, Any], live: Mapping[str, Any]) -> tuple[str, ...]:
+    """One line for each entry that differs; such a resume may not be exact to the bit."""
+    return tuple(
+        f"numerics differ: {name} was {stored.get(name)!r}, is {live.get(name)!r}"
+        for name in sorted(set(stored) | set(live))
+        if stored.get(name) != live.get(name)
+    )
+
+
+@lru_cache(maxsize=1)
+def environment() -> Mapping[str, Any]:
+    """Where this process runs: Python, libraries, host and the program's git commit."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "numpy": np.__version__,
+        "host": socket.gethostname(),
+        "program": os.path.basename(sys.argv[0]) if sys.argv else "",
+        "git_commit": _git_commit(),
+    }
+
+
+def _git_commit() -> str | None:
+    """The commit of the working folder, when it is a git checkout and git is there."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

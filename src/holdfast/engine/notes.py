@@ -1,0 +1,73 @@
+"""Sidecars that people and resume add to a committed checkpoint: tags, pins, rejections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from holdfast.engine.catalog import Catalog, Entry
+from holdfast.engine.claim import is_being_deleted
+from holdfast.errors import AlreadyExists, CommitConflict, NoCheckpoint, NotFound, UsageError
+from holdfast.format import layout
+from holdfast.format.records import Notes, Rejected, encode_notes, encode_rejected
+from holdfast.store.base import Store
+
+_MAX_RACES = 100
+
+
+def annotate(
+    store: Store, entry: Entry, *, add_tags: Iterable[str] = (), pinned: bool | None = None
+) -> None:
+    """Add tags, pin or unpin. Put first, then look whether a deleter was there (rule 4).
+
+    Raises:
+        NoCheckpoint: it is gone, or its deletion has begun.
+    """
+    catalog = Catalog(store)
+    for _ in range(_MAX_RACES):
+        marks = catalog.marks(entry.folder)
+        notes = Notes(
+            tags=tuple(dict.fromkeys((*marks.tags, *checked_tags(add_tags)))),
+            pinned=marks.pinned if pinned is None else pinned,
+        )
+        key = f"{entry.folder}/{layout.notes_name(marks.notes_number + 1)}"
+        try:
+            store.put(key, encode_notes(notes), if_absent=True)
+        except AlreadyExists:
+            continue
+        except NotFound as error:
+            raise NoCheckpoint(f"{store.url}/{entry.folder}: it is gone") from error
+        _expect_kept(store, entry)
+        return
+    raise CommitConflict(f"{store.url}/{entry.folder}: {_MAX_RACES} others wrote notes at once")
+
+
+def checked_tags(tags: Iterable[str]) -> tuple[str, ...]:
+    """The tags, each a word that cannot be taken for a step, a folder or `latest`.
+
+    Raises:
+        UsageError: one is not.
+    """
+    if isinstance(tags, str):
+        raise UsageError(f"tags={tags!r}: give a list of tags, not one text")
+    checked = tuple(tags)
+    for tag in checked:
+        if not isinstance(tag, str) or not tag.strip() or len(tag) > 200 or not tag.isprintable():
+            raise UsageError(f"tag {tag!r}: printable text, 1 to 200 characters")
+        if tag == "latest" or tag.startswith("step=") or layout.parse_attempt(tag) is not None:
+            raise UsageError(f"tag {tag!r} would be taken for something else")
+    return checked
+
+
+def reject(store: Store, folder: str, *, by: str, reason: str) -> None:
+    """Mark a checkpoint that resume could not use. It is not deleted, and may be tried again."""
+    record = encode_rejected(Rejected(by=by, reasons=(reason,)))
+    try:
+        store.put(f"{folder}/{layout.REJECTED}", record, if_absent=True)
+    except (AlreadyExists, NotFound):
+        return  # marked before, or gone: either way there is nothing to add
+
+
+def _expect_kept(store: Store, entry: Entry) -> None:
+    catalog = Catalog(store)
+    if catalog.entry(entry.name) is None or is_being_deleted(store, catalog.marks(entry.folder)):
+        raise NoCheckpoint(f"{store.url}/{entry.folder}: its deletion has begun; it is not kept")

@@ -1,0 +1,81 @@
+"""Who a process is, whether another one still lives (docs/decisions/0003), and what time it is."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import datetime, timezone
+from typing import Literal
+
+from holdfast.format.records import Process
+
+Liveness = Literal["ours", "alive", "dead", "unknown"]
+
+
+def this_process() -> Process:
+    """The identity of the calling process."""
+    pid = os.getpid()
+    return Process(
+        host=socket.gethostname(),
+        pid=pid,
+        start=_start_time(pid) or "",
+        boot_id=_boot_id(),
+        pid_namespace=_pid_namespace(),
+    )
+
+
+def liveness(process: Process) -> Liveness:
+    """Whether `process` lives, as far as this host can tell.
+
+    "dead" is proof: the same boot and process namespace, and no such process. "unknown" means
+    that it ran elsewhere.
+    """
+    here = this_process()
+    if not here.boot_id or not here.start:
+        return "unknown"
+    if (process.boot_id, process.pid_namespace) != (here.boot_id, here.pid_namespace):
+        return "unknown"
+    if (process.pid, process.start) == (here.pid, here.start):
+        return "ours"
+    return "alive" if _start_time(process.pid) == process.start else "dead"
+
+
+def _start_time(pid: int) -> str | None:
+    """Start time of a process in clock ticks since boot; None when it is gone or a zombie.
+
+    Source: proc(5), fields 3 and 22 of /proc/<pid>/stat; the name may hold blanks and brackets.
+    """
+    stat = _read(f"/proc/{pid}/stat")
+    fields = stat.rpartition(")")[2].split()
+    if len(fields) < 20 or fields[0] in {"Z", "X", "x"}:
+        return None
+    return fields[19]
+
+
+def _boot_id() -> str:
+    return _read("/proc/sys/kernel/random/boot_id").strip()
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def is_this_process(process: Process) -> bool:
+    """Whether a record names the calling process."""
+    return liveness(process) == "ours"
+
+
+def utc_now() -> str:
+    """The time for people: ISO 8601, UTC, seconds. Nothing is ever decided by it."""
+    return datetime.now(timezone.utc).replace(microsecond=0).isoformat()

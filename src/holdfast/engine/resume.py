@@ -1,0 +1,161 @@
+"""Finding a checkpoint that can be used, and reading it, without changing anything.
+
+`resume` walks back along the lineage over damaged candidates and says why each was passed over;
+a checkpoint that was named explicitly is taken or the damage is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.engine.catalog import Catalog, Entry
+from holdfast.engine.claim import is_being_deleted
+from holdfast.engine.load import Tensors, open_checkpoint, read_tensors
+from holdfast.engine.workers import Workers
+from holdfast.errors import (
+    AccessDenied,
+    FormatError,
+    HoldfastError,
+    NoUsableCheckpoint,
+    StoreError,
+    TransientStoreError,
+    UnsupportedVersion,
+)
+from holdfast.format.layout import AttemptName
+from holdfast.state.apply import Prepared, prepare
+from holdfast.store.base import Store
+
+Rename = Mapping[str, str] | Callable[[str], str] | None
+_MAX_RELISTS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """What part of a checkpoint goes where."""
+
+    components: Collection[str] | None = None
+    """Names to load; None: all."""
+    strict: bool = True
+    """Whether missing and unexpected leaves are an error."""
+    rename: Rename = None
+    """Stored path → live path."""
+    skip: Collection[str] = ()
+    """Components or `component.path` prefixes to leave alone."""
+    verify: bool = True
+    """Whether digests are checked."""
+    rng: bool = True
+    """Whether generator states are restored."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the whole state is loaded, so that the run stands where the checkpoint does."""
+        return self.components is None and not self.skip and self.rename is None and self.strict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A checkpoint that was read whole and fits: what is left is to apply it."""
+
+    entry: Entry
+    prepared: Prepared
+    tensors: Tensors
+
+
+@dataclass(slots=True)
+class Reader:
+    """Reads checkpoints of one store for one live state."""
+
+    store: Store
+    state: Mapping[str, Any]
+    workers: Workers
+    timeout_s: float
+    rejected: list[tuple[str, str]] = field(default_factory=list)
+    """(folder, reason) of what the walk passed over, newest first."""
+
+    def read(self, entry: Entry, options: LoadOptions) -> Candidate:
+        """Read and check one checkpoint.
+
+        Raises:
+            FormatError, StoreError: it is damaged or cannot be read.
+            MismatchError: it does not fit the live state.
+        """
+        opened = open_checkpoint(
+            self.store,
+            entry.folder,
+            entry.manifest,
+            components=options.components,
+            verify=options.verify,
+        )
+        prepared = prepare(
+            self.state,
+            opened.components,
+            where=entry.folder,
+            components=options.components,
+            strict=options.strict,
+            rename=options.rename,
+            skip=options.skip,
+            rng=options.rng,
+        )
+        tensors = read_tensors(
+            self.store,
+            opened,
+            prepared.needed,
+            workers=self.workers,
+            timeout_s=self.timeout_s,
+            verify=options.verify,
+        )
+        return Candidate(entry=entry, prepared=prepared, tensors=tensors)
+
+    def walk(self, options: LoadOptions) -> Candidate | None:
+        """The newest usable checkpoint of the lineage; None when nothing was ever committed.
+
+        Raises:
+            NoUsableCheckpoint: something was committed and nothing can be used.
+        """
+        catalog = Catalog(self.store)
+        for _ in range(_MAX_RELISTS):
+            before = tuple(catalog.lineage())
+            self.rejected.clear()
+            for name in before:
+                candidate = self._try(catalog, name, options)
+                if candidate is not None:
+                    return candidate
+            if tuple(catalog.lineage()) == before:
+                break
+        if not self.rejected and not catalog.ever_committed():
+            return None
+        raise NoUsableCheckpoint(
+            f"{self.store.url}: this run has committed checkpoints and none can be used. "
+            "Nothing was changed; name another one explicitly, or use another root",
+            self.rejected,
+        )
+
+    def _try(
+        self, catalog: Catalog, name: AttemptName, options: LoadOptions
+    ) -> Candidate | None:
+        try:
+            entry = catalog.entry(name)
+            if entry is None:
+                return None
+            if is_being_deleted(self.store, entry.marks):
+                self.rejected.append((str(name), "its deletion was begun"))
+                return None
+            return self.read(entry, options)
+        except HoldfastError as error:
+            if not is_damage(error):
+                raise
+            self.rejected.append((str(name), str(error)))
+            return None
+
+
+def is_damage(error: HoldfastError) -> bool:
+    """Whether an error speaks of this checkpoint's bytes, so that an older one may serve.
+
+    A newer format, a state that does not fit, missing rights and passing failures are not damage.
+    """
+    if isinstance(error, UnsupportedVersion | AccessDenied | TransientStoreError):
+        return False
+    return isinstance(error, FormatError | StoreError)
+

@@ -1,0 +1,237 @@
+"""Writing one staged state: blocks in parallel, then the index, then the commit.
+
+The order is invariant 2: every file durable and of its planned size before the manifest is put.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from holdfast.engine.commit import Attempt, abandon, begin, commit
+from holdfast.engine.process import utc_now
+from holdfast.engine.stage import Image, Staged
+from holdfast.engine.workers import Workers, gather
+from holdfast.errors import HoldfastError, StoreError
+from holdfast.format import blocks, layout
+from holdfast.format.index import encode_index
+from holdfast.format.manifest import (
+    ComponentEntry,
+    FileEntry,
+    Manifest,
+    Reference,
+    Timestamp,
+)
+from holdfast.store.base import BlockWriter, Store, WritesBlocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """What a save records beside the state: everything but bytes and identity."""
+
+    label: str
+    epoch: int
+    sequence: int
+    parent: Reference | None
+    timestamp: Timestamp
+    save_class: Literal["permanent", "ephemeral"]
+    reason: str
+    tags: tuple[str, ...]
+    metrics: Mapping[str, float]
+    numerics: Mapping[str, object]
+    environment: Mapping[str, object]
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+class Phase:
+    """What a save is doing now, for the errors of those who wait for it."""
+
+    def __init__(self) -> None:
+        self.text = "waiting to start"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """Files of an attempt that are durable: their entries and block digests."""
+
+    entries: Mapping[str, FileEntry]
+    digests: Mapping[str, bytes]
+
+
+def digest_staged(staged: Staged, workers: Workers, *, timeout_s: float) -> dict[str, bytes]:
+    """Block digests of every file that a save of `staged` would write, but the index."""
+    jobs: dict[str, list[Future[bytes]]] = {}
+    for image in _images(staged):
+        jobs[image.file.name] = [
+            workers.submit(partial(blocks.block_digest, image.arena.memory[start:stop]))
+            for start, stop in blocks.split(image.file.nbytes)
+        ]
+    digests = {
+        name: b"".join(gather(parts, timeout_s=timeout_s, what=f"digest of {name}"))
+        for name, parts in jobs.items()
+    }
+    for component, tree in staged.trees.items():
+        digests[layout.tree_file(component)] = blocks.digest_blocks(tree)
+    return digests
+
+
+def write(
+    store: Store,
+    staged: Staged,
+    request: SaveRequest,
+    *,
+    workers: Workers,
+    phase: Phase,
+    timeout_s: float,
+) -> tuple[Attempt, Manifest]:
+    """Write and commit one checkpoint.
+
+    A failure before the manifest put removes what was written; after it, the outcome is known or
+    the error says that it is not.
+
+    Raises:
+        Superseded, CommitConflict, OutcomeUnknown: as `engine.commit.commit`.
+        StoreError, DeadlineExceeded: a file could not be written.
+    """
+    phase.text = "making the folder"
+    attempt = begin(
+        store, label=request.label, epoch=request.epoch, sequence=request.sequence
+    )
+    try:
+        written = _write_files(store, attempt, staged, workers, phase, timeout_s)
+        manifest = _manifest(attempt, staged, request, written)
+        phase.text = f"committing {attempt.folder}"
+        commit(store, attempt, manifest)
+    except BaseException as error:
+        _clean_up(store, attempt, error)
+        raise
+    return attempt, manifest
+
+
+def _clean_up(store: Store, attempt: Attempt, error: BaseException) -> None:
+    """Give the space back; a failure here must not hide why the save failed."""
+    if not isinstance(error, Exception):
+        return  # the process is being taken down: gc finds the folder
+    try:
+        abandon(store, attempt)
+    except HoldfastError as leftover:
+        error.__context__ = leftover
+
+
+def _images(staged: Staged) -> list[Image]:
+    return [image for images in staged.images.values() for image in images]
+
+
+def _write_files(
+    store: Store,
+    attempt: Attempt,
+    staged: Staged,
+    workers: Workers,
+    phase: Phase,
+    timeout_s: float,
+) -> Written:
+    digests: dict[str, bytes] = {}
+    nbytes: dict[str, int] = {}
+    for image in _images(staged):
+        name = image.file.name
+        phase.text = f"writing {attempt.folder}/{name}"
+        digests[name] = _write_image(store, attempt, image, workers, timeout_s)
+        nbytes[name] = image.file.nbytes
+    for component, tree in staged.trees.items():
+        name = layout.tree_file(component)
+        phase.text = f"writing {attempt.folder}/{name}"
+        store.put(f"{attempt.folder}/{name}", tree)
+        digests[name], nbytes[name] = blocks.digest_blocks(tree), len(tree)
+    files = {name: [image.file for image in images] for name, images in staged.images.items()}
+    index = encode_index(files, digests)
+    phase.text = f"writing {attempt.folder}/{layout.INDEX}"
+    store.put(f"{attempt.folder}/{layout.INDEX}", index)
+    digests[layout.INDEX], nbytes[layout.INDEX] = blocks.digest_blocks(index), len(index)
+    phase.text = f"checking sizes in {attempt.folder}"
+    _check_sizes(store, attempt, nbytes)
+    entries = {
+        name: FileEntry(nbytes=nbytes[name], digest=blocks.file_digest(nbytes[name], digests[name]))
+        for name in nbytes
+    }
+    return Written(entries=entries, digests=digests)
+
+
+def _write_image(
+    store: Store, attempt: Attempt, image: Image, workers: Workers, timeout_s: float
+) -> bytes:
+    """Write one tensor file; returns its block digests, taken from the staged bytes."""
+    key = f"{attempt.folder}/{image.file.name}"
+    memory = image.arena.memory
+    if not isinstance(store, WritesBlocks):
+        store.put(key, memory)
+        return blocks.digest_blocks(memory)
+    writer = store.create(key, image.file.nbytes)
+    try:
+        jobs = [
+            workers.submit(partial(_write_block, writer, start, memory[start:stop]))
+            for start, stop in blocks.split(image.file.nbytes)
+        ]
+        digests = gather(jobs, timeout_s=timeout_s, what=key)
+        writer.finish()
+    except BaseException:
+        writer.abort()
+        raise
+    return b"".join(digests)
+
+
+def _write_block(writer: BlockWriter, start: int, data: memoryview) -> bytes:
+    digest = blocks.block_digest(data)
+    writer.write(start, data)
+    return digest
+
+
+def _check_sizes(store: Store, attempt: Attempt, nbytes: Mapping[str, int]) -> None:
+    found = {info.key: info.nbytes for info in store.list(f"{attempt.folder}/")}
+    for name, planned in nbytes.items():
+        there = found.get(f"{attempt.folder}/{name}")
+        if there != planned:
+            raise StoreError(
+                f"{store.url}/{attempt.folder}/{name}: {planned} bytes were written and the "
+                f"store now has {there}; this save is not committed"
+            )
+
+
+def _manifest(
+    attempt: Attempt, staged: Staged, request: SaveRequest, written: Written
+) -> Manifest:
+    return Manifest(
+        save_id=attempt.save_id,
+        label=request.label,
+        epoch=request.epoch,
+        sequence=request.sequence,
+        parent=request.parent,
+        timestamp=request.timestamp,
+        created=utc_now(),
+        save_class=request.save_class,
+        reason=request.reason,
+        tags=request.tags,
+        metrics=request.metrics,
+        world_size=1,
+        components={
+            name: _component(name, kind, staged, written) for name, kind in staged.kinds.items()
+        },
+        block_nbytes=layout.BLOCK_NBYTES,
+        files=written.entries,
+        numerics=request.numerics,
+        environment=request.environment,
+        timings=request.timings,
+    )
+
+
+def _component(name: str, kind: str, staged: Staged, written: Written) -> ComponentEntry:
+    images = staged.images.get(name, ())
+    files = (layout.tree_file(name), *(image.file.name for image in images))
+    return ComponentEntry(
+        kind=kind,
+        files=files,
+        nbytes=sum(written.entries[file].nbytes for file in files),
+        num_tensors=sum(len(image.file.specs) for image in images),
+    )

@@ -1,0 +1,179 @@
+"""One save at a time: staged in the caller's thread, written and committed in the background.
+
+A failure is kept until somebody is told: by `PendingSave.wait`, by the next call, by close, or at
+the interpreter's exit.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
+
+from holdfast.engine.catalog import Catalog, Entry, with_tags
+from holdfast.engine.checkpoint import PendingSave, describe
+from holdfast.engine.notes import annotate
+from holdfast.engine.owner import Ownership
+from holdfast.engine.save import SaveRequest, digest_staged, write
+from holdfast.engine.stage import Staged, Stager
+from holdfast.engine.workers import Workers
+from holdfast.errors import DeadlineExceeded, OutcomeUnknown, OwnershipError, SaveFailed
+from holdfast.events import Emitter
+from holdfast.format import blocks, layout
+from holdfast.state.capture import Captured
+from holdfast.store.base import Store
+
+
+class Saver:
+    """Runs saves and the housekeeping after them. `standing` is where the run stands."""
+
+    def __init__(
+        self,
+        store: Store,
+        owner: Ownership,
+        emit: Emitter,
+        *,
+        timeout_s: float,
+        after_commit: Callable[[Entry], None],
+        on_failure: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._owner = owner
+        self._emit = emit
+        self._after_commit = after_commit
+        self._on_failure = on_failure
+        self._background = Workers(1, "holdfast-save")
+        self._stager = Stager()
+        self._job: Future[None] | None = None
+        self.workers = Workers(min(os.cpu_count() or 1, 4), "holdfast-io")
+        """Threads for digests, reads and writes of blocks."""
+        self.timeout_s = timeout_s
+        self.pending: PendingSave | None = None
+        self.standing: Entry | None = None
+
+    def stage(self, captured: Captured) -> Staged:
+        """Copy the captured state into the arenas. No save may be under way."""
+        return self._stager.stage(captured)
+
+    def start(self, staged: Staged, request: SaveRequest) -> PendingSave:
+        """Hand a staged state to the background."""
+        pending = PendingSave(request.timestamp.step)
+        self.pending = pending
+        pending.staged.set_result(None)
+        self._emit("staged", f"staged step {pending.step}", step=pending.step, nbytes=staged.nbytes)
+        self._job = self._background.submit(partial(self._run, pending, staged, request))
+        return pending
+
+    def later(self, job: Callable[[], None]) -> None:
+        """Do some housekeeping in the background, before the next save."""
+        self._job = self._background.submit(job)
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until nothing is under way; errors of a save stay where they are.
+
+        Raises:
+            DeadlineExceeded: says what is still being done.
+        """
+        if self._job is None:
+            return
+        try:
+            self._job.result(timeout=timeout_s)
+        except FutureTimeout as error:
+            doing = self.pending.phase.text if self.pending is not None else "housekeeping"
+            raise DeadlineExceeded(
+                f"{self._store.url}: not done after {timeout_s:.0f} s; it is {doing}"
+            ) from error
+
+    def raise_failure(self) -> None:
+        """Raise the error of the last save, once, when nobody was told yet."""
+        pending = self.pending
+        failure = pending.failure() if pending is not None and not pending.delivered else None
+        if pending is not None and failure is not None:
+            pending.delivered = True
+            raise failure
+
+    def close(self) -> None:
+        """Let the threads end when they have nothing left to do."""
+        if self._job is not None and not self._job.done():
+            self._owner.is_clean = False
+        self._background.close()
+        self.workers.close()
+
+    def _run(self, pending: PendingSave, staged: Staged, request: SaveRequest) -> None:
+        began = time.perf_counter()
+        step = pending.step
+        self._emit("save_started", f"saving step {step}", step=step)
+        try:
+            entry = self._unchanged(staged, request) or self._write(pending, staged, request)
+        except BaseException as error:  # noqa: BLE001 - the future carries it to the caller
+            failure = as_failure(error, step)
+            self._emit("save_failed", str(failure), step=step)
+            pending.committed.set_exception(failure)
+            self._on_failure()
+            return
+        self.standing = entry
+        self._owner.has_committed = True
+        self._emit(
+            "committed",
+            f"committed {entry.folder}",
+            step=step,
+            folder=entry.folder,
+            nbytes=entry.manifest.nbytes,
+            save_s=time.perf_counter() - began,
+        )
+        pending.phase.text = "doing the housekeeping after it"
+        pending.committed.set_result(describe(self._store.url, entry))
+        self._after_commit(entry)
+
+    def _write(self, pending: PendingSave, staged: Staged, request: SaveRequest) -> Entry:
+        try:
+            attempt, manifest = write(
+                self._store,
+                staged,
+                request,
+                workers=self.workers,
+                phase=pending.phase,
+                timeout_s=self.timeout_s,
+            )
+        except (OutcomeUnknown, DeadlineExceeded):
+            self._owner.is_clean = False
+            raise
+        marks = Catalog(self._store).marks(attempt.folder)
+        return Entry(name=attempt.name, manifest=manifest, marks=marks)
+
+    def _unchanged(self, staged: Staged, request: SaveRequest) -> Entry | None:
+        """The checkpoint on which the run stands, when this save would write it once more."""
+        entry = self.standing
+        if entry is None or entry.step != request.timestamp.step:
+            return None
+        stored = entry.manifest
+        if not set(request.metrics.items()) <= set(stored.metrics.items()):
+            return None
+        digests = digest_staged(staged, self.workers, timeout_s=self.timeout_s)
+        sizes = staged.sizes
+        roots = {name: blocks.file_digest(sizes[name], digests[name]) for name in digests}
+        recorded = {
+            name: file.digest for name, file in stored.files.items() if name != layout.INDEX
+        }
+        if roots != recorded or Catalog(self._store).entry(entry.name) is None:
+            return None
+        new_tags = tuple(tag for tag in request.tags if tag not in entry.tags)
+        if new_tags:
+            annotate(self._store, entry, add_tags=new_tags)
+        return with_tags(entry, new_tags)
+
+
+def as_failure(error: BaseException, step: int) -> BaseException:
+    """What the caller is to see: ownership errors as they are, all else as SaveFailed."""
+    if isinstance(error, OwnershipError):
+        return error
+    failure = SaveFailed(
+        f"the save of step {step} did not commit: {error}. Training can go on; earlier "
+        "checkpoints are as they were",
+        step=step,
+    )
+    failure.__cause__ = error
+    return failure

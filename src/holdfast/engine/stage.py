@@ -1,0 +1,148 @@
+"""Staging: one consistent host copy of the state, in memory laid out as the files will be.
+
+An arena is the image of one tensor file: header first, then every tensor in its place. It is
+kept between saves while the structure of the state is the same, so that later saves copy into
+memory that is already there.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.errors import FormatError
+from holdfast.format.layout import tree_file
+from holdfast.format.tensors import TensorFile, TensorSpec, lay_out
+from holdfast.state.capture import Captured, CapturedComponent
+from holdfast.state.dtypes import TORCH_DTYPES
+
+
+class Arena:
+    """Page-aligned private memory that forked children do not inherit."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._map = mmap.mmap(-1, max(nbytes, 1), flags=flags)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            if hasattr(mmap, advice):
+                _advise(self._map, getattr(mmap, advice))
+        self.memory = memoryview(self._map)[:nbytes]
+
+    def tensors(self, specs: Sequence[TensorSpec], starts: Sequence[int]) -> list[torch.Tensor]:
+        """Views of the arena with the specs' dtypes and shapes, at the given bytes.
+
+        They keep the memory alive.
+
+        Raises:
+            FormatError: a start is not a multiple of its item size; in our own files it always
+                is, because data starts on a page and items come in descending size.
+        """
+        base = torch.frombuffer(self._map, dtype=torch.uint8)
+        typed: dict[str, torch.Tensor] = {}
+        views = []
+        for spec, start in zip(specs, starts, strict=True):
+            whole = typed.get(spec.dtype)
+            if whole is None:
+                dtype = TORCH_DTYPES[spec.dtype]
+                usable = base.numel() // dtype.itemsize * dtype.itemsize
+                whole = typed[spec.dtype] = base[:usable].view(dtype)
+            offset, odd = divmod(start, whole.element_size())
+            if odd:
+                raise FormatError(f"tensor {spec.key!r} starts at byte {start}, not aligned")
+            views.append(torch.as_strided(whole, spec.shape, _strides(spec.shape), offset))
+        return views
+
+
+def _advise(memory: mmap.mmap, advice: int) -> None:
+    try:
+        memory.madvise(advice)
+    except OSError:
+        # Only advice: a kernel without it keeps ordinary pages and copies on fork.
+        return
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)
+    return tuple(strides)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """One tensor file with its memory and a view for each tensor, in file order."""
+
+    file: TensorFile
+    arena: Arena
+    views: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """The host copy of one state: images of the tensor files, and the trees as bytes."""
+
+    images: Mapping[str, tuple[Image, ...]]
+    trees: Mapping[str, bytes]
+    kinds: Mapping[str, str]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file but the index."""
+        tensors = {i.file.name: i.file.nbytes for images in self.images.values() for i in images}
+        return tensors | {tree_file(name): len(tree) for name, tree in self.trees.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files but the index."""
+        return sum(self.sizes.values())
+
+
+class Stager:
+    """Copies captured states into arenas that it keeps. Not thread-safe; one copy at a time."""
+
+    def __init__(self) -> None:
+        self._specs: dict[str, tuple[TensorSpec, ...]] = {}
+        self._images: dict[str, tuple[Image, ...]] = {}
+
+    def stage(self, captured: Captured) -> Staged:
+        """A copy of the state as it is now. The arenas are overwritten by the next call."""
+        components = captured.components
+        for name in set(self._images) - set(components):
+            del self._images[name], self._specs[name]
+        for component in components.values():
+            self._fit(component)
+        for name, component in components.items():
+            _copy(self._images[name], component.tensors)
+        return Staged(
+            images=dict(self._images),
+            trees={name: component.tree for name, component in components.items()},
+            kinds={name: component.kind for name, component in components.items()},
+        )
+
+    def _fit(self, component: CapturedComponent) -> None:
+        """Make arenas for a component whose structure is new."""
+        if self._specs.get(component.name) == component.specs:
+            return
+        self._images.pop(component.name, None)
+        self._images[component.name] = tuple(
+            _new_image(file) for file in lay_out(component.name, component.specs)
+        )
+        self._specs[component.name] = component.specs
+
+
+def _new_image(file: TensorFile) -> Image:
+    arena = Arena(file.nbytes)
+    arena.memory[: len(file.header)] = file.header
+    return Image(file=file, arena=arena, views=tuple(arena.tensors(file.specs, file.starts)))
+
+
+def _copy(images: Sequence[Image], tensors: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for image in images:
+            sources = [tensors[spec.key] for spec in image.file.specs]
+            if sources:
+                torch._foreach_copy_(list(image.views), sources)

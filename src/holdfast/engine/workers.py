@@ -1,0 +1,100 @@
+"""Threads whose work is a Future.
+
+They differ from `concurrent.futures` in one point: they still take work while the interpreter
+exits, so that a save under way can finish (docs/decisions/0002). They are daemons; who cares
+about their work holds its Future and waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from holdfast.errors import DeadlineExceeded
+
+T = TypeVar("T")
+_Job = tuple["Future[Any]", Callable[[], Any]]
+_Queue = SimpleQueue["_Job | None"]
+
+
+class Workers:
+    """A fixed number of daemon threads that take jobs in order; started when first needed."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._num_threads = num_threads
+        self._name = name
+        self._jobs: _Queue = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._end = weakref.finalize(self, _stop, self._jobs, num_threads)
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        """Queue a job; its result or its error is in the future."""
+        future: Future[T] = Future()
+        with self._lock:
+            if not self._threads:
+                self._threads = [self._start(number) for number in range(self._num_threads)]
+        self._jobs.put((future, job))
+        return future
+
+    def close(self) -> None:
+        """Let the threads end after the jobs that are queued."""
+        self._end()
+
+    def _start(self, number: int) -> threading.Thread:
+        thread = threading.Thread(
+            target=_work, args=(self._jobs,), name=f"{self._name}-{number}", daemon=True
+        )
+        thread.start()
+        return thread
+
+
+def _stop(jobs: _Queue, num_threads: int) -> None:
+    for _ in range(num_threads):
+        jobs.put(None)
+
+
+def _work(jobs: _Queue) -> None:
+    while (job := jobs.get()) is not None:
+        future, call = job
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001 - the future carries it to its owner
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        del job, future, call
+
+
+def gather(futures: Sequence[Future[T]], *, timeout_s: float, what: str) -> list[T]:
+    """Results in order. After the first error the rest is cancelled and that error raised.
+
+    Waits until every job that runs has ended, so that nobody writes after this returns.
+
+    Raises:
+        DeadlineExceeded: jobs are still running after `timeout_s` seconds.
+    """
+    done, running = wait(futures, timeout=timeout_s, return_when=FIRST_EXCEPTION)
+    failed = next((future for future in futures if future in done and future.exception()), None)
+    if running:
+        for future in running:
+            future.cancel()
+        _, running = wait(running, timeout=timeout_s)
+    if failed is not None:
+        raise_from(failed)
+    if running:
+        raise DeadlineExceeded(f"{what}: not done after {timeout_s:.0f} s")
+    return [future.result() for future in futures]
+
+
+def raise_from(failed: Future[Any]) -> None:
+    """Raise the error that a future holds."""
+    error = failed.exception()
+    assert error is not None
+    raise error

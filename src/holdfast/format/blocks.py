@@ -1,0 +1,53 @@
+"""Blocks and digests: how every byte of a file is covered (docs/format.md, section 3)."""
+
+from __future__ import annotations
+
+from blake3 import blake3
+
+from holdfast.errors import CorruptData
+from holdfast.format.layout import BLOCK_NBYTES
+from holdfast.store.base import Buffer
+
+DIGEST_NBYTES = 32
+_CONTEXT = "holdfast 1 file"
+
+
+def block_digest(data: Buffer) -> bytes:
+    """The 32-byte digest of one block. Runs without the GIL."""
+    return blake3(data).digest()
+
+
+def num_blocks(nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> int:
+    """How many blocks a file of `nbytes` has; none when it is empty."""
+    return -(-nbytes // block_nbytes)
+
+
+def split(nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> list[tuple[int, int]]:
+    """(start, stop) of every block of a file of `nbytes`."""
+    starts = range(0, nbytes, block_nbytes)
+    return [(start, min(start + block_nbytes, nbytes)) for start in starts]
+
+
+def digest_blocks(data: Buffer, block_nbytes: int = BLOCK_NBYTES) -> bytes:
+    """The digests of all blocks of `data`, one after the other."""
+    view = memoryview(data).cast("B")
+    parts = split(view.nbytes, block_nbytes)
+    return b"".join(block_digest(view[start:stop]) for start, stop in parts)
+
+
+def file_digest(nbytes: int, digests: bytes) -> str:
+    """The digest of a file, "blake3:…", from its length and the digests of its blocks."""
+    hasher = blake3(derive_key_context=_CONTEXT)
+    hasher.update(nbytes.to_bytes(8, "little"))
+    hasher.update(digests)
+    return f"blake3:{hasher.hexdigest()}"
+
+
+def check_block(data: Buffer, expected: bytes, *, what: str) -> None:
+    """Raise `CorruptData`, naming `what`, unless `data` has the digest `expected`."""
+    found = block_digest(data)
+    if found != expected:
+        raise CorruptData(
+            f"{what}: the bytes differ from those that were written "
+            f"(digest {found.hex()[:16]}…, expected {expected.hex()[:16]}…)"
+        )

@@ -1,0 +1,297 @@
+"""The leaves of typed trees: nodes that stand for torch values, and values without members.
+
+How each is written and read back, exactly (docs/format.md, section 6). A writer or reader
+raises `ValueError` for what the grammar does not have.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import math
+import pathlib
+import re
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from holdfast.format import strictjson
+
+_MAX_INT = 2**63 - 1
+_MAX_INT_BITS = 13_606  # 2**13606 has 4,096 digits
+_QUIET_NAN = 0x7FF8_0000_0000_0000
+_DEVICE = re.compile(r"[a-z]{1,20}(:[0-9]{1,4})?", re.ASCII)
+_DTYPE = re.compile(r"[a-z0-9_]{1,40}", re.ASCII)
+_SCALARS: dict[str, np.dtype[Any]] = {
+    name: np.dtype(code)
+    for name, code in {
+        "BOOL": "?",
+        "I8": "<i1",
+        "I16": "<i2",
+        "I32": "<i4",
+        "I64": "<i8",
+        "U8": "<u1",
+        "U16": "<u2",
+        "U32": "<u4",
+        "U64": "<u8",
+        "F16": "<f2",
+        "F32": "<f4",
+        "F64": "<f8",
+        "C64": "<c8",
+        "C128": "<c16",
+    }.items()
+}
+_SCALAR_NAMES: dict[type, str] = {dtype.type: name for name, dtype in _SCALARS.items()}
+
+
+class TensorRef(msgspec.Struct, frozen=True, gc=False):
+    """A torch tensor: its key in the component and the type of device it was on."""
+
+    key: str
+    device: str = "cpu"
+
+
+class ArrayRef(msgspec.Struct, frozen=True, gc=False):
+    """A numpy array that is stored as a tensor."""
+
+    key: str
+
+
+class DtypeName(msgspec.Struct, frozen=True):
+    """A torch dtype, such as "bfloat16"."""
+
+    name: str
+
+
+class DeviceName(msgspec.Struct, frozen=True):
+    """A torch device, such as "cuda:0"."""
+
+    name: str
+
+
+class SizeTuple(msgspec.Struct, frozen=True):
+    """A torch.Size."""
+
+    dims: tuple[int, ...]
+
+
+class GeneratorState(msgspec.Struct, frozen=True):
+    """The state of a random generator; the members are typed trees of their own."""
+
+    kind: str
+    members: Mapping[str, Any]
+
+
+class EnumValue(msgspec.Struct, frozen=True):
+    """A member of an enumeration, which is never imported. `type` is "module:Name"."""
+
+    type: str
+    name: str | None
+    value: Any
+
+
+def _same_value(value: Any) -> Any:
+    return value
+
+
+def _write_int(value: int) -> int:
+    if value.bit_length() > _MAX_INT_BITS:
+        raise ValueError(f"an integer of more than {strictjson.MAX_DIGITS:,} digits")
+    if value.bit_length() > 2000:
+        str(value)  # raises where the interpreter was told to allow fewer digits
+    return value
+
+
+def _write_float(value: float) -> Any:
+    if math.isfinite(value):
+        return value
+    bits: int = struct.unpack(">Q", struct.pack(">d", value))[0]
+    plain = math.isinf(value) or bits == _QUIET_NAN
+    return {"$float": str(value) if plain else f"{bits:016x}"}
+
+
+def _read_float(text: Any) -> float:
+    if text in ("inf", "-inf", "nan"):
+        return float(text)
+    value: float = struct.unpack(">d", _from_hex(text, 8))[0]
+    if _write_float(value) != {"$float": text}:
+        raise ValueError("these bits are written in another way")
+    return value
+
+
+def _write_text(value: str) -> str:
+    if not is_unicode(value):
+        raise ValueError("text that is not Unicode (half of a surrogate pair)")
+    return value
+
+
+def _write_bytes(value: bytes) -> Any:
+    return {"$bytes": base64.b64encode(value).decode("ascii")}
+
+
+def _read_bytes(text: Any) -> bytes:
+    value = base64.b64decode(_text(text), validate=True)
+    if base64.b64encode(value) != text.encode():
+        raise ValueError("base64 with bits left over")
+    return value
+
+
+def _write_path(value: pathlib.Path) -> Any:
+    return {"$path": _write_text(value.as_posix())}
+
+
+def _write_timedelta(value: datetime.timedelta) -> Any:
+    return {"$timedelta": [value.days, value.seconds, value.microseconds]}
+
+
+def _read_timedelta(parts: Any) -> datetime.timedelta:
+    days, seconds, microseconds = _integers(parts, count=3)
+    value = datetime.timedelta(days, seconds, microseconds)
+    if _write_timedelta(value) != {"$timedelta": parts}:
+        raise ValueError("a time that is written in another way")
+    return value
+
+
+def _write_datetime(value: datetime.datetime) -> Any:
+    zone = value.tzinfo
+    if zone is not None and type(zone) is not datetime.timezone:
+        raise ValueError(f"the time zone {type(zone).__name__}; only fixed offsets can be saved")
+    if zone is not None and str(zone) != str(datetime.timezone(zone.utcoffset(None))):
+        raise ValueError("a time zone with a name of its own; only plain offsets can be saved")
+    if value.fold:
+        raise ValueError("a time with fold=1")
+    return {"$datetime": value.isoformat()}
+
+
+def _read_datetime(text: Any) -> datetime.datetime:
+    value = datetime.datetime.fromisoformat(_text(text))
+    if value.isoformat() != text:
+        raise ValueError("a time that is written in another way")
+    return value
+
+
+def _write_scalar(value: np.generic) -> Any:
+    name = _SCALAR_NAMES[type(value)]
+    return {"$scalar": [name, np.asarray(value, dtype=_SCALARS[name]).tobytes().hex()]}
+
+
+def _read_scalar(parts: Any) -> Any:
+    match parts:
+        case [str() as name, str() as text] if name in _SCALARS:
+            raw = _from_hex(text, _SCALARS[name].itemsize)
+        case _:
+            raise ValueError("not a dtype and hex digits")
+    if name == "BOOL" and raw not in (b"\0", b"\1"):
+        raise ValueError("neither true nor false")
+    return np.frombuffer(raw, _SCALARS[name])[0]
+
+
+def _write_tensor(value: TensorRef) -> Any:
+    key = _write_text(value.key)
+    return {"$tensor": key} if value.device == "cpu" else {"$tensor": key, "device": value.device}
+
+
+def _write_array(value: ArrayRef) -> Any:
+    return {"$array": _write_text(value.key)}
+
+
+def _write_dtype(value: DtypeName) -> Any:
+    return {"$dtype": value.name}
+
+
+def _read_dtype(text: Any) -> DtypeName:
+    if not _DTYPE.fullmatch(_text(text)):
+        raise ValueError("not the name of a dtype")
+    return DtypeName(text)
+
+
+def _write_device(value: DeviceName) -> Any:
+    return {"$device": value.name}
+
+
+def _read_device(text: Any) -> DeviceName:
+    if not is_device(_text(text)):
+        raise ValueError("not the name of a device")
+    return DeviceName(text)
+
+
+def _write_size(value: SizeTuple) -> Any:
+    return {"$size": list(value.dims)}
+
+
+def _read_size(parts: Any) -> SizeTuple:
+    dims = _integers(parts)
+    if not all(-_MAX_INT <= dim <= _MAX_INT for dim in dims):
+        raise ValueError("a size beyond 64 bits")
+    return SizeTuple(tuple(dims))
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError("not text")
+    return value
+
+
+def _integers(value: Any, count: int | None = None) -> list[int]:
+    if type(value) is not list or any(type(part) is not int for part in value):
+        raise ValueError("not a list of integers")
+    if count is not None and len(value) != count:
+        raise ValueError(f"not {count} integers")
+    return value
+
+
+def _from_hex(text: Any, nbytes: int) -> bytes:
+    if not re.fullmatch(r"[0-9a-f]*", _text(text)) or len(text) != 2 * nbytes:
+        raise ValueError(f"not {2 * nbytes} hex digits")
+    return bytes.fromhex(text)
+
+
+def is_device(text: str) -> bool:
+    """Whether `text` names a device, such as "cuda" or "cuda:0"."""
+    return _DEVICE.fullmatch(text) is not None
+
+
+def is_unicode(text: str) -> bool:
+    """Whether `text` can be written as UTF-8."""
+    if text.isascii():
+        return True
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+WRITERS: Mapping[type, Callable[[Any], Any]] = {
+    type(None): _same_value,
+    bool: _same_value,
+    int: _write_int,
+    float: _write_float,
+    str: _write_text,
+    bytes: _write_bytes,
+    pathlib.PosixPath: _write_path,
+    pathlib.WindowsPath: _write_path,
+    datetime.timedelta: _write_timedelta,
+    datetime.datetime: _write_datetime,
+    TensorRef: _write_tensor,
+    ArrayRef: _write_array,
+    DtypeName: _write_dtype,
+    DeviceName: _write_device,
+    SizeTuple: _write_size,
+    **dict.fromkeys(_SCALAR_NAMES, _write_scalar),
+}
+READERS: Mapping[str, Callable[[Any], Any]] = {
+    "$float": _read_float,
+    "$bytes": _read_bytes,
+    "$path": lambda text: pathlib.Path(_text(text)),
+    "$timedelta": _read_timedelta,
+    "$datetime": _read_datetime,
+    "$scalar": _read_scalar,
+    "$array": lambda key: ArrayRef(_text(key)),
+    "$dtype": _read_dtype,
+    "$device": _read_device,
+    "$size": _read_size,
+}

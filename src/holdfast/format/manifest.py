@@ -1,0 +1,227 @@
+"""The register of an attempt: manifest, abort marker or tombstone (docs/format.md, section 3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from holdfast.errors import FormatError, HoldfastError, UsageError
+from holdfast.format import layout, sealed, strictjson
+from holdfast.store.base import Buffer
+
+MAX_MANIFEST_NBYTES = 16 * 1024 * 1024
+MAX_JSON_FILE_NBYTES = 64 * 1024 * 1024
+
+_REGISTER_KINDS = ("checkpoint", "aborted", "deleted")
+_MAX_INT = 2**63 - 1
+Natural = Annotated[int, Meta(ge=0, le=_MAX_INT)]
+Positive = Annotated[int, Meta(ge=1, le=_MAX_INT)]
+Hex128 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+Digest = Annotated[str, Meta(pattern=r"\Ablake3:[0-9a-f]{64}\Z")]
+
+
+class Reference(msgspec.Struct, frozen=True, kw_only=True):
+    """Names one checkpoint: its order, its save id (32 hex) and its folder."""
+
+    epoch: Positive
+    sequence: Positive
+    save_id: Hex128
+    folder: str
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """(epoch, sequence), the order of commits."""
+        return (self.epoch, self.sequence)
+
+
+class Timestamp(msgspec.Struct, frozen=True, kw_only=True):
+    """Where training stood. `wall_s` is seconds of training over all resumes."""
+
+    step: Natural
+    epoch: Natural | None = None
+    samples: Natural | None = None
+    tokens: Natural | None = None
+    wall_s: float = 0.0
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """Length in bytes and digest ("blake3:…") of one file."""
+
+    nbytes: Natural
+    digest: Digest
+
+
+class ComponentEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One component: its kind, its files with the tree first, bytes and number of tensors."""
+
+    kind: str
+    files: tuple[str, ...]
+    nbytes: Natural
+    num_tensors: Natural
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": "class"}):
+    """A committed checkpoint. Fields as in docs/format.md; `created` is for people only."""
+
+    save_id: Hex128
+    label: str
+    epoch: Positive
+    sequence: Positive
+    parent: Reference | None
+    timestamp: Timestamp
+    created: str
+    save_class: Literal["permanent", "ephemeral"]
+    reason: str
+    tags: tuple[str, ...]
+    metrics: Mapping[str, float]
+    world_size: Positive
+    components: Mapping[str, ComponentEntry]
+    block_nbytes: Annotated[int, Meta(ge=4096, le=2**30)]
+    files: Mapping[str, FileEntry]
+    numerics: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    timings: Mapping[str, float]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files, without the manifest itself."""
+        return sum(entry.nbytes for entry in self.files.values())
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """(epoch, sequence), the order of commits."""
+        return (self.epoch, self.sequence)
+
+    def reference(self, folder: str) -> Reference:
+        """The reference to this checkpoint, which lies in `folder`."""
+        return Reference(
+            epoch=self.epoch, sequence=self.sequence, save_id=self.save_id, folder=folder
+        )
+
+
+class Aborted(msgspec.Struct, frozen=True, kw_only=True):
+    """The register of an attempt that gc has closed: it never becomes a checkpoint."""
+
+    by: str
+    reason: str
+
+
+class Deleted(msgspec.Struct, frozen=True, kw_only=True):
+    """The register of a checkpoint that retention has deleted."""
+
+    save_id: Hex128
+    by: str
+    reason: str
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest as a sealed document.
+
+    Raises:
+        UsageError: a text, number or size that the document cannot hold.
+    """
+    members = {"requires": [], **msgspec.to_builtins(manifest)}
+    members["metrics"] = {name: _number(name, value) for name, value in manifest.metrics.items()}
+    return sealed.seal("checkpoint", members, max_nbytes=MAX_MANIFEST_NBYTES)
+
+
+def encode_aborted(aborted: Aborted) -> bytes:
+    """The abort marker as a sealed document."""
+    return sealed.seal("aborted", msgspec.to_builtins(aborted))
+
+
+def encode_deleted(deleted: Deleted) -> bytes:
+    """The tombstone as a sealed document."""
+    return sealed.seal("deleted", msgspec.to_builtins(deleted))
+
+
+def decode_register(data: Buffer, *, what: str) -> Manifest | Aborted | Deleted:
+    """The value of an attempt's register.
+
+    Raises:
+        CorruptData: the digest does not fit.
+        UnsupportedVersion: written by a newer Holdfast.
+        FormatError: anything else that the format does not allow.
+    """
+    members = sealed.unseal(data, what=what, kinds=_REGISTER_KINDS, max_nbytes=MAX_MANIFEST_NBYTES)
+    if members["kind"] == "aborted":
+        return strictjson.convert(members, Aborted, what=what)
+    if members["kind"] == "deleted":
+        return strictjson.convert(members, Deleted, what=what)
+    metrics = members.get("metrics")
+    if isinstance(metrics, dict):
+        members["metrics"] = {name: _plain(value) for name, value in metrics.items()}
+    manifest = strictjson.convert(members, Manifest, what=what)
+    _check_manifest(manifest, what=what)
+    return manifest
+
+
+def check_reference(reference: Reference | None, *, what: str) -> None:
+    """Raise `FormatError` unless the folder is an attempt's name that fits the other members."""
+    if reference is None:
+        return
+    name = layout.parse_attempt(reference.folder)
+    if name is None or (name.order, name.id8) != (reference.order, reference.save_id[:8]):
+        raise FormatError(f"{what}: the reference to {reference.folder[:80]!r} contradicts itself")
+
+
+def check_block_nbytes(block_nbytes: int, *, what: str) -> None:
+    """Raise `FormatError` unless `block_nbytes` is a power of two from 4 KiB to 1 GiB."""
+    if not 4096 <= block_nbytes <= 2**30 or block_nbytes & (block_nbytes - 1):
+        raise FormatError(f"{what}: blocks of {str(block_nbytes)[:20]} bytes are not allowed")
+
+
+def _check_manifest(manifest: Manifest, *, what: str) -> None:
+    check_reference(manifest.parent, what=what)
+    if manifest.parent is not None and manifest.parent.order >= manifest.order:
+        raise FormatError(f"{what}: its parent was committed after it")
+    check_block_nbytes(manifest.block_nbytes, what=what)
+    _check_names(manifest, what=what)
+    for name, component in manifest.components.items():
+        expected = [layout.tree_file(name)]
+        numbers = range(len(component.files) - 1)
+        expected += [layout.tensor_file(name, number) for number in numbers]
+        if list(component.files) != expected:
+            raise FormatError(f"{what}: component {name!r} has other files than its own")
+    of_components = {name for entry in manifest.components.values() for name in entry.files}
+    _check_files(manifest, of_components | {layout.INDEX}, what=what)
+
+
+def _check_names(manifest: Manifest, *, what: str) -> None:
+    try:
+        layout.check_label(manifest.label)
+        for component in manifest.components:
+            layout.check_component(component)
+        for name in manifest.files:
+            layout.check_file_name(name)
+    except HoldfastError as err:
+        raise FormatError(f"{what}: {str(err)[:300]}") from err
+
+
+def _check_files(manifest: Manifest, expected: set[str], *, what: str) -> None:
+    if odd := sorted(expected ^ set(manifest.files)):
+        raise FormatError(f"{what}: `files` and `components` do not list the same files ({odd[0]})")
+    for name, entry in manifest.files.items():
+        if name.endswith(".json") and entry.nbytes > MAX_JSON_FILE_NBYTES:
+            raise FormatError(f"{what}: {name} would have {entry.nbytes:,} bytes")
+
+
+def _number(name: str, value: float) -> Any:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as err:
+        raise UsageError(f"metric {name!r} is not a number: {value!r}") from err
+    return number if math.isfinite(number) else {"$float": str(number)}
+
+
+def _plain(value: Any) -> Any:
+    """The float of a typed node; anything else as it is, for the check of types to judge."""
+    match value:
+        case {"$float": ("nan" | "inf" | "-inf") as text, **rest} if not rest:
+            return float(text)
+        case _:
+            return value

@@ -1,0 +1,483 @@
+"""Typed trees: Python values to bytes and back, exactly, without running anything from the bytes.
+
+The grammar is docs/format.md, section 6. Torch values and arrays stand in a tree as nodes; who
+calls makes them from live objects (`lower`) and makes live objects of them (`lift`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import msgspec
+
+from holdfast.errors import FormatError, LimitExceeded, UnsupportedState
+from holdfast.format import sealed, strictjson
+from holdfast.format.layout import FORMAT_VERSION
+from holdfast.format.leaves import (
+    READERS,
+    WRITERS,
+    ArrayRef,
+    DeviceName,
+    DtypeName,
+    EnumValue,
+    GeneratorState,
+    SizeTuple,
+    TensorRef,
+    is_device,
+    is_unicode,
+)
+from holdfast.store.base import Buffer
+
+__all__ = [
+    "ArrayRef",
+    "DeviceName",
+    "DtypeName",
+    "EnumValue",
+    "GeneratorState",
+    "Refused",
+    "SizeTuple",
+    "TensorRef",
+    "decode_tree",
+    "encode_tree",
+    "join",
+]
+
+MAX_TREE_NBYTES = 64 * 1024 * 1024
+MAX_TREE_VALUES = 4_000_000
+MAX_OTHER_KEYS = 100_000
+
+_MAX_LEVEL = strictjson.MAX_DEPTH - 5  # a dict takes three levels, a leaf in it two
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """What `lower` returns for an object that it knows and cannot save, with the reason."""
+
+    reason: str
+
+
+Lower: TypeAlias = Callable[[Any, str], Any]
+Lift: TypeAlias = Callable[[Any], Any]
+
+
+def encode_tree(tree: Any, *, lower: Lower | None = None, where: str = "") -> bytes:
+    """`tree` as a document.
+
+    `lower(object, path)` is asked about every object that is not of an exact type of the
+    grammar. It returns a node, another encodable value, `Refused`, or `NotImplemented`.
+
+    Raises:
+        UnsupportedState: lists every offender, with its path.
+    """
+    encoder = _Encoder(lower)
+    node = encoder.encode(tree, where, 1)
+    if encoder.offenders:
+        raise UnsupportedState(encoder.offenders)
+    data = msgspec.json.encode({"holdfast": FORMAT_VERSION, "tree": node})
+    try:
+        strictjson.check_limits(
+            data, what=where, max_nbytes=MAX_TREE_NBYTES, max_values=MAX_TREE_VALUES
+        )
+    except LimitExceeded as err:
+        advice = "large data belongs into tensors or arrays"
+        raise UnsupportedState([(where or "the tree", f"{err}; {advice}")]) from err
+    return data
+
+
+def decode_tree(data: Buffer, *, lift: Lift | None = None, what: str) -> Any:
+    """The tree in `data`. `lift(node)` gives the object of a node; without it nodes stay.
+
+    A container that was shared is shared again, so what comes back need not be a tree; walking
+    it naively costs at most 4 million steps. Errors of `lift` pass through.
+
+    Raises:
+        FormatError: anything that the format does not allow.
+    """
+    document = strictjson.loads(
+        data, what=what, max_nbytes=MAX_TREE_NBYTES, max_values=MAX_TREE_VALUES
+    )
+    sealed.check_version(document, what=what)
+    if "tree" not in document:
+        raise FormatError(f"{what}: has no `tree`")
+    try:
+        return _Decoder(lift, what).decode(document["tree"])
+    except RecursionError as err:
+        raise LimitExceeded(f"{what}: nested too deeply for the stack that is left") from err
+
+
+def join(path: str, name: object) -> str:
+    """`path` with one more name, such as "optimizer.state.0"."""
+    return f"{path}.{name}" if path else str(name)
+
+
+class _Encoder:
+    """One pass over a tree; collects every offender instead of stopping at the first."""
+
+    def __init__(self, lower: Lower | None) -> None:
+        self.offenders: list[tuple[str, str]] = []
+        self._lower = lower
+        self._numbers: dict[int, int] = {}  # id of a container → its number
+        self._weights: dict[int, int] = {}  # number of a finished container → its values
+        self._weight = 0
+        self._active: set[int] = set()
+        self._key_depth = 0
+        self._num_other_keys = 0
+        self._alive: list[Any] = []  # what `lower` made: no id may be used twice
+
+    def encode(self, value: Any, path: str, level: int, *, lowered: bool = False) -> Any:
+        """The node of `value`, which stands inside `level` brackets."""
+        self._weight += 1
+        type_ = type(value)
+        if type_ in _CONTAINERS:
+            return self._container(value, path, level)
+        write = WRITERS.get(type_)
+        if write is not None:
+            try:
+                return write(value)
+            except ValueError as err:
+                return self._refuse(path, str(err))
+        if type_ is GeneratorState:
+            return self._generator(value, path, level)
+        if type_ is EnumValue or isinstance(value, enum.Enum):
+            return self._enum(value, path, level)
+        return self._other(value, path, level, lowered=lowered)
+
+    def _refuse(self, path: str, reason: str) -> None:
+        self.offenders.append((path or "the tree", reason))
+
+    def _other(self, value: Any, path: str, level: int, *, lowered: bool) -> Any:
+        replacement: Any = NotImplemented
+        if self._lower is not None and not lowered:
+            replacement = self._lower(value, path)
+        if replacement is NotImplemented:
+            return self._refuse(path, _why_not(value))
+        if type(replacement) is Refused:
+            return self._refuse(path, replacement.reason)
+        self._alive.append(replacement)
+        return self.encode(replacement, path, level, lowered=True)
+
+    def _container(self, value: Any, path: str, level: int) -> Any:
+        identity = id(value)
+        if identity in self._active:
+            return self._refuse(path, "contains itself")
+        if level > _MAX_LEVEL:
+            return self._refuse(path, "nested too deeply")
+        if self._key_depth:
+            return _CONTAINERS[type(value)](self, value, path, level)
+        if identity in self._numbers:
+            return self._same(self._numbers[identity], path)
+        number = self._numbers[identity] = len(self._numbers)
+        weight = self._weight
+        self._active.add(identity)
+        node = _CONTAINERS[type(value)](self, value, path, level)
+        self._active.remove(identity)
+        self._weights[number] = self._weight - weight
+        return node
+
+    def _same(self, number: int, path: str) -> Any:
+        self._weight += self._weights[number]
+        if self._weight > MAX_TREE_VALUES:
+            return self._refuse(path, f"more than {MAX_TREE_VALUES:,} values, shared ones counted")
+        return {"$same": number}
+
+    def write_list(self, value: Iterable[Any], path: str, level: int) -> list[Any]:
+        encode = self.encode
+        return [encode(item, join(path, i), level + 1) for i, item in enumerate(value)]
+
+    def write_tuple(self, value: Iterable[Any], path: str, level: int) -> Any:
+        return {"$tuple": self.write_list(value, path, level + 1)}
+
+    def write_dict(self, value: dict[Any, Any], path: str, level: int) -> Any:
+        if not all(type(key) is str and key[:1] != "$" for key in value):
+            return {"$dict": self._pairs(value, path, level)}
+        for key in value:
+            if not is_unicode(key):
+                return self._refuse(path, f"the key {key[:80]!a} is not Unicode text")
+        encode = self.encode
+        return {key: encode(item, join(path, key), level + 1) for key, item in value.items()}
+
+    def write_ordered(self, value: OrderedDict[Any, Any], path: str, level: int) -> Any:
+        return {"$ordered": self._pairs(value, path, level)}
+
+    def write_counter(self, value: Counter[Any], path: str, level: int) -> Any:
+        return {"$counter": self._pairs(value, path, level)}
+
+    def write_set(self, value: Iterable[Any], path: str, level: int) -> Any:
+        return {"$set": self._members(value, path, level)}
+
+    def write_frozenset(self, value: Iterable[Any], path: str, level: int) -> Any:
+        return {"$frozenset": self._members(value, path, level)}
+
+    def _pairs(self, value: Mapping[Any, Any], path: str, level: int) -> list[list[Any]]:
+        pairs = []
+        for key, item in value.items():
+            at = join(path, _shown(key))
+            pairs.append([self._key(key, at, level + 3), self.encode(item, at, level + 3)])
+        self._count_keys([key for key, _ in pairs], path)
+        return pairs
+
+    def _members(self, value: Iterable[Any], path: str, level: int) -> list[Any]:
+        members = [self._key(item, join(path, _shown(item)), level + 2) for item in value]
+        if not self.offenders:
+            members.sort(key=_sort_key)
+        self._count_keys(members, path)
+        return members
+
+    def _key(self, key: Any, path: str, level: int) -> Any:
+        self._key_depth += 1
+        node = self.encode(key, path, level)
+        self._key_depth -= 1
+        return node
+
+    def _count_keys(self, keys: Sequence[Any], path: str) -> None:
+        self._num_other_keys += _num_other_keys(keys)
+        if self._num_other_keys > MAX_OTHER_KEYS:
+            self._num_other_keys = 0
+            self._refuse(path, f"with it there are more than {_OTHER_KEYS_LIMIT}")
+
+    def _enum(self, value: Any, path: str, level: int) -> Any:
+        if level > _MAX_LEVEL:
+            return self._refuse(path, "nested too deeply")
+        kind = value.type if type(value) is EnumValue else _type_name(type(value))
+        name = None if value.name is None else self.encode(value.name, path, level)
+        member = self.encode(value.value, join(path, "value"), level + 2)
+        return {"$enum": {"type": kind, "name": name, "value": member}}
+
+    def _generator(self, value: GeneratorState, path: str, level: int) -> Any:
+        if level > _MAX_LEVEL:
+            return self._refuse(path, "nested too deeply")
+        members: dict[str, Any] = {"kind": value.kind}
+        for name, member in value.members.items():
+            if name == "kind" or name[:1] == "$":
+                self._refuse(path, f"a generator's state may have no member {name!r}")
+            members[name] = self.encode(member, join(path, name), level + 2)
+        return {"$generator": members}
+
+
+class _Decoder:
+    def __init__(self, lift: Lift | None, what: str) -> None:
+        self._lift = lift
+        self._what = what
+        self._containers: list[Any] = []
+        self._weights: list[int | None] = []  # None: not finished
+        self._weight = 0
+        self._key_depth = 0
+        self._num_other_keys = 0
+
+    def decode(self, node: Any) -> Any:
+        self._weight += 1
+        type_ = type(node)
+        if type_ is dict:
+            return self._object(node)
+        if type_ is list:
+            return self._container(self._items, node)
+        return node
+
+    def _error(self, reason: str) -> FormatError:
+        return FormatError(f"{self._what}: {reason}")
+
+    def _object(self, node: dict[str, Any]) -> Any:
+        name = next(iter(node), "")
+        if name[:1] != "$":
+            return self._container(self._plain_dict, node)
+        argument = node[name]
+        if name == "$tensor":
+            return self._tensor(node)
+        if len(node) != 1:
+            raise self._error(f"a node {name[:40]!r} with other members")
+        if name in _CONTAINER_READERS:
+            if type(argument) is not list:
+                raise self._error(f"the node {name!r} holds no list")
+            return self._container(partial(_CONTAINER_READERS[name], self), argument)
+        if name in READERS:
+            return self._leaf(name, argument)
+        if name in _INNER_READERS:
+            return _INNER_READERS[name](self, argument)
+        raise self._error(f"unknown node {name[:40]!r}")
+
+    def _leaf(self, name: str, argument: Any) -> Any:
+        try:
+            value = READERS[name](argument)
+        except (ValueError, OverflowError) as err:
+            raise FormatError(f"{self._what}: in a node {name!r}: {str(err)[:200]}") from err
+        return self._lifted(value) if name in _LIFTED else value
+
+    def _lifted(self, node: Any) -> Any:
+        return node if self._lift is None else self._lift(node)
+
+    def _tensor(self, node: dict[str, Any]) -> Any:
+        key, device = node["$tensor"], node.get("device", "cpu")
+        if type(key) is not str or len(node) > 1 + ("device" in node):
+            raise self._error("a $tensor node with other members, or whose key is no text")
+        if type(device) is not str or not is_device(device):
+            raise self._error("a $tensor node whose device is none")
+        return self._lifted(TensorRef(key, device))
+
+    def _container(self, read: Callable[[Any], Any], argument: Any) -> Any:
+        if self._key_depth:
+            return read(argument)
+        number, weight = len(self._containers), self._weight
+        self._containers.append(None)
+        self._weights.append(None)
+        value = read(argument)
+        self._containers[number] = value
+        self._weights[number] = self._weight - weight
+        return value
+
+    def _items(self, nodes: list[Any]) -> list[Any]:
+        decode = self.decode
+        return [decode(node) for node in nodes]
+
+    def _plain_dict(self, node: dict[str, Any]) -> dict[str, Any]:
+        decode = self.decode
+        if any(name[:1] == "$" for name in node):
+            raise self._error("an object that is neither a node nor a dict")
+        return {name: decode(item) for name, item in node.items()}
+
+    def read_tuple(self, nodes: list[Any]) -> Any:
+        return tuple(self._items(nodes))
+
+    def read_set(self, nodes: list[Any]) -> Any:
+        return self._collected(set, self._members(nodes))
+
+    def read_frozenset(self, nodes: list[Any]) -> Any:
+        return self._collected(frozenset, self._members(nodes))
+
+    def read_dict(self, nodes: list[Any]) -> Any:
+        return self._collected(dict, self._pairs(nodes))
+
+    def read_ordered(self, nodes: list[Any]) -> Any:
+        return self._collected(OrderedDict, self._pairs(nodes))
+
+    def read_counter(self, nodes: list[Any]) -> Any:
+        return Counter(self._collected(dict, self._pairs(nodes)))
+
+    def _collected(self, type_: Callable[[list[Any]], Any], items: list[Any]) -> Any:
+        try:
+            value = type_(items)
+        except TypeError as err:
+            raise FormatError(f"{self._what}: a key that cannot be one: {err}") from err
+        if len(value) != len(items):
+            raise self._error("a key or a member of a set appears twice")
+        return value
+
+    def _members(self, nodes: list[Any]) -> list[Any]:
+        self._count_keys(nodes)
+        return [self._key(node) for node in nodes]
+
+    def _pairs(self, nodes: list[Any]) -> list[tuple[Any, Any]]:
+        if not all(type(pair) is list and len(pair) == 2 for pair in nodes):
+            raise self._error("a dict node holds something that is not a pair")
+        self._count_keys([pair[0] for pair in nodes])
+        return [(self._key(key), self.decode(item)) for key, item in nodes]
+
+    def _key(self, node: Any) -> Any:
+        self._key_depth += 1
+        key = self.decode(node)
+        self._key_depth -= 1
+        return key
+
+    def _count_keys(self, nodes: Sequence[Any]) -> None:
+        self._num_other_keys += _num_other_keys(nodes)
+        if self._num_other_keys > MAX_OTHER_KEYS:
+            raise LimitExceeded(f"{self._what}: more than {_OTHER_KEYS_LIMIT}")
+
+    def read_same(self, number: Any) -> Any:
+        if self._key_depth:
+            raise self._error("a $same node inside a key")
+        if type(number) is not int or not 0 <= number < len(self._containers):
+            raise self._error("a $same node that names no container")
+        weight = self._weights[number]
+        if weight is None:
+            raise self._error("a $same node inside the container that it names")
+        self._weight += weight
+        if self._weight > MAX_TREE_VALUES:
+            raise LimitExceeded(
+                f"{self._what}: more than {MAX_TREE_VALUES:,} values, shared ones counted"
+            )
+        return self._containers[number]
+
+    def read_enum(self, node: Any) -> Any:
+        match node:
+            case {
+                "type": str() as type_,
+                "name": (str() | None) as name,
+                "value": value,
+                **rest,
+            } if not rest:
+                return self._lifted(EnumValue(type_, name, self.decode(value)))
+            case _:
+                raise self._error("a malformed $enum node")
+
+    def read_generator(self, node: Any) -> Any:
+        if type(node) is not dict or type(node.get("kind")) is not str:
+            raise self._error("a $generator node without a kind")
+        if any(name[:1] == "$" for name in node):
+            raise self._error("a malformed $generator node")
+        members = {name: self.decode(item) for name, item in node.items() if name != "kind"}
+        return self._lifted(GeneratorState(node["kind"], members))
+
+
+def _num_other_keys(nodes: Sequence[Any]) -> int:
+    """How many keys are not text; none where they are 0, 1, 2, … in order.
+
+    Counted because the hashes of numbers are known: keys can be made for which a dict needs
+    quadratic time. The hashes of texts are salted, and those of 0, 1, 2, … do not collide.
+    """
+    if all(type(node) is int and node == i for i, node in enumerate(nodes)):
+        return 0
+    return sum(type(node) is not str for node in nodes)
+
+
+def _sort_key(node: Any) -> tuple[int, int, bytes]:
+    """Orders the members of a set by nothing but their values: integers first."""
+    return (0, node, b"") if type(node) is int else (1, 0, msgspec.json.encode(node))
+
+
+def _shown(key: Any) -> str:
+    """A key in a path."""
+    if type(key) in (str, int, bool, float):
+        return str(key)[:200]
+    return f"<{type(key).__name__}>"
+
+
+def _type_name(type_: type) -> str:
+    return f"{type_.__module__}:{type_.__qualname__}"
+
+
+def _why_not(value: Any) -> str:
+    name = _type_name(type(value))
+    for base in (*_CONTAINERS, str, bytes, int, float):
+        if isinstance(value, base):
+            return f"{name} is a subclass of {base.__name__}, and would come back as one"
+    return f"{name} is not a type that can be saved"
+
+
+_OTHER_KEYS_LIMIT = f"{MAX_OTHER_KEYS:,} keys that are not text; keep such data in a tensor"
+
+_CONTAINERS: dict[type, Callable[[_Encoder, Any, str, int], Any]] = {
+    list: _Encoder.write_list,
+    tuple: _Encoder.write_tuple,
+    dict: _Encoder.write_dict,
+    OrderedDict: _Encoder.write_ordered,
+    Counter: _Encoder.write_counter,
+    set: _Encoder.write_set,
+    frozenset: _Encoder.write_frozenset,
+}
+_CONTAINER_READERS: dict[str, Callable[[_Decoder, list[Any]], Any]] = {
+    "$tuple": _Decoder.read_tuple,
+    "$set": _Decoder.read_set,
+    "$frozenset": _Decoder.read_frozenset,
+    "$dict": _Decoder.read_dict,
+    "$ordered": _Decoder.read_ordered,
+    "$counter": _Decoder.read_counter,
+}
+_INNER_READERS: dict[str, Callable[[_Decoder, Any], Any]] = {
+    "$same": _Decoder.read_same,
+    "$enum": _Decoder.read_enum,
+    "$generator": _Decoder.read_generator,
+}
+_LIFTED = frozenset({"$array", "$dtype", "$device", "$size"})

@@ -1,0 +1,142 @@
+"""Claims, closes, heartbeats and sidecars (docs/format.md, section 7)."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from holdfast.format import sealed, strictjson
+from holdfast.format.manifest import Hex128, Natural, Positive, Reference, check_reference
+from holdfast.store.base import Buffer
+
+T = TypeVar("T")
+
+
+class Process(msgspec.Struct, frozen=True, kw_only=True):
+    """Which process: `start` is its start time and `boot_id` the boot, both opaque texts."""
+
+    host: str
+    pid: Natural
+    start: str
+    boot_id: str
+    pid_namespace: str
+
+
+class Writer(msgspec.Struct, frozen=True, kw_only=True):
+    """The claim of an epoch. `resumed_from` is the checkpoint that it goes on from."""
+
+    epoch: Positive
+    nonce: Hex128
+    resumed_from: Reference | None
+    takeover: bool
+    created: str
+    process: Process
+
+
+class Closed(msgspec.Struct, frozen=True, kw_only=True):
+    """That an epoch ended cleanly."""
+
+    epoch: Positive
+    nonce: Hex128
+
+
+class Alive(msgspec.Struct, frozen=True, kw_only=True):
+    """A heartbeat; `beat` counts up."""
+
+    epoch: Positive
+    nonce: Hex128
+    beat: Natural
+
+
+class Notes(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole set of tags and the pin of a checkpoint."""
+
+    tags: tuple[str, ...]
+    pinned: bool
+
+
+class Retired(msgspec.Struct, frozen=True, kw_only=True):
+    """That retention is about to delete a checkpoint."""
+
+    by: str
+    reason: str
+
+
+class Rejected(msgspec.Struct, frozen=True, kw_only=True):
+    """That a resume found a checkpoint damaged."""
+
+    by: str
+    reasons: tuple[str, ...]
+
+
+def encode_writer(writer: Writer) -> bytes:
+    """The claim as a sealed document."""
+    return _encode("writer", writer)
+
+
+def decode_writer(data: Buffer, *, what: str) -> Writer:
+    """The claim in `data`; a `FormatError` otherwise."""
+    writer = _decode("writer", data, Writer, what=what)
+    check_reference(writer.resumed_from, what=what)
+    return writer
+
+
+def encode_closed(closed: Closed) -> bytes:
+    """The close as a sealed document."""
+    return _encode("closed", closed)
+
+
+def decode_closed(data: Buffer, *, what: str) -> Closed:
+    """The close in `data`; a `FormatError` otherwise."""
+    return _decode("closed", data, Closed, what=what)
+
+
+def encode_alive(alive: Alive) -> bytes:
+    """The heartbeat as a sealed document."""
+    return _encode("alive", alive)
+
+
+def decode_alive(data: Buffer, *, what: str) -> Alive:
+    """The heartbeat in `data`; a `FormatError` otherwise."""
+    return _decode("alive", data, Alive, what=what)
+
+
+def encode_notes(notes: Notes) -> bytes:
+    """The notes as a sealed document; a `UsageError` when they are too long."""
+    return _encode("notes", notes)
+
+
+def decode_notes(data: Buffer, *, what: str) -> Notes:
+    """The notes in `data`; a `FormatError` otherwise."""
+    return _decode("notes", data, Notes, what=what)
+
+
+def encode_retired(retired: Retired) -> bytes:
+    """The mark as a sealed document."""
+    return _encode("retired", retired)
+
+
+def decode_retired(data: Buffer, *, what: str) -> Retired:
+    """The mark in `data`; a `FormatError` otherwise."""
+    return _decode("retired", data, Retired, what=what)
+
+
+def encode_rejected(rejected: Rejected) -> bytes:
+    """The mark as a sealed document."""
+    return _encode("rejected", rejected)
+
+
+def decode_rejected(data: Buffer, *, what: str) -> Rejected:
+    """The mark in `data`; a `FormatError` otherwise."""
+    return _decode("rejected", data, Rejected, what=what)
+
+
+def _encode(kind: str, record: msgspec.Struct) -> bytes:
+    members: dict[str, Any] = msgspec.to_builtins(record)
+    return sealed.seal(kind, members)
+
+
+def _decode(kind: str, data: Buffer, type_: type[T], *, what: str) -> T:
+    members = sealed.unseal(data, what=what, kinds=(kind,))
+    return strictjson.convert(members, type_, what=what)

@@ -1,0 +1,265 @@
+"""Tensor files: valid safetensors files with a fixed layout (docs/format.md, section 4).
+
+This module plans and reads headers. It never touches the data.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from holdfast.errors import CorruptData, FormatError, LimitExceeded, UsageError
+from holdfast.format import strictjson
+from holdfast.format.layout import (
+    DATA_ALIGNMENT,
+    MAX_TENSOR_FILE_NBYTES,
+    MAX_TENSORS_PER_FILE,
+    tensor_file,
+)
+from holdfast.store.base import Buffer
+
+MAX_HEADER_NBYTES = 16 * 1024 * 1024
+MAX_DIMS = 64
+METADATA = "__metadata__"
+
+_LENGTH_NBYTES = 8
+_MAX_HEADER_VALUES = 4_000_000
+_MAX_INT = 2**63 - 1
+_VIEWS = {"C128": "F64", "C32": "F16"}
+
+_SAFETENSORS_NBYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2FNUZ": 1,
+    "F8_E8M0": 1,
+    "U16": 2,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "U32": 4,
+    "I32": 4,
+    "F32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F64": 8,
+    "C64": 8,
+}
+ITEM_NBYTES: Mapping[str, int] = types.MappingProxyType(
+    {**_SAFETENSORS_NBYTES, "C32": 4, "C128": 16}
+)
+"""Bytes of one element, by the name that the index uses."""
+
+
+class TensorSpec(msgspec.Struct, frozen=True, gc=False):
+    """What a tensor is: its key in the component, its index dtype and its shape."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor, row-major and contiguous."""
+        return math.prod(self.shape) * ITEM_NBYTES[self.dtype]
+
+
+class TensorFile(msgspec.Struct, frozen=True):
+    """The plan of one tensor file.
+
+    `header` is everything before the data; `starts[i]` is the first byte in the file of
+    `specs[i]`; `nbytes` is the length of the whole file.
+    """
+
+    name: str
+    header: bytes
+    specs: tuple[TensorSpec, ...]
+    starts: tuple[int, ...]
+    nbytes: int
+
+
+class _HeaderEntry(msgspec.Struct, frozen=True, gc=False):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def lay_out(component: str, specs: Sequence[TensorSpec]) -> list[TensorFile]:
+    """Plan the tensor files of a component: order, places and headers.
+
+    Raises:
+        UsageError: a key that no header can hold, or that appears twice.
+    """
+    if len({spec.key for spec in specs}) != len(specs):
+        raise UsageError(f"component {component!r}: two tensors have the same key")
+    ordered = sorted(specs, key=lambda spec: -ITEM_NBYTES[spec.dtype])
+    files: list[TensorFile] = []
+    for group in _groups(ordered):
+        files += _files(component, group, first_number=len(files))
+    return files
+
+
+def header_nbytes(first8: Buffer, *, file_nbytes: int, what: str) -> int:
+    """Bytes before the data of a tensor file, from its first 8 bytes.
+
+    Raises:
+        FormatError: longer than the file or than the format allows.
+    """
+    if memoryview(first8).nbytes < _LENGTH_NBYTES or file_nbytes < _LENGTH_NBYTES:
+        raise CorruptData(f"{what}: too short for a tensor file")
+    length = int.from_bytes(bytes(memoryview(first8)[:_LENGTH_NBYTES]), "little")
+    if length > MAX_HEADER_NBYTES:
+        raise LimitExceeded(
+            f"{what}: a header of {length:,} bytes; at most {MAX_HEADER_NBYTES:,} are accepted"
+        )
+    if _LENGTH_NBYTES + length > file_nbytes:
+        raise CorruptData(f"{what}: its header of {length:,} bytes does not fit into the file")
+    return _LENGTH_NBYTES + length
+
+
+def parse_header(
+    head: Buffer, *, file_nbytes: int, what: str
+) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    """The tensors of a safetensors file: key → (dtype, shape, start, stop) in the file.
+
+    `head` holds at least the whole header. The dtypes are those of safetensors.
+
+    Raises:
+        FormatError: not a header whose tensors fill the file without gap or overlap.
+    """
+    data_start = header_nbytes(head, file_nbytes=file_nbytes, what=what)
+    text = memoryview(head)[_LENGTH_NBYTES:data_start]
+    if text.nbytes != data_start - _LENGTH_NBYTES:
+        raise CorruptData(f"{what}: the header is cut short")
+    entries = strictjson.loads(
+        text, what=what, max_nbytes=MAX_HEADER_NBYTES, max_values=_MAX_HEADER_VALUES
+    )
+    if not isinstance(entries, dict):
+        raise FormatError(f"{what}: the header is not an object")
+    entries.pop(METADATA, None)
+    if len(entries) > MAX_TENSORS_PER_FILE:
+        raise LimitExceeded(f"{what}: more than {MAX_TENSORS_PER_FILE:,} tensors")
+    tensors = {
+        key: _parse_entry(entry, data_start, what=f"{what}, tensor {key[:200]!r}")
+        for key, entry in entries.items()
+    }
+    _check_filled(tensors, data_start, file_nbytes, what=what)
+    return tensors
+
+
+def check_shape(shape: Any, item_nbytes: int, *, what: str) -> int:
+    """The bytes of a tensor of this shape, which is anything that JSON may hold.
+
+    Raises:
+        FormatError: not a list of at most 64 integers ≥ 0 whose size in bytes, empty dimensions
+            left out, fits 64 bits.
+    """
+    if not isinstance(shape, list) or len(shape) > MAX_DIMS:
+        raise FormatError(f"{what}: the shape is not a list of at most {MAX_DIMS} sizes")
+    extent = nbytes = item_nbytes
+    for size in shape:
+        if type(size) is not int or not 0 <= size <= _MAX_INT:
+            raise FormatError(f"{what}: the shape holds something that is not a size")
+        nbytes *= size
+        extent *= size or 1
+    if extent > _MAX_INT:
+        raise FormatError(f"{what}: the shape has more bytes than 64 bits can count")
+    return nbytes
+
+
+def _groups(specs: Sequence[TensorSpec]) -> Iterator[list[TensorSpec]]:
+    """Runs of tensors that a file can hold by bytes and by number."""
+    group: list[TensorSpec] = []
+    room = MAX_TENSOR_FILE_NBYTES
+    for spec in specs:
+        nbytes = spec.nbytes
+        if group and (nbytes > room or len(group) == MAX_TENSORS_PER_FILE):
+            yield group
+            group, room = [], MAX_TENSOR_FILE_NBYTES
+        group.append(spec)
+        room -= nbytes
+    if group:
+        yield group
+
+
+def _files(component: str, group: Sequence[TensorSpec], first_number: int) -> list[TensorFile]:
+    """The file of a group, or several where the keys are too long for one header."""
+    offsets = [0]
+    entries: dict[str, Any] = {METADATA: {"format": "holdfast", "component": component}}
+    for spec in group:
+        offsets.append(offsets[-1] + spec.nbytes)
+        entries[spec.key] = _header_entry(spec, offsets[-2], offsets[-1])
+    if len(entries) != len(group) + 1:
+        raise UsageError(f"component {component!r}: no tensor may be called {METADATA!r}")
+    header = _header(component, entries)
+    if len(header) - _LENGTH_NBYTES > MAX_HEADER_NBYTES:
+        return _halves(component, group, first_number)
+    starts = tuple(len(header) + offset for offset in offsets[:-1])
+    name = tensor_file(component, first_number)
+    nbytes = len(header) + offsets[-1]
+    return [TensorFile(name, header, tuple(group), starts, nbytes)]
+
+
+def _halves(component: str, group: Sequence[TensorSpec], first_number: int) -> list[TensorFile]:
+    if len(group) == 1:
+        raise UsageError(f"component {component!r}: the key {group[0].key[:80]!r}… is too long")
+    middle = len(group) // 2
+    files = _files(component, group[:middle], first_number)
+    return files + _files(component, group[middle:], first_number + len(files))
+
+
+def _header_entry(spec: TensorSpec, start: int, stop: int) -> _HeaderEntry:
+    view = _VIEWS.get(spec.dtype)
+    if view is None:
+        return _HeaderEntry(spec.dtype, spec.shape, (start, stop))
+    return _HeaderEntry(view, (*spec.shape, 2), (start, stop))
+
+
+def _header(component: str, entries: Mapping[str, Any]) -> bytes:
+    try:
+        text = msgspec.json.encode(entries)
+    except UnicodeEncodeError as err:
+        raise UsageError(f"component {component!r}: a tensor's key is not Unicode: {err}") from err
+    length = len(text) + -(_LENGTH_NBYTES + len(text)) % DATA_ALIGNMENT
+    return length.to_bytes(_LENGTH_NBYTES, "little") + text.ljust(length)
+
+
+def _parse_entry(
+    entry: Any, data_start: int, *, what: str
+) -> tuple[str, tuple[int, ...], int, int]:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise FormatError(f"{what}: not an object of `dtype`, `shape` and `data_offsets`")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    item_nbytes = _SAFETENSORS_NBYTES.get(dtype) if isinstance(dtype, str) else None
+    if item_nbytes is None:
+        raise FormatError(f"{what}: unknown dtype {str(dtype)[:40]!r}")
+    nbytes = check_shape(shape, item_nbytes, what=what)
+    if not isinstance(offsets, list) or [type(offset) for offset in offsets] != [int, int]:
+        raise FormatError(f"{what}: `data_offsets` is not a pair of integers")
+    start, stop = offsets
+    if not 0 <= start <= stop <= _MAX_INT or stop - start != nbytes:
+        raise FormatError(f"{what}: `data_offsets` does not fit dtype and shape")
+    return dtype, tuple(shape), data_start + start, data_start + stop
+
+
+def _check_filled(
+    tensors: Mapping[str, tuple[str, tuple[int, ...], int, int]],
+    data_start: int,
+    file_nbytes: int,
+    *,
+    what: str,
+) -> None:
+    position = data_start
+    for start, stop in sorted((start, stop) for _, _, start, stop in tensors.values()):
+        if start != position:
+            raise FormatError(f"{what}: a gap or an overlap at byte {min(start, position):,}")
+        position = stop
+    if position != file_nbytes:
+        raise CorruptData(f"{what}: the tensors end at byte {position:,} of {file_nbytes:,}")

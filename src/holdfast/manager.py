@@ -1,0 +1,530 @@
+"""CheckpointManager: the object that a training loop holds.
+
+It owns the order of things in the caller's thread (docs/design.md, section 4) and hands the rest
+to the engine. It knows nothing of bytes on disk.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from holdfast.care.housekeeping import Housekeeper
+from holdfast.care.preflight import preflight as run_preflight
+from holdfast.engine import exits
+from holdfast.engine.catalog import Catalog, Entry
+from holdfast.engine.checkpoint import Checkpoint, PendingSave, describe
+from holdfast.engine.fingerprint import differences, environment, numerics
+from holdfast.engine.locate import locate
+from holdfast.engine.notes import annotate, checked_tags
+from holdfast.engine.owner import Ownership
+from holdfast.engine.resume import Candidate, LoadOptions, Reader, Rename
+from holdfast.engine.save import SaveRequest
+from holdfast.engine.saver import Saver
+from holdfast.engine.workers import Workers
+from holdfast.errors import HoldfastError, ManagerUnusable, NoCheckpoint, UsageError
+from holdfast.events import Emitter, Sink, log_event
+from holdfast.format.manifest import Timestamp
+from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction, compile_label
+from holdfast.policy.retention import All, Rule, quota
+from holdfast.policy.triggers import Every
+from holdfast.state.apply import OpaqueLoadFailed
+from holdfast.state.capture import Captured, capture, check_state
+from holdfast.store import open_store
+from holdfast.store.base import Store
+
+MAX_CLAIMS = 10
+"""How often a claim is put again because its resume point went away meanwhile."""
+
+
+class CheckpointManager:
+    """Saves and resumes the state of one run.
+
+    Args:
+        root: where this run's checkpoints live: a path, or a Store.
+        state: the named components: modules, optimizers, schedulers, generators, anything with
+            `state_dict` and `load_state_dict`, dicts and lists of plain values and tensors.
+            Generator states of Python, NumPy and torch are added as `rng`.
+        every: when `maybe_save` saves, such as "500step" or "30min". None: never by itself.
+        keep: what retention keeps. None: everything.
+        takeover: claim the run although another live process owns it.
+        label: name for people, a template or a function of the Timestamp.
+        run_name: what `{run_name}` in the label stands for.
+        sinks: receivers of events; the default logs to the logger `holdfast`.
+        save_timeout_s: longest time to wait for one save, in seconds.
+        exit_timeout_s: longest time that the interpreter's exit waits for a save under way.
+        preflight: whether the first save checks space and rights before anything is claimed.
+
+    One process uses a manager, from one thread. Reading (`list`, `load`) owns nothing; `resume`
+    and the first save claim the run.
+
+    Raises:
+        UsageError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | Store,
+        state: Mapping[str, Any],
+        *,
+        every: str | Every | None = None,
+        keep: Rule | None = None,
+        takeover: bool = False,
+        label: str | LabelFunction = DEFAULT_LABEL,
+        run_name: str | None = None,
+        sinks: Sequence[Sink] = (log_event,),
+        save_timeout_s: float = 1800.0,
+        exit_timeout_s: float = 600.0,
+        preflight: bool = True,
+    ) -> None:
+        check_state(state)
+        if keep is not None and not isinstance(keep, Rule):
+            raise UsageError(f"keep={keep!r} must be a rule such as Last(3), or None for all")
+        for name, value in (("save_timeout_s", save_timeout_s), ("exit_timeout_s", exit_timeout_s)):
+            if not value > 0:
+                raise UsageError(f"{name}={value!r} must be a positive number of seconds")
+        self.store = open_store(root)
+        self.state = state
+        self._every = Every(every) if isinstance(every, str) else every
+        self._keep: Rule = keep if keep is not None else All()
+        self._label = compile_label(label, run_name=run_name)
+        self._exit_timeout_s = exit_timeout_s
+        self._emit = Emitter(tuple(sinks))
+        self._catalog = Catalog(self.store)
+        self._owner = Ownership(self.store, takeover=takeover, emit=self._emit)
+        self._housekeeper = Housekeeper(self.store, self._owner, self._keep, self._emit)
+        self._saver = Saver(
+            self.store,
+            self._owner,
+            self._emit,
+            timeout_s=save_timeout_s,
+            after_commit=self._housekeeper.after_commit,
+            on_failure=lambda: exits.hold(self),
+        )
+        self._pid = os.getpid()
+        self._closed = False
+        self._half_loaded: str | None = None
+        self._preflight_due = preflight
+        self._not_saved_due = True
+        self._previous: Timestamp | None = None
+        self._last_saved: Timestamp | None = None
+        self._wall_before_s = 0.0
+        self._started = time.monotonic()
+        exits.register(self)
+
+    # Saving
+
+    def save(
+        self,
+        step: int,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        tags: Iterable[str] = (),
+        epoch: int | None = None,
+        samples: int | None = None,
+        tokens: int | None = None,
+        reason: str = "manual",
+    ) -> PendingSave:
+        """Save now. Returns when the state was copied; the rest happens in the background.
+
+        `step` counts completed optimizer windows; `samples` and `tokens` are totals of the run.
+        Saving again at the step of the checkpoint on which the run stands, with not one byte
+        changed, gives that checkpoint and writes nothing.
+
+        Raises:
+            SaveFailed: an earlier background save failed; this one was not begun.
+            OwnedElsewhere, Superseded: another process owns the run.
+            UnsupportedState: something cannot be saved; every path is listed.
+            PreflightFailed: the first save would fail; every problem is listed.
+            DeadlineExceeded: the save before this one hangs.
+        """
+        began = time.perf_counter()
+        now = self._now(step, epoch, samples, tokens)
+        checked = checked_tags(tags)
+        self._check_usable()
+        self._drain()
+        captured = capture(self.state)
+        captured_s = time.perf_counter() - began
+        self._announce_not_saved(captured)
+        self._ensure_claimed(captured)
+        staging = time.perf_counter()
+        staged = self._saver.stage(captured)
+        timings = {"capture_s": captured_s, "stage_s": time.perf_counter() - staging}
+        request = self._request(now, reason, checked, dict(metrics or {}), timings)
+        self._last_saved = now
+        pending = self._saver.start(staged, request)
+        pending.stall_s = time.perf_counter() - began
+        return pending
+
+    def maybe_save(
+        self,
+        step: int,
+        *,
+        epoch: int | None = None,
+        samples: int | None = None,
+        tokens: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> PendingSave | None:
+        """Save when `every` says so. Call it after each completed step.
+
+        Raises:
+            SaveFailed: an earlier background save failed.
+            UsageError: `every` counts something that is not given here.
+        """
+        now = self._now(step, epoch, samples, tokens)
+        self._check_usable()
+        self._saver.raise_failure()
+        if self._every is None:
+            return None
+        due = self._every.due(self._previous, self._last_saved, now)
+        self._previous = now
+        if not due:
+            return None
+        return self.save(
+            step, epoch=epoch, samples=samples, tokens=tokens, metrics=metrics, reason="interval"
+        )
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until no save and no housekeeping is under way; raise what went wrong.
+
+        Raises:
+            SaveFailed: the background save failed.
+            DeadlineExceeded: it takes longer than `timeout_s` (default: the save deadline).
+        """
+        self._check_process()
+        self._saver.settle(timeout_s if timeout_s is not None else self._saver.timeout_s)
+        self._saver.raise_failure()
+
+    # Loading
+
+    def resume(self, which: str | int = "latest") -> Checkpoint | None:
+        """Claim the run and apply its newest usable checkpoint; None when nothing was saved yet.
+
+        Damaged ones are passed over, listed in `rejected` and kept. With another `which` the run
+        goes back to that checkpoint, and what came after it is left behind.
+
+        Raises:
+            OwnedElsewhere: a live process owns the run.
+            NoUsableCheckpoint: something was saved and nothing can be used.
+            MismatchError: the checkpoint does not fit the live state; nothing was changed.
+            FormatError: a checkpoint that was named explicitly is damaged.
+        """
+        self._check_process()
+        self._drain()
+        self._owner.check()
+        reader = self._reader()
+        found = self._find_and_claim(reader, which)
+        for folder, reason in reader.rejected:
+            self._housekeeper.reject(folder, reason)
+        self._saver.later(self._housekeeper.after_claim)
+        if found is None:
+            return None
+        self._apply(found)
+        self._emit(
+            "resumed",
+            f"resumed {found.entry.folder}",
+            step=found.entry.step,
+            folder=found.entry.folder,
+            rejected=tuple(reader.rejected),
+        )
+        return describe(
+            self.store.url,
+            found.entry,
+            rejected=tuple(reader.rejected),
+            notes=self._notes(found),
+        )
+
+    def load(
+        self,
+        which: str | int = "latest",
+        *,
+        components: Iterable[str] | None = None,
+        strict: bool = True,
+        rename: Rename = None,
+        skip: Iterable[str] = (),
+        verify: bool = True,
+    ) -> Checkpoint:
+        """Apply a checkpoint, or parts of it. Owns nothing, unless this manager owns the run.
+
+        `components` names what to load (default: all); `skip` leaves out components or
+        `component.path` prefixes; `rename` maps stored paths to live ones. With `strict=False`
+        missing and unexpected leaves are reported in `notes` instead of raised. When this manager
+        owns the run, a full load makes the run go on from there.
+
+        Raises:
+            NoCheckpoint: nothing answers `which`.
+            FormatError: it is damaged; names file and tensors.
+            MismatchError: it does not fit; nothing was changed.
+        """
+        self._check_process()
+        self._drain()
+        options = LoadOptions(
+            components=None if components is None else tuple(components),
+            strict=strict,
+            rename=rename,
+            skip=tuple(skip),
+            verify=verify,
+        )
+        entry = self._catalog.resolve(which)
+        found = self._reader().read(entry, options)
+        if options.is_full and self.is_owner and not self._owner.take(entry):
+            raise NoCheckpoint(f"{self.store.url}/{entry.folder}: its deletion has begun")
+        self._apply(found, moves_run=options.is_full)
+        self._emit("loaded", f"loaded {entry.folder}", step=entry.step, folder=entry.folder)
+        return describe(self.store.url, entry, notes=self._notes(found))
+
+    # Looking and marking
+
+    def list(self) -> tuple[Checkpoint, ...]:
+        """Every committed checkpoint, newest first."""
+        return tuple(describe(self.store.url, entry) for entry in self._catalog.checkpoints())
+
+    def pin(self, which: str | int) -> None:
+        """Keep a checkpoint whatever the rule says.
+
+        Raises:
+            NoCheckpoint: there is none, or its deletion has begun.
+        """
+        annotate(self.store, self._catalog.resolve(which), pinned=True)
+
+    def unpin(self, which: str | int) -> None:
+        """Let retention decide again."""
+        annotate(self.store, self._catalog.resolve(which), pinned=False)
+
+    def tag(self, which: str | int, *tags: str) -> None:
+        """Add tags; a tagged checkpoint is kept and can be named by its tag."""
+        annotate(self.store, self._catalog.resolve(which), add_tags=tags)
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this manager has claimed the run."""
+        return self._owner.claim is not None
+
+    # Ending
+
+    def close(self) -> None:
+        """Finish what is under way and give the run up cleanly. Closing twice is fine.
+
+        Raises:
+            SaveFailed: a background save failed and nobody was told yet.
+            DeadlineExceeded: a save hangs; it was given up.
+        """
+        self._close(self._saver.timeout_s)
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except HoldfastError as closing:
+            # The loop's own error is what the caller must see; this one is told beside it.
+            self._emit("save_failed", f"while closing after {error!r}: {closing}")
+
+    def finish_at_exit(self) -> str | None:
+        """For the interpreter's exit: end the save under way, and say what became of it.
+
+        Raises:
+            HoldfastError: a save failed or was given up, and nobody was told.
+        """
+        pending = self._saver.pending
+        under_way = pending is not None and not pending.done()
+        self._close(self._exit_timeout_s)
+        if pending is None or not under_way:
+            return None
+        return f"save of step {pending.step} was committed while the program ended"
+
+    # Parts of the above, in the caller's thread
+
+    def _close(self, timeout_s: float) -> None:
+        if self._closed or os.getpid() != self._pid:
+            return
+        try:
+            self._saver.settle(timeout_s)
+        finally:
+            self._closed = True
+            exits.forget(self)
+            self._saver.close()
+            self._owner.release()
+            self._emit("closed", f"{self.store.url}: closed")
+        self._saver.raise_failure()
+
+    def _now(
+        self, step: int, epoch: int | None, samples: int | None, tokens: int | None
+    ) -> Timestamp:
+        counters = {"step": step, "epoch": epoch, "samples": samples, "tokens": tokens}
+        for name, value in counters.items():
+            if value is None and name != "step":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise UsageError(f"{name}={value!r} must be a whole number, at least 0")
+        wall_s = self._wall_before_s + time.monotonic() - self._started
+        return Timestamp(step=step, epoch=epoch, samples=samples, tokens=tokens, wall_s=wall_s)
+
+    def _check_process(self) -> None:
+        if self._closed:
+            raise ManagerUnusable(f"{self.store.url}: this manager is closed")
+        if os.getpid() != self._pid:
+            raise ManagerUnusable(
+                f"{self.store.url}: this manager belongs to process {self._pid}; "
+                "make one of your own after a fork"
+            )
+
+    def _check_usable(self) -> None:
+        self._check_process()
+        if self._half_loaded is not None:
+            raise ManagerUnusable(
+                f"{self.store.url}: {self._half_loaded}; the state is half loaded. "
+                "resume() or load() a whole checkpoint first"
+            )
+
+    def _drain(self) -> None:
+        """Wait for the save before, and raise its error."""
+        self._saver.settle(self._saver.timeout_s)
+        self._saver.raise_failure()
+
+    def _announce_not_saved(self, captured: Captured) -> None:
+        if self._not_saved_due and captured.not_saved:
+            self._emit("not_saved", "not saved: " + "; ".join(captured.not_saved))
+        self._not_saved_due = False
+
+    def _ensure_claimed(self, captured: Captured) -> None:
+        if not self.is_owner:
+            self._owner.check()
+            self._refuse_accidental_restart()
+        if self._preflight_due:
+            self._run_preflight(captured)
+            self._preflight_due = False
+        if not self.is_owner and not self._owner.take(self._saver.standing):
+            raise NoCheckpoint(
+                f"{self.store.url}: the checkpoint that was loaded is being deleted; resume again"
+            )
+
+    def _refuse_accidental_restart(self) -> None:
+        """Saving from scratch into a root with checkpoints would let retention eat them."""
+        if self._saver.standing is None and self._catalog.ever_committed():
+            raise UsageError(
+                f"{self.store.url} holds the checkpoints of a run. Call resume() to go on with "
+                "it, load() to start from one of them, or give this run a root of its own"
+            )
+
+    def _run_preflight(self, captured: Captured) -> None:
+        specs = [spec for part in captured.components.values() for spec in part.specs]
+        trees = sum(len(part.tree) for part in captured.components.values())
+        run_preflight(
+            self.store,
+            nbytes_per_save=sum(spec.nbytes for spec in specs) + 2 * trees + 200 * len(specs),
+            saves_kept=quota(self._keep),
+            num_files=2 * len(captured.components) + 2,
+        )
+
+    def _request(
+        self,
+        now: Timestamp,
+        reason: str,
+        tags: tuple[str, ...],
+        metrics: Mapping[str, float],
+        timings: dict[str, float],
+    ) -> SaveRequest:
+        claim = self._owner.claim
+        assert claim is not None
+        return SaveRequest(
+            label=self._label(now),
+            epoch=claim.epoch,
+            sequence=self._owner.next_sequence(),
+            parent=claim.resumed_from,
+            timestamp=now,
+            save_class="permanent",
+            reason=reason,
+            tags=tags,
+            metrics=metrics,
+            numerics=numerics(),
+            environment=environment(),
+            timings=timings,
+        )
+
+    def _find_and_claim(self, reader: Reader, which: str | int) -> Candidate | None:
+        """Choose, read and claim; choose again when the choice was deleted meanwhile."""
+        options = LoadOptions()
+        for _ in range(MAX_CLAIMS):
+            if which == "latest":
+                found = reader.walk(options)
+            else:
+                found = reader.read(self._catalog.resolve(which), options)
+            if self._owner.take(found.entry if found is not None else None):
+                return found
+        raise NoCheckpoint(f"{self.store.url}: every checkpoint that was chosen was deleted")
+
+    def _reader(self) -> Reader:
+        return Reader(
+            store=self.store,
+            state=self.state,
+            workers=self._saver.workers,
+            timeout_s=self._saver.timeout_s,
+        )
+
+    def _apply(self, found: Candidate, *, moves_run: bool = True) -> None:
+        try:
+            found.prepared.apply(found.tensors)
+        except OpaqueLoadFailed as error:
+            self._half_loaded = str(error)
+            raise
+        if moves_run:
+            self._stand_on(found.entry)
+
+    def _stand_on(self, entry: Entry) -> None:
+        self._half_loaded = None
+        self._saver.standing = entry
+        now = entry.manifest.timestamp
+        self._previous = self._last_saved = now
+        self._wall_before_s, self._started = now.wall_s, time.monotonic()
+
+    def _notes(self, found: Candidate) -> tuple[str, ...]:
+        recorded = found.entry.manifest.numerics
+        return (*found.prepared.notes, *differences(recorded, numerics()))
+
+
+def load_weights(
+    source: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    component: str = "model",
+    strict: bool = True,
+    rename: Rename = None,
+    skip: Iterable[str] = (),
+) -> Checkpoint:
+    """Load a model's weights from a checkpoint, verified; owns nothing and runs no code from it.
+
+    `source` is a root (its newest checkpoint), `root@step=1000`, `root@tag`, or the folder of one
+    checkpoint.
+
+    Raises:
+        NoCheckpoint: nothing there answers.
+        FormatError: it is damaged.
+        MismatchError: it does not fit the model; nothing was changed.
+    """
+    store, entry = locate(source)
+    workers = Workers(min(os.cpu_count() or 1, 4), "holdfast-io")
+    reader = Reader(store=store, state={component: model}, workers=workers, timeout_s=1800.0)
+    options = LoadOptions(
+        components=(component,), strict=strict, rename=rename, skip=tuple(skip), rng=False
+    )
+    try:
+        found = reader.read(entry, options)
+    finally:
+        workers.close()
+    found.prepared.apply(found.tensors)
+    return describe(store.url, entry, notes=found.prepared.notes)

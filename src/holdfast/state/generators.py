@@ -1,0 +1,250 @@
+"""Random generators: reading their state, checking a stored one, and setting it.
+
+A stored state is tried on a scratch generator before it touches a live one, because numpy does
+not check the positions inside a state that it is given, and reads out of bounds later.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.errors import FormatError
+from holdfast.format.objects import ArrayRef, GeneratorState, TensorRef
+from holdfast.format.tensors import TensorSpec
+from holdfast.state.dtypes import DTYPE_NAMES
+
+_PYTHON_VERSION = 3
+_PYTHON_WORDS = 625
+_MAX_POSITIONS: Mapping[str, Mapping[str, int]] = {
+    "MT19937": {"pos": 624},
+    "Philox": {"buffer_pos": 4},
+}
+_BIT_GENERATORS: Mapping[str, Callable[[], Any]] = {
+    "MT19937": np.random.MT19937,
+    "PCG64": np.random.PCG64,
+    "PCG64DXSM": np.random.PCG64DXSM,
+    "Philox": np.random.Philox,
+    "SFC64": np.random.SFC64,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceGenerator:
+    """The default generator of one accelerator, with the interface of `torch.Generator`."""
+
+    type: str
+    """Device type: `cuda`, `xpu`, `mps`, …"""
+
+    index: int
+    """Which device of that type."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device whose generator this is."""
+        return torch.device(self.type, self.index)
+
+    def get_state(self) -> Tensor:
+        """The state as bytes on the CPU."""
+        module: Any = torch.get_device_module(self.type)
+        state: Tensor = module.get_rng_state() if self._is_single() else self._indexed_state()
+        return state
+
+    def set_state(self, state: Tensor) -> None:
+        """Set the state."""
+        module: Any = torch.get_device_module(self.type)
+        if self._is_single():
+            module.set_rng_state(state)
+        else:
+            module.set_rng_state(state, self.index)
+
+    def _indexed_state(self) -> Tensor:
+        module: Any = torch.get_device_module(self.type)
+        state: Tensor = module.get_rng_state(self.index)
+        return state
+
+    def _is_single(self) -> bool:
+        return self.type == "mps"
+
+
+def device_generators(*, initialise: bool = False) -> dict[str, list[DeviceGenerator]]:
+    """The default generators of the accelerators that are in use, by device type.
+
+    With `initialise`, also of accelerators that are present and not yet in use.
+    """
+    if not torch.accelerator.is_available():
+        return {}
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return {}
+    module: Any = torch.get_device_module(accelerator.type)
+    in_use = getattr(module, "is_initialized", lambda: True)()
+    if not (in_use or initialise) or not hasattr(module, "get_rng_state"):
+        return {}
+    count = torch.accelerator.device_count()
+    kind = accelerator.type
+    return {kind: [DeviceGenerator(type=kind, index=i) for i in range(count)]}
+
+
+def kind_of(value: object) -> str | None:
+    """`torch`, `python`, `numpy` or `numpy-legacy`; None when `value` is no generator.
+
+    The modules `random` and `numpy.random` stand for their global generators: they have the
+    functions of one.
+    """
+    if isinstance(value, torch.Generator | DeviceGenerator):
+        return "torch"
+    if isinstance(value, random.Random) or value is random:
+        return "python"
+    if isinstance(value, np.random.Generator):
+        return "numpy"
+    if isinstance(value, np.random.RandomState) or value is np.random:
+        return "numpy-legacy"
+    return None
+
+
+def read(generator: Any) -> tuple[str, dict[str, Any]]:
+    """Kind and members of a generator's state; byte states are tensors, the rest plain values.
+
+    Raises:
+        ValueError: a kind of generator whose state cannot be read.
+    """
+    kind = kind_of(generator)
+    if kind == "torch":
+        return kind, {"device": str(generator.device), "state": generator.get_state()}
+    if kind == "python":
+        return kind, _read_python(generator)
+    if kind == "numpy":
+        return kind, {"state": generator.bit_generator.state}
+    if kind == "numpy-legacy":
+        return kind, {"state": generator.get_state(legacy=False)}
+    raise ValueError(f"{type(generator).__qualname__} is not a generator")
+
+
+def _read_python(generator: Any) -> dict[str, Any]:
+    try:
+        version, words, gauss_next = generator.getstate()
+    except NotImplementedError:
+        raise ValueError(f"{type(generator).__qualname__} has no state to save") from None
+    if version != _PYTHON_VERSION or len(words) != _PYTHON_WORDS:
+        raise ValueError(f"{type(generator).__qualname__}: unknown form of state")
+    state = torch.from_numpy(np.array(words, dtype=np.uint32))
+    return {"version": version, "state": state, "gauss_next": gauss_next}
+
+
+def write(generator: Any, members: Mapping[str, Any]) -> None:
+    """Set the state of a live generator of the same kind, with members as `read` gave them."""
+    kind = kind_of(generator)
+    if kind == "torch":
+        generator.set_state(members["state"])
+    elif kind == "python":
+        words = tuple(members["state"].tolist())
+        generator.setstate((members["version"], words, members["gauss_next"]))
+    elif kind == "numpy":
+        generator.bit_generator.state = members["state"]
+    else:
+        generator.set_state(members["state"])
+
+
+def scratch(generator: Any) -> Any:
+    """A new generator of the same kind, on which a stored state can be tried."""
+    kind = kind_of(generator)
+    if kind == "torch":
+        return torch.Generator(device=generator.device)
+    if kind == "python":
+        return random.Random()
+    if kind == "numpy":
+        return np.random.Generator(type(generator.bit_generator)())
+    name = generator.get_state(legacy=False)["bit_generator"]
+    return np.random.RandomState(_BIT_GENERATORS[name]())
+
+
+def build(node: GeneratorState) -> Any:
+    """A new generator of the kind that was stored, not yet in its state.
+
+    Raises:
+        FormatError: a kind, bit generator or device that this program does not have.
+    """
+    kind, members = node.kind, node.members
+    if kind == "torch":
+        return torch.Generator(device=_present_device(members.get("device")))
+    if kind == "python":
+        return random.Random()
+    inner = members.get("state")
+    name = inner.get("bit_generator") if isinstance(inner, dict) else None
+    if kind not in ("numpy", "numpy-legacy") or name not in _BIT_GENERATORS:
+        raise FormatError(f"unknown generator {kind!r} ({name!r})")
+    bits = _BIT_GENERATORS[name]()
+    return np.random.Generator(bits) if kind == "numpy" else np.random.RandomState(bits)
+
+
+def _present_device(name: object) -> torch.device:
+    try:
+        device = torch.device(str(name))
+        torch.Generator(device=device)
+    except RuntimeError as err:
+        raise FormatError(f"a generator of device {str(name)[:40]!r} cannot be made here") from err
+    return device
+
+
+def misfit(generator: Any, node: GeneratorState, specs: Mapping[str, TensorSpec]) -> str | None:
+    """Why the stored state cannot be that of `generator`, or None when it can."""
+    kind, live = read(generator)
+    if node.kind != kind:
+        return f"stored kind {node.kind!r}, live {kind!r}"
+    stored = dict(node.members)
+    if kind == "torch":
+        where, here = (str(members.pop("device", "")) for members in (stored, live))
+        if where.partition(":")[0] != here.partition(":")[0]:
+            return f"stored for device {where[:40]}, live on {here}"
+    if kind == "python":
+        stored_gauss = stored.pop("gauss_next", None)
+        live.pop("gauss_next")
+        if not isinstance(stored_gauss, float | None):
+            return "gauss_next is not a number"
+    return _differs(live, stored, specs) or _outside(node)
+
+
+def _differs(live: Any, stored: Any, specs: Mapping[str, TensorSpec], path: str = "") -> str | None:
+    if isinstance(live, dict):
+        if not isinstance(stored, Mapping) or live.keys() != stored.keys():
+            return f"other members in {path or 'the state'}"
+        found = (_differs(live[k], stored[k], specs, f"{path}.{k}".strip(".")) for k in live)
+        return next((reason for reason in found if reason), None)
+    if isinstance(live, Tensor | np.ndarray):
+        return _array_differs(live, stored, specs, path)
+    if isinstance(live, str) or path == "version":
+        return None if live == stored else f"stored {path} {stored!r:.40}, live {live!r}"
+    if type(live) is not type(stored):
+        return f"{path} is a {type(stored).__name__}, not a {type(live).__name__}"
+    return None
+
+
+def _array_differs(
+    live: Tensor | np.ndarray[Any, Any], stored: Any, specs: Mapping[str, TensorSpec], path: str
+) -> str | None:
+    spec = specs.get(stored.key) if isinstance(stored, TensorRef | ArrayRef) else None
+    if spec is None:
+        return f"{path} is not a tensor"
+    tensor = live if isinstance(live, Tensor) else torch.from_numpy(live.copy())
+    dtype, shape = DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
+    if (spec.dtype, spec.shape) == (dtype, shape):
+        return None
+    return f"{path} is {spec.dtype}{list(spec.shape)}, not {dtype}{list(shape)}"
+
+
+def _outside(node: GeneratorState) -> str | None:
+    if not node.kind.startswith("numpy"):
+        return None
+    outer = node.members["state"]
+    for name, limit in _MAX_POSITIONS.get(outer["bit_generator"], {}).items():
+        position = outer[name] if name in outer else outer["state"][name]
+        if not 0 <= position <= limit:
+            return f"{name} {position} is not in 0..{limit}"
+    return None

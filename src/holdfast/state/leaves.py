@@ -1,0 +1,134 @@
+"""The tensors of one component on their way out: which can be saved, and under which key.
+
+Knows storages, strides and element types; knows nothing of modules, optimizers or trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter, UninitializedTensorMixin
+
+from holdfast.format.objects import Refused, TensorRef
+from holdfast.format.tensors import TensorSpec
+from holdfast.state.dtypes import DTYPE_NAMES
+
+_PLAIN_TYPES = frozenset({Tensor, Parameter})
+# `__metadata__` is a name of safetensors' own, so it can never be a tensor's.
+_RESERVED_KEYS = frozenset({"", "__metadata__"})
+_ROOT_KEY = "value"
+
+
+def refusal(tensor: Tensor) -> str | None:
+    """Why `tensor` can be neither saved nor loaded into, or None when it can."""
+    if type(tensor) not in _PLAIN_TYPES:
+        return _subclass_refusal(tensor)
+    if tensor.is_meta:
+        return "a meta tensor has no data; materialise the model first"
+    if tensor.is_nested:
+        return "nested tensors cannot be saved"
+    if tensor.layout is not torch.strided:
+        return f"layout {tensor.layout} cannot be saved; only strided tensors can"
+    if tensor.is_quantized:
+        return f"quantized tensors ({tensor.dtype}) cannot be saved"
+    if tensor.dtype not in DTYPE_NAMES:
+        return f"dtype {tensor.dtype} has no name in the format"
+    return None if _has_data(tensor) else "its storage was freed"
+
+
+def _subclass_refusal(tensor: Tensor) -> str:
+    if isinstance(tensor, UninitializedTensorMixin):
+        return "not initialised yet (lazy module); run one forward pass first"
+    name = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+    if type(tensor).__name__ == "DTensor":
+        return f"{name}: comes with multi-rank support"
+    if type(tensor).__name__ == "FakeTensor":
+        return f"{name}: a fake tensor has no data"
+    return f"tensor subclass {name} cannot be saved; only torch.Tensor and Parameter can"
+
+
+def _has_data(tensor: Tensor) -> bool:
+    # Sharded wrappers free a parameter's storage between uses; reading it would crash.
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
+
+
+def identity(tensor: Tensor) -> Hashable:
+    """Equal for two tensors that are the same memory seen in the same way.
+
+    Valid only while both are alive. The tensor must have a storage (see `refusal`).
+    """
+    return (
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _plain(path: str) -> str:
+    return path
+
+
+@dataclass(slots=True, kw_only=True)
+class Leaves:
+    """Collects the tensors of one component, in the order in which they are met."""
+
+    component: str
+    """Name of the component, for messages."""
+
+    key_of: Callable[[str], str] = _plain
+    """Path in the typed tree -> wanted tensor key, which is also the path in messages."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Key -> live tensor, detached; conjugate and negative views are resolved."""
+
+    specs: list[TensorSpec] = field(default_factory=list)
+    """One for each tensor, in the same order."""
+
+    offenders: list[tuple[str, str]] = field(default_factory=list)
+    """(path with the component's name, reason) of everything that cannot be saved."""
+
+    _refs: dict[Hashable, TensorRef] = field(default_factory=dict)
+
+    def add(self, tensor: Tensor, path: str) -> TensorRef | Refused:
+        """The reference of `tensor`, one for each distinct memory, or why there is none."""
+        reason = refusal(tensor)
+        if reason is not None:
+            return Refused(reason)
+        who = identity(tensor)
+        ref = self._refs.get(who)
+        if ref is None:
+            ref = self._refs[who] = TensorRef(self._unique(path), _device_name(tensor))
+            self._keep(ref.key, tensor)
+        return ref
+
+    def refuse(self, path: str, reason: str) -> None:
+        """Note that what is at `path` cannot be saved."""
+        shown = self.key_of(path)
+        self.offenders.append((f"{self.component}.{shown}" if shown else self.component, reason))
+
+    def _keep(self, key: str, tensor: Tensor) -> None:
+        plain = tensor.detach()
+        if plain.is_conj() or plain.is_neg():
+            plain = plain.resolve_conj().resolve_neg()
+        self.tensors[key] = plain
+        spec = TensorSpec(key=key, dtype=DTYPE_NAMES[plain.dtype], shape=tuple(plain.shape))
+        self.specs.append(spec)
+
+    def _unique(self, path: str) -> str:
+        wanted = self.key_of(path) or _ROOT_KEY
+        key, number = wanted, 1
+        while key in self.tensors or key in _RESERVED_KEYS:
+            number += 1
+            key = f"{wanted}#{number}"
+        return key
+
+
+def _device_name(tensor: Tensor) -> str:
+    return "cpu" if tensor.is_cpu else str(tensor.device)

@@ -1,0 +1,78 @@
+"""What things are called: wrappers taken off modules, and parameters named once for all.
+
+torch.compile, activation checkpointing and data parallelism put a part into every name; a
+checkpoint must fit the same model with and without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+_WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+_PARALLEL = (DataParallel, DistributedDataParallel)
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside torch.compile's and data parallelism's wrappers."""
+    while True:
+        # Compared by name: importing the class would import all of dynamo.
+        compiled = type(module).__name__ == "OptimizedModule"
+        inner = module._modules.get("_orig_mod" if compiled else "module")
+        if inner is None or not (compiled or isinstance(module, _PARALLEL)):
+            return module
+        module = inner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cleaner:
+    """Turns a module's raw names into names without the parts that wrappers add."""
+
+    parallel: frozenset[str]
+    """Raw paths of the parallel wrappers inside the module; their child is called `module`."""
+
+    def clean(self, raw: str) -> str:
+        """The name that the same leaf has in the model without wrappers."""
+        if not self.parallel and "_orig_mod" not in raw and "_checkpoint_w" not in raw:
+            return raw
+        parts = raw.split(".")
+        kept = [part for i, part in enumerate(parts) if not self._is_wrapper(parts, i)]
+        return ".".join(kept)
+
+    def _is_wrapper(self, parts: list[str], i: int) -> bool:
+        if parts[i] in _WRAPPER_PARTS:
+            return True
+        return parts[i] == "module" and ".".join(parts[:i]) in self.parallel
+
+
+def cleaner_of(module: nn.Module) -> Cleaner:
+    """The cleaner for the names inside `module`, which was unwrapped before."""
+    submodules = module.named_modules(remove_duplicate=False)
+    wrappers = (name for name, inner in submodules if isinstance(inner, _PARALLEL))
+    return Cleaner(parallel=frozenset(wrappers))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterNames:
+    """Where each parameter of the state's modules lives."""
+
+    homes: Mapping[int, tuple[str, str]]
+    """id of the parameter -> (component, name inside it); of several names the first."""
+
+    def home(self, parameter: Tensor) -> tuple[str, str] | None:
+        """(component, name) of a parameter, or None when no module of the state has it."""
+        return self.homes.get(id(parameter))
+
+
+def parameter_names(modules: Iterable[tuple[str, nn.Module]]) -> ParameterNames:
+    """Name the parameters of the given components; the modules must stay alive meanwhile."""
+    homes: dict[int, tuple[str, str]] = {}
+    for component, wrapped in modules:
+        module = unwrap(wrapped)
+        cleaner = cleaner_of(module)
+        for raw, parameter in module.named_parameters():
+            homes.setdefault(id(parameter), (component, cleaner.clean(raw)))
+    return ParameterNames(homes=homes)

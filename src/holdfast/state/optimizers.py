@@ -1,0 +1,375 @@
+"""torch optimizers: state by parameter name, read from and written to `optimizer.state` itself.
+
+`Optimizer.load_state_dict` casts moments to the parameter's type and matches by position, so it
+is not used; neither is anything that fires hooks or moves a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from holdfast.errors import FormatError
+from holdfast.format.objects import ArrayRef, TensorRef
+from holdfast.format.tensors import TensorSpec
+from holdfast.state.leaves import Leaves, refusal
+from holdfast.state.merge import Merge, Place
+from holdfast.state.names import ParameterNames
+from holdfast.state.problems import Problems, Wishes
+from holdfast.state.trees import Skeleton, encode, nodes_in
+
+# Positions in the live group's list, so they stay with the live group.
+_NOT_OPTIONS = frozenset({"params", "param_names"})
+_GROUPS = "param_groups"
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveOptimizer:
+    """An optimizer with its parameters named."""
+
+    optimizer: Optimizer
+
+    groups: tuple[tuple[str, ...], ...]
+    """Names of each group's parameters, in order."""
+
+    parameters: Mapping[str, Tensor]
+    """Name -> parameter."""
+
+    modules: tuple[str, ...]
+    """Components that the parameters come from; their names are prefixes when several."""
+
+
+def inspect(optimizer: Optimizer, names: ParameterNames) -> LiveOptimizer:
+    """Name every parameter of `optimizer`; adds nothing to its state."""
+    homes = [
+        [names.home(parameter) for parameter in group["params"]]
+        for group in optimizer.param_groups
+    ]
+    modules = tuple(dict.fromkeys(home[0] for group in homes for home in group if home))
+    parameters: dict[str, Tensor] = {}
+    groups: list[tuple[str, ...]] = []
+    for g, group in enumerate(optimizer.param_groups):
+        here = []
+        for i, parameter in enumerate(group["params"]):
+            name = _unique(_name(homes[g][i], g, i, len(modules) > 1), parameters)
+            parameters[name] = parameter
+            here.append(name)
+        groups.append(tuple(here))
+    return LiveOptimizer(
+        optimizer=optimizer, groups=tuple(groups), parameters=parameters, modules=modules
+    )
+
+
+def _name(home: tuple[str, str] | None, group: int, index: int, is_prefixed: bool) -> str:
+    if home is None:
+        return f"group{group}.param{index}"
+    return f"{home[0]}.{home[1]}" if is_prefixed else home[1]
+
+
+def _unique(wanted: str, taken: Mapping[str, Any]) -> str:
+    name, number = wanted, 1
+    while name in taken:
+        number += 1
+        name = f"{wanted}#{number}"
+    return name
+
+
+def slot_path(path: str) -> str:
+    """`<parameter>.<slot>` for a path in the optimizer's tree."""
+    return path.removeprefix("slots.")
+
+
+def capture_optimizer(optimizer: Optimizer, names: ParameterNames, leaves: Leaves) -> bytes:
+    """The tree of an optimizer (see `_Stored`)."""
+    live = inspect(optimizer, names)
+    slots, extra = _state_by_name(live, leaves)
+    options = [
+        {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+        for group in optimizer.param_groups
+    ]
+    tree = {
+        "type": type(optimizer).__name__,
+        "modules": list(live.modules),
+        "groups": [list(group) for group in live.groups],
+        "shapes": {name: list(p.shape) for name, p in live.parameters.items()},
+        "devices": {name: str(p.device) for name, p in live.parameters.items() if not p.is_cpu},
+        _GROUPS: options,
+        "slots": slots,
+        "extra": extra,
+    }
+    return encode(tree, leaves)
+
+
+def _state_by_name(live: LiveOptimizer, leaves: Leaves) -> tuple[dict[str, Any], dict[str, Any]]:
+    by_id = {id(parameter): name for name, parameter in live.parameters.items()}
+    found: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    for key, value in live.optimizer.state.items():
+        if isinstance(key, str):
+            extra[key] = value
+        elif id(key) in by_id:
+            found[by_id[id(key)]] = value
+        else:
+            shown = f"a tensor {list(key.shape)}" if isinstance(key, Tensor) else repr(key)[:80]
+            leaves.refuse("state", f"state of {shown}, which is in no parameter group")
+    return {name: found[name] for name in live.parameters if name in found}, extra
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stored:
+    """The members of a stored optimizer's tree, checked."""
+
+    type: str
+    modules: list[str]
+    groups: list[list[str]]
+    shapes: dict[str, list[int]]
+    devices: dict[str, str]
+    param_groups: list[dict[str, Any]]
+    slots: dict[str, Any]
+    extra: dict[str, Any]
+
+
+def _parse(tree: Any, what: str) -> _Stored:
+    expected = {
+        "type": str,
+        "modules": list,
+        "groups": list,
+        "shapes": dict,
+        "devices": dict,
+        _GROUPS: list,
+        "slots": dict,
+        "extra": dict,
+    }
+    if not isinstance(tree, dict) or not tree.keys() >= expected.keys():
+        raise FormatError(f"{what}: not the tree of an optimizer")
+    members = {name: tree[name] for name in expected}
+    for name, kind in expected.items():
+        if not isinstance(members[name], kind):
+            raise FormatError(f"{what}: {name} is not a {kind.__name__}")
+    stored = _Stored(**members)
+    names = [name for group in stored.groups for name in _checked_names(group, what)]
+    fits = len(set(names)) == len(names) and stored.shapes.keys() == set(names)
+    groups_fit = len(stored.param_groups) == len(stored.groups)
+    if not fits or not groups_fit or not stored.slots.keys() <= set(names):
+        raise FormatError(f"{what}: parameters and groups do not fit together")
+    if not all(isinstance(options, dict) for options in stored.param_groups):
+        raise FormatError(f"{what}: a parameter group is not a dict")
+    return stored
+
+
+def _checked_names(group: Any, what: str) -> list[str]:
+    if not isinstance(group, list) or not all(isinstance(name, str) for name in group):
+        raise FormatError(f"{what}: a parameter group's names are not a list of text")
+    return group
+
+
+class OptimizerPlan:
+    """A checked load into one optimizer."""
+
+    def __init__(self, component: str, live: LiveOptimizer, specs: Mapping[str, TensorSpec]) -> None:
+        self._component = component
+        self._live = live
+        self._specs = specs
+        self._stored: _Stored
+        self._wishes: Wishes
+        self._new_names: dict[str, str] = {}
+        self._common: dict[str, str] = {}
+        self._groups: list[tuple[int, int]] = []
+        self._merge: Merge
+
+    def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
+        """Match parameters and groups by name; note what does not fit."""
+        self._wishes = wishes
+        stored = self._stored = _parse(skeleton.value, f"{self._component}'s tree")
+        self._check_type(problems)
+        self._new_names = self._renamed(wishes)
+        self._match_names(problems)
+        self._match_groups(problems)
+        for name, old in self._common.items():
+            live, kept = list(self._live.parameters[name].shape), stored.shapes[old]
+            if live != kept:
+                path = f"{self._component}.{name}"
+                problems.wrong_shape.append(f"{path}: stored for {kept}, live {live}")
+            reason = refusal(self._live.parameters[name])
+            if reason is not None:
+                problems.offenders.append((f"{self._component}.{name}", reason))
+
+    def _check_type(self, problems: Problems) -> None:
+        stored, live = self._stored.type, type(self._live.optimizer).__name__
+        if stored == live:
+            return
+        sentence = f"{self._component}: saved from {stored[:80]}, the live optimizer is {live}"
+        (problems.other if self._wishes.strict else problems.notes).append(sentence)
+
+    def _renamed(self, wishes: Wishes) -> dict[str, str]:
+        """Stored name -> live name; a prefix is no part of what is renamed."""
+        prefixes = self._stored.modules if len(self._stored.modules) > 1 else []
+        by_prefix: dict[str, list[str]] = {}
+        for name in self._stored.shapes:
+            prefix = name.partition(".")[0]
+            by_prefix.setdefault(prefix + "." if prefix in prefixes else "", []).append(name)
+        renamed: dict[str, str] = {}
+        for prefix, names in by_prefix.items():
+            plain = wishes.rename.apply(
+                [name.removeprefix(prefix) for name in names], f"{self._component}.{prefix}"
+            )
+            renamed.update({prefix + old: prefix + new for old, new in plain.items()})
+        return renamed
+
+    def _match_names(self, problems: Problems) -> None:
+        skip, component = self._wishes.skip, self._component
+        old_names = {new: old for old, new in self._new_names.items()}
+        for new in old_names:
+            if new not in self._live.parameters and not skip.path(component, new):
+                problems.unexpected.append(f"{component}.{new}")
+        for name in self._live.parameters:
+            if skip.path(component, name):
+                continue
+            if name in old_names:
+                self._common[name] = old_names[name]
+            else:
+                problems.missing.append(f"{component}.{name}")
+
+    def _match_groups(self, problems: Problems) -> None:
+        """Pair the groups that hold the same parameters, of those that both sides have."""
+        both = self._live.parameters.keys() & set(self._new_names.values())
+        waiting: dict[frozenset[str], list[int]] = {}
+        for g, names in enumerate(self._stored.groups):
+            here = frozenset(self._new_names[name] for name in names) & both
+            waiting.setdefault(here, []).append(g)
+        for g, live_names in enumerate(self._live.groups):
+            same = waiting.get(frozenset(live_names) & both)
+            if same:
+                self._groups.append((g, same.pop(0)))
+            elif frozenset(live_names) & both:
+                problems.other.append(_regrouped(self._component, g, live_names))
+            elif not live_names:
+                problems.other.append(f"{self._component}: live group {g} is not in the checkpoint")
+        for here, left in waiting.items():
+            if left and not here and any(not self._stored.groups[g] for g in left):
+                problems.other.append(f"{self._component}: a stored group without parameters")
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Keys of the tensors that will be read."""
+        stored = self._stored
+        wanted = [stored.slots.get(old) for old in self._common.values()]
+        wanted += [stored.param_groups[old] for _, old in self._groups]
+        wanted.append(stored.extra)
+        refs = (n.key for n in nodes_in(wanted) if isinstance(n, TensorRef | ArrayRef))
+        return tuple(dict.fromkeys(refs))
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Work out every change, and make the tensors that are new; nothing live changes."""
+        merge = self._merge = Merge(tensors, self._specs)
+        options = self._stored_options()
+        for name, old in self._common.items():
+            self._merge_slots(merge, name, old, options.get(name, {}))
+        for live, old_group in self._groups:
+            self._merge_group(merge, live, self._stored.param_groups[old_group])
+        self._merge_extra(merge)
+
+    def apply(self) -> None:
+        """Do what was worked out."""
+        self._merge.commit()
+
+    def _stored_options(self) -> dict[str, dict[str, Any]]:
+        return {
+            self._new_names[name]: self._stored.param_groups[g]
+            for g, names in enumerate(self._stored.groups)
+            for name in names
+        }
+
+    def _merge_slots(self, merge: Merge, name: str, old: str, options: dict[str, Any]) -> None:
+        state, parameter = self._live.optimizer.state, self._live.parameters[name]
+        # `state` is a defaultdict: asking with [] would create an entry.
+        live = state.get(parameter)
+        stored = self._stored.slots.get(old)
+        kept = self._kept_slots(name, live)
+        if stored is None and not kept:
+            merge.then(lambda: _discard(state, parameter))
+            return
+        if not isinstance(stored, dict | None):
+            new = merge.merge(live, stored, self._place(old, "", parameter, options))
+            merge.then(lambda: state.__setitem__(parameter, new))
+            return
+        target = live if isinstance(live, dict) else {}
+        slots = dict(kept)
+        for slot, value in (stored or {}).items():
+            if not self._skips(f"{name}.{slot}"):
+                place = self._place(old, slot, parameter, options)
+                slots[slot] = merge.merge(target.get(slot), value, place)
+        merge.then(lambda: _refill(state, parameter, target, slots))
+
+    def _kept_slots(self, name: str, live: Any) -> dict[Any, Any]:
+        if not isinstance(live, dict):
+            return {}
+        return {slot: value for slot, value in live.items() if self._skips(f"{name}.{slot}")}
+
+    def _skips(self, path: str) -> bool:
+        return self._wishes.skip.path(self._component, path)
+
+    def _place(self, old: str, slot: Any, parameter: Tensor, options: dict[str, Any]) -> Place:
+        """Where a slot is made that does not exist yet.
+
+        Beside its parameter if it was saved from there, else on the CPU. `step` alone has a
+        rule of torch's own: the two flags say that a kernel reads it on the device.
+        """
+        home = self._stored.devices.get(old, "cpu")
+        on_device = slot == "step" and bool(options.get("capturable") or options.get("fused"))
+
+        def place(ref: TensorRef) -> torch.device:
+            beside = ref.device == home and (slot != "step" or home != "cpu")
+            return parameter.device if beside or on_device else _CPU
+
+        return place
+
+    def _merge_group(self, merge: Merge, live_index: int, stored: dict[str, Any]) -> None:
+        group = self._live.optimizer.param_groups[live_index]
+        for key, value in stored.items():
+            if key not in _NOT_OPTIONS and not self._skips(f"{_GROUPS}.{live_index}.{key}"):
+                _merge_option(merge, group, key, value)
+
+    def _merge_extra(self, merge: Merge) -> None:
+        state, extra = self._live.optimizer.state, self._stored.extra
+        for key in [key for key in state if isinstance(key, str) and key not in extra]:
+            merge.then(lambda key=key: _discard(state, key))
+        for key, value in extra.items():
+            new = merge.merge(state.get(key), value)
+            merge.then(lambda key=key, new=new: state.__setitem__(key, new))
+
+
+def _merge_option(merge: Merge, group: dict[str, Any], key: str, value: Any) -> None:
+    live = group.get(key)
+    if not isinstance(live, Tensor):
+        new = merge.merge(live, value)
+    elif isinstance(value, TensorRef):
+        new = merge.merge(live, value, lambda ref: live.device)
+    else:
+        # A compiled step reads the tensor, so it stays and takes the number.
+        new = live
+        merge.then(lambda: live.fill_(value))
+    merge.then(lambda: group.__setitem__(key, new))
+
+
+def _discard(state: dict[Any, Any], key: Any) -> None:
+    state.pop(key, None)
+
+
+def _refill(
+    state: dict[Any, Any], parameter: Tensor, target: dict[Any, Any], slots: dict[Any, Any]
+) -> None:
+    target.clear()
+    target.update(slots)
+    state[parameter] = target
+
+
+def _regrouped(component: str, group: int, names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return f"{component}: live parameter group {group} ({shown}) was grouped otherwise when saved"

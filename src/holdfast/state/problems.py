@@ -1,0 +1,144 @@
+"""What stands between a stored state and the live one, and what the caller asked to leave out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from holdfast.errors import MismatchError, UnsupportedState, UsageError, listing
+
+
+@dataclass(slots=True, kw_only=True)
+class Problems:
+    """Every finding of all components; raised together."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    wrong_shape: list[str] = field(default_factory=list)
+    wrong_dtype: list[str] = field(default_factory=list)
+
+    other: list[str] = field(default_factory=list)
+    """Whole sentences that no leaf's name can say."""
+
+    offenders: list[tuple[str, str]] = field(default_factory=list)
+    """Live leaves into which nothing can be loaded, with the reason."""
+
+    notes: list[str] = field(default_factory=list)
+    """What was left out or cannot be exact, and is no reason to refuse."""
+
+    def tolerate(self) -> None:
+        """Turn what is missing or unexpected into notes."""
+        self.notes += [f"{path}: not in the checkpoint, left as it is" for path in self.missing]
+        self.notes += [f"{path}: in the checkpoint only, not loaded" for path in self.unexpected]
+        self.missing.clear()
+        self.unexpected.clear()
+
+    def raise_if_any(self, where: str) -> None:
+        """Raise everything that was found.
+
+        Raises:
+            UnsupportedState: live leaves that cannot be written.
+            MismatchError: stored and live leaves differ.
+        """
+        if self.offenders:
+            raise UnsupportedState(self.offenders)
+        leaves = (self.missing, self.unexpected, self.wrong_shape, self.wrong_dtype)
+        if any(leaves) or self.other:
+            raise MismatchError(
+                where,
+                missing=self.missing,
+                unexpected=self.unexpected,
+                wrong_shape=self.wrong_shape,
+                wrong_dtype=self.wrong_dtype,
+                hint="and also:\n" + listing(self.other) if self.other else "",
+            )
+
+
+class Rename:
+    """Stored leaf path -> live leaf path, inside a component."""
+
+    def __init__(self, rule: Mapping[str, str] | Callable[[str], str] | None) -> None:
+        self._table = rule if isinstance(rule, Mapping) else None
+        self._call = rule if callable(rule) else None
+        self._unused = set(self._table or ())
+
+    def apply(self, stored: Iterable[str], component: str) -> dict[str, str]:
+        """Stored name -> live name, for all names of one component.
+
+        Raises:
+            UsageError: two stored names become one, or the callable gave no text.
+        """
+        renamed = {name: self._one(name) for name in stored}
+        if self._table is None and self._call is None:
+            return renamed
+        taken: dict[str, str] = {}
+        for old, new in renamed.items():
+            if new in taken:
+                raise UsageError(
+                    f"rename: {component}.{taken[new]} and {component}.{old} both become {new!r}"
+                )
+            taken[new] = old
+        return renamed
+
+    def _one(self, name: str) -> str:
+        if self._call is not None:
+            new = self._call(name)
+            if not isinstance(new, str):
+                raise UsageError(f"rename({name!r}) gave {new!r}, not a name")
+            return new
+        if self._table is None:
+            return name
+        self._unused.discard(name)
+        return self._table.get(name, name)
+
+    def check_used(self) -> None:
+        """Raise `UsageError` when an entry of the mapping named nothing stored."""
+        if self._unused:
+            raise UsageError(f"rename: nothing stored is called {sorted(self._unused)}")
+
+
+class Skip:
+    """Which components and paths are left alone: exact names and path prefixes, no patterns."""
+
+    def __init__(self, entries: Collection[str]) -> None:
+        if isinstance(entries, str):
+            raise UsageError(f"skip={entries!r}: pass a collection of names, e.g. [{entries!r}]")
+        self._unused = set(entries)
+        self._whole = {entry for entry in entries if "." not in entry}
+        self._paths: dict[str, list[str]] = {}
+        for entry in self._unused - self._whole:
+            component, _, path = entry.partition(".")
+            self._paths.setdefault(component, []).append(path)
+
+    def component(self, name: str) -> bool:
+        """Whether the whole component is skipped."""
+        if name not in self._whole:
+            return False
+        self._unused.discard(name)
+        return True
+
+    def path(self, component: str, path: str) -> bool:
+        """Whether a leaf is skipped, by its own path or by one above it."""
+        for entry in self._paths.get(component, ()):
+            if path == entry or path.startswith(entry + "."):
+                self._unused.discard(f"{component}.{entry}")
+                return True
+        return False
+
+    def any_inside(self, component: str) -> bool:
+        """Whether there are entries for paths in this component."""
+        return component in self._paths
+
+    def check_used(self) -> None:
+        """Raise `UsageError` when an entry matched nothing."""
+        if self._unused:
+            raise UsageError(f"skip: nothing is called {sorted(self._unused)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """How the caller wants to load."""
+
+    strict: bool
+    rename: Rename
+    skip: Skip

@@ -1,0 +1,310 @@
+"""Values between the live program and the typed tree: lowering on save, lifting on load.
+
+Knows tensors, arrays, dtypes, devices and generators. Containers are `format.objects`' matter.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.errors import FormatError, UnsupportedState
+from holdfast.format.objects import (
+    ArrayRef,
+    DeviceName,
+    DtypeName,
+    GeneratorState,
+    Refused,
+    SizeTuple,
+    TensorRef,
+    decode_tree,
+    encode_tree,
+)
+from holdfast.format.tensors import TensorSpec
+from holdfast.state import dtypes, generators
+from holdfast.state.leaves import Leaves
+
+
+def encode(tree: Any, leaves: Leaves) -> bytes:
+    """The typed tree of `tree`; its tensors, and all that cannot be saved, go into `leaves`."""
+    lowering = _Lowering(leaves)
+    try:
+        return encode_tree(tree, lower=lowering.lower)
+    except UnsupportedState as err:
+        for path, reason in err.offenders:
+            leaves.refuse("" if path == _WHOLE else path, reason)
+        return b""
+
+
+# What `encode_tree` calls the root when it has no name.
+_WHOLE = "the tree"
+
+
+class _Lowering:
+    """Maps what torch and numpy own to nodes of the tree."""
+
+    def __init__(self, leaves: Leaves) -> None:
+        self._leaves = leaves
+        self._arrays: dict[tuple[Any, ...], ArrayRef] = {}
+        # Arrays made on the way must live as long as keys are derived from their addresses.
+        self._alive: list[Any] = []
+
+    def lower(self, value: Any, path: str) -> Any:
+        """The node for `value`, why there is none, or NotImplemented where it is not ours."""
+        if isinstance(value, Tensor):
+            return self._leaves.add(value, path)
+        if isinstance(value, np.ndarray):
+            return self._array(value, path)
+        if isinstance(value, torch.dtype):
+            return DtypeName(dtypes.plain_name(value))
+        if isinstance(value, torch.device):
+            return DeviceName(str(value))
+        if isinstance(value, torch.Size):
+            return SizeTuple(tuple(value))
+        if generators.kind_of(value) is not None:
+            return self._generator(value, path)
+        return NotImplemented
+
+    def _array(self, array: np.ndarray[Any, Any], path: str) -> ArrayRef | Refused:
+        reason = _array_refusal(array)
+        if reason is not None:
+            return Refused(reason)
+        who = (array.__array_interface__["data"], array.shape, array.strides, array.dtype.str)
+        ref = self._arrays.get(who)
+        if ref is None:
+            self._alive.append(array)
+            tensor = self._leaves.add(_as_tensor(array), path)
+            assert isinstance(tensor, TensorRef), "every accepted numpy dtype has a name"
+            ref = self._arrays[who] = ArrayRef(tensor.key)
+        return ref
+
+    def _generator(self, generator: Any, path: str) -> GeneratorState | Refused:
+        try:
+            kind, members = generators.read(generator)
+        except ValueError as err:
+            return Refused(str(err))
+        return GeneratorState(kind, self._members(members, path))
+
+    def _members(self, value: Any, path: str) -> Any:
+        if isinstance(value, dict):
+            return {k: self._members(v, f"{path}.{k}".lstrip(".")) for k, v in value.items()}
+        if isinstance(value, Tensor | np.ndarray):
+            self._alive.append(value)
+            return self.lower(value, path)
+        return value
+
+
+def _array_refusal(array: np.ndarray[Any, Any]) -> str | None:
+    if type(array) not in (np.ndarray, np.memmap):
+        return f"array subclass {type(array).__qualname__} cannot be saved"
+    if array.dtype.newbyteorder("=") not in dtypes.NUMPY_DTYPES.values():
+        return f"numpy dtype {array.dtype} has no name in the format"
+    return None
+
+
+def _as_tensor(array: np.ndarray[Any, Any]) -> Tensor:
+    native = array.dtype.isnative
+    has_torch_strides = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
+    if not (native and has_torch_strides and array.flags.writeable and array.flags.aligned):
+        array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True)
+    return torch.from_numpy(array)
+
+
+class Skeleton(NamedTuple):
+    """A stored tree, decoded and checked, whose tensors and generators are still nodes."""
+
+    value: Any
+    keys: tuple[str, ...]
+
+
+def decode_skeleton(data: bytes, specs: Mapping[str, TensorSpec], *, what: str) -> Skeleton:
+    """Decode a stored tree without its tensors and check every node in it.
+
+    Raises:
+        FormatError: a key that is no tensor, or a dtype, device or generator unknown here.
+    """
+    checking = _Checking(specs, what)
+    value = decode_tree(data, lift=checking.lift, what=what)
+    return Skeleton(value, tuple(checking.keys))
+
+
+class _Checking:
+    """Lifts what needs no tensor, and checks the rest."""
+
+    def __init__(self, specs: Mapping[str, TensorSpec], what: str) -> None:
+        self._specs = specs
+        self._what = what
+        self.keys: dict[str, None] = {}
+
+    def lift(self, node: Any) -> Any:
+        if isinstance(node, TensorRef):
+            self._spec(node.key)
+            present_device(node.device)
+        elif isinstance(node, ArrayRef):
+            self._array(node.key)
+        elif isinstance(node, GeneratorState):
+            self._generator(node)
+        return _lift_plain(node)
+
+    def _spec(self, key: str) -> TensorSpec:
+        spec = self._specs.get(key)
+        if spec is None:
+            raise FormatError(f"{self._what}: the index has no tensor {key[:80]!r}")
+        self.keys[key] = None
+        return spec
+
+    def _array(self, key: str) -> None:
+        spec = self._spec(key)
+        if spec.dtype not in dtypes.NUMPY_DTYPES:
+            raise FormatError(f"{self._what}: {key[:80]!r}: numpy has no {spec.dtype}")
+
+    def _generator(self, node: GeneratorState) -> None:
+        for ref in nodes_in(dict(node.members)):
+            if isinstance(ref, TensorRef | ArrayRef):
+                self._spec(ref.key)
+
+
+def _lift_plain(node: Any) -> Any:
+    if isinstance(node, DtypeName):
+        return dtypes.by_plain_name(node.name)
+    if isinstance(node, DeviceName):
+        return device_named(node.name)
+    if isinstance(node, SizeTuple):
+        return torch.Size(node.dims)
+    return node
+
+
+def nodes_in(value: Any) -> Iterator[Any]:
+    """Everything in a decoded tree, containers included, each container once."""
+    seen: set[int] = set()
+    waiting: deque[Any] = deque([value])
+    while waiting:
+        item = waiting.popleft()
+        if isinstance(item, dict | list | tuple | set | frozenset):
+            if id(item) in seen:
+                continue
+            seen.add(id(item))
+            waiting.extend(item.values() if isinstance(item, dict) else item)
+        yield item
+
+
+class Lifting:
+    """Gives the nodes of a stored tree their bytes.
+
+    Tensors become new ones on the device they were saved from, or on the CPU where that is not
+    present; the same key gives the same object. Generators become new ones in their state.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._made: dict[str, Any] = {}
+
+    def lift(self, node: Any) -> Any:
+        """The live value of a node."""
+        if isinstance(node, TensorRef):
+            return self._once(node.key, self._tensor, node)
+        if isinstance(node, ArrayRef):
+            return self._once("array:" + node.key, self._array, node)
+        if isinstance(node, GeneratorState):
+            return self.generator(node)
+        return _lift_plain(node)
+
+    def lift_tree(self, value: Any) -> Any:
+        """A copy of a decoded tree with every node lifted; what is shared stays shared."""
+        if isinstance(value, dict | list | tuple | set | frozenset):
+            return self._once(f"container:{id(value)}", self._container, value)
+        return self.lift(value)
+
+    def _container(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            made = type(value)()
+            for key, item in value.items():
+                made[key] = self.lift_tree(item)
+            return made
+        if isinstance(value, torch.Size):
+            return value
+        return type(value)(self.lift_tree(item) for item in value)
+
+    def generator(self, node: GeneratorState) -> Any:
+        """A new generator in the stored state."""
+        made = generators.build(node)
+        try:
+            generators.write(made, self.members(node.members))
+        except (ValueError, TypeError, RuntimeError, OverflowError) as err:
+            raise FormatError(f"a stored {node.kind} generator state is not valid: {err}") from err
+        return made
+
+    def members(self, value: Any) -> Any:
+        """A generator's members with their tensors and arrays in place."""
+        if isinstance(value, Mapping):
+            return {name: self.members(member) for name, member in value.items()}
+        if isinstance(value, TensorRef):
+            return self._tensors[value.key]
+        return self._array(value) if isinstance(value, ArrayRef) else value
+
+    def _once(self, key: str, make: Callable[[Any], Any], node: Any) -> Any:
+        if key not in self._made:
+            self._made[key] = make(node)
+        return self._made[key]
+
+    def _tensor(self, node: TensorRef) -> Tensor:
+        return owned(self._tensors[node.key], present_device(node.device))
+
+    def _array(self, node: ArrayRef) -> np.ndarray[Any, Any]:
+        array: np.ndarray[Any, Any] = np.array(self._tensors[node.key].numpy())
+        return array
+
+
+def owned(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` on `device`, in memory of its own that torch would have allocated so.
+
+    A view into a read buffer is copied: it would keep the buffer alive, and kernels may round
+    otherwise on memory that is aligned otherwise.
+    """
+    if device.type != "cpu":
+        return tensor.to(device)
+    alone = tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if alone and tensor.data_ptr() % 64 == 0 else tensor.clone()
+
+
+def device_named(name: str) -> torch.device:
+    """The torch device of a stored name.
+
+    Raises:
+        FormatError: torch does not know such a device.
+    """
+    try:
+        return torch.device(name)
+    except RuntimeError as err:
+        raise FormatError(f"not a device: {name[:40]!r}") from err
+
+
+def present_device(name: str) -> torch.device:
+    """The device of that name, or the CPU when this machine does not have it.
+
+    Raises:
+        FormatError: no device, or one that holds no data.
+    """
+    if name == "cpu":
+        return _CPU
+    device = device_named(name)
+    if device.type == "meta":
+        raise FormatError("a stored tensor cannot be on the device meta")
+    return device if _is_present(device) else _CPU
+
+
+_CPU = torch.device("cpu")
+
+
+def _is_present(device: torch.device) -> bool:
+    if device.type == "cpu" or not torch.accelerator.is_available():
+        return False
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return False
+    return (device.index or 0) < torch.accelerator.device_count()

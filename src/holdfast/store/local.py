@@ -1,0 +1,341 @@
+"""The store of a local or mounted file system.
+
+Every put is whole and durable when it returns, every name goes through a folder that was opened
+without following symbolic links, and nothing is touched before the first operation. What the
+file system must offer (folder syncs; hard links or renames that refuse to replace) is tried, not
+assumed: one that lacks it is refused with `UnsupportedStore`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+
+from holdfast.errors import CorruptData, InvalidKey, NotFound, UsageError
+from holdfast.store import localfiles, oserrors
+from holdfast.store.base import (
+    MAX_KEY_BYTES,
+    BlockWriter,
+    Buffer,
+    FreeSpace,
+    ObjectInfo,
+    check_key,
+)
+from holdfast.store.localblocks import DirectWrites, LocalBlockWriter, create_file
+from holdfast.store.localfiles import TEMPORARY_PREFIX, drafted
+from holdfast.store.localfolders import (
+    make_folder_in,
+    make_root,
+    opened_folder,
+    remove_tree,
+    scan,
+    sync_folder_fd,
+)
+from holdfast.store.oserrors import Reporting
+
+
+class LocalStore:
+    """Keys are paths below `root`, objects are regular files that nobody may write.
+
+    Args:
+        root: the folder. It need not exist, and may be a symbolic link; nothing in it may be.
+        direct_io: whether `create` writes past the page cache. None finds out with a first
+            write; True raises `UnsupportedStore` where that is impossible; False never does it.
+
+    Thread-safe. Does nothing on disk until an operation is called.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, direct_io: bool | None = None) -> None:
+        path = os.fspath(root)
+        if not path or "\0" in path:
+            raise UsageError(f"root {path!r}: must be the path of a folder")
+        self._root = os.path.abspath(path)
+        self._direct = DirectWrites(direct_io)
+        self._has_links = True
+        self._syncs_folders = False
+        self._made_root = False
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self._root!r})"
+
+    @property
+    def url(self) -> str:
+        """The absolute path of the root."""
+        return self._root
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        """See `Store.put`. The file is written aside, synced, and then gets its name."""
+        folder, name = _split(key)
+        content = localfiles.flat(data)
+        report = Reporting("put", self._path(key), nbytes=len(content))
+        with report, self._opened(folder) as folder_fd:
+            self._check_folder_syncs(folder_fd)
+            if if_absent:
+                self._put_new(folder_fd, name, content, report)
+            else:
+                self._put_over(folder_fd, name, content, report)
+            report.effect = "done"
+            sync_folder_fd(folder_fd)
+
+    def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        """See `Store.get`. The length is checked before memory is taken."""
+        if start < 0 or (nbytes is not None and nbytes < 0):
+            raise UsageError(f"get {key}: start {start} and nbytes {nbytes} must not be negative")
+        with self._reading(key) as (fd, file_nbytes):
+            wanted = max(file_nbytes - start, 0) if nbytes is None else nbytes
+            self._check_range(key, start, wanted, file_nbytes)
+            data = os.pread(fd, wanted, start)
+            if len(data) == wanted:
+                return data
+            rest = bytearray(wanted - len(data))
+            localfiles.read_exactly(fd, memoryview(rest), start + len(data), what=self._path(key))
+            return data + rest
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+        """See `ReadsInto.read_into`."""
+        if start < 0:
+            raise UsageError(f"read_into {key}: start {start} must not be negative")
+        with self._reading(key) as (fd, file_nbytes):
+            self._check_range(key, start, buffer.nbytes, file_nbytes)
+            if buffer.nbytes:
+                localfiles.read_exactly(fd, buffer.cast("B"), start, what=self._path(key))
+
+    def head(self, key: str) -> ObjectInfo:
+        """See `Store.head`."""
+        folder, name = _split(key)
+        path = self._path(key)
+        with Reporting("head", path), self._opened(folder) as folder_fd:
+            found = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+            return ObjectInfo(key=key, nbytes=localfiles.regular_nbytes(found, what=path))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """See `Store.list`. Folders are read as the iteration comes to them."""
+        if prefix:
+            check_key(prefix.removesuffix("/"))
+        return self._walk(prefix)
+
+    def children(self, folder: str = "") -> tuple[str, ...]:
+        """See `Store.children`."""
+        _check_folder(folder)
+        return tuple(sorted(name for name, _ in self._entries(folder, sizes=False)))
+
+    def delete(self, key: str) -> None:
+        """See `Store.delete`. Symbolic links are removed, never followed."""
+        if key.endswith("/"):
+            check_key(key[:-1])
+            self._delete_tree(key[:-1])
+        else:
+            self._delete_file(key)
+
+    def make_folder(self, folder: str, *, exclusive: bool = False) -> None:
+        """See `Folders.make_folder`."""
+        _check_folder(folder)
+        segments = _segments(folder)
+        with Reporting("make folder", self._path(folder)) as report:
+            is_root = not segments
+            make_root(self._root, report, exclusive=exclusive and is_root, is_known=self._made_root)
+            self._made_root = True
+            for depth, name in enumerate(segments):
+                is_last = depth == len(segments) - 1
+                with opened_folder(self._root, segments[:depth]) as outer_fd:
+                    make_folder_in(outer_fd, name, report, exclusive=exclusive and is_last)
+
+    def sync_folder(self, folder: str) -> None:
+        """See `Folders.sync_folder`."""
+        _check_folder(folder)
+        with Reporting("sync folder", self._path(folder)), self._opened(folder) as folder_fd:
+            sync_folder_fd(folder_fd)
+
+    def sweep(self, folder: str) -> int:
+        """See `Folders.sweep`. Only for folders in which no put is under way."""
+        _check_folder(folder)
+        num_removed = 0
+        report = Reporting("sweep", self._path(folder))
+        with suppress(NotFound), report, self._opened(folder) as folder_fd:
+            for name in os.listdir(folder_fd):
+                if name.startswith(TEMPORARY_PREFIX):
+                    with suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=folder_fd)
+                        num_removed += 1
+        return num_removed
+
+    def create(self, key: str, nbytes: int) -> BlockWriter:
+        """See `WritesBlocks.create`. Takes the room at once, where the file system can."""
+        folder, name = _split(key)
+        if nbytes < 0:
+            raise UsageError(f"create {key}: nbytes {nbytes} must not be negative")
+        path = self._path(key)
+        with Reporting("create", path, nbytes=nbytes), self._opened(folder) as folder_fd:
+            self._check_folder_syncs(folder_fd)
+            with ExitStack() as undo:
+                fd = create_file(folder_fd, name, nbytes)
+                undo.callback(localfiles.remove_quietly, folder_fd, name)
+                undo.callback(os.close, fd)
+                own_folder_fd = os.dup(folder_fd)
+                undo.callback(os.close, own_folder_fd)
+                direct = self._direct.open(folder_fd, name, nbytes)
+                writer = LocalBlockWriter(own_folder_fd, fd, direct, path=path, nbytes=nbytes)
+                undo.pop_all()
+            return writer
+
+    def point(self, name: str, target: str) -> None:
+        """See `Points.point`. A relative symbolic link, or a text file where there are none."""
+        check_key(name)
+        check_key(target)
+        if "/" in name:
+            raise UsageError(f"point {name}: the pointer must be in the root itself")
+        aside = localfiles.temporary_name()
+        with Reporting("point", self._path(name)) as report, self._opened("") as root_fd:
+            try:
+                os.symlink(target, aside, dir_fd=root_fd)
+            except OSError as err:
+                if err.errno not in localfiles.NO_LINKS:
+                    raise
+                self.put(name, f"{target}\n".encode())
+                return
+            localfiles.replace_with(root_fd, aside, name)
+            report.effect = "done"
+            sync_folder_fd(root_fd)
+
+    def free_space(self) -> FreeSpace:
+        """See `TellsSpace.free_space`. The root need not exist yet."""
+        with Reporting("free space of", self._root):
+            return oserrors.free_space(self._root)
+
+    def probe(self) -> None:
+        """Try in the root what every commit needs, and leave nothing behind.
+
+        Raises:
+            UnsupportedStore: the file system lacks it; the message says what.
+            StoreError: it cannot be tried, for instance because the root does not exist.
+        """
+        report = Reporting("probe", self._root)
+        with report, self._opened("") as root_fd:
+            sync_folder_fd(root_fd)
+            name = localfiles.temporary_name()
+            try:
+                self._put_new(root_fd, name, memoryview(b"probe"), report)
+                report.effect = "none"
+            finally:
+                localfiles.remove_quietly(root_fd, name)
+
+    def _path(self, key: str) -> str:
+        return os.path.join(self._root, key) if key else self._root
+
+    @contextmanager
+    def _opened(self, folder: str) -> Iterator[int]:
+        with opened_folder(self._root, _segments(folder)) as folder_fd:
+            yield folder_fd
+
+    @contextmanager
+    def _reading(self, key: str) -> Iterator[tuple[int, int]]:
+        folder, name = _split(key)
+        path = self._path(key)
+        with (
+            Reporting("get", path),
+            self._opened(folder) as folder_fd,
+            localfiles.opened_file(folder_fd, name, what=path) as opened,
+        ):
+            yield opened
+
+    def _put_new(self, folder_fd: int, name: str, content: memoryview, report: Reporting) -> None:
+        if self._has_links:
+            with drafted(folder_fd, content) as draft:
+                report.effect = "maybe"
+                if draft.link(name):
+                    return
+            report.effect = "none"
+            self._has_links = False
+        with drafted(folder_fd, content, unnamed=False) as draft:
+            report.effect = "maybe"
+            draft.rename_new(name)
+
+    def _put_over(self, folder_fd: int, name: str, content: memoryview, report: Reporting) -> None:
+        with drafted(folder_fd, content, unnamed=self._has_links) as draft:
+            report.effect = "maybe"
+            if draft.replace(name):
+                return
+        report.effect = "none"
+        self._has_links = False
+        with drafted(folder_fd, content, unnamed=False) as draft:
+            report.effect = "maybe"
+            draft.replace(name)
+
+    def _check_folder_syncs(self, folder_fd: int) -> None:
+        # Before the first name appears: a put that cannot be durable must not be visible either.
+        if not self._syncs_folders:
+            sync_folder_fd(folder_fd)
+            self._syncs_folders = True
+
+    def _delete_file(self, key: str) -> None:
+        folder, name = _split(key)
+        report = Reporting("delete", self._path(key))
+        with suppress(NotFound), report, self._opened(folder) as folder_fd:
+            report.effect = "maybe"
+            with suppress(FileNotFoundError, IsADirectoryError):
+                os.unlink(name, dir_fd=folder_fd)
+            # Also when it was gone: whoever removed it may not have come as far as this.
+            report.effect = "done"
+            sync_folder_fd(folder_fd)
+
+    def _delete_tree(self, folder: str) -> None:
+        segments = _segments(folder)
+        report = Reporting("delete", self._path(folder) + "/")
+        with suppress(NotFound), report:
+            remove_tree(self._root, segments)
+            with opened_folder(self._root, segments[:-1]) as outer_fd:
+                report.effect = "done"
+                sync_folder_fd(outer_fd)
+
+    def _walk(self, prefix: str) -> Iterator[ObjectInfo]:
+        # In order of whole keys: a folder sorts as if its name ended with the slash.
+        first = prefix.rpartition("/")[0]
+        todo = [(f"{first}/" if first else "", 0)]
+        while todo:
+            key, nbytes = todo.pop()
+            if key and not key.endswith("/"):
+                yield ObjectInfo(key=key, nbytes=nbytes)
+                continue
+            inside = [(key + name, size) for name, size in self._entries(key[:-1], sizes=True)]
+            todo += sorted((item for item in inside if _may_match(item[0], prefix)), reverse=True)
+
+    def _entries(self, folder: str, *, sizes: bool) -> Sequence[tuple[str, int]]:
+        report = Reporting("list", self._path(folder))
+        with suppress(NotFound), report, self._opened(folder) as folder_fd:
+            return [entry for entry in scan(folder_fd, sizes=sizes) if _is_segment(entry[0])]
+        return []
+
+    def _check_range(self, key: str, start: int, nbytes: int, file_nbytes: int) -> None:
+        if start + nbytes > file_nbytes:
+            raise CorruptData(
+                f"get {self._path(key)}: has {file_nbytes} bytes, "
+                f"expected at least {start + nbytes}"
+            )
+
+
+def _segments(folder: str) -> tuple[str, ...]:
+    return tuple(folder.split("/")) if folder else ()
+
+
+def _split(key: str) -> tuple[str, str]:
+    check_key(key)
+    folder, _, name = key.rpartition("/")
+    return folder, name
+
+
+def _check_folder(folder: str) -> None:
+    if folder:
+        check_key(folder)
+
+
+def _is_segment(name: str) -> bool:
+    try:
+        check_key(name.removesuffix("/"))
+    except InvalidKey:
+        return False
+    return True
+
+
+def _may_match(key: str, prefix: str) -> bool:
+    return key.startswith(prefix) and len(key) <= MAX_KEY_BYTES

@@ -1,0 +1,254 @@
+"""One large file written in pieces by several threads, past the page cache where that works.
+
+A direct write (O_DIRECT) takes no copy, hardly any processor time, and leaves nothing for the
+fsync to wait for. Only whole pages go that way; since pieces do not overlap, two pieces never
+write one page in both ways, and the two ways cannot get out of step.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import mmap
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from holdfast.errors import StoreError, UnsupportedStore, UsageError
+from holdfast.store.localfiles import (
+    FILE_MODE,
+    NEW_FILE,
+    flat,
+    remove_quietly,
+    write_all,
+)
+from holdfast.store.localfolders import sync_folder_fd
+from holdfast.store.oserrors import UNSUPPORTED, Reporting
+from holdfast.store.syscalls import DirectAlignment, direct_alignment, preallocate
+
+_PAGE = mmap.PAGESIZE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectFile:
+    """A second descriptor of the file, which takes only aligned writes.
+
+    Addresses must be multiples of `memory` bytes, offsets and lengths of `offset` bytes.
+    """
+
+    fd: int
+    memory: int
+    offset: int
+
+    def takes(self, address: int, start: int) -> bool:
+        """Whether a write from `address` to byte `start` can begin here."""
+        return address % self.memory == 0 and start % self.offset == 0
+
+
+def open_direct(folder_fd: int, name: str) -> DirectFile | None:
+    """The file once more with O_DIRECT, or None where the file system refuses the flag."""
+    flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0)
+    if not hasattr(os, "O_DIRECT"):
+        return None
+    try:
+        fd = os.open(name, flags, dir_fd=folder_fd)
+    except OSError as err:
+        if err.errno in UNSUPPORTED:
+            return None
+        raise
+    told = direct_alignment(fd) or DirectAlignment(memory=_PAGE, offset=_PAGE)
+    if not told.memory or not told.offset:
+        os.close(fd)
+        return None
+    return DirectFile(fd=fd, memory=told.memory, offset=max(told.offset, _PAGE))
+
+
+def takes_direct_writes(direct: DirectFile) -> bool:
+    """Try it: write zeros over the beginning of a file that is still to be written."""
+    with mmap.mmap(-1, direct.offset) as zeros:
+        try:
+            os.pwrite(direct.fd, zeros, 0)
+        except OSError as err:
+            if err.errno in UNSUPPORTED:
+                return False
+            raise
+    return True
+
+
+class DirectWrites:
+    """Whether the files of one store can be written directly: asked for, refused, or found out.
+
+    `wanted` is None to find out with the first file that is long enough.
+    """
+
+    def __init__(self, wanted: bool | None) -> None:
+        self._is_required = wanted is True
+        self._works = wanted
+        self._lock = threading.Lock()
+
+    def open(self, folder_fd: int, name: str, nbytes: int) -> DirectFile | None:
+        """A new file of `nbytes` bytes once more for direct writes, or None.
+
+        Raises:
+            UnsupportedStore: direct writes were required and cannot be had.
+        """
+        with self._lock:
+            direct = None if self._works is False else open_direct(folder_fd, name)
+            if direct is not None and self._works is None and nbytes >= direct.offset:
+                try:
+                    self._works = takes_direct_writes(direct)
+                except OSError:
+                    os.close(direct.fd)
+                    raise
+        if direct is None and self._is_required:
+            raise UnsupportedStore("direct_io=True: this file system refuses O_DIRECT")
+        if direct is not None and not self._works:
+            os.close(direct.fd)
+            return None
+        return direct
+
+
+def create_file(folder_fd: int, name: str, nbytes: int) -> int:
+    """A new file with room for `nbytes` bytes; removed again when there is no room."""
+    # Writable for now, because it may be opened once more for direct writes.
+    fd = os.open(name, NEW_FILE, 0o666, dir_fd=folder_fd)
+    try:
+        preallocate(fd, nbytes)
+    except OSError:
+        os.close(fd)
+        remove_quietly(folder_fd, name)
+        raise
+    return fd
+
+
+class _State(enum.Enum):
+    WRITING = enum.auto()
+    FINISHING = enum.auto()
+    FINISHED = enum.auto()
+    ABORTED = enum.auto()
+
+
+class LocalBlockWriter:
+    """The `BlockWriter` of a local file. Owns the descriptors that it is given."""
+
+    def __init__(
+        self, folder_fd: int, fd: int, direct: DirectFile | None, *, path: str, nbytes: int
+    ) -> None:
+        self._folder_fd = folder_fd
+        self._fd = fd
+        self._direct = direct
+        self._path = path
+        self._nbytes = nbytes
+        self._lock = threading.Lock()
+        self._state = _State.WRITING
+        self._calls_under_way = 0
+        self._written_nbytes = 0
+        # Where a server gives files to another owner they stay writable, which is no harm.
+        with suppress(PermissionError):
+            os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & FILE_MODE)
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Write `data` at byte `start`; straight from its memory where that is aligned.
+
+        Raises:
+            UsageError: the piece does not lie inside the object.
+        """
+        piece = flat(data)
+        if start < 0 or start + len(piece) > self._nbytes:
+            raise UsageError(
+                f"write {self._path}: bytes {start} to {start + len(piece)} are not inside "
+                f"the {self._nbytes} that were planned"
+            )
+        with self._call("write", becomes=_State.WRITING):
+            direct_nbytes = self._write_direct(start, piece)
+            write_all(self._fd, piece[direct_nbytes:], start + direct_nbytes)
+            with self._lock:
+                self._written_nbytes += len(piece)
+
+    def finish(self) -> None:
+        """Put everything on stable storage.
+
+        Raises:
+            StoreError: not every byte was written, or the sync failed, which is final.
+            OutcomeUnknown: the file is durable, its name may not be.
+        """
+        with self._lock:
+            missing_nbytes = self._nbytes - self._written_nbytes
+        if missing_nbytes:
+            raise StoreError(
+                f"finish {self._path}: {missing_nbytes} of {self._nbytes} bytes were not written"
+            )
+        with self._call("finish", becomes=_State.FINISHING) as report:
+            if os.fstat(self._fd).st_size != self._nbytes:
+                os.ftruncate(self._fd, self._nbytes)
+            os.fsync(self._fd)
+            report.effect = "done"
+            sync_folder_fd(self._folder_fd)
+            with self._lock:
+                self._state = _State.FINISHED
+
+    def abort(self) -> None:
+        """Give up and remove the file, unless `finish` succeeded. Calls under way may end."""
+        with self._lock:
+            if self._state is _State.FINISHED:
+                return
+            was_aborted = self._state is _State.ABORTED
+            self._state = _State.ABORTED
+            if not was_aborted and self._calls_under_way == 0:
+                self._close()
+
+    @contextmanager
+    def _call(self, operation: str, *, becomes: _State) -> Iterator[Reporting]:
+        # Descriptors are closed by the last one out: a number closed under a running write could
+        # already belong to another file.
+        with self._lock:
+            if self._state is not _State.WRITING:
+                raise StoreError(f"{operation} {self._path}: this was finished or given up before")
+            self._state = becomes
+            self._calls_under_way += 1
+        try:
+            with Reporting(operation, self._path, nbytes=self._nbytes) as report:
+                yield report
+        finally:
+            with self._lock:
+                self._calls_under_way -= 1
+                is_over = self._state in (_State.FINISHED, _State.ABORTED)
+                if is_over and self._calls_under_way == 0:
+                    self._close()
+
+    def _close(self) -> None:
+        if self._state is _State.ABORTED:
+            remove_quietly(self._folder_fd, os.path.basename(self._path))
+        for fd in (self._fd, self._folder_fd, *([self._direct.fd] if self._direct else [])):
+            # After the fsync there is nothing that closing could still lose.
+            with suppress(OSError):
+                os.close(fd)
+
+    def _write_direct(self, start: int, piece: memoryview) -> int:
+        direct = self._direct
+        if direct is None or len(piece) < direct.offset:
+            return 0
+        if not direct.takes(_address(piece), start):
+            return 0
+        stop = len(piece) - len(piece) % direct.offset
+        done = 0
+        while done < stop and done % direct.offset == 0:
+            try:
+                done += os.pwrite(direct.fd, piece[done:stop], start + done)
+            except OSError as err:
+                # Some kinds of mapped memory cannot be written from; the page cache can copy it.
+                if err.errno not in (errno.EINVAL, errno.EFAULT):
+                    raise
+                break
+        return done
+
+
+def _address(piece: memoryview) -> int:
+    # ctypes would need a writable buffer.
+    address: int = np.frombuffer(piece, dtype=np.uint8).__array_interface__["data"][0]
+    return address

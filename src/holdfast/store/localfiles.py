@@ -1,0 +1,202 @@
+"""Files in an open folder: opened without following links, written aside and then named.
+
+Knows descriptors and names, nothing of keys. Functions raise `OSError` unless they say
+otherwise; `LocalStore` turns those into store errors.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from holdfast.errors import CorruptData, StoreError, TransientStoreError, UnsupportedStore
+from holdfast.store.base import Buffer
+from holdfast.store.oserrors import UNSUPPORTED
+from holdfast.store.syscalls import rename_noreplace
+
+TEMPORARY_PREFIX = ".tmp-"
+FILE_MODE = 0o444
+"""Nothing is written twice, so nobody gets the right to write."""
+
+_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
+_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+# O_NONBLOCK: opening a fifo for reading would otherwise wait for a writer.
+_READ = os.O_RDONLY | _NOFOLLOW | getattr(os, "O_NONBLOCK", 0) | _CLOEXEC
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _CLOEXEC
+_UNNAMED = os.O_WRONLY | getattr(os, "O_TMPFILE", 0) | _CLOEXEC
+_NO_UNNAMED = UNSUPPORTED | {errno.EISDIR}
+NO_LINKS = UNSUPPORTED | {errno.EPERM, errno.EACCES, errno.EMLINK}
+"""How a file system says that a file cannot have a link."""
+_OWN_FDS = "/proc/self/fd"
+
+
+def temporary_name() -> str:
+    """A new name that no key can have."""
+    return TEMPORARY_PREFIX + secrets.token_hex(8)
+
+
+@contextmanager
+def opened_file(folder_fd: int, name: str, *, what: str) -> Iterator[tuple[int, int]]:
+    """Descriptor and length of a regular file; errors call it `what`.
+
+    Raises:
+        FileNotFoundError: there is none, or `name` is a folder.
+        StoreError: it is something else than a file.
+    """
+    fd = os.open(name, _READ, dir_fd=folder_fd)
+    try:
+        yield fd, regular_nbytes(os.fstat(fd), what=what)
+    finally:
+        os.close(fd)
+
+
+def regular_nbytes(found: os.stat_result, *, what: str) -> int:
+    """The length of a regular file; refuses everything else like `opened_file`."""
+    if stat.S_ISREG(found.st_mode):
+        return found.st_size
+    if stat.S_ISDIR(found.st_mode):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), what)
+    if stat.S_ISLNK(found.st_mode):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), what)
+    raise StoreError(f"{what}: not a regular file ({stat.filemode(found.st_mode)})")
+
+
+def flat(data: Buffer) -> memoryview:
+    """The bytes of a contiguous buffer, whatever its shape and item type."""
+    view = memoryview(data)
+    # A view with a zero in its shape cannot be cast.
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def read_exactly(fd: int, buffer: memoryview, start: int, *, what: str) -> None:
+    """Fill `buffer` from byte `start`.
+
+    Raises:
+        CorruptData: the file ends before.
+    """
+    done = 0
+    while done < len(buffer):
+        got = os.preadv(fd, [buffer[done:]], start + done)
+        if got == 0:
+            raise CorruptData(
+                f"{what}: ends at byte {start + done}, expected {start + len(buffer)}"
+            )
+        done += got
+
+
+def write_all(fd: int, data: memoryview, start: int) -> None:
+    """Write `data` at byte `start`, however many calls that takes."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], start + done)
+
+
+class Draft:
+    """A file that is on stable storage and has no key yet."""
+
+    def __init__(self, folder_fd: int, fd: int, temporary: str | None) -> None:
+        self._folder_fd = folder_fd
+        self._fd = fd
+        self._temporary = temporary
+
+    def link(self, name: str) -> bool:
+        """Give it a name that is not taken; False where the file system has no hard links.
+
+        Raises:
+            FileExistsError: the name is taken.
+        """
+        source = self._temporary or f"{_OWN_FDS}/{self._fd}"
+        try:
+            # Follows the link in /proc, which is how an unnamed file gets a name.
+            os.link(source, name, src_dir_fd=self._folder_fd, dst_dir_fd=self._folder_fd)
+        except FileNotFoundError as err:
+            raise self._vanished(name) from err
+        except OSError as err:
+            if err.errno in NO_LINKS:
+                return False
+            raise
+        return True
+
+    def rename_new(self, name: str) -> None:
+        """Give a draft with a temporary name one that is not taken, without hard links.
+
+        Raises:
+            FileExistsError: the name is taken.
+            UnsupportedStore: the file system cannot do that either.
+        """
+        assert self._temporary is not None
+        try:
+            rename_noreplace(self._folder_fd, self._temporary, name)
+        except FileNotFoundError as err:
+            raise self._vanished(name) from err
+        except OSError as err:
+            if err.errno in UNSUPPORTED:
+                raise UnsupportedStore(
+                    "the file system has neither hard links nor renames that refuse to replace, "
+                    "so two writers could not be told apart; use another one for checkpoints"
+                ) from err
+            raise
+
+    def replace(self, name: str) -> bool:
+        """Give it a name, taken or not, as one step; False like `link` does."""
+        source = self._temporary or temporary_name()
+        if self._temporary is None and not self.link(source):
+            return False
+        try:
+            replace_with(self._folder_fd, source, name)
+        except FileNotFoundError as err:
+            raise self._vanished(name) from err
+        return True
+
+    def _vanished(self, name: str) -> Exception:
+        if os.fstat(self._folder_fd).st_nlink == 0:
+            return FileNotFoundError(errno.ENOENT, "the folder was removed", name)
+        return TransientStoreError(f"{name}: its temporary file was removed by somebody")
+
+
+@contextmanager
+def drafted(folder_fd: int, data: memoryview, *, unnamed: bool = True) -> Iterator[Draft]:
+    """`data` in a new file of the folder, synced; gone at the end unless it got a name.
+
+    With `unnamed` the file has no name at all where the system can do that. A failed fsync is
+    final: the kernel may have dropped the pages, and a second one would report success.
+    """
+    fd, temporary = _create_aside(folder_fd, unnamed=unnamed)
+    try:
+        write_all(fd, data, 0)
+        os.fsync(fd)
+        yield Draft(folder_fd, fd, temporary)
+    finally:
+        if temporary is not None:
+            remove_quietly(folder_fd, temporary)
+        os.close(fd)
+
+
+def _create_aside(folder_fd: int, *, unnamed: bool) -> tuple[int, str | None]:
+    if unnamed and hasattr(os, "O_TMPFILE") and os.path.isdir(_OWN_FDS):
+        try:
+            return os.open(".", _UNNAMED, FILE_MODE, dir_fd=folder_fd), None
+        except OSError as err:
+            if err.errno not in _NO_UNNAMED:
+                raise
+    name = temporary_name()
+    return os.open(name, NEW_FILE, FILE_MODE, dir_fd=folder_fd), name
+
+
+def replace_with(folder_fd: int, source: str, name: str) -> None:
+    """Rename `source` to `name`, taken or not, as one step; `source` is gone either way."""
+    try:
+        os.replace(source, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+    except OSError:
+        remove_quietly(folder_fd, source)
+        raise
+
+
+def remove_quietly(folder_fd: int, name: str) -> None:
+    """Remove a file of ours that may be gone; what cannot be removed is left to `sweep`."""
+    with suppress(OSError):
+        os.unlink(name, dir_fd=folder_fd)

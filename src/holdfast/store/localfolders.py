@@ -1,0 +1,188 @@
+"""Folders below a root: opened one segment at a time without following links, made, emptied.
+
+Knows descriptors and names, nothing of keys. Functions raise `OSError` unless they say
+otherwise; `LocalStore` turns those into store errors.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from holdfast.errors import StoreError, UnsupportedStore
+from holdfast.store.oserrors import UNSUPPORTED, Reporting
+
+_FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
+_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+
+
+@contextmanager
+def opened_folder(root: str, segments: Sequence[str]) -> Iterator[int]:
+    """The folder's descriptor. `root` may be a symbolic link; nothing below it may be one.
+
+    Raises:
+        StoreError: the root is there and is not a folder, which is never a mere absence.
+    """
+    try:
+        fd = os.open(root, _FOLDER)
+    except NotADirectoryError as err:
+        raise StoreError(f"{root}: not a folder, so it cannot be a root") from err
+    try:
+        for segment in segments:
+            outer, fd = fd, enter_folder(fd, segment)
+            os.close(outer)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def enter_folder(folder_fd: int, name: str) -> int:
+    """The descriptor of a folder in an open one.
+
+    Raises:
+        OSError: ELOOP for a symbolic link, ENOTDIR for a file.
+    """
+    try:
+        return os.open(name, _FOLDER | _NOFOLLOW, dir_fd=folder_fd)
+    except NotADirectoryError:
+        # The kernel says ENOTDIR of links too when O_DIRECTORY is asked for.
+        if is_link(folder_fd, name):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name) from None
+        raise
+
+
+def is_link(folder_fd: int, name: str) -> bool:
+    """Whether `name` is a symbolic link."""
+    return stat.S_ISLNK(os.stat(name, dir_fd=folder_fd, follow_symlinks=False).st_mode)
+
+
+def sync_folder_fd(fd: int) -> None:
+    """Put a folder's names on stable storage.
+
+    Raises:
+        UnsupportedStore: the file system has no such operation.
+    """
+    try:
+        os.fsync(fd)
+    except OSError as err:
+        if err.errno in UNSUPPORTED:
+            raise UnsupportedStore(
+                f"the file system cannot sync a folder ({err.strerror}), so no name on it is "
+                f"known to be durable; use another one for checkpoints"
+            ) from err
+        raise
+
+
+def make_root(path: str, report: Reporting, *, exclusive: bool, is_known: bool) -> None:
+    """Make the folder `path` with its ancestors, each durable in its parent.
+
+    An existing one is made durable too, unless it `is_known` to be.
+
+    Raises:
+        FileExistsError: with `exclusive`, when it is there.
+    """
+    path = os.path.realpath(path)
+    missing = _missing_folders(path)
+    if exclusive and not missing:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+    for folder in missing:
+        try:
+            os.mkdir(folder)
+        except FileExistsError:
+            if exclusive and folder == path:
+                raise
+        report.effect = "done"
+        with opened_folder(folder, ()) as fd:
+            sync_folder_fd(fd)
+        with opened_folder(os.path.dirname(folder), ()) as parent_fd:
+            sync_folder_fd(parent_fd)
+        report.effect = "none"
+    if not missing and not is_known:
+        _sync_name(path)
+
+
+def make_folder_in(outer_fd: int, name: str, report: Reporting, *, exclusive: bool) -> None:
+    """Make one folder, durable in the open one; an existing one is made durable too.
+
+    Raises:
+        FileExistsError: with `exclusive`, when it is there.
+    """
+    is_new = True
+    try:
+        os.mkdir(name, dir_fd=outer_fd)
+    except FileExistsError:
+        if exclusive:
+            raise
+        is_new = False
+    fd = enter_folder(outer_fd, name)
+    try:
+        report.effect = "done"
+        if is_new:
+            sync_folder_fd(fd)
+        sync_folder_fd(outer_fd)
+        report.effect = "none"
+    finally:
+        os.close(fd)
+
+
+def _missing_folders(path: str) -> list[str]:
+    missing: list[str] = []
+    while not os.path.lexists(path):
+        missing.insert(0, path)
+        path = os.path.dirname(path)
+    return missing
+
+
+def _sync_name(path: str) -> None:
+    # Somebody else made it, perhaps a moment ago. A mount point has no name of its own to sync,
+    # and who may not read the parent has to trust who made the folder.
+    parent = os.path.dirname(path)
+    if os.stat(parent).st_dev == os.stat(path).st_dev:
+        with suppress(PermissionError), opened_folder(parent, ()) as parent_fd:
+            sync_folder_fd(parent_fd)
+
+
+def remove_tree(root: str, segments: Sequence[str]) -> None:
+    """Remove a folder with everything in it: files first, then folders from the inside out."""
+    todo = [tuple(segments)]
+    emptied = []
+    while todo:
+        folder = todo.pop()
+        with suppress(FileNotFoundError), opened_folder(root, folder) as folder_fd:
+            todo += [(*folder, name) for name in _empty_folder(folder_fd)]
+            emptied.append(folder)
+    for *outer, name in reversed(emptied):
+        with suppress(FileNotFoundError), opened_folder(root, outer) as outer_fd:
+            os.rmdir(name, dir_fd=outer_fd)
+
+
+def scan(folder_fd: int, *, sizes: bool) -> list[tuple[str, int]]:
+    """Name and length of the regular files; folders end with `/`. Links and devices are left out.
+
+    Lengths are 0 without `sizes`, which saves a call for each file.
+    """
+    found = []
+    with os.scandir(folder_fd) as entries:
+        for entry in entries:
+            # A file may go while the folder is read.
+            with suppress(FileNotFoundError):
+                if entry.is_dir(follow_symlinks=False):
+                    found.append((entry.name + "/", 0))
+                elif entry.is_file(follow_symlinks=False):
+                    nbytes = entry.stat(follow_symlinks=False).st_size if sizes else 0
+                    found.append((entry.name, nbytes))
+    return found
+
+
+def _empty_folder(folder_fd: int) -> list[str]:
+    """Remove everything but the folders, whose names are returned. Links are not followed."""
+    with os.scandir(folder_fd) as entries:
+        names = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in names:
+        if not is_folder:
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder_fd)
+    return [name for name, is_folder in names if is_folder]

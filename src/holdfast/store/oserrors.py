@@ -1,0 +1,121 @@
+"""What an `OSError` means for the one who asked: the class, and a message worth reading."""
+
+from __future__ import annotations
+
+import errno
+import os
+from types import TracebackType
+from typing import Literal
+
+from holdfast.errors import (
+    AccessDenied,
+    AlreadyExists,
+    NotFound,
+    OutcomeUnknown,
+    StoreError,
+    StoreFull,
+    TransientStoreError,
+)
+from holdfast.store.base import FreeSpace
+
+UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+"""How a file system says that it does not have an operation."""
+
+Effect = Literal["none", "maybe", "done"]
+"""What a failing operation has changed so far.
+
+`none`: nothing that can be seen. `maybe`: the call that shows the change is under way, and an
+error of the medium or the network leaves it open. `done`: the change is there, its durability
+is not, so every error leaves the outcome open.
+"""
+
+_LEAVES_IT_OPEN = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT})
+_CLASSES: dict[int, type[StoreError]] = {
+    errno.ENOENT: NotFound,
+    errno.ENOTDIR: NotFound,
+    errno.EEXIST: AlreadyExists,
+    errno.ENOSPC: StoreFull,
+    errno.EDQUOT: StoreFull,
+    errno.EACCES: AccessDenied,
+    errno.EPERM: AccessDenied,
+    errno.EROFS: AccessDenied,
+    errno.ESTALE: TransientStoreError,
+    errno.EAGAIN: TransientStoreError,
+    errno.ETIMEDOUT: TransientStoreError,
+    errno.EBUSY: TransientStoreError,
+    errno.ENOTEMPTY: TransientStoreError,
+    errno.ENOMEM: TransientStoreError,
+    errno.EMFILE: TransientStoreError,
+    errno.ENFILE: TransientStoreError,
+}
+_HINTS = {
+    errno.ENOENT: "it, or the folder that it is in, does not exist",
+    errno.ENOTDIR: "a part of its path is not a folder",
+    errno.ELOOP: "it is a symbolic link, and none is followed inside a root",
+    errno.ENOTEMPTY: "something was added to the folder while it was being removed",
+    errno.ENAMETOOLONG: "this file system takes only shorter names",
+}
+
+
+class Reporting:
+    """Turns an `OSError` of the block into the `StoreError` of one operation.
+
+    The block keeps `effect` up to date as it goes.
+    """
+
+    def __init__(self, operation: str, path: str, *, nbytes: int | None = None) -> None:
+        self.effect: Effect = "none"
+        self._operation = operation
+        self._path = path
+        self._nbytes = nbytes
+
+    def __enter__(self) -> Reporting:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise self._store_error(error, error.errno) from error
+
+    def _store_error(self, error: OSError, number: int) -> StoreError:
+        name = errno.errorcode.get(number, str(number))
+        message = f"{self._operation} {self._path}: {os.strerror(number)} ({name})"
+        if self.effect == "done":
+            return OutcomeUnknown(f"{message}, after the change and before it was durable")
+        if self.effect == "maybe" and number in _LEAVES_IT_OPEN:
+            return OutcomeUnknown(f"{message}; the change may or may not have been made")
+        kind = _CLASSES.get(number, StoreError)
+        if kind is StoreFull:
+            return StoreFull(f"{message}; {self._room()}")
+        hint = _HINTS.get(number)
+        return kind(f"{message}: {hint}" if hint else message)
+
+    def _room(self) -> str:
+        needed = "" if self._nbytes is None else f"needed {self._nbytes} bytes, "
+        try:
+            free = free_space(self._path)
+        except OSError as err:
+            return f"{needed}what is free cannot be told ({err.strerror})"
+        inodes = "" if free.inodes is None else f" and {free.inodes} inodes"
+        return f"{needed}free are {free.nbytes} bytes{inodes}"
+
+
+def free_space(path: str) -> FreeSpace:
+    """Room on the file system where `path` is or, as long as it does not exist, would be.
+
+    Raises:
+        OSError: the system cannot tell.
+    """
+    while True:
+        try:
+            found = os.statvfs(path)
+            break
+        except (FileNotFoundError, NotADirectoryError):
+            path = os.path.dirname(path)
+    # Some file systems, btrfs for one, make inodes as they go and report none at all.
+    inodes = found.f_favail if found.f_files else None
+    return FreeSpace(nbytes=found.f_bavail * found.f_frsize, inodes=inodes)

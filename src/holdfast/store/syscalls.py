@@ -1,0 +1,90 @@
+"""Linux system calls that `os` does not offer, called through the C library."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import struct
+import sys
+from dataclasses import dataclass
+
+from holdfast.store.oserrors import UNSUPPORTED
+
+_RENAME_NOREPLACE = 1
+_AT_EMPTY_PATH = 0x1000
+_STATX_DIOALIGN = 0x2000
+_STATX_NBYTES = 256
+_STX_DIO_MEM_ALIGN_AT = 152
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectAlignment:
+    """What O_DIRECT asks of a file, in bytes: of memory addresses, and of offsets and lengths."""
+
+    memory: int
+    offset: int
+
+
+def rename_noreplace(folder_fd: int, source: str, target: str) -> None:
+    """Rename inside a folder unless `target` exists, as one step.
+
+    Raises:
+        OSError: EEXIST when `target` exists; one of `UNSUPPORTED` when this cannot be done here.
+    """
+    call = _function("renameat2")
+    if call is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), target)
+    names = os.fsencode(source), os.fsencode(target)
+    if call(folder_fd, names[0], folder_fd, names[1], ctypes.c_uint(_RENAME_NOREPLACE)) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), target)
+
+
+def preallocate(fd: int, nbytes: int) -> None:
+    """Reserve room for `nbytes` bytes, where the file system can; the file gets that length.
+
+    Not `os.posix_fallocate`: where the file system cannot, that one writes every block.
+
+    Raises:
+        OSError: there is no room.
+    """
+    call = _function("fallocate64") or _function("fallocate")
+    if call is None or nbytes == 0:
+        return
+    while call(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) != 0:
+        number = ctypes.get_errno()
+        if number in UNSUPPORTED:
+            return
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+
+
+def direct_alignment(fd: int) -> DirectAlignment | None:
+    """What O_DIRECT asks of the open file; None where the kernel (before 6.1) does not say.
+
+    Zeros mean that the file cannot be written with O_DIRECT.
+    """
+    call = _function("statx")
+    if call is None:
+        return None
+    answer = ctypes.create_string_buffer(_STATX_NBYTES)
+    if call(fd, b"", _AT_EMPTY_PATH, ctypes.c_uint(_STATX_DIOALIGN), answer) != 0:
+        return None
+    (mask,) = struct.unpack_from("=I", answer, 0)
+    if not mask & _STATX_DIOALIGN:
+        return None
+    memory, offset = struct.unpack_from("=II", answer, _STX_DIO_MEM_ALIGN_AT)
+    return DirectAlignment(memory=memory, offset=offset)
+
+
+@functools.cache
+def _function(name: str) -> ctypes._NamedFuncPointer | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        found: ctypes._NamedFuncPointer = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except AttributeError:
+        return None
+    return found

@@ -1,0 +1,312 @@
+"""A store that fails on purpose, at exactly the operation that a test chooses.
+
+`FaultyStore(inner, [Fault(...)])` behaves like `inner`, writes down every operation, and injects
+the faults. Run a scenario once without faults, then once for each of its operations:
+
+>>> from holdfast.store.memory import MemoryStore
+>>> clean = FaultyStore(MemoryStore())
+>>> clean.put("a", b"1")
+>>> clean.ops
+(('put', 'a'),)
+>>> broken = FaultyStore(MemoryStore(), [Fault(kind="fail", at=0)])
+>>> broken.put("a", b"1")
+Traceback (most recent call last):
+    ...
+holdfast.errors.TransientStoreError: injected: put a failed
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeVar, cast, get_args
+
+from holdfast.errors import OutcomeUnknown, StoreError, TransientStoreError, UsageError
+from holdfast.store.base import (
+    BlockWriter,
+    Buffer,
+    Folders,
+    FreeSpace,
+    ObjectInfo,
+    Points,
+    ReadsInto,
+    Store,
+    TellsSpace,
+    WritesBlocks,
+)
+
+T = TypeVar("T")
+
+Kind = Literal["fail", "lose_reply", "hang", "truncate", "flip", "stop_before", "stop_after"]
+OpName = Literal[
+    "put",
+    "get",
+    "head",
+    "list",
+    "children",
+    "delete",
+    "make_folder",
+    "sync_folder",
+    "sweep",
+    "read_into",
+    "create",
+    "write",
+    "finish",
+    "abort",
+    "point",
+    "free_space",
+]
+_CARRIES_DATA = frozenset({"put", "write", "get", "read_into"})
+
+
+class Stopped(BaseException):
+    """The process "died" here. Not an `Exception`, so that no handler mends it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault, and the operations that it strikes."""
+
+    kind: Kind
+    """What happens.
+
+    `fail`: raises `error`; nothing was done. `lose_reply`: done, but raises `error`. `hang`: waits
+    until `release` is set, then goes on. `truncate`: the second half of the data is lost, without
+    an error (a piece of a block writer keeps its length and loses its bytes). `flip`: one bit of
+    the data is wrong, without an error. `stop_before`, `stop_after`: raises `Stopped`, here and at
+    every later operation, as if the process had died before or after this one took effect.
+    """
+
+    op: OpName | None = None
+    """Only operations of this name; None means any."""
+
+    key: str = "*"
+    """Only keys that match this pattern (`fnmatch`)."""
+
+    at: int = 0
+    """How many of the operations that match are let pass first."""
+
+    times: int | None = 1
+    """How many in a row are struck; None means every one from then on."""
+
+    error: StoreError | None = None
+    """Instead of `TransientStoreError` for `fail` and `OutcomeUnknown` for `lose_reply`."""
+
+    deadline_s: float = 60.0
+    """How long `hang` waits before it gives up with `TransientStoreError`."""
+
+    reached: threading.Event = field(default_factory=threading.Event, compare=False)
+    """Set when the fault strikes, so that a test can wait for that moment."""
+
+    release: threading.Event = field(default_factory=threading.Event, compare=False)
+    """Set it to let `hang` go on."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise UsageError(f"kind={self.kind!r}: must be one of {', '.join(get_args(Kind))}")
+        if self.op is not None and self.op not in get_args(OpName):
+            raise UsageError(f"op={self.op!r}: must be one of {', '.join(get_args(OpName))}")
+        if self.at < 0 or (self.times is not None and self.times < 1):
+            raise UsageError(f"at={self.at}, times={self.times}: at least 0 and at least 1")
+        if self._needs_data() and self.op is not None and self.op not in _CARRIES_DATA:
+            raise UsageError(f"kind={self.kind!r}: {self.op} carries no data")
+
+    def matches(self, op: str, key: str) -> bool:
+        """Whether the operation is one of those counted by `at` and `times`."""
+        if self._needs_data() and op not in _CARRIES_DATA:
+            return False
+        return self.op in (None, op) and fnmatchcase(key, self.key)
+
+    def strikes(self, num_before: int) -> bool:
+        """Whether it strikes the operation that so many matching ones went before."""
+        last = None if self.times is None else self.at + self.times
+        return num_before >= self.at and (last is None or num_before < last)
+
+    def _needs_data(self) -> bool:
+        return self.kind in ("truncate", "flip")
+
+
+class FaultyStore:
+    """`inner` with faults. Offers the same optional protocols as `inner`; thread-safe.
+
+    The methods of a block writer from `create` are operations too, with the key of their object.
+    An injected failure of `abort` is silent, since `abort` never raises.
+    """
+
+    def __new__(cls, inner: Store, faults: Iterable[Fault] = ()) -> FaultyStore:
+        """An instance of a subclass that has what `inner` has."""
+        offered = tuple(mixin for protocol, mixin in _MIXINS if isinstance(inner, protocol))
+        return cast(FaultyStore, object.__new__(_with_mixins(cls, offered)))
+
+    def __init__(self, inner: Store, faults: Iterable[Fault] = ()) -> None:
+        self.inner: Any = inner
+        self._faults = tuple(faults)
+        self._num_matched = [0] * len(self._faults)
+        self._ops: list[tuple[str, str]] = []
+        self._is_stopped = False
+        self._lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        """See `Store.url`: that of `inner`."""
+        return cast(str, self.inner.url)
+
+    @property
+    def ops(self) -> tuple[tuple[str, str], ...]:
+        """Name and key of every operation so far, in the order in which they began."""
+        with self._lock:
+            return tuple(self._ops)
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        """See `Store.put`."""
+        with _Operation(self, "put", key) as op:
+            self.inner.put(key, op.stored(data), if_absent=if_absent)
+
+    def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        """See `Store.get`; not exact under `truncate`."""
+        with _Operation(self, "get", key) as op:
+            data = self.inner.get(key, start, nbytes)
+        return op.damaged(data)
+
+    def head(self, key: str) -> ObjectInfo:
+        """See `Store.head`."""
+        return self._do("head", key, lambda: self.inner.head(key))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """See `Store.list`; one operation, at the call."""
+        return self._do("list", prefix, lambda: iter(tuple(self.inner.list(prefix))))
+
+    def children(self, folder: str = "") -> tuple[str, ...]:
+        """See `Store.children`."""
+        return self._do("children", folder, lambda: self.inner.children(folder))
+
+    def delete(self, key: str) -> None:
+        """See `Store.delete`."""
+        self._do("delete", key, lambda: self.inner.delete(key))
+
+    def _do(self, op: OpName, key: str, action: Callable[[], T]) -> T:
+        with _Operation(self, op, key):
+            return action()
+
+    def _begin(self, op: str, key: str) -> Fault | None:
+        with self._lock:
+            if self._is_stopped:
+                raise Stopped(f"{op} {key}: the process is dead")
+            self._ops.append((op, key))
+            struck = None
+            for number, fault in enumerate(self._faults):
+                if fault.matches(op, key):
+                    if struck is None and fault.strikes(self._num_matched[number]):
+                        struck = fault
+                    self._num_matched[number] += 1
+            return struck
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._is_stopped = True
+
+
+class _Operation:
+    """Strikes before and after the block, and damages the data in between."""
+
+    def __init__(self, store: FaultyStore, op: OpName, key: str) -> None:
+        self._store = store
+        self._what = f"{op} {key}"
+        self._fault = store._begin(op, key)
+
+    def __enter__(self) -> _Operation:
+        fault = self._fault
+        if fault is None:
+            return self
+        fault.reached.set()
+        if fault.kind == "fail":
+            raise fault.error or TransientStoreError(f"injected: {self._what} failed")
+        if fault.kind == "hang" and not fault.release.wait(fault.deadline_s):
+            raise TransientStoreError(f"injected: {self._what} hung for {fault.deadline_s} s")
+        if fault.kind == "stop_before":
+            self._store._stop()
+            raise Stopped(f"before {self._what}")
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        fault = self._fault
+        if fault is None:
+            return
+        if fault.kind == "stop_after":
+            self._store._stop()
+            raise Stopped(f"after {self._what}") from error
+        if fault.kind == "lose_reply" and error is None:
+            raise fault.error or OutcomeUnknown(f"injected: the reply to {self._what} was lost")
+
+    def stored(self, data: Buffer) -> Buffer:
+        """What is stored instead of `data`."""
+        if self._fault is None or self._fault.kind not in ("truncate", "flip"):
+            return data
+        return self.damaged(memoryview(data).tobytes())
+
+    def damaged(self, data: bytes) -> bytes:
+        """`data`, shortened or with one bit flipped if the fault says so."""
+        if self._fault is None or not data:
+            return data
+        half = len(data) // 2
+        if self._fault.kind == "truncate":
+            return data[:half]
+        if self._fault.kind == "flip":
+            return data[:half] + bytes([data[half] ^ 1]) + data[half + 1 :]
+        return data
+
+
+class _FaultyFolders(FaultyStore):
+    def make_folder(self, folder: str, *, exclusive: bool = False) -> None:
+        """See `Folders.make_folder`."""
+        action = functools.partial(self.inner.make_folder, folder, exclusive=exclusive)
+        self._do("make_folder", folder, action)
+
+    def sync_folder(self, folder: str) -> None:
+        """See `Folders.sync_folder`."""
+        self._do("sync_folder", folder, lambda: self.inner.sync_folder(folder))
+
+    def sweep(self, folder: str) -> int:
+        """See `Folders.sweep`."""
+        return self._do("sweep", folder, lambda: cast(int, self.inner.sweep(folder)))
+
+
+class _FaultyReadsInto(FaultyStore):
+    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+        """See `ReadsInto.read_into`; not exact under `truncate`."""
+        data = bytearray(buffer.nbytes)
+        with _Operation(self, "read_into", key) as op:
+            self.inner.read_into(key, start, memoryview(data))
+        damaged = op.damaged(bytes(data))
+        if damaged:
+            buffer.cast("B")[: len(damaged)] = damaged
+
+
+class _FaultyWritesBlocks(FaultyStore):
+    def create(self, key: str, nbytes: int) -> BlockWriter:
+        """See `WritesBlocks.create`."""
+        writer: BlockWriter | None = None
+        try:
+            with _Operation(self, "create", key):
+                writer = self.inner.create(key, nbytes)
+        except StoreError:
+            # Nobody will ever finish it; the object stays as junk, as it does after a kill.
+            _forget(writer)
+            raise
+        assert writer is not None
+        return _FaultyBlockWriter(self, key, writer)
+
+
+class _FaultyPoints(FaultyStore):
+    def point(self, name: str, target: str) -> None:
+        """See `Points.point`."""
+        self._do("point", name, lambda: self.inner.point(name, target))
+
+
+class _FaultyTellsSpace(FaultyStore):
+    def free_space(self) -> FreeSpace:
+        """See `TellsSpace.free_space`."""
+        return self._do("free_space", "", lambda: cast(FreeSpace, self.inner.free_space()))

@@ -1,0 +1,315 @@
+"""Whether a run that was killed and resumed is the run that was never killed, bit for bit.
+
+Knows processes, kills and the comparison of states. Knows nothing about checkpoints: the run
+under test saves and resumes by itself, with whatever it uses.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import tempfile
+import traceback
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from datetime import date, timedelta
+from enum import Enum
+from multiprocessing.process import BaseProcess
+from pathlib import Path, PurePath
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+from holdfast.errors import DeadlineExceeded, UsageError, listing
+from holdfast.train import Callback, Metrics, Trainer
+
+_PLAIN = (bool, int, str, bytes, complex, Enum, PurePath, date, timedelta)
+_TORCH_PLAIN = (torch.dtype, torch.device)
+
+
+class Report(Protocol):
+    """What the run under test calls after each step, when the step's save has been asked for."""
+
+    def __call__(self, step: int, state: Mapping[str, Any]) -> None:
+        """Tell that `step` steps are done and that `state` is what the run then consists of."""
+
+
+class Run(Protocol):
+    """The run under test: a function at the top level of a module, so that it can be pickled."""
+
+    def __call__(self, root: str, steps: int, report: Report) -> None:
+        """Resume from what is in the folder `root`, if anything, and go on to `steps` steps."""
+
+
+def assert_resume_equivalent(
+    run: Run, steps: int, kill_at: int | Sequence[int], *, timeout_s: float = 300.0
+) -> None:
+    """Run `steps` steps in one go, and again with `kill -9` and a resume after each `kill_at`.
+
+    Every run is a process of its own, started afresh. After each step every leaf of the state
+    and the global random generators are compared with those of the run in one go. The run must
+    really resume: one that begins anew after a kill fails, too.
+
+        def run(root, steps, report):
+            model = Net()
+            optimizer = torch.optim.AdamW(model.parameters())
+            data = holdfast.data.Loader(dataset, batch_size=32)
+            state = {"model": model, "optimizer": optimizer, "data": data}
+            with holdfast.CheckpointManager(root, state, every="1step") as manager:
+                found = manager.resume()
+                step = found.step if found else 0
+                for batch in data.until(steps, start=step):
+                    train_one(model, optimizer, batch)
+                    step += 1
+                    manager.maybe_save(step)
+                    report(step, state)
+
+        assert_resume_equivalent(run, steps=10, kill_at=[4, 7])
+
+    With a Trainer, pass `callbacks=[StepReporter(report)]` and call `fit(steps)`.
+
+    Args:
+        run: must be importable in a new process.
+        steps: steps of the whole run.
+        kill_at: the process ends right after it reports this step; a checkpoint must be
+            committed by then. Several, ascending, kill the resumed runs in turn.
+        timeout_s: seconds for each process.
+
+    Raises:
+        AssertionError: names the first step and the first leaf that differ, or what else went
+            wrong, with the traceback of a run that raised.
+        DeadlineExceeded: a process took longer than `timeout_s`.
+    """
+    kills = [kill_at] if isinstance(kill_at, int) else list(kill_at)
+    if not kills or sorted({*kills, 0, steps}) != [0, *kills, steps]:
+        raise UsageError(f"kill_at={kill_at!r}: must be ascending, above 0 and below {steps}")
+    with tempfile.TemporaryDirectory(prefix="resume-equivalence-") as name:
+        folder = Path(name)
+        straight = _Leg(run=run, folder=folder, root="straight", steps=steps)
+        legs = [
+            _Leg(run=run, folder=folder, root="killed", steps=steps, killed_at=last, kill_at=this)
+            for last, this in zip([None, *kills], [*kills, None], strict=True)
+        ]
+        _run_all(straight, legs, timeout_s)
+        _compare(straight, legs)
+
+
+class StepReporter(Callback):
+    """Reports each step of a Trainer to `assert_resume_equivalent`."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+
+    def step_end(self, trainer: Trainer, metrics: Metrics) -> None:
+        """Report the step that has just been done."""
+        self._report(trainer.counters.step, trainer.state)
+
+
+def leaf_digests(state: Mapping[str, Any]) -> dict[str, str]:
+    """What tells every leaf of a state from any other value, by its path.
+
+    Objects with a `state_dict` stand for what it returns. Floats and tensors count by their
+    bits, so that -0.0 is not 0.0 and a NaN is equal to itself.
+
+    Raises:
+        UsageError: a value without a known way to compare it.
+    """
+    return dict(_walk("", state))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Leg:
+    """One process of a run: from where its root stands to a kill, or to the end."""
+
+    run: Run
+    folder: Path
+    root: str
+    steps: int
+    killed_at: int | None = None
+    """The step at which the process before this one was killed."""
+    kill_at: int | None = None
+
+    @property
+    def record(self) -> Path:
+        return self.folder / f"{self.root}-{self.killed_at or 0}.jsonl"
+
+    @property
+    def title(self) -> str:
+        if self.killed_at is not None:
+            return f"the run resumed after the kill at step {self.killed_at}"
+        if self.kill_at is not None:
+            return f"the run before the kill at step {self.kill_at}"
+        return "the run in one go"
+
+    def start(self) -> BaseProcess:
+        root = self.folder / self.root
+        root.mkdir(exist_ok=True)
+        # Not a daemon: the run may have data workers of its own.
+        process = multiprocessing.get_context("spawn").Process(
+            target=_in_process, args=(self.run, str(root), self.steps, self.kill_at, self.record)
+        )
+        process.start()
+        return process
+
+    def wait(self, process: BaseProcess, timeout_s: float) -> None:
+        process.join(timeout_s)
+        if process.exitcode is None:
+            _end(process)
+            raise DeadlineExceeded(f"{self.title} did not end within {timeout_s:.0f} s")
+        expected = 0 if self.kill_at is None else -signal.SIGKILL
+        if process.exitcode != expected:
+            raise AssertionError(f"{self.title} {self._why(process.exitcode)}")
+
+    def _why(self, exitcode: int) -> str:
+        error = _error_file(self.record)
+        if error.exists():
+            return f"raised\n{error.read_text('utf-8')}"
+        if exitcode == 0:
+            return f"ended without reporting step {self.kill_at}"
+        return f"ended with exit code {exitcode}"
+
+    def reports(self) -> list[tuple[int, dict[str, str]]]:
+        """Steps and the leaves reported with them, in order; a gap or a wrong end raises."""
+        lines = self.record.read_text("utf-8").splitlines() if self.record.exists() else []
+        reports = [(entry["step"], entry["leaves"]) for entry in map(json.loads, lines)]
+        found = [step for step, _ in reports]
+        end = self.kill_at or self.steps
+        if not found or found != list(range(found[0], end + 1)):
+            raise AssertionError(f"{self.title} reported the steps {found}, not each up to {end}")
+        _check_begin(self, found[0])
+        return reports
+
+
+def _run_all(straight: _Leg, legs: Sequence[_Leg], timeout_s: float) -> None:
+    process = straight.start()
+    try:
+        for leg in legs:
+            leg.wait(leg.start(), timeout_s)
+        straight.wait(process, timeout_s)
+    finally:
+        _end(process)
+
+
+def _end(process: BaseProcess) -> None:
+    process.kill()
+    process.join()
+
+
+def _in_process(run: Run, root: str, steps: int, kill_at: int | None, record: Path) -> None:
+    with record.open("ab") as file:
+
+        def report(step: int, state: Mapping[str, Any]) -> None:
+            leaves = leaf_digests({**state, "global_rng": _global_generators()})
+            file.write(json.dumps({"step": step, "leaves": leaves}).encode() + b"\n")
+            file.flush()
+            if step == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            run(root, steps, report)
+        except BaseException:
+            _error_file(record).write_text(traceback.format_exc(), "utf-8")
+            raise
+
+
+def _error_file(record: Path) -> Path:
+    return record.with_suffix(".error")
+
+
+def _compare(straight: _Leg, legs: Sequence[_Leg]) -> None:
+    expected = dict(straight.reports())
+    for leg in legs:
+        for step, leaves in leg.reports():
+            _check_leaves(leg, step, leaves, expected[step])
+
+
+def _check_begin(leg: _Leg, first: int) -> None:
+    if leg.killed_at is None:
+        if first != 1:
+            raise AssertionError(f"{leg.title} began at step {first}, not at 1")
+    elif first == 1:
+        raise AssertionError(
+            f"{leg.title} did not resume, it began at step 1: is resume() called, and was a "
+            f"checkpoint committed when step {leg.killed_at} was reported?"
+        )
+    elif first > leg.killed_at + 1:
+        raise AssertionError(f"{leg.title} began at step {first}: it left steps out")
+
+
+def _check_leaves(
+    leg: _Leg, step: int, found: Mapping[str, str], expected: Mapping[str, str]
+) -> None:
+    paths = [*expected, *(path for path in found if path not in expected)]
+    differing = [path for path in paths if found.get(path) != expected.get(path)]
+    if not differing:
+        return
+    first = differing[0]
+    hint = "" if leg.killed_at else "\nNothing was resumed yet: the run itself is not repeatable."
+    raise AssertionError(
+        f"the first difference is at step {step}, leaf {first}\n"
+        f"  in the run in one go: {expected.get(first, 'not there')}\n"
+        f"  in {leg.title}: {found.get(first, 'not there')}\n"
+        f"{len(differing)} of {len(paths)} leaves differ at this step:\n{listing(differing)}{hint}"
+    )
+
+
+def _global_generators() -> dict[str, Any]:
+    state = {
+        "python": _digest(repr(random.getstate()).encode()),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def _walk(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, torch.Tensor):
+        yield path, _tensor_digest(value)
+    elif isinstance(value, np.ndarray | np.generic):
+        yield path, f"{value.dtype} {list(value.shape)} {_digest(value.tobytes())}"
+    elif hasattr(value, "state_dict"):
+        yield from _walk(path, value.state_dict())
+    elif isinstance(value, Mapping | list | tuple) and not value:
+        yield path, f"empty {type(value).__name__}"
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _walk(f"{path}.{key}" if path else str(key), item)
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _walk(f"{path}.{number}", item)
+    else:
+        yield path, _plain_digest(path, value)
+
+
+def _plain_digest(path: str, value: Any) -> str:
+    if isinstance(value, float):
+        return f"float {value.hex()}"
+    if isinstance(value, torch.Generator):
+        return _tensor_digest(value.get_state())
+    if isinstance(value, random.Random):
+        return _digest(repr(value.getstate()).encode())
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, Set):
+        return f"{type(value).__name__} {sorted(map(repr, value))}"
+    if value is None or isinstance(value, _PLAIN + _TORCH_PLAIN):
+        return f"{type(value).__name__} {value!r}"
+    raise UsageError(f"{path}: cannot tell whether two of {type(value).__name__} are equal")
+
+
+def _tensor_digest(tensor: torch.Tensor) -> str:
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    parts = torch.view_as_real(plain) if plain.is_complex() else plain
+    data = parts.reshape(-1).view(torch.uint8).numpy()
+    return f"{tensor.dtype} {list(tensor.shape)} {_digest(data.tobytes())}"
+
+
+def _digest(data: bytes) -> str:
+    return blake3(data).hexdigest()[:32]

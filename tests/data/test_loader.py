@@ -1,0 +1,434 @@
+"""Loader: the order is pure, the position is exact, and nobody else's randomness is touched."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
+
+from holdfast.data import Loader
+from holdfast.errors import UsageError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+
+@dataclass
+class Augmented:
+    """Samples that draw from all three global generators, as augmentations do."""
+
+    num_samples: int = 22
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        drawn = [random.random(), float(np.random.random()), float(torch.rand(()))]
+        return torch.tensor([float(index), *drawn], dtype=torch.float64)
+
+
+def collate_with_noise(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(samples) + torch.rand(()) + random.random() + np.random.random()
+
+
+def augmented(num_workers: int = 0, **options: Any) -> Loader:
+    options = {"batch_size": 4, "seed": 7, "collate_fn": collate_with_noise, **options}
+    return Loader(Augmented(), num_workers=num_workers, **options)
+
+
+def epochs(loader: Loader, count: int) -> list[torch.Tensor]:
+    return [batch for _ in range(count) for batch in loader]
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected)
+    for number, (left, right) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(left, right), f"batch {number} differs"
+
+
+@pytest.fixture(scope="module")
+def straight() -> list[torch.Tensor]:
+    """Two epochs in one go, without workers."""
+    return epochs(augmented(), 2)
+
+
+@pytest.mark.parametrize("taken", range(7))
+def test_every_position_resumes_exactly_without_workers(
+    straight: list[torch.Tensor], taken: int
+) -> None:
+    """Invariant 7: what was taken and what comes after the resume is the straight run."""
+    first, second = augmented(), augmented()
+    begun = list(islice(iter(first), taken))
+    torch.rand(3)
+    second.load_state_dict(first.state_dict())
+    epochs_left = 2 if taken < 7 else 1
+    assert_same(begun + epochs(second, epochs_left), straight)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "taken"),
+    [(0, 2, 3), (1, 3, 1), (2, 0, 5), (3, 1, 2), (2, 2, 6), (3, 0, 4)],
+)
+def test_positions_resume_exactly_with_any_number_of_workers(
+    straight: list[torch.Tensor], before: int, after: int, taken: int
+) -> None:
+    """Invariant 7: also a changed number, and after workers have fetched ahead."""
+    first, second = augmented(before), augmented(after)
+    begun = list(islice(first.until(12), taken))
+    second.load_state_dict(first.state_dict())
+    assert_same(begun + list(second.until(12, start=taken)), straight)
+
+
+def test_persistent_workers_go_on_after_a_loop_that_broke_off(
+    straight: list[torch.Tensor],
+) -> None:
+    loader = augmented(2, persistent_workers=True)
+    begun = list(islice(loader, 2))
+    assert_same(begun + epochs(loader, 2), straight)
+
+
+def test_spawned_workers_give_the_same(straight: list[torch.Tensor]) -> None:
+    loader = augmented(1, multiprocessing_context="spawn")
+    assert_same(list(islice(loader, 2)), straight[:2])
+
+
+@dataclass
+class Summed:
+    """Sums so long that the number of threads shows in their last bits."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(1_000_003).sum()
+
+
+def test_a_batch_does_not_depend_on_the_threads_of_the_process_that_fetches_it() -> None:
+    """Workers of torch's run with one intra-op thread; so does a fetch in this process."""
+    here = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        without = list(Loader(Summed(), batch_size=1, seed=3))
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(here)
+    assert_same(list(Loader(Summed(), batch_size=1, seed=3, num_workers=1)), without)
+
+
+def global_state() -> tuple[Any, Any, Any]:
+    numpy = np.random.get_state(legacy=False)
+    numbers = (numpy["state"]["key"].tolist(), numpy["state"]["pos"], numpy["gauss"])
+    return random.getstate(), numbers, torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_global_generators_are_left_as_they_were(num_workers: int) -> None:
+    """PEERS: beginning an iteration of torch's DataLoader draws from the global generator."""
+    before = global_state()
+    loader = augmented(num_workers)
+    for _ in loader:
+        assert global_state() == before
+    assert global_state() == before
+
+
+def test_the_global_generators_are_left_as_they_were_when_a_fetch_raises() -> None:
+    class Failing(Augmented):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            torch.rand(1)
+            raise OSError("no such sample")
+
+    before, num_threads = global_state(), torch.get_num_threads()
+    loader = Loader(Failing(), batch_size=2)
+    with pytest.raises(OSError, match="no such sample"):
+        next(iter(loader))
+    assert global_state() == before
+    assert torch.get_num_threads() == num_threads
+    assert loader.batch == 0
+
+
+def test_a_batch_does_not_depend_on_what_the_loop_draws(straight: list[torch.Tensor]) -> None:
+    found = []
+    for batch in augmented():
+        random.random(), np.random.random(), torch.rand(5)
+        found.append(batch)
+    assert_same(found, straight[:6])
+
+
+def order(seed: int, epoch: int, num_samples: int = 20) -> list[int]:
+    loader = Loader(range(num_samples), batch_size=num_samples, seed=seed)
+    loader.load_state_dict({**loader.state_dict(), "epoch": epoch})
+    return next(iter(loader)).tolist()
+
+
+def test_the_order_is_a_function_of_seed_and_epoch() -> None:
+    torch.manual_seed(1)
+    found = order(5, 3)
+    torch.manual_seed(2)
+    assert order(5, 3) == found
+    assert sorted(found) == list(range(20))
+    assert len({tuple(order(seed, epoch)) for seed in (5, 6, 35) for epoch in (0, 3, 53)}) == 9
+
+
+def test_the_order_stays_what_it_was_in_earlier_versions() -> None:
+    """Golden values: a changed order would break the resume of every run under way."""
+    assert order(0, 0, 10) == [9, 2, 7, 3, 6, 8, 4, 0, 1, 5]
+    assert order(2**70, 12, 10) == [1, 5, 3, 7, 9, 2, 0, 4, 6, 8]
+
+
+def test_without_shuffling_the_order_is_the_datasets_own() -> None:
+    loader = Loader(range(5), batch_size=2, shuffle=False)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
+
+
+def test_drop_last_leaves_the_unfull_batch_out() -> None:
+    loader = Loader(range(5), batch_size=2, shuffle=False, drop_last=True)
+    assert len(loader) == 2
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
+def test_a_dataset_that_fetches_many_at_once_is_asked_once() -> None:
+    class Many:
+        asked: list[list[int]] = []  # noqa: RUF012
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            raise AssertionError("one by one")
+
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            self.asked.append(indices)
+            return [index * 10 for index in indices]
+
+    loader = Loader(Many(), batch_size=3, shuffle=False)
+    assert [batch.tolist() for batch in loader] == [[0, 10, 20], [30]]
+    assert Many.asked == [[0, 1, 2], [3]]
+
+
+def test_the_position_counts_what_the_loop_has_taken() -> None:
+    loader = augmented()
+    batches = iter(loader)
+    assert (loader.epoch, loader.batch) == (0, 0)
+    next(batches)
+    next(batches)
+    assert (loader.epoch, loader.batch) == (0, 2)
+
+
+def test_the_epoch_ends_when_the_loop_asks_for_more_than_its_last_batch() -> None:
+    """A position saved at the last batch is in that epoch, so its end is not lost by a resume."""
+    loader, again = augmented(), augmented()
+    batches = iter(loader)
+    for _ in range(6):
+        next(batches)
+    assert (loader.epoch, loader.batch, loader.at_epoch_end) == (0, 6, True)
+    again.load_state_dict(loader.state_dict())
+    assert next(batches, None) is None
+    assert (loader.epoch, loader.batch, loader.at_epoch_end) == (1, 0, False)
+    assert list(again) == []
+    assert (again.epoch, again.batch) == (1, 0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    num_samples=st.integers(1, 9),
+    batch_size=st.integers(1, 4),
+    batches_per_step=st.integers(1, 3),
+    cuts=st.lists(st.integers(0, 12), max_size=3),
+)
+def test_until_gives_the_same_batches_however_it_is_cut(
+    num_samples: int, batch_size: int, batches_per_step: int, cuts: list[int]
+) -> None:
+    """Invariant 7, for any number of stops and resumes at any step."""
+
+    def loader() -> Loader:
+        return Loader(range(num_samples), batch_size=batch_size, seed=2)
+
+    def plain(batches: Iterator[torch.Tensor]) -> list[list[int]]:
+        return [batch.tolist() for batch in batches]
+
+    expected = plain(loader().until(12, batches_per_step=batches_per_step))
+    found: list[list[int]] = []
+    state, start = loader().state_dict(), 0
+    for stop in sorted({*cuts, 12}):
+        part = loader()
+        part.load_state_dict(state)
+        found += plain(part.until(stop, start=start, batches_per_step=batches_per_step))
+        state, start = part.state_dict(), stop
+    assert found == expected
+    assert len(expected) == 12 * batches_per_step
+    assert plain(islice(epochs_of(loader()), len(expected))) == expected
+
+
+def epochs_of(loader: Loader) -> Iterator[torch.Tensor]:
+    while True:
+        yield from loader
+
+
+def test_until_a_step_that_is_done_gives_nothing() -> None:
+    """D25: the rerun of a finished run trains no further."""
+    loader = augmented()
+    list(loader.until(8))
+    assert list(loader.until(8, start=8)) == []
+    assert list(loader.until(8, start=9)) == []
+
+
+def test_until_from_later_on_with_a_fresh_loader_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="holdfast"):
+        augmented().until(9, start=3)
+    assert "was it in the state" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"step": -1}, {"step": 1.0}, {"step": True}, {"step": 1, "start": -1}, {"step": "5step"}],
+)
+def test_until_refuses_at_once_what_is_no_step(arguments: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        augmented().until(**arguments)
+
+
+def test_a_load_ends_the_iterator_that_is_alive() -> None:
+    loader = augmented()
+    batches = iter(loader)
+    next(batches)
+    loader.load_state_dict(loader.state_dict())
+    with pytest.raises(UsageError, match="has ended"):
+        next(batches)
+    assert (loader.epoch, loader.batch) == (0, 1)
+
+
+def test_beginning_another_iterator_ends_the_former() -> None:
+    loader = augmented()
+    former = iter(loader)
+    next(former)
+    latter = iter(loader)
+    next(latter)
+    with pytest.raises(UsageError, match="has ended"):
+        next(former)
+    assert loader.batch == 2
+    next(latter)
+    assert loader.batch == 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"dataset": range(11)}, {"batch_size": 3}, {"shuffle": False}, {"drop_last": True}],
+)
+def test_a_position_in_mid_epoch_is_refused_by_an_epoch_of_another_shape(
+    other: dict[str, Any],
+) -> None:
+    made = {"dataset": range(10), "batch_size": 4, **other}
+    loader, differing = Loader(range(10), batch_size=4), Loader(**made)
+    next(iter(loader))
+    before = differing.state_dict()
+    with pytest.raises(UsageError, match=r"stored .*, here "):
+        differing.load_state_dict(loader.state_dict())
+    assert differing.state_dict() == before
+
+
+@pytest.mark.parametrize(("taken", "batch"), [(0, 0), (3, 10)])
+def test_the_begin_and_the_end_of_an_epoch_mean_the_same_in_any_shape(
+    taken: int, batch: int
+) -> None:
+    loader, differing = Loader(range(10), batch_size=4), Loader(range(10), batch_size=1)
+    list(islice(loader, taken))
+    differing.load_state_dict(loader.state_dict())
+    assert (differing.epoch, differing.batch) == (0, batch)
+
+
+def test_a_stored_seed_wins_and_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """O50: the order of a run under way does not change because a script did."""
+    loader, other = augmented(seed=7), augmented(seed=8)
+    with caplog.at_level(logging.WARNING, logger="holdfast"):
+        other.load_state_dict(loader.state_dict())
+    assert "the stored one is used" in caplog.text
+    assert other.seed == 7
+    assert_same(list(other), list(loader))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epoch": -1},
+        {"batch": 7},
+        {"batch": 1.0},
+        {"batch": True},
+        {"seed": None},
+        {"num_samples": 0},
+        {"num_samples": 3, "drop_last": True, "batch": 0},
+        {"shuffle": 1},
+        {"extra": 1},
+    ],
+)
+def test_what_is_no_position_is_refused(change: dict[str, Any]) -> None:
+    loader = augmented()
+    before = loader.state_dict()
+    with pytest.raises(UsageError):
+        loader.load_state_dict({**before, **change})
+    assert loader.state_dict() == before
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dataset": Endless()}, r"holdfast\.data\.skip"),
+        ({"dataset": iter([1, 2])}, "__getitem__"),
+        ({"dataset": []}, "empty"),
+        ({"dataset": [1, 2], "batch_size": 3, "drop_last": True}, "no batch"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": None}, "batch_size=None"),
+        ({"batch_size": True}, "batch_size=True"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 0.5}, "seed=0.5"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_construction(
+    arguments: dict[str, Any], message: str
+) -> None:
+    """D47: a setting that could only do nothing is an error."""
+    with pytest.raises(UsageError, match=message):
+        Loader(**{"dataset": [1, 2, 3], "batch_size": 2, **arguments})
+
+
+def test_a_batch_larger_than_the_dataset_is_one_batch() -> None:
+    assert [len(batch) for batch in Loader(range(3), batch_size=8)] == [3]
+
+
+def test_a_dataset_that_changed_its_length_is_refused() -> None:
+    samples = [1, 2, 3]
+    loader = Loader(samples, batch_size=2)
+    samples.append(4)
+    with pytest.raises(UsageError, match="had 3 samples and now has 4"):
+        next(iter(loader))
+
+
+def test_an_error_in_a_worker_reaches_the_loop_and_the_batch_is_not_counted() -> None:
+    class Failing(Augmented):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if index == 3:
+                raise OSError("no such sample")
+            return super().__getitem__(index)
+
+    loader = Loader(Failing(), batch_size=2, shuffle=False, num_workers=1)
+    with pytest.raises(OSError, match="no such sample"):
+        list(loader)
+    assert loader.batch == 1

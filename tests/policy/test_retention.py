@@ -1,0 +1,340 @@
+"""Claims about what is kept and why, over random histories where they are general."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import UsageError
+from holdfast.format.manifest import Timestamp
+from holdfast.policy.retention import (
+    All,
+    AnyOf,
+    Best,
+    Candidate,
+    Decision,
+    EveryNth,
+    Last,
+    Rule,
+    decide,
+)
+
+
+def candidate(
+    sequence: int, step: int | None = None, *, epoch: int = 1, **more: object
+) -> Candidate:
+    at = Timestamp(step=sequence * 100 if step is None else step)
+    return Candidate(order=(epoch, sequence), timestamp=at, **more)  # type: ignore[arg-type]
+
+
+def kept(entries: Sequence[Candidate], rule: Rule, **more: tuple[int, int]) -> list[int]:
+    """Sequences of what stays, oldest first."""
+    decisions = decide(entries, rule, **more)
+    return sorted(decision.entry.order[1] for decision in decisions if decision.keep)
+
+
+def survivors(decisions: Sequence[Decision]) -> list[Candidate]:
+    return [decision.entry for decision in decisions if decision.keep]
+
+
+metrics = st.dictionaries(
+    st.sampled_from(["val_loss", "accuracy"]),
+    st.floats(allow_nan=True, allow_infinity=True) | st.integers(0, 2).map(float),
+)
+candidates = st.builds(
+    Candidate,
+    order=st.tuples(st.integers(1, 3), st.integers(1, 20)),
+    timestamp=st.builds(Timestamp, step=st.integers(0, 40), epoch=st.none() | st.integers(0, 5)),
+    metrics=metrics,
+    tags=st.sampled_from([(), (), (), ("final",)]),
+    pinned=st.integers(0, 9).map(lambda n: n == 0),
+    rejected=st.integers(0, 4).map(lambda n: n == 0),
+    retired=st.integers(0, 9).map(lambda n: n == 0),
+)
+histories = st.lists(candidates, max_size=20, unique_by=lambda entry: entry.order)
+rules = st.lists(
+    st.one_of(
+        st.builds(Last, st.integers(1, 5)),
+        st.builds(
+            Best,
+            st.sampled_from(["val_loss", "accuracy"]),
+            st.integers(1, 3),
+            st.sampled_from(["min", "max"]),
+        ),
+        st.builds(EveryNth, st.sampled_from(["7step", "10step", "2ep"])),
+    ),
+    min_size=1,
+    max_size=3,
+).map(lambda parts: parts[0] if len(parts) == 1 else AnyOf(tuple(parts)))
+
+
+@given(histories, rules)
+def test_something_newer_stays_for_everything_that_goes(
+    entries: list[Candidate], rule: Rule
+) -> None:
+    """R20, D1, D2: nothing is dropped unless a usable, newer one is kept."""
+    decisions = decide(entries, rule)
+    usable = [entry.order for entry in survivors(decisions) if entry.counts]
+    for decision in decisions:
+        assert decision.keep or max(usable) > decision.entry.order
+
+
+@given(histories, rules)
+def test_the_newest_that_resume_has_not_rejected_stays(
+    entries: list[Candidate], rule: Rule
+) -> None:
+    """R20, D6."""
+    usable = [entry for entry in entries if not entry.rejected]
+    if usable:
+        newest = max(usable, key=lambda entry: entry.order)
+        assert newest in survivors(decide(entries, rule))
+
+
+@given(histories, rules)
+def test_pinned_and_tagged_ones_stay(entries: list[Candidate], rule: Rule) -> None:
+    """R20, D11, D12."""
+    marked = {entry.order for entry in entries if entry.pinned or entry.tags}
+    assert marked <= {entry.order for entry in survivors(decide(entries, rule))}
+
+
+@given(st.data(), histories.filter(bool), rules)
+def test_the_point_the_lineage_stands_on_stays(
+    data: st.DataObject, entries: list[Candidate], rule: Rule
+) -> None:
+    point = data.draw(st.sampled_from(entries)).order
+    decisions = decide(entries, rule, resumed_from=point)
+    assert point in {entry.order for entry in survivors(decisions)}
+
+
+@given(histories, rules)
+def test_deciding_again_over_what_stayed_drops_nothing(
+    entries: list[Candidate], rule: Rule
+) -> None:
+    """R23: a deletion that was cut short and is decided again ends at the same place."""
+    stayed = survivors(decide(entries, rule))
+    assert survivors(decide(stayed, rule)) == stayed
+
+
+@given(st.data(), histories, rules)
+def test_a_deletion_that_was_cut_short_ends_at_the_same_place(
+    data: st.DataObject, entries: list[Candidate], rule: Rule
+) -> None:
+    """R23: whichever part of the doomed ones is gone by then."""
+    decisions = decide(entries, rule)
+    doomed = [decision.entry for decision in decisions if not decision.keep]
+    gone = [entry for entry in doomed if data.draw(st.booleans())]
+    left = [entry for entry in entries if entry not in gone]
+    assert survivors(decide(left, rule)) == survivors(decisions)
+
+
+@given(st.data(), histories, rules)
+def test_the_order_of_the_list_means_nothing(
+    data: st.DataObject, entries: list[Candidate], rule: Rule
+) -> None:
+    """D3, D4: only the recorded order counts."""
+    shuffled = data.draw(st.permutations(entries))
+    assert decide(shuffled, rule) == decide(entries, rule)
+
+
+@given(histories, rules)
+def test_rejected_ones_take_no_place(entries: list[Candidate], rule: Rule) -> None:
+    """Invariant 4: without them the same usable ones are kept."""
+    usable = [entry for entry in entries if not entry.rejected]
+    with_them = [entry for entry in survivors(decide(entries, rule)) if not entry.rejected]
+    assert with_them == survivors(decide(usable, rule))
+
+
+@given(histories, rules)
+def test_every_decision_has_its_reason(entries: list[Candidate], rule: Rule) -> None:
+    decisions = decide(entries, rule)
+    assert len(decisions) == len(entries)
+    assert all(decision.reason for decision in decisions)
+
+
+@given(histories, rules, rules)
+def test_either_of_two_rules_is_enough(entries: list[Candidate], a: Rule, b: Rule) -> None:
+    both = {entry.order for entry in survivors(decide(entries, a | b)) if not entry.rejected}
+    alone = {
+        entry.order
+        for rule in (a, b)
+        for entry in survivors(decide(entries, rule))
+        if not entry.rejected
+    }
+    assert both == alone
+
+
+@given(histories)
+def test_all_keeps_every_one_whose_deletion_was_not_begun(entries: list[Candidate]) -> None:
+    stayed = survivors(decide(entries, All()))
+    assert {e.order for e in entries if not e.retired} <= {e.order for e in stayed}
+
+
+@given(histories, st.integers(1, 6))
+def test_last_keeps_the_newest_by_recorded_order(entries: list[Candidate], n: int) -> None:
+    """D4, D30: a higher step of an abandoned branch is not newer."""
+    plain = [Candidate(order=e.order, timestamp=e.timestamp) for e in entries]
+    expected = sorted((e.order for e in plain), reverse=True)[:n]
+    assert [e.order for e in survivors(decide(plain, Last(n)))] == expected
+
+
+def test_a_smaller_limit_takes_effect_at_once() -> None:
+    """D49."""
+    entries = [candidate(n) for n in range(1, 11)]
+    assert kept(entries, Last(6)) == [5, 6, 7, 8, 9, 10]
+    assert kept(entries, Last(2)) == [9, 10]
+
+
+def test_rotation_keeps_as_many_as_asked() -> None:
+    entries = [candidate(n) for n in range(1, 7)]
+    assert [len(kept(entries, Last(n))) for n in (1, 2, 3, 4, 9)] == [1, 2, 3, 4, 6]
+
+
+def test_best_is_lowest_or_highest() -> None:
+    values = {1: 0.5, 2: 0.1, 3: 0.9, 4: 0.4}
+    entries = [candidate(n, metrics={"val": value}) for n, value in values.items()]
+    assert kept(entries, Best("val")) == [2, 4]
+    assert kept(entries, Best("val", n=2)) == [2, 4]
+    assert kept(entries, Best("val", n=3)) == [1, 2, 4]
+    assert kept(entries, Best("val", mode="max")) == [3, 4]
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None])
+def test_what_is_not_a_number_is_never_best(mode: str, value: float | None) -> None:
+    odd = {} if value is None else {"val": value}
+    entries = [candidate(1, metrics=odd), candidate(2, metrics={"val": 3.0}), candidate(3)]
+    assert kept(entries, Best("val", n=3, mode=mode)) == [2, 3]  # type: ignore[arg-type]
+
+
+def test_of_equally_good_ones_the_older_stays() -> None:
+    entries = [candidate(n, metrics={"val": 0.5}) for n in (1, 2, 3)] + [candidate(4)]
+    assert kept(entries, Best("val")) == [1, 4]
+
+
+def test_rejected_ones_are_neither_best_nor_last() -> None:
+    entries = [
+        candidate(1, metrics={"val": 0.3}),
+        candidate(2, metrics={"val": 0.1}, rejected=True),
+        candidate(3, metrics={"val": 0.2}),
+        candidate(4, metrics={"val": 0.9}),
+        candidate(5, metrics={"val": 0.0}, rejected=True),
+    ]
+    decisions = decide(entries, Last(1) | Best("val"))
+    assert [(d.entry.order[1], d.keep) for d in decisions] == [
+        (5, True),
+        (4, True),
+        (3, True),
+        (2, False),
+        (1, False),
+    ]
+
+
+def test_a_rejected_one_goes_when_all_that_stays_is_newer() -> None:
+    """Invariant 4: it stays to be looked at while it is among the newest."""
+    entries = [candidate(1), candidate(2, rejected=True), candidate(3), candidate(4)]
+    assert kept(entries, Last(3)) == [1, 2, 3, 4]
+    assert kept(entries, Last(2)) == [3, 4]
+
+
+def test_nothing_goes_while_everything_is_rejected() -> None:
+    """R19, R20, D13."""
+    entries = [candidate(n, rejected=True) for n in (1, 2, 3)]
+    assert kept(entries, Last(1)) == [1, 2, 3]
+
+
+def test_a_begun_deletion_is_ended_and_takes_no_place() -> None:
+    entries = [candidate(1), candidate(2), candidate(3, retired=True), candidate(4)]
+    assert kept(entries, Last(2)) == [2, 4]
+    assert kept(entries, All()) == [1, 2, 4]
+
+
+def test_a_begun_deletion_waits_while_nothing_newer_is_there() -> None:
+    """Invariant 4."""
+    entries = [candidate(1), candidate(2, retired=True)]
+    assert kept(entries, Last(1)) == [1, 2]
+    assert kept([*entries, candidate(3)], Last(1)) == [3]
+
+
+def test_every_nth_keeps_the_first_at_each_multiple() -> None:
+    """D10, D12: milestones stay, whatever the cadence was when they were saved."""
+    steps = [0, 250, 500, 1000, 1250, 2100, 2900, 4000, 4500]
+    entries = [candidate(n, step) for n, step in enumerate(steps, start=1)]
+    rule = EveryNth("1000step")
+    stayed = [steps[n - 1] for n in kept(entries, rule)]
+    assert stayed == [0, 1000, 2100, 4000, 4500]
+
+
+def test_every_nth_prefers_the_newer_of_two_branches() -> None:
+    """D30: after a rollback the same multiple is passed again."""
+    entries = [
+        candidate(1, 500),
+        candidate(2, 1000),
+        candidate(3, 1000, epoch=2),
+        candidate(4, 1500, epoch=2),
+    ]
+    assert kept(entries, EveryNth("1000step")) == [3, 4]
+
+
+def test_every_nth_counts_in_its_own_unit() -> None:
+    entries = [
+        Candidate(order=(1, n), timestamp=Timestamp(step=n, epoch=epoch, wall_s=n * 1800.0))
+        for n, epoch in enumerate([0, 1, 1, 2, None, 3], start=1)
+    ]
+    assert kept(entries, EveryNth("2ep")) == [1, 4, 6]
+    assert kept(entries, EveryNth("1h")) == [2, 4, 6]
+
+
+def test_copies_with_the_same_order_are_decided_one_by_one() -> None:
+    """D6: each entry is its own, also when records repeat."""
+    twin = candidate(3)
+    assert [d.keep for d in decide([candidate(1), twin, twin], Last(1))] == [True, False, False]
+
+
+def test_reasons_name_every_rule_that_keeps() -> None:
+    entries = [
+        candidate(1, pinned=True),
+        candidate(2, tags=("final", "paper")),
+        candidate(3),
+        candidate(4),
+        candidate(5, metrics={"val": 0.5}),
+    ]
+    decisions = decide(entries, Last(1) | Best("val"), resumed_from=(1, 4))
+    assert [decision.reason for decision in decisions] == [
+        "newest, last 1, best val (min)",
+        "the run went on from it",
+        "not kept by: last 1 | best val (min)",
+        "tagged final, paper",
+        "pinned",
+    ]
+
+
+def test_rules_join_flat_and_show_themselves() -> None:
+    rule = Last(3) | Best("loss", n=2, mode="max") | EveryNth("90min") | All()
+    assert isinstance(rule, AnyOf)
+    assert str(rule) == "last 3 | best 2 loss (max) | every 5400s | all"
+    assert Last(1) | (Last(2) | Last(3)) == AnyOf((Last(1), Last(2), Last(3)))
+    with pytest.raises(TypeError):
+        Last(1) | 3  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("n", [0, -1, True, 1.5, "3", None])
+def test_a_quota_below_one_is_refused_at_construction(n: object) -> None:
+    """D47, D48."""
+    with pytest.raises(UsageError, match=r"Last: n="):
+        Last(n)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"Best: n="):
+        Best("val", n)  # type: ignore[arg-type]
+
+
+def test_other_bad_settings_are_refused_at_construction() -> None:
+    """D47."""
+    with pytest.raises(UsageError, match="mode='low'"):
+        Best("val", mode="low")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="metric=''"):
+        Best("")
+    with pytest.raises(UsageError, match="EveryNth=1000"):
+        EveryNth(1000)  # type: ignore[arg-type]

@@ -1,0 +1,333 @@
+"""The processes, written as the protocol reads: each `yield` is one atomic operation.
+
+A process is a chain of stages. A stage is a generator; it returns the next stage, or None at the
+end. What it hands to the next stage as arguments is all that the process still remembers, so
+that the explorer can tell equal situations apart from different ones.
+
+A pause or a crash needs no word: any process may stop before any of its operations for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional
+
+from .operations import (
+    DONE,
+    EXISTS,
+    Begin,
+    FindResumePoint,
+    IsEnded,
+    ListAttempts,
+    Operation,
+    PutAborted,
+    PutClaim,
+    PutClosed,
+    PutKept,
+    PutManifest,
+    PutPin,
+    PutRetired,
+    PutThinned,
+    PutTombstone,
+    Read,
+    ReadClaim,
+    ReadHighestEpoch,
+    RemoveComponent,
+    RemoveFiles,
+    RemoveFolder,
+    RemoveManifest,
+    TellNothingFound,
+    TellPinned,
+    TellResumed,
+    TellSaver,
+)
+from .rules import Rules
+from .world import (
+    ABORTED,
+    ABSENT,
+    ALL_FILES,
+    COMMITTED,
+    CONFLICT,
+    DELETED,
+    NO_FILES,
+    OK,
+    SUPERSEDED,
+    UNKNOWN,
+    Claim,
+)
+
+Steps = Generator[Operation, Any, Optional["Stage"]]
+
+
+class Stage(NamedTuple):
+    """A stage of a process that is about to begin: the generator function and its arguments."""
+
+    function: Callable[..., Steps]
+    arguments: tuple[Any, ...]
+
+
+def stage(function: Callable[..., Steps], *arguments: Any) -> Stage:
+    """Go on with `function(*arguments)`."""
+    return Stage(function, arguments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writer:
+    """What a process that owns the run, or will claim it, is going to do."""
+
+    process: str
+    resumes: str = "latest"
+    """"latest", or the checkpoint that a person rolls back to."""
+    saves: tuple[str, ...] = ()
+    deletes: tuple[str, ...] = ()
+    """What its retention deletes after its last save, in this order."""
+    deletes_early: tuple[str, ...] = ()
+    """What its retention deletes between resuming and its first save."""
+    replaces: str | None = None
+    """The checkpoint that its first save replaces."""
+    thins: str | None = None
+    """The checkpoint from which it drops a component after its last save."""
+    lossy: tuple[str, ...] = ()
+    """Attempts whose manifest is put over a bad network."""
+    is_claim_lossy: bool = False
+    closes: bool = False
+    """Whether it records a clean close at the end."""
+
+
+class Own(NamedTuple):
+    """What an owner remembers. `ended`: its attempts of which nothing can be in flight."""
+
+    rules: Rules
+    writer: Writer
+    epoch: int
+    ended: tuple[str, ...]
+
+
+# The first owner, and claiming -------------------------------------------------------------------
+
+
+def first_owner(rules: Rules, writer: Writer) -> Stage:
+    """s1: it has owned the run since before the beginning, and committed c0 and c1."""
+    return stage(work, Own(rules, writer, 1, ("c0", "c1")), writer.saves)
+
+
+def claim(rules: Rules, writer: Writer) -> Steps:
+    """Claim the epoch above the highest, going on from the latest or from a named checkpoint."""
+    epoch = (yield ReadHighestEpoch()) + 1
+    is_rollback = writer.resumes != "latest"
+    point = writer.resumes
+    if not is_rollback:
+        point = yield FindResumePoint(rules)
+    if point is None or epoch > MAX_EPOCH:
+        return None
+    ours = Claim(writer.process, point, is_rollback)
+    reply = yield PutClaim(epoch, ours, rules.claim_if_absent, writer.is_claim_lossy)
+    if reply != DONE:
+        found = yield ReadClaim(epoch)
+        if found is None:
+            return None  # unknown: it may still arrive
+        if found != ours:
+            return stage(claim, rules, writer)
+    return stage(confirm, rules, writer, epoch, point)
+
+
+MAX_EPOCH = 4
+"""A claimer gives up here, so that the races of claimers end."""
+
+
+def confirm(rules: Rules, writer: Writer, epoch: int, point: str) -> Steps:
+    """Look again whether the resume point stands; else claim anew with another."""
+    is_rollback = writer.resumes != "latest"
+    if rules.reread_after_claim:
+        doomed, register = yield from reread(rules, point)
+        thinned = yield Read(point, "thinned")
+        if doomed or thinned or register != COMMITTED:
+            return None if is_rollback else stage(claim, rules, writer)
+    if rules.resolve_again_after_claim and not is_rollback:
+        latest = yield FindResumePoint(rules, below=epoch)
+        if latest != point:
+            return stage(claim, rules, writer)
+    if rules.kept_is_recorded:
+        yield PutKept(point, epoch)
+    yield TellResumed(epoch, writer.process, point, is_rollback)
+    if writer.deletes_early:
+        protected = point if rules.resume_point_kept else writer.deletes_early[-1]
+        olds = tuple(old for old in writer.deletes_early if old != protected)
+        own = Own(rules, writer, epoch, ())
+        return stage(prune, own, olds, stage(work, own, writer.saves))
+    return stage(work, Own(rules, writer, epoch, ()), writer.saves)
+
+
+def reread(rules: Rules, attempt: str) -> Generator[Operation, Any, tuple[bool, str]]:
+    """Whether a deleter has marked the checkpoint, and its register, in the order that counts."""
+    if rules.reread_retired_first:
+        doomed = yield Read(attempt, "is_doomed")
+        register = yield Read(attempt, "register")
+    else:
+        register = yield Read(attempt, "register")
+        doomed = yield Read(attempt, "is_doomed")
+    return doomed, register
+
+
+# Saving ------------------------------------------------------------------------------------------
+
+
+def work(own: Own, saves: tuple[str, ...]) -> Steps:
+    """The next save; after the last one, housekeeping and the end."""
+    rules, writer = own.rules, own.writer
+    is_first = saves == writer.saves
+    if saves:
+        after = stage(save, own, saves)
+        if is_first and writer.replaces and not rules.commit_before_replacing:
+            return stage(prune, own, (writer.replaces,), after)
+        return after
+    all_ended = set(writer.saves) <= set(own.ended)
+    if writer.closes and (all_ended or not rules.close_only_when_ended):
+        yield PutClosed(own.epoch)
+    return None
+
+
+def save(own: Own, saves: tuple[str, ...]) -> Steps:
+    """Files, fence, manifest, fence; then tell the caller."""
+    rules, attempt = own.rules, saves[0]
+    yield Begin(attempt, own.epoch)
+    if rules.fence_before_put and (yield ReadClaim(own.epoch + 1)):
+        yield TellSaver(attempt, SUPERSEDED)
+        return None
+    reply = yield PutManifest(attempt, attempt in own.writer.lossy)
+    outcome = yield from find_out(rules, attempt, reply)
+    if reply == DONE or not rules.unclear_put_is_not_ended:
+        own = own._replace(ended=(*own.ended, attempt))
+    if outcome == OK and rules.fence_after_put and (yield ReadClaim(own.epoch + 1)):
+        outcome = SUPERSEDED
+    yield TellSaver(attempt, outcome)
+    if outcome == SUPERSEDED:
+        return None
+    if outcome != OK:
+        return stage(work, own, saves[1:])
+    return stage(housekeeping, own, saves)
+
+
+def find_out(rules: Rules, attempt: str, reply: str) -> Generator[Operation, Any, str]:
+    """What became of a manifest's put: read back unless the reply said "done"."""
+    if reply == DONE:
+        return OK
+    if reply == EXISTS and not rules.read_back_after_conflict:
+        return CONFLICT
+    if reply != EXISTS and not rules.read_back_after_lost_reply:
+        return OK
+    register = yield Read(attempt, "register")
+    if register == ABSENT:
+        return UNKNOWN
+    return OK if register == COMMITTED else CONFLICT
+
+
+def housekeeping(own: Own, saves: tuple[str, ...]) -> Steps:
+    """After a commit: retract what was replaced; after the last one prune and thin too."""
+    writer = own.writer
+    newest, later = saves[0], saves[1:]
+    olds: tuple[str, ...] = ()
+    if saves == writer.saves and writer.replaces and own.rules.commit_before_replacing:
+        olds += (writer.replaces,)
+    if not later:
+        olds += tuple(old for old in writer.deletes if old != newest)
+    if not later and writer.thins:
+        return stage(prune, own, olds, stage(thin, own, writer.thins))
+    return stage(prune, own, olds, stage(work, own, later))
+    yield
+
+
+# Deleting, thinning ------------------------------------------------------------------------------
+
+
+def prune(own: Own, olds: tuple[str, ...], after: Stage) -> Steps:
+    """Delete one checkpoint after the other; stop for good when the run was taken over."""
+    if not olds:
+        return after
+    rules, old = own.rules, olds[0]
+    following = stage(prune, own, olds[1:], after)
+    if (yield Read(old, "register")) != COMMITTED:
+        return following
+    if rules.retired_before_deleting:
+        yield PutRetired(old, own.epoch)
+    if rules.fence_after_retired and (yield ReadClaim(own.epoch + 1)):
+        return None
+    if rules.pins_after_retired and (yield Read(old, "pinned")):
+        return following
+    if rules.tombstone:
+        yield PutTombstone(old)
+    else:
+        yield RemoveManifest(old)
+    yield RemoveFiles(old)
+    if old in own.ended:
+        yield RemoveFolder(old)
+    elif not rules.tombstone_stays:
+        yield RemoveManifest(old)
+    return following
+
+
+def thin(own: Own, attempt: str) -> Steps:
+    """Drop a component of a checkpoint: say so first, then read the fence."""
+    if own.rules.thinned_mark_first:
+        yield PutThinned(attempt)
+    if own.rules.thin_reads_fence and (yield ReadClaim(own.epoch + 1)):
+        return None
+    yield RemoveComponent(attempt)
+    return stage(work, own, ())
+
+
+# gc, pins, readers -------------------------------------------------------------------------------
+
+
+def collect(rules: Rules, attempts: tuple[str, ...], believe_deaths: bool) -> Steps:
+    """gc: end and clear every attempt that has not committed."""
+    there = yield ListAttempts()
+    targets = tuple(attempt for attempt in attempts if attempt in there)
+    return stage(collect_one, rules, targets, believe_deaths)
+
+
+def collect_one(rules: Rules, attempts: tuple[str, ...], believe_deaths: bool) -> Steps:
+    """gc of the first of some attempts."""
+    if not attempts:
+        return None
+    attempt, following = attempts[0], stage(collect_one, rules, attempts[1:], believe_deaths)
+    register = yield Read(attempt, "register")
+    if register == COMMITTED:
+        return following
+    if register == ABSENT and rules.abort_marker_first and (yield PutAborted(attempt)) == EXISTS:
+        return following
+    yield RemoveFiles(attempt)
+    if (yield IsEnded(attempt, believe_deaths)):
+        yield RemoveFolder(attempt)
+    elif register != DELETED and not rules.marker_stays:
+        yield RemoveManifest(attempt)
+    return following
+
+
+def pin(rules: Rules, attempt: str) -> Steps:
+    """A person pins a checkpoint."""
+    if (yield Read(attempt, "register")) != COMMITTED:
+        return None
+    yield PutPin(attempt)
+    if rules.pin_reads_retired and (yield Read(attempt, "is_doomed")):
+        return None
+    if rules.pin_reads_manifest and (yield Read(attempt, "register")) != COMMITTED:
+        return None
+    yield TellPinned(attempt)
+    return None
+
+
+def look(rules: Rules, seen_before: tuple[Any, ...]) -> Steps:
+    """A reader: try all, newest first; start again until two rounds saw the same."""
+    seen: list[Any] = []
+    for attempt in (yield ListAttempts()):
+        register = yield Read(attempt, "register")
+        files = (yield Read(attempt, "files")) if register == COMMITTED else NO_FILES
+        if files == ALL_FILES:
+            return None
+        seen.append((attempt, register, files) if rules.reader_compares_registers else attempt)
+    if rules.reader_lists_again and tuple(seen) != seen_before:
+        return stage(look, rules, tuple(seen))
+    yield TellNothingFound()
+    return None

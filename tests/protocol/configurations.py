@@ -1,0 +1,166 @@
+"""Who meets whom: actors chosen so that every pair, and the triples that matter, meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .actors import Stage, Writer, claim, collect, first_owner, look, pin, stage
+from .explorer import Configuration
+from .rules import Rules
+
+Actors = tuple[tuple[str, Stage], ...]
+
+
+def _s1(rules: Rules, **plan: object) -> tuple[str, Stage]:
+    return "s1", first_owner(rules, Writer(process="s1", **plan))  # type: ignore[arg-type]
+
+
+def _later(rules: Rules, process: str, **plan: object) -> tuple[str, Stage]:
+    return process, stage(claim, rules, Writer(process=process, **plan))  # type: ignore[arg-type]
+
+
+def _gc(rules: Rules, *attempts: str, believe_deaths: bool = True) -> tuple[str, Stage]:
+    return "gc", stage(collect, rules, attempts, believe_deaths)
+
+
+def _reader(rules: Rules) -> tuple[str, Stage]:
+    return "reader", stage(look, rules, ())
+
+
+def _takeover(rules: Rules) -> Configuration:
+    """A paused writer, its successor that takes the latest, both with retention, and gc."""
+    actors = (
+        _s1(rules, saves=("a1",), lossy=("a1",), deletes=("c0", "c1")),
+        _later(rules, "s2", saves=("a2",), deletes=("c0", "c1", "a1")),
+        _gc(rules, "a1", "a2"),
+    )
+    return Configuration(name="takeover", actors=actors)
+
+
+def _rollback(rules: Rules) -> Configuration:
+    """The successor goes back to an older checkpoint and cleans up before its first save."""
+    actors = (
+        _s1(rules, saves=("a1",), deletes=("c0", "c1")),
+        _later(
+            rules,
+            "s2",
+            resumes="c0",
+            saves=("a2",),
+            deletes_early=("c0", "c1"),
+            deletes=("c0", "c1", "a1"),
+        ),
+        _gc(rules, "a1", "a2"),
+    )
+    return Configuration(name="rollback", actors=actors)
+
+
+def _two_takeovers(rules: Rules) -> Configuration:
+    """Two successors, one after the other or at once, over a bad network."""
+    actors = (
+        _s1(rules, saves=("a1",), deletes=("c1",)),
+        _later(rules, "s2", saves=("a2",), deletes=("c1", "a1"), is_claim_lossy=True),
+        _later(rules, "s3", saves=("a3",), deletes=("c1", "a2"), is_claim_lossy=True),
+    )
+    return Configuration(name="two takeovers", actors=actors)
+
+
+def _takeover_of_rollback(rules: Rules) -> Configuration:
+    """A second successor takes over from one that had rolled the run back."""
+    actors = (
+        _s1(rules, saves=("a1",), deletes=("c1",)),
+        _later(rules, "s2", resumes="c1", saves=("a2",), deletes=("a1", "c1")),
+        _later(rules, "s3", saves=("a3",), deletes=("a2", "c1")),
+    )
+    return Configuration(name="takeover of rollback", actors=actors)
+
+
+def _readers(rules: Rules) -> Configuration:
+    """A reader beside two writers whose retention keeps one."""
+    actors = (
+        _s1(rules, saves=("a1",), deletes=("c0", "c1")),
+        _later(rules, "s2", saves=("a2",), deletes=("c0", "c1", "a1")),
+        _reader(rules),
+    )
+    return Configuration(name="readers", actors=actors)
+
+
+def _pins(rules: Rules) -> Configuration:
+    """A person pins what two writers want to delete."""
+    actors = (
+        _s1(rules, saves=("a1",), deletes=("c0", "c1")),
+        _later(rules, "s2", resumes="c0", saves=("a2",), deletes=("c0", "c1", "a1")),
+        ("pinner", stage(pin, rules, "c1")),
+    )
+    return Configuration(name="pins", actors=actors)
+
+
+def _own_attempts(rules: Rules) -> Configuration:
+    """A writer whose puts get lost deletes its own checkpoint whole and closes; gc comes by."""
+    actors = (
+        _s1(
+            rules,
+            saves=("a1", "b1"),
+            lossy=("a1",),
+            deletes=("c0", "c1", "a1"),
+            closes=True,
+        ),
+        _gc(rules, "a1", "b1"),
+        _reader(rules),
+    )
+    return Configuration(name="own attempts", actors=actors)
+
+
+def _death(rules: Rules) -> Configuration:
+    """A writer on a local store dies for all to see; gc removes its attempt whole."""
+    actors = (
+        _s1(rules, saves=("a1", "b1"), lossy=("a1", "b1"), deletes=("c1",), closes=True),
+        _later(rules, "s2", saves=("a2",), deletes=("c1",)),
+        _gc(rules, "a1", "b1", "a2"),
+    )
+    return Configuration(name="death", actors=actors, mortal=("s1",))
+
+
+def _remote_death(rules: Rules) -> Configuration:
+    """The same on a remote store, where a put may outlive its sender."""
+    believe = not rules.death_ends_only_local_puts
+    actors = (
+        _s1(rules, saves=("a1", "b1"), lossy=("a1",), deletes=("c1",), closes=True),
+        _later(rules, "s2", saves=("a2",), deletes=("c1",)),
+        _gc(rules, "a1", "a2", believe_deaths=believe),
+    )
+    return Configuration(name="remote death", actors=actors, mortal=("s1",), is_remote=True)
+
+
+def _thinning(rules: Rules) -> Configuration:
+    """The owner thins a checkpoint to which somebody else rolls back."""
+    actors = (
+        _s1(rules, saves=("a1",), deletes=("c0",), thins="c1"),
+        _later(rules, "s2", resumes="c1", saves=("a2",), deletes=("c1",)),
+        _later(rules, "s3", saves=("a3",), thins="c1"),
+    )
+    return Configuration(name="thinning", actors=actors)
+
+
+def _replacing(rules: Rules) -> Configuration:
+    """The owner replaces the newest checkpoint while it is taken over and read."""
+    actors = (
+        _s1(rules, saves=("a1",), replaces="c1"),
+        _later(rules, "s2", saves=("a2",)),
+        _reader(rules),
+    )
+    return Configuration(name="replacing", actors=actors)
+
+
+CONFIGURATIONS: tuple[Callable[[Rules], Configuration], ...] = (
+    _takeover,
+    _rollback,
+    _two_takeovers,
+    _takeover_of_rollback,
+    _readers,
+    _pins,
+    _own_attempts,
+    _death,
+    _remote_death,
+    _thinning,
+    _replacing,
+)

@@ -1,0 +1,90 @@
+"""What must hold in every world, as sentences. One function each; `violations` asks them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .lineage import resume_point
+from .rules import Rules
+from .world import (
+    ABORTED,
+    ABSENT,
+    COMMITTED,
+    CONFLICT,
+    DELETED,
+    NO_FILES,
+    OK,
+    THIN_FILES,
+    Folder,
+    World,
+)
+
+
+def violations(world: World, rules: Rules) -> tuple[str, ...]:
+    """Every invariant that this world breaks."""
+    found = list(world.alarms)
+    for folder in world.folders:
+        found += _broken_in_folder(folder)
+    found += _broken_ownership(world)
+    found += _broken_standing(world, rules)
+    return tuple(found)
+
+
+def _broken_in_folder(folder: Folder) -> Iterator[str]:
+    if folder.register == COMMITTED:
+        if folder.files == NO_FILES or (folder.files == THIN_FILES and not folder.thinned):
+            yield "V1 a committed manifest lists files that are gone"
+        if folder.finished:
+            yield "V2 an attempt that was aborted or deleted is committed"
+        if folder.begun_late:
+            yield "V12 a save that began after the run was taken over has committed"
+    if folder.told == OK:
+        if folder.register == ABORTED or (folder.register == ABSENT and not folder.finished):
+            yield "V3 a saver was told OK though nothing was committed"
+        if folder.put_late:
+            yield "V3 a saver was told OK though the run had been taken over before the commit"
+    if folder.told == CONFLICT and (folder.register == COMMITTED or folder.in_flight):
+        yield "V3 a saver was told of a conflict though its own commit stands or may yet land"
+    if folder.pin_told and folder.register != COMMITTED:
+        yield "V8 a checkpoint is gone whose pin was acknowledged"
+
+
+def _broken_ownership(world: World) -> Iterator[str]:
+    anchor = world.anchor
+    has_committed = any(
+        folder.epoch == anchor.epoch and folder.register in (COMMITTED, DELETED)
+        for folder in world.folders
+    )
+    if anchor.epoch > 1 and len(world.claims) == anchor.epoch and not has_committed:
+        if not world.folder(anchor.attempt).is_whole:
+            yield "V5 what the owner resumed from is gone or thinned before it committed"
+
+
+def _broken_standing(world: World, rules: Rules) -> Iterator[str]:
+    """V4, V6: whoever resumes now finds what people were last told, or something newer."""
+    point = resume_point(world, rules)
+    if point is None or not _is_allowed(world, point):
+        if world.anchor.is_rollback:
+            yield "V6 a rollback that was claimed does not hold: the run stands elsewhere"
+        else:
+            yield "V4 the newest acknowledged checkpoint of the lineage is lost"
+
+
+def _is_allowed(world: World, point: str) -> bool:
+    anchor = world.anchor
+    if not world.folder(point).is_whole:
+        return False
+    if point == anchor.attempt:
+        return True
+    if _is_rolled_back_to(world, point, above=anchor.epoch):
+        return True
+    epoch = world.folder(point).epoch
+    if anchor.is_rollback:
+        return epoch >= anchor.epoch
+    return world.order(point) > world.order(anchor.attempt)
+
+
+def _is_rolled_back_to(world: World, point: str, *, above: int) -> bool:
+    """Whether a person has had the run rolled back to `point` since."""
+    later = world.claims[above:]
+    return any(claim.is_rollback and claim.goes_on_from == point for claim in later)

@@ -1,0 +1,339 @@
+"""What an actor does to the root in one atomic step, with every outcome that it may have.
+
+`run(world)` yields (reply, world afterwards) for each possible outcome. Everything between two
+operations is an actor's own business and takes any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+from .lineage import resume_point
+from .rules import Rules
+from .world import (
+    ABORTED,
+    ABSENT,
+    ALL_FILES,
+    ATTEMPTS,
+    COMMITTED,
+    DELETED,
+    NO_FILES,
+    OK,
+    THIN_FILES,
+    Anchor,
+    Claim,
+    Folder,
+    World,
+)
+
+DONE, EXISTS, LOST = "done", "exists", "lost"
+"""Replies to a put: it took effect; the key is taken; no reply came."""
+
+Outcomes = Iterator[tuple[Any, World]]
+
+
+class Operation(Protocol):
+    """One step of an actor."""
+
+    def run(self, world: World) -> Outcomes: ...
+
+
+# Reads ------------------------------------------------------------------------------------------
+
+
+class Read(NamedTuple):
+    """One field of an attempt's folder: a point read."""
+
+    attempt: str
+    field: str
+
+    def run(self, world: World) -> Outcomes:
+        yield getattr(world.folder(self.attempt), self.field), world
+
+
+class ReadClaim(NamedTuple):
+    """The claim of an epoch, or None: the fence, and the reading back of a claim."""
+
+    epoch: int
+
+    def run(self, world: World) -> Outcomes:
+        yield world.claims[self.epoch - 1] if len(world.claims) >= self.epoch else None, world
+
+
+class ReadHighestEpoch(NamedTuple):
+    """The number of the newest claim."""
+
+    def run(self, world: World) -> Outcomes:
+        yield len(world.claims), world
+
+
+class ListAttempts(NamedTuple):
+    """Names of all folders in which there is anything, newest first."""
+
+    def run(self, world: World) -> Outcomes:
+        there = [name for name in ATTEMPTS if _is_listed(world.folder(name))]
+        yield tuple(sorted(there, key=world.order, reverse=True)), world
+
+
+def _is_listed(folder: Folder) -> bool:
+    return folder.register != ABSENT or folder.files != NO_FILES
+
+
+class FindResumePoint(NamedTuple):
+    """The latest usable checkpoint of the lineage (below the caller's own claim)."""
+
+    rules: Rules
+    below: int | None = None
+
+    def run(self, world: World) -> Outcomes:
+        yield resume_point(world, self.rules, self.below), world
+
+
+class IsEnded(NamedTuple):
+    """Whether the epoch of an attempt closed cleanly or its process is known to be dead."""
+
+    attempt: str
+    believe_deaths: bool
+
+    def run(self, world: World) -> Outcomes:
+        epoch = world.folder(self.attempt).epoch
+        died = epoch > 0 and world.claims[epoch - 1].process in world.dead
+        yield epoch in world.closed or (died and self.believe_deaths), world
+
+
+# Writes of a saver ------------------------------------------------------------------------------
+
+
+class Begin(NamedTuple):
+    """Make an attempt's folder and put its files into it."""
+
+    attempt: str
+    epoch: int
+
+    def run(self, world: World) -> Outcomes:
+        late = world.owner_since(self.epoch)
+        changes = {"epoch": self.epoch, "files": ALL_FILES, "begun_late": late}
+        yield DONE, world.having(self.attempt, **changes)
+
+
+class PutManifest(NamedTuple):
+    """The commit: put if absent. With `is_lossy` every trouble of a network may befall it."""
+
+    attempt: str
+    is_lossy: bool
+
+    def run(self, world: World) -> Outcomes:
+        if world.folder(self.attempt).register != ABSENT:
+            yield EXISTS, world
+            if self.is_lossy:
+                yield LOST, world
+            return
+        applied = committed(world, self.attempt)
+        yield DONE, applied
+        if self.is_lossy:
+            yield EXISTS, applied  # the reply was lost and the client asked again by itself
+            for after in (world, applied):
+                yield LOST, after
+                yield LOST, after.having(self.attempt, in_flight=True)
+
+
+def committed(world: World, attempt: str) -> World:
+    """The world in which the attempt's manifest has just appeared."""
+    late = world.owner_since(world.folder(attempt).epoch)
+    return world.having(attempt, register=COMMITTED, put_late=late)
+
+
+class TellSaver(NamedTuple):
+    """Tell the caller of a save how it ended."""
+
+    attempt: str
+    outcome: str
+
+    def run(self, world: World) -> Outcomes:
+        told = world.having(self.attempt, told=self.outcome)
+        epoch = world.folder(self.attempt).epoch
+        if self.outcome == OK and epoch >= world.anchor.epoch:
+            told = told._replace(anchor=Anchor(self.attempt, epoch, is_rollback=False))
+        yield DONE, told
+
+
+class PutClosed(NamedTuple):
+    """Record that an epoch ended and that nothing of it is in flight."""
+
+    epoch: int
+
+    def run(self, world: World) -> Outcomes:
+        yield DONE, world._replace(closed=world.closed | {self.epoch})
+
+
+# Writes of a claimer ----------------------------------------------------------------------------
+
+
+class PutClaim(NamedTuple):
+    """Claim an epoch, if absent."""
+
+    epoch: int
+    claim: Claim
+    if_absent: bool
+    is_lossy: bool
+
+    def run(self, world: World) -> Outcomes:
+        if len(world.claims) < self.epoch:
+            applied = world._replace(claims=(*world.claims, self.claim))
+        elif self.if_absent:
+            yield EXISTS, world
+            return
+        else:
+            number = self.epoch - 1
+            claims = (*world.claims[:number], self.claim, *world.claims[self.epoch :])
+            applied = world._replace(claims=claims)
+        yield DONE, applied
+        if self.is_lossy:
+            yield EXISTS, applied
+            yield LOST, applied
+            yield LOST, world
+
+
+class PutKept(NamedTuple):
+    """Record in the resume point's folder that an epoch goes on from it, safely."""
+
+    attempt: str
+    epoch: int
+
+    def run(self, world: World) -> Outcomes:
+        yield DONE, world.having(self.attempt, kept=max(self.epoch, world.folder(self.attempt).kept))
+
+
+class TellResumed(NamedTuple):
+    """Tell a process that it owns the run and goes on from a checkpoint."""
+
+    epoch: int
+    process: str
+    attempt: str
+    is_rollback: bool
+
+    def run(self, world: World) -> Outcomes:
+        alarms = world.alarms
+        if any(epoch == self.epoch for epoch, _ in world.owners):
+            alarms |= {"V11 two processes were told that they own one epoch"}
+        told = world._replace(owners=(*world.owners, (self.epoch, self.process)), alarms=alarms)
+        if self.epoch >= world.anchor.epoch:
+            told = told._replace(anchor=Anchor(self.attempt, self.epoch, self.is_rollback))
+        yield DONE, told
+
+
+# Writes of those who delete, pin and thin --------------------------------------------------------
+
+
+class PutRetired(NamedTuple):
+    """Mark a checkpoint as about to be deleted by this epoch."""
+
+    attempt: str
+    epoch: int
+
+    def run(self, world: World) -> Outcomes:
+        marked = max(self.epoch, world.folder(self.attempt).retired)
+        yield DONE, world.having(self.attempt, retired=marked)
+
+
+class PutTombstone(NamedTuple):
+    """Replace the manifest by a tombstone."""
+
+    attempt: str
+
+    def run(self, world: World) -> Outcomes:
+        yield DONE, world.having(self.attempt, register=DELETED, finished=True)
+
+
+class PutAborted(NamedTuple):
+    """Put the aborted marker, if absent."""
+
+    attempt: str
+
+    def run(self, world: World) -> Outcomes:
+        if world.folder(self.attempt).register != ABSENT:
+            yield EXISTS, world
+        else:
+            yield DONE, world.having(self.attempt, register=ABORTED, finished=True)
+
+
+class RemoveManifest(NamedTuple):
+    """Remove the register, as if it had never been."""
+
+    attempt: str
+
+    def run(self, world: World) -> Outcomes:
+        yield DONE, world.having(self.attempt, register=ABSENT, finished=True)
+
+
+class RemoveFiles(NamedTuple):
+    """Remove every file of the folder but the register and the sidecars."""
+
+    attempt: str
+
+    def run(self, world: World) -> Outcomes:
+        yield DONE, world.having(self.attempt, files=NO_FILES)
+
+
+class RemoveFolder(NamedTuple):
+    """Remove the folder whole: files, sidecars and register."""
+
+    attempt: str
+
+    def run(self, world: World) -> Outcomes:
+        bare = {"retired": 0, "kept": 0, "thinned": False, "pinned": False}
+        gone = world.having(self.attempt, register=ABSENT, files=NO_FILES, finished=True, **bare)
+        if world.folder(self.attempt).in_flight:
+            gone = gone._replace(alarms=gone.alarms | {"V9 removed whole with a put in flight"})
+        yield DONE, gone
+
+
+class PutPin(NamedTuple):
+    """Put a sidecar that pins a checkpoint."""
+
+    attempt: str
+
+    def run(self, world: World) -> Outcomes:
+        yield DONE, world.having(self.attempt, pinned=True)
+
+
+class TellPinned(NamedTuple):
+    """Tell a person that the pin holds."""
+
+    attempt: str
+
+    def run(self, world: World) -> Outcomes:
+        yield DONE, world.having(self.attempt, pin_told=True)
+
+
+class PutThinned(NamedTuple):
+    """Put the sidecar that says which component was dropped."""
+
+    attempt: str
+
+    def run(self, world: World) -> Outcomes:
+        yield DONE, world.having(self.attempt, thinned=True)
+
+
+class RemoveComponent(NamedTuple):
+    """Remove the files of one component."""
+
+    attempt: str
+
+    def run(self, world: World) -> Outcomes:
+        files = world.folder(self.attempt).files
+        yield DONE, world.having(self.attempt, files=THIN_FILES if files == ALL_FILES else files)
+
+
+# What a reader says -----------------------------------------------------------------------------
+
+
+class TellNothingFound(NamedTuple):
+    """Tell a person that there is no checkpoint."""
+
+    def run(self, world: World) -> Outcomes:
+        alarms = world.alarms
+        if any(folder.is_whole for folder in world.folders):
+            alarms |= {"V7 a reader finds no checkpoint although one stands"}
+        yield DONE, world._replace(alarms=alarms)

@@ -1,0 +1,107 @@
+"""What is in the root, and what people have been told: one immutable value.
+
+Everything above the line "ghosts" is real content of the store. Ghosts record what happened or
+what was said; no actor reads them, only the invariants do.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+ABSENT, COMMITTED, ABORTED, DELETED = "absent", "committed", "aborted", "deleted"
+"""The four values of a register."""
+NO_FILES, THIN_FILES, ALL_FILES = "no files", "thin files", "all files"
+"""What a folder holds; thin is without the component that thinning drops."""
+NOTHING, OK, CONFLICT, UNKNOWN, SUPERSEDED = "-", "ok", "conflict", "unknown", "superseded"
+"""What a saver was told about its attempt."""
+
+ATTEMPTS = ("c0", "c1", "a1", "b1", "a2", "a3")
+"""c0 and c1 are committed in epoch 1 at the start; a1 and b1 are saves of s1, a2 of s2, a3 of s3.
+
+Inside an epoch this is also their order.
+"""
+INDEX = {name: number for number, name in enumerate(ATTEMPTS)}
+
+
+class Folder(NamedTuple):
+    """One attempt's folder. `epoch` is 0 until the attempt has begun."""
+
+    epoch: int = 0
+    register: str = ABSENT
+    files: str = NO_FILES
+    retired: int = 0  # newest epoch whose deleter marked it; 0 is unmarked
+    kept: int = 0  # newest epoch that confirmed its claim of this resume point
+    thinned: bool = False
+    pinned: bool = False
+    in_flight: bool = False  # a copy of the manifest's put may land at any later time
+    # ghosts
+    finished: bool = False  # it was aborted, deleted or removed whole
+    begun_late: bool = False  # a later claim stood when the save began
+    put_late: bool = False  # a later claim stood when the manifest appeared
+    told: str = NOTHING
+    pin_told: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Committed, with every file that resuming needs."""
+        return self.register == COMMITTED and self.files == ALL_FILES
+
+    @property
+    def is_doomed(self) -> bool:
+        """Marked by a deleter that may still act."""
+        return self.retired > 0 and self.retired >= self.kept
+
+
+class Claim(NamedTuple):
+    """One record in `writers/`. `is_rollback`: a person named the resume point."""
+
+    process: str
+    goes_on_from: str | None
+    is_rollback: bool
+
+
+class Anchor(NamedTuple):
+    """What people were last told about where the run stands, and by which epoch."""
+
+    attempt: str
+    epoch: int
+    is_rollback: bool
+
+
+class World(NamedTuple):
+    """The root. `claims[0]` is the claim of epoch 1; there is no gap in them."""
+
+    folders: tuple[Folder, ...]
+    claims: tuple[Claim, ...]
+    closed: frozenset[int] = frozenset()
+    dead: frozenset[str] = frozenset()
+    # ghosts
+    anchor: Anchor = Anchor("c1", 1, is_rollback=False)
+    owners: tuple[tuple[int, str], ...] = ((1, "s1"),)
+    alarms: frozenset[str] = frozenset()
+
+    def folder(self, attempt: str) -> Folder:
+        """The folder of an attempt."""
+        return self.folders[INDEX[attempt]]
+
+    def having(self, attempt: str, **changes: object) -> World:
+        """This world with one folder changed."""
+        number = INDEX[attempt]
+        changed = self.folders[number]._replace(**changes)  # type: ignore[arg-type]
+        return self._replace(folders=(*self.folders[:number], changed, *self.folders[number + 1 :]))
+
+    def owner_since(self, epoch: int) -> bool:
+        """Whether a later epoch than this one has been claimed."""
+        return len(self.claims) > epoch
+
+    def order(self, attempt: str) -> tuple[int, int]:
+        """(epoch, sequence), the order of commits."""
+        return (self.folder(attempt).epoch, INDEX[attempt])
+
+
+def first_world() -> World:
+    """c0 and c1 stand, committed by s1 in epoch 1, which s1 still owns."""
+    standing = Folder(epoch=1, register=COMMITTED, files=ALL_FILES, told=OK)
+    others = (Folder(),) * (len(ATTEMPTS) - 2)
+    first = Claim("s1", None, is_rollback=False)
+    return World(folders=(standing, standing, *others), claims=(first,))

@@ -1,0 +1,308 @@
+"""The layers of docs/design.md, section 7, read from the syntax trees of src/holdfast.
+
+Every import counts, also one inside a function or under TYPE_CHECKING. What runs at import time
+decides whether torch is loaded.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).resolve().parent.parent / "src" / "holdfast"
+DESIGN = SRC.parent.parent / "docs" / "design.md"
+
+LAYERS = (
+    ("errors", "events"),
+    ("store",),
+    ("format",),
+    ("state", "policy"),
+    ("engine",),
+    ("care",),
+    ("manager",),
+    ("data", "train"),
+    ("cli", "demo", "testing"),
+)
+RANK = {folder: rank for rank, folders in enumerate(LAYERS) for folder in folders}
+WITHOUT_TORCH = ("errors", "events", "store", "format", "policy", "care", "cli")
+WITHOUT_TORCH_MODULES = ("holdfast.engine.catalog",)
+
+# The package's own lazy table may name everything; whoever drives a whole job may use it.
+ROOT_USERS = ("cli", "demo", "testing")
+# Between folders of one layer, inside a function only.
+LAZY_SEAMS = {("cli", "demo")}
+# Modules of the torch-free folders with a function that needs torch when it is called.
+LAZY_TORCH = {"holdfast.care.preflight"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Import:
+    """One imported module, as written in `module` at `line`."""
+
+    module: str
+    line: int
+    target: str
+    is_lazy: bool
+    is_for_types: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The modules of a source folder named `holdfast`, by dotted name."""
+
+    modules: dict[str, ast.Module]
+
+    @classmethod
+    def read(cls, src: Path) -> Tree:
+        files = {path: path.relative_to(src.parent) for path in sorted(src.rglob("*.py"))}
+        names = {
+            path: ".".join(file.with_suffix("").parts).removesuffix(".__init__")
+            for path, file in files.items()
+        }
+        return cls({names[p]: ast.parse(p.read_text("utf-8"), str(p)) for p in files})
+
+    def imports(self, module: str) -> Iterator[Import]:
+        yield from self._walk(module, self.modules[module], is_lazy=False, is_for_types=False)
+
+    def _walk(
+        self, module: str, node: ast.AST, *, is_lazy: bool, is_for_types: bool
+    ) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            for target in self._targets(child):
+                yield Import(
+                    module=module,
+                    line=child.lineno,  # type: ignore[attr-defined]
+                    target=target,
+                    is_lazy=is_lazy,
+                    is_for_types=is_for_types,
+                )
+            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            types = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            yield from self._walk(
+                module, child, is_lazy=is_lazy or inside, is_for_types=is_for_types or types
+            )
+
+    def _targets(self, node: ast.AST) -> list[str]:
+        if isinstance(node, ast.Import):
+            return [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            full = [f"{base}.{alias.name}" for alias in node.names]
+            return [name if name in self.modules else base for name in full]
+        return []
+
+
+def folder(module: str) -> str:
+    """The part of the package that a module belongs to; "" for the package itself."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def layer_breaches(tree: Tree) -> list[str]:
+    found = []
+    for module in tree.modules:
+        for item in tree.imports(module):
+            problem = _breach(item)
+            if problem:
+                found.append(f"{module}:{item.line} imports {item.target}: {problem}")
+    return found
+
+
+def _breach(item: Import) -> str | None:
+    here, there = folder(item.module), folder(item.target)
+    if item.target.startswith("."):
+        return "imports are absolute"
+    if not (item.target + ".").startswith("holdfast."):
+        return None
+    if here == "":
+        return None if item.is_for_types or item.is_lazy else "the package imports lazily"
+    if there == "":
+        return None if here in ROOT_USERS else "the package's lazy table is above this layer"
+    if here not in RANK or there not in RANK:
+        return "a folder that docs/design.md does not name"
+    if here == there or RANK[there] < RANK[here]:
+        return None
+    if (here, there) in LAZY_SEAMS and item.is_lazy:
+        return None
+    return "upward"
+
+
+def torch_breaches(tree: Tree) -> list[str]:
+    guarded = [m for m in tree.modules if folder(m) in WITHOUT_TORCH or m in WITHOUT_TORCH_MODULES]
+    found = []
+    for module in guarded:
+        chain = _chain_to_torch(tree, module)
+        if chain:
+            found.append(" -> ".join(chain))
+        for item in tree.imports(module):
+            is_allowed = item.is_for_types or (item.is_lazy and module in LAZY_TORCH)
+            if item.target.split(".")[0] == "torch" and not is_allowed:
+                found.append(f"{module}:{item.line} imports torch")
+    return found
+
+
+def _chain_to_torch(tree: Tree, start: str) -> list[str] | None:
+    """The shortest chain of imports that run at import time and end at torch."""
+    chains, seen = [[start]], {start}
+    for chain in chains:
+        for target in _runs(tree, chain[-1]):
+            if target.split(".")[0] == "torch":
+                return [*chain, target]
+            if target in tree.modules and target not in seen:
+                seen.add(target)
+                chains.append([*chain, target])
+    return None
+
+
+def _runs(tree: Tree, module: str) -> Iterator[str]:
+    """What importing a module imports, the packages above each module included."""
+    for item in tree.imports(module):
+        if not item.is_lazy and not item.is_for_types:
+            parts = item.target.split(".")
+            yield from (".".join(parts[: n + 1]) for n in range(len(parts)))
+
+
+@pytest.fixture(scope="module")
+def tree() -> Tree:
+    return Tree.read(SRC)
+
+
+def test_imports_go_down_only(tree: Tree) -> None:
+    """Design, section 7: a layer knows only those below it."""
+    assert len(tree.modules) > 10
+    assert layer_breaches(tree) == []
+
+
+def test_storage_format_policy_care_and_cli_do_not_import_torch(tree: Tree) -> None:
+    """Design, section 7: a listing on a machine without an accelerator pays for no torch."""
+    assert torch_breaches(tree) == []
+
+
+def test_the_layers_are_those_of_the_design() -> None:
+    text = DESIGN.read_text("utf-8").replace("\n", " ")
+    assert " < ".join(", ".join(folders) for folders in LAYERS) in text
+
+
+def test_those_parts_leave_torch_out_of_a_new_process(tree: Tree) -> None:
+    modules = sorted(
+        m
+        for m in tree.modules
+        if m == "holdfast" or folder(m) in WITHOUT_TORCH or m in WITHOUT_TORCH_MODULES
+    )
+    modules = [m for m in modules if not m.endswith("__main__")]
+    lines = "\n".join(f"import {module}" for module in modules)
+    assert _loads_torch(lines) is False
+
+
+def test_help_leaves_torch_out() -> None:
+    run_help = (
+        "from holdfast.cli import main\n"
+        "sys.argv = ['holdfast', '--help']\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    assert not end.code, end.code\n"
+    )
+    assert _loads_torch(run_help) is False
+
+
+def test_a_new_process_with_torch_is_noticed() -> None:
+    assert _loads_torch("import torch") is True
+
+
+def _loads_torch(code: str) -> bool:
+    script = f"import sys\n{code}\nprint('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1] == "True"
+
+
+def _planted(tmp_path: Path, files: dict[str, str]) -> Tree:
+    src = tmp_path / "holdfast"
+    for name, text in {"__init__.py": "", **files}.items():
+        path = src / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+    return Tree.read(src)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("store/local.py", "from holdfast.engine import save"),
+        ("store/local.py", "def f():\n    import holdfast.manager"),
+        ("store/local.py", "from holdfast import manager"),
+        ("store/local.py", "import holdfast"),
+        (
+            "store/local.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import holdfast.cli",
+        ),
+        ("store/local.py", "from . import memory"),
+        ("state/capture.py", "from holdfast.policy import clock"),
+        ("manager.py", "import holdfast.data.loader"),
+        ("cli/app.py", "from holdfast.demo import story"),
+        ("novel/thing.py", "import holdfast.errors"),
+        ("__init__.py", "import holdfast.manager"),
+    ],
+)
+def test_an_upward_import_is_found(tmp_path: Path, name: str, text: str) -> None:
+    """The check itself can fail."""
+    planted = {"manager.py": "", "demo/__init__.py": "", "demo/story.py": ""}
+    assert len(layer_breaches(_planted(tmp_path, {**planted, name: text}))) == 1
+
+
+def test_downward_imports_and_listed_seams_pass(tmp_path: Path) -> None:
+    files = {
+        "engine/save.py": "import torch\nfrom holdfast import errors",
+        "engine/stage.py": "from holdfast.store import base",
+        "engine/load.py": "import holdfast.engine.save",
+        "cli/app.py": "def demo():\n    from holdfast.demo import story",
+        "demo/worker.py": "import holdfast",
+        "errors.py": "",
+        "store/base.py": "",
+    }
+    assert layer_breaches(_planted(tmp_path, files)) == []
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"format/blocks.py": "import torch"},
+        {"format/blocks.py": "from torch import nn"},
+        {"format/blocks.py": "def f():\n    import torch.nn"},
+        {"engine/catalog.py": "import torch"},
+        {
+            "policy/a.py": "import holdfast.policy.b",
+            "policy/b.py": "try:\n    import torch\nfinally:\n    pass",
+        },
+    ],
+)
+def test_torch_in_the_wrong_place_is_found(tmp_path: Path, files: dict[str, str]) -> None:
+    assert torch_breaches(_planted(tmp_path, files))
+
+
+def test_torch_through_a_package_is_found(tmp_path: Path) -> None:
+    files = {
+        "engine/__init__.py": "from holdfast.engine.save import save",
+        "engine/save.py": "import torch",
+        "care/verify.py": "import holdfast.engine.catalog",
+        "engine/catalog.py": "",
+    }
+    assert torch_breaches(_planted(tmp_path, files)) == [
+        "holdfast.care.verify -> holdfast.engine -> holdfast.engine.save -> torch",
+    ]
+
+
+def test_torch_for_types_or_in_a_listed_function_passes(tmp_path: Path) -> None:
+    files = {
+        "care/preflight.py": "def estimate():\n    import torch",
+        "policy/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
+        "engine/save.py": "import torch",
+    }
+    assert torch_breaches(_planted(tmp_path, files)) == []

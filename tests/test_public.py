@@ -1,0 +1,127 @@
+"""What the package shows: names that resolve, documented, and an import that costs nothing."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import holdfast
+
+SRC = Path(__file__).resolve().parent.parent / "src" / "holdfast"
+MODULES = sorted(SRC.rglob("*.py"))
+
+
+@pytest.mark.parametrize("name", [n for n in holdfast.__all__ if n != "__version__"])
+def test_every_public_name_resolves_and_is_documented(name: str) -> None:
+    value = getattr(holdfast, name)
+    assert inspect.getdoc(value)
+    if not isinstance(value, ModuleType):
+        assert value.__module__.startswith("holdfast.")
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    from importlib.metadata import version
+
+    assert holdfast.__version__ == version("holdfast")
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Snapshot'"):
+        holdfast.Snapshot  # noqa: B018
+
+
+def test_dir_lists_the_public_names_before_they_are_used() -> None:
+    code = "import holdfast; print(*dir(holdfast))"
+    assert set(holdfast.__all__) <= set(_run(code).split())
+
+
+def test_a_star_import_gives_the_public_names() -> None:
+    code = "from holdfast import *; print(CheckpointManager.__name__, Last.__name__)"
+    assert _run(code).split() == ["CheckpointManager", "Last"]
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    """Only the standard library, and little of it, until a name is used."""
+    code = (
+        "import sys; before = set(sys.modules)\n"
+        "import holdfast\n"
+        "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
+    )
+    loaded = set(_run(code).split())
+    assert loaded.isdisjoint({"torch", "numpy", "msgspec", "blake3", "typer", "rich", "email"})
+
+
+def _run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def undocumented(tree: ast.Module, documented_by_protocols: frozenset[str]) -> Iterator[str]:
+    """Public classes, functions and methods of a module that say nothing about themselves."""
+    if not ast.get_docstring(tree):
+        yield "the module"
+    for node in _public(tree):
+        if not ast.get_docstring(node):
+            yield node.name
+        if isinstance(node, ast.ClassDef):
+            for method in _public(node):
+                is_known = method.name in documented_by_protocols
+                if not ast.get_docstring(method) and not is_known and not _is_companion(method):
+                    yield f"{node.name}.{method.name}"
+
+
+def _public(
+    node: ast.Module | ast.ClassDef,
+) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for child in node.body:
+        if isinstance(child, kinds) and not child.name.startswith("_"):
+            yield child
+
+
+def _is_companion(node: ast.AST) -> bool:
+    """A setter or an overload: the getter or the implementation carries the docstring."""
+    names = [ast.unparse(decorator) for decorator in getattr(node, "decorator_list", [])]
+    return any(name.endswith((".setter", "overload")) for name in names)
+
+
+def protocol_methods(trees: list[ast.Module]) -> frozenset[str]:
+    """Methods that a Protocol of the package documents: implementations need not repeat it."""
+    return frozenset(
+        method.name
+        for tree in trees
+        for node in _public(tree)
+        if isinstance(node, ast.ClassDef) and any("Protocol" in ast.unparse(b) for b in node.bases)
+        for method in _public(node)
+        if ast.get_docstring(method)
+    )
+
+
+@pytest.fixture(scope="module")
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text("utf-8")) for path in MODULES}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=[str(p.relative_to(SRC)) for p in MODULES])
+def test_every_public_thing_in_the_source_is_documented(
+    path: Path, trees: dict[Path, ast.Module]
+) -> None:
+    assert list(undocumented(trees[path], protocol_methods([*trees.values()]))) == []
+
+
+def test_a_missing_docstring_is_noticed() -> None:
+    """The check itself can fail."""
+    tree = ast.parse(
+        "class A:\n  def put(self): ...\n  def b(self): ...\n  def _c(self): ...\ndef d(): ...\n"
+    )
+    assert list(undocumented(tree, frozenset({"put"}))) == ["the module", "A", "A.b", "d"]
