@@ -39,10 +39,10 @@ check: $(WITH)-test $(WITH)-check  ## Format, lint, types, layers, doctests
 	$(PYTEST) tests/test_layers.py src/holdfast $(ARGS)
 
 bench: $(WITH)-bench  ## Measure saves and loads beside torch.save and safetensors
-	$(BIN)/python -m bench $(ARGS)
+	$(BIN)/python -m bench.local $(ARGS)
 
 docs: $(WITH)-docs  ## Build the documents into build/docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/docs $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/docs $(ARGS)
 	@echo 'build/docs/index.html'
 
 clean:  ## Remove the environment and everything that was built

@@ -443,9 +443,8 @@ class CheckpointManager:
         assert claim is not None
         return SaveRequest(
             label=self._label(now),
-            epoch=claim.epoch,
+            claim=claim,
             sequence=self._owner.next_sequence(),
-            parent=claim.resumed_from,
             timestamp=now,
             save_class="permanent",
             reason=reason,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from holdfast.demo.plan import Plan, draw_kills, fast_plan, full_plan
@@ -18,7 +20,7 @@ def test_a_plan_crosses_the_pipe_unchanged(plan: Plan) -> None:
 def test_kills_come_in_order_with_saves_before_and_between_them(plan: Plan, draw: float) -> None:
     kills = draw_kills(plan, [draw] * 6)
     moments = [0, *(kill.after_step for kill in kills), plan.num_steps]
-    assert all(b - a > 2 * plan.save_every for a, b in zip(moments, moments[1:], strict=False))
+    assert all(b - a > 2 * plan.save_every for a, b in pairwise(moments))
     assert [kill.inside_save for kill in kills] == [False, True, False]
     assert [kill.flip_bit for kill in kills] == [False, False, True]
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Optional
 from .operations import (
     DONE,
     EXISTS,
+    AgreeOnMark,
     Begin,
     FindResumePoint,
     IsEnded,
@@ -24,7 +25,6 @@ from .operations import (
     PutAborted,
     PutClaim,
     PutClosed,
-    PutKept,
     PutManifest,
     PutPin,
     PutRetired,
@@ -140,7 +140,10 @@ def confirm(rules: Rules, writer: Writer, epoch: int, point: str) -> Steps:
     """Look again whether the resume point stands; else claim anew with another."""
     is_rollback = writer.resumes != "latest"
     if rules.reread_after_claim:
-        doomed, register = yield from reread(rules, point)
+        if rules.marks_are_agreed:
+            doomed, register = yield from keep(epoch, point)
+        else:
+            doomed, register = yield from reread(rules, point)
         thinned = yield Read(point, "thinned")
         if doomed or thinned or register != COMMITTED:
             return None if is_rollback else stage(claim, rules, writer)
@@ -148,8 +151,6 @@ def confirm(rules: Rules, writer: Writer, epoch: int, point: str) -> Steps:
         latest = yield FindResumePoint(rules, below=epoch)
         if latest != point:
             return stage(claim, rules, writer)
-    if rules.kept_is_recorded:
-        yield PutKept(point, epoch)
     yield TellResumed(epoch, writer.process, point, is_rollback)
     if writer.deletes_early:
         protected = point if rules.resume_point_kept else writer.deletes_early[-1]
@@ -162,12 +163,24 @@ def confirm(rules: Rules, writer: Writer, epoch: int, point: str) -> Steps:
 def reread(rules: Rules, attempt: str) -> Generator[Operation, Any, tuple[bool, str]]:
     """Whether a deleter has marked the checkpoint, and its register, in the order that counts."""
     if rules.reread_retired_first:
-        doomed = yield Read(attempt, "is_doomed")
+        doomed = yield Read(attempt, "retired")
         register = yield Read(attempt, "register")
     else:
         register = yield Read(attempt, "register")
-        doomed = yield Read(attempt, "is_doomed")
+        doomed = yield Read(attempt, "retired")
     return doomed, register
+
+
+def keep(epoch: int, attempt: str) -> Generator[Operation, Any, tuple[bool, str]]:
+    """Like `reread`, but settles with the deleters which of the two it is."""
+    reply = None
+    while reply != DONE:
+        seen = yield Read(attempt, "marks")
+        retired, kept_by = seen
+        if retired or kept_by > epoch:
+            return True, COMMITTED
+        reply = yield AgreeOnMark(attempt, seen, (False, epoch))
+    return False, (yield Read(attempt, "register"))
 
 
 # Saving ------------------------------------------------------------------------------------------
@@ -247,10 +260,17 @@ def prune(own: Own, olds: tuple[str, ...], after: Stage) -> Steps:
         return after
     rules, old = own.rules, olds[0]
     following = stage(prune, own, olds[1:], after)
-    if (yield Read(old, "register")) != COMMITTED:
+    epoch, register = yield Read(old, "state")
+    if register != COMMITTED or (epoch > own.epoch and rules.later_epochs_untouched):
         return following
-    if rules.retired_before_deleting:
-        yield PutRetired(old, own.epoch)
+    if rules.marks_are_agreed:
+        seen = yield Read(old, "marks")
+        if seen[1] > own.epoch:
+            return None
+        if (yield AgreeOnMark(old, seen, (True, seen[1]))) == EXISTS:
+            return following
+    elif rules.retired_before_deleting:
+        yield PutRetired(old)
     if rules.fence_after_retired and (yield ReadClaim(own.epoch + 1)):
         return None
     if rules.pins_after_retired and (yield Read(old, "pinned")):
@@ -310,7 +330,7 @@ def pin(rules: Rules, attempt: str) -> Steps:
     if (yield Read(attempt, "register")) != COMMITTED:
         return None
     yield PutPin(attempt)
-    if rules.pin_reads_retired and (yield Read(attempt, "is_doomed")):
+    if rules.pin_reads_retired and (yield Read(attempt, "retired")):
         return None
     if rules.pin_reads_manifest and (yield Read(attempt, "register")) != COMMITTED:
         return None

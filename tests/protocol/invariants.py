@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .lineage import resume_point
+from .lineage import head
 from .rules import Rules
 from .world import (
-    ABORTED,
-    ABSENT,
     COMMITTED,
     CONFLICT,
     DELETED,
@@ -39,12 +37,12 @@ def _broken_in_folder(folder: Folder) -> Iterator[str]:
         if folder.begun_late:
             yield "V12 a save that began after the run was taken over has committed"
     if folder.told == OK:
-        if folder.register == ABORTED or (folder.register == ABSENT and not folder.finished):
+        if not folder.appeared:
             yield "V3 a saver was told OK though nothing was committed"
         if folder.put_late:
             yield "V3 a saver was told OK though the run had been taken over before the commit"
-    if folder.told == CONFLICT and (folder.register == COMMITTED or folder.in_flight):
-        yield "V3 a saver was told of a conflict though its own commit stands or may yet land"
+    if folder.told == CONFLICT and folder.register == COMMITTED:
+        yield "V3 a saver was told of a conflict though its own commit stands"
     if folder.pin_told and folder.register != COMMITTED:
         yield "V8 a checkpoint is gone whose pin was acknowledged"
 
@@ -61,18 +59,23 @@ def _broken_ownership(world: World) -> Iterator[str]:
 
 
 def _broken_standing(world: World, rules: Rules) -> Iterator[str]:
-    """V4, V6: whoever resumes now finds what people were last told, or something newer."""
-    point = resume_point(world, rules)
-    if point is None or not _is_allowed(world, point):
+    """V4, V6: the run stands where people were last told, or at something newer.
+
+    A stale deleter's mark may make the next claimer pass over the head; only where marks are
+    agreed upon must that claimer's choice be right in every world.
+    """
+    chosen = _is_allowed(world, head(world, rules, skips_marked=True))
+    standing = not rules.marks_are_agreed and _is_allowed(world, head(world, rules))
+    if not (chosen or standing):
         if world.anchor.is_rollback:
             yield "V6 a rollback that was claimed does not hold: the run stands elsewhere"
         else:
             yield "V4 the newest acknowledged checkpoint of the lineage is lost"
 
 
-def _is_allowed(world: World, point: str) -> bool:
+def _is_allowed(world: World, point: str | None) -> bool:
     anchor = world.anchor
-    if not world.folder(point).is_whole:
+    if point is None or not world.folder(point).is_whole:
         return False
     if point == anchor.attempt:
         return True

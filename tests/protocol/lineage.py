@@ -6,14 +6,23 @@ from .rules import Rules
 from .world import ATTEMPTS, COMMITTED, World
 
 
-def resume_point(world: World, rules: Rules, below: int | None = None) -> str | None:
-    """The checkpoint that a claimer of the latest would choose in this world.
+def head(
+    world: World, rules: Rules, *, below: int | None = None, skips_marked: bool = False
+) -> str | None:
+    """The checkpoint at which the lineage stands.
 
-    `below`: as seen by the claimer of that epoch, whose own claim does not count.
+    `below`: as the claimer of that epoch sees it, whose own claim does not count.
+    `skips_marked`: as a claimer chooses, who passes over what a deleter has marked.
     """
+
+    def stands(attempt: str) -> bool:
+        folder = world.folder(attempt)
+        marked = folder.retired or folder.thinned
+        return folder.register == COMMITTED and not (skips_marked and marked)
+
     top = len(world.claims) if below is None else below - 1
     for epoch in range(top, 0, -1):
-        commits = [name for name in attempts_of(world, epoch) if can_resume(world, name)]
+        commits = [name for name in attempts_of(world, epoch) if stands(name)]
         if commits:
             return commits[-1]
         claim = world.claims[epoch - 1]
@@ -22,17 +31,11 @@ def resume_point(world: World, rules: Rules, below: int | None = None) -> str | 
             continue
         if rules.latest_claim_is_transparent and not claim.is_rollback:
             continue
-        if can_resume(world, point):
+        if stands(point):
             return point
         if not rules.void_claims_skipped:
             return None
     return None
-
-
-def can_resume(world: World, attempt: str) -> bool:
-    """Whether a claimer may choose it: committed, not marked by a deleter, not thinned."""
-    folder = world.folder(attempt)
-    return folder.register == COMMITTED and not folder.is_doomed and not folder.thinned
 
 
 def attempts_of(world: World, epoch: int) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
-from .lineage import resume_point
+from .lineage import head
 from .rules import Rules
 from .world import (
     ABORTED,
@@ -87,7 +87,7 @@ class FindResumePoint(NamedTuple):
     below: int | None = None
 
     def run(self, world: World) -> Outcomes:
-        yield resume_point(world, self.rules, self.below), world
+        yield head(world, self.rules, below=self.below, skips_marked=True), world
 
 
 class IsEnded(NamedTuple):
@@ -141,7 +141,7 @@ class PutManifest(NamedTuple):
 def committed(world: World, attempt: str) -> World:
     """The world in which the attempt's manifest has just appeared."""
     late = world.owner_since(world.folder(attempt).epoch)
-    return world.having(attempt, register=COMMITTED, put_late=late)
+    return world.having(attempt, register=COMMITTED, appeared=True, put_late=late)
 
 
 class TellSaver(NamedTuple):
@@ -195,14 +195,19 @@ class PutClaim(NamedTuple):
             yield LOST, world
 
 
-class PutKept(NamedTuple):
-    """Record in the resume point's folder that an epoch goes on from it, safely."""
+class AgreeOnMark(NamedTuple):
+    """Put the next mark, "retired" or "kept", unless somebody has put one since `seen`."""
 
     attempt: str
-    epoch: int
+    seen: tuple[bool, int]
+    mark: tuple[bool, int]
 
     def run(self, world: World) -> Outcomes:
-        yield DONE, world.having(self.attempt, kept=max(self.epoch, world.folder(self.attempt).kept))
+        if world.folder(self.attempt).marks != self.seen:
+            yield EXISTS, world
+        else:
+            retired, kept_by = self.mark
+            yield DONE, world.having(self.attempt, retired=retired, kept_by=kept_by)
 
 
 class TellResumed(NamedTuple):
@@ -227,14 +232,12 @@ class TellResumed(NamedTuple):
 
 
 class PutRetired(NamedTuple):
-    """Mark a checkpoint as about to be deleted by this epoch."""
+    """Mark a checkpoint as about to be deleted."""
 
     attempt: str
-    epoch: int
 
     def run(self, world: World) -> Outcomes:
-        marked = max(self.epoch, world.folder(self.attempt).retired)
-        yield DONE, world.having(self.attempt, retired=marked)
+        yield DONE, world.having(self.attempt, retired=True)
 
 
 class PutTombstone(NamedTuple):
@@ -282,7 +285,7 @@ class RemoveFolder(NamedTuple):
     attempt: str
 
     def run(self, world: World) -> Outcomes:
-        bare = {"retired": 0, "kept": 0, "thinned": False, "pinned": False}
+        bare = {"retired": False, "kept_by": 0, "thinned": False, "pinned": False}
         gone = world.having(self.attempt, register=ABSENT, files=NO_FILES, finished=True, **bare)
         if world.folder(self.attempt).in_flight:
             gone = gone._replace(alarms=gone.alarms | {"V9 removed whole with a put in flight"})

@@ -50,8 +50,6 @@ class Rules:
     """... and, where it asked for the latest, resolves again and claims anew when that changed."""
     latest_claim_is_transparent: bool = True
     """An uncommitted claim of the latest hides no newer commit of the epochs below."""
-    kept_is_recorded: bool = True
-    """A confirmed claimer records it; older epochs' `retired` marks are void from then on."""
 
     # Rule 3, the fence.
     fence_before_put: bool = True
@@ -70,6 +68,8 @@ class Rules:
     """A pinner puts its pin, then reads `retired`."""
     pin_reads_manifest: bool = True
     """... and then the manifest (a folder may have been removed whole)."""
+    later_epochs_untouched: bool = True
+    """A deleter leaves attempts of later epochs than its own alone."""
     resume_point_kept: bool = True
     """The resume point of the current epoch stays until that epoch has committed."""
     thinned_mark_first: bool = True
@@ -84,3 +84,7 @@ class Rules:
     """A reader whose candidates are exhausted goes through all of them again."""
     reader_compares_registers: bool = True
     """... until registers, not only names, are what they were the last time."""
+
+    # A proposal, off in the protocol: see "strict" in README.md.
+    marks_are_agreed: bool = False
+    """`retired` is one register with "kept by epoch e", so that one of two always wins."""

@@ -29,12 +29,13 @@ class Folder(NamedTuple):
     epoch: int = 0
     register: str = ABSENT
     files: str = NO_FILES
-    retired: int = 0  # newest epoch whose deleter marked it; 0 is unmarked
-    kept: int = 0  # newest epoch that confirmed its claim of this resume point
+    retired: bool = False
+    kept_by: int = 0  # only where marks are agreed upon: the epoch that goes on from it
     thinned: bool = False
     pinned: bool = False
     in_flight: bool = False  # a copy of the manifest's put may land at any later time
     # ghosts
+    appeared: bool = False  # its manifest was there at some time
     finished: bool = False  # it was aborted, deleted or removed whole
     begun_late: bool = False  # a later claim stood when the save began
     put_late: bool = False  # a later claim stood when the manifest appeared
@@ -47,9 +48,14 @@ class Folder(NamedTuple):
         return self.register == COMMITTED and self.files == ALL_FILES
 
     @property
-    def is_doomed(self) -> bool:
-        """Marked by a deleter that may still act."""
-        return self.retired > 0 and self.retired >= self.kept
+    def state(self) -> tuple[int, str]:
+        """What one look at the name and the register tells."""
+        return (self.epoch, self.register)
+
+    @property
+    def marks(self) -> tuple[bool, int]:
+        """What one look at the mark of deleters tells."""
+        return (self.retired, self.kept_by)
 
 
 class Claim(NamedTuple):
@@ -101,7 +107,7 @@ class World(NamedTuple):
 
 def first_world() -> World:
     """c0 and c1 stand, committed by s1 in epoch 1, which s1 still owns."""
-    standing = Folder(epoch=1, register=COMMITTED, files=ALL_FILES, told=OK)
+    standing = Folder(epoch=1, register=COMMITTED, files=ALL_FILES, appeared=True, told=OK)
     others = (Folder(),) * (len(ATTEMPTS) - 2)
     first = Claim("s1", None, is_rollback=False)
     return World(folders=(standing, standing, *others), claims=(first,))

@@ -79,10 +79,11 @@ def _draw_way(axes: Axes, run: Run) -> None:
     for life, (at, step) in zip(run.lives[1:], starts, strict=True):
         note = f"step {life.began_at}"
         if life.rejected:
-            note += f"\n{len(life.rejected)} rejected: a bit was flipped"
+            note += f"\n{len(life.rejected)} rejected:\na bit was flipped"
         axes.annotate(note, (at, step), xytext=(8, -4), textcoords="offset points", va="top")
     axes.set_xlabel("seconds, starts of processes included")
     axes.set_ylabel("step")
+    axes.margins(x=0.06)
     axes.legend(loc="upper left", frameon=False)
 
 

@@ -48,6 +48,11 @@ class Worker:
         self._partial = b""
         self._lines: deque[Line] = deque()
 
+    @property
+    def group(self) -> int:
+        """Number of the process group."""
+        return self._process.pid
+
     def __enter__(self) -> Worker:
         return self
 
@@ -97,7 +102,7 @@ class Worker:
 
     def _kill_group(self) -> None:
         if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.group, signal.SIGKILL)
             self._process.wait()
 
     def _check_end(self, timeout_s: float) -> None:

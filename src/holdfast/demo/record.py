@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -60,8 +61,7 @@ class Run:
     @property
     def num_redone(self) -> int:
         """Steps that were done more than once."""
-        pairs = zip(self.lives, self.lives[1:], strict=False)
-        return sum(before.reached - after.began_at for before, after in pairs)
+        return sum(before.reached - after.began_at for before, after in pairwise(self.lives))
 
     @property
     def stall_s(self) -> float:

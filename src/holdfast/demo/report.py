@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import (
@@ -100,7 +102,7 @@ def _table(run: Run) -> Table:
     table.add_column("rejected, and why", overflow="fold", max_width=44)
     for title in ("steps redone", "saves", "stall per save", "bytes written"):
         table.add_column(title, justify="right")
-    for number, (life, after) in enumerate(zip(run.lives, run.lives[1:], strict=False), start=1):
+    for number, (life, after) in enumerate(pairwise(run.lives), start=1):
         in_save = "" if life.killed_in_save is None else f"\nsaving {life.killed_in_save}"
         nbytes = len(life.saves) * life.checkpoint_nbytes
         table.add_row(

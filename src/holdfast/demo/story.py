@@ -53,17 +53,18 @@ def tell(out: Path, plan: Plan, watch: Watch) -> Record:
         undisturbed=Run(name="undisturbed"),
         killed=Run(name="killed three times"),
     )
-    _live(record.undisturbed, out / "undisturbed", plan, None, 0.0, watch)
+    live(record.undisturbed, out / "undisturbed", plan, watch=watch)
     life = record.undisturbed.lives[0]
     step_s = (life.steps[-1][0] - life.steps[0][0]) / len(life.steps)
     save_s = median(life.save_durations_s)
     chance = random.Random(plan.seed)
-    root, flipped = out / "killed", None
+    root = out / "killed"
+    flipped: str | None = None
     for kill in draw_kills(plan, [chance.random() for _ in range(6)]):
-        unit_s = save_s if kill.inside_save else step_s
-        _live(record.killed, root, plan, kill, kill.moment * unit_s, watch, flipped)
+        delay_s = kill.moment * (save_s if kill.inside_save else step_s)
+        live(record.killed, root, plan, kill=kill, delay_s=delay_s, flipped=flipped, watch=watch)
         flipped = flip_one_bit(root, chance) if kill.flip_bit else None
-    _live(record.killed, root, plan, None, 0.0, watch, flipped)
+    live(record.killed, root, plan, flipped=flipped, watch=watch)
     record.took_s = time.monotonic() - began_s
     (out / MARKER).write_text(json.dumps(record.to_json(), indent=1) + "\n", "utf-8")
     return record
@@ -91,16 +92,23 @@ def flip_one_bit(root: Path, chance: random.Random) -> str:
     return f"bit {bit} of byte {at} of {newest.folder}/{name}"
 
 
-def _live(
+def live(
     run: Run,
     root: Path,
     plan: Plan,
-    kill: Kill | None,
-    delay_s: float,
-    watch: Watch,
+    *,
+    kill: Kill | None = None,
+    delay_s: float = 0.0,
     flipped: str | None = None,
+    watch: Watch = lambda _run, _line: None,
 ) -> None:
-    """Start one process and listen to it until it ends, or until its time has come."""
+    """Start one process and listen until it ends, or until `delay_s` after its kill is due.
+
+    `flipped` says what was damaged before, for the record.
+
+    Raises:
+        UsageError: it ended before the kill.
+    """
     number = len(run.lives)
     life = Life(num_workers=number % 3, began_s=time.monotonic(), flipped=flipped)
     run.lives.append(life)

@@ -53,13 +53,10 @@ class Entry:
     """One committed checkpoint: its name, its manifest, its marks."""
 
     name: AttemptName
+    folder: str
+    """Its folder inside the root; a copy of one checkpoint may have any name."""
     manifest: Manifest
     marks: Marks
-
-    @property
-    def folder(self) -> str:
-        """The checkpoint's folder inside the root."""
-        return str(self.name)
 
     @property
     def step(self) -> int:
@@ -106,9 +103,7 @@ class Catalog:
             FormatError: something is there that is not a valid document.
         """
         key = f"{folder}/{layout.MANIFEST}"
-        register = read_if_there(
-            self.store, key, decode_register, max_nbytes=MAX_MANIFEST_NBYTES
-        )
+        register = read_if_there(self.store, key, decode_register, max_nbytes=MAX_MANIFEST_NBYTES)
         if isinstance(register, Manifest):
             _check_place(register, folder)
         return register
@@ -135,7 +130,8 @@ class Catalog:
         manifest = self.read(str(name))
         if not isinstance(manifest, Manifest):
             return None
-        return Entry(name=name, manifest=manifest, marks=self.marks(str(name)))
+        folder = str(name)
+        return Entry(name=name, folder=folder, manifest=manifest, marks=self.marks(folder))
 
     def checkpoints(self) -> tuple[Entry, ...]:
         """Every committed checkpoint with a sound manifest, newest first."""
@@ -272,8 +268,9 @@ class Catalog:
         lines += [f"{folder} (manifest damaged)" for folder, _ in damaged]
         if not lines:
             return f"{self.store.url}: no checkpoints"
-        return f"{self.store.url}: no checkpoint for {wanted!r} in this run. There are:\n" + listing(
-            lines
+        return (
+            f"{self.store.url}: no checkpoint for {wanted!r} in this run. There are:\n"
+            + listing(lines)
         )
 
     def _newest_notes(self, folder: str, names: tuple[str, ...]) -> tuple[Notes, int]:
@@ -353,6 +350,7 @@ def standalone(store: Store, folder: str) -> Entry:
             id8=register.save_id[:8],
             label=register.label,
         ),
+        folder=folder,
         manifest=register,
         marks=Catalog(store).marks(folder),
     )

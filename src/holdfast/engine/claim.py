@@ -51,9 +51,7 @@ class Claim:
     resumed_from: Reference | None
 
 
-def check_owner(
-    store: Store, *, takeover: bool, emit: Emitter, watch: Wait | None = None
-) -> None:
+def check_owner(store: Store, *, takeover: bool, emit: Emitter, watch: Wait | None = None) -> None:
     """Raise `OwnedElsewhere` when a live process owns the run. Writes nothing.
 
     On the owner's host this is exact. Elsewhere the heartbeat is watched for up to `WATCH_S`
@@ -78,9 +76,7 @@ def check_owner(
     emit("warning", f"{text}; taking over", epoch=epoch)
 
 
-def is_live(
-    store: Store, owner: Writer, *, emit: Emitter, watch: Wait | None = None
-) -> bool:
+def is_live(store: Store, owner: Writer, *, emit: Emitter, watch: Wait | None = None) -> bool:
     """Whether the process of a claim still lives and has not closed; ourselves do not count."""
     if is_closed(store, owner.epoch):
         return False
@@ -149,6 +145,19 @@ def put_claim(
             return None
         return Claim(epoch=record.epoch, nonce=record.nonce, resumed_from=resumed_from)
     raise OwnedElsewhere(f"{store.url}: lost the race for the run {_MAX_RACES} times")
+
+
+def expect_claim(store: Store, claim: Claim) -> None:
+    """Raise `StoreError` unless our claim is still in the root.
+
+    A root that was moved or unmounted would otherwise be made anew, empty, by the next save.
+    """
+    found = read_if_there(store, layout.writer_key(claim.epoch), decode_writer)
+    if found is None or found.nonce != claim.nonce:
+        raise StoreError(
+            f"{store.url}: the record of this run's claim is gone ({layout.writer_key(claim.epoch)})"
+            "; was the root moved, deleted or unmounted?"
+        )
 
 
 def _next_epoch(store: Store) -> int:
@@ -223,4 +232,3 @@ def _beat(store: Store, owner: Writer) -> int:
     except FormatError:
         return 0
     return alive.beat if alive is not None else 0
-

@@ -18,7 +18,7 @@ import torch
 def numerics() -> dict[str, Any]:
     """The numerics fingerprint: with other values here, bits may differ (invariant 7)."""
     found: dict[str, Any] = {
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "num_threads": torch.get_num_threads(),
         "num_interop_threads": torch.get_num_interop_threads(),
@@ -37,7 +37,7 @@ def _cuda() -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(),
         "cuda": torch.version.cuda or "",
-        "cudnn": torch.backends.cudnn.version() or 0,
+        "cudnn": torch.backends.cudnn.version() or 0,  # type: ignore[no-untyped-call]
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "cudnn_deterministic": torch.backends.cudnn.deterministic,
         "tf32_matmul": torch.backends.cuda.matmul.allow_tf32,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import TimeoutError as FutureTimeout
+
 from holdfast.engine.catalog import Entry
 from holdfast.engine.claim import Claim, Heartbeat, check_owner, put_claim, put_closed
 from holdfast.errors import HoldfastError
@@ -70,5 +72,5 @@ class Ownership:
             return
         try:
             heartbeat.stop()
-        except TimeoutError:
+        except FutureTimeout:
             self._emit("housekeeping_failed", "the heartbeat hangs in the store")

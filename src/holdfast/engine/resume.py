@@ -132,9 +132,7 @@ class Reader:
             self.rejected,
         )
 
-    def _try(
-        self, catalog: Catalog, name: AttemptName, options: LoadOptions
-    ) -> Candidate | None:
+    def _try(self, catalog: Catalog, name: AttemptName, options: LoadOptions) -> Candidate | None:
         try:
             entry = catalog.entry(name)
             if entry is None:
@@ -158,4 +156,3 @@ def is_damage(error: HoldfastError) -> bool:
     if isinstance(error, UnsupportedVersion | AccessDenied | TransientStoreError):
         return False
     return isinstance(error, FormatError | StoreError)
-

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+from holdfast.engine.claim import Claim, expect_claim
 from holdfast.engine.commit import Attempt, abandon, begin, commit
 from holdfast.engine.process import utc_now
 from holdfast.engine.stage import Image, Staged
@@ -22,7 +23,6 @@ from holdfast.format.manifest import (
     ComponentEntry,
     FileEntry,
     Manifest,
-    Reference,
     Timestamp,
 )
 from holdfast.store.base import BlockWriter, Store, WritesBlocks
@@ -33,9 +33,8 @@ class SaveRequest:
     """What a save records beside the state: everything but bytes and identity."""
 
     label: str
-    epoch: int
+    claim: Claim
     sequence: int
-    parent: Reference | None
     timestamp: Timestamp
     save_class: Literal["permanent", "ephemeral"]
     reason: str
@@ -69,10 +68,10 @@ def digest_staged(staged: Staged, workers: Workers, *, timeout_s: float) -> dict
             workers.submit(partial(blocks.block_digest, image.arena.memory[start:stop]))
             for start, stop in blocks.split(image.file.nbytes)
         ]
-    digests = {
-        name: b"".join(gather(parts, timeout_s=timeout_s, what=f"digest of {name}"))
-        for name, parts in jobs.items()
-    }
+    digests: dict[str, bytes] = {}
+    for name, parts in jobs.items():
+        found = gather(parts, timeout_s=timeout_s, what=f"digest of {name}")
+        digests[name] = b"".join(found)
     for component, tree in staged.trees.items():
         digests[layout.tree_file(component)] = blocks.digest_blocks(tree)
     return digests
@@ -97,8 +96,9 @@ def write(
         StoreError, DeadlineExceeded: a file could not be written.
     """
     phase.text = "making the folder"
+    expect_claim(store, request.claim)
     attempt = begin(
-        store, label=request.label, epoch=request.epoch, sequence=request.sequence
+        store, label=request.label, epoch=request.claim.epoch, sequence=request.sequence
     )
     try:
         written = _write_files(store, attempt, staged, workers, phase, timeout_s)
@@ -199,15 +199,13 @@ def _check_sizes(store: Store, attempt: Attempt, nbytes: Mapping[str, int]) -> N
             )
 
 
-def _manifest(
-    attempt: Attempt, staged: Staged, request: SaveRequest, written: Written
-) -> Manifest:
+def _manifest(attempt: Attempt, staged: Staged, request: SaveRequest, written: Written) -> Manifest:
     return Manifest(
         save_id=attempt.save_id,
         label=request.label,
-        epoch=request.epoch,
+        epoch=request.claim.epoch,
         sequence=request.sequence,
-        parent=request.parent,
+        parent=request.claim.resumed_from,
         timestamp=request.timestamp,
         created=utc_now(),
         save_class=request.save_class,

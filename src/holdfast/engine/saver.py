@@ -142,7 +142,7 @@ class Saver:
             self._owner.is_clean = False
             raise
         marks = Catalog(self._store).marks(attempt.folder)
-        return Entry(name=attempt.name, manifest=manifest, marks=marks)
+        return Entry(name=attempt.name, folder=attempt.folder, manifest=manifest, marks=marks)
 
     def _unchanged(self, staged: Staged, request: SaveRequest) -> Entry | None:
         """The checkpoint on which the run stands, when this save would write it once more."""

@@ -216,13 +216,13 @@ def _decode_shards(
     for tensor, file, start, offsets, extent in columns:
         where = f"{what}, tensor {component.names[tensor][:200]!r}"
         shape = component.shapes[tensor]
+        nbytes = check_shape(extent, ITEM_NBYTES[component.dtypes[tensor]], what=where)
         if not len(offsets) == len(extent) == len(shape):
             raise FormatError(f"{where}: a shard of another number of dimensions")
         if any(o + s > n for o, s, n in zip(offsets, extent, shape, strict=True)):
             raise FormatError(f"{where}: a shard reaches out of the tensor")
-        nbytes = check_shape(extent, ITEM_NBYTES[component.dtypes[tensor]], what=where)
-        entry = ShardEntry(component.files[file], start, nbytes, tuple(offsets), tuple(extent))
-        found[tensor].append(entry)
+        name = component.files[file]
+        found[tensor].append(ShardEntry(name, start, nbytes, tuple(offsets), tuple(extent)))
     for name, shape, entries in zip(component.names, component.shapes, found, strict=True):
         boxes = [(entry.offsets or (), entry.sizes or ()) for entry in entries]
         if not boxes or not tiles(shape, boxes):
@@ -286,8 +286,8 @@ def tiles(shape: Sequence[int], boxes: Sequence[_Box]) -> bool:
     Compares measures: give every coordinate c of dimension d a random number F_d(c) modulo a
     prime, and a box the product over d of F_d(stop) - F_d(start). That is additive, so a tiling
     has the measure of the whole. The other way round, the difference between a box's cover
-    and the whole is a polynomial of degree at most 64 in the F, which is zero by chance with
-    probability below 64 / 2**61 (Schwartz and Zippel). Linear, where comparing boxes is not.
+    and the whole is a polynomial of degree at most 128 in the F, which is zero by chance with
+    probability below 128 / 2**61 (Schwartz and Zippel). Linear, where comparing boxes is not.
     """
     measures: list[dict[int, int]] = [{} for _ in shape]
 

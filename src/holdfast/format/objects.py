@@ -17,7 +17,7 @@ import msgspec
 from holdfast.errors import FormatError, LimitExceeded, UnsupportedState
 from holdfast.format import sealed, strictjson
 from holdfast.format.layout import FORMAT_VERSION
-from holdfast.format.leaves import (
+from holdfast.format.nodes import (
     READERS,
     WRITERS,
     ArrayRef,
@@ -133,6 +133,8 @@ class _Encoder:
         type_ = type(value)
         if type_ in _CONTAINERS:
             return self._container(value, path, level)
+        if self._key_depth and type_ in _NEVER_KEYS:
+            return self._refuse(path, "a tensor, an array or a generator cannot be a key")
         write = WRITERS.get(type_)
         if write is not None:
             try:
@@ -216,14 +218,14 @@ class _Encoder:
         for key, item in value.items():
             at = join(path, _shown(key))
             pairs.append([self._key(key, at, level + 3), self.encode(item, at, level + 3)])
-        self._count_keys([key for key, _ in pairs], path)
+        self._check_keys([key for key, _ in pairs], path)
         return pairs
 
     def _members(self, value: Iterable[Any], path: str, level: int) -> list[Any]:
         members = [self._key(item, join(path, _shown(item)), level + 2) for item in value]
         if not self.offenders:
             members.sort(key=_sort_key)
-        self._count_keys(members, path)
+        self._check_keys(members, path)
         return members
 
     def _key(self, key: Any, path: str, level: int) -> Any:
@@ -232,11 +234,15 @@ class _Encoder:
         self._key_depth -= 1
         return node
 
-    def _count_keys(self, keys: Sequence[Any], path: str) -> None:
+    def _check_keys(self, keys: Sequence[Any], path: str) -> None:
         self._num_other_keys += _num_other_keys(keys)
         if self._num_other_keys > MAX_OTHER_KEYS:
             self._num_other_keys = 0
             self._refuse(path, f"with it there are more than {_OTHER_KEYS_LIMIT}")
+        texts = [msgspec.json.encode(key) for key in keys if type(key) is dict]
+        texts = [text for text in texts if not text.startswith(_MAYBE_NAN)]
+        if len(set(texts)) != len(texts):
+            self._refuse(path, "two of its keys would be written in the same way")
 
     def _enum(self, value: Any, path: str, level: int) -> Any:
         if level > _MAX_LEVEL:
@@ -283,6 +289,8 @@ class _Decoder:
         name = next(iter(node), "")
         if name[:1] != "$":
             return self._container(self._plain_dict, node)
+        if self._key_depth and name in _NEVER_IN_KEYS:
+            raise self._error(f"a node {name!r} in a key or a set")
         argument = node[name]
         if name == "$tensor":
             return self._tensor(node)
@@ -386,8 +394,6 @@ class _Decoder:
             raise LimitExceeded(f"{self._what}: more than {_OTHER_KEYS_LIMIT}")
 
     def read_same(self, number: Any) -> Any:
-        if self._key_depth:
-            raise self._error("a $same node inside a key")
         if type(number) is not int or not 0 <= number < len(self._containers):
             raise self._error("a $same node that names no container")
         weight = self._weights[number]
@@ -439,7 +445,7 @@ def _sort_key(node: Any) -> tuple[int, int, bytes]:
 
 def _shown(key: Any) -> str:
     """A key in a path."""
-    if type(key) in (str, int, bool, float):
+    if type(key) is str or (type(key) is int and key.bit_length() < 2000):
         return str(key)[:200]
     return f"<{type(key).__name__}>"
 
@@ -480,4 +486,7 @@ _INNER_READERS: dict[str, Callable[[_Decoder, Any], Any]] = {
     "$enum": _Decoder.read_enum,
     "$generator": _Decoder.read_generator,
 }
+_NEVER_KEYS = (TensorRef, ArrayRef, GeneratorState)
+_NEVER_IN_KEYS = ("$tensor", "$array", "$generator", "$same")
+_MAYBE_NAN = (b'{"$float"', b'{"$scalar"')
 _LIFTED = frozenset({"$array", "$dtype", "$device", "$size"})

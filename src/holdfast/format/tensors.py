@@ -23,11 +23,11 @@ from holdfast.format.layout import (
 from holdfast.store.base import Buffer
 
 MAX_HEADER_NBYTES = 16 * 1024 * 1024
-MAX_DIMS = 64
+MAX_DIMS = 128
 METADATA = "__metadata__"
 
 _LENGTH_NBYTES = 8
-_MAX_HEADER_VALUES = 4_000_000
+_MAX_HEADER_VALUES = 2_000_000
 _MAX_INT = 2**63 - 1
 _VIEWS = {"C128": "F64", "C32": "F16"}
 
@@ -158,7 +158,7 @@ def check_shape(shape: Any, item_nbytes: int, *, what: str) -> int:
     """The bytes of a tensor of this shape, which is anything that JSON may hold.
 
     Raises:
-        FormatError: not a list of at most 64 integers ≥ 0 whose size in bytes, empty dimensions
+        FormatError: not a list of at most 128 integers ≥ 0 whose size in bytes, empty dimensions
             left out, fits 64 bits.
     """
     if not isinstance(shape, list) or len(shape) > MAX_DIMS:

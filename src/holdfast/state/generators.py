@@ -142,7 +142,8 @@ def write(generator: Any, members: Mapping[str, Any]) -> None:
     """Set the state of a live generator of the same kind, with members as `read` gave them."""
     kind = kind_of(generator)
     if kind == "torch":
-        generator.set_state(members["state"])
+        # A copy: torch 2.13 reads from the storage's first byte, whatever the view's offset.
+        generator.set_state(members["state"].clone())
     elif kind == "python":
         words = tuple(members["state"].tolist())
         generator.setstate((members["version"], words, members["gauss_next"]))
@@ -177,7 +178,7 @@ def build(node: GeneratorState) -> Any:
     if kind == "python":
         return random.Random()
     inner = members.get("state")
-    name = inner.get("bit_generator") if isinstance(inner, dict) else None
+    name = str(inner.get("bit_generator")) if isinstance(inner, dict) else ""
     if kind not in ("numpy", "numpy-legacy") or name not in _BIT_GENERATORS:
         raise FormatError(f"unknown generator {kind!r} ({name!r})")
     bits = _BIT_GENERATORS[name]()

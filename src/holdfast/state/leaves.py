@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import Parameter, UninitializedTensorMixin
+from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 
 from holdfast.format.objects import Refused, TensorRef
 from holdfast.format.tensors import TensorSpec
@@ -40,7 +40,7 @@ def refusal(tensor: Tensor) -> str | None:
 
 
 def _subclass_refusal(tensor: Tensor) -> str:
-    if isinstance(tensor, UninitializedTensorMixin):
+    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         return "not initialised yet (lazy module); run one forward pass first"
     name = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
     if type(tensor).__name__ == "DTensor":

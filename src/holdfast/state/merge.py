@@ -13,25 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.errors import FormatError
 from holdfast.format.objects import EnumValue, GeneratorState, TensorRef
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
 from holdfast.state.dtypes import DTYPE_NAMES
 from holdfast.state.leaves import refusal
-from holdfast.state.trees import Lifting, owned, present_device
+from holdfast.state.trees import Kept, Lifting, owned, present_device, revived
 
 Place = Callable[[TensorRef], torch.device]
 """Where a tensor is to be made that cannot be copied into a live one."""
-
-
-class Kept:
-    """A live value that stands in a stored tree because the caller asked to skip it."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
 
 def stored_place(ref: TensorRef) -> torch.device:
@@ -89,7 +79,7 @@ class Merge:
         if isinstance(stored, GeneratorState):
             return self._generator(live, stored)
         if isinstance(stored, EnumValue):
-            return _revived(live, stored)
+            return revived(live, stored)
         if isinstance(stored, Kept):
             return stored.value
         return self._plain(live, self._lifting.lift(stored))
@@ -128,7 +118,9 @@ class Merge:
             return stored
         if not isinstance(stored, tuple):
             return type(stored)(self.merge(None, value, place) for value in stored)
-        known = live if isinstance(live, tuple) and len(live) == len(stored) else (None,) * len(stored)
+        known = (
+            live if isinstance(live, tuple) and len(live) == len(stored) else (None,) * len(stored)
+        )
         return tuple(self.merge(a, b, place) for a, b in zip(known, stored, strict=True))
 
     def _tensor(self, live: Any, ref: TensorRef, place: Place) -> Tensor:
@@ -199,14 +191,3 @@ def _root(array: np.ndarray[Any, Any]) -> Any:
     while isinstance(array.base, np.ndarray):
         array = array.base
     return array
-
-
-def _revived(live: Any, stored: EnumValue) -> Any:
-    """The live enum's own member of that name; nothing is imported by a stored name."""
-    kind = type(live)
-    if f"{kind.__module__}:{kind.__qualname__}" != stored.type:
-        return stored
-    members: Mapping[str, Any] = getattr(kind, "__members__", {})
-    if stored.name not in members:
-        raise FormatError(f"{stored.type[:80]} has no member {stored.name[:80]!r}")
-    return members[stored.name]

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from holdfast.format.objects import ArrayRef, TensorRef
 from holdfast.format.tensors import TensorSpec
-from holdfast.state.dtypes import DTYPE_NAMES
 from holdfast.state.leaves import Leaves, identity, refusal
 from holdfast.state.merge import copy_tensors, is_writable_in_place
 from holdfast.state.names import Cleaner, cleaner_of, unwrap
@@ -174,6 +173,8 @@ def capture_module(module: nn.Module, leaves: Leaves) -> bytes:
 class ModulePlan:
     """A checked load into one module."""
 
+    turn = 0
+
     def __init__(self, component: str, live: LiveModule, specs: Mapping[str, TensorSpec]) -> None:
         self._component = component
         self._live = live
@@ -220,13 +221,8 @@ class ModulePlan:
         elif not isinstance(value, TensorRef):
             problems.other.append(f"{path}: stored no tensor, live it is one")
         else:
-            spec, shape, dtype = self._specs[value.key], tuple(live.shape), DTYPE_NAMES[live.dtype]
-            if spec.shape != shape and name.rpartition(".")[0] not in self._live.own_loading:
-                problems.wrong_shape.append(
-                    f"{path}: stored {list(spec.shape)}, live {list(shape)}"
-                )
-            if spec.dtype != dtype:
-                problems.wrong_dtype.append(f"{path}: stored {spec.dtype}, live {dtype}")
+            resizes = name.rpartition(".")[0] in self._live.own_loading
+            problems.compare(path, self._specs[value.key], live, any_shape=resizes)
 
     def _check_ties(self, problems: Problems) -> None:
         """One live tensor cannot take two stored values."""
@@ -265,11 +261,6 @@ class ModulePlan:
             if not is_writable_in_place(live):
                 # Expanded memory cannot be written element by element; it gets its own.
                 live.data = owned(stored, live.device)
-
-    @property
-    def runs_foreign_code(self) -> bool:
-        """Whether `finish` calls code of the module's own."""
-        return bool(self._lifted)
 
     def finish(self) -> None:
         """Hand over what only the module's own code can load."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,8 +49,7 @@ class LiveOptimizer:
 def inspect(optimizer: Optimizer, names: ParameterNames) -> LiveOptimizer:
     """Name every parameter of `optimizer`; adds nothing to its state."""
     homes = [
-        [names.home(parameter) for parameter in group["params"]]
-        for group in optimizer.param_groups
+        [names.home(parameter) for parameter in group["params"]] for group in optimizer.param_groups
     ]
     modules = tuple(dict.fromkeys(home[0] for group in homes for home in group if home))
     parameters: dict[str, Tensor] = {}
@@ -110,7 +110,8 @@ def _state_by_name(live: LiveOptimizer, leaves: Leaves) -> tuple[dict[str, Any],
     by_id = {id(parameter): name for name, parameter in live.parameters.items()}
     found: dict[str, Any] = {}
     extra: dict[str, Any] = {}
-    for key, value in live.optimizer.state.items():
+    state: dict[Any, Any] = live.optimizer.state
+    for key, value in state.items():
         if isinstance(key, str):
             extra[key] = value
         elif id(key) in by_id:
@@ -172,7 +173,11 @@ def _checked_names(group: Any, what: str) -> list[str]:
 class OptimizerPlan:
     """A checked load into one optimizer."""
 
-    def __init__(self, component: str, live: LiveOptimizer, specs: Mapping[str, TensorSpec]) -> None:
+    turn = 0
+
+    def __init__(
+        self, component: str, live: LiveOptimizer, specs: Mapping[str, TensorSpec]
+    ) -> None:
         self._component = component
         self._live = live
         self._specs = specs
@@ -191,6 +196,8 @@ class OptimizerPlan:
         self._new_names = self._renamed(wishes)
         self._match_names(problems)
         self._match_groups(problems)
+        self._check_options(problems)
+        self._note_skipped_slots()
         for name, old in self._common.items():
             live, kept = list(self._live.parameters[name].shape), stored.shapes[old]
             if live != kept:
@@ -255,6 +262,21 @@ class OptimizerPlan:
             if left and not here and any(not self._stored.groups[g] for g in left):
                 problems.other.append(f"{self._component}: a stored group without parameters")
 
+    def _check_options(self, problems: Problems) -> None:
+        """A tensor option, such as a learning rate, is copied into: it must fit."""
+        for live_index, old in self._groups:
+            group = self._live.optimizer.param_groups[live_index]
+            for key, value in self._stored.param_groups[old].items():
+                path = f"{_GROUPS}.{live_index}.{key}"
+                live = group.get(key)
+                if self._skips(path) or not isinstance(live, Tensor):
+                    continue
+                if isinstance(value, TensorRef):
+                    spec, at = self._specs[value.key], f"{self._component}.{path}"
+                    problems.compare(at, spec, live)
+                elif not isinstance(value, int | float) or live.numel() != 1:
+                    problems.other.append(f"{self._component}.{path}: live it is a tensor")
+
     @property
     def needed(self) -> tuple[str, ...]:
         """Keys of the tensors that will be read."""
@@ -279,6 +301,9 @@ class OptimizerPlan:
         """Do what was worked out."""
         self._merge.commit()
 
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
     def _stored_options(self) -> dict[str, dict[str, Any]]:
         return {
             self._new_names[name]: self._stored.param_groups[g]
@@ -293,11 +318,11 @@ class OptimizerPlan:
         stored = self._stored.slots.get(old)
         kept = self._kept_slots(name, live)
         if stored is None and not kept:
-            merge.then(lambda: _discard(state, parameter))
+            merge.then(partial(_discard, state, parameter))
             return
         if not isinstance(stored, dict | None):
             new = merge.merge(live, stored, self._place(old, "", parameter, options))
-            merge.then(lambda: state.__setitem__(parameter, new))
+            merge.then(partial(state.__setitem__, parameter, new))
             return
         target = live if isinstance(live, dict) else {}
         slots = dict(kept)
@@ -305,12 +330,22 @@ class OptimizerPlan:
             if not self._skips(f"{name}.{slot}"):
                 place = self._place(old, slot, parameter, options)
                 slots[slot] = merge.merge(target.get(slot), value, place)
-        merge.then(lambda: _refill(state, parameter, target, slots))
+        merge.then(partial(_refill, state, parameter, target, slots))
 
     def _kept_slots(self, name: str, live: Any) -> dict[Any, Any]:
         if not isinstance(live, dict):
             return {}
         return {slot: value for slot, value in live.items() if self._skips(f"{name}.{slot}")}
+
+    def _note_skipped_slots(self) -> None:
+        """Ask about every slot now, so that an entry that matches nothing is found."""
+        if self._wishes.skip.any_inside(self._component):
+            for name, old in self._common.items():
+                stored = self._stored.slots.get(old)
+                live = self._live.optimizer.state.get(self._live.parameters[name])
+                for slots in (stored, live):
+                    for slot in slots if isinstance(slots, dict) else ():
+                        self._skips(f"{name}.{slot}")
 
     def _skips(self, path: str) -> bool:
         return self._wishes.skip.path(self._component, path)
@@ -337,12 +372,13 @@ class OptimizerPlan:
                 _merge_option(merge, group, key, value)
 
     def _merge_extra(self, merge: Merge) -> None:
-        state, extra = self._live.optimizer.state, self._stored.extra
+        extra = self._stored.extra
+        state: dict[Any, Any] = self._live.optimizer.state
         for key in [key for key in state if isinstance(key, str) and key not in extra]:
-            merge.then(lambda key=key: _discard(state, key))
+            merge.then(partial(_discard, state, key))
         for key, value in extra.items():
             new = merge.merge(state.get(key), value)
-            merge.then(lambda key=key, new=new: state.__setitem__(key, new))
+            merge.then(partial(state.__setitem__, key, new))
 
 
 def _merge_option(merge: Merge, group: dict[str, Any], key: str, value: Any) -> None:
@@ -354,8 +390,12 @@ def _merge_option(merge: Merge, group: dict[str, Any], key: str, value: Any) -> 
     else:
         # A compiled step reads the tensor, so it stays and takes the number.
         new = live
-        merge.then(lambda: live.fill_(value))
-    merge.then(lambda: group.__setitem__(key, new))
+        merge.then(partial(_fill, live, value))
+    merge.then(partial(group.__setitem__, key, new))
+
+
+def _fill(tensor: Tensor, value: float) -> None:
+    tensor.fill_(value)
 
 
 def _discard(state: dict[Any, Any], key: Any) -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from holdfast.errors import MismatchError, UnsupportedState, UsageError, listing
+from holdfast.format.tensors import TensorSpec
+from holdfast.state.dtypes import DTYPE_NAMES
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,6 +29,17 @@ class Problems:
 
     notes: list[str] = field(default_factory=list)
     """What was left out or cannot be exact, and is no reason to refuse."""
+
+    def compare(
+        self, path: str, spec: TensorSpec, live: Tensor, *, any_shape: bool = False
+    ) -> None:
+        """Note a stored tensor that is of another shape or dtype than the live one."""
+        if spec.shape != tuple(live.shape) and not any_shape:
+            stored, here = list(spec.shape), list(live.shape)
+            self.wrong_shape.append(f"{path}: stored {stored}, live {here}")
+        if spec.dtype != DTYPE_NAMES[live.dtype]:
+            here_name = DTYPE_NAMES[live.dtype]
+            self.wrong_dtype.append(f"{path}: stored {spec.dtype}, live {here_name}")
 
     def tolerate(self) -> None:
         """Turn what is missing or unexpected into notes."""

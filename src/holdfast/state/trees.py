@@ -18,6 +18,7 @@ from holdfast.format.objects import (
     ArrayRef,
     DeviceName,
     DtypeName,
+    EnumValue,
     GeneratorState,
     Refused,
     SizeTuple,
@@ -109,7 +110,9 @@ def _array_refusal(array: np.ndarray[Any, Any]) -> str | None:
 
 def _as_tensor(array: np.ndarray[Any, Any]) -> Tensor:
     native = array.dtype.isnative
-    has_torch_strides = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
+    has_torch_strides = all(
+        stride >= 0 and stride % array.itemsize == 0 for stride in array.strides
+    )
     if not (native and has_torch_strides and array.flags.writeable and array.flags.aligned):
         array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True)
     return torch.from_numpy(array)
@@ -179,6 +182,21 @@ def _lift_plain(node: Any) -> Any:
     return node
 
 
+def revived(live: Any, stored: EnumValue) -> Any:
+    """The member of the live value's own class, or `stored` when that is another class.
+
+    Raises:
+        FormatError: the class has no such member any more.
+    """
+    kind = type(live)
+    members: Mapping[str, Any] = getattr(kind, "__members__", {})
+    if f"{kind.__module__}:{kind.__qualname__}" != stored.type or not members:
+        return stored
+    if stored.name is None or stored.name not in members:
+        raise FormatError(f"{stored.type[:80]} has no member {str(stored.name)[:80]!r}")
+    return members[stored.name]
+
+
 def nodes_in(value: Any) -> Iterator[Any]:
     """Everything in a decoded tree, containers included, each container once."""
     seen: set[int] = set()
@@ -191,6 +209,15 @@ def nodes_in(value: Any) -> Iterator[Any]:
             seen.add(id(item))
             waiting.extend(item.values() if isinstance(item, dict) else item)
         yield item
+
+
+class Kept:
+    """A live value in the place of a stored one, because the caller asked to leave it alone."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
 
 class Lifting:
@@ -212,7 +239,7 @@ class Lifting:
             return self._once("array:" + node.key, self._array, node)
         if isinstance(node, GeneratorState):
             return self.generator(node)
-        return _lift_plain(node)
+        return node.value if isinstance(node, Kept) else _lift_plain(node)
 
     def lift_tree(self, value: Any) -> Any:
         """A copy of a decoded tree with every node lifted; what is shared stays shared."""

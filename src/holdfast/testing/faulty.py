@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar, cast, get_args
@@ -139,7 +140,7 @@ class FaultyStore:
     def __new__(cls, inner: Store, faults: Iterable[Fault] = ()) -> FaultyStore:
         """An instance of a subclass that has what `inner` has."""
         offered = tuple(mixin for protocol, mixin in _MIXINS if isinstance(inner, protocol))
-        return cast(FaultyStore, object.__new__(_with_mixins(cls, offered)))
+        return object.__new__(_with_mixins(cls, offered))
 
     def __init__(self, inner: Store, faults: Iterable[Fault] = ()) -> None:
         self.inner: Any = inner
@@ -163,7 +164,8 @@ class FaultyStore:
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         """See `Store.put`."""
         with _Operation(self, "put", key) as op:
-            self.inner.put(key, op.stored(data), if_absent=if_absent)
+            stored = op.damaged(memoryview(data).tobytes()) if op.damages else data
+            self.inner.put(key, stored, if_absent=if_absent)
 
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
         """See `Store.get`; not exact under `truncate`."""
@@ -173,7 +175,7 @@ class FaultyStore:
 
     def head(self, key: str) -> ObjectInfo:
         """See `Store.head`."""
-        return self._do("head", key, lambda: self.inner.head(key))
+        return self._do("head", key, lambda: cast(ObjectInfo, self.inner.head(key)))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See `Store.list`; one operation, at the call."""
@@ -233,19 +235,17 @@ class _Operation:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         fault = self._fault
-        if fault is None:
-            return
-        if fault.kind == "stop_after":
+        if fault is not None and fault.kind == "stop_after":
             self._store._stop()
+        if self._store._is_stopped:
             raise Stopped(f"after {self._what}") from error
-        if fault.kind == "lose_reply" and error is None:
+        if fault is not None and fault.kind == "lose_reply" and error is None:
             raise fault.error or OutcomeUnknown(f"injected: the reply to {self._what} was lost")
 
-    def stored(self, data: Buffer) -> Buffer:
-        """What is stored instead of `data`."""
-        if self._fault is None or self._fault.kind not in ("truncate", "flip"):
-            return data
-        return self.damaged(memoryview(data).tobytes())
+    @property
+    def damages(self) -> bool:
+        """Whether the data will be wrong."""
+        return self._fault is not None and self._fault.kind in ("truncate", "flip")
 
     def damaged(self, data: bytes) -> bytes:
         """`data`, shortened or with one bit flipped if the fault says so."""
@@ -288,16 +288,8 @@ class _FaultyReadsInto(FaultyStore):
 class _FaultyWritesBlocks(FaultyStore):
     def create(self, key: str, nbytes: int) -> BlockWriter:
         """See `WritesBlocks.create`."""
-        writer: BlockWriter | None = None
-        try:
-            with _Operation(self, "create", key):
-                writer = self.inner.create(key, nbytes)
-        except StoreError:
-            # Nobody will ever finish it; the object stays as junk, as it does after a kill.
-            _forget(writer)
-            raise
-        assert writer is not None
-        return _FaultyBlockWriter(self, key, writer)
+        writer = self._do("create", key, lambda: self.inner.create(key, nbytes))
+        return _FaultyBlockWriter(self, key, cast(BlockWriter, writer))
 
 
 class _FaultyPoints(FaultyStore):
@@ -310,3 +302,39 @@ class _FaultyTellsSpace(FaultyStore):
     def free_space(self) -> FreeSpace:
         """See `TellsSpace.free_space`."""
         return self._do("free_space", "", lambda: cast(FreeSpace, self.inner.free_space()))
+
+
+class _FaultyBlockWriter:
+    def __init__(self, store: FaultyStore, key: str, inner: BlockWriter) -> None:
+        self._store = store
+        self._key = key
+        self._inner = inner
+
+    def write(self, start: int, data: memoryview) -> None:
+        with _Operation(self._store, "write", self._key) as op:
+            if op.damages:
+                data = memoryview(op.damaged(data.tobytes()).ljust(data.nbytes, b"\0"))
+            self._inner.write(start, data)
+
+    def finish(self) -> None:
+        with _Operation(self._store, "finish", self._key):
+            self._inner.finish()
+
+    def abort(self) -> None:
+        with suppress(StoreError), _Operation(self._store, "abort", self._key):
+            self._inner.abort()
+
+
+_MIXINS: tuple[tuple[Any, type[FaultyStore]], ...] = (
+    (Folders, _FaultyFolders),
+    (ReadsInto, _FaultyReadsInto),
+    (WritesBlocks, _FaultyWritesBlocks),
+    (Points, _FaultyPoints),
+    (TellsSpace, _FaultyTellsSpace),
+)
+
+
+def _with_mixins(
+    cls: type[FaultyStore], mixins: tuple[type[FaultyStore], ...]
+) -> type[FaultyStore]:
+    return type(cls.__name__, (*mixins, cls), {"__doc__": cls.__doc__})

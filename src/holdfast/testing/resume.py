@@ -259,12 +259,12 @@ def _check_leaves(
 
 
 def _global_generators() -> dict[str, Any]:
-    state = {
+    state: dict[str, Any] = {
         "python": _digest(repr(random.getstate()).encode()),
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 

@@ -1,4 +1,4 @@
-"""The leaves of typed trees: nodes that stand for torch values, and values without members.
+"""Typed trees without their branches: nodes that stand for torch values, and plain values.
 
 How each is written and read back, exactly (docs/format.md, section 6). A writer or reader
 raises `ValueError` for what the grammar does not have.

@@ -1,0 +1,172 @@
+"""The commands, their options and their exit codes. Each imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from holdfast.cli.output import Answer, Code, give, give_error
+from holdfast.errors import HoldfastError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Look after the checkpoints of training runs.",
+)
+
+Root = Annotated[str, typer.Argument(metavar="ROOT", help="Where the run's checkpoints live.")]
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="ROOT[@WHICH]",
+        help="WHICH is latest, step=1000, a folder's name, a tag or a label.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Answer with one JSON object.")]
+
+
+def run() -> NoReturn:
+    """Run the command line of this process and exit."""
+    try:
+        app(prog_name="holdfast")
+    except KeyboardInterrupt:
+        sys.exit(Code.INTERRUPTED)
+    raise AssertionError("typer exits by itself")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        import holdfast
+
+        typer.echo(f"holdfast {holdfast.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Look after the checkpoints of training runs."""
+
+
+@app.command()
+def ls(root: Root, as_json: AsJson = False) -> None:
+    """List the checkpoints of a root, newest first."""
+
+    def answer() -> Answer:
+        from holdfast.cli.ls import list_root
+
+        return list_root(root)
+
+    _finish(answer, as_json=as_json)
+
+
+@app.command()
+def show(
+    target: Target,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what one checkpoint holds; without @WHICH the latest."""
+
+    def answer() -> Answer:
+        from holdfast.cli.show import show as look
+
+        return look(target, tensors=tensors)
+
+    _finish(answer, as_json=as_json)
+
+
+@app.command()
+def verify(target: Target, as_json: AsJson = False) -> None:
+    """Read every byte again and compare; without @WHICH all checkpoints of the root."""
+
+    def answer() -> Answer:
+        from holdfast.cli.verify import check
+
+        return check(target)
+
+    _finish(answer, as_json=as_json)
+
+
+@app.command()
+def gc(
+    root: Root,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be removed; touch nothing.")
+    ] = False,
+    dead_epoch: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, metavar="N", help="Writer N is gone for good (its host is, say). Repeatable."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove attempts that never became checkpoints, and leftovers of deleted ones."""
+
+    def answer() -> Answer:
+        from holdfast.cli.gc import clean
+
+        return clean(root, dry_run=dry_run, dead_epochs=dead_epoch or ())
+
+    _finish(answer, as_json=as_json)
+
+
+@app.command()
+def demo(
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where to work; an earlier demo there goes.")
+    ] = Path("demo-output"),
+    seed: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Repeat an earlier demo. Drawn if unset.")
+    ] = None,
+    fast: Annotated[bool, typer.Option("--fast", help="A tiny model, for a first look.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train, get killed at random moments, resume, and compare with the undisturbed run."""
+
+    def code() -> Code:
+        from holdfast.demo.main import run as run_demo
+
+        return Code(run_demo(out, seed=seed, fast=fast, as_json=as_json))
+
+    _exit(code, as_json=as_json)
+
+
+def _finish(answer: Callable[[], Answer], *, as_json: bool) -> NoReturn:
+    """Give the answer, or the error, and exit."""
+
+    def code() -> Code:
+        found = answer()
+        give(found, as_json=as_json)
+        return found.code
+
+    _exit(code, as_json=as_json)
+
+
+def _exit(code: Callable[[], Code], *, as_json: bool) -> NoReturn:
+    try:
+        result = code()
+        sys.stdout.flush()
+    except HoldfastError as error:
+        result = give_error(error, as_json=as_json)
+    except KeyboardInterrupt:
+        result = Code.INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has enough; Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        result = Code.BROKEN_PIPE
+    raise typer.Exit(result)

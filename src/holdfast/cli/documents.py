@@ -1,0 +1,79 @@
+"""The JSON objects that several commands answer with (docs/cli.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from holdfast.care.findings import Problem, Report
+from holdfast.engine.catalog import Entry
+
+
+def checkpoint_document(entry: Entry) -> dict[str, Any]:
+    """A checkpoint as `ls` lists it."""
+    manifest = entry.manifest
+    return {
+        "folder": entry.folder,
+        "step": entry.step,
+        "label": manifest.label,
+        "epoch": manifest.epoch,
+        "sequence": manifest.sequence,
+        "save_id": manifest.save_id,
+        "timestamp": msgspec.to_builtins(manifest.timestamp),
+        "created": manifest.created,
+        "class": manifest.save_class,
+        "reason": manifest.reason,
+        "nbytes": manifest.nbytes,
+        "metrics": dict(manifest.metrics),
+        "tags": list(entry.tags),
+        "pinned": entry.marks.pinned,
+        "rejected": list(entry.marks.rejected),
+        "retired": entry.marks.retired,
+        "components": sorted(manifest.components),
+        "parent": None if manifest.parent is None else manifest.parent.folder,
+    }
+
+
+def details_document(entry: Entry) -> dict[str, Any]:
+    """A checkpoint as `show` shows it: all that its manifest says."""
+    manifest = entry.manifest
+    return {
+        **checkpoint_document(entry),
+        "components": msgspec.to_builtins(manifest.components),
+        "files": msgspec.to_builtins(manifest.files),
+        "block_nbytes": manifest.block_nbytes,
+        "world_size": manifest.world_size,
+        "numerics": dict(manifest.numerics),
+        "environment": dict(manifest.environment),
+        "timings": dict(manifest.timings),
+    }
+
+
+def report_document(report: Report) -> dict[str, Any]:
+    """What verifying one checkpoint found."""
+    return {
+        "folder": report.folder,
+        "step": report.step,
+        "ok": report.ok,
+        "nbytes": report.nbytes,
+        "num_files": report.num_files,
+        "num_tensors": report.num_tensors,
+        "problems": [problem_document(problem) for problem in report.problems],
+        "notes": list(report.notes),
+    }
+
+
+def problem_document(problem: Problem) -> Mapping[str, Any]:
+    """One problem that verifying found."""
+    return {
+        "file": problem.file,
+        "message": problem.message,
+        "block": problem.block,
+        "start": problem.start,
+        "nbytes": problem.nbytes,
+        "tensors": list(problem.tensors),
+        "expected": problem.expected,
+        "found": problem.found,
+    }

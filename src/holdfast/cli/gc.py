@@ -1,0 +1,74 @@
+"""`holdfast gc`: remove what no manifest lists."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import typer
+
+from holdfast.care.gc import GcReport, collect
+from holdfast.cli.output import Answer, Code, printable, size
+from holdfast.cli.target import open_root
+from holdfast.engine.catalog import Catalog
+from holdfast.engine.claim import is_closed
+from holdfast.engine.process import liveness
+from holdfast.errors import FormatError, UsageError
+from holdfast.events import Emitter, Event
+from holdfast.store.base import Store
+
+
+def clean(root: str, *, dry_run: bool, dead_epochs: Collection[int]) -> Answer:
+    """Remove uncommitted attempts and what deletions left behind.
+
+    Raises:
+        NoCheckpoint: not a root.
+        UsageError: an epoch was named dead whose process lives on this host, or that never was.
+    """
+    store = open_root(root)
+    for epoch in dead_epochs:
+        _check_dead(store, epoch)
+    report = collect(store, dry_run=dry_run, dead_epochs=dead_epochs, emit=Emitter((_tell,)))
+    document = {
+        "root": store.url,
+        "dry_run": dry_run,
+        "removed": _pairs(report.removed),
+        "marked": _pairs(report.marked),
+        "kept": _pairs(report.kept),
+        "failed": _pairs(report.failed),
+        "nbytes": report.nbytes,
+    }
+    code = Code.FOUND if report.failed else Code.OK
+    return Answer(document=document, parts=_lines(report, dry_run), code=code)
+
+
+def _check_dead(store: Store, epoch: int) -> None:
+    try:
+        writer = Catalog(store).writer(epoch)
+    except FormatError:
+        return  # An unreadable claim is what a person's word is needed for.
+    if writer is None:
+        raise UsageError(f"--dead-epoch {epoch}: {store.url} has no writer {epoch}")
+    if liveness(writer.process) in ("alive", "ours") and not is_closed(store, epoch):
+        raise UsageError(
+            f"--dead-epoch {epoch}: its process {writer.process.pid} is alive on this host; "
+            "stop it first"
+        )
+
+
+def _lines(report: GcReport, dry_run: bool) -> list[str]:
+    verbs = ("would remove", "would mark") if dry_run else ("removed", "marked")
+    lines = [f"{verbs[0]} {folder}: {why}" for folder, why in report.removed]
+    lines += [f"{verbs[1]} {folder}: {why}" for folder, why in report.marked]
+    lines += [f"kept {folder}: {why}" for folder, why in report.kept]
+    lines += [f"FAILED {folder}: {why}" for folder, why in report.failed]
+    if not lines:
+        return ["nothing to remove"]
+    return [*lines, f"{size(report.nbytes)} {'to give' if dry_run else 'given'} back"]
+
+
+def _pairs(items: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
+    return [{"folder": folder, "why": why} for folder, why in items]
+
+
+def _tell(event: Event) -> None:
+    typer.echo(printable(event.message), err=True)

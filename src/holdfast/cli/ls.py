@@ -1,0 +1,141 @@
+"""`holdfast ls`: what is in a root."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.cli.documents import checkpoint_document
+from holdfast.cli.output import Answer, Code, Table, number, size
+from holdfast.cli.target import open_root
+from holdfast.engine.catalog import Catalog, Entry
+from holdfast.engine.claim import is_closed
+from holdfast.engine.process import liveness
+from holdfast.errors import FormatError, NoCheckpoint
+from holdfast.store.base import Store
+
+_STATES: Mapping[str, str] = {"ours": "alive"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Contents:
+    """What the root holds, newest first."""
+
+    entries: Sequence[Entry]
+    damaged: Sequence[tuple[str, str]]
+    lineage: frozenset[str]
+    head: str | None
+    unfinished: Sequence[str]
+    owner: Mapping[str, Any] | None
+
+
+def list_root(root: str) -> Answer:
+    """The checkpoints of a root, newest first, and who writes there.
+
+    Raises:
+        NoCheckpoint: there are none.
+    """
+    store = open_root(root)
+    contents = _read(store)
+    if not contents.entries and not contents.damaged:
+        raise NoCheckpoint(f"{store.url}: no checkpoints yet{_aside(contents)}")
+    document = {
+        "root": store.url,
+        "head": contents.head,
+        "owner": contents.owner,
+        "checkpoints": [
+            {**checkpoint_document(entry), "in_lineage": entry.folder in contents.lineage}
+            for entry in contents.entries
+        ],
+        "damaged": [{"folder": folder, "reason": why} for folder, why in contents.damaged],
+        "unfinished": list(contents.unfinished),
+    }
+    code = Code.FOUND if contents.damaged else Code.OK
+    return Answer(document=document, parts=_parts(contents), code=code)
+
+
+def _read(store: Store) -> _Contents:
+    catalog = Catalog(store)
+    entries, damaged = catalog.survey()
+    lineage = [str(name) for name in catalog.lineage()]
+    known = {entry.folder for entry in entries}
+    others = [str(name) for name in catalog.attempts()]
+    unread = {*known, *(folder for folder, _ in damaged)}
+    return _Contents(
+        entries=entries,
+        damaged=damaged,
+        lineage=frozenset(lineage),
+        head=next((folder for folder in lineage if folder in known), None),
+        unfinished=[name for name in others if name not in unread and catalog.read(name) is None],
+        owner=_owner(store, catalog),
+    )
+
+
+def _owner(store: Store, catalog: Catalog) -> Mapping[str, Any] | None:
+    """The newest claim, and whether its process is `alive`, `dead`, `closed` or `unknown`."""
+    epoch = catalog.highest_epoch()
+    try:
+        writer = catalog.writer(epoch) if epoch else None
+    except FormatError:
+        return None
+    if writer is None:
+        return None
+    state = "closed" if is_closed(store, epoch) else liveness(writer.process)
+    return {
+        "epoch": epoch,
+        "host": writer.process.host,
+        "pid": writer.process.pid,
+        "since": writer.created,
+        "state": _STATES.get(state, state),
+    }
+
+
+def _parts(contents: _Contents) -> list[str | Table]:
+    parts: list[str | Table] = []
+    if contents.entries:
+        parts.append(
+            Table(
+                columns=("step", "folder", "size", "created", "metrics", "marks"),
+                rows=[_row(entry, contents) for entry in contents.entries],
+                right=frozenset({0, 2}),
+            )
+        )
+    parts += [f"cannot be read: {folder}: {why}" for folder, why in contents.damaged]
+    if contents.unfinished:
+        parts.append(f"not committed: {len(contents.unfinished)} (under way, or left for gc)")
+    owner = contents.owner
+    if owner is not None and owner["state"] in ("alive", "unknown"):
+        parts.append(
+            f"writer {owner['epoch']}: process {owner['pid']} on {owner['host']} "
+            f"since {owner['since']} ({owner['state']})"
+        )
+    return parts
+
+
+def _row(entry: Entry, contents: _Contents) -> tuple[str, ...]:
+    metrics = ", ".join(
+        f"{name} {number(value)}" for name, value in sorted(entry.manifest.metrics.items())
+    )
+    flags = (
+        ("latest", entry.folder == contents.head),
+        ("pinned", entry.marks.pinned),
+        ("rejected", bool(entry.marks.rejected)),
+        ("being deleted", entry.marks.retired),
+        ("left behind", entry.folder not in contents.lineage),
+    )
+    marks = [*(name for name, is_set in flags if is_set), *(f"#{tag}" for tag in entry.tags)]
+    return (
+        str(entry.step),
+        entry.folder,
+        size(entry.manifest.nbytes),
+        entry.manifest.created,
+        metrics,
+        ", ".join(marks),
+    )
+
+
+def _aside(contents: _Contents) -> str:
+    if not contents.unfinished:
+        return ""
+    return f" ({len(contents.unfinished)} not committed: under way, or left for gc)"

@@ -1,0 +1,166 @@
+"""What a command answers, and how it gets on the screen or into a program.
+
+Text from a root was written by others: nothing of it reaches a terminal unescaped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import typer
+
+from holdfast.errors import HoldfastError, NoCheckpoint, UsageError
+
+SCHEMA = 1
+"""Value of the member `holdfast` of every JSON answer; grows when a member changes its meaning."""
+
+
+class Code(IntEnum):
+    """Exit codes (docs/cli.md)."""
+
+    OK = 0
+    FOUND = 1
+    """Damage was found, or the command failed."""
+    USAGE = 2
+    NOTHING = 3
+    """Nothing there, or not a root."""
+    INTERRUPTED = 130
+    BROKEN_PIPE = 141
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows of text under headings. `right` has the numbers of the right-aligned columns."""
+
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    right: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a command found: for programs, for people, and the exit code."""
+
+    document: Mapping[str, Any]
+    """Members of the JSON answer beside `holdfast`."""
+    parts: Sequence[str | Table]
+    """Lines and tables, in order."""
+    code: Code = Code.OK
+
+
+def give(answer: Answer, *, as_json: bool) -> None:
+    """Write an answer to standard output."""
+    if as_json:
+        _write_json(answer.document)
+        return
+    for part in answer.parts:
+        if isinstance(part, str):
+            typer.echo(printable(part))
+        elif sys.stdout.isatty():
+            _print_rich(part)
+        else:
+            _print_aligned(part)
+
+
+def give_error(error: HoldfastError, *, as_json: bool) -> Code:
+    """Write an error to standard error, or as JSON to standard output; its exit code."""
+    if as_json:
+        _write_json({"error": {"kind": type(error).__name__, "message": str(error)}})
+    else:
+        typer.echo(printable(f"holdfast: {error}"), err=True)
+    if isinstance(error, UsageError):
+        return Code.USAGE
+    return Code.NOTHING if isinstance(error, NoCheckpoint) else Code.FOUND
+
+
+def printable(text: str) -> str:
+    """The text with everything escaped that could steer a terminal; line breaks stay."""
+    return "".join(
+        character if character.isprintable() or character == "\n" else f"\\x{ord(character):02x}"
+        for character in text
+    )
+
+
+def json_safe(value: Any) -> Any:
+    """The value with floats that JSON has no number for as `"nan"`, `"inf"` and `"-inf"`."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): json_safe(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_safe(item) for item in value]
+    return value
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people, in binary units."""
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def number(value: float) -> str:
+    """A metric for people."""
+    return f"{value:.6g}"
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
+    """A reporter of (what, done bytes, all bytes) that draws on a terminal; None elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, TransferSpeedColumn(), console=console, transient=True) as progress:
+        tasks: dict[str, Any] = {}
+
+        def report(what: str, done_nbytes: int, total_nbytes: int) -> None:
+            if what not in tasks:
+                tasks[what] = progress.add_task(printable(what), total=total_nbytes)
+            progress.update(tasks[what], completed=done_nbytes, total=total_nbytes)
+
+        yield report
+
+
+def _write_json(document: Mapping[str, Any]) -> None:
+    whole = {"holdfast": SCHEMA, **json_safe(document)}
+    typer.echo(json.dumps(whole, indent=2, allow_nan=False))
+
+
+def _print_aligned(table: Table) -> None:
+    rows = [table.columns, *(tuple(map(printable, row)) for row in table.rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if number in table.right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        typer.echo("  ".join(cells).rstrip())
+
+
+def _print_rich(table: Table) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    drawn = RichTable(box=SIMPLE_HEAD, pad_edge=False)
+    for number, name in enumerate(table.columns):
+        drawn.add_column(name, justify="right" if number in table.right else "left")
+    for row in table.rows:
+        drawn.add_row(*(Text(printable(cell)) for cell in row))
+    Console().print(drawn)

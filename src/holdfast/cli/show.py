@@ -1,0 +1,128 @@
+"""`holdfast show`: all that one checkpoint says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.cli.documents import details_document
+from holdfast.cli.output import Answer, Table, number, size
+from holdfast.cli.target import open_target, read_entry
+from holdfast.engine.catalog import Entry
+from holdfast.engine.documents import read_document
+from holdfast.errors import CorruptData
+from holdfast.format import layout
+from holdfast.format.blocks import digest_blocks, file_digest
+from holdfast.format.index import MAX_INDEX_NBYTES, Index, decode_index
+from holdfast.format.manifest import Timestamp
+from holdfast.store.base import Store
+
+
+def show(target: str, *, tensors: bool) -> Answer:
+    """The manifest of a checkpoint for people, and its tensors when asked for.
+
+    Raises:
+        NoCheckpoint: nothing answers.
+        FormatError: it is damaged.
+    """
+    store, folder = open_target(target)
+    entry = read_entry(store, folder)
+    document: dict[str, Any] = {
+        "root": store.url,
+        "checkpoint": {**details_document(entry), "folder": folder},
+    }
+    parts = _parts(entry, folder)
+    if tensors:
+        index = _read_index(store, folder, entry)
+        document["tensors"] = _tensor_documents(index)
+        parts.append(_tensor_table(index))
+    return Answer(document=document, parts=parts)
+
+
+def _read_index(store: Store, folder: str, entry: Entry) -> Index:
+    key = f"{folder}/{layout.INDEX}"
+    data = read_document(store, key, max_nbytes=MAX_INDEX_NBYTES)
+    found = file_digest(len(data), digest_blocks(data, entry.manifest.block_nbytes))
+    if found != entry.manifest.files[layout.INDEX].digest:
+        raise CorruptData(f"{store.url}/{key}: other bytes than written; see holdfast verify")
+    return decode_index(data, files=entry.manifest.files, what=f"{store.url}/{key}")
+
+
+def _parts(entry: Entry, folder: str) -> list[str | Table]:
+    manifest = entry.manifest
+    facts = {
+        "folder": folder,
+        "step": str(entry.step),
+        "at": _position(manifest.timestamp),
+        "created": f"{manifest.created} ({manifest.reason}, {manifest.save_class})",
+        "size": f"{size(manifest.nbytes)} in {len(manifest.files)} files",
+        "writer": f"{manifest.epoch}, save {manifest.sequence}, id {manifest.save_id}",
+        "went on from": "" if manifest.parent is None else manifest.parent.folder,
+        "tags": ", ".join(entry.tags),
+        "pinned": "yes" if entry.marks.pinned else "",
+        "rejected": "; ".join(entry.marks.rejected),
+        "being deleted": "yes" if entry.marks.retired else "",
+        "metrics": ", ".join(f"{k} {number(v)}" for k, v in sorted(manifest.metrics.items())),
+        "numerics": _pairs(manifest.numerics),
+        "environment": _pairs(manifest.environment),
+        "took": ", ".join(f"{k} {v:.3f}" for k, v in manifest.timings.items()),
+    }
+    width = max(map(len, facts))
+    lines: list[str | Table] = [f"{name:<{width}}  {text}" for name, text in facts.items() if text]
+    return [*lines, _component_table(entry)]
+
+
+def _position(at: Timestamp) -> str:
+    counters = {"epoch": at.epoch, "samples": at.samples, "tokens": at.tokens}
+    told = [f"{name} {value}" for name, value in counters.items() if value is not None]
+    return ", ".join([*told, f"{at.wall_s:.1f} s of training"])
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items() if value is not None)
+
+
+def _component_table(entry: Entry) -> Table:
+    return Table(
+        columns=("component", "kind", "tensors", "size", "files"),
+        rows=[
+            (name, part.kind, str(part.num_tensors), size(part.nbytes), ", ".join(part.files))
+            for name, part in entry.manifest.components.items()
+        ],
+        right=frozenset({2, 3}),
+    )
+
+
+def _tensor_documents(index: Index) -> list[dict[str, Any]]:
+    return [
+        {
+            "component": component,
+            "key": entry.key,
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "shards": [
+                {"file": shard.file, "start": shard.start, "nbytes": shard.nbytes}
+                for shard in entry.shards
+            ],
+        }
+        for component, entries in index.components.items()
+        for entry in entries.values()
+    ]
+
+
+def _tensor_table(index: Index) -> Table:
+    return Table(
+        columns=("tensor", "dtype", "shape", "size", "file"),
+        rows=[
+            (
+                f"{component}.{entry.key}",
+                entry.dtype,
+                "×".join(map(str, entry.shape)) or "scalar",
+                size(sum(shard.nbytes for shard in entry.shards)),
+                ", ".join(dict.fromkeys(shard.file for shard in entry.shards)),
+            )
+            for component, entries in index.components.items()
+            for entry in entries.values()
+        ],
+        right=frozenset({3}),
+    )

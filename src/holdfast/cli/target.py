@@ -1,0 +1,92 @@
+"""From what a person typed to a store and a checkpoint: `ROOT`, `ROOT@which`, a folder."""
+
+from __future__ import annotations
+
+import os
+
+from holdfast.engine.catalog import Catalog, Entry, is_root, standalone
+from holdfast.engine.locate import split_source
+from holdfast.errors import NoCheckpoint, UsageError
+from holdfast.format import layout
+from holdfast.store import open_store
+from holdfast.store.base import Store
+
+
+def split_target(text: str) -> tuple[str, str | None]:
+    """(root, which); `which` is None without an `@`, or when a folder has just that name.
+
+    Raises:
+        UsageError: nothing stands before or after the `@`.
+    """
+    root, which = split_source(text)
+    if not root or which == "":
+        raise UsageError(f"{text!r}: expected ROOT or ROOT@WHICH")
+    return root, which
+
+
+def open_root(text: str) -> Store:
+    """The store of a root that exists; for commands that take no `@`.
+
+    Raises:
+        UsageError: it names a checkpoint, not a root.
+        NoCheckpoint: there is nothing of ours.
+    """
+    root, which = split_target(text)
+    if which is not None:
+        raise UsageError(f"{text!r}: this command takes a whole root, without @{which}")
+    store = open_store(root)
+    if is_root(store):
+        return store
+    if is_checkpoint_folder(root):
+        raise UsageError(f"{text!r} is one checkpoint; this command takes the root it is in")
+    raise NoCheckpoint(_why_nothing(root, store))
+
+
+def open_target(text: str) -> tuple[Store, str]:
+    """The store, and the folder of the checkpoint that is meant; without `@` the latest.
+
+    The manifest may still be damaged when a folder was named.
+
+    Raises:
+        NoCheckpoint: nothing there answers.
+        FormatError: what answers is damaged.
+    """
+    root, which = split_target(text)
+    if which is None and is_checkpoint_folder(root):
+        parent, folder = os.path.split(os.path.abspath(root))
+        return open_store(parent), folder
+    store = open_root(root)
+    if which is not None and layout.parse_attempt(which) in Catalog(store).attempts():
+        return store, which
+    return store, Catalog(store).resolve(which or "latest").folder
+
+
+def read_entry(store: Store, folder: str) -> Entry:
+    """The checkpoint in a folder, which a person may have renamed.
+
+    Raises:
+        NoCheckpoint: it is not committed.
+        FormatError: its manifest is damaged.
+    """
+    name = layout.parse_attempt(folder)
+    if name is None:
+        return standalone(store, folder)
+    entry = Catalog(store).entry(name)
+    if entry is None:
+        raise NoCheckpoint(f"{store.url}/{folder}: not committed, or deleted")
+    return entry
+
+
+def is_checkpoint_folder(path: str) -> bool:
+    """Whether a path is the folder of one checkpoint."""
+    return os.path.isfile(os.path.join(path, layout.MANIFEST))
+
+
+def _why_nothing(root: str, store: Store) -> str:
+    if "://" not in root and not os.path.lexists(root):
+        return f"{store.url}: there is no such folder"
+    if "://" not in root and not os.path.isdir(root):
+        return f"{store.url}: not a folder"
+    if not store.children():
+        return f"{store.url}: empty; nothing was ever saved here"
+    return f"{store.url}: not a root of Holdfast; it holds other things"

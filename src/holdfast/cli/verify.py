@@ -1,0 +1,60 @@
+"""`holdfast verify`: read every byte again."""
+
+from __future__ import annotations
+
+from holdfast.care.findings import Report, RootReport
+from holdfast.care.verify import verify, verify_root
+from holdfast.cli.documents import problem_document, report_document
+from holdfast.cli.output import Answer, Code, progress_bar, size
+from holdfast.cli.target import is_checkpoint_folder, open_root, open_target, split_target
+from holdfast.errors import NoCheckpoint
+from holdfast.store.base import Store
+
+
+def check(target: str) -> Answer:
+    """Verify one checkpoint, or with a root every committed one.
+
+    Raises:
+        NoCheckpoint: there is none.
+    """
+    root, which = split_target(target)
+    if which is None and not is_checkpoint_folder(root):
+        store = open_root(root)
+        with progress_bar() as progress:
+            found = verify_root(store, progress=progress)
+        return _answer(store, found)
+    store, folder = open_target(target)
+    with progress_bar() as progress:
+        report = verify(store, folder, progress=progress)
+    return _answer(store, RootReport(checkpoints=(report,), problems=(), notes=()))
+
+
+def _answer(store: Store, found: RootReport) -> Answer:
+    if not found.checkpoints and not found.problems:
+        aside = f" ({len(found.notes)} not committed)" if found.notes else ""
+        raise NoCheckpoint(f"{store.url}: no checkpoints{aside}")
+    lines = [line for report in found.checkpoints for line in _lines(report)]
+    lines += [f"DAMAGED  {problem}" for problem in found.problems]
+    lines += [f"note: {note}" for note in found.notes]
+    num_damaged = sum(not report.ok for report in found.checkpoints)
+    nbytes = size(sum(report.nbytes for report in found.checkpoints))
+    lines.append(
+        f"{len(found.checkpoints)} verified, {nbytes}: "
+        + ("every byte is as it was written" if found.ok else f"{num_damaged} damaged")
+    )
+    document = {
+        "root": store.url,
+        "ok": found.ok,
+        "checkpoints": [report_document(report) for report in found.checkpoints],
+        "problems": [problem_document(problem) for problem in found.problems],
+        "notes": list(found.notes),
+    }
+    return Answer(document=document, parts=lines, code=Code.OK if found.ok else Code.FOUND)
+
+
+def _lines(report: Report) -> list[str]:
+    step = "?" if report.step is None else report.step
+    verdict = "ok     " if report.ok else "DAMAGED"
+    lines = [f"{verdict}  step {step}  {report.folder}  {size(report.nbytes)}"]
+    lines += [f"  {problem}" for problem in report.problems]
+    return lines + [f"  note: {note}" for note in report.notes]

@@ -1,0 +1,201 @@
+"""Stored components into live objects: every check first, then everything, generators last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.format.tensors import TensorSpec
+from holdfast.state import modules, optimizers
+from holdfast.state.capture import global_generators
+from holdfast.state.components import RNG, check_state, kind_of
+from holdfast.state.names import ParameterNames, parameter_names
+from holdfast.state.plans import GeneratorPlan, ObjectPlan, Plan, RngPlan, TreePlan
+from holdfast.state.problems import Problems, Rename, Skip, Wishes
+from holdfast.state.trees import decode_skeleton
+
+
+class OpaqueLoadFailed(HoldfastError):
+    """Applying failed half-way; `component` says where, the cause is chained.
+
+    What was applied before stays applied, so the state is neither the old nor the stored one.
+    """
+
+    def __init__(self, component: str, err: BaseException) -> None:
+        self.component = component
+        super().__init__(
+            f"loading component {component!r} failed after other state was already replaced "
+            f"({type(err).__name__}: {err}); the live state is now mixed: load again in full"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredComponent:
+    """One component as a checkpoint holds it."""
+
+    name: str
+    kind: str
+
+    tree: bytes
+    """The typed tree."""
+
+    tensors: Mapping[str, TensorSpec]
+    """Key -> what the index says about it."""
+
+
+class Prepared:
+    """A load whose every check has passed. Nothing live has changed yet."""
+
+    def __init__(self, plans: Mapping[str, Plan], notes: tuple[str, ...]) -> None:
+        self._plans = plans
+        self.needed: Mapping[str, tuple[str, ...]] = {
+            name: plan.needed for name, plan in plans.items()
+        }
+        """Component -> keys of the tensors whose bytes `apply` wants."""
+        self.notes = notes
+        """What is left out, and what cannot be restored exactly."""
+
+    def apply(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Put the stored values into the live objects. Call it once.
+
+        `tensors` holds CPU tensors of the true dtype and shape. They become ours: those that
+        have memory of their own may be kept as they are.
+
+        Raises:
+            FormatError: a stored value is not valid; nothing was changed.
+            OpaqueLoadFailed: something failed when other state was already replaced.
+        """
+        for name, plan in self._plans.items():
+            plan.prepare(tensors.get(name, {}))
+        for name, plan in self._plans.items():
+            _run(name, plan.apply)
+        for name, plan in sorted(self._plans.items(), key=lambda item: item[1].turn):
+            _run(name, plan.finish)
+
+
+def _run(component: str, action: Callable[[], None]) -> None:
+    try:
+        action()
+    except Exception as err:
+        raise OpaqueLoadFailed(component, err) from err
+
+
+def prepare(
+    state: Mapping[str, Any],
+    stored: Mapping[str, StoredComponent],
+    *,
+    where: str,
+    components: Collection[str] | None = None,
+    strict: bool = True,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    skip: Collection[str] = (),
+    rng: bool = True,
+) -> Prepared:
+    """Match stored components with live ones; changes nothing.
+
+    Args:
+        state: live components, as for `capture`.
+        stored: what the checkpoint has; more than is asked for is fine with `components`.
+        where: the checkpoint's name, for messages.
+        components: load only these.
+        strict: refuse leaves that only one side has; otherwise they become notes. Another
+            shape or dtype is refused either way.
+        rename: stored leaf path -> live leaf path inside a module, and the same for the
+            parameter names of an optimizer.
+        skip: components, or `component.path` of a leaf or of what is above it, to leave alone.
+        rng: False leaves the component `rng` alone.
+
+    Raises:
+        UsageError: an argument names nothing, or a rename makes two names one.
+        UnsupportedState: live leaves into which nothing can be loaded.
+        MismatchError: lists every leaf of every component that does not fit.
+        FormatError: a stored tree is not valid.
+    """
+    check_state(state)
+    wishes = Wishes(strict=strict, rename=Rename(rename), skip=Skip(skip))
+    problems = Problems()
+    names = _chosen(state, stored, components, wishes.skip, problems, rng=rng)
+    parameters = parameter_names(
+        (name, value) for name, value in state.items() if isinstance(value, nn.Module)
+    )
+    plans: dict[str, Plan] = {}
+    for name in names:
+        plan = _plan(name, state, stored[name], parameters, problems)
+        if plan is not None:
+            skeleton = decode_skeleton(
+                stored[name].tree, stored[name].tensors, what=f"{where}: tree of {name}"
+            )
+            plan.check(skeleton, wishes, problems)
+            plans[name] = plan
+    wishes.skip.check_used()
+    wishes.rename.check_used()
+    if not strict:
+        problems.tolerate()
+    problems.raise_if_any(where)
+    return Prepared(plans, tuple(problems.notes))
+
+
+def _chosen(
+    state: Mapping[str, Any],
+    stored: Mapping[str, StoredComponent],
+    components: Collection[str] | None,
+    skip: Skip,
+    problems: Problems,
+    *,
+    rng: bool,
+) -> list[str]:
+    """The components to load, in the live order, `rng` last."""
+    live = [*state, *([] if RNG in state else [RNG])]
+    everything = [*live, *(name for name in stored if name not in live)]
+    wanted = _checked_components(components, everything)
+    if not rng:
+        wanted.discard(RNG)
+    wanted -= {name for name in everything if skip.component(name)}
+    chosen = []
+    for name in everything:
+        if name in wanted and name not in stored:
+            problems.missing.append(f"{name} (the whole component)")
+        elif name in wanted and name not in live:
+            problems.unexpected.append(f"{name} (the whole component)")
+        elif name in wanted:
+            chosen.append(name)
+    return chosen
+
+
+def _checked_components(components: Collection[str] | None, everything: list[str]) -> set[str]:
+    if components is None:
+        return set(everything)
+    if isinstance(components, str):
+        raise UsageError(f"components={components!r}: pass a collection of names")
+    unknown = sorted(set(components) - set(everything))
+    if unknown:
+        raise UsageError(f"components: {unknown} are neither live nor stored")
+    return set(components)
+
+
+def _plan(
+    name: str,
+    state: Mapping[str, Any],
+    stored: StoredComponent,
+    parameters: ParameterNames,
+    problems: Problems,
+) -> Plan | None:
+    kind = kind_of(state[name]) if name in state else RNG
+    if stored.kind != kind:
+        problems.other.append(f"{name}: stored as {stored.kind[:20]}, live it is a {kind}")
+        return None
+    if kind == RNG:
+        return RngPlan(global_generators(), stored.tensors)
+    live = state[name]
+    if kind == "module":
+        return modules.ModulePlan(name, modules.inspect(live), stored.tensors)
+    if kind == "optimizer":
+        inspected = optimizers.inspect(live, parameters)
+        return optimizers.OptimizerPlan(name, inspected, stored.tensors)
+    if kind == "generator":
+        return GeneratorPlan(name, live, stored.tensors)
+    return TreePlan(name, live, stored.tensors) if kind == "tree" else ObjectPlan(name, live)

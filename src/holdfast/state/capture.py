@@ -1,0 +1,125 @@
+"""Live objects to named leaves and typed trees. Reads only; the leaves are not yet copied."""
+
+from __future__ import annotations
+
+import platform
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from holdfast.errors import UnsupportedState
+from holdfast.format.tensors import TensorSpec
+from holdfast.state.components import RNG, Kind, check_state, kind_of
+from holdfast.state.generators import device_generators
+from holdfast.state.leaves import Leaves
+from holdfast.state.modules import capture_module, not_saved
+from holdfast.state.names import ParameterNames, parameter_names
+from holdfast.state.optimizers import capture_optimizer, slot_path
+from holdfast.state.trees import encode
+
+__all__ = ["Captured", "CapturedComponent", "capture", "check_state"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedComponent:
+    """One component, ready to be laid out and staged."""
+
+    name: str
+    kind: Kind
+
+    tree: bytes
+    """The typed tree, as it will be stored."""
+
+    tensors: Mapping[str, Tensor]
+    """Key -> live tensor: detached, of any strides, on any device, in the order of the tree."""
+
+    specs: tuple[TensorSpec, ...]
+    """One for each tensor, in the same order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A whole state. Its tensors are the live ones: stage them before training goes on."""
+
+    components: Mapping[str, CapturedComponent]
+
+    not_saved: tuple[str, ...]
+    """What the state holds on purpose outside of checkpoints, one line each."""
+
+
+def capture(state: Mapping[str, Any]) -> Captured:
+    """Name every leaf of `state`, and add the global random generators as `rng`.
+
+    Objects are asked for their `state_dict` in the order of the mapping; the generators are read
+    last, so that what those calls draw is in the checkpoint too.
+
+    Raises:
+        UsageError: a component's name or type is wrong.
+        UnsupportedState: lists every leaf of every component that cannot be saved.
+    """
+    check_state(state)
+    modules = [(name, value) for name, value in state.items() if isinstance(value, nn.Module)]
+    names = parameter_names(modules)
+    offenders: list[tuple[str, str]] = []
+    components = {
+        name: _capture_one(name, value, names, offenders) for name, value in state.items()
+    }
+    if RNG not in state:
+        components[RNG] = _capture_rng(offenders)
+    if offenders:
+        raise UnsupportedState(offenders)
+    left_out = [line for name, module in modules for line in not_saved(name, module)]
+    return Captured(components=components, not_saved=tuple(left_out))
+
+
+def _capture_one(
+    name: str, value: Any, names: ParameterNames, offenders: list[tuple[str, str]]
+) -> CapturedComponent:
+    kind = kind_of(value)
+    leaves = Leaves(component=name)
+    if kind == "module":
+        tree = capture_module(value, leaves)
+    elif kind == "optimizer":
+        leaves.key_of = slot_path
+        tree = capture_optimizer(value, names, leaves)
+    else:
+        tree = encode(value.state_dict() if kind == "object" else value, leaves)
+    return _finished(kind, tree, leaves, offenders)
+
+
+def _capture_rng(offenders: list[tuple[str, str]]) -> CapturedComponent:
+    leaves = Leaves(component=RNG)
+    return _finished("rng", encode(global_generators(), leaves), leaves, offenders)
+
+
+def global_generators() -> dict[str, Any]:
+    """Every global generator of this process, and the versions on which their streams depend."""
+    return {
+        "python": random,
+        "numpy": np.random,
+        "torch": torch.default_generator,
+        "devices": dict(device_generators()),
+        "versions": {
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "torch": str(torch.__version__),
+        },
+    }
+
+
+def _finished(
+    kind: Kind, tree: bytes, leaves: Leaves, offenders: list[tuple[str, str]]
+) -> CapturedComponent:
+    offenders += leaves.offenders
+    return CapturedComponent(
+        name=leaves.component,
+        kind=kind,
+        tree=tree,
+        tensors=leaves.tensors,
+        specs=tuple(leaves.specs),
+    )

@@ -1,0 +1,77 @@
+"""What the components of a state are: which object is saved in which way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast.errors import UsageError, listing
+from holdfast.format.layout import check_component
+from holdfast.state import generators
+
+Kind: TypeAlias = Literal["module", "optimizer", "object", "tree", "generator", "rng"]
+
+RNG = "rng"
+"""The component of the global generators, added unless the caller has one of that name."""
+
+
+def kind_of(value: Any) -> Kind:
+    """How a component is saved.
+
+    Raises:
+        UsageError: it cannot be a component.
+    """
+    if isinstance(value, nn.Module):
+        return "module"
+    if isinstance(value, Optimizer) and _saves_as_torch_does(value):
+        return "optimizer"
+    if generators.kind_of(value) is not None:
+        return "generator"
+    if not isinstance(value, type) and _is_stateful(value):
+        return "object"
+    if isinstance(value, dict | list):
+        return "tree"
+    raise UsageError(
+        f"a {type(value).__qualname__} cannot be a component: it must be a module, an optimizer, "
+        "a generator, an object with state_dict and load_state_dict, or a dict or list, which "
+        "resume refills in place"
+    )
+
+
+def _saves_as_torch_does(optimizer: Optimizer) -> bool:
+    own = vars(optimizer)
+    kind = type(optimizer)
+    return (
+        kind.state_dict is Optimizer.state_dict
+        and kind.load_state_dict is Optimizer.load_state_dict
+        and "state_dict" not in own
+        and "load_state_dict" not in own
+    )
+
+
+def _is_stateful(value: Any) -> bool:
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def check_state(state: Mapping[str, Any]) -> None:
+    """Check names and types of all components, as at a manager's construction.
+
+    Raises:
+        UsageError: lists every component that is wrong.
+    """
+    if not isinstance(state, Mapping) or not state:
+        raise UsageError("state must be a mapping of at least one named component")
+    wrong = []
+    for name, value in state.items():
+        try:
+            check_component(name)
+            kind_of(value)
+        except UsageError as err:
+            wrong.append(f"{name}: {err}")
+        except TypeError:
+            wrong.append(f"{name!r}: a component's name must be text")
+    if wrong:
+        raise UsageError("state:\n" + listing(wrong))

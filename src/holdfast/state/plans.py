@@ -1,0 +1,291 @@
+"""Checked loads into generators, plain trees and foreign objects.
+
+Each plan has the same four moments: `check` finds what does not fit, `prepare` makes everything
+new, `apply` changes leaves and cannot fail, `finish` runs what may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from holdfast.errors import FormatError
+from holdfast.format.objects import ArrayRef, EnumValue, GeneratorState, TensorRef
+from holdfast.format.tensors import TensorSpec
+from holdfast.state import generators
+from holdfast.state.components import RNG
+from holdfast.state.merge import Merge
+from holdfast.state.problems import Problems, Skip, Wishes
+from holdfast.state.trees import Kept, Lifting, Skeleton, nodes_in, revived
+
+
+class Plan(Protocol):
+    """One component's load."""
+
+    @property
+    def turn(self) -> int:
+        """When `finish` runs: 0 foreign code, 1 generators, 2 the global generators."""
+        ...
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Keys of the tensors that will be read, known after `check`."""
+        ...
+
+    def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
+        """Note everything that does not fit; nothing live changes."""
+        ...
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make everything that is new; nothing live changes."""
+        ...
+
+    def apply(self) -> None:
+        """Change the leaves."""
+        ...
+
+    def finish(self) -> None:
+        """Run what may fail or must come last."""
+        ...
+
+
+def keys_in(value: Any) -> tuple[str, ...]:
+    """Keys of the tensors that a decoded tree names, each once."""
+    keys: dict[str, None] = {}
+    for node in nodes_in(value):
+        if isinstance(node, GeneratorState):
+            keys.update(dict.fromkeys(keys_in(dict(node.members))))
+        elif isinstance(node, TensorRef | ArrayRef):
+            keys[node.key] = None
+    return tuple(keys)
+
+
+class TreePlan:
+    """A dict or list becomes what was stored, in place."""
+
+    turn = 0
+
+    def __init__(self, component: str, live: Any, specs: Mapping[str, TensorSpec]) -> None:
+        self._component = component
+        self._live = live
+        self._specs = specs
+        self._stored: Any = None
+        self._merge: Merge
+
+    def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
+        """Only the kind of the whole must fit: the inside is data."""
+        self._stored = skeleton.value
+        is_dict = isinstance(self._live, dict)
+        if not isinstance(self._stored, dict if is_dict else list):
+            stored, live = type(self._stored).__name__, type(self._live).__name__
+            problems.other.append(f"{self._component}: stored a {stored}, live a {live}")
+        elif wishes.skip.any_inside(self._component):
+            keep_live(self._stored, self._live, self._component, wishes.skip)
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Keys of the tensors that will be read."""
+        return keys_in(self._stored)
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Work out every change."""
+        self._merge = Merge(tensors, self._specs)
+        self._merge.refill(self._live, self._stored)
+
+    def apply(self) -> None:
+        """Do what was worked out."""
+        self._merge.commit()
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+
+class ObjectPlan:
+    """An object gets its stored state_dict back; only it knows what that does."""
+
+    turn = 0
+
+    def __init__(self, component: str, live: Any) -> None:
+        self._component = component
+        self._live = live
+        self._stored: Any = None
+        self._value: Any = None
+
+    def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
+        """Put live values where the caller, or an enumeration, asks for them."""
+        self._stored = skeleton.value
+        has_enums = any(isinstance(node, EnumValue) for node in nodes_in(self._stored))
+        if has_enums or wishes.skip.any_inside(self._component):
+            live = self._live.state_dict()
+            keep_live(self._stored, live, self._component, wishes.skip)
+        if any(isinstance(node, EnumValue) for node in nodes_in(self._stored)):
+            problems.notes.append(f"{self._component}: an enumeration comes back as EnumValue")
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Keys of the tensors that will be read."""
+        return keys_in(self._stored)
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make the whole state_dict."""
+        self._value = Lifting(tensors).lift_tree(self._stored)
+
+    def apply(self) -> None:
+        """Nothing of ours is in there."""
+
+    def finish(self) -> None:
+        """Hand the state over."""
+        self._live.load_state_dict(self._value)
+
+
+class GeneratorPlan:
+    """One generator gets its stored state."""
+
+    def __init__(
+        self, component: str, live: Any, specs: Mapping[str, TensorSpec], *, turn: int = 1
+    ) -> None:
+        self.turn = turn
+        self._component = component
+        self._live = live
+        self._specs = specs
+        self._node: GeneratorState
+        self._members: Any = None
+
+    def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
+        """The stored state must be of the same kind and length."""
+        if not isinstance(skeleton.value, GeneratorState):
+            raise FormatError(f"{self._component}: not the state of a generator")
+        self._node = skeleton.value
+        reason = generators.misfit(self._live, self._node, self._specs)
+        if reason is not None:
+            problems.other.append(f"{self._component}: {reason}")
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Keys of the tensors that will be read."""
+        return keys_in(self._node)
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Try the state on a generator of no consequence."""
+        self._members = Lifting(tensors).members(self._node.members)
+        try:
+            generators.write(generators.scratch(self._live), self._members)
+        except (ValueError, TypeError, RuntimeError, OverflowError) as err:
+            what = f"{self._component}: the stored generator state is not valid"
+            raise FormatError(f"{what}: {err}") from err
+
+    def apply(self) -> None:
+        """Generators come last."""
+
+    def finish(self) -> None:
+        """Set the state."""
+        generators.write(self._live, self._members)
+
+
+class RngPlan:
+    """The global generators: those that were stored and are present here."""
+
+    turn = 2
+
+    def __init__(self, live: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
+        self._live = live
+        self._specs = specs
+        self._plans: list[GeneratorPlan] = []
+
+    def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
+        """Check each stored generator; note those that are not here and other versions."""
+        stored = skeleton.value
+        if not isinstance(stored, dict):
+            raise FormatError(f"{RNG}: not the tree of the global generators")
+        live, here = _flat(self._live), _flat(stored)
+        for name, node in here.items():
+            if wishes.skip.path(RNG, name):
+                continue
+            if name not in live:
+                problems.notes.append(f"{RNG}.{name}: no such generator here, not restored")
+                continue
+            plan = GeneratorPlan(f"{RNG}.{name}", live[name], self._specs, turn=self.turn)
+            plan.check(Skeleton(node, ()), wishes, problems)
+            self._plans.append(plan)
+        for name in live.keys() - here.keys():
+            problems.notes.append(f"{RNG}.{name}: not in the checkpoint, left as it is")
+        problems.notes += _other_versions(stored.get("versions"), self._live["versions"])
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Keys of the tensors that will be read."""
+        return tuple(dict.fromkeys(key for plan in self._plans for key in plan.needed))
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Try every state."""
+        for plan in self._plans:
+            plan.prepare(tensors)
+
+    def apply(self) -> None:
+        """Generators come last."""
+
+    def finish(self) -> None:
+        """Set them all."""
+        for plan in self._plans:
+            plan.finish()
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"torch": …, "devices.cuda.0": …}` of a tree of global generators, stored or live."""
+    flat = {name: tree[name] for name in ("python", "numpy", "torch") if name in tree}
+    devices = tree.get("devices", {})
+    for kind, states in devices.items() if isinstance(devices, dict) else ():
+        for i, state in enumerate(states if isinstance(states, list) else ()):
+            flat[f"devices.{kind}.{i}"] = state
+    return flat
+
+
+def _other_versions(stored: Any, live: Mapping[str, str]) -> list[str]:
+    if not isinstance(stored, dict):
+        return []
+    return [
+        f"{RNG}: saved under {name} {stored[name]!s:.40}, this is {live[name]}: "
+        "the same state may give other numbers"
+        for name in live
+        if name in stored and stored[name] != live[name]
+    ]
+
+
+def keep_live(stored: Any, live: Any, component: str, skip: Skip, path: str = "") -> None:
+    """Put the live values of skipped paths, and of enumerations, into a decoded tree."""
+    if isinstance(stored, dict):
+        _keep_in_dict(stored, live if isinstance(live, dict) else {}, component, skip, path)
+    elif isinstance(stored, list):
+        known = live if isinstance(live, list) else []
+        for i, value in enumerate(stored):
+            here = f"{path}.{i}".lstrip(".")
+            if i < len(known) and skip.path(component, here):
+                stored[i] = Kept(known[i])
+            else:
+                stored[i] = _inside(value, known[i] if i < len(known) else None)
+                keep_live(stored[i], known[i] if i < len(known) else None, component, skip, here)
+
+
+def _keep_in_dict(
+    stored: dict[Any, Any], live: dict[Any, Any], component: str, skip: Skip, path: str
+) -> None:
+    for key in [*stored, *(key for key in live if key not in stored)]:
+        here = f"{path}.{key}".lstrip(".")
+        if skip.path(component, here):
+            if key in live:
+                stored[key] = Kept(dict.__getitem__(live, key))
+            else:
+                del stored[key]
+        elif key in stored:
+            other = dict.get(live, key)
+            stored[key] = _inside(stored[key], other)
+            keep_live(stored[key], other, component, skip, here)
+
+
+def _inside(stored: Any, live: Any) -> Any:
+    if not isinstance(stored, EnumValue):
+        return stored
+    member = revived(live, stored)
+    return stored if member is stored else Kept(member)

@@ -1,0 +1,658 @@
+"""What every store must do, as a test suite.
+
+A store's own tests subclass `StoreContract` and give it a fixture:
+
+    class TestMyStore(StoreContract):
+        @pytest.fixture
+        def store(self):
+            return MyStore(...)
+
+Every test gets a store that is empty. Tests of optional protocols skip themselves where the
+store does not offer them.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from holdfast.errors import AlreadyExists, CorruptData, InvalidKey, NotFound, StoreError
+from holdfast.store.base import (
+    Folders,
+    FreeSpace,
+    ObjectInfo,
+    Points,
+    ReadsInto,
+    Store,
+    TellsSpace,
+    WritesBlocks,
+    make_folder,
+    sync_folder,
+)
+
+GOOD_KEYS = (
+    "a",
+    "0",
+    "_",
+    "=x",
+    "+x",
+    "-x",
+    "a.b",
+    "a..b",
+    "a.",
+    "CON",
+    "manifest.json",
+    "step-00001000.0001-000001-deadbeef",
+    "x" * 255,
+)
+"""Keys of one segment that every store takes."""
+
+HOSTILE_KEYS = (
+    "",
+    "/",
+    "//",
+    "/a",
+    "a//b",
+    "//a",
+    ".",
+    "..",
+    "../a",
+    "a/..",
+    "a/../b",
+    "a/./b",
+    "./a",
+    ".a",
+    "a/.b",
+    ".tmp-0000",
+    "a/..b",
+    "~",
+    "~/a",
+    "a b",
+    " a",
+    "a ",
+    "a\n",
+    "a\nb",
+    "a\tb",
+    "a\rb",
+    "a\x00",
+    "a\x00b",
+    "\x00",
+    "a\x7f",
+    "a\\b",
+    "..\\a",
+    "C:",
+    "C:/a",
+    "C:\\a",
+    "a:b",
+    "a*",
+    "a?",
+    "a%2fb",
+    "a|b",
+    "$a",
+    "a;b",
+    "é",
+    "a/é",
+    "\u2024\u2024/a",
+    "\uff0e\uff0e",
+    "a\u2215b",
+    "\ud800",
+    "a/" + "x" * 256,
+    "x" * 256,
+    "/".join(["x" * 100] * 10),
+    "file:///a",
+)
+"""Keys that every store refuses with `InvalidKey`, in every operation."""
+
+NUM_RACERS = 64
+LARGE_NBYTES = 20 * 1024 * 1024 + 3
+
+
+def noise(nbytes: int, seed: int = 0) -> bytes:
+    """Bytes that look alike nowhere."""
+    return random.Random(seed).randbytes(nbytes)
+
+
+class StoreContract:
+    """Subclass it, with a fixture `store` that returns an empty store."""
+
+    @pytest.fixture
+    def store(self) -> Store:
+        """The store under test, empty. Every subclass overrides this."""
+        raise pytest.UsageError(f"{type(self).__name__} must define the fixture `store`")
+
+    @pytest.fixture(autouse=True)
+    def _root(self, store: Store) -> None:
+        make_folder(store, "")
+
+    # put and get
+
+    def test_it_says_where_it_is(self, store: Store) -> None:
+        assert isinstance(store, Store)
+        assert isinstance(store.url, str)
+        assert store.url
+
+    @pytest.mark.parametrize("key", GOOD_KEYS)
+    def test_what_is_put_can_be_got(self, store: Store, key: str) -> None:
+        store.put(key, noise(100))
+        assert store.get(key) == noise(100)
+        assert store.head(key) == ObjectInfo(key=key, nbytes=100)
+
+    def test_keys_may_have_many_segments(self, store: Store) -> None:
+        make_folder(store, "a/b/c")
+        store.put("a/b/c/d", b"deep")
+        assert store.get("a/b/c/d") == b"deep"
+
+    @pytest.mark.parametrize(
+        "data", [b"bytes", bytearray(b"array"), memoryview(b"view"), memoryview(b"long view")[2:5]]
+    )
+    def test_every_kind_of_buffer_is_stored(
+        self, store: Store, data: bytes | bytearray | memoryview
+    ) -> None:
+        store.put("a", data)
+        assert store.get("a") == bytes(data)
+
+    def test_buffers_of_other_items_are_stored_as_their_bytes(self, store: Store) -> None:
+        words = memoryview(bytes(range(16))).cast("I", (2, 2))
+        store.put("a", words)
+        assert store.get("a") == bytes(range(16))
+
+    def test_what_is_put_is_a_copy(self, store: Store) -> None:
+        data = bytearray(b"before")
+        store.put("a", data)
+        data[:] = b"after!"
+        assert store.get("a") == b"before"
+
+    @pytest.mark.parametrize("if_absent", [False, True])
+    def test_an_object_may_be_empty(self, store: Store, if_absent: bool) -> None:
+        store.put("a", b"", if_absent=if_absent)
+        assert store.get("a") == b""
+        assert store.get("a", 0, 0) == b""
+        assert store.head("a").nbytes == 0
+        assert list(store.list()) == [ObjectInfo(key="a", nbytes=0)]
+
+    @pytest.mark.parametrize("if_absent", [False, True])
+    def test_an_object_may_be_large(self, store: Store, if_absent: bool) -> None:
+        data = noise(LARGE_NBYTES)
+        store.put("a", data, if_absent=if_absent)
+        assert store.head("a").nbytes == LARGE_NBYTES
+        assert store.get("a") == data
+
+    def test_a_put_replaces_whole(self, store: Store) -> None:
+        store.put("a", b"a long first value")
+        store.put("a", b"short")
+        assert store.get("a") == b"short"
+        store.put("a", b"a long third value")
+        assert store.get("a") == b"a long third value"
+
+    def test_a_put_replaces_what_was_put_if_absent(self, store: Store) -> None:
+        store.put("a", b"first", if_absent=True)
+        store.put("a", b"second")
+        assert store.get("a") == b"second"
+
+    def test_a_missing_object_is_not_found(self, store: Store) -> None:
+        make_folder(store, "folder")
+        for key in ("a", "folder/a", "no-folder/a", "folder"):
+            with pytest.raises(NotFound):
+                store.get(key)
+            with pytest.raises(NotFound):
+                store.get(key, 0, 0)
+            with pytest.raises(NotFound):
+                store.head(key)
+
+    def test_nothing_is_found_below_an_object(self, store: Store) -> None:
+        store.put("a", b"object")
+        with pytest.raises(NotFound):
+            store.get("a/b")
+        with pytest.raises(NotFound):
+            store.head("a/b")
+
+    # ranges
+
+    @pytest.mark.parametrize(
+        ("start", "nbytes"), [(0, 10), (0, 0), (10, 0), (3, 4), (9, 1), (0, None), (4, None)]
+    )
+    def test_a_range_is_exact(self, store: Store, start: int, nbytes: int | None) -> None:
+        data = noise(10)
+        store.put("a", data)
+        stop = None if nbytes is None else start + nbytes
+        assert store.get("a", start, nbytes) == data[start:stop]
+
+    def test_a_range_may_be_empty_at_the_end(self, store: Store) -> None:
+        store.put("a", noise(10))
+        assert store.get("a", 10) == b""
+
+    @pytest.mark.parametrize(
+        ("start", "nbytes"), [(0, 11), (5, 6), (10, 1), (11, 0), (11, None), (0, 2**40), (2**40, 1)]
+    )
+    def test_a_range_past_the_end_is_corrupt_data(
+        self, store: Store, start: int, nbytes: int | None
+    ) -> None:
+        store.put("a", noise(10))
+        with pytest.raises(CorruptData):
+            store.get("a", start, nbytes)
+
+    @pytest.mark.parametrize(("start", "nbytes"), [(-1, 1), (-1, None), (0, -1)])
+    def test_a_negative_range_is_a_usage_error(
+        self, store: Store, start: int, nbytes: int | None
+    ) -> None:
+        store.put("a", noise(10))
+        with pytest.raises(ValueError, match="negative"):
+            store.get("a", start, nbytes)
+
+    # put if absent
+
+    def test_the_first_put_if_absent_wins(self, store: Store) -> None:
+        store.put("a", b"first", if_absent=True)
+        with pytest.raises(AlreadyExists):
+            store.put("a", b"second", if_absent=True)
+        assert store.get("a") == b"first"
+
+    def test_a_plain_put_takes_the_key_too(self, store: Store) -> None:
+        store.put("a", b"first")
+        with pytest.raises(AlreadyExists):
+            store.put("a", b"second", if_absent=True)
+        assert store.get("a") == b"first"
+
+    def test_a_key_that_was_deleted_is_absent(self, store: Store) -> None:
+        store.put("a", b"first", if_absent=True)
+        store.delete("a")
+        store.put("a", b"second", if_absent=True)
+        assert store.get("a") == b"second"
+
+    def test_of_64_concurrent_puts_if_absent_exactly_one_wins(self, store: Store) -> None:
+        """R10, invariant 1: and what is stored is whole and the winner's."""
+        for round_number in range(3):
+            key = f"race-{round_number}"
+            start = threading.Barrier(NUM_RACERS)
+
+            def race(racer: int, key: str = key, start: threading.Barrier = start) -> bool:
+                start.wait(timeout=60)
+                try:
+                    store.put(key, noise(5000, seed=racer), if_absent=True)
+                except AlreadyExists:
+                    return False
+                return True
+
+            with ThreadPoolExecutor(NUM_RACERS) as pool:
+                won = list(pool.map(race, range(NUM_RACERS)))
+            assert won.count(True) == 1
+            assert store.get(key) == noise(5000, seed=won.index(True))
+
+    def test_concurrent_replacing_puts_leave_one_of_the_values_whole(self, store: Store) -> None:
+        values = [noise(100_000, seed=number) for number in range(8)]
+        seen: list[bytes] = []
+        store.put("a", values[0])
+
+        def replace(number: int) -> None:
+            for _ in range(5):
+                store.put("a", values[number])
+                seen.append(store.get("a"))
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(replace, range(8)))
+        assert store.get("a") in values
+        assert all(value in values for value in seen)
+
+    def test_concurrent_puts_of_different_keys_all_arrive(self, store: Store) -> None:
+        make_folder(store, "many")
+        keys = [f"many/{number:04d}" for number in range(100)]
+
+        def put(number: int) -> None:
+            store.put(keys[number], noise(1000 + number, seed=number), if_absent=number % 2 == 0)
+
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(put, range(100)))
+        assert [info.key for info in store.list("many/")] == keys
+        for number, key in enumerate(keys):
+            assert store.get(key) == noise(1000 + number, seed=number)
+
+    # list and children
+
+    def fill(self, store: Store, *keys: str) -> None:
+        """Put objects, each with its key as its bytes, and make their folders."""
+        for key in keys:
+            make_folder(store, key.rpartition("/")[0])
+            store.put(key, key.encode())
+
+    def test_an_empty_store_lists_nothing(self, store: Store) -> None:
+        assert list(store.list()) == []
+        assert store.children() == ()
+
+    def test_a_list_is_in_order_of_whole_keys(self, store: Store) -> None:
+        keys = ("b", "a/b", "a-b", "a.b", "a/b-c", "a0", "a/b.c/d", "B", "a+b", "a=b", "_", "0/9")
+        self.fill(store, *keys)
+        found = list(store.list())
+        assert [info.key for info in found] == sorted(keys)
+        assert all(info.nbytes == len(info.key) for info in found)
+
+    @pytest.mark.parametrize(
+        ("prefix", "expected"),
+        [
+            ("a", ["a-b", "a/b", "a/b-c", "ab"]),
+            ("a/", ["a/b", "a/b-c"]),
+            ("a/b", ["a/b", "a/b-c"]),
+            ("a/b-", ["a/b-c"]),
+            ("a-", ["a-b"]),
+            ("c", []),
+            ("c/d", []),
+            ("ab/", []),
+        ],
+    )
+    def test_a_list_has_every_object_of_the_prefix(
+        self, store: Store, prefix: str, expected: list[str]
+    ) -> None:
+        self.fill(store, "a-b", "a/b", "a/b-c", "ab", "b/a")
+        assert [info.key for info in store.list(prefix)] == expected
+
+    def test_children_are_the_names_directly_inside(self, store: Store) -> None:
+        self.fill(store, "b", "a/x", "a/y/z", "a-b", "a.b")
+        assert store.children() == ("a-b", "a.b", "a/", "b")
+        assert store.children("a") == ("x", "y/")
+        assert store.children("a/y") == ("z",)
+
+    def test_a_missing_folder_has_no_children(self, store: Store) -> None:
+        self.fill(store, "b")
+        assert store.children("a") == ()
+        assert store.children("a/b") == ()
+        assert store.children("b") == ()
+
+    def test_objects_may_be_deleted_while_they_are_listed(self, store: Store) -> None:
+        self.fill(store, "a/1", "a/2", "b/1", "b/2", "c")
+        listed = []
+        for info in store.list():
+            listed.append(info.key)
+            store.delete(info.key)
+        assert listed == ["a/1", "a/2", "b/1", "b/2", "c"]
+        assert list(store.list()) == []
+
+    # delete
+
+    def test_a_deleted_object_is_gone(self, store: Store) -> None:
+        self.fill(store, "a/b", "a/c")
+        store.delete("a/b")
+        with pytest.raises(NotFound):
+            store.get("a/b")
+        assert [info.key for info in store.list()] == ["a/c"]
+
+    def test_deleting_what_is_missing_is_fine(self, store: Store) -> None:
+        self.fill(store, "a/b")
+        for key in ("x", "a/x", "x/y", "a/b/c", "a", "x/", "a/x/", "a/b/"):
+            store.delete(key)
+            store.delete(key)
+        assert store.get("a/b") == b"a/b"
+
+    def test_deleting_a_folder_removes_everything_under_it(self, store: Store) -> None:
+        self.fill(store, "a/b", "a/c/d", "a/c/e/f", "a-b", "ab", "b/a/c")
+        store.delete("a/")
+        assert [info.key for info in store.list()] == ["a-b", "ab", "b/a/c"]
+        assert store.children() == ("a-b", "ab", "b/")
+        make_folder(store, "a", exclusive=True)
+
+    def test_a_folder_may_be_deleted_by_several_at_once(self, store: Store) -> None:
+        self.fill(store, "b", *(f"a/{number}/{inner}" for number in range(5) for inner in "xyz"))
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda _: store.delete("a/"), range(4)))
+        assert [info.key for info in store.list()] == ["b"]
+
+    # keys
+
+    @pytest.mark.parametrize("key", HOSTILE_KEYS, ids=ascii)
+    def test_a_hostile_key_is_refused_by_every_operation(self, store: Store, key: str) -> None:
+        """R28: keys come from manifests, which anybody may have written."""
+        calls: list[Callable[[], object]] = [
+            lambda: store.put(key, b"x"),
+            lambda: store.put(key, b"x", if_absent=True),
+            lambda: store.get(key),
+            lambda: store.head(key),
+            lambda: store.delete(key),
+            lambda: store.delete(key + "/"),
+            lambda: store.list(f"{key}/"),
+        ]
+        if key:
+            calls += [lambda: store.children(key), lambda: store.children(key + "/")]
+            calls.append(lambda: store.list(key))
+        if isinstance(store, ReadsInto):
+            calls.append(lambda: store.read_into(key, 0, memoryview(bytearray(1))))
+        if isinstance(store, WritesBlocks):
+            calls.append(lambda: store.create(key, 1))
+        if isinstance(store, Points):
+            calls += [lambda: store.point(key, "target"), lambda: store.point("name", key)]
+        if isinstance(store, Folders) and key:
+            calls += [lambda: store.make_folder(key), lambda: store.sync_folder(key)]
+            calls.append(lambda: store.sweep(key))
+        for call in calls:
+            with pytest.raises(InvalidKey):
+                call()
+        assert list(store.list()) == []
+
+    # folders
+
+    def folders(self, store: Store) -> Folders:
+        """The store, if it has folders; otherwise the test is skipped."""
+        if not isinstance(store, Folders):
+            pytest.skip("the store has no folders")
+        return store
+
+    def test_a_put_never_makes_a_folder(self, store: Store) -> None:
+        """Rule 5: the folder of a put must exist."""
+        self.folders(store)
+        for if_absent in (False, True):
+            with pytest.raises(NotFound, match="missing"):
+                store.put("missing/a", b"x", if_absent=if_absent)
+        assert store.children() == ()
+
+    def test_make_folder_makes_the_ancestors(self, store: Store) -> None:
+        folders = self.folders(store)
+        folders.make_folder("a/b/c")
+        assert store.children() == ("a/",)
+        assert store.children("a/b") == ("c/",)
+        assert list(store.list()) == []
+
+    def test_make_folder_accepts_an_existing_one(self, store: Store) -> None:
+        folders = self.folders(store)
+        folders.make_folder("a")
+        store.put("a/b", b"x")
+        folders.make_folder("a")
+        folders.make_folder("")
+        assert store.get("a/b") == b"x"
+
+    def test_an_exclusive_folder_must_be_new(self, store: Store) -> None:
+        folders = self.folders(store)
+        folders.make_folder("a/b", exclusive=True)
+        for folder in ("a/b", "a", ""):
+            with pytest.raises(AlreadyExists):
+                folders.make_folder(folder, exclusive=True)
+        store.put("file", b"x")
+        with pytest.raises(AlreadyExists):
+            folders.make_folder("file", exclusive=True)
+
+    def test_of_16_exclusive_makers_exactly_one_wins(self, store: Store) -> None:
+        folders = self.folders(store)
+        start = threading.Barrier(16)
+
+        def race(_: int) -> bool:
+            start.wait(timeout=60)
+            try:
+                folders.make_folder("a/b", exclusive=True)
+            except AlreadyExists:
+                return False
+            return True
+
+        with ThreadPoolExecutor(16) as pool:
+            assert list(pool.map(race, range(16))).count(True) == 1
+
+    def test_sync_folder_needs_the_folder(self, store: Store) -> None:
+        folders = self.folders(store)
+        folders.make_folder("a")
+        folders.sync_folder("a")
+        folders.sync_folder("")
+        with pytest.raises(NotFound):
+            folders.sync_folder("missing")
+
+    def test_sweep_removes_no_object(self, store: Store) -> None:
+        folders = self.folders(store)
+        self.fill(store, "a/b", "a/c/d")
+        assert folders.sweep("a") == 0
+        assert folders.sweep("") == 0
+        assert folders.sweep("missing") == 0
+        assert [info.key for info in store.list()] == ["a/b", "a/c/d"]
+
+    # reading into memory
+
+    def reads_into(self, store: Store) -> ReadsInto:
+        """The store, if it reads into memory; otherwise the test is skipped."""
+        if not isinstance(store, ReadsInto):
+            pytest.skip("the store does not read into memory")
+        return store
+
+    def test_read_into_fills_the_buffer(self, store: Store) -> None:
+        reader = self.reads_into(store)
+        data = noise(100_000)
+        store.put("a", data)
+        for start, nbytes in ((0, 100_000), (0, 0), (100_000, 0), (1, 99_999), (777, 4096)):
+            buffer = bytearray(b"#" * (nbytes + 2))
+            reader.read_into("a", start, memoryview(buffer)[1:-1])
+            assert buffer == b"#" + data[start : start + nbytes] + b"#"
+
+    @pytest.mark.parametrize(("start", "nbytes"), [(0, 11), (10, 1), (11, 0), (5, 6)])
+    def test_read_into_is_exact(self, store: Store, start: int, nbytes: int) -> None:
+        reader = self.reads_into(store)
+        store.put("a", noise(10))
+        with pytest.raises(CorruptData):
+            reader.read_into("a", start, memoryview(bytearray(nbytes)))
+
+    def test_read_into_needs_the_object(self, store: Store) -> None:
+        reader = self.reads_into(store)
+        with pytest.raises(NotFound):
+            reader.read_into("a", 0, memoryview(bytearray(1)))
+
+    def test_read_into_works_from_many_threads(self, store: Store) -> None:
+        reader = self.reads_into(store)
+        data = noise(1_000_000)
+        store.put("a", data)
+        buffer = bytearray(len(data))
+        view = memoryview(buffer)
+
+        def read(start: int) -> None:
+            reader.read_into("a", start, view[start : start + 12_345])
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(read, range(0, len(data), 12_345)))
+        assert buffer == data
+
+    # writing in pieces
+
+    def writes_blocks(self, store: Store) -> WritesBlocks:
+        """The store, if it takes pieces; otherwise the test is skipped."""
+        if not isinstance(store, WritesBlocks):
+            pytest.skip("the store does not take objects in pieces")
+        return store
+
+    @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 1_000_003])
+    def test_pieces_in_any_order_make_the_object(self, store: Store, nbytes: int) -> None:
+        blocks = self.writes_blocks(store)
+        data = memoryview(noise(nbytes))
+        writer = blocks.create("a", nbytes)
+        starts = list(range(0, nbytes, 100_001))
+        random.Random(1).shuffle(starts)
+        for start in starts:
+            writer.write(start, data[start : start + 100_001])
+        writer.finish()
+        assert store.head("a").nbytes == nbytes
+        assert store.get("a") == data
+
+    def test_pieces_may_come_from_many_threads(self, store: Store) -> None:
+        blocks = self.writes_blocks(store)
+        data = memoryview(noise(LARGE_NBYTES))
+        writer = blocks.create("a", len(data))
+
+        def write(start: int) -> None:
+            writer.write(start, data[start : start + 1_000_000])
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(write, range(0, len(data), 1_000_000)))
+        writer.finish()
+        assert store.get("a") == data
+
+    def test_create_refuses_a_key_that_is_taken(self, store: Store) -> None:
+        blocks = self.writes_blocks(store)
+        store.put("a", b"first")
+        with pytest.raises(AlreadyExists):
+            blocks.create("a", 10)
+        assert store.get("a") == b"first"
+
+    def test_create_needs_the_folder(self, store: Store) -> None:
+        blocks = self.writes_blocks(store)
+        self.folders(store)
+        with pytest.raises(NotFound, match="missing"):
+            blocks.create("missing/a", 10)
+
+    def test_a_finished_object_has_its_key(self, store: Store) -> None:
+        blocks = self.writes_blocks(store)
+        writer = blocks.create("a", 1)
+        writer.write(0, memoryview(b"x"))
+        writer.finish()
+        with pytest.raises(AlreadyExists):
+            store.put("a", b"y", if_absent=True)
+
+    def test_an_object_with_holes_is_never_finished(self, store: Store) -> None:
+        """Invariant 2: what was not written is not durable."""
+        blocks = self.writes_blocks(store)
+        writer = blocks.create("a", 10)
+        writer.write(0, memoryview(b"12345"))
+        with pytest.raises(StoreError, match="5 of 10"):
+            writer.finish()
+        writer.abort()
+
+    @pytest.mark.parametrize(("start", "nbytes"), [(-1, 1), (10, 1), (9, 2), (0, 11)])
+    def test_a_piece_outside_the_object_is_refused(
+        self, store: Store, start: int, nbytes: int
+    ) -> None:
+        writer = self.writes_blocks(store).create("a", 10)
+        with pytest.raises(ValueError, match="not inside"):
+            writer.write(start, memoryview(bytes(nbytes)))
+        writer.abort()
+
+    def test_abort_may_come_at_any_time_and_twice(self, store: Store) -> None:
+        blocks = self.writes_blocks(store)
+        writer = blocks.create("a", 10)
+        writer.write(0, memoryview(b"12345"))
+        writer.abort()
+        writer.abort()
+        with pytest.raises(StoreError):
+            writer.write(5, memoryview(b"67890"))
+        blocks.create("b", 0).abort()
+
+    def test_abort_after_finish_keeps_the_object(self, store: Store) -> None:
+        writer = self.writes_blocks(store).create("a", 3)
+        writer.write(0, memoryview(b"abc"))
+        writer.finish()
+        writer.abort()
+        assert store.get("a") == b"abc"
+
+    # the rest
+
+    def test_a_pointer_is_no_object_and_can_be_moved(self, store: Store) -> None:
+        if not isinstance(store, Points):
+            pytest.skip("the store holds no pointers")
+        self.fill(store, "a/x", "b/x")
+        store.point("latest", "a")
+        store.point("latest", "b")
+        assert {info.key for info in store.list()} - {"latest"} == {"a/x", "b/x"}
+
+    def test_free_space_is_told_in_bytes_and_inodes(self, store: Store) -> None:
+        if not isinstance(store, TellsSpace):
+            pytest.skip("the store does not know its space")
+        free = store.free_space()
+        assert isinstance(free, FreeSpace)
+        assert free.nbytes is None or free.nbytes > 0
+        assert free.inodes is None or free.inodes > 0
+
+    def test_syncing_a_folder_is_harmless_everywhere(self, store: Store) -> None:
+        self.fill(store, "a/b")
+        sync_folder(store, "a")
+        assert store.get("a/b") == b"a/b"

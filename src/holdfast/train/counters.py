@@ -1,0 +1,65 @@
+"""Where training is: the counters that a checkpoint holds and a resume restores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from holdfast.errors import UsageError
+from holdfast.format.manifest import Timestamp
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """Totals of the run over all resumes. The Trainer changes them, everybody else reads."""
+
+    step: int = 0
+    """Completed optimizer windows."""
+    epoch: int = 0
+    """Epochs that have ended."""
+    batch: int = 0
+    """Batches of the present epoch that were trained on."""
+    samples: int | None = None
+    """Samples trained on; None when nobody counts them."""
+    tokens: int | None = None
+    """Tokens trained on; None when nobody counts them."""
+
+    @property
+    def timestamp(self) -> Timestamp:
+        """The counters as a checkpoint's manifest records them."""
+        return Timestamp(step=self.step, epoch=self.epoch, samples=self.samples, tokens=self.tokens)
+
+    def add_step(self, num_batches: int, samples: int | None, tokens: int | None) -> None:
+        """Count a step that is done. A count that is not None adds to a total that is not None."""
+        self.step += 1
+        self.batch += num_batches
+        if self.samples is not None and samples is not None:
+            self.samples += samples
+        if self.tokens is not None and tokens is not None:
+            self.tokens += tokens
+
+    def end_epoch(self) -> None:
+        """Count an epoch whose data has come to its end."""
+        self.epoch, self.batch = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int | None]:
+        """Every counter by its name."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over stored counters.
+
+        Raises:
+            UsageError: one is missing, unknown or not a count; nothing is changed then.
+        """
+        names = {item.name for item in fields(self)}
+        if set(state) != names:
+            raise UsageError(f"not the counters of a Trainer: {sorted(state)}")
+        for name, value in state.items():
+            if value is None and name in ("samples", "tokens"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise UsageError(f"stored {name}={value!r}: must be a whole number, 0 or above")
+        for name, value in state.items():
+            setattr(self, name, value)

@@ -1,0 +1,104 @@
+"""Records of a run for people and plots."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from holdfast.train.callbacks import Logger, Metrics
+
+if TYPE_CHECKING:
+    from holdfast.engine.checkpoint import Checkpoint
+    from holdfast.train.trainer import Trainer
+
+
+class JsonLines(Logger):
+    """One JSON object a step, in a file that is one consistent history of the run.
+
+    When training begins or goes on, lines of steps beyond the one it goes on from are dropped:
+    those steps will be done again. A line is with the system before its step's checkpoint is
+    begun, so a kill loses none that a resume needs; a power cut may lose the last ones.
+
+    Members: `step`, `epoch`, `samples`, `tokens`, `time` (ISO 8601 UTC) and `metrics`, in which
+    a value that is not finite is the text `nan`, `inf` or `-inf`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file: IO[str] | None = None
+
+    def fit_start(self, trainer: Trainer) -> None:
+        """Drop what will be done again, and open the file."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        drop_beyond(self.path, trainer.counters.step)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def step_end(self, trainer: Trainer, metrics: Metrics) -> None:
+        """Write the line of the step."""
+        assert self._file is not None
+        now = trainer.counters
+        line = {
+            "step": now.step,
+            "epoch": now.epoch,
+            "samples": now.samples,
+            "tokens": now.tokens,
+            "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            "metrics": {name: _finite(value) for name, value in metrics.items()},
+        }
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def checkpoint_saved(self, trainer: Trainer, checkpoint: Checkpoint) -> None:
+        """Bring what was written to stable storage, as the checkpoint is."""
+        assert self._file is not None
+        os.fsync(self._file.fileno())
+
+    def exception(self, trainer: Trainer, error: BaseException) -> None:
+        """Close the file."""
+        self._close()
+
+    def fit_end(self, trainer: Trainer) -> None:
+        """Close the file."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def drop_beyond(path: Path, step: int) -> int:
+    """Leave out the lines of steps beyond `step`, and what is no line; gives how many there were.
+
+    The file is replaced as a whole, or stays as it is when there is nothing to leave out.
+    """
+    if not path.exists():
+        return 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if _is_up_to(line, step)]
+    if len(kept) == len(lines):
+        return 0
+    aside = path.with_name(f".{path.name}.new")
+    with aside.open("wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+    return len(lines) - len(kept)
+
+
+def _is_up_to(line: bytes, step: int) -> bool:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return False
+    number = found.get("step") if isinstance(found, dict) else None
+    return line.endswith(b"\n") and isinstance(number, int) and number <= step
+
+
+def _finite(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

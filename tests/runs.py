@@ -1,0 +1,80 @@
+"""A small training run for tests: a model with buffers, Adam, a schedule, and plain state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from holdfast.events import Event
+from holdfast.manager import CheckpointManager
+from holdfast.store.base import Store
+from torch import nn
+
+
+@dataclass
+class Run:
+    """The live objects of a run, and one training step."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    counters: dict[str, Any]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "counters": self.counters,
+        }
+
+    def train(self, num_steps: int = 1) -> None:
+        for _ in range(num_steps):
+            loss = self.model(torch.randn(4, 8)).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            self.counters["step"] += 1
+
+    def manager(self, root: str | Path | Store, **options: Any) -> CheckpointManager:
+        return CheckpointManager(root, self.state, **options)
+
+    def bits(self) -> dict[str, bytes]:
+        """Every tensor of the state as bytes, by name; equal dicts mean equal bits."""
+        tensors = dict(self.model.state_dict())
+        for index, slots in enumerate(self.optimizer.state_dict()["state"].values()):
+            tensors |= {f"optimizer.{index}.{name}": value for name, value in slots.items()}
+        bits = {
+            name: value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            for name, value in tensors.items()
+        }
+        return bits | {"scheduler": repr(self.scheduler.state_dict()).encode()}
+
+
+def new_run(seed: int = 0, width: int = 16) -> Run:
+    """A run before its first step; equal seeds give equal bits."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Linear(8, width), nn.BatchNorm1d(width), nn.GELU(), nn.Dropout(0.1), nn.Linear(width, 4)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+    return Run(model, optimizer, scheduler, {"step": 0})
+
+
+class Recorder:
+    """An event sink that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+
+    def of(self, kind: str) -> list[Event]:
+        """Events of one kind, oldest first."""
+        return [event for event in self.events if event.kind == kind]

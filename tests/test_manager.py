@@ -1,0 +1,309 @@
+"""The manager as a training loop sees it, on a real folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from holdfast import errors
+from holdfast.manager import CheckpointManager, load_weights
+from holdfast.policy.retention import Best, Last
+from runs import Recorder, new_run
+
+
+def folders(root: Path) -> list[str]:
+    """Names of the attempts in a root."""
+    return sorted(path.name for path in root.iterdir() if path.name not in {"writers", "latest"})
+
+
+def test_resume_of_an_empty_root_is_a_fresh_start(tmp_path: Path) -> None:
+    with new_run().manager(tmp_path / "run") as manager:
+        assert manager.resume() is None
+
+
+def test_a_resumed_run_goes_on_to_the_last_bit(tmp_path: Path) -> None:
+    """Invariant 7."""
+    straight = new_run()
+    straight.train(10)
+
+    first = new_run()
+    with first.manager(tmp_path) as manager:
+        first.train(6)
+        manager.save(6).wait()
+        first.train(2)  # lost with the process
+
+    second = new_run(seed=1)
+    with second.manager(tmp_path) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.step == 6
+        assert found.notes == ()
+        second.train(4)
+    assert second.bits() == straight.bits()
+    assert second.counters == {"step": 10}
+
+
+def test_an_async_save_holds_the_state_of_the_call(tmp_path: Path) -> None:
+    """R14: what happens after save() returned is not in the checkpoint."""
+    run = new_run()
+    run.train(3)
+    expected = run.bits()
+    with run.manager(tmp_path) as manager:
+        manager.save(3)
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.fill_(7.0)
+        manager.wait()
+    other = new_run(seed=5)
+    with other.manager(tmp_path) as manager:
+        manager.resume()
+    assert other.bits() == expected
+
+
+def test_maybe_save_follows_every(tmp_path: Path) -> None:
+    run = new_run()
+    with run.manager(tmp_path, every="3step") as manager:
+        saved = []
+        for step in range(1, 11):
+            run.train()
+            if manager.maybe_save(step) is not None:
+                saved.append(step)
+        manager.wait()
+        assert saved == [3, 6, 9]
+        assert [checkpoint.step for checkpoint in manager.list()] == [9, 6, 3]
+
+
+def test_retention_keeps_what_the_rule_says_and_removes_folders_whole(tmp_path: Path) -> None:
+    """D1, D43, D49."""
+    run = new_run()
+    with run.manager(tmp_path, keep=Last(2) | Best("loss")) as manager:
+        for step, loss in enumerate([3.0, 1.0, 2.0, 4.0, 5.0], start=1):
+            run.train()
+            manager.save(step, metrics={"loss": loss})
+        manager.wait()
+        assert [checkpoint.step for checkpoint in manager.list()] == [5, 4, 2]
+    assert len(folders(tmp_path)) == 3
+    assert (tmp_path / "latest").resolve().name.startswith("step-00000005")
+
+
+def test_pinned_and_tagged_ones_stay(tmp_path: Path) -> None:
+    run = new_run()
+    with run.manager(tmp_path, keep=Last(1)) as manager:
+        manager.save(1, tags=["start"]).wait()
+        run.train()
+        manager.save(2).wait()
+        manager.pin("step=2")
+        run.train(2)
+        manager.save(4)
+        manager.wait()
+        assert [checkpoint.step for checkpoint in manager.list()] == [4, 2, 1]
+        manager.unpin("step=2")
+        run.train()
+        manager.save(5)
+        manager.wait()
+        assert [checkpoint.step for checkpoint in manager.list()] == [5, 1]
+        assert manager.list()[-1].tags == ("start",)
+
+
+def test_a_rolled_back_run_resumes_from_its_own_branch(tmp_path: Path) -> None:
+    """D30: not from the abandoned step 1000."""
+    run = new_run()
+    with run.manager(tmp_path) as manager:
+        for step in (500, 1000):
+            run.train()
+            manager.save(step).wait()
+    with run.manager(tmp_path) as manager:
+        found = manager.resume("step=500")
+        assert found is not None
+        run.train(3)
+        manager.save(800).wait()
+    with run.manager(tmp_path) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.step == 800
+        assert manager.load("step=500").step == 500
+        with pytest.raises(errors.NoCheckpoint, match=r"step-00001000"):
+            manager.load("step=1000")
+
+
+def test_a_rollback_survives_a_kill_before_its_first_commit(tmp_path: Path) -> None:
+    run = new_run()
+    with run.manager(tmp_path) as manager:
+        for step in (500, 1000):
+            run.train()
+            manager.save(step).wait()
+    with run.manager(tmp_path) as manager:
+        manager.resume("step=500")
+    with run.manager(tmp_path) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.step == 500
+
+
+def test_a_rerun_of_a_finished_run_writes_nothing(tmp_path: Path) -> None:
+    """D25."""
+    run = new_run()
+    run.train(4)
+    with run.manager(tmp_path) as manager:
+        manager.save(4, tags=["final"]).wait()
+    before = folders(tmp_path)
+    again = new_run(seed=2)
+    with again.manager(tmp_path) as manager:
+        found = manager.resume()
+        saved = manager.save(4, tags=["final"]).wait()
+        assert found is not None
+        assert saved.folder == found.folder
+    assert folders(tmp_path) == before
+
+
+def test_a_changed_state_at_the_same_step_is_saved_beside_the_old_one(tmp_path: Path) -> None:
+    """D6, D54: identity is the save, not the step or the name."""
+    run = new_run()
+    with run.manager(tmp_path) as manager:
+        one = manager.save(4).wait()
+        run.train()
+        two = manager.save(4).wait()
+        assert one.folder != two.folder
+        assert [checkpoint.folder for checkpoint in manager.list()] == [two.folder, one.folder]
+        assert manager.load("step=4").folder == two.folder
+
+
+def test_saving_over_an_old_run_without_resume_is_refused(tmp_path: Path) -> None:
+    """Retention would otherwise eat the old run's checkpoints."""
+    run = new_run()
+    with run.manager(tmp_path) as manager:
+        manager.save(4).wait()
+    with run.manager(tmp_path) as manager, pytest.raises(errors.UsageError, match="resume"):
+        manager.save(1)
+
+
+def test_a_second_process_of_the_same_program_hands_over(tmp_path: Path) -> None:
+    """Invariant 11: the same process opening again takes the run; the first is fenced off."""
+    first, second = new_run(), new_run()
+    one = first.manager(tmp_path)
+    one.save(1).wait()
+    two = second.manager(tmp_path)
+    assert two.resume() is not None
+    first.train()
+    with pytest.raises(errors.Superseded) as caught:
+        one.save(2).wait()
+    assert not caught.value.committed
+    second.train()
+    two.save(2).wait()
+    one.close()
+    two.close()
+
+
+def test_a_background_failure_is_raised_at_the_next_call_and_only_once(tmp_path: Path) -> None:
+    """R14, D37."""
+    run = new_run()
+    manager = run.manager(tmp_path)
+    manager.save(1).wait()
+    os.rename(tmp_path, f"{tmp_path}-gone")
+    manager.save(2)
+    with pytest.raises(errors.SaveFailed, match="step 2"):
+        manager.save(3)
+    os.rename(f"{tmp_path}-gone", tmp_path)
+    run.train()
+    manager.save(3).wait()
+    manager.close()
+
+
+def test_close_raises_a_failure_that_nobody_fetched(tmp_path: Path) -> None:
+    """R14, D39."""
+    run = new_run()
+    manager = run.manager(tmp_path)
+    manager.save(1).wait()
+    os.rename(tmp_path, f"{tmp_path}-gone")
+    manager.save(2)
+    with pytest.raises(errors.SaveFailed):
+        manager.close()
+
+
+def test_the_loop_own_error_is_not_masked_by_close(tmp_path: Path, recorder: Recorder) -> None:
+    """D46."""
+    run = new_run()
+    with (
+        pytest.raises(ZeroDivisionError),
+        run.manager(tmp_path, sinks=[recorder]) as manager,
+    ):
+        manager.save(1).wait()
+        os.rename(tmp_path, f"{tmp_path}-gone")
+        manager.save(2)
+        raise ZeroDivisionError
+    assert any("while closing" in event.message for event in recorder.of("save_failed"))
+
+
+def test_a_closed_manager_refuses_work(tmp_path: Path) -> None:
+    manager = new_run().manager(tmp_path)
+    manager.close()
+    manager.close()
+    with pytest.raises(errors.ManagerUnusable):
+        manager.save(1)
+
+
+def test_what_does_not_fit_is_reported_together_and_changes_nothing(tmp_path: Path) -> None:
+    """Invariant 6, D18."""
+    run = new_run(width=16)
+    with run.manager(tmp_path) as manager:
+        manager.save(1).wait()
+    other = new_run(seed=3, width=8)
+    before = other.bits()
+    with other.manager(tmp_path) as manager, pytest.raises(errors.MismatchError) as caught:
+        manager.resume()
+    assert len(caught.value.wrong_shape) > 3
+    assert other.bits() == before
+
+
+def test_parts_can_be_loaded(tmp_path: Path) -> None:
+    run = new_run()
+    run.train(2)
+    with run.manager(tmp_path) as manager:
+        manager.save(2).wait()
+    other = new_run(seed=3)
+    with other.manager(tmp_path) as manager:
+        manager.load(components=["model"])
+        assert not manager.is_owner
+    assert other.bits()["0.weight"] == run.bits()["0.weight"]
+    assert not other.optimizer.state
+
+
+@pytest.mark.parametrize("name", ["root", "at", "folder", "copy"])
+def test_load_weights_takes_roots_and_folders(tmp_path: Path, name: str) -> None:
+    """Invariant 10: a copied folder is a checkpoint."""
+    run = new_run()
+    run.train(2)
+    with run.manager(tmp_path / "run") as manager:
+        saved = manager.save(2).wait()
+    folder = tmp_path / "run" / saved.folder
+    os.system(f"cp -r {folder} {tmp_path / 'mine'}")
+    sources = {
+        "root": tmp_path / "run",
+        "at": f"{tmp_path / 'run'}@step=2",
+        "folder": folder,
+        "copy": tmp_path / "mine",
+    }
+    other = new_run(seed=8)
+    assert load_weights(sources[name], other.model).step == 2
+    assert other.bits()["0.weight"] == run.bits()["0.weight"]
+
+
+def test_wrong_arguments_are_refused_at_once(tmp_path: Path) -> None:
+    """D47, D48, A2."""
+    run = new_run()
+    with pytest.raises(errors.UsageError, match="every"):
+        run.manager(tmp_path, every="0step")
+    with pytest.raises(errors.UsageError, match="keep"):
+        run.manager(tmp_path, keep=3)
+    with pytest.raises(errors.UsageError, match="save_timeout_s"):
+        run.manager(tmp_path, save_timeout_s=0)
+    with pytest.raises(errors.UsageError, match="component"):
+        CheckpointManager(tmp_path, {"../x": run.model})
+    with run.manager(tmp_path) as manager:
+        with pytest.raises(errors.UsageError, match="step"):
+            manager.save(True)
+        with pytest.raises(errors.UsageError, match="tag"):
+            manager.save(1, tags=["latest"])
+    assert folders(tmp_path) == []
