@@ -27,6 +27,7 @@ from holdfast.format.records import (
     Writer,
     decode_alive,
     decode_closed,
+    decode_writer,
     encode_alive,
     encode_closed,
     encode_writer,
@@ -155,8 +156,8 @@ def expect_claim(store: Store, claim: Claim) -> None:
     found = read_if_there(store, layout.writer_key(claim.epoch), decode_writer)
     if found is None or found.nonce != claim.nonce:
         raise StoreError(
-            f"{store.url}: the record of this run's claim is gone ({layout.writer_key(claim.epoch)})"
-            "; was the root moved, deleted or unmounted?"
+            f"{store.url}/{layout.writer_key(claim.epoch)}: the record of this process's claim is "
+            "gone; was the root moved, deleted or unmounted?"
         )
 
 

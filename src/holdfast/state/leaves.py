@@ -71,6 +71,16 @@ def identity(tensor: Tensor) -> Hashable:
     )
 
 
+def is_same_view(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same memory seen in the same way."""
+    return (
+        one is other
+        or one.dtype == other.dtype
+        and one.is_set_to(other)
+        and (one.is_conj(), one.is_neg()) == (other.is_conj(), other.is_neg())
+    )
+
+
 def _plain(path: str) -> str:
     return path
 
@@ -94,32 +104,44 @@ class Leaves:
     offenders: list[tuple[str, str]] = field(default_factory=list)
     """(path with the component's name, reason) of everything that cannot be saved."""
 
-    _refs: dict[Hashable, TensorRef] = field(default_factory=dict)
+    _originals: dict[str, Tensor] = field(default_factory=dict)
+    _refs: dict[str, TensorRef] = field(default_factory=dict)
+    _by_storage: dict[int, str] = field(default_factory=dict)
+    _views: dict[int, list[str]] = field(default_factory=dict)
 
     def add(self, tensor: Tensor, path: str) -> TensorRef | Refused:
         """The reference of `tensor`, one for each distinct memory, or why there is none."""
         reason = refusal(tensor)
         if reason is not None:
             return Refused(reason)
-        who = identity(tensor)
-        ref = self._refs.get(who)
-        if ref is None:
-            ref = self._refs[who] = TensorRef(self._unique(path), _device_name(tensor))
-            self._keep(ref.key, tensor)
+        storage = tensor.untyped_storage()._cdata
+        known = self._known(storage, tensor)
+        return self._refs[known] if known is not None else self._new(storage, tensor, path)
+
+    def _known(self, storage: int, tensor: Tensor) -> str | None:
+        first = self._by_storage.get(storage)
+        if first is None or is_same_view(self._originals[first], tensor):
+            return first
+        others = self._views.get(storage, ())
+        return next((key for key in others if is_same_view(self._originals[key], tensor)), None)
+
+    def _new(self, storage: int, tensor: Tensor, path: str) -> TensorRef:
+        key = self._unique(path)
+        if self._by_storage.setdefault(storage, key) is not key:
+            self._views.setdefault(storage, []).append(key)
+        self._originals[key] = tensor
+        ref = self._refs[key] = TensorRef(key, _device_name(tensor))
+        plain = tensor.detach() if tensor.requires_grad else tensor
+        if plain.is_conj() or plain.is_neg():
+            plain = plain.resolve_conj().resolve_neg()
+        self.tensors[key] = plain
+        self.specs.append(TensorSpec(key, DTYPE_NAMES[plain.dtype], tuple(plain.shape)))
         return ref
 
     def refuse(self, path: str, reason: str) -> None:
         """Note that what is at `path` cannot be saved."""
         shown = self.key_of(path)
         self.offenders.append((f"{self.component}.{shown}" if shown else self.component, reason))
-
-    def _keep(self, key: str, tensor: Tensor) -> None:
-        plain = tensor.detach()
-        if plain.is_conj() or plain.is_neg():
-            plain = plain.resolve_conj().resolve_neg()
-        self.tensors[key] = plain
-        spec = TensorSpec(key=key, dtype=DTYPE_NAMES[plain.dtype], shape=tuple(plain.shape))
-        self.specs.append(spec)
 
     def _unique(self, path: str) -> str:
         wanted = self.key_of(path) or _ROOT_KEY
