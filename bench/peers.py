@@ -118,13 +118,15 @@ class DcpAsync:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         self._state, self._folder = state, folder
-        shared = StagingOptions(
-            use_pinned_memory=False,  # pinning needs an accelerator
-            use_shared_memory=True,
+        # Pinning and streams need an accelerator; shared memory takes a descriptor a tensor, and
+        # 20,000 are more than a process may have. What is left to gain is memory used again.
+        plain = StagingOptions(
+            use_pinned_memory=False,
+            use_shared_memory=False,
             use_async_staging=False,
             use_non_blocking_copy=False,
         )
-        self._stager = DefaultStager(shared) if keep_stager else None
+        self._stager = DefaultStager(plain) if keep_stager else None
 
     def begin(self, number: int) -> Finish:
         """Stage; the write goes on in DCP's thread."""
@@ -255,7 +257,7 @@ PEERS: Mapping[str, Peer] = {
         saver=lambda state, folder: DcpAsync(state, folder, keep_stager=False),
     ),
     "dcp-async-kept": Peer(
-        title="dcp.async_save, kept shared stager",
+        title="dcp.async_save, kept stager",
         saver=lambda state, folder: DcpAsync(state, folder, keep_stager=True),
     ),
 }

@@ -40,7 +40,7 @@ def record() -> Record:
     return Record(
         seed=1,
         undisturbed=Run(name="undisturbed", lives=[_life(0, 40, 1.0, digest="ab")]),
-        killed=Run(name="killed three times", lives=[*killed, last]),
+        killed=Run(name="killed", lives=[*killed, last]),
     )
 
 
@@ -80,9 +80,15 @@ def _shown(record: Record) -> str:
 
 def test_the_table_names_every_kill_and_what_was_rejected(record: Record) -> None:
     text = _shown(record)
-    assert "saving 20" in text
-    assert "step-00000030" in text
-    assert "block 0" in text
+    rows = [line.replace("│", " ").split() for line in text.splitlines() if "4.0 ms" in line]
+    assert [row[:5] for row in rows[:3]] == [
+        ["1", "13", "10", "3", "2"],
+        ["2", "22", "20", "20", "2"],
+        ["3", "33", "1", "25", "8"],
+    ]
+    assert "Flipped: bit 3 of byte 99" in text
+    assert "Rejected: step-00000030" in text
+    assert "block 0 differs" in text
     assert "The same run, bit for bit." in text
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import random
+import time
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import pytest
 
 import holdfast
@@ -46,9 +47,15 @@ def test_three_kills_and_a_flipped_bit_leave_no_trace_in_the_result(told: Told) 
     assert record["identical"] is True
     assert len(set(record["digests"].values())) == 1
     lives = record["killed"]["lives"]
-    assert [life["was_killed"] for life in lives] == [True, True, True, False]
-    assert lives[1]["killed_in_save"] is not None
-    assert lives[1]["killed_in_save"] not in [step for _, step in lives[1]["saves"]]
+    *killed, last = lives
+    assert len(killed) >= 3
+    assert all(life["was_killed"] for life in killed)
+    assert not last["was_killed"]
+    in_save = [life for life in killed if life["killed_in_save"] is not None]
+    assert in_save
+    assert all(
+        life["killed_in_save"] not in [step for _, step in life["saves"]] for life in in_save
+    )
     assert all(after["began_at"] <= before["reached"] for before, after in pairwise(lives))
 
 
@@ -128,15 +135,26 @@ def test_a_kill_leaves_no_process_behind(tmp_path: Path) -> None:
     with Worker(tmp_path / "root", fast_plan(1), num_workers=2, log=log) as worker:
         while (line := worker.next_line(timeout_s=60.0)) is not None and line["kind"] != "step":
             pass
-        group = worker.group
+        leader = psutil.Process(worker.group)
+        processes = [leader, *leader.children(recursive=True)]
+        assert len(processes) >= 3
         worker.kill()
-    with pytest.raises(ProcessLookupError):
-        os.killpg(group, 0)
+    deadline = time.monotonic() + 30.0
+    while any(_is_alive(process) for process in processes):
+        assert time.monotonic() < deadline
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Whether it runs; one that is dead and not yet collected by its new parent does not."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_plan_whose_kill_never_comes_is_refused(tmp_path: Path) -> None:
     plan = fast_plan(1)
     kill = Kill(after_step=10**6, inside_save=False, moment=0.0, flip_bit=False)
-    run = Run(name="killed three times")
+    run = Run(name="killed")
     with pytest.raises(UsageError, match="ended before its kill"):
         story.live(run, tmp_path / "root", plan, kill=kill)

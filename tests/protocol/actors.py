@@ -18,6 +18,7 @@ from .operations import (
     EXISTS,
     AgreeOnMark,
     Begin,
+    CutPower,
     FindResumePoint,
     IsEnded,
     ListAttempts,
@@ -37,6 +38,7 @@ from .operations import (
     RemoveFiles,
     RemoveFolder,
     RemoveManifest,
+    Sync,
     TellNothingFound,
     TellPinned,
     TellResumed,
@@ -91,6 +93,8 @@ class Writer:
     lossy: tuple[str, ...] = ()
     """Attempts whose manifest is put over a bad network."""
     is_claim_lossy: bool = False
+    is_cached: bool = False
+    """Whether it works on a local disk with a cache that a power cut takes."""
     closes: bool = False
     """Whether it records a clean close at the end."""
 
@@ -114,11 +118,13 @@ def first_owner(rules: Rules, writer: Writer) -> Stage:
 
 def claim(rules: Rules, writer: Writer) -> Steps:
     """Claim the epoch above the highest, going on from the latest or from a named checkpoint."""
-    epoch = (yield ReadHighestEpoch()) + 1
     is_rollback = writer.resumes != "latest"
     point = writer.resumes
     if not is_rollback:
         point = yield FindResumePoint(rules)
+    if point is not None and writer.is_cached and rules.synced_before_relied_on:
+        yield Sync(point)
+    epoch = (yield ReadHighestEpoch()) + 1
     if point is None or epoch > MAX_EPOCH:
         return None
     ours = Claim(writer.process, point, is_rollback)
@@ -204,11 +210,16 @@ def work(own: Own, saves: tuple[str, ...]) -> Steps:
 def save(own: Own, saves: tuple[str, ...]) -> Steps:
     """Files, fence, manifest, fence; then tell the caller."""
     rules, attempt = own.rules, saves[0]
-    yield Begin(attempt, own.epoch)
+    is_cached = own.writer.is_cached
+    yield Begin(attempt, own.epoch, is_cached)
+    if is_cached and rules.files_synced_first:
+        yield Sync(attempt)
     if rules.fence_before_put and (yield ReadClaim(own.epoch + 1)):
         yield TellSaver(attempt, SUPERSEDED)
         return None
-    reply = yield PutManifest(attempt, attempt in own.writer.lossy)
+    reply = yield PutManifest(attempt, attempt in own.writer.lossy, is_cached)
+    if is_cached and rules.synced_before_told:
+        yield Sync(attempt)
     outcome = yield from find_out(rules, attempt, reply)
     if reply == DONE or not rules.unclear_put_is_not_ended:
         own = own._replace(ended=(*own.ended, attempt))
@@ -341,13 +352,26 @@ def pin(rules: Rules, attempt: str) -> Steps:
 def look(rules: Rules, seen_before: tuple[Any, ...]) -> Steps:
     """A reader: try all, newest first; start again until two rounds saw the same."""
     seen: list[Any] = []
-    for attempt in (yield ListAttempts()):
+    names = yield ListAttempts()
+    for attempt in names:
         register = yield Read(attempt, "register")
         files = (yield Read(attempt, "files")) if register == COMMITTED else NO_FILES
         if files == ALL_FILES:
             return None
-        seen.append((attempt, register, files) if rules.reader_compares_registers else attempt)
-    if rules.reader_lists_again and tuple(seen) != seen_before:
+        seen.append((attempt, register, files))
+    if not rules.reader_lists_again:
+        has_changed = False
+    elif rules.reader_compares_registers:
+        has_changed = tuple(seen) != seen_before
+    else:
+        has_changed = (yield ListAttempts()) != names
+    if has_changed:
         return stage(look, rules, tuple(seen))
     yield TellNothingFound()
+    return None
+
+
+def cut_power() -> Steps:
+    """The power fails once, at any time."""
+    yield CutPower()
     return None

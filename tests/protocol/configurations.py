@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .actors import Stage, Writer, claim, collect, first_owner, look, pin, stage
+from .actors import Stage, Writer, claim, collect, cut_power, first_owner, look, pin, stage
 from .explorer import Configuration
 from .rules import Rules
-
-Actors = tuple[tuple[str, Stage], ...]
 
 
 def _s1(rules: Rules, **plan: object) -> tuple[str, Stage]:
@@ -31,8 +29,8 @@ def _takeover(rules: Rules) -> Configuration:
     """A paused writer, its successor that takes the latest, both with retention, and gc."""
     actors = (
         _s1(rules, saves=("a1",), lossy=("a1",), deletes=("c0", "c1")),
-        _later(rules, "s2", saves=("a2",), deletes=("c0", "c1", "a1")),
-        _gc(rules, "a1", "a2"),
+        _later(rules, "s2", saves=("a2",), lossy=("a2",), deletes=("c0", "c1", "a1")),
+        _gc(rules, "a1", "a2", "a1"),
     )
     return Configuration(name="takeover", actors=actors)
 
@@ -50,6 +48,7 @@ def _rollback(rules: Rules) -> Configuration:
             deletes=("c0", "c1", "a1"),
         ),
         _gc(rules, "a1", "a2"),
+        ("pinner", stage(pin, rules, "c1")),
     )
     return Configuration(name="rollback", actors=actors)
 
@@ -151,6 +150,40 @@ def _replacing(rules: Rules) -> Configuration:
     return Configuration(name="replacing", actors=actors)
 
 
+def _power_cut(rules: Rules) -> Configuration:
+    """The power fails while a writer commits and its successor cleans up early."""
+    actors = (
+        _s1(rules, saves=("a1",), deletes=("c0", "c1"), is_cached=True),
+        _later(
+            rules,
+            "s2",
+            saves=("a2",),
+            deletes_early=("c0", "c1", "a1"),
+            deletes=("c0", "c1", "a1"),
+            is_cached=True,
+        ),
+        ("power", stage(cut_power)),
+    )
+    return Configuration(name="power cut", actors=actors)
+
+
+def _crowd(rules: Rules) -> Configuration:
+    """Two writers over a bad network, gc in two rounds and a reader."""
+    return Configuration(name="crowd", actors=(*_takeover(rules).actors, _reader(rules)))
+
+
+def _two_takeovers_and_gc(rules: Rules) -> Configuration:
+    """Three owners and gc."""
+    actors = (*_takeover_of_rollback(rules).actors, _gc(rules, "a1", "a2", "a3"))
+    return Configuration(name="two takeovers and gc", actors=actors)
+
+
+def _mortals(rules: Rules) -> Configuration:
+    """Two writers that both may die for all to see, gc and a pinner."""
+    actors = (*_death(rules).actors, ("pinner", stage(pin, rules, "c1")))
+    return Configuration(name="mortals", actors=actors, mortal=("s1", "s2"))
+
+
 CONFIGURATIONS: tuple[Callable[[Rules], Configuration], ...] = (
     _takeover,
     _rollback,
@@ -163,4 +196,8 @@ CONFIGURATIONS: tuple[Callable[[Rules], Configuration], ...] = (
     _remote_death,
     _thinning,
     _replacing,
+    _power_cut,
+    _two_takeovers_and_gc,
 )
+
+LONG_CONFIGURATIONS: tuple[Callable[[Rules], Configuration], ...] = (_crowd, _mortals)

@@ -83,8 +83,9 @@ class Program:
 
 
 class _Explorer:
-    def __init__(self, configuration: Configuration, rules: Rules) -> None:
+    def __init__(self, configuration: Configuration, rules: Rules, is_strict: bool) -> None:
         self.configuration = configuration
+        self.is_strict = is_strict
         self.rules = rules
         self.names = [name for name, _ in configuration.actors]
         self.programs = [Program(stage) for _, stage in configuration.actors]
@@ -101,7 +102,7 @@ class _Explorer:
         if number is None:
             number = self.numbers[world] = len(self.worlds)
             self.worlds.append(world)
-            found = violations(world, self.rules)
+            found = violations(world, self.rules, is_strict=self.is_strict)
             if found:
                 self.broken[number] = found[0]
         return number
@@ -150,6 +151,8 @@ class _Explorer:
     def successors(self, state: int) -> Iterator[int]:
         shift = self.shift
         world = state >> shift
+        if self.worlds[world].is_cut:
+            return
         nodes = state & ((1 << shift) - 1)
         for place, moves in enumerate(self.moves):
             low = _NODE_BITS * place
@@ -195,14 +198,20 @@ def _show(operation: object) -> str:
 
 
 def explore(
-    configuration: Configuration, rules: Rules, *, max_states: int = 10_000_000
+    configuration: Configuration,
+    rules: Rules,
+    *,
+    is_strict: bool = False,
+    max_states: int = 10_000_000,
 ) -> Exploration:
     """Visit every state; stop at the first that breaks an invariant.
+
+    `is_strict` takes back the excuse that V4 and V6 have (see `invariants`).
 
     Raises:
         RuntimeError: there are more than `max_states`.
     """
-    explorer = _Explorer(configuration, rules)
+    explorer = _Explorer(configuration, rules, is_strict)
     first = explorer.first_state()
     parents = {first: -1}
     waiting = deque([first])

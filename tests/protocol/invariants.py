@@ -18,13 +18,13 @@ from .world import (
 )
 
 
-def violations(world: World, rules: Rules) -> tuple[str, ...]:
+def violations(world: World, rules: Rules, *, is_strict: bool) -> tuple[str, ...]:
     """Every invariant that this world breaks."""
     found = list(world.alarms)
     for folder in world.folders:
         found += _broken_in_folder(folder)
     found += _broken_ownership(world)
-    found += _broken_standing(world, rules)
+    found += _broken_standing(world, rules, is_strict)
     return tuple(found)
 
 
@@ -58,15 +58,16 @@ def _broken_ownership(world: World) -> Iterator[str]:
             yield "V5 what the owner resumed from is gone or thinned before it committed"
 
 
-def _broken_standing(world: World, rules: Rules) -> Iterator[str]:
+def _broken_standing(world: World, rules: Rules, is_strict: bool) -> Iterator[str]:
     """V4, V6: the run stands where people were last told, or at something newer.
 
-    A stale deleter's mark may make the next claimer pass over the head; only where marks are
-    agreed upon must that claimer's choice be right in every world.
+    What the next claimer would choose must be right. One excuse, unless strict:
+    a stale deleter has marked a resume point after its claimer looked, and cannot delete it.
     """
     chosen = _is_allowed(world, head(world, rules, skips_marked=True))
-    standing = not rules.marks_are_agreed and _is_allowed(world, head(world, rules))
-    if not (chosen or standing):
+    is_resume_point = world.folder(world.anchor.attempt).epoch < world.anchor.epoch
+    is_excused = is_resume_point and not is_strict and _is_allowed(world, head(world, rules))
+    if not (chosen or is_excused):
         if world.anchor.is_rollback:
             yield "V6 a rollback that was claimed does not hold: the run stands elsewhere"
         else:

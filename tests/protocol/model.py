@@ -6,20 +6,25 @@ import sys
 import time
 from dataclasses import replace
 
-from .configurations import CONFIGURATIONS
+from .configurations import CONFIGURATIONS, LONG_CONFIGURATIONS
 from .explorer import explore
 from .rules import Rules
 
 
-def main(left_out: list[str]) -> None:
-    """Explore every configuration, with the named rules left out."""
+def main(arguments: list[str]) -> None:
+    """Explore every configuration, with the named rules left out; `--long` for the large ones."""
+    left_out = [name for name in arguments if not name.startswith("--")]
     rules = replace(Rules(), **dict.fromkeys(left_out, False))
-    for make in CONFIGURATIONS:
+    makers = CONFIGURATIONS
+    if "--long" in arguments:
+        makers += LONG_CONFIGURATIONS
+    for make in makers:
         configuration = make(rules)
         began = time.perf_counter()
         found = explore(configuration, rules)
         seconds = time.perf_counter() - began
-        print(f"{configuration.name:22} {found.num_states:9,} states {found.num_worlds:7,} worlds {seconds:6.1f} s")
+        sizes = f"{found.num_states:10,} states {found.num_worlds:8,} worlds"
+        print(f"{configuration.name:22} {sizes} {seconds:6.1f} s", flush=True)
         if found.violation:
             print("   ", found.violation.invariant)
             for number, line in enumerate(found.violation.trace, 1):

@@ -7,6 +7,7 @@ operations is an actor's own business and takes any time.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import compress, product
 from typing import Any, NamedTuple, Protocol
 
 from .lineage import head
@@ -110,10 +111,14 @@ class Begin(NamedTuple):
 
     attempt: str
     epoch: int
+    is_cached: bool
+    """Whether a power cut may still take the files."""
 
     def run(self, world: World) -> Outcomes:
         late = world.owner_since(self.epoch)
         changes = {"epoch": self.epoch, "files": ALL_FILES, "begun_late": late}
+        if self.is_cached:
+            changes["unsynced"] = frozenset({"files"})
         yield DONE, world.having(self.attempt, **changes)
 
 
@@ -122,6 +127,7 @@ class PutManifest(NamedTuple):
 
     attempt: str
     is_lossy: bool
+    is_cached: bool
 
     def run(self, world: World) -> Outcomes:
         if world.folder(self.attempt).register != ABSENT:
@@ -130,6 +136,9 @@ class PutManifest(NamedTuple):
                 yield LOST, world
             return
         applied = committed(world, self.attempt)
+        if self.is_cached:
+            unsynced = world.folder(self.attempt).unsynced | {"manifest"}
+            applied = applied.having(self.attempt, unsynced=unsynced)
         yield DONE, applied
         if self.is_lossy:
             yield EXISTS, applied  # the reply was lost and the client asked again by itself
@@ -142,6 +151,32 @@ def committed(world: World, attempt: str) -> World:
     """The world in which the attempt's manifest has just appeared."""
     late = world.owner_since(world.folder(attempt).epoch)
     return world.having(attempt, register=COMMITTED, appeared=True, put_late=late)
+
+
+class Sync(NamedTuple):
+    """Put what is cached of a folder on stable storage."""
+
+    attempt: str
+
+    def run(self, world: World) -> Outcomes:
+        yield DONE, world.having(self.attempt, unsynced=frozenset())
+
+
+class CutPower(NamedTuple):
+    """The power fails: of what is not synced, any part may be gone."""
+
+    def run(self, world: World) -> Outcomes:
+        cached = [
+            (name, part)
+            for name, folder in zip(ATTEMPTS, world.folders, strict=True)
+            for part in sorted(folder.unsynced)
+        ]
+        for lost in product((False, True), repeat=len(cached)):
+            after = world._replace(is_cut=True)
+            for name, part in compress(cached, lost):
+                gone = {"files": NO_FILES} if part == "files" else {"register": ABSENT}
+                after = after.having(name, **gone)
+            yield DONE, after
 
 
 class TellSaver(NamedTuple):
@@ -222,10 +257,22 @@ class TellResumed(NamedTuple):
         alarms = world.alarms
         if any(epoch == self.epoch for epoch, _ in world.owners):
             alarms |= {"V11 two processes were told that they own one epoch"}
+        if self.epoch > world.anchor.epoch and not self.is_rollback and _is_behind(world, self):
+            alarms |= {"V10 a resume of the latest goes on from before an acknowledged checkpoint"}
         told = world._replace(owners=(*world.owners, (self.epoch, self.process)), alarms=alarms)
         if self.epoch >= world.anchor.epoch:
             told = told._replace(anchor=Anchor(self.attempt, self.epoch, self.is_rollback))
         yield DONE, told
+
+
+def _is_behind(world: World, resumed: TellResumed) -> bool:
+    """Whether something newer was acknowledged, still stands, and nobody has rolled back since."""
+    told = world.folder(world.anchor.attempt)
+    if told.retired or told.thinned:
+        return False
+    since = world.claims[world.anchor.epoch : resumed.epoch]
+    was_rolled_back = any(claim.is_rollback for claim in since)
+    return not was_rolled_back and world.order(resumed.attempt) < world.order(world.anchor.attempt)
 
 
 # Writes of those who delete, pin and thin --------------------------------------------------------

@@ -77,6 +77,14 @@ class Rules:
     thin_reads_fence: bool = True
     """... and reads the fence in between."""
 
+    # Rule 5, local order.
+    files_synced_first: bool = True
+    """Files are on stable storage before the manifest is put."""
+    synced_before_told: bool = True
+    """The manifest's name is synced before the save is acknowledged."""
+    synced_before_relied_on: bool = True
+    """Who resumes from a checkpoint first syncs its folder."""
+
     # Rule 6, replacing. Rule 7, readers.
     commit_before_replacing: bool = True
     """A replacement is committed before the old checkpoint is retracted."""

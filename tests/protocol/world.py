@@ -33,6 +33,7 @@ class Folder(NamedTuple):
     kept_by: int = 0  # only where marks are agreed upon: the epoch that goes on from it
     thinned: bool = False
     pinned: bool = False
+    unsynced: frozenset[str] = frozenset()  # of "files", "manifest"; a power cut may take them
     in_flight: bool = False  # a copy of the manifest's put may land at any later time
     # ghosts
     appeared: bool = False  # its manifest was there at some time
@@ -81,6 +82,7 @@ class World(NamedTuple):
     claims: tuple[Claim, ...]
     closed: frozenset[int] = frozenset()
     dead: frozenset[str] = frozenset()
+    is_cut: bool = False  # the power failed; nothing runs any more
     # ghosts
     anchor: Anchor = Anchor("c1", 1, is_rollback=False)
     owners: tuple[tuple[int, str], ...] = ((1, "s1"),)

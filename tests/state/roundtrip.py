@@ -108,7 +108,9 @@ def small_model(seed: int = 0) -> nn.Module:
     )
 
 
-def train(model: nn.Module, optimizer: Any, steps: int, width: int = 6, scheduler: Any = None) -> None:
+def train(
+    model: nn.Module, optimizer: Any, steps: int, width: int = 6, scheduler: Any = None
+) -> None:
     """Steps that draw from the global torch generator."""
 
     def closure() -> Tensor:

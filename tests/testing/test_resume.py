@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import time
@@ -20,6 +21,9 @@ from holdfast.errors import DeadlineExceeded, UsageError
 from holdfast.testing.resume import Report, assert_resume_equivalent, leaf_digests
 
 STEPS = 6
+
+multiprocessing.set_forkserver_preload(["holdfast.testing.resume"])
+check = partial(assert_resume_equivalent, timeout_s=120.0, start_method="forkserver")
 
 
 def run(root: str, steps: int, report: Report, *, fault: str = "") -> None:
@@ -72,7 +76,7 @@ def resume(root: Path, model: Any, optimizer: Any, data: Loader, fault: str) -> 
 def broken(fault: str, kill_at: int | list[int] = 3) -> str:
     """What the harness says of a run with this fault."""
     with pytest.raises(AssertionError) as raised:
-        assert_resume_equivalent(partial(run, fault=fault), STEPS, kill_at, timeout_s=120.0)
+        check(partial(run, fault=fault), STEPS, kill_at)
     return str(raised.value)
 
 
@@ -125,7 +129,7 @@ def hang(root: str, steps: int, report: Report) -> None:
 def test_a_run_that_hangs_is_ended() -> None:
     """Invariant 9."""
     with pytest.raises(DeadlineExceeded, match="did not end within"):
-        assert_resume_equivalent(hang, 2, 1, timeout_s=0.5)
+        check(hang, 2, 1, timeout_s=0.5)
 
 
 @pytest.mark.parametrize("kill_at", [0, 6, [], [3, 2], [2, 2], [2, 7]])

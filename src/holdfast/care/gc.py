@@ -40,12 +40,14 @@ def collect(
     *,
     dry_run: bool = False,
     dead_epochs: Collection[int] = (),
+    own_epoch: int | None = None,
     emit: Emitter | None = None,
 ) -> GcReport:
     """Remove uncommitted attempts and leftovers of deleted ones. Committed ones are not touched.
 
     Attempts of a live writer, the caller's own too, are left alone. `dead_epochs` are epochs that
-    a person declares dead. A failure is reported and does not stop the rest.
+    a person declares dead. `own_epoch` is the caller's claim: it has nothing under way but this.
+    A failure is reported and does not stop the rest.
     """
     report = GcReport()
     judge = _Judge(store, frozenset(dead_epochs), emit or Emitter())
@@ -55,7 +57,7 @@ def collect(
             _visit(store, name, judge, report, dry_run=dry_run)
         except (StoreError, FormatError) as error:
             report.failed.append((folder, str(error)))
-    _sweep(store, judge, report, dry_run=dry_run)
+    _sweep(store, judge, report, own_epoch=own_epoch, dry_run=dry_run)
     return report
 
 
@@ -132,11 +134,19 @@ def _is_bare(store: Store, folder: str) -> bool:
     return store.children(folder) == (layout.MANIFEST,)
 
 
-def _sweep(store: Store, judge: _Judge, report: GcReport, *, dry_run: bool) -> None:
-    """Remove leftovers of interrupted puts beside committed files, when no owner may be putting."""
+def _sweep(
+    store: Store, judge: _Judge, report: GcReport, *, own_epoch: int | None, dry_run: bool
+) -> None:
+    """Remove what killed preflights and puts left, when no other process may be at it."""
     catalog = Catalog(store)
     owner = catalog.highest_epoch()
-    if dry_run or not isinstance(store, Folders) or (owner and judge.is_live(owner)):
+    if dry_run or (owner not in (0, own_epoch) and judge.is_live(owner)):
+        return
+    for name in store.children():
+        if layout.is_scratch(name.rstrip("/")):
+            store.delete(name)
+            report.removed.append((name.rstrip("/"), "a preflight that did not end"))
+    if not isinstance(store, Folders):
         return
     committed = [entry.folder for entry in catalog.checkpoints()]
     for folder in ("", layout.WRITERS, *committed):

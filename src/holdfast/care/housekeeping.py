@@ -61,7 +61,9 @@ class Housekeeper:
             )
 
     def _collect(self) -> None:
-        report = collect(self._store, emit=self._emit)
+        claim = self._owner.claim
+        own_epoch = claim.epoch if claim is not None else None
+        report = collect(self._store, own_epoch=own_epoch, emit=self._emit)
         for folder, why in report.removed:
             self._emit("gc", f"removed {folder}: {why}", folder=folder)
         for folder, why in report.failed:

@@ -12,8 +12,6 @@ from holdfast.errors import AlreadyExists, FormatError, PreflightFailed, StoreEr
 from holdfast.format import layout
 from holdfast.store.base import Store, TellsSpace, WritesBlocks, make_folder
 
-SCRATCH = "preflight"
-"""What the names of scratch folders begin with. One that a killed process left may be deleted."""
 _FIRST, _SECOND = b"first", b"second"
 _PIECE = b"holdfast" * 512
 # A file takes whole blocks of the file system, and a save has small records beside its files.
@@ -79,7 +77,7 @@ def _held(store: Store) -> tuple[int, int]:
 
 def _refusals(store: Store) -> Iterator[str]:
     """Go through the operations of a save, a load and a deletion in a scratch folder."""
-    folder = f"{SCRATCH}-{os.urandom(8).hex()}"
+    folder = layout.scratch_folder(os.urandom(8))
     try:
         make_folder(store, folder, exclusive=True)
     except StoreError as error:
@@ -127,7 +125,7 @@ def _read_refusals(store: Store, key: str, expected: bytes) -> Iterator[str]:
         yield f"reading back: {error}"
         return
     if found != expected:
-        yield f"reading back: {found[:40]!r} where {expected[:40]!r} was put last: {store.url}"
+        yield f"reading back: other bytes than were put: {store.url}"
 
 
 def _file_refusals(store: Store, key: str) -> Iterator[str]:

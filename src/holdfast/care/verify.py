@@ -96,7 +96,7 @@ def _check_claims(store: Store) -> Iterator[Problem]:
         except NotFound:
             continue  # A heartbeat goes when its epoch closes.
         except (FormatError, StoreError) as error:
-            yield Problem(file=key, message=str(error))
+            yield Problem(file=key, message=str(error).removeprefix(f"{key}: "))
 
 
 class _Inspection:
@@ -349,6 +349,7 @@ class _Inspection:
         return tuple(key for begin, _, key in places[first:] if begin < stop)
 
     def _problem(self, file: str, message: str, **more: Any) -> None:
+        message = message.removeprefix(f"{file}: ")
         self._problems.append(Problem(file=file, message=message, **more))
 
     def _transient(self, file: str, start: int, stop: int) -> None:

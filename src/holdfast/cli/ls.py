@@ -96,9 +96,10 @@ def _parts(contents: _Contents) -> list[str | Table]:
     if contents.entries:
         parts.append(
             Table(
-                columns=("step", "folder", "size", "created", "metrics", "marks"),
+                columns=("step", "folder", "size", "created (UTC)", "metrics", "marks"),
                 rows=[_row(entry, contents) for entry in contents.entries],
                 right=frozenset({0, 2}),
+                whole=frozenset({0, 1, 2, 3}),
             )
         )
     parts += [f"cannot be read: {folder}: {why}" for folder, why in contents.damaged]
@@ -129,7 +130,7 @@ def _row(entry: Entry, contents: _Contents) -> tuple[str, ...]:
         str(entry.step),
         entry.folder,
         size(entry.manifest.nbytes),
-        entry.manifest.created,
+        entry.manifest.created[:16].replace("T", " "),
         metrics,
         ", ".join(marks),
     )

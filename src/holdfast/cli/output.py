@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Literal
 
 import typer
 
@@ -37,11 +37,14 @@ class Code(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows of text under headings. `right` has the numbers of the right-aligned columns."""
+    """Rows of text under headings."""
 
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     right: frozenset[int] = frozenset()
+    """Numbers of the columns that are aligned to the right."""
+    whole: frozenset[int] = frozenset()
+    """Numbers of the columns that are never cut or wrapped: what people copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,14 +156,15 @@ def _print_aligned(table: Table) -> None:
 
 
 def _print_rich(table: Table) -> None:
-    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    drawn = RichTable(box=SIMPLE_HEAD, pad_edge=False)
+    drawn = RichTable(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for number, name in enumerate(table.columns):
-        drawn.add_column(name, justify="right" if number in table.right else "left")
+        justify: Literal["left", "right"] = "right" if number in table.right else "left"
+        whole = number in table.whole
+        drawn.add_column(name, justify=justify, no_wrap=whole, overflow="fold")
     for row in table.rows:
         drawn.add_row(*(Text(printable(cell)) for cell in row))
     Console().print(drawn)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 
 from holdfast.engine.catalog import Catalog, Entry, is_root, standalone
 from holdfast.engine.locate import split_source
@@ -10,6 +11,7 @@ from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.format import layout
 from holdfast.store import open_store
 from holdfast.store.base import Store
+from holdfast.store.local import LocalStore
 
 
 def split_target(text: str) -> tuple[str, str | None]:
@@ -35,11 +37,15 @@ def open_root(text: str) -> Store:
     if which is not None:
         raise UsageError(f"{text!r}: this command takes a whole root, without @{which}")
     store = open_store(root)
+    if isinstance(store, LocalStore):
+        _expect_folder(store.url)
     if is_root(store):
         return store
     if is_checkpoint_folder(root):
         raise UsageError(f"{text!r} is one checkpoint; this command takes the root it is in")
-    raise NoCheckpoint(_why_nothing(root, store))
+    if not store.children():
+        raise NoCheckpoint(f"{store.url}: empty; nothing was ever saved here")
+    raise NoCheckpoint(f"{store.url}: not a root of Holdfast; it holds other things")
 
 
 def open_target(text: str) -> tuple[Store, str]:
@@ -82,11 +88,12 @@ def is_checkpoint_folder(path: str) -> bool:
     return os.path.isfile(os.path.join(path, layout.MANIFEST))
 
 
-def _why_nothing(root: str, store: Store) -> str:
-    if "://" not in root and not os.path.lexists(root):
-        return f"{store.url}: there is no such folder"
-    if "://" not in root and not os.path.isdir(root):
-        return f"{store.url}: not a folder"
-    if not store.children():
-        return f"{store.url}: empty; nothing was ever saved here"
-    return f"{store.url}: not a root of Holdfast; it holds other things"
+def _expect_folder(path: str) -> None:
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise NoCheckpoint(f"{path}: there is no such folder") from None
+    except OSError:
+        return  # The store says in its own words why it cannot be read.
+    if not stat.S_ISDIR(mode):
+        raise NoCheckpoint(f"{path}: not a folder")

@@ -34,13 +34,13 @@ def _answer(store: Store, found: RootReport) -> Answer:
         aside = f" ({len(found.notes)} not committed)" if found.notes else ""
         raise NoCheckpoint(f"{store.url}: no checkpoints{aside}")
     lines = [line for report in found.checkpoints for line in _lines(report)]
-    lines += [f"DAMAGED  {problem}" for problem in found.problems]
+    lines += [f"UNREADABLE  {problem}" for problem in found.problems]
     lines += [f"note: {note}" for note in found.notes]
-    num_damaged = sum(not report.ok for report in found.checkpoints)
+    num_bad = sum(not report.ok for report in found.checkpoints) + len(found.problems)
     nbytes = size(sum(report.nbytes for report in found.checkpoints))
     lines.append(
         f"{len(found.checkpoints)} verified, {nbytes}: "
-        + ("every byte is as it was written" if found.ok else f"{num_damaged} damaged")
+        + ("every byte is as it was written" if found.ok else f"{num_bad} bad")
     )
     document = {
         "root": store.url,
@@ -53,8 +53,11 @@ def _answer(store: Store, found: RootReport) -> Answer:
 
 
 def _lines(report: Report) -> list[str]:
-    step = "?" if report.step is None else report.step
-    verdict = "ok     " if report.ok else "DAMAGED"
-    lines = [f"{verdict}  step {step}  {report.folder}  {size(report.nbytes)}"]
+    verdict = "ok" if report.ok else "DAMAGED"
+    if report.step is None:
+        lines = [f"UNREADABLE  {report.folder}"]
+    else:
+        step, nbytes = f"step {report.step}", size(report.nbytes)
+        lines = [f"{verdict:<10}  {step}  {report.folder}  {nbytes}"]
     lines += [f"  {problem}" for problem in report.problems]
     return lines + [f"  note: {note}" for note in report.notes]

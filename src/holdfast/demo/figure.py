@@ -35,7 +35,7 @@ def draw(record: Record, path: Path) -> None:
     _draw_losses(above, record)
     _draw_way(below, record.killed)
     verdict = "the same run, bit for bit" if record.is_identical else "THE RUNS DIFFER"
-    figure.suptitle(f"Killed three times, resumed three times: {verdict}")
+    figure.suptitle(f"Killed and resumed {record.killed.num_kills} times: {verdict}")
     figure.savefig(path)
 
 
@@ -49,7 +49,7 @@ def _draw_losses(axes: Axes, record: Record) -> None:
         axes.axvline(life.reached, color=_RED, linewidth=1.0, linestyle="--")
         axes.annotate(
             f"kill {number}" + (" (in a save)" if life.killed_in_save is not None else ""),
-            (life.reached, 0.9),
+            (life.reached, 1.0 - 0.08 * number),
             xycoords=("data", "axes fraction"),
             xytext=(4, 0),
             textcoords="offset points",

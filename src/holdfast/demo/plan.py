@@ -70,7 +70,7 @@ def fast_plan(seed: int) -> Plan:
         save_every=20,
         batch_size=2,
         text_nbytes=100_000,
-        shape=Shape(width=32, num_heads=2, num_layers=1, context=16),
+        shape=Shape(width=128, num_heads=4, num_layers=2, context=16),
     )
 
 
@@ -82,9 +82,9 @@ class Kill:
     inside_save: bool
     """Wait for the next save to begin, and kill in the middle of it."""
     moment: float
-    """Where in the step or in the save, as a fraction of what one usually takes: 0 to 1."""
+    """When in the step or in the save, as a fraction of what one usually takes: 0 to 1."""
     flip_bit: bool
-    """Flip one bit of the newest checkpoint before the next process starts."""
+    """Flip one bit of the newest checkpoint before the next process starts; the last kill's."""
 
 
 def draw_kills(plan: Plan, draws: Sequence[float]) -> tuple[Kill, ...]:

@@ -59,6 +59,11 @@ class Run:
         return {step: loss for life in self.lives for _, step, loss in life.steps}
 
     @property
+    def num_kills(self) -> int:
+        """Processes that were killed."""
+        return sum(life.was_killed for life in self.lives)
+
+    @property
     def num_redone(self) -> int:
         """Steps that were done more than once."""
         return sum(before.reached - after.began_at for before, after in pairwise(self.lives))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
+from textwrap import shorten
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -28,7 +30,7 @@ class Live:
         self._plan = plan
         self._tasks: dict[str, TaskID] = {}
         self.progress = Progress(
-            TextColumn("{task.description:<18}"),
+            TextColumn("{task.description:<12}"),
             BarColumn(bar_width=36),
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]:5.3f}"),
@@ -75,6 +77,8 @@ def _killing(life: Life) -> str:
 def show(console: Console, record: Record) -> None:
     """Print the table of kills and whether the two runs are the same."""
     console.print(_table(record.killed))
+    for text in _damage(record.killed):
+        console.print(text, highlight=False, markup=False)
     checkpoint = record.undisturbed.lives[0].checkpoint_nbytes
     seconds = sum(life.ended_s - life.began_s for life in record.undisturbed.lives)
     console.print(
@@ -82,11 +86,16 @@ def show(console: Console, record: Record) -> None:
         f"loop stood still for {1e3 * record.undisturbed.stall_s:.1f} ms a save (median).",
         highlight=False,
     )
+    workers = ", ".join(str(life.num_workers) for life in record.killed.lives)
+    console.print(
+        f"The processes of the killed run fetched their data with {workers} workers in turn.",
+        highlight=False,
+    )
     num_steps = len(record.undisturbed.losses)
     console.print(
         f"Losses that differ, of {num_steps} steps: {record.num_differing_losses}\n"
-        f"Final state, undisturbed:        {record.undisturbed.digest}\n"
-        f"Final state, killed three times: {record.killed.digest}",
+        f"Final state, undisturbed: {record.undisturbed.digest}\n"
+        f"Final state, killed:      {record.killed.digest}",
         highlight=False,
     )
     if record.is_identical:
@@ -97,22 +106,37 @@ def show(console: Console, record: Record) -> None:
 
 def _table(run: Run) -> Table:
     table = Table(title="What the kills did", title_justify="left")
-    for title in ("kill", "at step", "resumed from"):
+    for title in (
+        "kill",
+        "at step",
+        "in the\nsave of",
+        "rejected",
+        "resumed\nfrom",
+        "steps\nredone",
+    ):
         table.add_column(title, justify="right")
-    table.add_column("rejected, and why", overflow="fold", max_width=44)
-    for title in ("steps redone", "saves", "stall per save", "bytes written"):
+    for title in ("saves", "stall\nper save", "bytes\nwritten"):
         table.add_column(title, justify="right")
     for number, (life, after) in enumerate(pairwise(run.lives), start=1):
-        in_save = "" if life.killed_in_save is None else f"\nsaving {life.killed_in_save}"
-        nbytes = len(life.saves) * life.checkpoint_nbytes
         table.add_row(
             str(number),
-            f"{life.reached}{in_save}",
+            str(life.reached),
+            "" if life.killed_in_save is None else str(life.killed_in_save),
+            str(len(after.rejected) or ""),
             str(after.began_at),
-            "\n".join(f"{folder}: {reason}" for folder, reason in after.rejected) or "nothing",
             str(life.reached - after.began_at),
             str(len(life.saves)),
             f"{1e3 * Run(name='', lives=[life]).stall_s:.1f} ms",
-            decimal(nbytes),
+            decimal(len(life.saves) * life.checkpoint_nbytes),
         )
     return table
+
+
+def _damage(run: Run) -> Iterator[str]:
+    """What was flipped, what was rejected, and why: the path is told once."""
+    for life in run.lives:
+        if life.flipped:
+            yield f"Flipped: {life.flipped}."
+        for folder, reason in life.rejected:
+            text = shorten(reason.rpartition(f"{folder}/")[2], 150, placeholder=" …")
+            yield f"Rejected: {folder}: {text}"

@@ -24,6 +24,7 @@ _SUFFIX = re.compile(r"\.([0-9]{4,10})-([0-9]{6,12})-([0-9a-f]{8})$", re.ASCII)
 _LABEL = re.compile(r"[A-Za-z0-9_=+\-][A-Za-z0-9._=+\-]*", re.ASCII)
 _COMPONENT = re.compile(r"[a-z0-9_\-]{1,64}", re.ASCII)
 _WRITER = re.compile(r"([0-9]{8,12})\.json", re.ASCII)
+_SCRATCH = re.compile(r"preflight-[0-9a-f]{16}", re.ASCII)
 _NOTES = re.compile(r"notes-([0-9]{4})\.json", re.ASCII)
 
 
@@ -96,6 +97,16 @@ def parse_writer(name: str) -> int | None:
     """The epoch of a name inside `writers/`, or None when it is not a claim."""
     match = _WRITER.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def scratch_folder(number: bytes) -> str:
+    """Name of the folder in which preflight tries the store, from 8 random bytes."""
+    return f"preflight-{number.hex()}"
+
+
+def is_scratch(name: str) -> bool:
+    """Whether a folder in the root is one of preflight's; a killed process may leave it."""
+    return _SCRATCH.fullmatch(name) is not None
 
 
 def notes_name(number: int) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from holdfast.errors import FormatError
 from holdfast.format.objects import ArrayRef, TensorRef
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.leaves import Leaves, identity, refusal
@@ -186,6 +187,9 @@ class ModulePlan:
     def check(self, stored: Skeleton, wishes: Wishes, problems: Problems) -> None:
         """Match stored with live names; note what does not fit."""
         component, live = self._component, self._live
+        names = stored.value if isinstance(stored.value, dict) else {None: None}
+        if not all(isinstance(name, str) for name in names):
+            raise FormatError(f"{component}'s tree is not that of a module")
         for name in live.collisions:
             problems.offenders.append((f"{component}.{name}", "two entries have this name"))
         renamed = wishes.rename.apply(stored.value, component)

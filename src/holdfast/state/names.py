@@ -20,11 +20,12 @@ def unwrap(module: nn.Module) -> nn.Module:
     """The module inside torch.compile's and data parallelism's wrappers."""
     while True:
         # Compared by name: importing the class would import all of dynamo.
-        compiled = type(module).__name__ == "OptimizedModule"
-        inner = module._modules.get("_orig_mod" if compiled else "module")
-        if inner is None or not (compiled or isinstance(module, _PARALLEL)):
+        if type(module).__name__ == "OptimizedModule":
+            module = module.get_submodule("_orig_mod")
+        elif isinstance(module, _PARALLEL):
+            module = module.module
+        else:
             return module
-        module = inner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

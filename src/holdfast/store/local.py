@@ -75,7 +75,6 @@ class LocalStore:
                 self._put_new(folder_fd, name, content, report)
             else:
                 self._put_over(folder_fd, name, content, report)
-            report.effect = "done"
             sync_folder_fd(folder_fd)
 
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
@@ -244,23 +243,24 @@ class LocalStore:
             with drafted(folder_fd, content) as draft:
                 report.effect = "maybe"
                 if draft.link(name):
+                    report.effect = "done"
                     return
             report.effect = "none"
             self._has_links = False
         with drafted(folder_fd, content, unnamed=False) as draft:
             report.effect = "maybe"
             draft.rename_new(name)
+            report.effect = "done"
 
     def _put_over(self, folder_fd: int, name: str, content: memoryview, report: Reporting) -> None:
         with drafted(folder_fd, content, unnamed=self._has_links) as draft:
             report.effect = "maybe"
             if draft.replace(name):
+                report.effect = "done"
                 return
         report.effect = "none"
         self._has_links = False
-        with drafted(folder_fd, content, unnamed=False) as draft:
-            report.effect = "maybe"
-            draft.replace(name)
+        self._put_over(folder_fd, name, content, report)
 
     def _check_folder_syncs(self, folder_fd: int) -> None:
         # Before the first name appears: a put that cannot be durable must not be visible either.

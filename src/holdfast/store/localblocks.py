@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.errors import StoreError, UnsupportedStore, UsageError
+from holdfast.errors import NotFound, StoreError, UnsupportedStore, UsageError
 from holdfast.store.localfiles import (
     FILE_MODE,
     NEW_FILE,
@@ -175,6 +175,7 @@ class LocalBlockWriter:
 
         Raises:
             StoreError: not every byte was written, or the sync failed, which is final.
+            NotFound: somebody removed the file.
             OutcomeUnknown: the file is durable, its name may not be.
         """
         with self._lock:
@@ -189,6 +190,8 @@ class LocalBlockWriter:
             os.fsync(self._fd)
             report.effect = "done"
             sync_folder_fd(self._folder_fd)
+            if os.fstat(self._fd).st_nlink == 0:
+                raise NotFound(f"finish {self._path}: the file was removed while it was written")
             with self._lock:
                 self._state = _State.FINISHED
 

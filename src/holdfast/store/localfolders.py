@@ -101,7 +101,8 @@ def make_root(path: str, report: Reporting, *, exclusive: bool, is_known: bool) 
             sync_folder_fd(parent_fd)
         report.effect = "none"
     if not missing and not is_known:
-        _sync_name(path)
+        with opened_folder(path, ()):
+            _sync_name(path)
 
 
 def make_folder_in(outer_fd: int, name: str, report: Reporting, *, exclusive: bool) -> None:

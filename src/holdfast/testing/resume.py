@@ -14,12 +14,13 @@ import signal
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from enum import Enum
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path, PurePath
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -28,8 +29,12 @@ from blake3 import blake3
 from holdfast.errors import DeadlineExceeded, UsageError, listing
 from holdfast.train import Callback, Metrics, Trainer
 
-_PLAIN = (bool, int, str, bytes, complex, Enum, PurePath, date, timedelta)
-_TORCH_PLAIN = (torch.dtype, torch.device)
+StartMethod = Literal["spawn", "forkserver"]
+
+_PLAIN = (
+    *(bool, int, str, bytes, complex, Enum, PurePath, date, timedelta),
+    *(torch.dtype, torch.device),
+)
 
 
 class Report(Protocol):
@@ -47,13 +52,18 @@ class Run(Protocol):
 
 
 def assert_resume_equivalent(
-    run: Run, steps: int, kill_at: int | Sequence[int], *, timeout_s: float = 300.0
+    run: Run,
+    steps: int,
+    kill_at: int | Sequence[int],
+    *,
+    timeout_s: float = 300.0,
+    start_method: StartMethod = "spawn",
 ) -> None:
     """Run `steps` steps in one go, and again with `kill -9` and a resume after each `kill_at`.
 
-    Every run is a process of its own, started afresh. After each step every leaf of the state
-    and the global random generators are compared with those of the run in one go. The run must
-    really resume: one that begins anew after a kill fails, too.
+    Every run is a process of its own, whose global random generators start from the same seeds.
+    After each step every leaf of the state and these generators are compared with those of the
+    run in one go. The run must really resume: one that begins anew after a kill fails, too.
 
         def run(root, steps, report):
             model = Net()
@@ -79,6 +89,8 @@ def assert_resume_equivalent(
         kill_at: the process ends right after it reports this step; a checkpoint must be
             committed by then. Several, ascending, kill the resumed runs in turn.
         timeout_s: seconds for each process.
+        start_method: of the processes. `forkserver` is quicker for many calls, when
+            `multiprocessing.set_forkserver_preload(["holdfast.testing.resume"])` came first.
 
     Raises:
         AssertionError: names the first step and the first leaf that differ, or what else went
@@ -92,10 +104,10 @@ def assert_resume_equivalent(
         folder = Path(name)
         straight = _Leg(run=run, folder=folder, root="straight", steps=steps)
         legs = [
-            _Leg(run=run, folder=folder, root="killed", steps=steps, killed_at=last, kill_at=this)
+            replace(straight, root="killed", killed_at=last, kill_at=this)
             for last, this in zip([None, *kills], [*kills, None], strict=True)
         ]
-        _run_all(straight, legs, timeout_s)
+        _run_all(straight, legs, multiprocessing.get_context(start_method), timeout_s)
         _compare(straight, legs)
 
 
@@ -146,11 +158,11 @@ class _Leg:
             return f"the run before the kill at step {self.kill_at}"
         return "the run in one go"
 
-    def start(self) -> BaseProcess:
+    def start(self, context: BaseContext) -> BaseProcess:
         root = self.folder / self.root
         root.mkdir(exist_ok=True)
         # Not a daemon: the run may have data workers of its own.
-        process = multiprocessing.get_context("spawn").Process(
+        process: BaseProcess = context.Process(  # type: ignore[attr-defined]
             target=_in_process, args=(self.run, str(root), self.steps, self.kill_at, self.record)
         )
         process.start()
@@ -185,11 +197,11 @@ class _Leg:
         return reports
 
 
-def _run_all(straight: _Leg, legs: Sequence[_Leg], timeout_s: float) -> None:
-    process = straight.start()
+def _run_all(straight: _Leg, legs: Sequence[_Leg], context: BaseContext, timeout_s: float) -> None:
+    process = straight.start(context)
     try:
         for leg in legs:
-            leg.wait(leg.start(), timeout_s)
+            leg.wait(leg.start(context), timeout_s)
         straight.wait(process, timeout_s)
     finally:
         _end(process)
@@ -211,6 +223,9 @@ def _in_process(run: Run, root: str, steps: int, kill_at: int | None, record: Pa
                 os.kill(os.getpid(), signal.SIGKILL)
 
         try:
+            random.seed(0)
+            np.random.seed(0)
+            torch.manual_seed(0)
             run(root, steps, report)
         except BaseException:
             _error_file(record).write_text(traceback.format_exc(), "utf-8")
@@ -299,7 +314,7 @@ def _plain_digest(path: str, value: Any) -> str:
         return repr(value.bit_generator.state)
     if isinstance(value, Set):
         return f"{type(value).__name__} {sorted(map(repr, value))}"
-    if value is None or isinstance(value, _PLAIN + _TORCH_PLAIN):
+    if value is None or isinstance(value, _PLAIN):
         return f"{type(value).__name__} {value!r}"
     raise UsageError(f"{path}: cannot tell whether two of {type(value).__name__} are equal")
 

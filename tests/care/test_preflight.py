@@ -1,0 +1,231 @@
+"""Claims about the check before the first save: every reason at once, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from holdfast.care.preflight import preflight
+from holdfast.errors import AccessDenied, PreflightFailed, StoreError, StoreFull
+from holdfast.store.base import Buffer, FreeSpace, Store
+from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
+from holdfast.testing.faulty import Fault, FaultyStore
+from runs import new_run
+
+MIB = 1024 * 1024
+
+
+class Cramped(LocalStore):
+    """A real folder on a disk that says it has only so much room."""
+
+    def __init__(self, root: Path, *, nbytes: int | None, inodes: int | None) -> None:
+        super().__init__(root)
+        self._space = FreeSpace(nbytes=nbytes, inodes=inodes)
+
+    def free_space(self) -> FreeSpace:
+        return self._space
+
+
+class Overwriting(MemoryStore):
+    """A store that ignores the condition of a put, as some do."""
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        super().put(key, data)
+
+
+class Forgetful(MemoryStore):
+    """A store that does not remove what it is told to."""
+
+    def delete(self, key: str) -> None:
+        pass
+
+
+def problems(store: Store, *, kept: int | None = 3, nbytes: int = MIB) -> list[str]:
+    try:
+        preflight(store, nbytes_per_save=nbytes, saves_kept=kept, num_files=10)
+    except PreflightFailed as error:
+        return error.problems
+    return []
+
+
+def test_a_good_place_passes_and_nothing_is_left(tmp_path: Path) -> None:
+    root = tmp_path / "new" / "root"
+    assert problems(LocalStore(root)) == []
+    assert list(root.iterdir()) == []
+    store = MemoryStore()
+    assert problems(store) == []
+    assert list(store.list()) == []
+
+
+def test_foreign_files_in_the_root_do_not_matter_and_stay(tmp_path: Path) -> None:
+    (tmp_path / "my notes.txt").write_text("mine")
+    (tmp_path / "writers").mkdir()
+    (tmp_path / "preflight-mine").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    assert problems(LocalStore(tmp_path)) == []
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_root_in_use_passes(tmp_path: Path) -> None:
+    run = new_run()
+    with run.manager(tmp_path) as manager:
+        manager.save(1).wait()
+        assert problems(LocalStore(tmp_path)) == []
+
+
+@pytest.mark.parametrize(("kept", "num_saves"), [(None, 1), (1, 2), (3, 4)])
+def test_room_is_asked_for_what_is_kept_and_the_one_being_written(
+    tmp_path: Path, kept: int | None, num_saves: int
+) -> None:
+    """R8: n kept ones and one more lie on the disk at the same time."""
+    enough = num_saves * (100 * MIB + 100 * 4096)
+    short = num_saves * 100 * MIB - 1
+    assert (
+        problems(Cramped(tmp_path, nbytes=enough, inodes=None), kept=kept, nbytes=100 * MIB) == []
+    )
+    found = problems(Cramped(tmp_path, nbytes=short, inodes=None), kept=kept, nbytes=100 * MIB)
+    assert len(found) == 1
+    assert f"{short} are free" in found[0]
+    assert str(tmp_path) in found[0]
+
+
+def test_inodes_are_asked_for_too(tmp_path: Path) -> None:
+    """R8."""
+    assert problems(Cramped(tmp_path, nbytes=None, inodes=4 * 14)) == []
+    found = problems(Cramped(tmp_path, nbytes=None, inodes=4 * 10 - 1))
+    assert len(found) == 1
+    assert "inodes" in found[0]
+
+
+def test_checkpoints_that_are_there_count_as_room(tmp_path: Path) -> None:
+    """A run that is resumed on a full disk is not refused: what is kept is kept already."""
+    run = new_run()
+    with run.manager(tmp_path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step).wait()
+        nbytes = manager.list()[0].nbytes
+    num_files = 9
+    one = nbytes + (num_files + 4) * 4096
+    room = Cramped(tmp_path, nbytes=2 * one, inodes=None)
+    preflight(room, nbytes_per_save=nbytes, saves_kept=1, num_files=num_files)
+    less = Cramped(tmp_path, nbytes=one - 1, inodes=None)
+    with pytest.raises(PreflightFailed, match="room"):
+        preflight(less, nbytes_per_save=nbytes, saves_kept=1, num_files=num_files)
+
+
+def test_a_store_that_ignores_if_absent_is_found_out() -> None:
+    """R25: before any data is trusted to it."""
+    store = Overwriting()
+    found = problems(store)
+    assert len(found) == 1
+    assert "two writers would destroy each other's checkpoints" in found[0]
+    assert list(store.list()) == []
+
+
+def test_a_store_that_does_not_delete_is_found_out() -> None:
+    found = problems(Forgetful())
+    assert len(found) == 1
+    assert found[0].startswith("deleting: ")
+
+
+def test_a_store_that_gives_other_bytes_back_is_found_out() -> None:
+    store = FaultyStore(MemoryStore(), [Fault(kind="flip", op="get", times=None)])
+    assert set(problems(store)) == {"reading back: other bytes than were put: memory://"}
+
+
+@pytest.mark.parametrize(
+    ("op", "at", "start"),
+    [
+        ("make_folder", 0, "making a folder: "),
+        ("put", 0, "putting an object that is not there yet: "),
+        ("put", 1, "putting over a taken key: refused with the wrong error: "),
+        ("put", 2, "replacing an object: "),
+        ("get", 0, "reading back: "),
+        ("create", 0, "creating a file: "),
+        ("write", 1, "writing a file: "),
+        ("finish", 0, "writing a file: "),
+        ("delete", 0, "deleting: "),
+        ("free_space", 0, "room: "),
+    ],
+)
+def test_each_refusal_is_a_problem_that_says_what_failed(
+    tmp_path: Path, op: str, at: int, start: str
+) -> None:
+    """R6."""
+    fault = Fault(kind="fail", op=op, at=at, error=AccessDenied("Permission denied (EACCES)"))  # type: ignore[arg-type]
+    found = problems(FaultyStore(LocalStore(tmp_path), [fault]))
+    assert found == [f"{start}Permission denied (EACCES)"]
+    if op != "delete":
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    full = StoreFull("No space left on device (ENOSPC)")
+    store = FaultyStore(
+        Cramped(tmp_path, nbytes=5, inodes=2),
+        [
+            Fault(kind="fail", op="put", error=full),
+            Fault(kind="fail", op="create", error=full),
+            Fault(kind="fail", op="delete", error=full),
+        ],
+    )
+    found = problems(store)
+    assert [problem.split(":")[0] for problem in found] == [
+        "room",
+        "room",
+        "putting an object that is not there yet",
+        "creating a file",
+        "deleting",
+    ]
+
+
+def test_an_error_of_the_program_still_removes_the_scratch_folder(tmp_path: Path) -> None:
+    class Broken(LocalStore):
+        def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
+            raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError):
+        problems(Broken(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_root_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    found = problems(LocalStore(tmp_path / "file" / "root"))
+    assert found[-1].startswith("making a folder: ")
+    assert all("not a folder" in problem for problem in found)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        found = problems(LocalStore(tmp_path / "root"))
+    finally:
+        tmp_path.chmod(0o700)
+    assert len(found) == 1
+    assert "EACCES" in found[0]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder that takes no files")
+def test_a_file_system_that_takes_no_files_is_refused() -> None:
+    assert problems(LocalStore("/proc/self/holdfast"))
+
+
+def test_a_manager_refuses_to_begin_where_saves_would_fail(tmp_path: Path) -> None:
+    """R8: nothing is claimed, so nothing has to be cleaned up."""
+    manager = new_run().manager(Cramped(tmp_path, nbytes=100, inodes=None))
+    with pytest.raises(PreflightFailed, match="100 are free"):
+        manager.save(1)
+    manager.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_store_errors_are_the_only_ones_that_count_as_problems() -> None:
+    store = FaultyStore(MemoryStore(), [Fault(kind="stop_before", op="put")])
+    with pytest.raises(BaseException) as caught:
+        problems(store)
+    assert not isinstance(caught.value, StoreError | PreflightFailed)

@@ -1,0 +1,232 @@
+"""Claims about the command line as a whole: cost, exit codes, and its page."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from tests.cli.roots import Result
+
+from holdfast.cli.app import app
+from holdfast.cli.output import Code, json_safe, printable, size
+
+Command = Callable[..., Result]
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    group: Any = typer.main.get_command(app)
+    yield "holdfast", group
+    for name, command in group.commands.items():
+        yield f"holdfast {name}", command
+
+
+def test_every_command_and_option_is_on_the_page() -> None:
+    text = PAGE.read_text("utf-8")
+    for name, command in commands():
+        section = text if name == "holdfast" else section_of(text, name)
+        for parameter in command.params:
+            for option in (*parameter.opts, *parameter.secondary_opts):
+                where = text if option in ("--json", "--help", "-h") else section
+                assert not option.startswith("-") or f"{option}" in where, (name, option)
+
+
+def section_of(text: str, name: str) -> str:
+    found = re.search(rf"^### `{name}( [^`]*)?`\n(.*?)(?=^##)", text, re.MULTILINE | re.DOTALL)
+    assert found is not None, name
+    return found[2]
+
+
+def test_the_page_names_no_command_or_option_that_is_not_there() -> None:
+    text = PAGE.read_text("utf-8")
+    known = {name for name, _ in commands()}
+    assert set(re.findall(r"^### `(holdfast \w+)", text, re.MULTILINE)) == known - {"holdfast"}
+    options = {opt for _, command in commands() for p in command.params for opt in p.opts}
+    assert set(re.findall(r"`(--[a-z-]+)", text)) <= options | {"--help"}
+
+
+def test_every_exit_code_is_on_the_page() -> None:
+    text = PAGE.read_text("utf-8")
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)} == set(Code)
+
+
+def test_every_command_and_option_says_what_it_is_for() -> None:
+    for name, command in commands():
+        assert command.help, name
+        for parameter in command.params:
+            if parameter.name != "help":
+                assert getattr(parameter, "help", None), (name, parameter.name)
+
+
+def test_every_command_but_the_top_takes_json() -> None:
+    for name, command in commands():
+        has_json = any("--json" in parameter.opts for parameter in command.params)
+        assert has_json is (name != "holdfast"), name
+
+
+def test_help_and_version_are_given(holdfast: Command) -> None:
+    import holdfast as package
+
+    assert holdfast("--version").out == f"holdfast {package.__version__}\n"
+    for option in ("--help", "-h"):
+        result = holdfast(option)
+        assert result.code == 0
+        assert "verify" in result.out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["prune"],
+        ["ls"],
+        ["ls", "--nonsense", "x"],
+        ["show", "a", "b"],
+        ["demo", "--seed", "-1"],
+    ],
+)
+def test_a_wrong_call_is_code_2(holdfast: Command, arguments: list[str]) -> None:
+    assert holdfast(*arguments).code == 2
+
+
+def test_an_unknown_kind_of_place_is_a_wrong_call(holdfast: Command) -> None:
+    for place in ("s3://bucket/run", "ftp://host/run"):
+        result = holdfast("ls", place)
+        assert result.code == 2
+        assert result.err.startswith("holdfast: root ")
+
+
+def in_a_process(*arguments: object, code: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own; says at the end what it imported."""
+    script = (
+        "import atexit, sys\n"
+        "heavy = {'torch', 'matplotlib', 'rich.table', 'rich.progress'}\n"
+        "atexit.register(lambda: print('imported', *sorted(heavy & set(sys.modules)),"
+        " file=sys.stderr))\n"
+        f"sys.argv = {['holdfast', *map(str, arguments)]!r}\n"
+        f"from holdfast.cli import main\n{code}\nmain()\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--version"],
+        ["ls", "ROOT"],
+        ["ls", "ROOT", "--json"],
+        ["show", "ROOT", "--tensors"],
+        ["verify", "ROOT"],
+        ["gc", "ROOT"],
+    ],
+)
+def test_no_command_pays_for_torch(root: Path, arguments: list[str]) -> None:
+    """Design, section 7; nor for tables and bars when nobody looks."""
+    done = in_a_process(*[root if item == "ROOT" else item for item in arguments])
+    assert (done.returncode, done.stderr.strip()) == (0, "imported")
+    assert done.stdout
+
+
+def test_the_package_can_be_run_as_a_module(root: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast.cli", "ls", root],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("step")
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "show", "gc"])
+def test_an_interrupt_ends_quietly(root: Path, command: str) -> None:
+    interrupt = (
+        "import os, signal\n"
+        "from holdfast.store.local import LocalStore\n"
+        "def children(self, folder=''):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    raise AssertionError('not interrupted')\n"
+        "LocalStore.children = children\n"
+    )
+    done = in_a_process(command, root, code=interrupt)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "imported\n")
+
+
+def test_an_interrupt_in_the_middle_of_a_report_ends_quietly(root: Path) -> None:
+    interrupt = (
+        "import os, signal\n"
+        "from holdfast.care import verify\n"
+        "verify.verify.__globals__['look_at'] = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    done = in_a_process("verify", root, code=interrupt)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "imported\n")
+    assert signal.SIGINT == 2
+
+
+def test_a_reader_that_goes_away_is_no_error(root: Path) -> None:
+    """`holdfast ls … | head -0`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast.cli", "ls", root],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_terminal_gets_tables_and_bars(root: Path) -> None:
+    """A real terminal: both ends of a pseudo-terminal."""
+    leader, follower = os.openpty()
+    environment = {**os.environ, "COLUMNS": "200", "TERM": "xterm"}
+    environment.pop("NO_COLOR", None)
+    seen = b""
+    for command in ("ls", "verify"):
+        child = subprocess.Popen(
+            [sys.executable, "-m", "holdfast.cli", command, root],
+            stdout=follower,
+            stderr=follower,
+            env=environment,
+        )
+        assert child.wait(timeout=120) == 0
+        seen += os.read(leader, 65536)
+    os.close(leader)
+    os.close(follower)
+    assert b"\x1b[1mstep" in seen
+    assert "━".encode() in seen
+    assert b"every byte is as it was written" in seen
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (5 * 2**30, "5.0 GiB"),
+        (3000 * 2**40, "3000.0 TiB"),
+    ],
+)
+def test_sizes_are_for_people(nbytes: int, text: str) -> None:
+    assert size(nbytes) == text
+
+
+def test_odd_values_are_safe_to_print_and_to_parse() -> None:
+    assert printable("a\x1b[0m\nb\u202ec") == "a\\x1b[0m\nb\\x202ec"
+    nested = {"a": [float("nan"), float("-inf"), 1.5], "b": {"c": (float("inf"), None)}}
+    assert json_safe(nested) == {"a": ["nan", "-inf", 1.5], "b": {"c": ["inf", None]}}

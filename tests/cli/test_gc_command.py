@@ -1,0 +1,155 @@
+"""Claims about `holdfast gc`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.cli.roots import Result, flip, folder_of, overwrite
+
+from holdfast.engine.process import this_process
+from holdfast.format.records import Writer, decode_writer, encode_writer
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture
+def unfinished(root: Path) -> Path:
+    """An attempt that did not commit, of a writer that closed cleanly."""
+    folder = folder_of(root, 300)
+    (folder / "manifest.json").unlink()
+    return folder
+
+
+def owned_by(root: Path, **changes: object) -> None:
+    """Make the claim of the root that of another process, which has not closed."""
+    path = root / "writers" / "00000001.json"
+    writer: Writer = decode_writer(path.read_bytes(), what="claim")
+    process = msgspec.structs.replace(this_process(), **changes)
+    overwrite(path, encode_writer(msgspec.structs.replace(writer, process=process)))
+    (root / "writers" / "00000001.closed.json").unlink()
+
+
+def test_uncommitted_attempts_go_and_checkpoints_stay(
+    holdfast: Command, root: Path, unfinished: Path
+) -> None:
+    """R9."""
+    result = holdfast("gc", root)
+    assert result.code == 0
+    assert f"removed {unfinished.name}: never committed" in result.out
+    assert "given back" in result.out
+    assert not unfinished.exists()
+    assert holdfast("verify", root).out.count("ok  ") == 2
+    assert holdfast("gc", root).out == "nothing to remove\n"
+
+
+def test_a_dry_run_says_the_same_and_touches_nothing(
+    holdfast: Command, root: Path, unfinished: Path
+) -> None:
+    before = sorted(root.rglob("*"))
+    planned = holdfast("gc", root, "--dry-run", "--json").document
+    assert sorted(root.rglob("*")) == before
+    assert f"would remove {unfinished.name}" in holdfast("gc", root, "--dry-run").out
+    assert "to give back" in holdfast("gc", root, "--dry-run").out
+    assert sorted(root.rglob("*")) == before
+    done = holdfast("gc", root, "--json").document
+    assert (planned.pop("dry_run"), done.pop("dry_run")) == (True, False)
+    assert planned == done
+
+
+def test_json_has_every_member_that_the_page_promises(
+    holdfast: Command, root: Path, unfinished: Path
+) -> None:
+    document = holdfast("gc", root, "--json").document
+    assert list(document) == [
+        "holdfast",
+        "root",
+        "dry_run",
+        "removed",
+        "marked",
+        "kept",
+        "failed",
+        "nbytes",
+    ]
+    (removed,) = document["removed"]
+    assert removed["folder"] == unfinished.name
+    assert document["nbytes"] > 10_000
+    assert document["failed"] == []
+
+
+def test_what_a_live_owner_may_still_finish_stays(
+    holdfast: Command, root: Path, unfinished: Path
+) -> None:
+    """R22."""
+    owned_by(root)
+    result = holdfast("gc", root)
+    assert result.code == 0
+    assert f"kept {unfinished.name}: writer 1 is alive" in result.out
+    assert unfinished.exists()
+
+
+def test_a_live_process_cannot_be_declared_dead(
+    holdfast: Command, root: Path, unfinished: Path
+) -> None:
+    """R22."""
+    owned_by(root)
+    result = holdfast("gc", root, "--dead-epoch", 1)
+    assert result.code == 2
+    assert "is alive on this host; stop it first" in result.err
+    assert unfinished.exists()
+
+
+def test_a_writer_of_a_host_that_is_gone_can_be_declared_dead(
+    holdfast: Command, root: Path, unfinished: Path
+) -> None:
+    owned_by(root, boot_id="another", host="node17")
+    result = holdfast("gc", root, "--dead-epoch", 1)
+    assert result.code == 0
+    assert not unfinished.exists()
+
+
+def test_a_writer_with_an_unreadable_claim_can_be_declared_dead(
+    holdfast: Command, root: Path, unfinished: Path
+) -> None:
+    owned_by(root)
+    flip(root / "writers" / "00000001.json", 100)
+    assert holdfast("gc", root, "--dead-epoch", 1).code == 0
+    assert not unfinished.exists()
+
+
+@pytest.mark.parametrize("number", ["7", "0", "-1", "one"])
+def test_a_writer_that_never_was_cannot_be_declared_dead(
+    holdfast: Command, root: Path, number: str
+) -> None:
+    assert holdfast("gc", root, "--dead-epoch", number).code == 2
+
+
+def test_a_dead_owner_is_noticed_by_itself(holdfast: Command, root: Path, unfinished: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(timeout=60)
+    owned_by(root, pid=gone.pid, start="1")
+    assert holdfast("gc", root).code == 0
+    assert not unfinished.exists()
+
+
+def test_a_damaged_manifest_is_not_collected(holdfast: Command, root: Path) -> None:
+    """R20, D13: what cannot be read may be a checkpoint."""
+    flip(folder_of(root, 300) / "manifest.json", 100)
+    result = holdfast("gc", root)
+    assert result.code == 1
+    assert f"FAILED {folder_of(root, 300).name}: " in result.out
+    assert (folder_of(root, 300) / "model-00000.safetensors").exists()
+
+
+def test_a_running_manager_of_this_process_is_left_alone(
+    holdfast: Command, root: Path, unfinished: Path, saving: Callable[..., Any]
+) -> None:
+    manager = saving()
+    assert holdfast("gc", root).code == 0
+    manager.save(400).wait()
+    assert holdfast("verify", f"{root}@step=400").code == 0

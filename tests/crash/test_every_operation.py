@@ -1,0 +1,199 @@
+"""A stop before and after every single store operation of saves, retention, resume and gc.
+
+A stop is what a kill is to the store: nothing after it happens. Whatever was acknowledged before
+must be there afterwards, whole, and the run must go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from holdfast import errors
+from holdfast.care import retention as retention_module
+from holdfast.care.gc import collect
+from holdfast.care.verify import verify
+from holdfast.engine import commit as commit_module
+from holdfast.engine import save as save_module
+from holdfast.engine.catalog import Catalog
+from holdfast.manager import CheckpointManager
+from holdfast.policy.retention import Last
+from holdfast.store.base import Store
+from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
+from holdfast.testing.faulty import Fault, FaultyStore, Stopped
+
+Stores = Callable[[int], Store]
+
+
+class Tiny:
+    """A state that says of each of its tensors at which step it was written."""
+
+    def __init__(self) -> None:
+        self.tree: dict[str, Any] = {"step": 0, "tensors": [torch.zeros(64) for _ in range(3)]}
+
+    def become(self, step: int) -> None:
+        self.tree["step"] = step
+        for tensor in self.tree["tensors"]:
+            tensor.fill_(step)
+
+    def step(self) -> int:
+        """The step, after checking that no tensor is of another one."""
+        steps = {int(value) for tensor in self.tree["tensors"] for value in tensor}
+        assert steps == {self.tree["step"]}, f"mixed: {steps} and {self.tree['step']}"
+        return int(self.tree["step"])
+
+
+@contextmanager
+def opened(store: Store, tiny: Tiny, **options: Any) -> Iterator[CheckpointManager]:
+    """A manager that is closed at the end, also when its store has stopped."""
+    manager = CheckpointManager(store, {"tiny": tiny.tree}, sinks=(), preflight=False, **options)
+    try:
+        yield manager
+    finally:
+        with suppress(errors.HoldfastError, Stopped):
+            manager.close()
+
+
+def scenario(store: Store, acknowledged: list[int]) -> None:
+    """Resume, three saves of which one is kept, and gc. Appends each acknowledged step."""
+    tiny = Tiny()
+    with opened(store, tiny, keep=Last(1)) as manager:
+        found = manager.resume()
+        step = found.step if found is not None else 0
+        for step in range(step + 1, step + 4):
+            tiny.become(step)
+            acknowledged.append(manager.save(step).wait().step)
+        manager.wait()
+    collect(store)
+
+
+def check(store: Store, acknowledged: list[int]) -> None:
+    """What was acknowledged is there, whole; the run goes on; gc leaves no files behind."""
+    entries = Catalog(store).checkpoints()
+    for entry in entries:
+        report = verify(store, entry.folder)
+        assert report.ok, report.problems
+    newest = max(acknowledged, default=0)
+    head = Catalog(store).head()
+    assert (head.step if head is not None else 0) >= newest
+    tiny = Tiny()
+    with opened(store, tiny, keep=Last(1)) as manager:
+        found = manager.resume()
+        assert (found.step if found is not None else 0) == tiny.step() >= newest
+        tiny.become(newest + 10)
+        manager.save(newest + 10).wait()
+        manager.wait()
+        kept = {entry.folder for entry in Catalog(store).checkpoints()}
+        assert len(kept) == 1
+    collect(store)
+    files = [info.key for info in store.list() if not info.key.startswith("writers/")]
+    loose = [k for k in files if k.partition("/")[0] not in kept and not k.endswith("manifest.json")]
+    assert [key for key in loose if key != "latest"] == []
+
+
+def run_stopped(store: Store, kind: Any, at: int, scenario: Callable[..., None]) -> list[int]:
+    """The scenario on a store that stops at one operation; the steps that were acknowledged."""
+    acknowledged: list[int] = []
+    with suppress(Stopped, errors.HoldfastError):
+        scenario(FaultyStore(store, [Fault(kind=kind, at=at)]), acknowledged)
+    return acknowledged
+
+
+def num_operations(store: Store, scenario: Callable[..., None]) -> int:
+    clean = FaultyStore(store)
+    scenario(clean, [])
+    return len(clean.ops)
+
+
+def second_run(make: Stores, number: int) -> Store:
+    """A store with an earlier run's checkpoint, a leftover attempt and an unfinished deletion."""
+    store = make(number)
+    run_stopped(store, "stop_before", 40, scenario)
+    run_stopped(store, "stop_after", 90, scenario)
+    return store
+
+
+@pytest.fixture(params=["local", "memory"])
+def stores(request: pytest.FixtureRequest, ram_path: Path) -> Stores:
+    """New, empty stores of one kind."""
+
+    def make(number: int) -> Store:
+        return LocalStore(ram_path / str(number)) if request.param == "local" else MemoryStore()
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ["stop_before", "stop_after"])
+@pytest.mark.parametrize("begin", ["empty", "after two crashes"])
+def test_a_stop_at_every_operation_loses_nothing(stores: Stores, kind: str, begin: str) -> None:
+    """R1, R2, R9, R20, R23; invariants 1, 2, 4."""
+    new = stores if begin == "empty" else lambda number: second_run(stores, number)
+    total = num_operations(new(-1), scenario)
+    assert total > 60
+    for at in range(total):
+        store = new(at)
+        acknowledged = run_stopped(store, kind, at, scenario)
+        check(store, acknowledged)
+
+
+def no_tombstone(store: Store, folder: str, tombstone: object) -> None:
+    """Mutant: files go while the manifest still says that they are there."""
+
+
+def commit_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: the manifest is put before the index."""
+    real_put, real_commit = LocalStore.put, save_module.commit
+    held: list[Callable[[], None]] = []
+
+    def put(self: LocalStore, key: str, data: Any, *, if_absent: bool = False) -> None:
+        if key.endswith("index.json"):
+            held.append(lambda: real_put(self, key, data))
+            return
+        real_put(self, key, data, if_absent=if_absent)
+
+    def commit(*args: Any) -> None:
+        real_commit(*args)
+        held.pop()()
+
+    monkeypatch.setattr(LocalStore, "put", put)
+    monkeypatch.setattr(save_module, "_check_sizes", lambda *_: None)
+    monkeypatch.setattr(save_module, "commit", commit)
+
+
+def retire_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: retention drops the newest, too."""
+    real = retention_module.plan
+
+    def plan(*args: Any, **options: Any) -> Any:
+        from dataclasses import replace
+
+        planned = real(*args, **options)
+        return tuple(
+            replace(item, decision=replace(item.decision, keep=position > 0))
+            for position, item in enumerate(planned)
+        )
+
+    monkeypatch.setattr(retention_module, "plan", plan)
+
+
+def files_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: a deletion removes files before it has put the tombstone."""
+    monkeypatch.setattr(commit_module, "_bury", no_tombstone)
+
+
+@pytest.mark.parametrize("mutant", [commit_first, retire_everything, files_first])
+def test_the_check_catches(
+    mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, ram_path: Path
+) -> None:
+    """Each of these breaks the order of our own code; the test above must notice."""
+    mutant(monkeypatch)
+    with pytest.raises((AssertionError, errors.HoldfastError)):
+        for at in range(160):
+            store = LocalStore(ram_path / str(at))
+            acknowledged = run_stopped(store, "stop_before", at, scenario)
+            check(store, acknowledged)

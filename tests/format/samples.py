@@ -1,0 +1,219 @@
+"""Valid documents of every kind, how to read each, and ways to break them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from blake3 import blake3
+
+from holdfast.errors import FormatError
+from holdfast.format import blocks, index, manifest, objects, records, tensors
+from holdfast.format.manifest import ComponentEntry, FileEntry, Manifest, Reference, Timestamp
+
+SAVE_ID = "0123456789abcdef0123456789abcdef"
+NONCE = "f" * 32
+FOLDER = "step-00000010.0003-000002-01234567"
+REFERENCE = Reference(epoch=3, sequence=2, save_id=SAVE_ID, folder=FOLDER)
+PROCESS = records.Process(host="h", pid=77, start="12", boot_id="b", pid_namespace="4026531836")
+SPECS = (
+    tensors.TensorSpec("a", "F32", (3, 4)),
+    tensors.TensorSpec("b.c", "I64", ()),
+    tensors.TensorSpec("d", "BF16", (2, 0)),
+    tensors.TensorSpec("e", "C128", (5,)),
+    tensors.TensorSpec("f", "BOOL", (7,)),
+)
+TREE = {"a": objects.TensorRef("a"), "x": [1, 2.5, "t", None, (True,)], "n": {1: float("nan")}}
+
+
+def entry(data: bytes) -> FileEntry:
+    """The manifest's entry of a file with these bytes."""
+    digest = blocks.file_digest(len(data), blocks.digest_blocks(data))
+    return FileEntry(nbytes=len(data), digest=digest)
+
+
+def image(file: tensors.TensorFile, fill: int = 0) -> bytes:
+    """The bytes of a tensor file whose data bytes are all `fill`."""
+    return file.header + bytes([fill]) * (file.nbytes - len(file.header))
+
+
+def model_files() -> dict[str, bytes]:
+    """Every file of a small checkpoint with the one component `model`, without manifest."""
+    plan = tensors.lay_out("model", SPECS)
+    found = {"model-00000.json": objects.encode_tree(TREE), plan[0].name: image(plan[0])}
+    digests = {name: blocks.digest_blocks(data) for name, data in found.items()}
+    found["index.json"] = index.encode_index({"model": plan}, digests)
+    return found
+
+
+def make_manifest(**changes: Any) -> Manifest:
+    """The manifest of `model_files`."""
+    found = model_files()
+    members: dict[str, Any] = {
+        "save_id": SAVE_ID,
+        "label": "step-00000020",
+        "epoch": 3,
+        "sequence": 7,
+        "parent": REFERENCE,
+        "timestamp": Timestamp(step=20, epoch=1, samples=640, wall_s=12.5),
+        "created": "2026-01-02T03:04:05Z",
+        "save_class": "permanent",
+        "reason": "interval",
+        "tags": ("best", "münchen"),
+        "metrics": {"loss": 0.25, "worst": float("inf"), "low": float("-inf")},
+        "world_size": 1,
+        "components": {
+            "model": ComponentEntry(
+                kind="module",
+                files=("model-00000.json", "model-00000.safetensors"),
+                nbytes=sum(spec.nbytes for spec in SPECS),
+                num_tensors=len(SPECS),
+            )
+        },
+        "block_nbytes": 8388608,
+        "files": {name: entry(data) for name, data in found.items()},
+        "numerics": {"torch": "2.13.0", "threads": 2, "deterministic": True},
+        "environment": {"python": "3.11"},
+        "timings": {"capture_s": 0.1, "stage_s": 0.2, "write_s": 0.3},
+    }
+    return Manifest(**{**members, **changes})
+
+
+def _read_index(data: bytes, *, what: str) -> Any:
+    return index.decode_index(data, files=make_manifest().files, what=what)
+
+
+def _read_header(data: bytes, *, what: str) -> Any:
+    return tensors.parse_header(data, file_nbytes=len(model_files()[_MODEL]), what=what)
+
+
+_MODEL = "model-00000.safetensors"
+
+
+@dataclass(frozen=True)
+class Document:
+    """One kind of document: a value, its bytes and how they are read."""
+
+    name: str
+    value: Any
+    data: bytes
+    decode: Callable[..., Any]
+    is_sealed: bool = True
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def documents() -> list[Document]:
+    """One document of every kind of the format."""
+    m, r = manifest, records
+    sealed_values: list[tuple[str, Any, Callable[[Any], bytes], Callable[..., Any]]] = [
+        ("manifest", make_manifest(), m.encode_manifest, m.decode_register),
+        ("aborted", m.Aborted(by="gc", reason="no"), m.encode_aborted, m.decode_register),
+        (
+            "deleted",
+            m.Deleted(save_id=SAVE_ID, by="retention", reason="old"),
+            m.encode_deleted,
+            m.decode_register,
+        ),
+        (
+            "writer",
+            r.Writer(
+                epoch=4,
+                nonce=NONCE,
+                resumed_from=REFERENCE,
+                takeover=False,
+                created="2026-01-02T03:04:05Z",
+                process=PROCESS,
+            ),
+            r.encode_writer,
+            r.decode_writer,
+        ),
+        ("closed", r.Closed(epoch=4, nonce=NONCE), r.encode_closed, r.decode_closed),
+        ("alive", r.Alive(epoch=4, nonce=NONCE, beat=9), r.encode_alive, r.decode_alive),
+        ("notes", r.Notes(tags=("a", "ü"), pinned=True), r.encode_notes, r.decode_notes),
+        ("retired", r.Retired(by="keep", reason="old"), r.encode_retired, r.decode_retired),
+        (
+            "rejected",
+            r.Rejected(by="resume", reasons=("bits", "size")),
+            r.encode_rejected,
+            r.decode_rejected,
+        ),
+    ]
+    found = [
+        Document(name, value, encode(value), decode)
+        for name, value, encode, decode in sealed_values
+    ]
+    files = model_files()
+    data = files["index.json"]
+    found.append(Document("index", _read_index(data, what="i"), data, _read_index, False))
+    tree = files["model-00000.json"]
+    found.append(Document("tree", TREE, tree, objects.decode_tree, False))
+    header = files[_MODEL][:4096]
+    value = _read_header(header, what="h")
+    found.append(Document("header", value, header, _read_header, False))
+    return found
+
+
+def members_of(document: Document) -> dict[str, Any]:
+    """The JSON object of a document, without its digest."""
+    if document.name == "header":
+        return dict(json.loads(document.data[8:]))
+    members = dict(json.loads(document.data))
+    members.pop("digest", None)
+    return members
+
+
+def rebuilt(document: Document, members: Mapping[str, Any]) -> bytes:
+    """A document of the same kind around other members, digest and all: what an attacker does."""
+    text = json.dumps(members)
+    if document.name == "header":
+        return header_bytes(text)
+    return reseal(text) if document.is_sealed else text.encode()
+
+
+def header_bytes(text: str, length: int = 4088) -> bytes:
+    """A safetensors header around any text."""
+    return length.to_bytes(8, "little") + text.encode().ljust(length)
+
+
+def reseal(text: str) -> bytes:
+    """Any JSON object, sealed."""
+    body = (text.strip()[:-1] + ",\n").encode()
+    return body + b'"digest": "blake3:%s"}\n' % blake3(body).hexdigest().encode()
+
+
+def mutate(data: bytes, rng: random.Random) -> bytes:
+    """`data` with one to three wounds: a flipped bit, a cut, an insertion, a splice."""
+    wounded = bytearray(data)
+    for _ in range(rng.randint(1, 3)):
+        at = rng.randrange(len(wounded) + 1)
+        match rng.choice(("flip", "cut", "remove", "insert", "splice")):
+            case "flip" if at < len(wounded):
+                wounded[at] ^= 1 << rng.randrange(8)
+            case "cut":
+                del wounded[at:]
+            case "remove":
+                del wounded[at : at + rng.randint(1, 8)]
+            case "insert":
+                wounded[at:at] = rng.choice([rng.randbytes(3), b"[", b"{", b'"', b",", b"9" * 9])
+            case _:
+                other = rng.randrange(len(wounded) + 1)
+                wounded[at:at] = wounded[other : other + rng.randint(1, 64)]
+    return bytes(wounded)
+
+
+def is_refused(decode: Callable[..., Any], data: bytes) -> bool:
+    """Whether decoding raises one of our errors, with `what` in it; other errors pass through."""
+    message = ""
+    try:
+        decode(data, what="the-document")
+    except FormatError as err:
+        message = str(err)
+    else:
+        return False
+    assert "the-document" in message
+    return True

@@ -1,0 +1,94 @@
+"""Documents made to hurt: memory, stack, code. Each is read in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.format.hostile_child import CASES, MIB
+from tests.format.samples import Document, documents, is_refused, mutate, rebuilt
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_child(*arguments: str) -> Any:
+    """The JSON that `python -m tests.format.…` prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_hostile_document_is_refused_in_bounded_memory(name: str) -> None:
+    """R29: refused before it is expanded; the reader adds little to the document itself."""
+    found = run_child("tests.format.hostile_child", name)
+    assert found["outcome"] in ("LimitExceeded", "FormatError", "CorruptData")
+    assert found["growth"] <= 64 * MIB + 2 * found["nbytes"]
+
+
+def test_reading_runs_opens_and_imports_nothing() -> None:
+    """R27, D65: hundreds of hostile documents, and not one audit event."""
+    found = run_child("tests.format.audit_child")
+    assert found["num_documents"] >= 500
+    assert found["events"] == []
+
+
+def test_the_audit_would_notice_a_pickle() -> None:
+    """R27: the check itself is alive."""
+    found = run_child("tests.format.audit_child", "--break")
+    assert any(event.startswith("pickle.find_class") for event in found["events"])
+
+
+def test_the_format_reads_without_torch() -> None:
+    """R27: reading documents loads no framework that could be attacked."""
+    code = (
+        "import sys, json; from holdfast.format import index, manifest, objects, records, tensors;"
+        "print(json.dumps('torch' in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert json.loads(done.stdout) is False
+
+
+def fuzz(document: Document, num_rounds: int, seed: int) -> None:
+    """Wounds the bytes, and the members behind a fresh digest; only our errors may come."""
+    rng = random.Random(seed)
+    for _ in range(num_rounds):
+        wounded = mutate(document.data, rng)
+        refused = is_refused(document.decode, wounded)
+        assert refused or not document.is_sealed or wounded == document.data
+        text = mutate(rebuilt(document, json.loads(_text(document))), rng)
+        is_refused(document.decode, text)
+
+
+def _text(document: Document) -> bytes:
+    return document.data[8:] if document.name == "header" else document.data
+
+
+@pytest.mark.parametrize("document", documents(), ids=str)
+def test_fuzz(document: Document) -> None:
+    """R30: a few hundred rounds for every kind of document."""
+    fuzz(document, num_rounds=300, seed=1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("document", documents(), ids=str)
+def test_fuzz_for_long(document: Document) -> None:
+    """R30: the long tier, with a new seed each time, which the failure prints."""
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    fuzz(document, num_rounds=200_000, seed=seed)

@@ -1,0 +1,172 @@
+"""Strict JSON: what is refused, and that limits come before work."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.format.samples import is_refused
+
+from holdfast.errors import FormatError, LimitExceeded, UsageError
+from holdfast.format import strictjson
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=("Cs",))),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=30,
+)
+
+NOT_STRICT = [
+    b"",
+    b" ",
+    b'{"a": 1, "a": 1}',
+    b'[{"b": {"a": 1, "\\u0061": 2}}]',
+    b"NaN",
+    b"[Infinity]",
+    b"-Infinity",
+    b"1e999",
+    b"-1e999",
+    b"\xef\xbb\xbf{}",
+    b"{} {}",
+    b"[1] x",
+    b"[1,]",
+    b'{"a": 1,}',
+    b"{a: 1}",
+    b"['a']",
+    b"// c\n1",
+    b"01",
+    b"+1",
+    b".5",
+    b"1.",
+    b"0x10",
+    b'"\n"',
+    b'"\x00"',
+    b'"\\x41"',
+    b'"\\ud800"',
+    b'"\\udc00"',
+    b'"\\ud800\\ud800"',
+    b'"\\udc00\\ud800"',
+    b'"\\ud800\\\\udc00"',
+    b'{"\\uDFFF": 1}',
+    b'"\xed\xa0\x80"',
+    b'"\xff"',
+    b'"\xc0\xaf"',
+    b"\xff\xfe[\x00]\x00",
+    b"1" * 4097,
+    b"-" + b"1" * 4097,
+    b"1" * 5000,
+    b"1" * 5000 + b".5",
+    b"0." + b"1" * 5000,
+    b'"abc',
+    b"[1",
+    b"nul",
+    b"tru",
+    b"\x00",
+    b'{"a"}',
+    b"{1: 2}",
+    b"\\",
+    b'\\"',
+]
+
+
+def load(data: bytes, **limits: int) -> Any:
+    return strictjson.loads(data, what="the-document", **{"max_nbytes": 1 << 20, **limits})
+
+
+@given(JSON)
+def test_what_dumps_writes_loads_reads(value: Any) -> None:
+    assert load(strictjson.dumps(value)) == value
+
+
+@pytest.mark.parametrize("data", NOT_STRICT, ids=lambda data: repr(data[:16]))
+def test_only_strict_json_is_accepted(data: bytes) -> None:
+    """R30, D65: one of our errors, which names the document; nothing else escapes."""
+    with pytest.raises(FormatError, match="the-document"):
+        load(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "value"),
+    [
+        (b'"\\ud83d\\ude00"', "\U0001f600"),
+        (b'"\\\\ud800"', "\\ud800"),
+        (b'"\\\\\\""', '\\"'),
+        (b'"[[[[{{{{,,,,"', "[[[[{{{{,,,,"),
+        (b'"\\"[[[["', '"[[[['),
+        (b"-0.0", -0.0),
+        (b"1" * 4096, int("1" * 4096)),
+        (b" \n[1]\t", [1]),
+    ],
+    ids=lambda value: repr(value)[:16],
+)
+def test_odd_but_strict_json_is_accepted(data: bytes, value: Any) -> None:
+    assert load(data, max_depth=1, max_values=3) == value
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_raise_nothing_but_our_errors(data: bytes) -> None:
+    """R30: any bytes."""
+    is_refused(lambda data, what: load(data), data)
+
+
+def check_limits_hold() -> None:
+    with pytest.raises(LimitExceeded, match="the-document"):
+        load(b"[" * 65 + b"]" * 65)
+    with pytest.raises(LimitExceeded, match="values"):
+        load(b"[" + b"1," * 100 + b"1]", max_values=100)
+    with pytest.raises(LimitExceeded, match="values"):
+        load(b"[" + b"[]," * 100 + b"[]]", max_values=200)
+    with pytest.raises(LimitExceeded, match="bytes"):
+        load(b"[]" + b" " * 100, max_nbytes=101)
+
+
+def test_limits_hold() -> None:
+    """R29: bytes, values and depth are bounded."""
+    check_limits_hold()
+
+
+def test_the_limits_are_exact() -> None:
+    assert load(b"[" * 64 + b"]" * 64)
+    assert load(b"[1,1,1]", max_values=4) == [1, 1, 1]
+    assert load(b"[]" + b" " * 99, max_nbytes=101) == []
+
+
+def test_limits_hold_across_pieces_of_the_scan() -> None:
+    """R29: a text or a nesting that runs over the scan's pieces is counted as one."""
+    long_text = b'["' + b"[" * (3 << 20) + b'"]'
+    assert len(load(long_text, max_nbytes=1 << 23)[0]) == 3 << 20
+    spaced = (b"[" + b" " * (1 << 16)) * 65 + b"]" * 65
+    with pytest.raises(LimitExceeded, match="64 levels"):
+        load(spaced, max_nbytes=1 << 23)
+
+
+def test_depth_is_refused_whatever_the_recursion_limit() -> None:
+    """R29, R30: with hardly any stack left the error is still ours."""
+
+    def dig(levels: int) -> Any:
+        return dig(levels - 1) if levels else load(b"[" * 60 + b"]" * 60)
+
+    frame, used = sys._getframe(), 0
+    while frame.f_back is not None:
+        frame, used = frame.f_back, used + 1
+    for spare in range(12, 80, 4):
+        try:
+            dig(sys.getrecursionlimit() - used - spare)
+        except LimitExceeded:
+            return
+        except RecursionError:
+            continue  # before our function was even called
+    pytest.fail("no depth at which only the parser ran out of stack")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "\ud800", {1, 2}, b"x", object()])
+def test_dumps_refuses_what_json_lacks(value: Any) -> None:
+    with pytest.raises(UsageError):
+        strictjson.dumps([value])

@@ -1,0 +1,116 @@
+"""What a caller may leave out or rename, and that nothing asked for does nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from state.roundtrip import digest, image
+from torch import nn
+
+from holdfast.errors import MismatchError, UsageError
+
+
+def layers(*names: str) -> nn.Module:
+    return nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in names})
+
+
+def test_a_rename_that_makes_two_names_one_is_refused() -> None:
+    saved = image({"model": layers("a", "b")})
+    state = {"model": layers("a", "b")}
+    before = digest(state)
+    for rename in ({"a.weight": "b.weight"}, lambda name: "b.weight"):
+        with pytest.raises(UsageError, match="both become 'b.weight'"):
+            saved.prepare(state, rename=rename)
+    assert digest(state) == before
+
+
+def test_two_names_can_be_exchanged() -> None:
+    original, resumed = layers("a", "b"), layers("a", "b")
+    image({"model": original}).load(
+        {"model": resumed}, rename={"a.weight": "b.weight", "b.weight": "a.weight"}
+    )
+    assert torch.equal(original["a"].weight, resumed["b"].weight)
+    assert torch.equal(original["b"].weight, resumed["a"].weight)
+
+
+def test_an_entry_that_renames_nothing_is_refused() -> None:
+    """D47: a setting that would silently do nothing is an error."""
+    with pytest.raises(UsageError, match="nothing stored is called \\['c'\\]"):
+        image({"model": layers("a")}).prepare({"model": layers("a")}, rename={"c": "d"})
+
+
+def test_a_callable_gets_names_and_nothing_that_is_live() -> None:
+    """D22: what a caller's function gets, it may do anything with."""
+    seen: list[Any] = []
+
+    def rename(name: str) -> str:
+        seen.append(name)
+        return name
+
+    image({"model": layers("a"), "data": {"x": 1}}).prepare(
+        {"model": layers("a"), "data": {}}, rename=rename
+    )
+    assert seen == ["a.weight"]
+
+
+def test_a_callable_that_gives_no_name_is_refused() -> None:
+    with pytest.raises(UsageError, match="not a name"):
+        image({"model": layers("a")}).prepare({"model": layers("a")}, rename=lambda name: None)
+
+
+@pytest.mark.parametrize("entry", ["nobody", "model.c", "model.a.weigh", "model.*", "mode", "a"])
+def test_an_entry_that_skips_nothing_is_refused(entry: str) -> None:
+    """D58: exact names and path prefixes, no patterns, and no silent miss."""
+    with pytest.raises(UsageError, match="nothing is called"):
+        image({"model": layers("a")}).prepare({"model": layers("a")}, skip=[entry])
+
+
+def test_a_bare_text_is_no_collection_of_names() -> None:
+    saved = image({"model": layers("a")})
+    with pytest.raises(UsageError, match="collection"):
+        saved.prepare({"model": layers("a")}, skip="model")
+    with pytest.raises(UsageError, match="collection"):
+        saved.prepare({"model": layers("a")}, components="model")
+
+
+def test_what_is_skipped_is_neither_missing_nor_unexpected_nor_read() -> None:
+    prepared = image({"model": layers("a", "old"), "gone": {}}).prepare(
+        {"model": layers("a", "new"), "extra": {}},
+        skip=["model.old", "model.new.weight", "gone", "extra"],
+    )
+    assert prepared.needed["model"] == ("a.weight",)
+    assert set(prepared.needed) == {"model", "rng"}
+
+
+def test_components_that_only_one_side_has_are_listed() -> None:
+    saved = image({"model": layers("a"), "stored": {}})
+    state = {"model": layers("a"), "live": {}}
+    with pytest.raises(MismatchError) as caught:
+        saved.prepare(state)
+    assert caught.value.missing == ["live (the whole component)"]
+    assert caught.value.unexpected == ["stored (the whole component)"]
+    prepared = saved.prepare(state, strict=False)
+    assert prepared.notes == (
+        "live (the whole component): not in the checkpoint, left as it is",
+        "stored (the whole component): in the checkpoint only, not loaded",
+    )
+
+
+def test_a_subset_of_the_components_is_loaded() -> None:
+    saved = image({"model": layers("a"), "stored": {}})
+    state = {"model": layers("a"), "live": {}}
+    assert set(saved.prepare(state, components=["model"]).needed) == {"model"}
+    with pytest.raises(MismatchError, match="live"):
+        saved.prepare(state, components=["live"])
+    with pytest.raises(MismatchError, match="stored"):
+        saved.prepare(state, components=["stored"])
+    with pytest.raises(UsageError, match="neither live nor stored"):
+        saved.prepare(state, components=["nobody"])
+
+
+def test_a_component_of_another_kind_is_refused() -> None:
+    saved = image({"x": {}})
+    with pytest.raises(MismatchError, match="x: stored as tree, live it is a module"):
+        saved.prepare({"x": layers("a")}, strict=False)

@@ -1,0 +1,164 @@
+"""What the documents say is there, and what they show works."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), TESTS / "README.md"])
+MAKEFILE = (ROOT / "Makefile").read_text("utf-8")
+TAG = re.compile(r"\b([RD]\d{1,2})\b")
+INVARIANTS = re.compile(r"[Ii]nvariants?\s+(\d+(?:(?:,\s*|\s+and\s+)\d+)*)")
+
+
+def _toy() -> dict[str, object]:
+    """The names that the README takes for granted."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.1), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    inputs = torch.randn(256, 4)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=2_000),
+        "dataset": TensorDataset(inputs, inputs.sum(1, keepdim=True)),
+        "loss_fn": lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
+    }
+
+
+def _readme_code() -> str:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    assert len(blocks) == 1
+    return str(blocks[0])
+
+
+def _run_readme(folder: Path) -> dict[str, object]:
+    script = folder / "train.py"
+    script.write_text(_readme_code(), "utf-8")
+    return runpy.run_path(str(script), init_globals=_toy())
+
+
+def test_the_loop_of_the_readme_trains_saves_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D25: running the finished script again is well, and changes nothing."""
+    monkeypatch.chdir(tmp_path)
+    first = _run_readme(tmp_path)
+    assert first["found"] is None
+    assert first["step"] == 2_000
+    kept = sorted(path.name for path in Path("runs/first").glob("step-*"))
+    assert len(kept) == 3
+    second = _run_readme(tmp_path)
+    assert second["found"].step == 2_000  # type: ignore[attr-defined]
+    assert second["found"].tags == ("final",)  # type: ignore[attr-defined]
+    assert sorted(path.name for path in Path("runs/first").glob("step-*")) == kept
+    weights = [run["model"].state_dict() for run in (first, second)]  # type: ignore[attr-defined]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_the_loop_of_the_readme_is_short() -> None:
+    lines = [line for line in _readme_code().splitlines() if line.strip()]
+    assert len(lines) <= 20
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
+def test_every_link_leads_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
+    local = [link for link in links if "://" not in link]
+    assert [link for link in local if not (page.parent / link).exists()] == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text("utf-8").split("\nnav:\n")[1]
+    named = re.findall(r"[\w./-]+\.md", navigation)
+    docs = ROOT / "docs"
+    assert sorted(named) == sorted(str(p.relative_to(docs)) for p in docs.rglob("*.md"))
+
+
+def test_every_decision_is_listed() -> None:
+    folder = ROOT / "docs" / "decisions"
+    listed = re.findall(r"\((\d{4}-[\w-]+\.md)\)", (folder / "index.md").read_text("utf-8"))
+    assert listed == sorted(path.name for path in folder.glob("[0-9]*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
+def test_every_make_target_that_a_page_names_exists(page: Path) -> None:
+    named = re.findall(r"(?:`|^)make ([a-z-]+)", page.read_text("utf-8"), re.MULTILINE)
+    assert [name for name in named if f"\n{name}:" not in MAKEFILE] == []
+
+
+def test_help_lists_every_target() -> None:
+    phony = next(line for line in MAKEFILE.splitlines() if line.startswith(".PHONY:"))
+    described = re.findall(r"^([a-z-]+):.*  ## ", MAKEFILE, re.MULTILINE)
+    assert sorted(phony.split()[1:]) == sorted(described)
+
+
+def test_continuous_integration_runs_what_a_person_runs() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert "make --no-print-directory test" in script.read_text("utf-8")
+
+
+def test_the_picture_in_the_readme_is_small() -> None:
+    assert (ROOT / "docs" / "images" / "demo.png").stat().st_size < 150_000
+
+
+def _docstrings(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+def tags_of(path: Path) -> set[str]:
+    """R15, D14 and I7 (for invariant 7): what the docstrings of a test file claim."""
+    text = "\n".join(_docstrings(path))
+    numbers = [n for match in INVARIANTS.finditer(text) for n in re.findall(r"\d+", match[1])]
+    return {*TAG.findall(text), *(f"I{number}" for number in numbers)}
+
+
+def _table() -> dict[str, list[str]]:
+    """Tag → files, from the tables of tests/README.md."""
+    rows = re.findall(
+        r"^\| ([IRD]\d+) \| .+? \| (.+) \|$", (TESTS / "README.md").read_text("utf-8"), re.MULTILINE
+    )
+    return {tag: re.findall(r"`([^`]+)`", files) for tag, files in rows}
+
+
+def test_every_file_in_the_tables_exists_and_carries_its_tag() -> None:
+    table = _table()
+    assert len(table) > 40
+    wrong = [
+        f"{tag}: {file}"
+        for tag, files in table.items()
+        for file in files
+        if not (TESTS / file).is_file() or tag not in tags_of(TESTS / file)
+    ]
+    assert wrong == []
+    assert [tag for tag, files in table.items() if not files] == []
+
+
+def test_every_tag_in_a_test_is_explained() -> None:
+    table = _table()
+    files = sorted(path for path in TESTS.rglob("*.py"))
+    used = {tag: path.name for path in files for tag in tags_of(path)}
+    assert {tag: name for tag, name in used.items() if tag not in table} == {}
+
+
+def test_tags_are_found_in_docstrings_only(tmp_path: Path) -> None:
+    file = tmp_path / "test_x.py"
+    file.write_text(
+        'def test_a():\n    """R15, D14: yes; invariants 3, 4 and 11."""\n    D99 = "R98"\n'
+    )
+    assert tags_of(file) == {"R15", "D14", "I3", "I4", "I11"}

@@ -1,0 +1,36 @@
+"""Counters come from the checkpoint, and from nothing that is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.errors import UsageError
+from holdfast.train import Counters
+
+
+def test_counters_come_back() -> None:
+    """D34."""
+    counters = Counters(step=5, epoch=1, batch=2, samples=40, tokens=None)
+    again = Counters()
+    again.load_state_dict(counters.state_dict())
+    assert again == counters
+    assert (again.timestamp.step, again.timestamp.epoch, again.timestamp.samples) == (5, 1, 40)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"step": -1}, {"step": True}, {"epoch": None}, {"batch": 1.5}, {"tokens": "1"}, {"more": 1}],
+)
+def test_what_are_no_counters_is_refused_and_changes_nothing(change: dict[str, Any]) -> None:
+    counters = Counters(step=3)
+    with pytest.raises(UsageError):
+        counters.load_state_dict({**Counters(step=4).state_dict(), **change})
+    assert counters == Counters(step=3)
+
+
+def test_an_epochs_end_begins_the_next_one() -> None:
+    counters = Counters(batch=7)
+    counters.end_epoch()
+    assert (counters.epoch, counters.batch) == (1, 0)

@@ -1,0 +1,552 @@
+"""Trainer: the run that is killed and resumed is the run that was not; hooks, goals and ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from holdfast.data import Loader
+from holdfast.engine.checkpoint import Checkpoint
+from holdfast.errors import MismatchError, SaveFailed, Superseded, UsageError
+from holdfast.manager import CheckpointManager
+from holdfast.policy.retention import Last
+from holdfast.store.memory import MemoryStore
+from holdfast.testing.faulty import Fault, FaultyStore
+from holdfast.testing.resume import Report, StepReporter, assert_resume_equivalent
+from holdfast.train import Callback, Logger, Metrics, Trainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+multiprocessing.set_forkserver_preload(["holdfast.testing.resume"])
+
+
+class Noisy:
+    """Ten samples with noise from every global generator."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Tensor:
+        noise = random.random() + float(np.random.random()) + torch.rand(4)
+        return noise + index / 10
+
+
+def mean_square(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, float]]:
+    loss = model(batch).square().mean()
+    return loss, {"draw": random.random()}
+
+
+class Total(Callback):
+    """A callback with a state."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
+        self.total = 0.0
+
+    def step_end(self, trainer: Trainer, metrics: Metrics) -> None:
+        self.total += self.factor * metrics["loss"]
+
+    def state_dict(self) -> dict[str, float]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.total = state["total"]
+
+
+def make(root: Any, *, num_workers: int = 0, **options: Any) -> Trainer:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = {
+        "data": Loader(Noisy(), batch_size=2, num_workers=num_workers),
+        "loss": mean_square,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3),
+        "every": "2step",
+        "progress": False,
+        "log": isinstance(root, Path),
+        **options,
+    }
+    return Trainer(model, optimizer=optimizer, root=root, **options)
+
+
+def checkpoints(root: Any) -> list[Checkpoint]:
+    """Oldest first."""
+    with CheckpointManager(root, {"nothing": {}}) as manager:
+        return list(reversed(manager.list()))
+
+
+def log_lines(root: Path) -> list[dict[str, Any]]:
+    text = (root / "log" / "train.jsonl").read_text("utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+class Stop(Exception):
+    """What a test ends a training with."""
+
+
+@dataclass
+class Hooks(Callback):
+    """Writes every hook down, and stops the training where it is told to."""
+
+    name: str = "own"
+    calls: list[str] = field(default_factory=list)
+    stop_at: int | None = None
+    error: BaseException = field(default_factory=Stop)
+
+    def resumed(self, trainer: Trainer, checkpoint: Checkpoint) -> None:
+        self.calls.append(f"{self.name}.resumed {checkpoint.step}")
+
+    def already_done(self, trainer: Trainer) -> None:
+        self.calls.append(f"{self.name}.already_done")
+
+    def fit_start(self, trainer: Trainer) -> None:
+        self.calls.append(f"{self.name}.fit_start")
+
+    def epoch_start(self, trainer: Trainer) -> None:
+        self.calls.append(f"{self.name}.epoch_start {trainer.counters.epoch}")
+
+    def before_step(self, trainer: Trainer) -> None:
+        self.calls.append(f"{self.name}.before_step")
+
+    def step_end(self, trainer: Trainer, metrics: Metrics) -> None:
+        self.calls.append(f"{self.name}.step_end {trainer.counters.step}")
+        if trainer.counters.step == self.stop_at:
+            raise self.error
+
+    def epoch_end(self, trainer: Trainer) -> None:
+        self.calls.append(f"{self.name}.epoch_end {trainer.counters.epoch}")
+
+    def checkpoint_saved(self, trainer: Trainer, checkpoint: Checkpoint) -> None:
+        self.calls.append(f"{self.name}.checkpoint_saved {checkpoint.step}")
+
+    def checkpoint_failed(self, trainer: Trainer, error: SaveFailed) -> None:
+        self.calls.append(f"{self.name}.checkpoint_failed {error.step}")
+
+    def exception(self, trainer: Trainer, error: BaseException) -> None:
+        self.calls.append(f"{self.name}.exception {type(error).__name__}")
+
+    def fit_end(self, trainer: Trainer) -> None:
+        self.calls.append(f"{self.name}.fit_end")
+
+    def of(self, hook: str) -> list[str]:
+        return [call.partition(" ")[2] for call in self.calls if f".{hook}" in call]
+
+
+class LoggerHooks(Hooks, Logger):
+    pass
+
+
+def killed_run(root: str, steps: int, report: Report) -> None:
+    torch.set_num_threads(1)
+    trainer = make(
+        Path(root),
+        num_workers=1,
+        accumulate=2,
+        clip_norm=0.1,
+        callbacks=[Total(), Total(2.0), StepReporter(report)],
+        state={"more": {"tensor": torch.ones(2), "list": [1, 2]}},
+    )
+    trainer.fit(steps)
+    lines = log_lines(Path(root))
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+
+
+def test_a_killed_run_goes_on_bit_for_bit() -> None:
+    """Invariant 7, R1, D34, D55, D69: in mid-epoch, with accumulation, with its log."""
+    assert_resume_equivalent(killed_run, 10, [4, 8], timeout_s=120.0, start_method="forkserver")
+
+
+def test_the_log_after_a_resume_is_the_log_of_one_run(tmp_path: Path) -> None:
+    """Lines of steps that are done again are not there twice, and say the same."""
+
+    def plain(root: Path) -> list[dict[str, Any]]:
+        return [{**line, "time": None} for line in log_lines(root)]
+
+    with pytest.raises(Stop):
+        make(tmp_path / "broken", callbacks=[Hooks(stop_at=6)]).fit(9)
+    assert [line["step"] for line in log_lines(tmp_path / "broken")] == [1, 2, 3, 4, 5]
+    make(tmp_path / "broken", callbacks=[Hooks()]).fit(9)
+    make(tmp_path / "straight", callbacks=[Hooks()]).fit(9)
+    assert plain(tmp_path / "broken") == plain(tmp_path / "straight")
+    assert [line["step"] for line in log_lines(tmp_path / "broken")] == list(range(1, 10))
+
+
+def test_the_rerun_of_a_finished_run_does_nothing_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """D25: no step, no second save of the last step."""
+    make(tmp_path).fit(5)
+    before = checkpoints(tmp_path)
+    hooks = Hooks()
+    again = make(tmp_path, callbacks=[hooks])
+    with caplog.at_level(logging.INFO, logger="holdfast"):
+        again.fit("5step")
+    assert "5step is reached already, at step 5" in caplog.text
+    assert hooks.calls == ["own.resumed 5", "own.already_done"]
+    assert checkpoints(tmp_path) == before
+    assert again.counters.step == 5
+
+
+def test_a_goal_below_what_is_done_changes_nothing(tmp_path: Path) -> None:
+    make(tmp_path).fit(5)
+    again = make(tmp_path)
+    again.fit(3)
+    assert again.counters.step == 5
+    assert [found.step for found in checkpoints(tmp_path)] == [2, 4, 5]
+
+
+def test_the_last_step_is_saved_once_and_as_final(tmp_path: Path) -> None:
+    """D20, D25, D52: also when the trigger was due at that step."""
+    make(tmp_path, every="2step").fit(4)
+    found = checkpoints(tmp_path)
+    assert [(item.step, item.reason, item.save_class) for item in found] == [
+        (2, "interval", "permanent"),
+        (4, "final", "permanent"),
+    ]
+
+
+def test_without_a_trigger_the_last_step_alone_is_saved(tmp_path: Path) -> None:
+    make(tmp_path, every=None).fit(3)
+    assert [found.step for found in checkpoints(tmp_path)] == [3]
+
+
+def test_retention_is_the_managers(tmp_path: Path) -> None:
+    make(tmp_path, every="1step", keep=Last(2)).fit(5)
+    assert [found.step for found in checkpoints(tmp_path)] == [4, 5]
+
+
+def test_two_fits_of_one_trainer_are_one_run(tmp_path: Path) -> None:
+    twice, straight = make(tmp_path / "twice"), make(tmp_path / "straight")
+    twice.fit(3)
+    twice.fit(7)
+    straight.fit(7)
+    for left, right in zip(twice.model.parameters(), straight.model.parameters(), strict=True):
+        assert torch.equal(left, right)
+    assert twice.counters == straight.counters
+
+
+def test_windows_end_with_their_epoch(tmp_path: Path) -> None:
+    """D69: five batches in windows of two are three steps, each with the position at its end."""
+    seen: list[tuple[int, int, int]] = []
+
+    class Positions(Callback):
+        def step_end(self, trainer: Trainer, metrics: Metrics) -> None:
+            now = trainer.counters
+            assert (now.epoch, now.batch) == (trainer.data.epoch, trainer.data.batch)
+            seen.append((now.step, now.epoch, now.batch))
+
+    make(tmp_path, accumulate=2, callbacks=[Positions()]).fit(7)
+    assert seen == [(1, 0, 2), (2, 0, 4), (3, 1, 0), (4, 1, 2), (5, 1, 4), (6, 2, 0), (7, 2, 2)]
+
+
+def test_a_goal_in_epochs_ends_with_the_epoch(tmp_path: Path) -> None:
+    """D54: the checkpoint of an epoch's last step says that the epoch is over."""
+    hooks = Hooks()
+    trainer = make(tmp_path, callbacks=[hooks])
+    trainer.fit("2ep")
+    last = checkpoints(tmp_path)[-1]
+    assert (last.step, last.timestamp.epoch, last.reason) == (10, 2, "final")
+    assert (trainer.data.epoch, trainer.data.batch) == (2, 0)
+    assert hooks.of("epoch_end") == ["1", "2"]
+
+
+def test_goals_and_triggers_in_samples_and_tokens(tmp_path: Path) -> None:
+    """D34: the counts of earlier processes count."""
+    counting = {"count_samples": len, "count_tokens": lambda batch: batch.numel()}
+    make(tmp_path, every="8sp", **counting).fit("9sp")
+    assert [found.timestamp.samples for found in checkpoints(tmp_path)] == [8, 10]
+    again = make(tmp_path, every="8sp", **counting)
+    again.fit("60tok")
+    assert (again.counters.samples, again.counters.tokens, again.counters.step) == (16, 64, 8)
+
+
+def test_counting_that_begins_later_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tmp_path).fit(2)
+    with caplog.at_level(logging.WARNING, logger="holdfast"):
+        make(tmp_path, count_samples=len).fit(3)
+    assert "samples were not counted before step 2" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "until", [0, -1, True, 2.0, "10", "0step", "10min", "100sp", "1e9tok", "2x"]
+)
+def test_what_is_no_goal_is_refused_before_anything_is_claimed(tmp_path: Path, until: Any) -> None:
+    with pytest.raises(UsageError):
+        make(tmp_path / "run").fit(until)
+    assert not (tmp_path / "run").exists()
+
+
+def test_hooks_run_in_order_with_loggers_last(tmp_path: Path) -> None:
+    """A30, and the order of one step: step_end, epoch_end, then the save."""
+    calls: list[str] = []
+    logger, own = LoggerHooks(name="log", calls=calls), Hooks(name="own", calls=calls)
+    data = Loader(Noisy(), batch_size=5)
+    make(tmp_path, data=data, every=None, callbacks=[logger, own]).fit(3)
+    own_calls = [call.removeprefix("own.") for call in calls if call.startswith("own.")]
+    assert own_calls == [
+        "fit_start",
+        *("epoch_start 0", "before_step", "step_end 1", "before_step", "step_end 2"),
+        *("epoch_end 1", "epoch_start 1", "before_step", "step_end 3"),
+        *("checkpoint_saved 3", "fit_end"),
+    ]
+    assert calls == [line for call in own_calls for line in (f"own.{call}", f"log.{call}")]
+
+
+def test_an_epoch_begins_once_although_it_is_resumed_in_its_middle(tmp_path: Path) -> None:
+    first, second = Hooks(stop_at=4), Hooks()
+    with pytest.raises(Stop):
+        make(tmp_path, callbacks=[first]).fit(8)
+    make(tmp_path, callbacks=[second]).fit(8)
+    assert first.of("epoch_start") == ["0"]
+    assert second.calls[:2] == ["own.resumed 2", "own.fit_start"]
+    assert second.of("epoch_start") == ["1"]
+
+
+def test_callbacks_of_one_class_keep_their_own_states(tmp_path: Path) -> None:
+    """D55."""
+    first = [Total(), Hooks(), Total(2.0)]
+    make(tmp_path, callbacks=first).fit(3)
+    again = [Total(), Hooks(), Total(2.0)]
+    trainer = make(tmp_path, callbacks=again)
+    trainer.fit(3)
+    assert {"callback-0-total", "callback-2-total"} <= set(trainer.state)
+    assert again[0].total == first[0].total != 0.0  # type: ignore[attr-defined]
+    assert again[2].total == first[2].total  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("error", [Stop("own"), KeyboardInterrupt()])
+def test_an_error_ends_the_run_cleanly_and_is_what_the_caller_sees(
+    tmp_path: Path, error: BaseException
+) -> None:
+    """D46: with a save under way; the run can be taken up at once."""
+    hooks = Hooks(stop_at=3, error=error)
+    trainer = make(tmp_path, every="1step", callbacks=[hooks])
+    with pytest.raises(type(error)) as raised:
+        trainer.fit(9)
+    assert raised.value is error
+    assert trainer.manager is None
+    assert hooks.of("exception") == [type(error).__name__]
+    assert hooks.of("fit_end") == []
+    again = make(tmp_path, callbacks=[Hooks()])
+    again.fit(4)
+    assert again.counters.step == 4
+
+
+def test_an_error_is_not_masked_by_failing_hooks_or_a_failing_save() -> None:
+    """D46."""
+
+    class Worse(Callback):
+        def exception(self, trainer: Trainer, error: BaseException) -> None:
+            raise ValueError("in the hook")
+
+    hooks = Hooks(stop_at=2)
+    store = FaultyStore(MemoryStore(), [Fault(kind="fail", key="*/manifest.json", times=None)])
+    with pytest.raises(Stop):
+        make(store, every="1step", callbacks=[Worse(), hooks]).fit(9)
+    assert hooks.of("exception") == ["Stop"]
+
+
+def test_a_failed_save_is_told_and_tried_again_at_the_next_step() -> None:
+    """Invariant 8: two failures in a row end nothing."""
+    hooks = Hooks()
+    fault = Fault(kind="fail", op="put", key="*/manifest.json", times=2)
+    store = FaultyStore(MemoryStore(), [fault])
+    make(store, every="100step", callbacks=[hooks]).fit(99)
+    assert hooks.of("checkpoint_failed") == ["99", "99"]
+    assert hooks.of("checkpoint_saved") == ["99"]
+
+
+def test_a_failed_interval_save_is_made_up_for_without_waiting_for_the_trigger() -> None:
+    """Invariant 8."""
+    hooks = Hooks()
+    fault = Fault(kind="fail", op="put", key="*/manifest.json", times=1)
+
+    class AwaitFailure(Callback):
+        def step_end(self, trainer: Trainer, metrics: Metrics) -> None:
+            if trainer.counters.step == 6:
+                assert fault.reached.wait(60)
+
+    store = FaultyStore(MemoryStore(), [fault])
+    make(store, every="5step", callbacks=[hooks, AwaitFailure()]).fit(9)
+    assert hooks.of("checkpoint_failed") == ["5"]
+    saved = [int(step) for step in hooks.of("checkpoint_saved")]
+    assert saved[0] in (6, 7, 8, 9)
+    assert saved[-1] == 9
+
+
+def test_the_third_failure_in_a_row_is_raised() -> None:
+    """Invariant 8."""
+    hooks = Hooks()
+    fault = Fault(kind="fail", op="put", key="*/manifest.json", times=None)
+    store = FaultyStore(MemoryStore(), [fault])
+    with pytest.raises(SaveFailed):
+        make(store, every="1step", callbacks=[hooks]).fit(99)
+    assert len(hooks.of("checkpoint_failed")) == 3
+    assert hooks.of("checkpoint_saved") == []
+
+
+def test_failures_that_are_not_in_a_row_end_nothing() -> None:
+    """Invariant 8: a save that commits begins the count anew."""
+    hooks = Hooks()
+    faults = [
+        Fault(kind="fail", op="put", key="*/manifest.json", at=at, times=1) for at in (0, 2, 4, 6)
+    ]
+    make(FaultyStore(MemoryStore(), faults), every="1step", callbacks=[hooks]).fit(30)
+    assert len(hooks.of("checkpoint_failed")) == 4
+    assert hooks.of("checkpoint_saved")[-1] == "30"
+
+
+def test_a_run_that_was_taken_over_ends_at_once() -> None:
+    """R10: losing the run is not a failure to try again."""
+    store = MemoryStore()
+
+    class TakeOver(Callback):
+        def step_end(self, trainer: Trainer, metrics: Metrics) -> None:
+            if trainer.counters.step == 3:
+                make(store, every="1step", takeover=True).fit(3)
+
+    hooks = Hooks()
+    with pytest.raises(Superseded):
+        make(store, every="1step", callbacks=[hooks, TakeOver()]).fit(9)
+    assert hooks.of("checkpoint_failed") == []
+
+
+def test_generators_are_seeded_for_a_fresh_run_only(tmp_path: Path) -> None:
+    """Two fresh runs draw the same whatever was drawn before; a resumed one goes on."""
+    draws: list[list[float]] = []
+    for before in (1, 2):
+        random.seed(before), np.random.seed(before), torch.manual_seed(before)
+        make(tmp_path / str(before), seed=5).fit(2)
+        draws.append([line["metrics"]["draw"] for line in log_lines(tmp_path / str(before))])
+    assert draws[0] == draws[1]
+    make(tmp_path / "1", seed=6).fit(4)
+    make(tmp_path / "straight", seed=5).fit(4)
+    assert [line["metrics"] for line in log_lines(tmp_path / "1")] == [
+        line["metrics"] for line in log_lines(tmp_path / "straight")
+    ]
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    make(tmp_path).fit(1)
+    trainer = make(tmp_path)
+    trainer.model.append(nn.Linear(1, 1))
+    with pytest.raises(MismatchError):
+        trainer.fit(2)
+
+
+class Foreign:
+    """Data of others: it has a position, and tells nothing of its end beforehand."""
+
+    def __init__(self, num_batches: int = 3) -> None:
+        self.num_batches = num_batches
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.position < self.num_batches:
+            self.position += 1
+            yield torch.full((2, 4), float(self.position))
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize("stop_at", [2, 3, 4])
+def test_data_of_others_resumes_at_and_around_an_epochs_end(tmp_path: Path, stop_at: int) -> None:
+    first, second, straight = Hooks(stop_at=stop_at + 1), Hooks(), Hooks()
+    make(tmp_path / "straight", data=Foreign(), callbacks=[straight]).fit("2ep")
+    with pytest.raises(Stop):
+        make(tmp_path / "killed", data=Foreign(), every="1step", callbacks=[first]).fit("2ep")
+    trainer = make(tmp_path / "killed", data=Foreign(), every="1step", callbacks=[second])
+    trainer.fit("2ep")
+    assert (trainer.counters.step, trainer.counters.epoch, trainer.counters.batch) == (6, 2, 0)
+    assert straight.of("epoch_end") == ["1", "2"]
+    # The end of an epoch that was seen after the last save is seen once more.
+    assert [*first.of("epoch_end"), *second.of("epoch_end")][-2:] == ["1", "2"]
+    assert [found.step for found in checkpoints(tmp_path / "killed")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_finished_run_over_data_of_others_is_saved_no_further(tmp_path: Path) -> None:
+    """D25."""
+    for _ in range(2):
+        make(tmp_path, data=Foreign(), every="1step").fit("1ep")
+        assert [found.step for found in checkpoints(tmp_path)] == [1, 2, 3]
+
+
+def test_data_without_any_batch_is_an_error_and_no_endless_loop(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no batch"):
+        make(tmp_path, data=Foreign(num_batches=0)).fit(1)
+
+
+def test_beginning_an_iteration_leaves_the_global_generators_alone(tmp_path: Path) -> None:
+    """PEERS 3.9: loaders of torch's kind draw from them in `iter`."""
+
+    class Drawing(Foreign):
+        def __iter__(self) -> Iterator[Tensor]:
+            torch.rand(1), random.random(), np.random.random()
+            return super().__iter__()
+
+    make(tmp_path / "drawing", data=Drawing()).fit(5)
+    make(tmp_path / "quiet", data=Foreign()).fit(5)
+    found = [log_lines(tmp_path / name) for name in ("drawing", "quiet")]
+    assert [line["metrics"] for line in found[0]] == [line["metrics"] for line in found[1]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data": [1, 2]}, r"holdfast\.data\.Loader"),
+        ({"accumulate": 0}, "accumulate=0"),
+        ({"seed": 2**32}, "seed="),
+        ({"clip_norm": 0.0}, "clip_norm"),
+        ({"callbacks": [object()]}, "not a holdfast"),
+        ({"state": {"model": {}}}, "'model'"),
+        ({"every": "10"}, "every"),
+        ({"every": "5sp"}, "count_samples"),
+        ({"every": "5tok"}, "count_tokens"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_construction(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    """D47."""
+    with pytest.raises(UsageError, match=message):
+        make(tmp_path, **options)
+
+
+def test_a_log_needs_a_local_place() -> None:
+    with pytest.raises(UsageError, match="log=True"):
+        make(MemoryStore(), log=True)
+    with pytest.raises(UsageError, match="log=True"):
+        make("memory://somewhere", log=True)
+
+
+def test_a_log_may_be_elsewhere(tmp_path: Path) -> None:
+    make(MemoryStore(), log=tmp_path / "my" / "log.jsonl").fit(2)
+    assert len((tmp_path / "my" / "log.jsonl").read_text().splitlines()) == 2
+
+
+def test_inexact_data_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    inexact = type("StatefulDataLoader", (Foreign,), {"__module__": "torchdata", "num_workers": 2})
+    with caplog.at_level(logging.WARNING, logger="holdfast"):
+        make(tmp_path, data=inexact())
+    assert "random generators are not restored" in caplog.text
