@@ -122,7 +122,7 @@ def _docstrings(path: Path) -> Iterator[str]:
 
 
 def tags_of(path: Path) -> set[str]:
-    """R15, D14 and I7 (for invariant 7): what the docstrings of a test file claim."""
+    """What the docstrings of a test file claim; I and a number stands for an invariant."""
     text = "\n".join(_docstrings(path))
     numbers = [n for match in INVARIANTS.finditer(text) for n in re.findall(r"\d+", match[1])]
     return {*TAG.findall(text), *(f"I{number}" for number in numbers)}

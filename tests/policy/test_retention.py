@@ -21,6 +21,7 @@ from holdfast.policy.retention import (
     Last,
     Rule,
     decide,
+    quota,
 )
 
 
@@ -319,6 +320,13 @@ def test_rules_join_flat_and_show_themselves() -> None:
     assert Last(1) | (Last(2) | Last(3)) == AnyOf((Last(1), Last(2), Last(3)))
     with pytest.raises(TypeError):
         Last(1) | 3  # type: ignore[operator]
+
+
+def test_the_room_that_a_rule_needs_is_known_where_it_has_a_limit() -> None:
+    assert quota(Last(3)) == 3
+    assert quota(Last(3) | Best("loss", n=2) | Best("accuracy", mode="max")) == 6
+    assert quota(All()) is None
+    assert quota(Last(3) | EveryNth("1000step")) is None
 
 
 @pytest.mark.parametrize("n", [0, -1, True, 1.5, "3", None])

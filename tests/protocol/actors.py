@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, Optional
 from .operations import (
     DONE,
     EXISTS,
-    AgreeOnMark,
     Begin,
     CutPower,
     FindResumePoint,
+    IsBeingDeleted,
     IsEnded,
     ListAttempts,
     Operation,
@@ -46,7 +46,6 @@ from .operations import (
 )
 from .rules import Rules
 from .world import (
-    ABORTED,
     ABSENT,
     ALL_FILES,
     COMMITTED,
@@ -146,10 +145,7 @@ def confirm(rules: Rules, writer: Writer, epoch: int, point: str) -> Steps:
     """Look again whether the resume point stands; else claim anew with another."""
     is_rollback = writer.resumes != "latest"
     if rules.reread_after_claim:
-        if rules.marks_are_agreed:
-            doomed, register = yield from keep(epoch, point)
-        else:
-            doomed, register = yield from reread(rules, point)
+        doomed, register = yield from reread(rules, point)
         thinned = yield Read(point, "thinned")
         if doomed or thinned or register != COMMITTED:
             return None if is_rollback else stage(claim, rules, writer)
@@ -169,24 +165,12 @@ def confirm(rules: Rules, writer: Writer, epoch: int, point: str) -> Steps:
 def reread(rules: Rules, attempt: str) -> Generator[Operation, Any, tuple[bool, str]]:
     """Whether a deleter has marked the checkpoint, and its register, in the order that counts."""
     if rules.reread_retired_first:
-        doomed = yield Read(attempt, "retired")
+        doomed = yield IsBeingDeleted(attempt)
         register = yield Read(attempt, "register")
     else:
         register = yield Read(attempt, "register")
-        doomed = yield Read(attempt, "retired")
+        doomed = yield IsBeingDeleted(attempt)
     return doomed, register
-
-
-def keep(epoch: int, attempt: str) -> Generator[Operation, Any, tuple[bool, str]]:
-    """Like `reread`, but settles with the deleters which of the two it is."""
-    reply = None
-    while reply != DONE:
-        seen = yield Read(attempt, "marks")
-        retired, kept_by = seen
-        if retired or kept_by > epoch:
-            return True, COMMITTED
-        reply = yield AgreeOnMark(attempt, seen, (False, epoch))
-    return False, (yield Read(attempt, "register"))
 
 
 # Saving ------------------------------------------------------------------------------------------
@@ -230,7 +214,7 @@ def save(own: Own, saves: tuple[str, ...]) -> Steps:
         return None
     if outcome != OK:
         return stage(work, own, saves[1:])
-    return stage(housekeeping, own, saves)
+    return housekeeping(own, saves)
 
 
 def find_out(rules: Rules, attempt: str, reply: str) -> Generator[Operation, Any, str]:
@@ -247,7 +231,7 @@ def find_out(rules: Rules, attempt: str, reply: str) -> Generator[Operation, Any
     return OK if register == COMMITTED else CONFLICT
 
 
-def housekeeping(own: Own, saves: tuple[str, ...]) -> Steps:
+def housekeeping(own: Own, saves: tuple[str, ...]) -> Stage:
     """After a commit: retract what was replaced; after the last one prune and thin too."""
     writer = own.writer
     newest, later = saves[0], saves[1:]
@@ -259,7 +243,6 @@ def housekeeping(own: Own, saves: tuple[str, ...]) -> Steps:
     if not later and writer.thins:
         return stage(prune, own, olds, stage(thin, own, writer.thins))
     return stage(prune, own, olds, stage(work, own, later))
-    yield
 
 
 # Deleting, thinning ------------------------------------------------------------------------------
@@ -274,14 +257,8 @@ def prune(own: Own, olds: tuple[str, ...], after: Stage) -> Steps:
     epoch, register = yield Read(old, "state")
     if register != COMMITTED or (epoch > own.epoch and rules.later_epochs_untouched):
         return following
-    if rules.marks_are_agreed:
-        seen = yield Read(old, "marks")
-        if seen[1] > own.epoch:
-            return None
-        if (yield AgreeOnMark(old, seen, (True, seen[1]))) == EXISTS:
-            return following
-    elif rules.retired_before_deleting:
-        yield PutRetired(old)
+    if rules.retired_before_deleting:
+        yield PutRetired(old, own.epoch, not rules.mark_for_each_epoch)
     if rules.fence_after_retired and (yield ReadClaim(own.epoch + 1)):
         return None
     if rules.pins_after_retired and (yield Read(old, "pinned")):
@@ -341,7 +318,7 @@ def pin(rules: Rules, attempt: str) -> Steps:
     if (yield Read(attempt, "register")) != COMMITTED:
         return None
     yield PutPin(attempt)
-    if rules.pin_reads_retired and (yield Read(attempt, "retired")):
+    if rules.pin_reads_retired and (yield IsBeingDeleted(attempt)):
         return None
     if rules.pin_reads_manifest and (yield Read(attempt, "register")) != COMMITTED:
         return None

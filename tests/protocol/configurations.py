@@ -172,6 +172,17 @@ def _crowd(rules: Rules) -> Configuration:
     return Configuration(name="crowd", actors=(*_takeover(rules).actors, _reader(rules)))
 
 
+def _dead_deleter(rules: Rules) -> Configuration:
+    """A writer dies amid a deletion; others delete, roll back to and pin what it marked."""
+    actors = (
+        _s1(rules, saves=("a1",), deletes=("c1",)),
+        _later(rules, "s2", saves=("a2",), deletes=("c1",)),
+        _later(rules, "s3", resumes="c1", saves=("a3",)),
+        ("pinner", stage(pin, rules, "c1")),
+    )
+    return Configuration(name="dead deleter", actors=actors, mortal=("s1",))
+
+
 def _two_takeovers_and_gc(rules: Rules) -> Configuration:
     """Three owners and gc."""
     actors = (*_takeover_of_rollback(rules).actors, _gc(rules, "a1", "a2", "a3"))
@@ -197,6 +208,7 @@ CONFIGURATIONS: tuple[Callable[[Rules], Configuration], ...] = (
     _thinning,
     _replacing,
     _power_cut,
+    _dead_deleter,
     _two_takeovers_and_gc,
 )
 

@@ -7,7 +7,7 @@ numbered, so that a state is one integer; what an operation does in a world is w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

@@ -53,9 +53,9 @@ def _broken_ownership(world: World) -> Iterator[str]:
         folder.epoch == anchor.epoch and folder.register in (COMMITTED, DELETED)
         for folder in world.folders
     )
-    if anchor.epoch > 1 and len(world.claims) == anchor.epoch and not has_committed:
-        if not world.folder(anchor.attempt).is_whole:
-            yield "V5 what the owner resumed from is gone or thinned before it committed"
+    is_owner = anchor.epoch > 1 and len(world.claims) == anchor.epoch
+    if is_owner and not has_committed and not world.folder(anchor.attempt).is_whole:
+        yield "V5 what the owner resumed from is gone or thinned before it committed"
 
 
 def _broken_standing(world: World, rules: Rules, is_strict: bool) -> Iterator[str]:
@@ -80,7 +80,9 @@ def _is_allowed(world: World, point: str | None) -> bool:
         return False
     if point == anchor.attempt:
         return True
-    if _is_rolled_back_to(world, point, above=anchor.epoch):
+    # Who merely resumed the latest has not undone a rollback that was claimed since its commit.
+    since = anchor.epoch if anchor.is_rollback else world.folder(anchor.attempt).epoch
+    if _is_rolled_back_to(world, point, above=since):
         return True
     epoch = world.folder(point).epoch
     if anchor.is_rollback:

@@ -17,7 +17,7 @@ def head(
 
     def stands(attempt: str) -> bool:
         folder = world.folder(attempt)
-        marked = folder.retired or folder.thinned
+        marked = world.is_being_deleted(attempt) or folder.thinned
         return folder.register == COMMITTED and not (skips_marked and marked)
 
     top = len(world.claims) if below is None else below - 1

@@ -53,6 +53,15 @@ class Read(NamedTuple):
         yield getattr(world.folder(self.attempt), self.field), world
 
 
+class IsBeingDeleted(NamedTuple):
+    """Whether a deleter has marked the checkpoint, and is not known to be gone."""
+
+    attempt: str
+
+    def run(self, world: World) -> Outcomes:
+        yield world.is_being_deleted(self.attempt), world
+
+
 class ReadClaim(NamedTuple):
     """The claim of an epoch, or None: the fence, and the reading back of a claim."""
 
@@ -99,8 +108,10 @@ class IsEnded(NamedTuple):
 
     def run(self, world: World) -> Outcomes:
         epoch = world.folder(self.attempt).epoch
-        died = epoch > 0 and world.claims[epoch - 1].process in world.dead
-        yield epoch in world.closed or (died and self.believe_deaths), world
+        if self.believe_deaths:
+            yield epoch > 0 and world.has_ended(epoch), world
+        else:
+            yield epoch in world.closed, world
 
 
 # Writes of a saver ------------------------------------------------------------------------------
@@ -230,21 +241,6 @@ class PutClaim(NamedTuple):
             yield LOST, world
 
 
-class AgreeOnMark(NamedTuple):
-    """Put the next mark, "retired" or "kept", unless somebody has put one since `seen`."""
-
-    attempt: str
-    seen: tuple[bool, int]
-    mark: tuple[bool, int]
-
-    def run(self, world: World) -> Outcomes:
-        if world.folder(self.attempt).marks != self.seen:
-            yield EXISTS, world
-        else:
-            retired, kept_by = self.mark
-            yield DONE, world.having(self.attempt, retired=retired, kept_by=kept_by)
-
-
 class TellResumed(NamedTuple):
     """Tell a process that it owns the run and goes on from a checkpoint."""
 
@@ -268,7 +264,7 @@ class TellResumed(NamedTuple):
 def _is_behind(world: World, resumed: TellResumed) -> bool:
     """Whether something newer was acknowledged, still stands, and nobody has rolled back since."""
     told = world.folder(world.anchor.attempt)
-    if told.retired or told.thinned:
+    if world.is_being_deleted(world.anchor.attempt) or told.thinned:
         return False
     since = world.claims[world.anchor.epoch : resumed.epoch]
     was_rolled_back = any(claim.is_rollback for claim in since)
@@ -279,12 +275,18 @@ def _is_behind(world: World, resumed: TellResumed) -> bool:
 
 
 class PutRetired(NamedTuple):
-    """Mark a checkpoint as about to be deleted."""
+    """Mark a checkpoint as about to be deleted by this epoch."""
 
     attempt: str
+    epoch: int
+    is_shared: bool
+    """Whether all epochs share one mark, which the first one wins."""
 
     def run(self, world: World) -> Outcomes:
-        yield DONE, world.having(self.attempt, retired=True)
+        marks = world.folder(self.attempt).retired
+        if not (self.is_shared and marks):
+            marks |= {self.epoch}
+        yield DONE, world.having(self.attempt, retired=marks)
 
 
 class PutTombstone(NamedTuple):
@@ -332,7 +334,7 @@ class RemoveFolder(NamedTuple):
     attempt: str
 
     def run(self, world: World) -> Outcomes:
-        bare = {"retired": False, "kept_by": 0, "thinned": False, "pinned": False}
+        bare = {"retired": frozenset(), "thinned": False, "pinned": False}
         gone = world.having(self.attempt, register=ABSENT, files=NO_FILES, finished=True, **bare)
         if world.folder(self.attempt).in_flight:
             gone = gone._replace(alarms=gone.alarms | {"V9 removed whole with a put in flight"})

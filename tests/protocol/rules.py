@@ -62,6 +62,8 @@ class Rules:
     """A deleter puts `retired` first."""
     fence_after_retired: bool = True
     """... then reads the fence."""
+    mark_for_each_epoch: bool = True
+    """Each epoch's deleter has a mark of its own, since a dead deleter's mark is void."""
     pins_after_retired: bool = True
     """... then the pins."""
     pin_reads_retired: bool = True
@@ -92,7 +94,3 @@ class Rules:
     """A reader whose candidates are exhausted goes through all of them again."""
     reader_compares_registers: bool = True
     """... until registers, not only names, are what they were the last time."""
-
-    # A proposal, off in the protocol: see "strict" in README.md.
-    marks_are_agreed: bool = False
-    """`retired` is one register with "kept by epoch e", so that one of two always wins."""

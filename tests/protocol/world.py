@@ -29,8 +29,7 @@ class Folder(NamedTuple):
     epoch: int = 0
     register: str = ABSENT
     files: str = NO_FILES
-    retired: bool = False
-    kept_by: int = 0  # only where marks are agreed upon: the epoch that goes on from it
+    retired: frozenset[int] = frozenset()  # epochs whose deleters have marked it
     thinned: bool = False
     pinned: bool = False
     unsynced: frozenset[str] = frozenset()  # of "files", "manifest"; a power cut may take them
@@ -52,11 +51,6 @@ class Folder(NamedTuple):
     def state(self) -> tuple[int, str]:
         """What one look at the name and the register tells."""
         return (self.epoch, self.register)
-
-    @property
-    def marks(self) -> tuple[bool, int]:
-        """What one look at the mark of deleters tells."""
-        return (self.retired, self.kept_by)
 
 
 class Claim(NamedTuple):
@@ -101,6 +95,14 @@ class World(NamedTuple):
     def owner_since(self, epoch: int) -> bool:
         """Whether a later epoch than this one has been claimed."""
         return len(self.claims) > epoch
+
+    def has_ended(self, epoch: int) -> bool:
+        """Whether nobody of this epoch can act any more: closed, or its process known dead."""
+        return epoch in self.closed or self.claims[epoch - 1].process in self.dead
+
+    def is_being_deleted(self, attempt: str) -> bool:
+        """Whether a deleter that may still act has marked it."""
+        return any(not self.has_ended(epoch) for epoch in self.folder(attempt).retired)
 
     def order(self, attempt: str) -> tuple[int, int]:
         """(epoch, sequence), the order of commits."""

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from state.roundtrip import Image, global_generators_kept, image
 
 from holdfast.errors import FormatError, MismatchError, UnsupportedState
 from holdfast.format.objects import GeneratorState, decode_tree, encode_tree
 from holdfast.state.apply import StoredComponent
 from holdfast.state.capture import capture
+from state.roundtrip import Image, global_generators_kept, image
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from state.roundtrip import image, raw_bytes
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
@@ -15,6 +14,7 @@ from holdfast.errors import UnsupportedState
 from holdfast.state.capture import capture
 from holdfast.state.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from holdfast.state.leaves import refusal
+from state.roundtrip import image, raw_bytes
 
 
 def captured_tensors(tree: Any) -> dict[str, Tensor]:

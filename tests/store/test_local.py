@@ -4,6 +4,7 @@ import errno
 import mmap
 import os
 import re
+import shutil
 import stat
 import tempfile
 
@@ -570,6 +571,8 @@ def unprivileged():
         os.seteuid(NOBODY)
         try:
             yield folder
+            shutil.rmtree(folder)
+            os.mkdir(folder)
         finally:
             os.seteuid(0)
 

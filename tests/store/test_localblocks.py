@@ -22,11 +22,9 @@ SIZES = [0, 1, 4095, 4096, 4097, 65536, 1_000_003, 8 * MIB, 8 * MIB + 3]
 @pytest.fixture
 def arena():
     """Memory that begins on a page, filled with noise, and room behind it."""
-    with mmap.mmap(-1, 9 * MIB) as memory:
-        memory[:] = noise(len(memory))
-        view = memoryview(memory)
-        yield view
-        view.release()
+    memory = mmap.mmap(-1, 9 * MIB)
+    memory[:] = noise(len(memory))
+    return memoryview(memory)
 
 
 @pytest.fixture
@@ -59,9 +57,7 @@ def write(store, key, data, piece_nbytes, threads=1):
     random.Random(0).shuffle(starts)
 
     def write_piece(start):
-        piece = data[start : start + piece_nbytes]
-        writer.write(start, piece)
-        piece.release()
+        writer.write(start, data[start : start + piece_nbytes])
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(write_piece, starts))

@@ -1,0 +1,1 @@
+"""What keeps a root healthy: preflight, verify, retention, gc. Without torch."""

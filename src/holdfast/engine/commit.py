@@ -77,7 +77,13 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest) -> None:
     check_fence(store, attempt.name.epoch, committed=False)
     attempt.put_sent = True
     put_once(store, attempt.manifest_key, data)
-    check_fence(store, attempt.name.epoch, committed=True)
+    try:
+        check_fence(store, attempt.name.epoch, committed=True)
+    except StoreError as error:
+        raise OutcomeUnknown(
+            f"{store.url}/{attempt.folder}: the manifest is there, but whether this process still "
+            f"owns the run cannot be read: {error}"
+        ) from error
 
 
 def abandon(store: Store, attempt: Attempt) -> bool:

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 
-from holdfast.engine.catalog import Catalog, Entry, with_tags
+from holdfast.engine.catalog import Catalog, Entry, Marks, with_tags
 from holdfast.engine.checkpoint import PendingSave, describe
 from holdfast.engine.notes import annotate
 from holdfast.engine.owner import Ownership
@@ -141,8 +141,9 @@ class Saver:
         except (OutcomeUnknown, DeadlineExceeded):
             self._owner.is_clean = False
             raise
-        marks = Catalog(self._store).marks(attempt.folder)
-        return Entry(name=attempt.name, folder=attempt.folder, manifest=manifest, marks=marks)
+        return Entry(
+            name=attempt.name, folder=attempt.folder, manifest=manifest, marks=Marks()
+        )
 
     def _unchanged(self, staged: Staged, request: SaveRequest) -> Entry | None:
         """The checkpoint on which the run stands, when this save would write it once more."""
@@ -170,9 +171,10 @@ def as_failure(error: BaseException, step: int) -> BaseException:
     """What the caller is to see: ownership errors as they are, all else as SaveFailed."""
     if isinstance(error, OwnershipError):
         return error
+    verdict = "may or may not have committed" if isinstance(error, OutcomeUnknown) else "failed"
     failure = SaveFailed(
-        f"the save of step {step} did not commit: {error}. Training can go on; earlier "
-        "checkpoints are as they were",
+        f"the save of step {step} {verdict}: {error}. Training can go on; earlier checkpoints are "
+        "as they were",
         step=step,
     )
     failure.__cause__ = error

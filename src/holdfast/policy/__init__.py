@@ -1,0 +1,1 @@
+"""When to save, what to keep, how it is called: pure functions, without torch."""

@@ -203,6 +203,16 @@ def decide(
     return tuple(decisions)
 
 
+def quota(rule: Rule) -> int | None:
+    """How many checkpoints a rule keeps at most, as far as one can tell; None: no limit."""
+    if isinstance(rule, Last | Best):
+        return rule.n
+    if isinstance(rule, AnyOf):
+        parts = [quota(part) for part in rule.rules]
+        return None if None in parts else sum(part for part in parts if part is not None)
+    return None
+
+
 def _protection(entry: Candidate, resumed_from: tuple[int, int] | None) -> str:
     """Why no rule may drop `entry`, or nothing."""
     reasons = (
@@ -242,13 +252,3 @@ def _join(*reasons: str | None) -> str:
 def _check_quota(rule: str, n: int) -> None:
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise UsageError(f"{rule}: n={n!r} must be a whole number, at least 1")
-
-
-def quota(rule: Rule) -> int | None:
-    """How many checkpoints a rule keeps at most, as far as one can tell; None: no limit."""
-    if isinstance(rule, Last | Best):
-        return rule.n
-    if isinstance(rule, AnyOf):
-        parts = [quota(part) for part in rule.rules]
-        return None if None in parts else sum(part for part in parts if part is not None)
-    return None

@@ -1,0 +1,196 @@
+"""An error of the operating system at every single call of a save, a deletion and a resume.
+
+The calls are those of the real store on a real folder; the k-th one fails with a chosen errno.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from holdfast import errors
+from holdfast.care.verify import verify
+from holdfast.engine.catalog import Catalog
+from holdfast.manager import CheckpointManager
+from holdfast.policy.retention import Last
+from holdfast.store import localfiles
+from holdfast.store.local import LocalStore
+
+CALLS = ("open", "pwrite", "fsync", "link", "replace", "mkdir", "unlink")
+ERRNOS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ESTALE)
+
+
+class Injector:
+    """Counts calls below a folder's operations and makes one of them fail."""
+
+    def __init__(self, name: str, at: int, code: int) -> None:
+        self.name, self.at, self.code = name, at, code
+        self.seen = 0
+        self.hits: list[str] = []
+        self._lock = threading.Lock()
+
+    def __call__(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            if threading.current_thread().name.startswith("holdfast-heartbeat"):
+                return real(*args, **options)
+            with self._lock:
+                number = self.seen
+                self.seen += 1
+            if number == self.at:
+                self.hits.append(_what(args))
+                raise OSError(self.code, os.strerror(self.code))
+            return real(*args, **options)
+
+        return call
+
+
+def _what(args: tuple[Any, ...]) -> str:
+    """The path or the file behind a descriptor, while it is open."""
+    if args and isinstance(args[0], int):
+        with suppress(OSError):
+            return os.readlink(f"/proc/self/fd/{args[0]}")
+    return str(args[0]) if args else ""
+
+
+@contextmanager
+def failing(name: str, at: int, code: int) -> Iterator[Injector]:
+    """Make the `at`-th call of `os.<name>` fail."""
+    injector = Injector(name, at, code)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, name, injector(getattr(os, name)))
+        yield injector
+
+
+def tree(step: int) -> dict[str, Any]:
+    return {"step": step, "weights": [torch.full((3000,), float(step)) for _ in range(2)]}
+
+
+def new_manager(root: Path, step: int) -> CheckpointManager:
+    state = {"tree": tree(step)}
+    return CheckpointManager(root, state, keep=Last(1), sinks=(), preflight=False)
+
+
+def prepare(root: Path) -> None:
+    """A root with one committed checkpoint of step 1."""
+    with new_manager(root, 1) as manager:
+        manager.save(1).wait()
+
+
+def attempt(root: Path) -> tuple[bool, BaseException | None]:
+    """Resume and save step 2; whether that was acknowledged, and what was raised."""
+    manager = new_manager(root, 0)
+    try:
+        manager.resume()
+        manager.state["tree"].update(tree(2))
+        manager.save(2).wait()
+        return True, None
+    except errors.HoldfastError as error:
+        return False, error
+    finally:
+        with suppress(errors.HoldfastError):
+            manager.close()
+
+
+def newest(root: Path) -> int:
+    """The step that a new process resumes from, after checking every byte and every value."""
+    store = LocalStore(root)
+    for entry in Catalog(store).checkpoints():
+        report = verify(store, entry.folder)
+        assert report.ok, report.problems
+    with new_manager(root, 0) as manager:
+        found = manager.resume()
+        assert found is not None
+        loaded = manager.state["tree"]
+        assert {float(value) for part in loaded["weights"] for value in part} == {found.step}
+        return found.step
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_error_at_every_call_is_reported_and_harms_nothing(name: str, ram_path: Path) -> None:
+    """R6, R7, D8, D37: no "OK but not there", no old one lost; the message names the errno."""
+    codes = itertools.cycle(ERRNOS)
+    for at in range(400):
+        root, code = ram_path / str(at), next(codes)
+        prepare(root)
+        with failing(name, at, code) as injector:
+            saved, error = attempt(root)
+        if not injector.hits:
+            assert at > 0, f"os.{name} is never called; the list of calls is out of date"
+            break
+        step = newest(root)
+        assert step == 2 if saved else step in (1, 2), (at, saved, error)
+        if error is not None:
+            assert_names_the_cause(error, code)
+            if step == 2:
+                assert_says_unknown(error)
+    else:
+        pytest.fail("more calls than expected")
+
+
+def assert_names_the_cause(error: BaseException, code: int) -> None:
+    """The message says what the system said, or the error is of a class that does."""
+    text = str(error)
+    assert os.strerror(code) in text or f"errno {code}" in text, text
+    assert "/" in text, text
+
+
+def assert_says_unknown(error: BaseException) -> None:
+    """A save that failed and yet is there must not have claimed to know that it failed."""
+    cause = error.__cause__
+    assert isinstance(cause, errors.OutcomeUnknown), (error, cause)
+
+
+def test_a_failed_fsync_is_never_repeated_on_the_same_file(ram_path: Path) -> None:
+    """R7; invariant 2: after EIO the kernel may have dropped the pages."""
+    for at in range(60):
+        root = ram_path / str(at)
+        prepare(root)
+        synced: list[tuple[int, int, bool]] = []
+        with failing("fsync", at, errno.EIO) as injector, recorded_fsyncs(synced):
+            attempt(root)
+        if not injector.hits:
+            assert at > 5
+            return
+        device, inode, is_folder = synced[at]
+        assert is_folder or synced.count((device, inode, is_folder)) == 1, injector.hits
+    pytest.fail("more calls than expected")
+
+
+@contextmanager
+def recorded_fsyncs(seen: list[tuple[int, int, bool]]) -> Iterator[None]:
+    """Write down device, inode and kind of everything that is synced."""
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        if not threading.current_thread().name.startswith("holdfast-heartbeat"):
+            found = os.fstat(fd)
+            seen.append((found.st_dev, found.st_ino, stat.S_ISDIR(found.st_mode)))
+        real(fd)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        yield
+
+
+def test_a_mutant_that_swallows_errors_is_caught(
+    ram_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R6: with write errors ignored the test above must fail."""
+    real = localfiles.write_all
+
+    def careless(fd: int, data: memoryview, start: int) -> None:
+        with suppress(OSError):
+            real(fd, data, start)
+
+    monkeypatch.setattr(localfiles, "write_all", careless)
+    with pytest.raises((AssertionError, errors.HoldfastError)):
+        test_an_error_at_every_call_is_reported_and_harms_nothing("pwrite", ram_path)
