@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,22 +167,23 @@ def members_of(document: Document) -> dict[str, Any]:
     return members
 
 
-def rebuilt(document: Document, members: Mapping[str, Any]) -> bytes:
-    """A document of the same kind around other members, digest and all: what an attacker does."""
-    text = json.dumps(members)
+def wrapped(document: Document, text: bytes) -> bytes:
+    """A document of the same kind around any text, digest and all: what an attacker does."""
     if document.name == "header":
         return header_bytes(text)
-    return reseal(text) if document.is_sealed else text.encode()
+    return reseal(text) if document.is_sealed else text
 
 
-def header_bytes(text: str, length: int = 4088) -> bytes:
+def header_bytes(text: str | bytes, length: int = 4088) -> bytes:
     """A safetensors header around any text."""
-    return length.to_bytes(8, "little") + text.encode().ljust(length)
+    raw = text.encode() if isinstance(text, str) else text
+    return length.to_bytes(8, "little") + raw.ljust(length)
 
 
-def reseal(text: str) -> bytes:
+def reseal(text: str | bytes) -> bytes:
     """Any JSON object, sealed."""
-    body = (text.strip()[:-1] + ",\n").encode()
+    raw = text.encode() if isinstance(text, str) else text
+    body = raw.strip()[:-1] + b",\n"
     return body + b'"digest": "blake3:%s"}\n' % blake3(body).hexdigest().encode()
 
 

@@ -7,7 +7,7 @@ into, containers refilled, generators set. Two stored values never end in one li
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,13 +20,54 @@ from holdfast.state.dtypes import DTYPE_NAMES
 from holdfast.state.leaves import refusal
 from holdfast.state.trees import Kept, Lifting, owned, present_device, revived
 
-Place = Callable[[TensorRef], torch.device]
-"""Where a tensor is to be made that cannot be copied into a live one."""
+
+class Place(Protocol):
+    """Where and how a tensor is made that cannot be copied into a live one."""
+
+    def device(self, ref: TensorRef) -> torch.device:
+        """The device for it; a live tensor elsewhere is not copied into."""
+        ...
+
+    def make(self, ref: TensorRef, stored: Tensor) -> Tensor:
+        """A new tensor with the values of `stored`."""
+        ...
 
 
-def stored_place(ref: TensorRef) -> torch.device:
-    """The device that the tensor was saved from, or the CPU when it is not present."""
-    return present_device(ref.device)
+class StoredPlace:
+    """On the device that the tensor was saved from, or the CPU when that is not present."""
+
+    def device(self, ref: TensorRef) -> torch.device:
+        """The stored device, if it is here."""
+        return present_device(ref.device)
+
+    def make(self, ref: TensorRef, stored: Tensor) -> Tensor:
+        """Contiguous, in memory of its own."""
+        return owned(stored, self.device(ref))
+
+
+_STORED_PLACE = StoredPlace()
+
+
+class Claims:
+    """What already takes a stored value; shared by all components of one load.
+
+    A plain tree may hold live tensors of the model (`best = model.state_dict()`, before the
+    first improvement). Copying the stored tree into them would overwrite the model.
+    """
+
+    def __init__(self) -> None:
+        self._taken: set[Any] = set()
+
+    def take(self, who: Any) -> bool:
+        """True the first time that `who` is asked for."""
+        if who in self._taken:
+            return False
+        self._taken.add(who)
+        return True
+
+    def take_storage(self, tensor: Tensor) -> bool:
+        """As `take`, for the memory of a tensor: views of one storage may overlap."""
+        return self.take(("storage", tensor.untyped_storage()._cdata))
 
 
 def copy_tensors(pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -46,7 +87,10 @@ def is_writable_in_place(tensor: Tensor) -> bool:
 class Merge:
     """Collects what is to be done; `commit` does it. Nothing live changes before."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec]) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], claims: Claims
+    ) -> None:
+        self._claims = claims
         self._tensors = tensors
         self._specs = specs
         self._lifting = Lifting(tensors)
@@ -54,7 +98,6 @@ class Merge:
         self._edits: list[Callable[[], None]] = []
         self._made: dict[int, Any] = {}
         self._made_tensors: dict[str, Tensor] = {}
-        self._claimed: set[Any] = set()
         self._alive: list[Any] = []
 
     def then(self, edit: Callable[[], None]) -> None:
@@ -68,7 +111,7 @@ class Merge:
             for edit in self._edits:
                 edit()
 
-    def merge(self, live: Any, stored: Any, place: Place = stored_place) -> Any:
+    def merge(self, live: Any, stored: Any, place: Place = _STORED_PLACE) -> Any:
         """The value that shall stand where `live` stands: `live` itself where it can."""
         if isinstance(stored, TensorRef):
             return self._tensor(live, stored, place)
@@ -84,17 +127,17 @@ class Merge:
             return stored.value
         return self._plain(live, self._lifting.lift(stored))
 
-    def refill(self, live: Any, stored: Any, place: Place = stored_place) -> Any:
+    def refill(self, live: Any, stored: Any, place: Place = _STORED_PLACE) -> Any:
         """As `merge`, for a container that must be refilled even when its class differs."""
         self._made[id(stored)] = live
-        self._claim(id(live))
+        self._claims.take(id(live))
         self._fill(live, live, stored, place)
         return live
 
     def _container(self, live: Any, stored: Any, place: Place) -> Any:
         if id(stored) in self._made:
             return self._made[id(stored)]
-        target = live if type(live) is type(stored) and self._claim(id(live)) else type(stored)()
+        target = live if type(live) is type(stored) and self._claims.take(id(live)) else type(stored)()
         self._alive.append(stored)
         self._made[id(stored)] = target
         self._fill(live, target, stored, place)
@@ -131,11 +174,11 @@ class Merge:
         return made
 
     def _new_tensor(self, live: Any, ref: TensorRef, place: Place) -> Tensor:
-        stored, device = self._tensors[ref.key], place(ref)
-        if isinstance(live, Tensor) and self._fits(live, ref, device):
+        stored = self._tensors[ref.key]
+        if isinstance(live, Tensor) and self._fits(live, ref, place.device(ref)):
             self._copies.append((live, stored))
             return live
-        return owned(stored, device)
+        return place.make(ref, stored)
 
     def _fits(self, live: Tensor, ref: TensorRef, device: torch.device) -> bool:
         if not is_writable_in_place(live) or live.device.type != device.type:
@@ -143,14 +186,13 @@ class Merge:
         spec = self._specs[ref.key]
         if (DTYPE_NAMES[live.dtype], tuple(live.shape)) != (spec.dtype, spec.shape):
             return False
-        # Views of one storage may overlap, and two stored values would run into each other.
-        return self._claim(("storage", live.untyped_storage()._cdata))
+        return self._claims.take_storage(live)
 
     def _generator(self, live: Any, node: GeneratorState) -> Any:
         fresh = self._lifting.generator(node)
         kind = generators.kind_of(live)
         same = kind == node.kind and generators.misfit(live, node, self._specs) is None
-        if not same or not self._claim(id(live)):
+        if not same or not self._claims.take(id(live)):
             return fresh
         members = self._lifting.members(node.members)
         self._edits.append(lambda: generators.write(live, members))
@@ -160,16 +202,10 @@ class Merge:
         if not isinstance(stored, np.ndarray) or type(live) is not np.ndarray:
             return stored
         fits = live.dtype == stored.dtype and live.shape == stored.shape and live.flags.writeable
-        if not fits or not self._claim(("array", id(_root(live)))):
+        if not fits or not self._claims.take(("array", id(_root(live)))):
             return stored
         self._edits.append(lambda: np.copyto(live, stored))
         return live
-
-    def _claim(self, who: Any) -> bool:
-        if who in self._claimed:
-            return False
-        self._claimed.add(who)
-        return True
 
 
 def _peek(container: dict[Any, Any], key: Any) -> Any:

@@ -16,7 +16,7 @@ from holdfast.errors import FormatError
 from holdfast.format.objects import ArrayRef, TensorRef
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.leaves import Leaves, identity, refusal
-from holdfast.state.merge import copy_tensors, is_writable_in_place
+from holdfast.state.merge import Claims, copy_tensors, is_writable_in_place
 from holdfast.state.names import Cleaner, cleaner_of, unwrap
 from holdfast.state.problems import Problems, Wishes
 from holdfast.state.trees import Lifting, Skeleton, encode, nodes_in, owned
@@ -248,8 +248,11 @@ class ModulePlan:
         refs = (n.key for n in nodes_in(self._values) if isinstance(n, TensorRef | ArrayRef))
         return tuple(dict.fromkeys(refs))
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+    def prepare(self, tensors: Mapping[str, Tensor], claims: Claims) -> None:
         """Bring the bytes to the leaves they are for; nothing live changes."""
+        for leaf in self._live.leaves.values():
+            if refusal(leaf) is None:
+                claims.take_storage(leaf)
         lifting = Lifting(tensors)
         for name, value in self._values.items():
             if self._live.is_opaque or name in self._live.extras:

@@ -6,7 +6,7 @@ is not used; neither is anything that fires hooks or moves a step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 
 from holdfast.errors import FormatError
 from holdfast.format.objects import ArrayRef, TensorRef
-from holdfast.format.tensors import TensorSpec
+from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.state.leaves import Leaves, refusal
-from holdfast.state.merge import Merge, Place
+from holdfast.state.merge import Claims, Merge, Place
 from holdfast.state.names import ParameterNames
 from holdfast.state.problems import Problems, Wishes
-from holdfast.state.trees import Skeleton, encode, nodes_in
+from holdfast.state.trees import Skeleton, encode, nodes_in, owned
 
 # Positions in the live group's list, so they stay with the live group.
 _NOT_OPTIONS = frozenset({"params", "param_names"})
@@ -170,6 +170,29 @@ def _checked_names(group: Any, what: str) -> list[str]:
     return group
 
 
+class _Beside:
+    """Like a parameter, where the stored tensor was beside it; else on the CPU."""
+
+    def __init__(self, parameter: Tensor, is_beside: Callable[[TensorRef], bool]) -> None:
+        self._parameter = parameter
+        self._is_beside = is_beside
+
+    def device(self, ref: TensorRef) -> torch.device:
+        """The parameter's device or the CPU."""
+        return self._parameter.device if self._is_beside(ref) else _CPU
+
+    def make(self, ref: TensorRef, stored: Tensor) -> Tensor:
+        """With the parameter's strides where the shape is its own.
+
+        Fused kernels pair elements by their place in memory, whatever the strides say.
+        """
+        parameter, device = self._parameter, self.device(ref)
+        if stored.shape != parameter.shape or parameter.is_contiguous():
+            return owned(stored, device)
+        like = torch.empty_like(parameter, dtype=stored.dtype, device=device, requires_grad=False)
+        return like.copy_(stored)
+
+
 class OptimizerPlan:
     """A checked load into one optimizer."""
 
@@ -198,6 +221,7 @@ class OptimizerPlan:
         self._match_groups(problems)
         self._check_options(problems)
         self._note_skipped_slots()
+        self._check_fused(problems)
         for name, old in self._common.items():
             live, kept = list(self._live.parameters[name].shape), stored.shapes[old]
             if live != kept:
@@ -249,18 +273,19 @@ class OptimizerPlan:
         waiting: dict[frozenset[str], list[int]] = {}
         for g, names in enumerate(self._stored.groups):
             here = frozenset(self._new_names[name] for name in names) & both
-            waiting.setdefault(here, []).append(g)
+            if here or not names:
+                waiting.setdefault(here, []).append(g)
         for g, live_names in enumerate(self._live.groups):
-            same = waiting.get(frozenset(live_names) & both)
+            here = frozenset(live_names) & both
+            same = waiting.get(here) if here or not live_names else None
             if same:
                 self._groups.append((g, same.pop(0)))
-            elif frozenset(live_names) & both:
+            elif here:
                 problems.other.append(_regrouped(self._component, g, live_names))
             elif not live_names:
                 problems.other.append(f"{self._component}: live group {g} is not in the checkpoint")
-        for here, left in waiting.items():
-            if left and not here and any(not self._stored.groups[g] for g in left):
-                problems.other.append(f"{self._component}: a stored group without parameters")
+        if waiting.get(frozenset()):
+            problems.other.append(f"{self._component}: a stored group without parameters")
 
     def _check_options(self, problems: Problems) -> None:
         """A tensor option, such as a learning rate, is copied into: it must fit."""
@@ -277,6 +302,37 @@ class OptimizerPlan:
                 elif not isinstance(value, int | float) or live.numel() != 1:
                     problems.other.append(f"{self._component}.{path}: live it is a tensor")
 
+    def _check_fused(self, problems: Problems) -> None:
+        """A fused kernel reads and writes as much of a slot as its parameter has, unchecked."""
+        options = self._stored_options()
+        live_fused = {
+            name
+            for group, names in zip(
+                self._live.optimizer.param_groups, self._live.groups, strict=True
+            )
+            for name in names
+            if group.get("fused")
+        }
+        for name, old in self._common.items():
+            slots = self._stored.slots.get(old)
+            if isinstance(slots, dict) and (options[name].get("fused") or name in live_fused):
+                for slot, ref in slots.items():
+                    if isinstance(ref, TensorRef):
+                        self._check_fused_slot(name, slot, self._specs[ref.key], problems)
+
+    def _check_fused_slot(
+        self, name: str, slot: Any, spec: TensorSpec, problems: Problems
+    ) -> None:
+        parameter = self._live.parameters[name]
+        shape = () if slot == "step" else tuple(parameter.shape)
+        item_nbytes = 4 if slot == "step" else parameter.element_size()
+        path = f"{self._component}.{name}.{slot}"
+        if spec.shape != shape:
+            stored = list(spec.shape)
+            problems.wrong_shape.append(f"{path}: stored {stored}, fused it is {list(shape)}")
+        if ITEM_NBYTES[spec.dtype] < item_nbytes:
+            problems.wrong_dtype.append(f"{path}: stored {spec.dtype}, too small to be fused")
+
     @property
     def needed(self) -> tuple[str, ...]:
         """Keys of the tensors that will be read."""
@@ -287,9 +343,9 @@ class OptimizerPlan:
         refs = (n.key for n in nodes_in(wanted) if isinstance(n, TensorRef | ArrayRef))
         return tuple(dict.fromkeys(refs))
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+    def prepare(self, tensors: Mapping[str, Tensor], claims: Claims) -> None:
         """Work out every change, and make the tensors that are new; nothing live changes."""
-        merge = self._merge = Merge(tensors, self._specs)
+        merge = self._merge = Merge(tensors, self._specs, claims)
         options = self._stored_options()
         for name, old in self._common.items():
             self._merge_slots(merge, name, old, options.get(name, {}))
@@ -357,13 +413,10 @@ class OptimizerPlan:
         rule of torch's own: the two flags say that a kernel reads it on the device.
         """
         home = self._stored.devices.get(old, "cpu")
-        on_device = slot == "step" and bool(options.get("capturable") or options.get("fused"))
-
-        def place(ref: TensorRef) -> torch.device:
-            beside = ref.device == home and (slot != "step" or home != "cpu")
-            return parameter.device if beside or on_device else _CPU
-
-        return place
+        if slot != "step":
+            return _Beside(parameter, lambda ref: ref.device == home)
+        on_device = bool(options.get("capturable") or options.get("fused"))
+        return _Beside(parameter, lambda ref: on_device or ref.device == home != "cpu")
 
     def _merge_group(self, merge: Merge, live_index: int, stored: dict[str, Any]) -> None:
         group = self._live.optimizer.param_groups[live_index]
@@ -386,7 +439,7 @@ def _merge_option(merge: Merge, group: dict[str, Any], key: str, value: Any) -> 
     if not isinstance(live, Tensor):
         new = merge.merge(live, value)
     elif isinstance(value, TensorRef):
-        new = merge.merge(live, value, lambda ref: live.device)
+        new = merge.merge(live, value, _Beside(live, lambda ref: True))
     else:
         # A compiled step reads the tensor, so it stays and takes the number.
         new = live

@@ -16,7 +16,7 @@ from holdfast.format.objects import ArrayRef, EnumValue, GeneratorState, TensorR
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
 from holdfast.state.components import RNG
-from holdfast.state.merge import Merge
+from holdfast.state.merge import Claims, Merge
 from holdfast.state.problems import Problems, Skip, Wishes
 from holdfast.state.trees import Kept, Lifting, Skeleton, nodes_in, revived
 
@@ -38,7 +38,7 @@ class Plan(Protocol):
         """Note everything that does not fit; nothing live changes."""
         ...
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+    def prepare(self, tensors: Mapping[str, Tensor], claims: Claims) -> None:
         """Make everything that is new; nothing live changes."""
         ...
 
@@ -89,9 +89,9 @@ class TreePlan:
         """Keys of the tensors that will be read."""
         return keys_in(self._stored)
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+    def prepare(self, tensors: Mapping[str, Tensor], claims: Claims) -> None:
         """Work out every change."""
-        self._merge = Merge(tensors, self._specs)
+        self._merge = Merge(tensors, self._specs, claims)
         self._merge.refill(self._live, self._stored)
 
     def apply(self) -> None:
@@ -128,7 +128,7 @@ class ObjectPlan:
         """Keys of the tensors that will be read."""
         return keys_in(self._stored)
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+    def prepare(self, tensors: Mapping[str, Tensor], claims: Claims) -> None:
         """Make the whole state_dict."""
         self._value = Lifting(tensors).lift_tree(self._stored)
 
@@ -167,7 +167,7 @@ class GeneratorPlan:
         """Keys of the tensors that will be read."""
         return keys_in(self._node)
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+    def prepare(self, tensors: Mapping[str, Tensor], claims: Claims) -> None:
         """Try the state on a generator of no consequence."""
         self._members = Lifting(tensors).members(self._node.members)
         try:
@@ -218,10 +218,10 @@ class RngPlan:
         """Keys of the tensors that will be read."""
         return tuple(dict.fromkeys(key for plan in self._plans for key in plan.needed))
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+    def prepare(self, tensors: Mapping[str, Tensor], claims: Claims) -> None:
         """Try every state."""
         for plan in self._plans:
-            plan.prepare(tensors)
+            plan.prepare(tensors, claims)
 
     def apply(self) -> None:
         """Generators come last."""
