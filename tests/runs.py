@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+
 from holdfast.events import Event
 from holdfast.manager import CheckpointManager
 from holdfast.store.base import Store
-from torch import nn
 
 
 @dataclass

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from holdfast import errors
 from holdfast.manager import CheckpointManager, load_weights
 from holdfast.policy.retention import Best, Last

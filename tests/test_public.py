@@ -67,17 +67,28 @@ def _run(code: str) -> str:
 
 
 def undocumented(tree: ast.Module, documented_by_protocols: frozenset[str]) -> Iterator[str]:
-    """Public classes, functions and methods of a module that say nothing about themselves."""
+    """Public classes, functions and methods of a module that say nothing about themselves.
+
+    A method needs no words where a base class in the same module, or a Protocol of the package,
+    has them; nor does a test in a class that is shipped, whose name is its claim.
+    """
     if not ast.get_docstring(tree):
         yield "the module"
+    said = {node.name: _said(node) for node in _public(tree) if isinstance(node, ast.ClassDef)}
     for node in _public(tree):
         if not ast.get_docstring(node):
             yield node.name
         if isinstance(node, ast.ClassDef):
+            bases = [said.get(ast.unparse(base), set()) for base in node.bases]
+            known = documented_by_protocols.union(*bases)
             for method in _public(node):
-                is_known = method.name in documented_by_protocols
-                if not ast.get_docstring(method) and not is_known and not _is_companion(method):
+                is_told = method.name in known or method.name.startswith("test_")
+                if not ast.get_docstring(method) and not is_told and not _is_companion(method):
                     yield f"{node.name}.{method.name}"
+
+
+def _said(node: ast.ClassDef) -> set[str]:
+    return {method.name for method in _public(node) if ast.get_docstring(method)}
 
 
 def _public(

@@ -27,13 +27,19 @@ from holdfast.engine.resume import Candidate, LoadOptions, Reader, Rename
 from holdfast.engine.save import SaveRequest
 from holdfast.engine.saver import Saver
 from holdfast.engine.workers import Workers
-from holdfast.errors import HoldfastError, ManagerUnusable, NoCheckpoint, UsageError
+from holdfast.errors import (
+    FormatError,
+    HoldfastError,
+    ManagerUnusable,
+    MismatchError,
+    NoCheckpoint,
+    UsageError,
+)
 from holdfast.events import Emitter, Sink, log_event
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction, compile_label
 from holdfast.policy.retention import All, Rule, quota
 from holdfast.policy.triggers import Every
-from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.capture import Captured, capture, check_state
 from holdfast.store import open_store
 from holdfast.store.base import Store
@@ -90,7 +96,7 @@ class CheckpointManager:
                 raise UsageError(f"{name}={value!r} must be a positive number of seconds")
         self.store = open_store(root)
         self.state = state
-        self._every = Every(every) if isinstance(every, str) else every
+        self._every = every if every is None or isinstance(every, Every) else Every(every)
         self._keep: Rule = keep if keep is not None else All()
         self._label = compile_label(label, run_name=run_name)
         self._exit_timeout_s = exit_timeout_s
@@ -478,8 +484,10 @@ class CheckpointManager:
     def _apply(self, found: Candidate, *, moves_run: bool = True) -> None:
         try:
             found.prepared.apply(found.tensors)
-        except OpaqueLoadFailed as error:
-            self._half_loaded = str(error)
+        except (FormatError, MismatchError):
+            raise  # found before anything was changed
+        except BaseException as error:
+            self._half_loaded = f"loading {found.entry.folder} was cut short by {error!r}"
             raise
         if moves_run:
             self._stand_on(found.entry)

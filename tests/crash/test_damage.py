@@ -1,4 +1,4 @@
-"""Damaged checkpoints: every flipped bit and every cut is found at load, named, and worked around."""
+"""Damage: every flipped bit and every cut is found at load, named, and worked around."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from holdfast import errors
 from holdfast.care.verify import verify
 from holdfast.engine import load as load_module
@@ -19,7 +21,6 @@ from holdfast.format import blocks
 from holdfast.manager import CheckpointManager
 from holdfast.store.local import LocalStore
 from runs import Recorder, new_run
-from torch import nn
 
 
 class Small:
@@ -182,7 +183,7 @@ def test_other_damage_is_found_and_walked_around(
 
 
 def test_the_walk_goes_back_as_far_as_it_must(tmp_path: Path) -> None:
-    """R19, D31: with the newest k damaged the next one is used; with all, an error, no fresh start."""
+    """R19, D31: with the newest k damaged the next is used; with all, no fresh start."""
     for damaged in range(1, 5):
         root = tmp_path / str(damaged)
         folders = saved(root, steps=4)
@@ -258,9 +259,7 @@ def test_a_refused_load_changes_nothing(tmp_path: Path) -> None:
 def no_block_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: blocks are read and not compared."""
     real = load_module._read_block
-    monkeypatch.setattr(
-        load_module, "_read_block", lambda *args: real(*args[:-1], False)
-    )
+    monkeypatch.setattr(load_module, "_read_block", lambda *args: real(*args[:-1], False))
 
 
 @pytest.mark.parametrize("mutant", [no_block_check])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from holdfast import errors
 from holdfast.care import retention as retention_module
 from holdfast.care.gc import collect
@@ -64,8 +65,8 @@ def scenario(store: Store, acknowledged: list[int]) -> None:
     tiny = Tiny()
     with opened(store, tiny, keep=Last(1)) as manager:
         found = manager.resume()
-        step = found.step if found is not None else 0
-        for step in range(step + 1, step + 4):
+        last = found.step if found is not None else 0
+        for step in range(last + 1, last + 4):
             tiny.become(step)
             acknowledged.append(manager.save(step).wait().step)
         manager.wait()
@@ -92,7 +93,9 @@ def check(store: Store, acknowledged: list[int]) -> None:
         assert len(kept) == 1
     collect(store)
     files = [info.key for info in store.list() if not info.key.startswith("writers/")]
-    loose = [k for k in files if k.partition("/")[0] not in kept and not k.endswith("manifest.json")]
+    loose = [
+        k for k in files if k.partition("/")[0] not in kept and not k.endswith("manifest.json")
+    ]
     assert [key for key in loose if key != "latest"] == []
 
 
@@ -135,10 +138,14 @@ def test_a_stop_at_every_operation_loses_nothing(stores: Stores, kind: str, begi
     new = stores if begin == "empty" else lambda number: second_run(stores, number)
     total = num_operations(new(-1), scenario)
     assert total > 60
+    sweep(new, kind, total)
+
+
+def sweep(new: Stores, kind: str, total: int) -> None:
+    """Stop at each of so many operations, on a new store each time."""
     for at in range(total):
         store = new(at)
-        acknowledged = run_stopped(store, kind, at, scenario)
-        check(store, acknowledged)
+        check(store, run_stopped(store, kind, at, scenario))
 
 
 def no_tombstone(store: Store, folder: str, tombstone: object) -> None:
@@ -193,7 +200,4 @@ def test_the_check_catches(
     """Each of these breaks the order of our own code; the test above must notice."""
     mutant(monkeypatch)
     with pytest.raises((AssertionError, errors.HoldfastError)):
-        for at in range(160):
-            store = LocalStore(ram_path / str(at))
-            acknowledged = run_stopped(store, "stop_before", at, scenario)
-            check(store, acknowledged)
+        sweep(lambda at: LocalStore(ram_path / str(at)), "stop_before", 160)

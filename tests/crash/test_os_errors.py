@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from holdfast import errors
 from holdfast.care.verify import verify
 from holdfast.engine.catalog import Catalog

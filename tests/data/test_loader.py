@@ -166,6 +166,13 @@ def test_a_batch_does_not_depend_on_what_the_loop_draws(straight: list[torch.Ten
     assert_same(found, straight[:6])
 
 
+@pytest.mark.parametrize("column", [1, 2, 3])
+def test_every_batch_of_every_epoch_draws_something_else(column: int) -> None:
+    """From each of the three generators."""
+    drawn = epochs(Loader(Augmented(), batch_size=4, seed=7), 2)
+    assert len({float(batch[0, column]) for batch in drawn}) == len(drawn) == 12
+
+
 def order(seed: int, epoch: int, num_samples: int = 20) -> list[int]:
     loader = Loader(range(num_samples), batch_size=num_samples, seed=seed)
     loader.load_state_dict({**loader.state_dict(), "epoch": epoch})

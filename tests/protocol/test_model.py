@@ -34,7 +34,7 @@ CAUGHT = {
     "fence_after_put": ("takeover", "V3"),
     "retired_before_deleting": ("rollback", "V5"),
     "fence_after_retired": ("rollback", "V5"),
-    "mark_for_each_epoch": ("dead deleter", "V5"),
+    "mark_for_each_epoch": ("dead deleter", "V8"),
     "pins_after_retired": ("pins", "V8"),
     "pin_reads_retired": ("pins", "V8"),
     "pin_reads_manifest": ("pins", "V8"),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from textwrap import shorten
 
+from rich import box
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import (
@@ -77,6 +78,11 @@ def _killing(life: Life) -> str:
 def show(console: Console, record: Record) -> None:
     """Print the table of kills and whether the two runs are the same."""
     console.print(_table(record.killed))
+    console.print(
+        "saving: the step whose save was under way; redone: steps; stall: how long the\n"
+        "loop stood still for a save (median); bytes: written since the process began\n",
+        highlight=False,
+    )
     for text in _damage(record.killed):
         console.print(text, highlight=False, markup=False)
     checkpoint = record.undisturbed.lives[0].checkpoint_nbytes
@@ -94,8 +100,9 @@ def show(console: Console, record: Record) -> None:
     num_steps = len(record.undisturbed.losses)
     console.print(
         f"Losses that differ, of {num_steps} steps: {record.num_differing_losses}\n"
-        f"Final state, undisturbed: {record.undisturbed.digest}\n"
-        f"Final state, killed:      {record.killed.digest}",
+        "Digests of the final states, weights, moments, generators and all:\n"
+        f"undisturbed  {record.undisturbed.digest}\n"
+        f"killed       {record.killed.digest}",
         highlight=False,
     )
     if record.is_identical:
@@ -105,17 +112,9 @@ def show(console: Console, record: Record) -> None:
 
 
 def _table(run: Run) -> Table:
-    table = Table(title="What the kills did", title_justify="left")
-    for title in (
-        "kill",
-        "at step",
-        "in the\nsave of",
-        "rejected",
-        "resumed\nfrom",
-        "steps\nredone",
-    ):
-        table.add_column(title, justify="right")
-    for title in ("saves", "stall\nper save", "bytes\nwritten"):
+    table = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
+    titles = "kill/at step/saving/rejected/resumed/redone/saves/stall/bytes"
+    for title in titles.split("/"):
         table.add_column(title, justify="right")
     for number, (life, after) in enumerate(pairwise(run.lives), start=1):
         table.add_row(

@@ -1,0 +1,1 @@
+"""How, in time and under failure: stage, save, load, claim, commit, resolve."""

@@ -141,9 +141,7 @@ class Saver:
         except (OutcomeUnknown, DeadlineExceeded):
             self._owner.is_clean = False
             raise
-        return Entry(
-            name=attempt.name, folder=attempt.folder, manifest=manifest, marks=Marks()
-        )
+        return Entry(name=attempt.name, folder=attempt.folder, manifest=manifest, marks=Marks())
 
     def _unchanged(self, staged: Staged, request: SaveRequest) -> Entry | None:
         """The checkpoint on which the run stands, when this save would write it once more."""

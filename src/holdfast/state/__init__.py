@@ -1,0 +1,1 @@
+"""What is saved: modules, optimizers, generators, trees; and how it is applied."""

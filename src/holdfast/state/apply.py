@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import modules, optimizers
-from holdfast.state.capture import global_generators
 from holdfast.state.components import RNG, check_state, kind_of
+from holdfast.state.merge import Claims
 from holdfast.state.names import ParameterNames, parameter_names
 from holdfast.state.plans import GeneratorPlan, ObjectPlan, Plan, RngPlan, TreePlan
 from holdfast.state.problems import Problems, Rename, Skip, Wishes
@@ -50,8 +50,11 @@ class StoredComponent:
 class Prepared:
     """A load whose every check has passed. Nothing live has changed yet."""
 
-    def __init__(self, plans: Mapping[str, Plan], notes: tuple[str, ...]) -> None:
-        self._plans = plans
+    def __init__(
+        self, plans: Mapping[str, Plan], protected: Sequence[Tensor], notes: tuple[str, ...]
+    ) -> None:
+        self._plans: Mapping[str, Plan] | None = plans
+        self._protected = protected
         self.needed: Mapping[str, tuple[str, ...]] = {
             name: plan.needed for name, plan in plans.items()
         }
@@ -67,13 +70,19 @@ class Prepared:
 
         Raises:
             FormatError: a stored value is not valid; nothing was changed.
+            MismatchError: one live tensor would get two values; nothing was changed.
             OpaqueLoadFailed: something failed when other state was already replaced.
         """
-        for name, plan in self._plans.items():
-            plan.prepare(tensors.get(name, {}))
-        for name, plan in self._plans.items():
+        if self._plans is None:
+            raise UsageError("this load was applied before; prepare another")
+        # The plans hold on to the read buffers, so they go when they are done.
+        plans, self._plans = self._plans, None
+        claims = Claims(self._protected)
+        for name, plan in plans.items():
+            plan.prepare(tensors.get(name, {}), claims)
+        for name, plan in plans.items():
             _run(name, plan.apply)
-        for name, plan in sorted(self._plans.items(), key=lambda item: item[1].turn):
+        for name, plan in sorted(plans.items(), key=lambda item: item[1].turn):
             _run(name, plan.finish)
 
 
@@ -136,7 +145,12 @@ def prepare(
     if not strict:
         problems.tolerate()
     problems.raise_if_any(where)
-    return Prepared(plans, tuple(problems.notes))
+    return Prepared(plans, _module_tensors(state), tuple(problems.notes))
+
+
+def _module_tensors(state: Mapping[str, Any]) -> list[Tensor]:
+    modules_ = [value for value in state.values() if isinstance(value, nn.Module)]
+    return [tensor for module in modules_ for tensor in (*module.parameters(), *module.buffers())]
 
 
 def _chosen(
@@ -189,7 +203,7 @@ def _plan(
         problems.other.append(f"{name}: stored as {stored.kind[:20]}, live it is a {kind}")
         return None
     if kind == RNG:
-        return RngPlan(global_generators(), stored.tensors)
+        return RngPlan(stored.tensors)
     live = state[name]
     if kind == "module":
         return modules.ModulePlan(name, modules.inspect(live), stored.tensors)

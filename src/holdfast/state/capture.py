@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import platform
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from holdfast.errors import UnsupportedState
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.components import RNG, Kind, check_state, kind_of
-from holdfast.state.generators import device_generators
+from holdfast.state.generators import global_generators
 from holdfast.state.leaves import Leaves
 from holdfast.state.modules import capture_module, not_saved
 from holdfast.state.names import ParameterNames, parameter_names
@@ -95,21 +91,6 @@ def _capture_one(
 def _capture_rng(offenders: list[tuple[str, str]]) -> CapturedComponent:
     leaves = Leaves(component=RNG)
     return _finished("rng", encode(global_generators(), leaves), leaves, offenders)
-
-
-def global_generators() -> dict[str, Any]:
-    """Every global generator of this process, and the versions on which their streams depend."""
-    return {
-        "python": random,
-        "numpy": np.random,
-        "torch": torch.default_generator,
-        "devices": dict(device_generators()),
-        "versions": {
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "torch": str(torch.__version__),
-        },
-    }
 
 
 def _finished(

@@ -6,6 +6,7 @@ not check the positions inside a state that it is given, and reads out of bounds
 
 from __future__ import annotations
 
+import platform
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -52,25 +53,21 @@ class DeviceGenerator:
 
     def get_state(self) -> Tensor:
         """The state as bytes on the CPU."""
-        module: Any = torch.get_device_module(self.type)
-        state: Tensor = module.get_rng_state() if self._is_single() else self._indexed_state()
+        state: Tensor = self._module.get_rng_state(*self._which)
         return state
 
     def set_state(self, state: Tensor) -> None:
         """Set the state."""
-        module: Any = torch.get_device_module(self.type)
-        if self._is_single():
-            module.set_rng_state(state)
-        else:
-            module.set_rng_state(state, self.index)
+        self._module.set_rng_state(state, *self._which)
 
-    def _indexed_state(self) -> Tensor:
-        module: Any = torch.get_device_module(self.type)
-        state: Tensor = module.get_rng_state(self.index)
-        return state
+    @property
+    def _module(self) -> Any:
+        return torch.get_device_module(self.type)
 
-    def _is_single(self) -> bool:
-        return self.type == "mps"
+    @property
+    def _which(self) -> tuple[int, ...]:
+        # There is one such device, and its functions take no index.
+        return () if self.type == "mps" else (self.index,)
 
 
 def device_generators(*, initialise: bool = False) -> dict[str, list[DeviceGenerator]]:
@@ -78,18 +75,30 @@ def device_generators(*, initialise: bool = False) -> dict[str, list[DeviceGener
 
     With `initialise`, also of accelerators that are present and not yet in use.
     """
-    if not torch.accelerator.is_available():
-        return {}
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
+    if accelerator is None or not torch.accelerator.is_available():
         return {}
     module: Any = torch.get_device_module(accelerator.type)
-    in_use = getattr(module, "is_initialized", lambda: True)()
-    if not (in_use or initialise) or not hasattr(module, "get_rng_state"):
+    is_in_use = getattr(module, "is_initialized", lambda: True)()
+    if not (is_in_use or initialise) or not hasattr(module, "get_rng_state"):
         return {}
-    count = torch.accelerator.device_count()
-    kind = accelerator.type
+    kind, count = accelerator.type, torch.accelerator.device_count()
     return {kind: [DeviceGenerator(type=kind, index=i) for i in range(count)]}
+
+
+def global_generators(*, initialise: bool = False) -> dict[str, Any]:
+    """Every global generator of this process, and the versions on which their streams depend."""
+    return {
+        "python": random,
+        "numpy": np.random,
+        "torch": torch.default_generator,
+        "devices": dict(device_generators(initialise=initialise)),
+        "versions": {
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "torch": str(torch.__version__),
+        },
+    }
 
 
 def kind_of(value: object) -> str | None:

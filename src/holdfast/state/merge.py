@@ -6,18 +6,19 @@ into, containers refilled, generators set. Two stored values never end in one li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from holdfast.errors import MismatchError
 from holdfast.format.objects import EnumValue, GeneratorState, TensorRef
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
 from holdfast.state.dtypes import DTYPE_NAMES
-from holdfast.state.leaves import refusal
+from holdfast.state.leaves import identity, refusal
 from holdfast.state.trees import Kept, Lifting, owned, present_device, revived
 
 
@@ -55,8 +56,13 @@ class Claims:
     first improvement). Copying the stored tree into them would overwrite the model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, protected: Iterable[Tensor] = ()) -> None:
+        """`protected`: tensors into whose memory only their own values go."""
         self._taken: set[Any] = set()
+        self._first: dict[Hashable, tuple[str, Tensor]] = {}
+        for tensor in protected:
+            if refusal(tensor) is None:
+                self.take_storage(tensor)
 
     def take(self, who: Any) -> bool:
         """True the first time that `who` is asked for."""
@@ -68,6 +74,19 @@ class Claims:
     def take_storage(self, tensor: Tensor) -> bool:
         """As `take`, for the memory of a tensor: views of one storage may overlap."""
         return self.take(("storage", tensor.untyped_storage()._cdata))
+
+    def agree(self, path: str, live: Tensor, stored: Tensor) -> None:
+        """Several names of one live tensor, in several components, must bring the same bits.
+
+        Raises:
+            MismatchError: they do not.
+        """
+        first, known = self._first.setdefault(identity(live), (path, stored))
+        if known is not stored and not _same_bits(known, stored):
+            raise MismatchError(
+                "the checkpoint",
+                hint=f"{first} and {path} are one tensor here, and had two values when saved",
+            )
 
 
 def copy_tensors(pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -137,7 +156,9 @@ class Merge:
     def _container(self, live: Any, stored: Any, place: Place) -> Any:
         if id(stored) in self._made:
             return self._made[id(stored)]
-        target = live if type(live) is type(stored) and self._claims.take(id(live)) else type(stored)()
+        target = (
+            live if type(live) is type(stored) and self._claims.take(id(live)) else type(stored)()
+        )
         self._alive.append(stored)
         self._made[id(stored)] = target
         self._fill(live, target, stored, place)
@@ -206,6 +227,11 @@ class Merge:
             return stored
         self._edits.append(lambda: np.copyto(live, stored))
         return live
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    flat = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return one.numel() == 0 or torch.equal(*flat)
 
 
 def _peek(container: dict[Any, Any], key: Any) -> Any:

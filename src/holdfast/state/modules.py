@@ -22,6 +22,7 @@ from holdfast.state.problems import Problems, Wishes
 from holdfast.state.trees import Lifting, Skeleton, encode, nodes_in, owned
 
 _EXTRA_STATE = "_extra_state"
+_COLLISION = "two entries have this name once wrapper prefixes are stripped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,9 @@ class LiveModule:
     collisions: tuple[str, ...]
     """Clean names that two entries share."""
 
+    strange_keys: tuple[str, ...]
+    """Keys of the state_dict that are no text."""
+
     own_loading: frozenset[str]
     """Clean paths of submodules with loading code of their own."""
 
@@ -63,7 +67,8 @@ def inspect(wrapped: nn.Module) -> LiveModule:
     state = module.state_dict()
     raw_names: dict[str, str] = {}
     collisions = []
-    for raw in state:
+    names = [raw for raw in state if isinstance(raw, str)]
+    for raw in names:
         clean = cleaner.clean(raw)
         if raw_names.setdefault(clean, raw) != raw:
             collisions.append(clean)
@@ -75,6 +80,7 @@ def inspect(wrapped: nn.Module) -> LiveModule:
         leaves=_live_leaves(module, entries, cleaner),
         extras=_extras(module, entries, cleaner),
         collisions=tuple(collisions),
+        strange_keys=tuple(repr(raw)[:80] for raw in state if not isinstance(raw, str)),
         own_loading=frozenset(_own_loading(module, cleaner)),
     )
 
@@ -167,7 +173,9 @@ def capture_module(module: nn.Module, leaves: Leaves) -> bytes:
     """The tree of a module: clean name -> tensor or extra state."""
     live = inspect(module)
     for name in live.collisions:
-        leaves.refuse(name, "two entries have this name once wrapper prefixes are stripped")
+        leaves.refuse(name, _COLLISION)
+    for key in live.strange_keys:
+        leaves.refuse(key, "a key of the state_dict that is no text")
     return encode(dict(live.entries), leaves)
 
 
@@ -191,7 +199,7 @@ class ModulePlan:
         if not all(isinstance(name, str) for name in names):
             raise FormatError(f"{component}'s tree is not that of a module")
         for name in live.collisions:
-            problems.offenders.append((f"{component}.{name}", "two entries have this name"))
+            problems.offenders.append((f"{component}.{name}", _COLLISION))
         renamed = wishes.rename.apply(stored.value, component)
         wanted = {
             new: stored.value[old]
@@ -250,15 +258,14 @@ class ModulePlan:
 
     def prepare(self, tensors: Mapping[str, Tensor], claims: Claims) -> None:
         """Bring the bytes to the leaves they are for; nothing live changes."""
-        for leaf in self._live.leaves.values():
-            if refusal(leaf) is None:
-                claims.take_storage(leaf)
         lifting = Lifting(tensors)
         for name, value in self._values.items():
             if self._live.is_opaque or name in self._live.extras:
                 self._lifted[name] = lifting.lift_tree(value)
             else:
-                self._pairs.append((self._live.leaves[name], tensors[value.key]))
+                live, image = self._live.leaves[name], tensors[value.key]
+                claims.agree(f"{self._component}.{name}", live, image)
+                self._pairs.append((live, image))
 
     def apply(self) -> None:
         """Copy the leaves."""

@@ -320,9 +320,7 @@ class OptimizerPlan:
                     if isinstance(ref, TensorRef):
                         self._check_fused_slot(name, slot, self._specs[ref.key], problems)
 
-    def _check_fused_slot(
-        self, name: str, slot: Any, spec: TensorSpec, problems: Problems
-    ) -> None:
+    def _check_fused_slot(self, name: str, slot: Any, spec: TensorSpec, problems: Problems) -> None:
         parameter = self._live.parameters[name]
         shape = () if slot == "step" else tuple(parameter.shape)
         item_nbytes = 4 if slot == "step" else parameter.element_size()

@@ -77,6 +77,7 @@ class TreePlan:
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
         """Only the kind of the whole must fit: the inside is data."""
         self._stored = skeleton.value
+        problems.notes += skeleton.notes(self._component)
         is_dict = isinstance(self._live, dict)
         if not isinstance(self._stored, dict if is_dict else list):
             stored, live = type(self._stored).__name__, type(self._live).__name__
@@ -116,6 +117,7 @@ class ObjectPlan:
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
         """Put live values where the caller, or an enumeration, asks for them."""
         self._stored = skeleton.value
+        problems.notes += skeleton.notes(self._component)
         has_enums = any(isinstance(node, EnumValue) for node in nodes_in(self._stored))
         if has_enums or wishes.skip.any_inside(self._component):
             live = self._live.state_dict()
@@ -189,8 +191,7 @@ class RngPlan:
 
     turn = 2
 
-    def __init__(self, live: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
-        self._live = live
+    def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
         self._specs = specs
         self._plans: list[GeneratorPlan] = []
 
@@ -199,7 +200,8 @@ class RngPlan:
         stored = skeleton.value
         if not isinstance(stored, dict):
             raise FormatError(f"{RNG}: not the tree of the global generators")
-        live, here = _flat(self._live), _flat(stored)
+        globals_ = generators.global_generators(initialise=bool(stored.get("devices")))
+        live, here = _flat(globals_), _flat(stored)
         for name, node in here.items():
             if wishes.skip.path(RNG, name):
                 continue
@@ -207,11 +209,11 @@ class RngPlan:
                 problems.notes.append(f"{RNG}.{name}: no such generator here, not restored")
                 continue
             plan = GeneratorPlan(f"{RNG}.{name}", live[name], self._specs, turn=self.turn)
-            plan.check(Skeleton(node, ()), wishes, problems)
+            plan.check(Skeleton(value=node), wishes, problems)
             self._plans.append(plan)
         for name in live.keys() - here.keys():
             problems.notes.append(f"{RNG}.{name}: not in the checkpoint, left as it is")
-        problems.notes += _other_versions(stored.get("versions"), self._live["versions"])
+        problems.notes += _other_versions(stored.get("versions"), globals_["versions"])
 
     @property
     def needed(self) -> tuple[str, ...]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -118,11 +120,21 @@ def _as_tensor(array: np.ndarray[Any, Any]) -> Tensor:
     return torch.from_numpy(array)
 
 
-class Skeleton(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skeleton:
     """A stored tree, decoded and checked, whose tensors and generators are still nodes."""
 
     value: Any
-    keys: tuple[str, ...]
+
+    absent_devices: tuple[str, ...] = ()
+    """Devices that tensors were saved from and that are not here."""
+
+    def notes(self, component: str) -> list[str]:
+        """What a load without a live counterpart cannot restore."""
+        return [
+            f"{component}: saved from {device}, which is not here: on the CPU instead"
+            for device in self.absent_devices
+        ]
 
 
 def decode_skeleton(data: bytes, specs: Mapping[str, TensorSpec], *, what: str) -> Skeleton:
@@ -133,7 +145,7 @@ def decode_skeleton(data: bytes, specs: Mapping[str, TensorSpec], *, what: str) 
     """
     checking = _Checking(specs, what)
     value = decode_tree(data, lift=checking.lift, what=what)
-    return Skeleton(value, tuple(checking.keys))
+    return Skeleton(value=value, absent_devices=tuple(checking.absent_devices))
 
 
 class _Checking:
@@ -142,12 +154,13 @@ class _Checking:
     def __init__(self, specs: Mapping[str, TensorSpec], what: str) -> None:
         self._specs = specs
         self._what = what
-        self.keys: dict[str, None] = {}
+        self.absent_devices: dict[str, None] = {}
 
     def lift(self, node: Any) -> Any:
         if isinstance(node, TensorRef):
             self._spec(node.key)
-            present_device(node.device)
+            if present_device(node.device).type == "cpu" != node.device:
+                self.absent_devices[node.device] = None
         elif isinstance(node, ArrayRef):
             self._array(node.key)
         elif isinstance(node, GeneratorState):
@@ -158,7 +171,8 @@ class _Checking:
         spec = self._specs.get(key)
         if spec is None:
             raise FormatError(f"{self._what}: the index has no tensor {key[:80]!r}")
-        self.keys[key] = None
+        if spec.dtype not in dtypes.TORCH_DTYPES:
+            raise FormatError(f"{self._what}: {key[:80]!r}: this torch has no {spec.dtype[:20]}")
         return spec
 
     def _array(self, key: str) -> None:
@@ -311,6 +325,7 @@ def device_named(name: str) -> torch.device:
         raise FormatError(f"not a device: {name[:40]!r}") from err
 
 
+@lru_cache(maxsize=64)
 def present_device(name: str) -> torch.device:
     """The device of that name, or the CPU when this machine does not have it.
 

@@ -1,0 +1,1 @@
+"""Shipped for users and for us: store contract, faulty store, resume equivalence."""

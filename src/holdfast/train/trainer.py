@@ -136,7 +136,7 @@ class Trainer:
         "2ep", "1e9tok". What was done by earlier processes counts.
 
         Resumes from the newest usable checkpoint of the root. When the goal is reached already,
-        says so and changes nothing. On return the last step is durable.
+        says so and neither trains nor saves. On return the last step is durable.
 
         Raises:
             UsageError: `until` is not a goal, or counts what is not counted here.

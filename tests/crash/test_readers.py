@@ -1,0 +1,120 @@
+"""Readers while a writer saves, deletes and collects: they see whole checkpoints or none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast import errors
+from holdfast.engine import save as save_module
+from holdfast.engine import stage as stage_module
+from holdfast.manager import CheckpointManager
+
+WRITER = """
+import sys, torch
+from holdfast.manager import CheckpointManager
+from holdfast.policy.retention import Last
+tree = {"step": 0, "x": [torch.zeros(20000) for _ in range(4)]}
+with CheckpointManager(sys.argv[1], {"tree": tree}, keep=Last(2), sinks=()) as manager:
+    print("ready", flush=True)
+    for step in range(1, 10**9):
+        tree["step"] = step
+        for x in tree["x"]:
+            x.fill_(step)
+        manager.save(step).wait()
+        if step == 2:
+            print("going", flush=True)
+"""
+
+
+def read_beside_a_writer(root: Path, loads: int) -> int:
+    """Load so often while a writer lives; the number of checkpoints that went away under us."""
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(root)], stdout=subprocess.PIPE, text=True
+    )
+    assert writer.stdout is not None
+    try:
+        assert writer.stdout.readline() == "ready\n"
+        assert writer.stdout.readline() == "going\n"
+        return sum(not load_whole(root) for _ in range(loads))
+    finally:
+        writer.kill()
+        writer.wait()
+        writer.stdout.close()
+
+
+def load_whole(root: Path) -> bool:
+    """Load the newest one and check that it is of one step; False when it was deleted under us."""
+    tree = {"step": 0, "x": [torch.zeros(20000) for _ in range(4)]}
+    manager = CheckpointManager(root, {"tree": tree}, sinks=())
+    try:
+        found = manager.load()
+    except errors.NoCheckpoint:
+        return False
+    except errors.CorruptData as error:
+        if "missing" not in str(error):
+            raise
+        return False
+    finally:
+        manager.close()
+    assert values_of(tree) == {float(found.step)} == {float(tree["step"])}
+    return True
+
+
+def test_readers_beside_a_writer_see_whole_checkpoints(tmp_path: Path) -> None:
+    """R11: no torn load, no crash; a checkpoint that is deleted meanwhile is a clear error."""
+    gone = read_beside_a_writer(tmp_path, 150)
+    assert gone < 150
+
+
+@pytest.mark.long
+def test_ten_thousand_loads_beside_a_writer(tmp_path: Path) -> None:
+    """R11."""
+    assert read_beside_a_writer(tmp_path, 10_000) < 10_000
+
+
+def test_a_hundred_saves_hold_the_state_of_their_call(
+    ram_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R14: every tensor is changed right after save() returned."""
+    contaminated = save_and_change(ram_path, 100)
+    assert contaminated == 0
+    # The mutant copies in the background, when the tensors have changed already.
+    late: list[Callable[[], None]] = []
+    copy, write_files = stage_module._copy, save_module._write_files
+    monkeypatch.setattr(stage_module, "_copy", lambda *args: late.append(lambda: copy(*args)))
+
+    def copy_and_write(*args: Any) -> Any:
+        while late:
+            late.pop()()
+        return write_files(*args)
+
+    monkeypatch.setattr(save_module, "_write_files", copy_and_write)
+    assert save_and_change(ram_path / "mutant", 5) > 0
+
+
+def values_of(tree: dict[str, Any]) -> set[float]:
+    """The lowest and the highest value of each tensor."""
+    return {float(value) for x in tree["x"] for value in (x.min(), x.max())}
+
+
+def save_and_change(root: Path, number: int) -> int:
+    tree = {"x": [torch.zeros(4096) for _ in range(4)]}
+    bad = 0
+    with CheckpointManager(root, {"tree": tree}, sinks=(), preflight=False) as manager:
+        for step in range(1, number + 1):
+            for x in tree["x"]:
+                x.fill_(step)
+            pending = manager.save(step)
+            for x in tree["x"]:
+                x.fill_(-1)
+            pending.wait()
+            manager.load(f"step={step}", components=["tree"])
+            bad += values_of(tree) != {float(step)}
+    return bad

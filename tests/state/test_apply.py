@@ -1,0 +1,280 @@
+"""A load as a whole: all checks first, everything or nothing, and in which order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from holdfast.errors import FormatError, HoldfastError, MismatchError, UsageError
+from holdfast.format.objects import TensorRef, encode_tree
+from holdfast.state.apply import OpaqueLoadFailed, StoredComponent
+from holdfast.state.capture import capture
+from state.roundtrip import assert_same_tensors, digest, image, small_model, train
+
+
+class Recorder:
+    """An object that notes when it is loaded, and what it then sees."""
+
+    def __init__(self, log: list[str], name: str, model: nn.Module | None = None) -> None:
+        self.log, self.name, self.model = log, name, model
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        seen = "" if self.model is None else f" {self.model.weight[0, 0].item():.0f}"
+        self.log.append(self.name + seen)
+
+
+def whole(seed: int) -> dict[str, Any]:
+    model = small_model(seed)
+    optimizer = optim.AdamW(model.parameters(), lr=0.01)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
+        "ema": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        "sampler": torch.Generator().manual_seed(seed),
+        "progress": {"seen": seed, "log": [seed]},
+    }
+
+
+def test_n_and_m_steps_are_the_same_bits_with_a_load_between() -> None:
+    """Invariant 7, over every kind of component at once."""
+    one = whole(1)
+    train(one["model"], one["optimizer"], 3, scheduler=one["scheduler"])
+    saved = image(one)
+    train(one["model"], one["optimizer"], 3, scheduler=one["scheduler"])
+    one_draw = torch.rand(3, generator=one["sampler"])
+
+    two = whole(2)
+    saved.load(two)
+    train(two["model"], two["optimizer"], 3, scheduler=two["scheduler"])
+    assert torch.equal(one_draw, torch.rand(3, generator=two["sampler"]))
+    assert digest(one) == digest(two)
+
+
+def test_a_refused_load_lists_everything_and_changes_nothing() -> None:
+    """D18, D32, invariant 6: one bad leaf anywhere, and every component stays as it was."""
+    saved = image(whole(1))
+    live = whole(2)
+    train(live["model"], live["optimizer"], 1)
+    live["model"][4] = nn.Linear(8, 4).to(torch.float16)
+    live["optimizer"].param_groups[0]["lr"] = torch.tensor(0.5)
+    live["sampler"] = torch.Generator().manual_seed(7)
+    live["progress"] = [1]
+    live["extra"] = {}
+    before = digest(live)
+    with pytest.raises(MismatchError) as caught:
+        saved.prepare(live)
+    text = str(caught.value)
+    assert digest(live) == before
+    assert caught.value.missing[0] == "extra (the whole component)"
+    assert any(line.startswith("model.4.weight") for line in caught.value.wrong_shape)
+    assert any(line.startswith("model.4.bias") for line in caught.value.wrong_dtype)
+    assert "progress: stored a dict, live a list" in text
+    assert "nothing was changed" in text
+
+
+def test_a_damaged_part_found_late_still_changes_nothing() -> None:
+    """D18: bytes that no generator takes are found before the first leaf is written."""
+    saved, live = image(whole(1)), whole(2)
+    saved.tensors["rng"]["torch.state"].fill_(255)
+    before = digest(live)
+    with pytest.raises(FormatError):
+        saved.load(live)
+    assert digest(live) == before
+
+
+def test_foreign_objects_come_after_all_leaves_in_their_order() -> None:
+    log: list[str] = []
+    model = nn.Linear(1, 1)
+    state = {"b": Recorder(log, "b", model), "a": Recorder(log, "a"), "model": model}
+    saved = image(state)
+    saved.tensors["model"]["weight"].fill_(5)
+    saved.load(state)
+    assert log == ["b 5", "a"]
+
+
+def test_a_failure_of_foreign_code_is_an_error_of_ours_with_its_cause() -> None:
+    """Invariant 6."""
+
+    class Failing(Recorder):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise ZeroDivisionError("no")
+
+    state = {"x": Failing([], "x")}
+    with pytest.raises(OpaqueLoadFailed, match="ZeroDivisionError: no") as caught:
+        image(state).load(state)
+    assert isinstance(caught.value, HoldfastError)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_a_prepared_load_is_applied_once() -> None:
+    state = {"data": {"x": torch.ones(2)}}
+    saved = image(state)
+    prepared = saved.prepare(state)
+    prepared.apply(saved.tensors)
+    with pytest.raises(UsageError, match="applied before"):
+        prepared.apply(saved.tensors)
+
+
+def test_only_the_needed_tensors_are_asked_for() -> None:
+    saved = image(whole(1))
+    prepared = saved.prepare(whole(2), components=["model"], skip=["model.0"])
+    assert set(prepared.needed) == {"model"}
+    assert "0.weight" not in prepared.needed["model"]
+    assert "1.weight" in prepared.needed["model"]
+
+
+def test_weights_alone_load_without_the_optimizer() -> None:
+    original, live = whole(1), whole(2)
+    train(original["model"], original["optimizer"], 2)
+    image(original).load({"model": live["model"]}, components=["model"])
+    assert_same_tensors(original["model"].state_dict(), live["model"].state_dict())
+
+
+def test_a_tree_that_holds_the_models_own_tensors_does_not_overwrite_the_model() -> None:
+    """`best = model.state_dict()` before the first improvement: the weights, by reference."""
+    original = nn.Linear(2, 2)
+    state = {
+        "model": original,
+        "best": {k: torch.zeros_like(v) for k, v in original.state_dict().items()},
+    }
+    live = nn.Linear(2, 2)
+    best = {k: v.detach() for k, v in live.state_dict().items()}
+    for order in (("model", "best"), ("best", "model")):
+        image(state).load({name: {"model": live, "best": best}[name] for name in order})
+        assert torch.equal(live.weight, original.weight)
+        assert best["weight"].tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_a_tree_loaded_alone_does_not_overwrite_the_model_either() -> None:
+    live = nn.Linear(2, 2)
+    best = {"weight": live.weight.detach()}
+    kept = live.weight.clone()
+    saved = image({"model": nn.Linear(2, 2), "best": {"weight": torch.zeros(2, 2)}})
+    saved.load({"model": live, "best": best}, components=["best"])
+    assert torch.equal(live.weight, kept)
+    assert best["weight"].tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_one_module_under_two_names_goes_round() -> None:
+    def build() -> dict[str, Any]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        model[0].bias.data[0] = float("nan")
+        return {"model": model, "trunk": model[0]}
+
+    original, resumed = build(), build()
+    image(original).load(resumed)
+    assert_same_tensors(original["model"].state_dict(), resumed["model"].state_dict())
+
+
+def test_two_modules_that_became_one_are_refused_when_their_values_differ() -> None:
+    shared = nn.Linear(2, 2)
+    state = {"model": shared, "ema": shared}
+    saved = image({"model": nn.Linear(2, 2), "ema": nn.Linear(2, 2)})
+    before = digest(state)
+    with pytest.raises(MismatchError, match="are one tensor here, and had two values"):
+        saved.load(state)
+    assert digest(state) == before
+
+
+def test_a_checkpoint_whose_slots_are_too_small_for_a_fused_kernel_is_refused() -> None:
+    """Invariant 5: the kernel trusts the slot's size and writes beyond its end."""
+
+    def build(**options: Any) -> dict[str, Any]:
+        model = nn.Linear(64, 64)
+        optimizer = optim.Adam(model.parameters(), **options)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    small, narrow = build(fused=True), build(fused=True)
+    small["optimizer"].state[small["model"].weight]["exp_avg"] = torch.ones(1)
+    slots = narrow["optimizer"].state[narrow["model"].weight]
+    slots["exp_avg"] = slots["exp_avg"].to(torch.float16)
+    slots["step"] = torch.zeros((), dtype=torch.float16)
+    with pytest.raises(MismatchError) as caught:
+        image(small).prepare(build(fused=True))
+    assert caught.value.wrong_shape == [
+        "optimizer.weight.exp_avg: stored [1], fused it is [64, 64]"
+    ]
+    with pytest.raises(MismatchError) as caught:
+        image(narrow).prepare(build(fused=True))
+    assert len(caught.value.wrong_dtype) == 2
+    small["optimizer"].param_groups[0]["fused"] = None
+    with pytest.raises(MismatchError):
+        image(small).prepare(build(fused=True))
+    image(small).prepare(build())
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {}], ids=str)
+def test_slots_of_channels_last_weights_get_their_strides(options: dict[str, bool]) -> None:
+    """Invariant 7: a fused kernel pairs elements by place, so contiguous moments would be mixed."""
+
+    def build(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        return {"model": model, "optimizer": optim.Adam(model.parameters(), **options)}
+
+    def steps(state: dict[str, Any], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(3):
+            for parameter in state["model"].parameters():
+                parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(torch.randn(parameter.shape, generator=generator))
+            state["optimizer"].step()
+
+    original, resumed = build(1), build(2)
+    steps(original, 1)
+    image(original).load(resumed)
+    slots = resumed["optimizer"].state[resumed["model"].weight]
+    assert slots["exp_avg"].stride() == resumed["model"].weight.stride()
+    steps(original, 2)
+    steps(resumed, 2)
+    assert digest(original) == digest(resumed)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="for a machine without an accelerator")
+def test_tensors_of_a_device_that_is_not_here_come_to_the_cpu_with_a_note() -> None:
+    live: dict[str, Any] = {}
+    saved = image({"data": {"x": torch.ones(2)}})
+    saved.stored["data"] = StoredComponent(
+        name="data",
+        kind="tree",
+        tree=encode_tree({"x": TensorRef("x", "cuda:0")}),
+        tensors=saved.stored["data"].tensors,
+    )
+    prepared = saved.load({"data": live})
+    assert prepared.notes == ("data: saved from cuda:0, which is not here: on the CPU instead",)
+    assert live["x"].tolist() == [1.0, 1.0]
+
+
+def test_the_same_live_state_gives_the_same_capture_twice() -> None:
+    state = whole(1)
+    train(state["model"], state["optimizer"], 1)
+    first, second = capture(state), capture(state)
+    for name, component in first.components.items():
+        assert component.tree == second.components[name].tree
+        assert component.specs == second.components[name].specs
+
+
+def test_a_distributed_wrapper_leaves_no_trace() -> None:
+    dist = pytest.importorskip("torch.distributed")
+    if not dist.is_gloo_available():
+        pytest.skip("needs gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+        names = list(capture({"model": wrapped}).components["model"].tensors)
+        plain = nn.Linear(2, 2)
+        image({"model": plain}).load({"model": wrapped})
+        assert torch.equal(wrapped.module.weight, plain.weight)
+    finally:
+        dist.destroy_process_group()
+    assert names == ["weight", "bias"]
