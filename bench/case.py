@@ -13,7 +13,7 @@ from pathlib import Path
 from time import perf_counter
 
 from bench.limits import measure as measure_limits
-from bench.machine import PeakMemory, disk_nbytes, drop_cache
+from bench.machine import PeakMemory, back_memory, disk_nbytes, drop_cache
 from bench.peers import PEERS
 from bench.states import StateSpec, build
 
@@ -31,6 +31,8 @@ class Case:
     reader: str
     spec: StateSpec
     folder: Path
+    backs_memory: bool = True
+    """Whether free memory is touched before each measured call (`machine.back_memory`)."""
 
     @property
     def name(self) -> str:
@@ -61,16 +63,17 @@ def run(case: Case, reply: Connection) -> None:
 def _save(case: Case) -> dict[str, list[float]]:
     state = build(case.spec)
     state.fill(SEED)
-    gc.collect()
     peak = PeakMemory()
     saver = PEERS[case.peer].saver(state, case.folder)
     stalls, durables = [], []
     for number in range(SAVES):
-        start = perf_counter()
-        finish = saver.begin(number)
-        stalls.append(perf_counter() - start)
-        finish()
-        durables.append(perf_counter() - start)
+        _settle(case, state.nbytes)
+        with peak.watch():
+            start = perf_counter()
+            finish = saver.begin(number)
+            stalls.append(perf_counter() - start)
+            finish()
+            durables.append(perf_counter() - start)
     figures = {
         "nbytes": [float(state.nbytes)],
         "num_tensors": [float(state.num_tensors)],
@@ -78,7 +81,7 @@ def _save(case: Case) -> dict[str, list[float]]:
         "first_durable_s": durables[:1],
         "stall_s": stalls[1:],
         "durable_s": durables[1:],
-        "peak_extra_nbytes": [float(peak.extra_nbytes())],
+        "peak_extra_nbytes": [float(peak.extra_nbytes)],
         "disk_nbytes": [disk_nbytes(case.folder) / SAVES],
     }
     saver.close()
@@ -89,15 +92,15 @@ def _load(case: Case) -> dict[str, list[float]]:
     reader = PEERS[case.peer].readers[case.reader]
     state = build(case.spec)
     cold_share = drop_cache(case.folder)
-    gc.collect()
     peak = PeakMemory()
     seconds = []
     for _ in range(1 + WARM_LOADS):
-        start = perf_counter()
-        loaded = reader.load(state, case.folder)
-        seconds.append(perf_counter() - start)
+        _settle(case, state.nbytes)
+        with peak.watch():
+            start = perf_counter()
+            loaded = reader.load(state, case.folder)
+            seconds.append(perf_counter() - start)
         del loaded
-    extra = float(peak.extra_nbytes())
     wrong = state.count_wrong(SEED) if reader.applies else 0
     if wrong:
         raise RuntimeError(f"{case.reader}: {wrong} tensors are not what was saved")
@@ -105,15 +108,21 @@ def _load(case: Case) -> dict[str, list[float]]:
         "cold_share": [cold_share],
         "cold_s": seconds[:1],
         "warm_s": seconds[1:],
-        "peak_extra_nbytes": [extra],
+        "peak_extra_nbytes": [float(peak.extra_nbytes)],
     }
 
 
 def _limits(case: Case) -> dict[str, list[float]]:
     nbytes = build(case.spec).nbytes
-    gc.collect()
-    figures = measure_limits(nbytes, case.folder)
+    figures = measure_limits(nbytes, case.folder, settle=lambda: _settle(case, nbytes))
     return {"nbytes": [float(nbytes)]} | {name: [value] for name, value in figures.items()}
+
+
+def _settle(case: Case, nbytes: int) -> None:
+    """Before each measured call: no garbage, and memory for a copy and for the files."""
+    gc.collect()
+    if case.backs_memory:
+        back_memory(2 * nbytes)
 
 
 def preload() -> None:

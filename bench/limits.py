@@ -21,13 +21,17 @@ BLOCK_NBYTES = 8 * 1024 * 1024
 _PAGE = mmap.PAGESIZE
 
 
-def measure(nbytes: int, folder: Path) -> dict[str, float]:
-    """Seconds for each limit on `nbytes` bytes; files go to `folder`."""
+def measure(nbytes: int, folder: Path, *, settle: Callable[[], None]) -> dict[str, float]:
+    """Seconds for each limit on `nbytes` bytes; files go to `folder`.
+
+    `settle` is called before whatever takes new memory, anonymous or for pages of files.
+    """
     source = _random_memory(nbytes)
     num_threads = len(os.sched_getaffinity(0))
-    figures = dict(_memory(source, num_threads))
+    figures = dict(_memory(source, num_threads, settle))
     figures |= _digests(source, num_threads)
-    figures |= _disk(source, folder, num_threads)
+    figures |= _writes(source, folder, num_threads, settle)
+    figures |= _reads(_random_memory(len(source)), folder / "buffered", num_threads, settle)
     return figures
 
 
@@ -41,8 +45,11 @@ def _random_memory(nbytes: int) -> memoryview:
     return memory
 
 
-def _memory(source: memoryview, num_threads: int) -> Iterator[tuple[str, float]]:
+def _memory(
+    source: memoryview, num_threads: int, settle: Callable[[], None]
+) -> Iterator[tuple[str, float]]:
     data = np.frombuffer(source, np.uint8)
+    settle()
     target = np.empty_like(data)
     yield "copy_fresh_s", _timed(lambda: np.copyto(target, data))
     yield "copy_touched_s", _timed(lambda: np.copyto(target, data))
@@ -63,20 +70,33 @@ def _digests(source: memoryview, num_threads: int) -> dict[str, float]:
     }
 
 
-def _disk(source: memoryview, folder: Path, num_threads: int) -> dict[str, float]:
-    figures = {
-        "direct_write_s": _write(source, folder / "direct", os.O_DIRECT, max(2, num_threads)),
-        "buffered_write_s": _write(source, folder / "buffered", 0, 1),
-        "buffered_write_all_s": _write(source, folder / "buffered_all", 0, num_threads),
-    }
+def _writes(
+    source: memoryview, folder: Path, num_threads: int, settle: Callable[[], None]
+) -> dict[str, float]:
+    """Leaves `folder/buffered`."""
+    direct_s = _write(source, folder / "direct", os.O_DIRECT, max(2, num_threads))
     (folder / "direct").unlink()
+    settle()
+    all_s = _write(source, folder / "buffered_all", 0, num_threads)
     (folder / "buffered_all").unlink()
-    target = _random_memory(len(source))
-    figures["cold_share"] = drop_cache(folder)
-    figures["cold_read_s"] = _read(target, folder / "buffered", 0, num_threads)
-    figures["warm_read_s"] = _read(target, folder / "buffered", 0, num_threads)
-    drop_cache(folder)
-    figures["direct_read_s"] = _read(target, folder / "buffered", os.O_DIRECT, max(2, num_threads))
+    settle()
+    one_s = _write(source, folder / "buffered", 0, 1)
+    return {
+        "direct_write_s": direct_s,
+        "buffered_write_s": one_s,
+        "buffered_write_all_s": all_s,
+    }
+
+
+def _reads(
+    target: memoryview, path: Path, num_threads: int, settle: Callable[[], None]
+) -> dict[str, float]:
+    figures = {"cold_share": drop_cache(path.parent)}
+    settle()
+    figures["cold_read_s"] = _read(target, path, 0, num_threads)
+    figures["warm_read_s"] = _read(target, path, 0, num_threads)
+    drop_cache(path.parent)
+    figures["direct_read_s"] = _read(target, path, os.O_DIRECT, max(2, num_threads))
     return figures
 
 

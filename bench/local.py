@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for number in range(-options.warmup, options.rounds):
             for spec in specs:
-                for case in _cases(spec, options.only, folder):
+                for case in _cases(spec, options, folder):
                     _report_progress(number, case)
                     outcome = _in_child(case)
                     if number >= 0:
@@ -69,18 +69,31 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--only", nargs="+", choices=["limits", *PEERS], default=["limits", *PEERS], help="cases"
     )
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where to write (a disk)")
+    parser.add_argument(
+        "--back-memory",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="touch free memory before each measured call, so that a virtual machine has it",
+    )
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     return parser.parse_args(arguments)
 
 
-def _cases(spec: StateSpec, only: Sequence[str], folder: Path) -> Iterator[Case]:
+def _cases(spec: StateSpec, options: argparse.Namespace, folder: Path) -> Iterator[Case]:
     """The cases of one round. Each peer's files live from its save to its last load."""
-    for peer in only:
+    for peer in options.only:
         case_folder = Path(tempfile.mkdtemp(prefix=f"{peer}-", dir=folder))
-        action = "limits" if peer == "limits" else "save"
-        yield Case(action=action, peer=peer, reader="", spec=spec, folder=case_folder)
+        first = Case(
+            action="limits" if peer == "limits" else "save",
+            peer=peer,
+            reader="",
+            spec=spec,
+            folder=case_folder,
+            backs_memory=options.back_memory,
+        )
+        yield first
         for reader in PEERS[peer].readers if peer in PEERS else ():
-            yield Case(action="load", peer=peer, reader=reader, spec=spec, folder=case_folder)
+            yield replace(first, action="load", reader=reader)
         shutil.rmtree(case_folder)
 
 

@@ -223,17 +223,18 @@ def test_close_raises_a_failure_that_nobody_fetched(tmp_path: Path) -> None:
         manager.close()
 
 
-def test_the_loop_own_error_is_not_masked_by_close(tmp_path: Path, recorder: Recorder) -> None:
-    """D46."""
-    run = new_run()
-    with (
-        pytest.raises(ZeroDivisionError),
-        run.manager(tmp_path, sinks=[recorder]) as manager,
-    ):
+def fail_with_a_bad_save_under_way(root: Path, recorder: Recorder) -> None:
+    with new_run().manager(root, sinks=[recorder]) as manager:
         manager.save(1).wait()
-        os.rename(tmp_path, f"{tmp_path}-gone")
+        os.rename(root, f"{root}-gone")
         manager.save(2)
         raise ZeroDivisionError
+
+
+def test_the_loop_own_error_is_not_masked_by_close(tmp_path: Path, recorder: Recorder) -> None:
+    """D46."""
+    with pytest.raises(ZeroDivisionError):
+        fail_with_a_bad_save_under_way(tmp_path, recorder)
     assert any("while closing" in event.message for event in recorder.of("save_failed"))
 
 

@@ -17,7 +17,6 @@ from holdfast.engine.commit import begin, commit
 from holdfast.engine.notes import annotate
 from holdfast.errors import (
     CommitConflict,
-    HoldfastError,
     NoCheckpoint,
     NotFound,
     OutcomeUnknown,
@@ -156,6 +155,15 @@ def _retain(store: Store, claim: Claim, *, has_committed: bool) -> None:
     )
 
 
+def deleter(claim: Claim) -> Actor:
+    """An owner whose retention runs."""
+
+    def actor(store: Store) -> None:
+        _retain(store, claim, has_committed=True)
+
+    return actor
+
+
 def taker(record: Record, *, rolls_back: bool, num_saves: int = 1) -> Actor:
     """A process that takes the run over from the latest, or from the oldest, and then saves."""
 
@@ -280,7 +288,3 @@ def check_standing(store: MemoryStore, record: Record) -> None:
 def is_lossy(key: str) -> bool:
     """Where the network is bad: manifests, claims and marks, but not the files."""
     return not key.endswith(_FILES)
-
-
-EXPECTED = (HoldfastError,)
-"""Errors that an actor may end with; anything else is a bug."""

@@ -7,7 +7,8 @@ sleeps, and every wait has a deadline.
 
 With `Faults` the seed also decides where a put's reply is lost, where a put stays in flight and
 lands later (or never), where a process stops for ever, and how long it is paused. `watch` is
-called after each step with the bare store, to check what must hold at every moment:
+called with the bare store after each step that changed it, to check what must hold at every
+moment:
 
     def saver(store):
         store.put("a", b"1", if_absent=True)
@@ -25,7 +26,7 @@ from __future__ import annotations
 import random
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from holdfast.errors import AlreadyExists, DeadlineExceeded, OutcomeUnknown
@@ -80,16 +81,19 @@ def run(
     *,
     store: MemoryStore | None = None,
     watch: Watch | None = None,
+    plan: Iterable[str] = (),
     deadline_s: float = DEADLINE_S,
 ) -> Trace:
     """Run the actors to their ends in an order that follows from `seed`.
 
+    `plan` names who makes the next step, for as long as it lasts; who has ended is passed over.
     `watch` may raise to end the run; its error is raised here.
 
     Raises:
         DeadlineExceeded: an actor did not come back to the store in time.
     """
     scheduler = _Scheduler(seed, store or MemoryStore("scheduled"), faults or Faults(), deadline_s)
+    scheduler.plan = iter(plan)
     return scheduler.run(actors, watch)
 
 
@@ -113,9 +117,12 @@ class _Scheduler:
         self.deadline_s = deadline_s
         self.trace = Trace(seed=seed)
         self.in_flight: list[tuple[str, bytes, bool]] = []
+        self.has_changed = False
+        """Whether anything was put or deleted since `watch` looked."""
         self._arrived = threading.Semaphore(0)
         self._threads: list[_Thread] = []
         self._last: _Thread | None = None
+        self.plan: Iterator[str] = iter(())
         self._stickiness = self.random.choice((0.0, 0.5, 0.9))
 
     def run(self, actors: Mapping[str, Actor], watch: Watch | None) -> Trace:
@@ -124,12 +131,10 @@ class _Scheduler:
                 self._start(name, actor)
             while any(not thread.is_done for thread in self._threads):
                 self._advance()
-                if watch is not None:
-                    watch(self.store)
+                self._look(watch)
             while self.in_flight:
                 self._land()
-                if watch is not None:
-                    watch(self.store)
+                self._look(watch)
         finally:
             self._stop_all()
         return self.trace
@@ -169,8 +174,17 @@ class _Scheduler:
         thread.go.release()
         self._wait(thread)
 
+    def _look(self, watch: Watch | None) -> None:
+        if watch is not None and self.has_changed:
+            self.has_changed = False
+            watch(self.store)
+
     def _pick(self) -> _Thread:
         alive = [thread for thread in self._threads if not thread.is_done]
+        names = {thread.name: thread for thread in alive}
+        planned = next((name for name in self.plan if name in names), None)
+        if planned is not None:
+            return names[planned]
         awake = [thread for thread in alive if not thread.is_asleep]
         if not awake:
             for thread in alive:
@@ -189,6 +203,7 @@ class _Scheduler:
             return
         try:
             self.store.put(key, data, if_absent=if_absent)
+            self.has_changed = True
         except AlreadyExists:
             self.trace.steps.append("... and finds the key taken")
 
@@ -249,6 +264,7 @@ class ScheduledStore:
             self._scheduler.in_flight.append((key, memoryview(data).tobytes(), if_absent))
             raise OutcomeUnknown(f"put {key}: no reply")
         self._inner.put(key, data, if_absent=if_absent)
+        self._scheduler.has_changed = True
         if trouble == "lose":
             self._note("... and the reply is lost")
             raise OutcomeUnknown(f"put {key}: no reply")
@@ -283,6 +299,7 @@ class ScheduledStore:
         for one in inside:
             self._step("delete", one)
             self._inner.delete(one)
+            self._scheduler.has_changed = True
 
     def _step(self, operation: str, key: str) -> None:
         self._scheduler.stop_before(self._thread, f"{operation} {_plain(key)}")

@@ -1,0 +1,401 @@
+"""SIGKILL at every single system call of a save, a deletion, gc or a resume. Run as a script.
+
+    python tests/crash/syscalls.py FOLDER --scenario later_save --calls all --stride 1
+
+A warm parent forks a child for each point, follows all of its threads with ptrace(2) and kills
+it when one thread is about to make its n-th call; that call is not made any more. Points are
+(thread, n), threads in the order of their creation, so that they mean the same in every run.
+`--calls changing` stops only at calls that can change what is in the store or tell somebody:
+between two of these a kill at any other call leaves the same bytes behind.
+
+Prints one JSON line; exit status 1 when a promise was broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import shutil
+import signal
+import struct
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import storm
+import torch
+
+from holdfast.care.gc import collect
+from holdfast.engine import commit as commit_module
+from holdfast.engine.commit import begin
+from holdfast.format import layout
+from holdfast.manager import CheckpointManager
+from holdfast.policy.retention import Last
+from holdfast.store.local import LocalStore
+
+NUM_ELEMENTS = 256
+Point = tuple[int, int]
+Act = Callable[[], None]
+
+# <sys/ptrace.h> and <linux/wait.h>.
+_SEIZE, _INTERRUPT, _CONTINUE_TO_CALL, _CALL_INFO = 0x4206, 0x4207, 24, 0x420E
+_OPTIONS = 0x1 | 0x8 | 1 << 20  # TRACESYSGOOD, TRACECLONE, EXITKILL
+_CALL_STOP = signal.SIGTRAP | 0x80
+_EVENT_CLONE, _EVENT_STOP = 3, 128
+_WAIT_ALL = 0x40000000
+_ENTRY = 1
+
+# Numbers from <asm/unistd.h>, by AUDIT_ARCH_*: what writes, names, removes or syncs files.
+_OPENAT = {0xC000003E: 257, 0xC00000B7: 56}
+_CHANGING = {
+    0xC000003E: {1, 18, 20, 74, 75, 76, 77, 82, 83, 84, 86, 87, 88, 91, 258, 263, 264, 265, 266}
+    | {285, 296, 316, 328},
+    0xC00000B7: {34, 35, 36, 37, 38, 45, 46, 47, 52, 64, 66, 68, 70, 82, 83, 276, 287},
+}
+_CREATES = os.O_CREAT | 0o20000000  # with __O_TMPFILE
+
+
+class Calls:
+    """ptrace(2) by way of the C library; Linux only."""
+
+    def __init__(self) -> None:
+        self._ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+        self._ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+        self._ptrace.restype = ctypes.c_long
+        self._info = ctypes.create_string_buffer(96)
+
+    def __call__(self, request: int, thread: int, data: int = 0) -> None:
+        """Raises `OSError`, unless the thread was killed meanwhile."""
+        if self._ptrace(request, thread, None, data) < 0:
+            number = ctypes.get_errno()
+            if not isinstance(OSError(number, ""), ProcessLookupError):
+                raise OSError(number, f"ptrace {request:#x}: {os.strerror(number)}")
+
+    def entered(self, thread: int) -> tuple[int, int, int] | None:
+        """Architecture, number and third argument of the call that is about to be made."""
+        size = len(self._info)
+        address = ctypes.addressof(self._info)
+        if self._ptrace(_CALL_INFO, thread, size, address) < 0 or self._info.raw[0] != _ENTRY:
+            return None
+        arch, number, third = struct.unpack_from("=4xI16xQ16xQ", self._info.raw)
+        return arch, number, third
+
+
+def is_changing(call: tuple[int, int, int]) -> bool:
+    """Whether a call can change a file or tell somebody; of an unknown machine, every call."""
+    arch, number, flags = call
+    if arch not in _CHANGING:
+        return True
+    return number in _CHANGING[arch] or (number == _OPENAT[arch] and bool(flags & _CREATES))
+
+
+@dataclass
+class Life:
+    """What was seen of a child: its points in order, whether it was killed, its exit status."""
+
+    points: list[Point] = field(default_factory=list)
+    killed: bool = False
+    status: int = 0
+
+
+class Tracer:
+    """Follows one child and its threads from call to call."""
+
+    def __init__(self, pid: int, *, only_changing: bool) -> None:
+        self._pid = pid
+        self._only_changing = only_changing
+        self._calls = Calls()
+        self._threads: dict[int, int] = {}
+        self._counts: Counter[int] = Counter()
+        self.life = Life()
+
+    def attach(self) -> None:
+        """Follow every thread that there is; later ones follow by themselves."""
+        for name in sorted(os.listdir(f"/proc/{self._pid}/task"), key=int):
+            self._calls(_SEIZE, int(name), _OPTIONS)
+            self._calls(_INTERRUPT, int(name))
+            self._number(int(name))
+
+    def follow(self, kill_at: Point | None) -> Life:
+        """Let it run to its end, or to the point."""
+        while True:
+            thread, status = os.waitpid(-1, _WAIT_ALL)
+            if os.WIFSTOPPED(status):
+                self._stopped(thread, os.WSTOPSIG(status), status >> 16, kill_at)
+            elif thread == self._pid:
+                self.life.status = os.waitstatus_to_exitcode(status)
+                return self.life
+
+    def _stopped(self, thread: int, number: int, event: int, kill_at: Point | None) -> None:
+        self._number(thread)
+        deliver = 0
+        if number == _CALL_STOP:
+            if self._at_call(thread) == kill_at is not None:
+                self.life.killed = True
+                os.kill(self._pid, signal.SIGKILL)
+                return
+        elif event not in (_EVENT_CLONE, _EVENT_STOP):
+            deliver = number
+        self._calls(_CONTINUE_TO_CALL, thread, deliver)
+
+    def _at_call(self, thread: int) -> Point | None:
+        call = self._calls.entered(thread)
+        if call is None or (self._only_changing and not is_changing(call)):
+            return None
+        number = self._threads[thread]
+        self._counts[number] += 1
+        point = (number, self._counts[number])
+        self.life.points.append(point)
+        return point
+
+    def _number(self, thread: int) -> None:
+        self._threads.setdefault(thread, len(self._threads))
+
+
+def become(state: dict[str, Any], step: int) -> None:
+    """Fill the state with a step."""
+    state["tree"]["step"] = step
+    for tensor in state["tree"]["tensors"]:
+        tensor.fill_(step)
+
+
+def manager_of(root: Path, state: dict[str, Any]) -> CheckpointManager:
+    return CheckpointManager(root, state, keep=Last(1), sinks=())
+
+
+def save_next(manager: CheckpointManager, state: dict[str, Any], told: int) -> None:
+    become(state, storm.step_of(state) + 1)
+    saved = manager.save(state["tree"]["step"]).wait()
+    os.write(told, f"{saved.step}\n".encode())
+    manager.wait()
+
+
+def first_save(root: Path, told: int) -> Act:
+    """A new root, with preflight, claim and close."""
+    state = storm.new_state(NUM_ELEMENTS)
+    manager = manager_of(root, state)
+
+    def act() -> None:
+        save_next(manager, state, told)
+        manager.close()
+
+    return act
+
+
+def later_save(root: Path, told: int) -> Act:
+    """A save after which retention deletes the one before, and close."""
+    state = storm.new_state(NUM_ELEMENTS)
+    manager = manager_of(root, state)
+    manager.resume()
+    manager.wait()
+
+    def act() -> None:
+        save_next(manager, state, told)
+        manager.close()
+
+    return act
+
+
+def gc(root: Path, told: int) -> Act:
+    """The removal of everything that a killed writer left."""
+    return lambda: void(collect(LocalStore(root)))
+
+
+def resume(root: Path, told: int) -> Act:
+    """Resume from what a killed writer left, with the removal of the rest, and close."""
+    state = storm.new_state(NUM_ELEMENTS)
+    manager = manager_of(root, state)
+
+    def act() -> None:
+        manager.resume()
+        manager.wait()
+        manager.close()
+
+    return act
+
+
+def void(_: object) -> None:
+    """For lambdas that return nothing."""
+
+
+def one_checkpoint(root: Path) -> int:
+    """A root with one checkpoint; its step."""
+    state = storm.new_state(NUM_ELEMENTS)
+    with manager_of(root, state) as manager:
+        save_next(manager, state, os.open(os.devnull, os.O_WRONLY))
+    return 1
+
+
+def leftovers(root: Path) -> int:
+    """Leave an attempt, a scratch folder and a half-done deletion, then die; the step before."""
+    one_checkpoint(root)
+    state = storm.new_state(NUM_ELEMENTS)
+    manager = manager_of(root, state)
+    manager.resume()
+    manager.wait()
+    store = LocalStore(root)
+    attempt = begin(store, label="left", epoch=2, sequence=7)
+    store.put(f"{attempt.folder}/{layout.INDEX}", b"half")
+    scratch = layout.scratch_folder(b"leftover")
+    store.make_folder(scratch)
+    store.put(f"{scratch}/file", b"probe")
+    commit_module.remove_files = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    save_next(manager, state, os.open(os.devnull, os.O_WRONLY))
+    raise AssertionError("retention was to kill this process")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is there before (its newest step is `before`), and what the child does."""
+
+    act: Callable[[Path, int], Act]
+    prepare: Callable[[Path], int] | None
+    before: int
+
+
+SCENARIOS = {
+    "first_save": Scenario(first_save, None, 0),
+    "later_save": Scenario(later_save, one_checkpoint, 1),
+    "gc": Scenario(gc, leftovers, 2),
+    "resume": Scenario(resume, leftovers, 2),
+}
+
+
+def files_first() -> None:
+    """Mutant: a deletion removes files while the manifest still says that they are there."""
+    commit_module._bury = lambda *_: None
+
+
+MUTANTS = {**storm.MUTANTS, "files_first": files_first}
+
+
+class Sweep:
+    """The warm parent. It stays single-threaded: what uses threads runs in forked children."""
+
+    def __init__(self, folder: Path, scenario: Scenario, *, only_changing: bool) -> None:
+        self._scenario = scenario
+        self._only_changing = only_changing
+        self._template = folder / "template"
+        self._root = folder / "root"
+        self.killed = self.missed = self.stuck = 0
+        self.bad: list[Point | None] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        if scenario.prepare is not None:
+            pid = storm.forked(lambda: void(scenario.prepare(self._template)))
+            os.waitpid(pid, 0)
+
+    def points(self) -> list[Point]:
+        """Every point of a few undisturbed lives."""
+        found: dict[Point, None] = {}
+        for _ in range(3):
+            found |= dict.fromkeys(self.live(None).points)
+        return list(found)
+
+    def trial(self, point: Point) -> None:
+        """Kill a child at the point, then look and go on with what it left."""
+        life = self.live(point)
+        if life.killed:
+            self.killed += 1
+        elif life.status == 0:
+            self.missed += 1
+        else:
+            self.stuck += 1
+
+    def live(self, kill_at: Point | None) -> Life:
+        """One child in a fresh copy of the root, and the checks after it."""
+        self._copy_template()
+        told, tell = os.pipe()
+        life = self._run(tell, kill_at)
+        os.close(tell)
+        with os.fdopen(told) as lines:
+            newest = max([self._scenario.before, *map(int, lines)])
+        if not storm.succeeds(lambda: self._check(newest)):
+            self.bad.append(kill_at)
+        return life
+
+    def _copy_template(self) -> None:
+        shutil.rmtree(self._root, ignore_errors=True)
+        if self._scenario.prepare is not None:
+            shutil.copytree(self._template, self._root, symlinks=True)
+
+    def _run(self, tell: int, kill_at: Point | None) -> Life:
+        (ready, got_ready), (go, let_go) = os.pipe(), os.pipe()
+
+        def child() -> None:
+            act = self._scenario.act(self._root, tell)
+            os.write(got_ready, b".")
+            os.read(go, 1)
+            act()
+
+        pid = storm.forked(child)
+        os.close(got_ready)
+        os.read(ready, 1)
+        tracer = Tracer(pid, only_changing=self._only_changing)
+        tracer.attach()
+        os.write(let_go, b".")
+        life = tracer.follow(kill_at)
+        for fd in (ready, go, let_go):
+            os.close(fd)
+        return life
+
+    def _check(self, newest: int) -> None:
+        """Nothing is lost or damaged, the run goes on, and gc leaves nothing but checkpoints."""
+        storm.look(self._root, NUM_ELEMENTS, newest)
+        state = storm.new_state(NUM_ELEMENTS)
+        with manager_of(self._root, state) as manager:
+            manager.resume()
+            step = storm.step_of(state)
+            if step < newest:
+                raise AssertionError(f"lost: {newest} was acknowledged, {step} was resumed")
+            save_next(manager, state, os.open(os.devnull, os.O_WRONLY))
+        storm.look(self._root, NUM_ELEMENTS, step + 1)
+        storm.clean_up(self._root)
+
+
+def sweep(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Go through the points; what was counted."""
+    began = time.perf_counter()
+    scenario = SCENARIOS[options.scenario]
+    found = Sweep(folder, scenario, only_changing=options.calls == "changing")
+    points = found.points()
+    chosen: Collection[Point] = points[options.offset :: options.stride]
+    for point in chosen:
+        found.trial(point)
+    return {
+        "points": len(points),
+        "threads": len({thread for thread, _ in points}),
+        "tried": len(chosen),
+        **{name: getattr(found, name) for name in ("killed", "missed", "stuck")},
+        "bad": len(found.bad),
+        "bad_points": found.bad[:10],
+        "took_s": round(time.perf_counter() - began, 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--scenario", choices=sorted(SCENARIOS), required=True)
+    parser.add_argument("--calls", choices=("all", "changing"), default="all")
+    parser.add_argument("--stride", type=int, default=1)
+    parser.add_argument("--offset", type=int, default=0)
+    parser.add_argument("--mutant", choices=sorted(MUTANTS))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    # One thread for input and output: with several, who takes a job would be chance.
+    os.cpu_count = lambda: 1
+    if options.mutant:
+        MUTANTS[options.mutant]()
+    counts = sweep(options.folder, options)
+    print(json.dumps(counts))
+    return 1 if counts["bad"] or counts["stuck"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

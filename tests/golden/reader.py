@@ -1,0 +1,225 @@
+"""A second reader of the format, written from docs/format.md alone: nothing of Holdfast is here.
+
+It reads a root whole, checks every digest, and gives plain values and arrays. Types that numpy
+lacks come as unsigned integers of their size.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import struct
+from collections import Counter, OrderedDict
+from datetime import datetime, timedelta
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+FOLDER = re.compile(r"(.+)\.([0-9]{4,10})-([0-9]{6,12})-([0-9a-f]{8})")
+DTYPES = {
+    **{"BOOL": "?", "U8": "<u1", "I8": "<i1", "U16": "<u2", "I16": "<i2", "U32": "<u4"},
+    **{"I32": "<i4", "U64": "<u8", "I64": "<i8", "F16": "<f2", "BF16": "<u2", "F32": "<f4"},
+    **{"F64": "<f8", "C32": "<u4", "C64": "<c8", "C128": "<c16", "F8_E4M3": "<u1"},
+    **{"F8_E5M2": "<u1", "F8_E4M3FNUZ": "<u1", "F8_E5M2FNUZ": "<u1", "F8_E8M0": "<u1"},
+}
+VIEWS = {"C128": "F64", "C32": "F16"}
+
+
+def strict_json(data: bytes) -> Any:
+    """JSON without repeated names and without numbers that are none."""
+
+    def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        assert len(dict(pairs)) == len(pairs), "a name twice"
+        return dict(pairs)
+
+    def refuse(name: str) -> Any:
+        raise AssertionError(f"{name} is not a number")
+
+    return json.loads(data.decode("utf-8"), object_pairs_hook=members, parse_constant=refuse)
+
+
+def expect_version(document: Any) -> None:
+    assert next(iter(document)) == "holdfast"
+    assert document["holdfast"] == 1
+    assert document.get("requires", []) == []
+
+
+def sealed(path: Path) -> dict[str, Any]:
+    """A sealed document (section 2)."""
+    data = path.read_bytes()
+    start = data.rindex(b"\n", 0, -1) + 1
+    document: dict[str, Any] = strict_json(data)
+    expect_version(document)
+    assert list(document)[1] == "kind"
+    assert list(document)[-1] == "digest"
+    seal = f'"digest": "blake3:{blake3(data[:start]).hexdigest()}"}}\n'
+    assert data[start:].decode() == seal
+    return document
+
+
+def file_digest(nbytes: int, block_digests: bytes) -> str:
+    """The digest of a file (section 3)."""
+    hasher = blake3(derive_key_context="holdfast 1 file")
+    hasher.update(nbytes.to_bytes(8, "little") + block_digests)
+    return f"blake3:{hasher.hexdigest()}"
+
+
+class Checkpoint:
+    """One committed checkpoint: `manifest`, `marks`, `arrays` and `trees` by component."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        label, epoch, sequence, id8 = self._fullmatch(folder.name)
+        assert (label, epoch, sequence) == tuple(manifest[k] for k in ("label", "epoch", "sequence"))
+        assert manifest["save_id"].startswith(id8)
+        self.marks = {p.name: sealed(p) for p in folder.glob("*.json") if self._is_mark(p.name)}
+        self.index = self._index()
+        self.arrays = {name: self._arrays(name) for name in manifest["components"]}
+        self.trees = {name: self._tree(name) for name in manifest["components"]}
+
+    @staticmethod
+    def _fullmatch(name: str) -> tuple[str, int, int, str]:
+        match = FOLDER.fullmatch(name)
+        assert match is not None
+        return match[1], int(match[2]), int(match[3]), match[4]
+
+    @staticmethod
+    def _is_mark(name: str) -> bool:
+        return re.fullmatch(r"notes-[0-9]{4}\.json|retired\.json|rejected\.json", name) is not None
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """The notes with the highest number."""
+        names = sorted(name for name in self.marks if name.startswith("notes-"))
+        return self.marks[names[-1]] if names else {"tags": [], "pinned": False}
+
+    def _index(self) -> dict[str, Any]:
+        """The index, once every file was read and fits manifest and index."""
+        index: dict[str, Any] = strict_json((self.folder / "index.json").read_bytes())
+        expect_version(index)
+        size = self.manifest["block_nbytes"]
+        assert index["block_nbytes"] == size
+        for name, entry in self.manifest["files"].items():
+            data = (self.folder / name).read_bytes()
+            parts = [data[start : start + size] for start in range(0, len(data), size)]
+            digests = b"".join(blake3(part).digest() for part in parts)
+            assert entry == {"nbytes": len(data), "digest": file_digest(len(data), digests)}
+            assert name == "index.json" or index["blocks"][name] == digests.hex()
+        assert index["blocks"].keys() == self.manifest["files"].keys() - {"index.json"}
+        return index
+
+    def _arrays(self, component: str) -> dict[str, np.ndarray[Any, Any]]:
+        columns = self.index["components"][component]
+        shards, listed = columns["shards"], self.manifest["components"][component]
+        assert listed["files"] == [f"{component}-00000.json", *columns["files"]]
+        assert listed["num_tensors"] == len(columns["names"])
+        assert listed["nbytes"] == sum(self.manifest["files"][f]["nbytes"] for f in listed["files"])
+        assert shards["offsets"] is None is shards["sizes"]
+        images = [(self.folder / name).read_bytes() for name in columns["files"]]
+        headers = [self._header(image, component) for image in images]
+        found = {}
+        for tensor, file, start in zip(
+            shards["tensor"], shards["file"], shards["start"], strict=True
+        ):
+            key, name = columns["names"][tensor], columns["dtypes"][tensor]
+            shape, dtype = columns["shapes"][tensor], np.dtype(DTYPES[name])
+            count = int(np.prod(shape, dtype=np.int64))
+            flat = np.frombuffer(images[file], dtype, count, start)
+            found[key] = flat.reshape(shape)
+            stored = (VIEWS.get(name, name), [*shape, 2] if name in VIEWS else shape)
+            assert headers[file].pop(key) == (*stored, start, start + flat.nbytes)
+        assert not any(headers), "a header with tensors that the index lacks"
+        return {key: found[key] for key in columns["names"]}
+
+    @staticmethod
+    def _header(image: bytes, component: str) -> dict[str, Any]:
+        """Key → (dtype, shape, first byte, end) of a tensor file (section 4)."""
+        length = int.from_bytes(image[:8], "little")
+        assert (8 + length) % 4096 == 0
+        header = strict_json(image[8 : 8 + length])
+        assert header.pop("__metadata__") == {"format": "holdfast", "component": component}
+        return {
+            key: (e["dtype"], e["shape"], *(8 + length + offset for offset in e["data_offsets"]))
+            for key, e in header.items()
+        }
+
+    def _tree(self, component: str) -> Any:
+        document = strict_json((self.folder / f"{component}-00000.json").read_bytes())
+        expect_version(document)
+        return Tree(self.arrays[component]).value(document["tree"])
+
+
+class Tree:
+    """Reads typed trees (section 6). What Python has no value for is (name, argument)."""
+
+    def __init__(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        self._arrays = arrays
+        self._containers: list[Any] = []
+
+    def value(self, node: Any, *, in_key: bool = False) -> Any:
+        if isinstance(node, list):
+            return self._container("", node, in_key)
+        if not isinstance(node, dict):
+            return node
+        name = next(iter(node), "")
+        if not name.startswith("$"):
+            return self._container("{}", node, in_key)
+        if name in ("$tuple", "$set", "$frozenset", "$dict", "$ordered", "$counter"):
+            return self._container(name, node[name], in_key)
+        return self._leaf(name, node[name])
+
+    def _container(self, name: str, inside: Any, in_key: bool) -> Any:
+        number = len(self._containers)
+        if not in_key:
+            self._containers.append(None)
+        is_keys = in_key or name in ("$set", "$frozenset")
+        if name == "{}":
+            value: Any = {key: self.value(item, in_key=in_key) for key, item in inside.items()}
+        elif name in ("$dict", "$ordered", "$counter"):
+            pairs = [(self.value(k, in_key=True), self.value(v, in_key=in_key)) for k, v in inside]
+            value = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}[name](dict(pairs))
+        else:
+            items = [self.value(item, in_key=is_keys) for item in inside]
+            types: dict[str, Any] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
+            value = types.get(name, list)(items)
+        if not in_key:
+            self._containers[number] = value
+        return value
+
+    def _leaf(self, name: str, inside: Any) -> Any:
+        if name in ("$tensor", "$array"):
+            return self._arrays[inside]
+        if name == "$same":
+            return self._containers[inside]
+        if name == "$float":
+            named = inside in ("inf", "-inf", "nan")
+            return float(inside) if named else struct.unpack(">d", bytes.fromhex(inside))[0]
+        if name == "$bytes":
+            return base64.b64decode(inside, validate=True)
+        if name == "$scalar":
+            return np.frombuffer(bytes.fromhex(inside[1]), DTYPES[inside[0]])[0]
+        if name == "$timedelta":
+            return timedelta(*inside)
+        if name == "$generator":
+            return (name, {key: self.value(item) for key, item in inside.items()})
+        if name == "$enum":
+            return (name, inside["type"], inside["name"], self.value(inside["value"]))
+        plain = {"$path": PurePosixPath, "$datetime": datetime.fromisoformat, "$size": tuple}
+        return plain[name](inside) if name in plain else (name, inside)
+
+
+def read_root(root: Path) -> tuple[dict[str, Any], list[Checkpoint]]:
+    """(name → document) of everything that is no checkpoint, and the checkpoints, oldest first."""
+    others = {f"writers/{path.name}": sealed(path) for path in (root / "writers").iterdir()}
+    found = []
+    for folder in (path for path in root.iterdir() if FOLDER.fullmatch(path.name)):
+        register = sealed(folder / "manifest.json")
+        if register["kind"] == "checkpoint":
+            found.append(Checkpoint(folder, register))
+        else:
+            others[folder.name] = register
+    return others, sorted(found, key=lambda c: (c.manifest["epoch"], c.manifest["sequence"]))
