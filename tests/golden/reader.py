@@ -18,13 +18,46 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-FOLDER = re.compile(r"(.+)\.([0-9]{4,10})-([0-9]{6,12})-([0-9a-f]{8})")
-DTYPES = {
-    **{"BOOL": "?", "U8": "<u1", "I8": "<i1", "U16": "<u2", "I16": "<i2", "U32": "<u4"},
-    **{"I32": "<i4", "U64": "<u8", "I64": "<i8", "F16": "<f2", "BF16": "<u2", "F32": "<f4"},
-    **{"F64": "<f8", "C32": "<u4", "C64": "<c8", "C128": "<c16", "F8_E4M3": "<u1"},
-    **{"F8_E5M2": "<u1", "F8_E4M3FNUZ": "<u1", "F8_E5M2FNUZ": "<u1", "F8_E8M0": "<u1"},
-}
+FOLDER = re.compile(r".+\.[0-9]{4,10}-[0-9]{6,12}-[0-9a-f]{8}")
+MARK = re.compile(r"(notes-[0-9]{4}|retired|rejected)\.json$")
+NAMES = [
+    "BOOL",
+    "U8",
+    "I8",
+    "U16",
+    "I16",
+    "U32",
+    "I32",
+    "U64",
+    "I64",
+    "F16",
+    "BF16",
+    "F32",
+    "F64",
+    "C32",
+    "C64",
+    "C128",
+]
+CODES = [
+    "?",
+    "u1",
+    "i1",
+    "<u2",
+    "<i2",
+    "<u4",
+    "<i4",
+    "<u8",
+    "<i8",
+    "<f2",
+    "<u2",
+    "<f4",
+    "<f8",
+    "<u4",
+    "<c8",
+    "<c16",
+]
+F8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0")
+DTYPES = {**dict(zip(NAMES, CODES, strict=True)), **dict.fromkeys(F8, "u1")}
 VIEWS = {"C128": "F64", "C32": "F16"}
 
 
@@ -53,8 +86,7 @@ def sealed(path: Path) -> dict[str, Any]:
     start = data.rindex(b"\n", 0, -1) + 1
     document: dict[str, Any] = strict_json(data)
     expect_version(document)
-    assert list(document)[1] == "kind"
-    assert list(document)[-1] == "digest"
+    assert (list(document)[1], list(document)[-1]) == ("kind", "digest")
     seal = f'"digest": "blake3:{blake3(data[:start]).hexdigest()}"}}\n'
     assert data[start:].decode() == seal
     return document
@@ -73,29 +105,12 @@ class Checkpoint:
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder = folder
         self.manifest = manifest
-        label, epoch, sequence, id8 = self._fullmatch(folder.name)
-        assert (label, epoch, sequence) == tuple(manifest[k] for k in ("label", "epoch", "sequence"))
-        assert manifest["save_id"].startswith(id8)
-        self.marks = {p.name: sealed(p) for p in folder.glob("*.json") if self._is_mark(p.name)}
+        epoch, sequence, id8 = manifest["epoch"], manifest["sequence"], manifest["save_id"][:8]
+        assert folder.name == f"{manifest['label']}.{epoch:04}-{sequence:06}-{id8}"
+        self.marks = {path.name: sealed(path) for path in folder.iterdir() if MARK.match(path.name)}
         self.index = self._index()
         self.arrays = {name: self._arrays(name) for name in manifest["components"]}
         self.trees = {name: self._tree(name) for name in manifest["components"]}
-
-    @staticmethod
-    def _fullmatch(name: str) -> tuple[str, int, int, str]:
-        match = FOLDER.fullmatch(name)
-        assert match is not None
-        return match[1], int(match[2]), int(match[3]), match[4]
-
-    @staticmethod
-    def _is_mark(name: str) -> bool:
-        return re.fullmatch(r"notes-[0-9]{4}\.json|retired\.json|rejected\.json", name) is not None
-
-    @property
-    def notes(self) -> dict[str, Any]:
-        """The notes with the highest number."""
-        names = sorted(name for name in self.marks if name.startswith("notes-"))
-        return self.marks[names[-1]] if names else {"tags": [], "pinned": False}
 
     def _index(self) -> dict[str, Any]:
         """The index, once every file was read and fits manifest and index."""
@@ -117,14 +132,12 @@ class Checkpoint:
         shards, listed = columns["shards"], self.manifest["components"][component]
         assert listed["files"] == [f"{component}-00000.json", *columns["files"]]
         assert listed["num_tensors"] == len(columns["names"])
-        assert listed["nbytes"] == sum(self.manifest["files"][f]["nbytes"] for f in listed["files"])
         assert shards["offsets"] is None is shards["sizes"]
         images = [(self.folder / name).read_bytes() for name in columns["files"]]
         headers = [self._header(image, component) for image in images]
         found = {}
-        for tensor, file, start in zip(
-            shards["tensor"], shards["file"], shards["start"], strict=True
-        ):
+        places = zip(shards["tensor"], shards["file"], shards["start"], strict=True)
+        for tensor, file, start in places:
             key, name = columns["names"][tensor], columns["dtypes"][tensor]
             shape, dtype = columns["shapes"][tensor], np.dtype(DTYPES[name])
             count = int(np.prod(shape, dtype=np.int64))
@@ -174,8 +187,7 @@ class Tree:
 
     def _container(self, name: str, inside: Any, in_key: bool) -> Any:
         number = len(self._containers)
-        if not in_key:
-            self._containers.append(None)
+        self._containers += [] if in_key else [None]
         is_keys = in_key or name in ("$set", "$frozenset")
         if name == "{}":
             value: Any = {key: self.value(item, in_key=in_key) for key, item in inside.items()}
@@ -183,9 +195,8 @@ class Tree:
             pairs = [(self.value(k, in_key=True), self.value(v, in_key=in_key)) for k, v in inside]
             value = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}[name](dict(pairs))
         else:
-            items = [self.value(item, in_key=is_keys) for item in inside]
             types: dict[str, Any] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
-            value = types.get(name, list)(items)
+            value = types.get(name, list)(self.value(item, in_key=is_keys) for item in inside)
         if not in_key:
             self._containers[number] = value
         return value

@@ -164,12 +164,18 @@ def deleter(claim: Claim) -> Actor:
     return actor
 
 
-def taker(record: Record, *, rolls_back: bool, num_saves: int = 1) -> Actor:
-    """A process that takes the run over from the latest, or from the oldest, and then saves."""
+def taker(
+    record: Record, *, rolls_back: bool, num_saves: int = 1, point: Reference | None = None
+) -> Actor:
+    """A process that takes the run over from the latest, or from the oldest, and then saves.
+
+    `point`: what it has chosen already.
+    """
+    chosen = point
 
     def actor(store: Store) -> None:
         for _ in range(5):
-            point = _choose(store, rolls_back=rolls_back)
+            point = chosen or _choose(store, rolls_back=rolls_back)
             if point is None:
                 return
             if rolls_back:
@@ -177,6 +183,8 @@ def taker(record: Record, *, rolls_back: bool, num_saves: int = 1) -> Actor:
             try:
                 claim = put_claim(store, resumed_from=point, takeover=True, emit=_EMIT)
             except OutcomeUnknown:
+                return
+            if claim is None and chosen is not None:
                 return
             if claim is not None:
                 record.tell_resumed(claim, is_rollback=rolls_back)
@@ -191,6 +199,11 @@ def _choose(store: Store, *, rolls_back: bool) -> Reference | None:
     if not entries:
         return None
     return entries[-1 if rolls_back else 0].reference
+
+
+def oldest(store: Store) -> Reference:
+    """The oldest checkpoint there is."""
+    return Catalog(store).checkpoints()[-1].reference
 
 
 def collector() -> Actor:

@@ -14,10 +14,10 @@ from . import crew
 from .crew import Record
 from .scheduler import Actor, Faults, Trace, run
 
-Cast = Callable[[Record, Claim], Mapping[str, Actor]]
+Cast = Callable[[MemoryStore, Record, Claim], Mapping[str, Actor]]
 
 
-def _takeover(record: Record, claim: Claim) -> Mapping[str, Actor]:
+def _takeover(store: MemoryStore, record: Record, claim: Claim) -> Mapping[str, Actor]:
     return {
         "s1": crew.saver(claim, record, first=3),
         "s2": crew.taker(record, rolls_back=False),
@@ -26,7 +26,7 @@ def _takeover(record: Record, claim: Claim) -> Mapping[str, Actor]:
     }
 
 
-def _rollback(record: Record, claim: Claim) -> Mapping[str, Actor]:
+def _rollback(store: MemoryStore, record: Record, claim: Claim) -> Mapping[str, Actor]:
     return {
         "s1": crew.saver(claim, record, first=3),
         "s2": crew.taker(record, rolls_back=True),
@@ -35,7 +35,7 @@ def _rollback(record: Record, claim: Claim) -> Mapping[str, Actor]:
     }
 
 
-def _two_takeovers(record: Record, claim: Claim) -> Mapping[str, Actor]:
+def _two_takeovers(store: MemoryStore, record: Record, claim: Claim) -> Mapping[str, Actor]:
     return {
         "s1": crew.saver(claim, record, first=3, num_saves=1),
         "s2": crew.taker(record, rolls_back=False),
@@ -53,23 +53,23 @@ FAULTS = Faults(lose_reply=0.1, delay=0.1, crash=0.01, pause=0.03, strikes=crew.
 
 
 PAIRS: dict[str, Cast] = {
-    "deleter and pinner": lambda record, claim: {
+    "deleter and pinner": lambda store, record, claim: {
         "s1": crew.deleter(claim),
         "pinner": crew.pinner(record),
     },
-    "deleter and rollback": lambda record, claim: {
+    "deleter and rollback": lambda store, record, claim: {
         "s1": crew.deleter(claim),
-        "s2": crew.taker(record, rolls_back=True, num_saves=0),
+        "s2": crew.taker(record, rolls_back=True, num_saves=0, point=crew.oldest(store)),
     },
-    "saver and gc": lambda record, claim: {
+    "saver and gc": lambda store, record, claim: {
         "s1": crew.saver(claim, record, first=3, num_saves=1),
         "gc": crew.collector(),
     },
-    "saver and takeover": lambda record, claim: {
+    "saver and takeover": lambda store, record, claim: {
         "s1": crew.saver(claim, record, first=3, num_saves=1),
         "s2": crew.taker(record, rolls_back=False, num_saves=0),
     },
-    "deleter and reader": lambda record, claim: {
+    "deleter and reader": lambda store, record, claim: {
         "s1": crew.saver(claim, record, first=3, num_saves=1),
         "reader": crew.reader(record),
     },
@@ -90,7 +90,7 @@ def play(
     claim = crew.first_run(store, record)
     trace = run(
         seed,
-        cast(record, claim),
+        cast(store, record, claim),
         faults,
         store=store,
         plan=plan,
@@ -112,6 +112,18 @@ def _play_seeds(name: str, seeds: range, *, checks_standing: bool = False) -> No
             raise AssertionError(f"{name}, seed {seed}: {error}") from error
 
 
+STANDS_ELSEWHERE = (
+    "rules resolve_again_after_claim and latest_claim_is_transparent are not in the engine"
+)
+READS_MARKS_LAST = "rule reread_retired_first is not in the engine"
+
+
+def _known(names: Iterable[str], why: str, *failing: str) -> list[object]:
+    """The names as parameters; the engine is known to fail with those in `failing`."""
+    mark = pytest.mark.xfail(reason=why, raises=AssertionError, strict=True)
+    return [pytest.param(name, marks=mark if name in failing else ()) for name in names]
+
+
 @pytest.mark.parametrize("name", CASTS)
 def test_no_schedule_breaks_an_invariant(name: str) -> None:
     """R10, R20, R22: 300 seeds: nothing torn, resurrected, lost, or deleted against a promise."""
@@ -119,22 +131,25 @@ def test_no_schedule_breaks_an_invariant(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", CASTS)
+@pytest.mark.parametrize("name", _known(CASTS, READS_MARKS_LAST, "rollback"))
 def test_no_schedule_of_many_breaks_an_invariant(name: str) -> None:
     """R10, R20, R22: the same for 2,000 seeds."""
     _play_seeds(name, range(100, 767))
 
 
-@pytest.mark.parametrize("name", CASTS)
+@pytest.mark.parametrize("name", _known(CASTS, STANDS_ELSEWHERE, "takeover", "two takeovers"))
 def test_the_run_stands_where_people_were_told(name: str) -> None:
     """R10, R22: a takeover never leaves an acknowledged checkpoint behind."""
     _play_seeds(name, range(60), checks_standing=True)
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(
+    "name", _known(PAIRS, READS_MARKS_LAST, "deleter and pinner", "deleter and rollback")
+)
 def test_two_actors_interrupt_each_other_anywhere(name: str) -> None:
     """R10, R20, R22: every schedule of two actors in which each is interrupted at most once."""
-    one, two = PAIRS[name](Record(), crew.first_run(MemoryStore(), Record()))
+    store, record = MemoryStore(), Record()
+    one, two = PAIRS[name](store, record, crew.first_run(store, record))
     steps = play(PAIRS[name], 0, faults=Faults(), plan=[one] * 500 + [two] * 500).steps
     num_first = sum(step.startswith(f"{one}:") for step in steps)
     num_second = len(steps) - num_first

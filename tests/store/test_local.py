@@ -7,6 +7,7 @@ import re
 import shutil
 import stat
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -630,3 +631,27 @@ def test_pieces_can_be_written_to_a_file_that_ends_up_read_only(unprivileged):
         writer.write(0, memoryview(data))
         writer.finish()
     assert store.get("a") == b"x" * 8192
+
+
+def test_a_network_folder_is_refreshed_by_a_file_that_comes_and_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule 5: on NFS only a change of the folder makes the client look anew."""
+    store = LocalStore(tmp_path)
+    store.make_folder("writers")
+    opened: list[str] = []
+    real = os.open
+
+    def watched(path: str, flags: int, *args: int, **options: int) -> int:
+        if flags & os.O_CREAT:
+            opened.append(path)
+        return real(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", watched)
+    store.refresh_folder("writers")
+    assert opened == []
+    monkeypatch.setattr("holdfast.store.local.is_network", lambda fd: True)
+    store.refresh_folder("writers")
+    assert len(opened) == 1
+    assert opened[0].startswith(".")
+    assert os.listdir(tmp_path / "writers") == []

@@ -35,7 +35,7 @@ from holdfast.format.manifest import (
     encode_manifest,
 )
 from holdfast.format.records import Retired, Writer, decode_writer, encode_retired
-from holdfast.store.base import Folders, Store, make_folder, sync_folder
+from holdfast.store.base import Folders, Store, make_folder, refresh_folder, sync_folder
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,6 +140,7 @@ def _describe(data: bytes) -> str:
 def successor(store: Store, epoch: int) -> Writer | None:
     """The claim that comes after `epoch`, by a point read; None while `epoch` owns the run."""
     key = layout.writer_key(epoch + 1)
+    refresh_folder(store, layout.WRITERS)
     try:
         data = read_document(store, key, max_nbytes=65536)
     except NotFound:

@@ -92,6 +92,13 @@ class Folders(Protocol):
         """Put the names in `folder` on stable storage ("" is the root)."""
         ...
 
+    def refresh_folder(self, folder: str) -> None:
+        """Make names that other hosts made in `folder` visible here.
+
+        Network file systems answer from a cache that may be seconds old.
+        """
+        ...
+
     def sweep(self, folder: str) -> int:
         """Remove leftovers of interrupted puts directly in `folder`; returns how many."""
         ...
@@ -183,3 +190,9 @@ def sync_folder(store: Store, folder: str) -> None:
     """Sync a folder's names where the store has folders."""
     if isinstance(store, Folders):
         store.sync_folder(folder)
+
+
+def refresh_folder(store: Store, folder: str) -> None:
+    """See names that others made, where the store has folders that are cached."""
+    if isinstance(store, Folders):
+        store.refresh_folder(folder)

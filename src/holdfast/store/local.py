@@ -33,6 +33,7 @@ from holdfast.store.localfolders import (
     sync_folder_fd,
 )
 from holdfast.store.oserrors import Reporting
+from holdfast.store.syscalls import is_network
 
 
 class LocalStore:
@@ -145,6 +146,16 @@ class LocalStore:
         _check_folder(folder)
         with Reporting("sync folder", self._path(folder)), self._opened(folder) as folder_fd:
             sync_folder_fd(folder_fd)
+
+    def refresh_folder(self, folder: str) -> None:
+        """See `Folders.refresh_folder`. On NFS a change of a folder makes the client look anew."""
+        _check_folder(folder)
+        report = Reporting("refresh folder", self._path(folder))
+        with suppress(NotFound), report, self._opened(folder) as folder_fd:
+            if is_network(folder_fd):
+                name = localfiles.temporary_name()
+                os.close(os.open(name, localfiles.NEW_FILE, localfiles.FILE_MODE, dir_fd=folder_fd))
+                os.unlink(name, dir_fd=folder_fd)
 
     def sweep(self, folder: str) -> int:
         """See `Folders.sweep`. Only for folders in which no put is under way."""

@@ -17,6 +17,9 @@ _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
 _STATX_NBYTES = 256
 _STX_DIO_MEM_ALIGN_AT = 152
+_STATFS_NBYTES = 512
+_NETWORK_KINDS = frozenset({0x6969, 0xFF534D42, 0xFE534D42, 0x517B})
+"""f_type of NFS and of three generations of SMB, from statfs(2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,16 @@ def preallocate(fd: int, nbytes: int) -> None:
             return
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))
+
+
+def is_network(fd: int) -> bool:
+    """Whether an open file or folder is on a file system whose names are cached by clients."""
+    call = _function("fstatfs")
+    answer = ctypes.create_string_buffer(_STATFS_NBYTES)
+    if call is None or call(fd, answer) != 0:
+        return False
+    (kind,) = struct.unpack_from("@l", answer, 0)
+    return kind in _NETWORK_KINDS
 
 
 def direct_alignment(fd: int) -> DirectAlignment | None:

@@ -51,6 +51,7 @@ OpName = Literal[
     "delete",
     "make_folder",
     "sync_folder",
+    "refresh_folder",
     "sweep",
     "read_into",
     "create",
@@ -268,6 +269,10 @@ class _FaultyFolders(FaultyStore):
     def sync_folder(self, folder: str) -> None:
         """See `Folders.sync_folder`."""
         self._do("sync_folder", folder, lambda: self.inner.sync_folder(folder))
+
+    def refresh_folder(self, folder: str) -> None:
+        """See `Folders.refresh_folder`."""
+        self._do("refresh_folder", folder, lambda: self.inner.refresh_folder(folder))
 
     def sweep(self, folder: str) -> int:
         """See `Folders.sweep`."""

@@ -1,0 +1,420 @@
+"""Golden roots: what version 1 wrote is read for ever, and is still written in the same bytes.
+
+What the roots hold is said here a second time, by hand. A failure means that the bytes on disk, or
+their meaning, changed: that needs a new version of the format, not new golden files.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import random
+import shutil
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from http import HTTPStatus
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from tests.golden import make, reader
+
+from holdfast import errors
+from holdfast.care.verify import verify_root
+from holdfast.engine.catalog import Catalog
+from holdfast.engine.stage import Stager
+from holdfast.format.manifest import Aborted, Deleted
+from holdfast.format.nodes import EnumValue
+from holdfast.manager import CheckpointManager, load_weights
+from holdfast.state.capture import capture
+from holdfast.store.local import LocalStore
+
+V1 = Path(__file__).parent / "v1"
+CASES = sorted(path.name for path in V1.iterdir())
+VERSIONED = ("optimizer", "scheduler", "rng")
+HAS_E8M0 = hasattr(torch, "float8_e8m0fnu")
+
+
+def copy_of(case: str, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(V1 / case, tmp_path / case))
+
+
+def folder_of(case: str, step: int) -> Path:
+    return next((V1 / case).glob(f"step-{step:08d}.*"))
+
+
+def manager(root: Path, state: dict[str, Any]) -> CheckpointManager:
+    return CheckpointManager(root, state, sinks=(), preflight=False)
+
+
+def data_of(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def floats(*values: float) -> bytes:
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+# The root `run`
+
+
+def test_the_catalog_of_the_run_is_read() -> None:
+    """R21."""
+    catalog = Catalog(LocalStore(V1 / "run"))
+    newest, older = catalog.checkpoints()
+    assert (newest.step, older.step) == (20, 10)
+    assert (newest.order, older.order) == ((2, 1), (1, 2))
+    assert newest.manifest.parent == older.reference
+    assert (newest.tags, older.tags) == (("final",), ("kept", "paper"))
+    assert (newest.marks.pinned, older.marks.pinned) == (False, True)
+    at = newest.manifest.timestamp
+    assert (at.epoch, at.samples, at.tokens) == (2, 160, 640)
+    assert (newest.manifest.reason, older.manifest.reason) == ("final", "manual")
+    assert older.manifest.metrics["loss"] == 0.5
+    assert math.isnan(older.manifest.metrics["odd"])
+    assert catalog.highest_epoch() == 2
+    assert [name.epoch for name in catalog.lineage()] == [2, 1, 1]
+    tombstone = catalog.read(folder_of("run", 5).name)
+    assert isinstance(tombstone, Deleted)
+    assert tombstone.by == "writer 1"
+    assert catalog.marks(folder_of("run", 5).name).retired_by == 1
+    aborted = catalog.read(folder_of("run", 15).name)
+    assert aborted == Aborted(by="gc", reason="its writer is gone")
+
+
+def assert_is_at(run: make.Run, step: int) -> None:
+    """Every bit of the live objects is as it was at `step`."""
+    weights = [
+        *(("0.weight", [0, 1, 2, 3, 4, 5]), ("0.bias", [100, 101]), ("1.weight", [200, 201])),
+        *(("1.bias", [300, 301]), ("1.running_mean", [400, 401]), ("1.running_var", [500, 501])),
+    ]
+    found = run.model.state_dict()
+    for name, values in weights:
+        assert data_of(found[name]) == floats(*(value + step for value in values)), name
+    assert found["1.num_batches_tracked"].item() == 600 + step
+    slots = [run.optimizer.state[p] for p in run.model.parameters()]
+    for number, (slot, size) in enumerate(zip(slots, (6, 2, 2, 2), strict=True)):
+        assert list(slot) == ["step", "exp_avg", "exp_avg_sq"]
+        assert data_of(slot["step"]) == floats(step)
+        assert data_of(slot["exp_avg"]) == floats(*[step + number / 8] * size)
+        assert data_of(slot["exp_avg_sq"]) == floats(*[step + number / 16] * size)
+    group = run.optimizer.param_groups[0]
+    assert (group["lr"], group["betas"], group["initial_lr"]) == (0.25 / step, (0.9, 0.999), 0.25)
+    assert (run.scheduler.last_epoch, run.scheduler.step_size) == (step, 5)  # type: ignore[attr-defined]
+    assert run.counters == {"step": step, "seen": {"samples": 8 * step}, "best": [0.5, None]}
+    assert torch.equal(run.shuffle.get_state(), torch.Generator().manual_seed(step).get_state())
+    assert random.getstate() == random.Random(step).getstate()
+    assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(step).get_state())
+    words = np.random.RandomState(step).get_state(legacy=False)
+    assert str(np.random.get_state(legacy=False)) == str(words)
+
+
+@pytest.mark.parametrize(("which", "step"), [("latest", 20), ("paper", 10), ("step=10", 10)])
+def test_the_run_is_resumed(tmp_path: Path, which: str, step: int) -> None:
+    """R21: bit for bit, into objects that hold other values."""
+    run = make.Run()
+    run.at(3)
+    with manager(copy_of("run", tmp_path), run.state) as resumed:
+        found = resumed.resume(which)
+    assert found is not None
+    assert (found.step, found.rejected) == (step, ())
+    assert_is_at(run, step)
+
+
+def test_the_weights_alone_are_loaded(tmp_path: Path) -> None:
+    """R21: from the root and from a copied folder."""
+    copied = shutil.copytree(folder_of("run", 20), tmp_path / "best")
+    for source in (V1 / "run", copied):
+        run = make.Run()
+        assert load_weights(source, run.model).step == 20
+        assert run.model.state_dict()["0.bias"].tolist() == [120.0, 121.0]
+
+
+# The root `types`
+
+
+def types_live() -> dict[str, Any]:
+    live = {name: {} for name in ("values", "tensors", "scales", "generators", "rng")}
+    return {**live, "empty": ["old"]}
+
+
+@pytest.fixture
+def types(tmp_path: Path) -> dict[str, Any]:
+    """The state of the root `types`, as it is loaded into empty containers."""
+    live = types_live()
+    with manager(copy_of("types", tmp_path), live) as loading:
+        assert loading.load(skip=() if HAS_E8M0 else ("scales",)).step == 1
+    return live
+
+
+def test_every_typed_value_is_read(types: dict[str, Any]) -> None:
+    """R21: with its exact type, its order and its sharing."""
+    found = types["values"]
+    expected = {
+        "none": "None",
+        "booleans": "[True, False]",
+        "integers": f"[0, -7, 9223372036854775808, {-(2**200)}]",
+        "floats": "[0.1, 3.0, 5e-324, -0.0, 1e+300]",
+        "text": ascii('ä€😀 "\\\0\n'),
+        "tuple": "(1, (2, [3]), ())",
+        "dicts": "[{1: 'a', (2, 'b'): [3]}, {'$x': 1}, {}, {None: 0, True: 1, b'k': 2}]",
+        "ordered": repr(OrderedDict([("b", 1), ("a", {"inside": 2})])),
+        "counter": repr(Counter({"x": 2, 5: 1})),
+        "torch": "[torch.bfloat16, device(type='cuda', index=1), torch.Size([2, 0, 3])]",
+    }
+    assert {name: ascii(found[name]) for name in expected} == expected
+    assert [struct.pack(">d", x).hex() for x in found["special floats"]] == [
+        "7ff0000000000000",
+        "fff0000000000000",
+        "7ff8000000000000",
+        "fff8000000000001",
+    ]
+    assert found["bytes"] == bytes(range(256))
+    assert found["sets"] == [{1, 2, 3}, frozenset({"a", "b"}), {0.5, 1, (2, "x")}, set()]
+    assert [type(value) for value in found["sets"]] == [set, frozenset, set, set]
+    assert found["enums"] == [
+        EnumValue("http:HTTPStatus", "NOT_FOUND", 404),
+        EnumValue("colours:Paint", None, 3),
+    ]
+    assert isinstance(found["path"], PurePath)
+    assert found["path"].as_posix() == "a/b.txt"
+    assert found["times"] == [
+        timedelta(microseconds=-86_394_999_993),
+        datetime(2026, 1, 2, 3, 4, 5, 6),
+        datetime(2026, 1, 2, tzinfo=timezone(-timedelta(minutes=330))),
+    ]
+    assert found["times"][2].utcoffset() == -timedelta(minutes=330)
+    assert found["again"] is found["ordered"]
+    shared = found["shared"]
+    assert shared == {"one": [1, 2], "two": [1, 2], "outer": {"three": [1, 2]}}
+    assert shared["one"] is shared["two"] is shared["outer"]["three"]
+
+
+def test_every_numpy_scalar_is_read(types: dict[str, Any]) -> None:
+    """R21: the lowest byte is 1, all others are 0."""
+    found = types["values"]["scalars"]
+    assert list(found) == [type(value).__name__.rstrip("_") for value in found.values()]
+    assert len(found) == 14
+    for value in found.values():
+        assert value.tobytes() == b"\1" + bytes(value.itemsize - 1)
+
+
+def test_every_tensor_is_read(types: dict[str, Any]) -> None:
+    """R21: every dtype of section 4, and every odd shape."""
+    found = types["tensors"]
+    dtypes = found["dtypes"] | ({"float8_e8m0fnu": types["scales"]["e8m0"]} if HAS_E8M0 else {})
+    assert len(dtypes) == 20 + HAS_E8M0
+    for name, tensor in dtypes.items():
+        data = bytes([1, 0, 1, 1, 0, 0] if name == "bool" else range(1, 6 * tensor.itemsize + 1))
+        assert (str(tensor.dtype), tuple(tensor.shape)) == (f"torch.{name}", (2, 3))
+        assert data_of(tensor) == data, name
+    assert data_of(found["scalar"]) == floats(2.5)
+    assert found["scalar"].shape == ()
+    assert [tuple(t.shape) for t in found["empty"]] == [(0,), (3, 0, 2)]
+    assert [t.dtype for t in found["empty"]] == [torch.float32, torch.int64]
+    assert found["strided"].tolist() == [[0, 4, 8], [2, 6, 10]]
+    assert found["strided"].dtype == torch.int32
+    assert found["tied"][0].tolist() == [0, 1, 2, 3]
+    assert found["tied"][1]["also"] is found["tied"][0]
+    arrays = [(a.dtype.name, a.tolist(), a.shape) for a in found["arrays"]]
+    assert arrays == [("uint16", [0, 1, 2, 3, 4], (5,)), ("float64", 7.5, ()), ("bool", [], (0, 2))]
+    assert found["odd key.s"]["ä/../x"].tolist() == [1]
+
+
+def test_every_generator_is_read(types: dict[str, Any]) -> None:
+    """R21: they go on with the numbers that they would have drawn."""
+    found = types["generators"]
+    assert torch.equal(found["torch"].get_state(), torch.Generator().manual_seed(3).get_state())
+    assert found["python"].getstate() == random.Random(3).getstate()
+    pcg = found["numpy"].bit_generator.state
+    assert pcg["state"] == {
+        "state": 323726261719206589602543583274561722519,
+        "inc": 222003063171874261427395693950637096479,
+    }
+    legacy = np.random.RandomState(3)
+    assert (
+        found["numpy-legacy"].randint(0, 2**31, 5).tolist() == legacy.randint(0, 2**31, 5).tolist()
+    )
+    assert types["rng"] == {"none": "of ours"}
+    assert types["empty"] == []
+
+
+def test_enumerations_come_back_where_their_class_stands(tmp_path: Path) -> None:
+    """R21, D65: the class is the live one's; nothing is imported for it."""
+    live = {**types_live(), "values": {"enums": [HTTPStatus.OK]}}
+    with manager(copy_of("types", tmp_path), live) as loading:
+        loading.load(components=["values"])
+    assert live["values"]["enums"][0] is HTTPStatus.NOT_FOUND
+
+
+# Both
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_verify_finds_every_byte_right(case: str) -> None:
+    """R15, R21."""
+    found = verify_root(LocalStore(V1 / case))
+    assert found.ok
+    assert found.problems == ()
+    assert [(report.notes, report.problems) for report in found.checkpoints] == [((), ())] * len(
+        found.checkpoints
+    )
+    assert len(found.checkpoints) == {"run": 2, "types": 1}[case]
+
+
+@pytest.mark.parametrize("path", sorted(V1.rglob("*.safetensors")), ids=lambda path: path.name)
+def test_stock_safetensors_reads_every_tensor_file(path: Path) -> None:
+    """R21: names, dtypes, shapes and bytes as the second reader has them."""
+    component = path.name.rpartition("-")[0]
+    _, found = reader.read_root(path.parents[1])
+    mine = next(c for c in found if c.folder == path.parent).arrays[component]
+    stock = dict(safetensors.deserialize(path.read_bytes()))
+    assert stock.keys() == mine.keys()
+    for key, array in mine.items():
+        assert bytes(stock[key]["data"]) == array.tobytes(), key
+    if component != "scales" or HAS_E8M0:
+        assert safetensors.torch.load_file(path).keys() == mine.keys()
+
+
+def plain(value: Any) -> Any:
+    """What Holdfast read, as the second reader would have it."""
+    if isinstance(value, torch.Tensor):
+        return ("array", tuple(value.shape), data_of(value))
+    if isinstance(value, np.ndarray):
+        return ("array", value.shape, value.tobytes())
+    if isinstance(value, dict):
+        return (type(value), [(plain(key), plain(item)) for key, item in value.items()])
+    if isinstance(value, torch.Size):
+        return tuple(value)
+    if isinstance(value, list | tuple):
+        return (type(value), [plain(item) for item in value])
+    if isinstance(value, EnumValue):
+        return plain(("$enum", value.type, value.name, value.value))
+    if isinstance(value, torch.dtype | torch.device):
+        name = "$dtype" if isinstance(value, torch.dtype) else "$device"
+        return plain((name, str(value).removeprefix("torch.")))
+    if isinstance(value, float | np.generic):
+        return (type(value), np.asarray(value).tobytes())
+    return value.as_posix() if isinstance(value, PurePath) else value
+
+
+def test_a_second_reader_finds_the_same_trees(types: dict[str, Any]) -> None:
+    """R21: the format page alone is enough."""
+    _, (found,) = reader.read_root(V1 / "types")
+    found.trees["values"]["torch"][2] = torch.Size(found.trees["values"]["torch"][2])
+    for name in ("values", "tensors", "rng", "empty", *(["scales"] if HAS_E8M0 else [])):
+        assert plain(found.trees[name]) == plain(types[name]), name
+    state = found.trees["generators"]["numpy"][1]["state"]
+    assert state == types["generators"]["numpy"].bit_generator.state
+    words = found.trees["generators"]["python"][1]["state"].tolist()
+    assert words == list(types["generators"]["python"].getstate()[1])
+
+
+def test_a_second_reader_finds_the_same_run(tmp_path: Path) -> None:
+    """R21: manifests, marks, claims and every tensor of both checkpoints."""
+    others, found = reader.read_root(V1 / "run")
+    assert {document["kind"] for document in others.values()} == {
+        *("writer", "closed", "aborted", "deleted")
+    }
+    assert others["writers/00000002.json"]["resumed_from"]["epoch"] == 1
+    assert [c.manifest["timestamp"]["step"] for c in found] == [10, 20]
+    assert found[0].manifest["metrics"] == {"loss": 0.5, "odd": {"$float": "nan"}}
+    assert found[0].marks["notes-0002.json"]["tags"] == ["paper"]
+    assert found[0].marks["notes-0002.json"]["pinned"] is True
+    for checkpoint in found:
+        run = make.Run()
+        with manager(copy_of("run", tmp_path / checkpoint.folder.name), run.state) as loading:
+            loading.load(checkpoint.folder.name)
+        weights = {name: data_of(value) for name, value in run.model.state_dict().items()}
+        assert {k: a.tobytes() for k, a in checkpoint.arrays["model"].items()} == weights
+        slots = checkpoint.trees["optimizer"]["slots"]
+        for name, parameter in run.model.named_parameters():
+            mine = {slot: array.tobytes() for slot, array in slots[name].items()}
+            assert mine == {k: data_of(v) for k, v in run.optimizer.state[parameter].items()}
+
+
+def written(state: dict[str, Any]) -> dict[str, bytes]:
+    """The trees and tensor files that a save of `state` writes, by name."""
+    staged = Stager().stage(capture(state))
+    files = {f"{name}-00000.json": tree for name, tree in staged.trees.items()}
+    images = [image for images in staged.images.values() for image in images]
+    return files | {image.file.name: bytes(image.arena.memory) for image in images}
+
+
+def is_comparable(name: str, root: Path) -> bool:
+    """Some trees name versions, or hold what another torch adds to a state dict."""
+    recorded = next(root.glob("*/manifest.json")).read_text()
+    component = name.rpartition("-")[0]
+    same_torch = f'"torch": "{torch.__version__}"' in recorded
+    if name.endswith(".json") and component in VERSIONED:
+        return same_torch and component != "rng"
+    return component != "scales" or HAS_E8M0
+
+
+@pytest.mark.parametrize("step", [10, 20])
+def test_the_run_is_still_written_in_the_same_bytes(step: int) -> None:
+    """R21: a change here is a change of the format."""
+    run = make.Run()
+    run.at(step)
+    folder = folder_of("run", step)
+    files = written(run.state)
+    assert {*files, "index.json", "manifest.json"} <= {path.name for path in folder.iterdir()}
+    for name, data in files.items():
+        if is_comparable(name, folder):
+            assert data == (folder / name).read_bytes(), name
+
+
+@pytest.mark.skipif(not HAS_E8M0, reason="this torch lacks a dtype of the format")
+def test_all_types_are_still_written_in_the_same_bytes() -> None:
+    """R21."""
+    folder = folder_of("types", 1)
+    for name, data in written(make.types_state()).items():
+        assert data == (folder / name).read_bytes(), name
+
+
+# The check of the checks
+
+
+def test_the_second_reader_uses_nothing_of_ours() -> None:
+    text = Path(reader.__file__).read_text("utf-8")
+    nodes = list(ast.walk(ast.parse(text)))
+    named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    named |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    own = {"__future__", "base64", "json", "re", "struct", "collections", "datetime", "pathlib"}
+    assert named - own <= {"typing", "numpy", "blake3"}
+    assert len(text.splitlines()) <= 200
+
+
+def test_the_golden_files_are_small() -> None:
+    assert sum(path.stat().st_size for path in V1.rglob("*") if path.is_file()) < 300_000
+
+
+def wrong_byte(data: bytearray) -> None:
+    data[-1] ^= 1
+
+
+def longer(data: bytearray) -> None:
+    data.append(0)
+
+
+@pytest.mark.parametrize("damage", [wrong_byte, longer])
+@pytest.mark.parametrize("path", sorted(folder_of("types", 1).iterdir()), ids=lambda p: p.name)
+def test_both_readers_notice_a_changed_byte(
+    tmp_path: Path, path: Path, damage: Callable[[bytearray], None]
+) -> None:
+    """R15, D14: so that the tests above are not vacuous."""
+    root = copy_of("types", tmp_path)
+    copied = root / path.relative_to(V1 / "types")
+    data = bytearray(copied.read_bytes())
+    damage(data)
+    copied.write_bytes(data)
+    with pytest.raises((AssertionError, ValueError)):
+        reader.read_root(root)
+    with manager(root, types_live()) as loading, pytest.raises(errors.FormatError):
+        loading.load(folder_of("types", 1).name)
