@@ -36,7 +36,7 @@ check: $(WITH)-test $(WITH)-check  ## Format, lint, types, layers, doctests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(PYTEST) tests/test_layers.py src/holdfast $(ARGS)
+	$(PYTEST) tests/test_layers.py tests/test_doctests.py $(ARGS)
 
 bench: $(WITH)-bench  ## Measure saves and loads beside torch.save and safetensors
 	$(BIN)/python -m bench.local $(ARGS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -19,9 +19,10 @@ from holdfast.care.preflight import preflight as run_preflight
 from holdfast.engine import exits
 from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.checkpoint import Checkpoint, PendingSave, describe
+from holdfast.engine.claim import Choice
 from holdfast.engine.fingerprint import differences, environment, numerics
 from holdfast.engine.locate import locate
-from holdfast.engine.notes import annotate, checked_tags
+from holdfast.engine.notes import annotate, checked_metrics, checked_tags
 from holdfast.engine.owner import Ownership
 from holdfast.engine.resume import Candidate, LoadOptions, Reader, Rename
 from holdfast.engine.save import SaveRequest
@@ -33,6 +34,7 @@ from holdfast.errors import (
     ManagerUnusable,
     MismatchError,
     NoCheckpoint,
+    NotFound,
     UsageError,
 )
 from holdfast.events import Emitter, Sink, log_event
@@ -44,8 +46,8 @@ from holdfast.state.capture import Captured, capture, check_state
 from holdfast.store import open_store
 from holdfast.store.base import Store
 
-MAX_CLAIMS = 10
-"""How often a claim is put again because its resume point went away meanwhile."""
+MAX_LOOKS = 10
+"""How often a load looks again because retention deleted what it was reading."""
 
 
 class CheckpointManager:
@@ -115,6 +117,7 @@ class CheckpointManager:
         self._pid = os.getpid()
         self._closed = False
         self._half_loaded: str | None = None
+        self._is_rollback = False
         self._preflight_due = preflight
         self._not_saved_due = True
         self._previous: Timestamp | None = None
@@ -151,7 +154,7 @@ class CheckpointManager:
         """
         began = time.perf_counter()
         now = self._now(step, epoch, samples, tokens)
-        checked = checked_tags(tags)
+        checked, measured = checked_tags(tags), checked_metrics(metrics)
         self._check_usable()
         self._drain()
         captured = capture(self.state)
@@ -161,7 +164,7 @@ class CheckpointManager:
         staging = time.perf_counter()
         staged = self._saver.stage(captured)
         timings = {"capture_s": captured_s, "stage_s": time.perf_counter() - staging}
-        request = self._request(now, reason, checked, dict(metrics or {}), timings)
+        request = self._request(now, reason, checked, measured, timings)
         self._last_saved = now
         pending = self._saver.start(staged, request)
         pending.stall_s = time.perf_counter() - began
@@ -222,7 +225,6 @@ class CheckpointManager:
         """
         self._check_process()
         self._drain()
-        self._owner.check()
         reader = self._reader()
         found = self._find_and_claim(reader, which)
         for folder, reason in reader.rejected:
@@ -230,7 +232,7 @@ class CheckpointManager:
         self._saver.later(self._housekeeper.after_claim)
         if found is None:
             return None
-        self._apply(found)
+        self._apply(found, is_rollback=which != "latest")
         self._emit(
             "resumed",
             f"resumed {found.entry.folder}",
@@ -276,13 +278,17 @@ class CheckpointManager:
             skip=tuple(skip),
             verify=verify,
         )
-        entry = self._catalog.resolve(which)
-        found = self._reader().read(entry, options)
-        if options.is_full and self.is_owner and not self._owner.take(entry):
-            raise NoCheckpoint(f"{self.store.url}/{entry.folder}: its deletion has begun")
-        self._apply(found, moves_run=options.is_full)
-        self._emit("loaded", f"loaded {entry.folder}", step=entry.step, folder=entry.folder)
-        return describe(self.store.url, entry, notes=self._notes(found))
+        found = self._find(self._reader(), which, options)
+        if options.is_full and self.is_owner:
+            self._take_over_from(found, which)
+        self._apply(found, is_rollback=which != "latest")
+        self._emit(
+            "loaded",
+            f"loaded {found.entry.folder}",
+            step=found.entry.step,
+            folder=found.entry.folder,
+        )
+        return describe(self.store.url, found.entry, notes=self._notes(found))
 
     # Looking and marking
 
@@ -346,6 +352,8 @@ class CheckpointManager:
         Raises:
             HoldfastError: a save failed or was given up, and nobody was told.
         """
+        if os.getpid() != self._pid:
+            return None
         pending = self._saver.pending
         under_way = pending is not None and not pending.done()
         self._close(self._exit_timeout_s)
@@ -400,6 +408,7 @@ class CheckpointManager:
     def _drain(self) -> None:
         """Wait for the save before, and raise its error."""
         self._saver.settle(self._saver.timeout_s)
+        exits.told(self)
         self._saver.raise_failure()
 
     def _announce_not_saved(self, captured: Captured) -> None:
@@ -414,17 +423,35 @@ class CheckpointManager:
         if self._preflight_due:
             self._run_preflight(captured)
             self._preflight_due = False
-        if not self.is_owner and not self._owner.take(self._saver.standing):
-            raise NoCheckpoint(
-                f"{self.store.url}: the checkpoint that was loaded is being deleted; resume again"
-            )
+        if not self.is_owner:
+            self._owner.take(self._choose_for_first_save())
+
+    def _choose_for_first_save(self) -> Callable[[], Choice]:
+        """A first save without resume goes on from what was loaded, while that is right."""
+        standing, asked = self._saver.standing, False
+
+        def choose() -> Choice:
+            nonlocal asked
+            if asked or standing is None:
+                self._refuse_accidental_restart()
+            if asked:
+                raise NoCheckpoint(
+                    f"{self.store.url}: the run went on, or the checkpoint that was loaded is "
+                    "being deleted; resume again"
+                )
+            asked = True
+            point = standing.reference if standing is not None else None
+            return Choice(point=point, is_rollback=self._is_rollback)
+
+        return choose
 
     def _refuse_accidental_restart(self) -> None:
         """Saving from scratch into a root with checkpoints would let retention eat them."""
         if self._saver.standing is None and self._catalog.ever_committed():
             raise UsageError(
                 f"{self.store.url} holds the checkpoints of a run. Call resume() to go on with "
-                "it, load() to start from one of them, or give this run a root of its own"
+                "it, load() one of them whole to start from there (part of one is not enough), or "
+                "give this run a root of its own"
             )
 
     def _run_preflight(self, captured: Captured) -> None:
@@ -462,16 +489,49 @@ class CheckpointManager:
         )
 
     def _find_and_claim(self, reader: Reader, which: str | int) -> Candidate | None:
-        """Choose, read and claim; choose again when the choice was deleted meanwhile."""
-        options = LoadOptions()
-        for _ in range(MAX_CLAIMS):
+        """Choose, read and claim; choose again when the run moved meanwhile."""
+        found: Candidate | None = None
+
+        def choose() -> Choice:
+            nonlocal found
             if which == "latest":
-                found = reader.walk(options)
+                found = reader.walk(LoadOptions())
             else:
-                found = reader.read(self._catalog.resolve(which), options)
-            if self._owner.take(found.entry if found is not None else None):
-                return found
-        raise NoCheckpoint(f"{self.store.url}: every checkpoint that was chosen was deleted")
+                found = reader.read(self._catalog.resolve(which), LoadOptions())
+            return Choice(
+                point=found.entry.reference if found is not None else None,
+                passed_over=frozenset(folder for folder, _ in reader.rejected),
+                is_rollback=which != "latest",
+            )
+
+        self._owner.take(choose)
+        return found
+
+    def _find(self, reader: Reader, which: str | int, options: LoadOptions) -> Candidate:
+        """Read what is named; when it was deleted meanwhile, what is the latest by then."""
+        for _ in range(MAX_LOOKS):
+            entry = self._catalog.resolve(which)
+            try:
+                return reader.read(entry, options)
+            except (FormatError, NotFound):
+                if self._catalog.entry(entry.name) is not None:
+                    raise
+        raise NoCheckpoint(f"{self.store.url}: {which!r} was deleted while it was read")
+
+    def _take_over_from(self, found: Candidate, which: str | int) -> None:
+        """Claim the run from a checkpoint that was just read."""
+        entry, asked = found.entry, False
+
+        def choose() -> Choice:
+            nonlocal asked
+            if asked:
+                raise NoCheckpoint(
+                    f"{self.store.url}/{entry.folder}: its deletion has begun, or the run went on"
+                )
+            asked = True
+            return Choice(point=entry.reference, is_rollback=which != "latest")
+
+        self._owner.take(choose)
 
     def _reader(self) -> Reader:
         return Reader(
@@ -481,7 +541,7 @@ class CheckpointManager:
             timeout_s=self._saver.timeout_s,
         )
 
-    def _apply(self, found: Candidate, *, moves_run: bool = True) -> None:
+    def _apply(self, found: Candidate, *, is_rollback: bool) -> None:
         try:
             found.prepared.apply(found.tensors)
         except (FormatError, MismatchError):
@@ -489,12 +549,14 @@ class CheckpointManager:
         except BaseException as error:
             self._half_loaded = f"loading {found.entry.folder} was cut short by {error!r}"
             raise
-        if moves_run:
-            self._stand_on(found.entry)
+        if found.options.is_full:
+            self._half_loaded = None
+            self._stand_on(found.entry, is_rollback=is_rollback)
+            if found.options.verify:
+                self._housekeeper.trust(found.entry)
 
-    def _stand_on(self, entry: Entry) -> None:
-        self._half_loaded = None
-        self._saver.standing = entry
+    def _stand_on(self, entry: Entry, *, is_rollback: bool) -> None:
+        self._saver.standing, self._is_rollback = entry, is_rollback
         now = entry.manifest.timestamp
         self._previous = self._last_saved = now
         self._wall_before_s, self._started = now.wall_s, time.monotonic()

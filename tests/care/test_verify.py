@@ -467,7 +467,7 @@ def test_files_that_nobody_listed_are_noted(small: MemoryStore) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["notes-0007.json", "rejected.json", "retired.json"])
+@pytest.mark.parametrize("name", ["notes-0007.json", "rejected.json", "retired-00000002.json"])
 def test_a_damaged_sidecar_is_found(small: MemoryStore, name: str) -> None:
     """R15."""
     folder = newest(small)

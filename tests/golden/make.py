@@ -181,7 +181,7 @@ def make_run(root: Path) -> None:
         run.at(15)
         aborted = first.save(15).wait()
     with manager(root, run.state) as second:
-        second.resume()
+        second.resume("step=10")
         run.at(20)
         second.save(20, epoch=2, samples=160, tokens=640, reason="final", tags=("final",)).wait()
         second.tag("step=10", "paper")

@@ -78,6 +78,7 @@ class Program:
         except StopIteration as end:
             return _END if end.value is None else self._node(end.value, ())
         self.operations.append(operation)
+        assert len(self.operations) <= 1 << _NODE_BITS, "more nodes than a state has room for"
         self._histories.append((stage, replies))
         return len(self.operations) - 1
 

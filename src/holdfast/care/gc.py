@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from holdfast.engine.catalog import Catalog
-from holdfast.engine.claim import is_live, is_proven_dead
+from holdfast.engine.claim import is_live, nothing_in_flight
 from holdfast.engine.commit import mark_aborted, remove_files
 from holdfast.engine.process import is_this_process
 from holdfast.errors import FormatError, StoreError
@@ -73,7 +73,7 @@ class _Judge:
     def is_dead(self, epoch: int) -> bool:
         """Nothing of that epoch can be in flight."""
         if epoch not in self._dead:
-            self._dead[epoch] = is_proven_dead(self._store, epoch)
+            self._dead[epoch] = nothing_in_flight(self._store, epoch)
         return self._dead[epoch]
 
     def is_live(self, epoch: int) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from holdfast.care.gc import collect
-from holdfast.care.retention import carry_out
+from holdfast.care.retention import Deleter
 from holdfast.engine.catalog import Entry
 from holdfast.engine.notes import reject
 from holdfast.engine.owner import Ownership
@@ -23,8 +23,10 @@ class Housekeeper:
     def __init__(self, store: Store, owner: Ownership, rule: Rule, emit: Emitter) -> None:
         self._store = store
         self._owner = owner
-        self._rule = rule
         self._emit = emit
+        self._deleter = Deleter(
+            store, rule, retracted=self._tell_retracted, failed=self._tell_failed
+        )
 
     def after_commit(self, entry: Entry) -> None:
         """Move `latest`, then delete what the rule drops."""
@@ -34,6 +36,10 @@ class Housekeeper:
     def after_claim(self) -> None:
         """Remove what earlier writers left unfinished."""
         self._try("gc", self._collect)
+
+    def trust(self, entry: Entry) -> None:
+        """A load has read every byte of this one."""
+        self._deleter.trust(entry)
 
     def reject(self, folder: str, reason: str) -> None:
         """Leave a mark on a checkpoint that could not be used."""
@@ -51,14 +57,7 @@ class Housekeeper:
     def _retain(self) -> None:
         claim = self._owner.claim
         if claim is not None:
-            carry_out(
-                self._store,
-                claim,
-                self._rule,
-                has_committed=self._owner.has_committed,
-                retracted=self._tell_retracted,
-                failed=self._tell_failed,
-            )
+            self._deleter.carry_out(claim, has_committed=self._owner.has_committed)
 
     def _collect(self) -> None:
         claim = self._owner.claim
@@ -82,5 +81,5 @@ class Housekeeper:
             job()
         except Superseded as error:
             self._emit("warning", f"{what}: {error}")
-        except (HoldfastError, OSError) as error:
-            self._emit("housekeeping_failed", f"{what}: {error}")
+        except Exception as error:  # noqa: BLE001 - also a fault in a user's rule (invariant 8)
+            self._emit("housekeeping_failed", f"{what}: {error!r}")

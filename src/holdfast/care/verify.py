@@ -7,7 +7,7 @@ few blocks and one document in memory.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 from holdfast.care.findings import Problem, Report, RootReport
@@ -43,10 +43,15 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 _MAX_RECORD_NBYTES = 65536
 # Types without a safetensors name lie in the file as another one, with a last dimension of 2.
 _STORED_AS = {"C128": "F64", "C32": "F16"}
-_SIDECARS: Mapping[str, Callable[..., object]] = {
-    layout.RETIRED: decode_retired,
-    layout.REJECTED: decode_rejected,
-}
+
+
+def _sidecar_decoder(name: str) -> Callable[..., object] | None:
+    """What reads a sidecar of that name; None when it is no sidecar."""
+    if layout.parse_notes(name) is not None:
+        return decode_notes
+    if layout.parse_retired(name) is not None:
+        return decode_retired
+    return decode_rejected if name == layout.REJECTED else None
 
 
 def verify(store: Store, folder: str, *, progress: Progress | None = None) -> Report:
@@ -330,8 +335,7 @@ class _Inspection:
     def _others(self, manifest: Manifest | None) -> None:
         """Sidecars, and what should not be there."""
         for name in self._reader.names():
-            is_notes = layout.parse_notes(name) is not None
-            decode = decode_notes if is_notes else _SIDECARS.get(name)
+            decode = _sidecar_decoder(name)
             if decode is not None:
                 try:
                     decode(self._reader.document(name, _MAX_RECORD_NBYTES), what=name)

@@ -27,9 +27,9 @@ class Plan:
 
     seed: int
     """Of the model, the data, dropout, and the moments of the kills."""
-    num_steps: int = 600
-    """Optimizer steps of a whole run: about half a minute on two cores."""
-    save_every: int = 25
+    num_steps: int = 450
+    """Optimizer steps of a whole run: about twenty seconds on two cores."""
+    save_every: int = 20
     """Steps from one save to the next: about a second."""
     keep_last: int = 3
     """Checkpoints that retention keeps; one of them may be damaged, so never one."""

@@ -27,7 +27,6 @@ from holdfast.format.records import (
     Writer,
     decode_notes,
     decode_rejected,
-    decode_retired,
     decode_writer,
 )
 from holdfast.store.base import Store
@@ -39,13 +38,17 @@ Register = Manifest | Aborted | Deleted
 class Marks:
     """What sidecars add to a checkpoint."""
 
-    retired: bool = False
-    retired_by: int | None = None
-    """The writer epoch that began the deletion, where it is known."""
+    retired_by: tuple[int, ...] = ()
+    """The writer epochs that began to delete it."""
     rejected: tuple[str, ...] = ()
     pinned: bool = False
     tags: tuple[str, ...] = ()
     notes_number: int = 0
+
+    @property
+    def retired(self) -> bool:
+        """Whether its deletion was begun."""
+        return bool(self.retired_by)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +116,7 @@ class Catalog:
         names = self.store.children(folder)
         notes, number = self._newest_notes(folder, names)
         return Marks(
-            retired=layout.RETIRED in names,
-            retired_by=self._retirer(folder) if layout.RETIRED in names else None,
+            retired_by=tuple(n for n in map(layout.parse_retired, names) if n is not None),
             rejected=self._reasons(folder) if layout.REJECTED in names else (),
             pinned=notes.pinned,
             tags=notes.tags,
@@ -152,15 +154,8 @@ class Catalog:
         return tuple(entries), tuple(damaged)
 
     def highest_epoch(self) -> int:
-        """The number of the newest claim; 0 when there is none.
-
-        A list may lag, so the epochs after the listed one are asked for by name.
-        """
-        listed = [layout.parse_writer(name) for name in self.store.children(layout.WRITERS)]
-        epoch = max((number for number in listed if number is not None), default=0)
-        while self._has_claim(epoch + 1):
-            epoch += 1
-        return epoch
+        """The number of the newest claim; 0 when there is none."""
+        return max(self.claims(), default=0)
 
     def writer(self, epoch: int) -> Writer | None:
         """The claim of an epoch; None when there is none.
@@ -170,26 +165,42 @@ class Catalog:
         """
         return read_if_there(self.store, layout.writer_key(epoch), decode_writer)
 
-    def lineage(self) -> Iterator[AttemptName]:
+    def claims(self) -> tuple[int, ...]:
+        """The epochs that have a claim, newest first. The newest is found by point reads.
+
+        A list may lag, so the epochs after the highest listed one are asked for by name.
+        """
+        listed = (layout.parse_writer(name) for name in self.store.children(layout.WRITERS))
+        epochs = {epoch for epoch in listed if epoch is not None}
+        following = max(epochs, default=0) + 1
+        while self._has_claim(following):
+            epochs.add(following)
+            following += 1
+        return tuple(sorted(epochs, reverse=True))
+
+    def lineage(self, *, below: int | None = None) -> Iterator[AttemptName]:
         """Attempts that resume may use, newest first: down the chain of claims.
 
-        Attempts without a commit are among them; the caller reads each. Where a claim is void or
-        unreadable the epoch below answers (docs/design.md, rule 2).
+        Attempts without a commit are among them; the caller reads each. `below` looks at the run
+        as it was before that epoch's claim. Claims that do not count are passed over
+        (docs/design.md, rule 2).
         """
         attempts = self.attempts()
-        epoch = self._standing_epoch(attempts)
+        epochs = self._epochs(attempts, below)
+        epoch = self._standing_epoch(attempts, epochs)
         last: int | None = None
         while epoch > 0:
             for name in attempts:
                 if name.epoch == epoch and (last is None or name.sequence <= last):
                     yield name
             claim = self._claim_or_none(epoch)
-            if claim is None:
-                epoch, last = epoch - 1, None
-            elif claim.resumed_from is None:
+            point = claim.resumed_from if claim is not None else None
+            if claim is not None and point is None:
                 return
+            if point is None or point.epoch >= epoch:
+                epoch, last = max((e for e in epochs if e < epoch), default=0), None
             else:
-                epoch, last = claim.resumed_from.order
+                epoch, last = point.order
 
     def head(self) -> Entry | None:
         """The newest committed checkpoint of the lineage with a sound manifest, or None."""
@@ -231,22 +242,28 @@ class Catalog:
                 return True
             if isinstance(register, Manifest | Deleted):
                 return True
-        epochs = range(1, self.highest_epoch() + 1)
-        claims = (self._claim_or_none(epoch) for epoch in epochs)
+        claims = (self._claim_or_none(epoch) for epoch in self.claims())
         return any(claim is not None and claim.resumed_from is not None for claim in claims)
 
-    def _standing_epoch(self, attempts: tuple[AttemptName, ...]) -> int:
-        """The highest epoch whose claim is not void."""
-        epoch = self.highest_epoch() or max((name.epoch for name in attempts), default=0)
-        while epoch > 0:
+    def _epochs(self, attempts: tuple[AttemptName, ...], below: int | None) -> tuple[int, ...]:
+        """The epochs of this run, newest first.
+
+        Where there are claims, attempts of other epochs were copied here and are not of this run.
+        """
+        epochs = self.claims() or tuple(sorted({name.epoch for name in attempts}, reverse=True))
+        return tuple(epoch for epoch in epochs if below is None or epoch < below)
+
+    def _standing_epoch(self, attempts: tuple[AttemptName, ...], epochs: tuple[int, ...]) -> int:
+        """The highest epoch that has committed, or is a rollback to what is still there."""
+        for epoch in epochs:
             if any(self._is_there(name) for name in attempts if name.epoch == epoch):
-                break
+                return epoch
             claim = self._claim_or_none(epoch)
-            point = claim.resumed_from if claim is not None else None
-            if point is not None and self._is_there(layout.parse_attempt(point.folder)):
-                break
-            epoch -= 1
-        return epoch
+            if claim is None or not claim.rollback or claim.resumed_from is None:
+                continue
+            if self._is_there(layout.parse_attempt(claim.resumed_from.folder)):
+                return epoch
+        return 0
 
     def _search(self, wanted: str) -> Entry | None:
         if wanted == "latest":
@@ -292,14 +309,6 @@ class Catalog:
         except FormatError:
             record = None
         return record.reasons if record is not None else ("rejected",)
-
-    def _retirer(self, folder: str) -> int | None:
-        try:
-            record = read_if_there(self.store, f"{folder}/{layout.RETIRED}", decode_retired)
-        except FormatError:
-            return None
-        match = re.fullmatch(r"writer (\d{1,12})", record.by, re.ASCII) if record else None
-        return int(match[1]) if match else None
 
     def _has_claim(self, epoch: int) -> bool:
         try:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from holdfast.engine.catalog import Entry
@@ -79,10 +78,13 @@ class PendingSave:
     through `wait` is raised by the manager's next call and by its `close`.
     """
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, *, timeout_s: float) -> None:
         self.step = step
         self.staged: Future[None] = Future()
         self.committed: Future[Checkpoint] = Future()
+        # It cannot be cancelled: what is written is committed or fails.
+        self.committed.set_running_or_notify_cancel()
+        self._timeout_s = timeout_s
         self.stall_s = 0.0
         """Seconds that the call to `save` took."""
         self.phase = Phase()
@@ -94,29 +96,22 @@ class PendingSave:
         return self.committed.done()
 
     def wait(self, timeout_s: float | None = None) -> Checkpoint:
-        """Block until the checkpoint is durable.
+        """Block until the checkpoint is durable, or `timeout_s` (default: the manager's deadline).
 
         Raises:
             SaveFailed: it did not commit; the cause is chained.
             Superseded: a later writer owns the run.
             DeadlineExceeded: `timeout_s` seconds passed; the save goes on.
         """
-        try:
-            return self.committed.result(timeout=timeout_s)
-        except (FutureTimeout, CancelledError) as error:
-            if self.committed.done():
-                self.delivered = True
-                raise
-            raise self._late(timeout_s) from error
-        except BaseException:
-            self.delivered = True
-            raise
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        _, running = wait([self.committed], timeout=limit_s)
+        if running:
+            raise DeadlineExceeded(
+                f"save of step {self.step}: not done after {limit_s:.0f} s; it is {self.phase.text}"
+            )
+        self.delivered = self.committed.exception() is not None
+        return self.committed.result()
 
     def failure(self) -> BaseException | None:
         """The error of a save that ended badly; None while it runs or when it is well."""
         return self.committed.exception() if self.committed.done() else None
-
-    def _late(self, timeout_s: float | None) -> DeadlineExceeded:
-        return DeadlineExceeded(
-            f"save of step {self.step}: not done after {timeout_s} s; it is {self.phase.text}"
-        )

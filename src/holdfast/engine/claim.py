@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from holdfast.engine.commit import put_once, settle
 from holdfast.engine.documents import read_if_there
 from holdfast.engine.process import liveness, this_process, utc_now
 from holdfast.engine.workers import Workers
-from holdfast.errors import CommitConflict, FormatError, OwnedElsewhere, StoreError
+from holdfast.errors import CommitConflict, FormatError, OwnedElsewhere, StoreError, UsageError
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.manifest import Manifest, Reference
@@ -32,7 +32,7 @@ from holdfast.format.records import (
     encode_closed,
     encode_writer,
 )
-from holdfast.store.base import Store, make_folder
+from holdfast.store.base import Folders, Store, make_folder
 
 HEARTBEAT_S = 10.0
 """Seconds between heartbeats; only a claimer on another host ever looks at them."""
@@ -52,22 +52,25 @@ class Claim:
     resumed_from: Reference | None
 
 
-def check_owner(store: Store, *, takeover: bool, emit: Emitter, watch: Wait | None = None) -> None:
-    """Raise `OwnedElsewhere` when a live process owns the run. Writes nothing.
+def check_owner(store: Store, *, takeover: bool, emit: Emitter, watch: Wait | None = None) -> int:
+    """The epoch of the newest claim, whose owner no longer counts; 0 when there is none.
 
     On the owner's host this is exact. Elsewhere the heartbeat is watched for up to `WATCH_S`
-    seconds (`watch(seconds)` waits; a test may pass its own).
+    seconds (`watch(seconds)` waits; a test may pass its own). Writes nothing.
+
+    Raises:
+        OwnedElsewhere: a live process owns the run.
     """
     epoch = Catalog(store).highest_epoch()
     if epoch == 0:
-        return
+        return 0
     try:
         owner = Catalog(store).writer(epoch)
     except FormatError as error:
         emit("warning", f"claim {epoch} cannot be read and binds nobody: {error}")
-        return
+        return epoch
     if owner is None or not is_live(store, owner, emit=emit, watch=watch):
-        return
+        return epoch
     text = (
         f"{store.url}: process {owner.process.pid} on {owner.process.host} owns this run "
         f"(writer {epoch}, since {owner.created})"
@@ -75,6 +78,7 @@ def check_owner(store: Store, *, takeover: bool, emit: Emitter, watch: Wait | No
     if not takeover:
         raise OwnedElsewhere(f"{text}. Wait for it, stop it, or pass takeover=True")
     emit("warning", f"{text}; taking over", epoch=epoch)
+    return epoch
 
 
 def is_live(store: Store, owner: Writer, *, emit: Emitter, watch: Wait | None = None) -> bool:
@@ -106,10 +110,16 @@ def is_closed(store: Store, epoch: int) -> bool:
         return False
 
 
-def is_proven_dead(store: Store, epoch: int) -> bool:
-    """Whether nothing of that epoch can be in flight: closed, or its process gone for sure."""
+def nothing_in_flight(store: Store, epoch: int) -> bool:
+    """Whether no put of that epoch can still arrive: it was closed, or its process is gone.
+
+    A process that is gone proves that only where puts are calls of the local kernel; a request to
+    an object store may outlive its sender.
+    """
     if is_closed(store, epoch):
         return True
+    if not isinstance(store, Folders):
+        return False
     try:
         writer = Catalog(store).writer(epoch)
     except FormatError:
@@ -117,35 +127,96 @@ def is_proven_dead(store: Store, epoch: int) -> bool:
     return writer is not None and liveness(writer.process) == "dead"
 
 
-def put_claim(
-    store: Store, *, resumed_from: Reference | None, takeover: bool, emit: Emitter
-) -> Claim | None:
-    """Put the next claim. None when `resumed_from` went away meanwhile: choose another.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The checkpoint to go on from (None: from the beginning), and what was passed over for it."""
+
+    point: Reference | None
+    passed_over: frozenset[str] = frozenset()
+    """Folders of newer checkpoints that cannot be used."""
+    is_rollback: bool = False
+    """Whether a person chose it by name, so that newer ones are left behind on purpose."""
+
+
+def claim_run(
+    store: Store, choose: Callable[[], Choice], *, takeover: bool, emit: Emitter
+) -> Claim:
+    """Claim the run from a chosen checkpoint on.
+
+    `choose` is asked again when another claim came first, when its choice is being deleted, and
+    when an earlier writer committed something newer before the claim fenced it off.
 
     Raises:
-        OwnedElsewhere: another live process claimed first.
+        OwnedElsewhere: a live process owns the run.
     """
-    make_folder(store, layout.WRITERS)
-    if resumed_from is not None:
-        settle(store, resumed_from.folder)
     for _ in range(_MAX_RACES):
-        record = Writer(
-            epoch=_next_epoch(store),
-            nonce=os.urandom(16).hex(),
-            resumed_from=resumed_from,
-            takeover=takeover,
-            created=utc_now(),
-            process=this_process(),
-        )
-        try:
-            put_once(store, layout.writer_key(record.epoch), encode_writer(record))
-        except CommitConflict:
-            check_owner(store, takeover=takeover, emit=emit)
-            continue
-        if resumed_from is not None and not _still_stands(store, resumed_from):
-            return None
-        return Claim(epoch=record.epoch, nonce=record.nonce, resumed_from=resumed_from)
+        after = check_owner(store, takeover=takeover, emit=emit)
+        choice = choose()
+        claim = _put_claim(store, after, choice, takeover=takeover)
+        if claim is not None and _is_still_right(store, claim, choice):
+            return claim
     raise OwnedElsewhere(f"{store.url}: lost the race for the run {_MAX_RACES} times")
+
+
+def _put_claim(store: Store, after: int, choice: Choice, *, takeover: bool) -> Claim | None:
+    """Put the claim that follows epoch `after`; None when somebody else did."""
+    point = choice.point
+    epoch = _epoch_after(store, after, point)
+    make_folder(store, layout.WRITERS)
+    if point is not None:
+        settle(store, point.folder)
+    record = Writer(
+        epoch=epoch,
+        nonce=os.urandom(16).hex(),
+        resumed_from=point,
+        rollback=choice.is_rollback,
+        takeover=takeover,
+        created=utc_now(),
+        process=this_process(),
+    )
+    try:
+        put_once(store, layout.writer_key(epoch), encode_writer(record))
+    except CommitConflict:
+        return None
+    return Claim(epoch=epoch, nonce=record.nonce, resumed_from=point)
+
+
+def _epoch_after(store: Store, after: int, point: Reference | None) -> int:
+    if after == 0:
+        # Folders that were copied here without their claims keep their order below ours.
+        after = max((name.epoch for name in Catalog(store).attempts()), default=0)
+    if point is not None and point.epoch > after:
+        raise UsageError(
+            f"{store.url}/{point.folder} was copied here from another run: its writer epoch "
+            f"{point.epoch} is beyond those of this run ({after}). Resume it in a root of its own"
+        )
+    return after + 1
+
+
+def _is_still_right(store: Store, claim: Claim, choice: Choice) -> bool:
+    """After the claim, which fences earlier writers off: would the same choice be made?"""
+    point = choice.point
+    if point is not None and not _still_stands(store, point):
+        return False
+    if choice.is_rollback:
+        return True
+    newest = next(_committed(store, below=claim.epoch, but=choice.passed_over), None)
+    return newest == (point.folder if point is not None else None)
+
+
+def _committed(store: Store, *, below: int, but: frozenset[str]) -> Iterator[str]:
+    """Folders of the lineage below an epoch that hold a manifest, newest first."""
+    catalog = Catalog(store)
+    for name in catalog.lineage(below=below):
+        if str(name) in but:
+            continue
+        try:
+            register = catalog.read(str(name))
+        except FormatError:
+            yield str(name)
+        else:
+            if isinstance(register, Manifest):
+                yield str(name)
 
 
 def expect_claim(store: Store, claim: Claim) -> None:
@@ -161,33 +232,21 @@ def expect_claim(store: Store, claim: Claim) -> None:
         )
 
 
-def _next_epoch(store: Store) -> int:
-    catalog = Catalog(store)
-    highest = catalog.highest_epoch()
-    if highest == 0:
-        # Folders copied here without their claims keep their order below ours.
-        highest = max((name.epoch for name in catalog.attempts()), default=0)
-    return highest + 1
-
-
 def _still_stands(store: Store, point: Reference) -> bool:
+    # Marks first: a deleter that is done has removed its mark, but then the tombstone is there.
     catalog = Catalog(store)
     try:
+        if is_being_deleted(store, catalog.marks(point.folder)):
+            return False
         register = catalog.read(point.folder)
     except FormatError:
         return False
-    return (
-        isinstance(register, Manifest)
-        and register.save_id == point.save_id
-        and not is_being_deleted(store, catalog.marks(point.folder))
-    )
+    return isinstance(register, Manifest) and register.save_id == point.save_id
 
 
 def is_being_deleted(store: Store, marks: Marks) -> bool:
     """Marked by a deleter that may still be at it."""
-    if not marks.retired:
-        return False
-    return marks.retired_by is None or not is_proven_dead(store, marks.retired_by)
+    return any(not nothing_in_flight(store, epoch) for epoch in marks.retired_by)
 
 
 def put_closed(store: Store, claim: Claim) -> None:
@@ -207,6 +266,10 @@ class Heartbeat:
         self._stop = threading.Event()
         self._workers = Workers(1, "holdfast-heartbeat")
         self._done: Future[None] = self._workers.submit(self._run)
+
+    def ask_to_stop(self) -> None:
+        """Let it end by itself; does not wait."""
+        self._stop.set()
 
     def stop(self, timeout_s: float = 30.0) -> None:
         """End it; waits for a beat under way."""

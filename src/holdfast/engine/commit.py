@@ -16,6 +16,7 @@ from holdfast.errors import (
     AlreadyExists,
     CommitConflict,
     FormatError,
+    LimitExceeded,
     NotFound,
     OutcomeUnknown,
     StoreError,
@@ -34,7 +35,7 @@ from holdfast.format.manifest import (
     encode_deleted,
     encode_manifest,
 )
-from holdfast.format.records import Retired, Writer, decode_writer, encode_retired
+from holdfast.format.records import Retired, decode_writer, encode_retired
 from holdfast.store.base import Folders, Store, make_folder, refresh_folder, sync_folder
 
 
@@ -76,7 +77,13 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest) -> None:
     data = encode_manifest(manifest)
     check_fence(store, attempt.name.epoch, committed=False)
     attempt.put_sent = True
-    put_once(store, attempt.manifest_key, data)
+    try:
+        put_once(store, attempt.manifest_key, data)
+    except (CommitConflict, OutcomeUnknown):
+        raise
+    except StoreError:
+        attempt.put_sent = False  # refused for sure: nothing is in flight
+        raise
     try:
         check_fence(store, attempt.name.epoch, committed=True)
     except StoreError as error:
@@ -105,10 +112,14 @@ def put_once(store: Store, key: str, data: bytes) -> None:
         store.put(key, data, if_absent=True)
     except AlreadyExists as error:
         _expect_ours(store, key, data, error)
-    except (OutcomeUnknown, TransientStoreError) as error:
+    except OutcomeUnknown as error:
         if isinstance(store, Folders):
             # A real folder whose sync failed: the name may be seen now and be gone after a crash.
-            raise OutcomeUnknown(f"{store.url}/{key}: not known to be durable: {error}") from error
+            raise
+        _expect_ours(store, key, data, error)
+    except TransientStoreError as error:
+        if isinstance(store, Folders):
+            raise  # a local put that may have taken effect says OutcomeUnknown
         _expect_ours(store, key, data, error)
 
 
@@ -137,34 +148,35 @@ def _describe(data: bytes) -> str:
     return f"save {found.save_id}"
 
 
-def successor(store: Store, epoch: int) -> Writer | None:
-    """The claim that comes after `epoch`, by a point read; None while `epoch` owns the run."""
+def check_fence(store: Store, epoch: int, *, committed: bool) -> None:
+    """Raise `Superseded` when a later writer has claimed the run: one point read."""
     key = layout.writer_key(epoch + 1)
     refresh_folder(store, layout.WRITERS)
     try:
         data = read_document(store, key, max_nbytes=65536)
     except NotFound:
-        return None
-    return decode_writer(data, what=f"{store.url}/{key}")
-
-
-def check_fence(store: Store, epoch: int, *, committed: bool) -> None:
-    """Raise `Superseded` when a later writer has claimed the run."""
-    later = successor(store, epoch)
-    if later is None:
         return
-    process = later.process
+    except LimitExceeded:
+        data = b""
     stands = (
         "this save was committed, but the run goes on from elsewhere"
         if committed
         else "this save was not committed"
     )
     raise Superseded(
-        f"{store.url}: process {process.pid} on {process.host} took the run over "
-        f"(writer {later.epoch} after {epoch}, at {later.created}); {stands}. "
-        "Stop this process, or resume with takeover=True to take the run back",
+        f"{store.url}: {_describe_claim(data)} took the run over (writer {epoch + 1} after "
+        f"{epoch}); {stands}. Stop this process, or resume with takeover=True to take it back",
         committed=committed,
     )
+
+
+def _describe_claim(data: bytes) -> str:
+    """Who claimed; a record that cannot be read is a claim all the same."""
+    try:
+        writer = decode_writer(data, what="claim")
+    except FormatError:
+        return "a process whose record is damaged"
+    return f"process {writer.process.pid} on {writer.process.host} ({writer.created})"
 
 
 def retract(
@@ -181,14 +193,14 @@ def retract(
     by = f"writer {epoch}"
     mark = encode_retired(Retired(by=by, reason=reason))
     try:
-        store.put(f"{folder}/{layout.RETIRED}", mark, if_absent=True)
+        store.put(f"{folder}/{layout.retired_name(epoch)}", mark, if_absent=True)
     except AlreadyExists:
         reason = f"{reason} (marked before)"
     except NotFound:
         return False
     check_fence(store, epoch, committed=True)
     catalog = Catalog(store)
-    register, marks = catalog.read(folder), catalog.marks(folder)
+    marks, register = catalog.marks(folder), catalog.read(folder)
     if isinstance(register, Manifest):
         if is_held(register, marks):
             return False

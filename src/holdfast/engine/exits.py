@@ -11,7 +11,8 @@ import atexit
 import os
 import sys
 import weakref
-from typing import Protocol
+from collections.abc import Callable
+from typing import NoReturn, Protocol
 
 from holdfast.errors import HoldfastError
 
@@ -39,6 +40,11 @@ def forget(manager: Finishes) -> None:
     _failed.discard(manager)
 
 
+def told(manager: Finishes) -> None:
+    """Somebody was told of this manager's failure."""
+    _failed.discard(manager)
+
+
 def hold(manager: Finishes) -> None:
     """A save of this manager failed: keep it until somebody is told, also when nobody has it."""
     _failed.add(manager)
@@ -55,17 +61,18 @@ def _finish_all() -> None:
         if said is not None:
             print(f"holdfast: {said}", file=sys.stderr)  # noqa: T201 - nobody else can be told
     if failed:
-        _end_with_status_1()
+        globals()["_at_the_very_end"] = _EndWithStatus1()
 
 
-def _end_with_status_1() -> None:
-    """An exit handler cannot change the status, so end here, after everybody else's handlers."""
-    atexit.unregister(_finish_all)
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
-    os._exit(1)
+class _EndWithStatus1:
+    """Ends the process when the interpreter takes its modules apart.
+
+    An exit handler cannot change the status, and ending inside one would rob the others of their
+    turn. By the time that modules go, all handlers have run and the streams are flushed.
+    """
+
+    def __del__(self, end: Callable[[int], NoReturn] = os._exit) -> None:
+        end(1)
 
 
 atexit.register(_finish_all)

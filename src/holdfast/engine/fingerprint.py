@@ -7,7 +7,7 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +16,10 @@ import torch
 
 
 def numerics() -> dict[str, Any]:
-    """The numerics fingerprint: with other values here, bits may differ (invariant 7)."""
+    """The numerics fingerprint: with other values here, bits may differ (invariant 7).
+
+    Looks only; it never initialises a device.
+    """
     found: dict[str, Any] = {
         "torch": str(torch.__version__),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -24,25 +27,34 @@ def numerics() -> dict[str, Any]:
         "num_interop_threads": torch.get_num_interop_threads(),
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "float32_matmul_precision": _setting(torch.get_float32_matmul_precision),
         "world_size": 1,
         "device": "cpu",
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found |= _cuda()
     return found
 
 
 def _cuda() -> dict[str, Any]:
+    backends = torch.backends
     return {
         "device": torch.cuda.get_device_name(),
         "cuda": torch.version.cuda or "",
-        "cudnn": torch.backends.cudnn.version() or 0,  # type: ignore[no-untyped-call]
-        "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "cudnn_deterministic": torch.backends.cudnn.deterministic,
-        "tf32_matmul": torch.backends.cuda.matmul.allow_tf32,
-        "tf32_cudnn": torch.backends.cudnn.allow_tf32,
+        "cudnn": backends.cudnn.version() or 0,  # type: ignore[no-untyped-call]
+        "cudnn_benchmark": backends.cudnn.benchmark,
+        "cudnn_deterministic": backends.cudnn.deterministic,
+        "tf32_matmul": _setting(lambda: backends.cuda.matmul.allow_tf32),
+        "tf32_cudnn": _setting(lambda: backends.cudnn.allow_tf32),
     }
+
+
+def _setting(read: Callable[[], Any]) -> Any:
+    """A setting that torch refuses to tell when it was set through its newer names."""
+    try:
+        return read()
+    except RuntimeError:
+        return "set per operator"
 
 
 def differences(stored: Mapping[str, Any], live: Mapping[str, Any]) -> tuple[str, ...]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.claim import is_being_deleted
 from holdfast.errors import AlreadyExists, CommitConflict, NoCheckpoint, NotFound, UsageError
 from holdfast.format import layout
+from holdfast.format.manifest import Manifest
 from holdfast.format.records import Notes, Rejected, encode_notes, encode_rejected
 from holdfast.store.base import Store
 
@@ -58,6 +60,23 @@ def checked_tags(tags: Iterable[str]) -> tuple[str, ...]:
     return checked
 
 
+def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """The metrics as floats; one-element tensors and NumPy scalars are taken, too.
+
+    Raises:
+        UsageError: a name is not text, or a value is not one number.
+    """
+    checked: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        if not isinstance(name, str):
+            raise UsageError(f"metrics: the name {name!r} is not text")
+        try:
+            checked[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"metrics[{name!r}]={value!r} is not one number") from error
+    return checked
+
+
 def reject(store: Store, folder: str, *, by: str, reason: str) -> None:
     """Mark a checkpoint that resume could not use. It is not deleted, and may be tried again."""
     record = encode_rejected(Rejected(by=by, reasons=(reason,)))
@@ -68,6 +87,7 @@ def reject(store: Store, folder: str, *, by: str, reason: str) -> None:
 
 
 def _expect_kept(store: Store, entry: Entry) -> None:
-    catalog = Catalog(store)
-    if catalog.entry(entry.name) is None or is_being_deleted(store, catalog.marks(entry.folder)):
+    # Marks first: a deleter that is done has removed its mark, but then the tombstone is there.
+    being_deleted = is_being_deleted(store, Catalog(store).marks(entry.folder))
+    if being_deleted or not isinstance(Catalog(store).read(entry.folder), Manifest):
         raise NoCheckpoint(f"{store.url}/{entry.folder}: its deletion has begun; it is not kept")

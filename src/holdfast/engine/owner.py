@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 
-from holdfast.engine.catalog import Entry
-from holdfast.engine.claim import Claim, Heartbeat, check_owner, put_claim, put_closed
+from holdfast.engine.claim import (
+    Choice,
+    Claim,
+    Heartbeat,
+    check_owner,
+    claim_run,
+    put_closed,
+)
 from holdfast.errors import HoldfastError
 from holdfast.events import Emitter
 from holdfast.store.base import Store
@@ -30,25 +38,23 @@ class Ownership:
         """Raise `OwnedElsewhere` when a live process has the run; writes nothing."""
         check_owner(self._store, takeover=self._takeover, emit=self._emit)
 
-    def take(self, entry: Entry | None) -> bool:
-        """Claim the run from `entry` on; False when that checkpoint went away meanwhile.
+    def take(self, choose: Callable[[], Choice]) -> None:
+        """Claim the run from the chosen checkpoint on; see `claim_run`.
 
         Raises:
-            OwnedElsewhere: somebody else was faster.
+            OwnedElsewhere: a live process owns the run.
         """
-        claim = put_claim(
-            self._store,
-            resumed_from=entry.reference if entry is not None else None,
-            takeover=self._takeover,
-            emit=self._emit,
-        )
-        if claim is None:
-            return False
+        before, self.claim = self.claim, None  # a claim of our own fences the one before off
+        claim = claim_run(self._store, choose, takeover=self._takeover, emit=self._emit)
         self._stop_heartbeat()
+        if before is not None and self.is_clean:
+            self._record_close(before)
         self._heartbeat = Heartbeat(self._store, claim, self._emit)
+        # A manager that is dropped without being closed must not look alive for ever.
+        weakref.finalize(self, self._heartbeat.ask_to_stop)
         self.claim, self._sequence, self.has_committed = claim, 0, False
+        self.is_clean = True
         self._emit("claimed", f"{self._store.url}: writer {claim.epoch}", epoch=claim.epoch)
-        return True
 
     def next_sequence(self) -> int:
         """The number of the next save of this claim."""
@@ -59,8 +65,10 @@ class Ownership:
         """Give the run up. The close is recorded only when nothing can be in flight."""
         claim, self.claim = self.claim, None
         self._stop_heartbeat()
-        if claim is None or not self.is_clean:
-            return
+        if claim is not None and self.is_clean:
+            self._record_close(claim)
+
+    def _record_close(self, claim: Claim) -> None:
         try:
             put_closed(self._store, claim)
         except HoldfastError as error:

@@ -37,19 +37,32 @@ def liveness(process: Process) -> Liveness:
         return "unknown"
     if (process.pid, process.start) == (here.pid, here.start):
         return "ours"
-    return "alive" if _start_time(process.pid) == process.start else "dead"
+    start = _start_time(process.pid)
+    if start is None:
+        # The record may be hidden (hidepid) or not readable: only the kernel's "no" is proof.
+        return "alive" if _exists(process.pid) else "dead"
+    return "alive" if start == process.start else "dead"
 
 
 def _start_time(pid: int) -> str | None:
-    """Start time of a process in clock ticks since boot; None when it is gone or a zombie.
+    """Start time of a process in clock ticks since boot; "" of a zombie, None when not readable.
 
     Source: proc(5), fields 3 and 22 of /proc/<pid>/stat; the name may hold blanks and brackets.
     """
-    stat = _read(f"/proc/{pid}/stat")
-    fields = stat.rpartition(")")[2].split()
-    if len(fields) < 20 or fields[0] in {"Z", "X", "x"}:
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    if len(fields) < 20:
         return None
-    return fields[19]
+    return "" if fields[0] in {"Z", "X", "x"} else fields[19]
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _boot_id() -> str:

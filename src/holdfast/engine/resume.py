@@ -16,6 +16,7 @@ from holdfast.engine.load import Tensors, open_checkpoint, read_tensors
 from holdfast.engine.workers import Workers
 from holdfast.errors import (
     AccessDenied,
+    CorruptData,
     FormatError,
     HoldfastError,
     NoUsableCheckpoint,
@@ -59,6 +60,7 @@ class Candidate:
     """A checkpoint that was read whole and fits: what is left is to apply it."""
 
     entry: Entry
+    options: LoadOptions
     prepared: Prepared
     tensors: Tensors
 
@@ -106,7 +108,7 @@ class Reader:
             timeout_s=self.timeout_s,
             verify=options.verify,
         )
-        return Candidate(entry=entry, prepared=prepared, tensors=tensors)
+        return Candidate(entry=entry, options=options, prepared=prepared, tensors=tensors)
 
     def walk(self, options: LoadOptions) -> Candidate | None:
         """The newest usable checkpoint of the lineage; None when nothing was ever committed.
@@ -116,13 +118,13 @@ class Reader:
         """
         catalog = Catalog(self.store)
         for _ in range(_MAX_RELISTS):
-            before = tuple(catalog.lineage())
             self.rejected.clear()
-            for name in before:
+            before = _registers(catalog)
+            for name, _ in before:
                 candidate = self._try(catalog, name, options)
                 if candidate is not None:
                     return candidate
-            if tuple(catalog.lineage()) == before:
+            if _registers(catalog) == before:
                 break
         if not self.rejected and not catalog.ever_committed():
             return None
@@ -134,18 +136,44 @@ class Reader:
 
     def _try(self, catalog: Catalog, name: AttemptName, options: LoadOptions) -> Candidate | None:
         try:
-            entry = catalog.entry(name)
-            if entry is None:
-                return None
-            if is_being_deleted(self.store, entry.marks):
-                self.rejected.append((str(name), "its deletion was begun"))
-                return None
-            return self.read(entry, options)
+            return self._read_twice(catalog, name, options)
         except HoldfastError as error:
             if not is_damage(error):
                 raise
             self.rejected.append((str(name), str(error)))
             return None
+
+    def _read_twice(
+        self, catalog: Catalog, name: AttemptName, options: LoadOptions
+    ) -> Candidate | None:
+        """Read a candidate, once more when the first time fails: errors may pass."""
+        try:
+            return self._read_candidate(catalog, name, options)
+        except (StoreError, CorruptData):
+            return self._read_candidate(catalog, name, options)
+
+    def _read_candidate(
+        self, catalog: Catalog, name: AttemptName, options: LoadOptions
+    ) -> Candidate | None:
+        entry = catalog.entry(name)
+        if entry is None:
+            return None
+        if is_being_deleted(self.store, entry.marks):
+            self.rejected.append((str(name), "its deletion was begun"))
+            return None
+        return self.read(entry, options)
+
+
+def _registers(catalog: Catalog) -> tuple[tuple[AttemptName, str], ...]:
+    """The lineage with the state of each register: when that changes, look again."""
+    return tuple((name, _register_state(catalog, name)) for name in catalog.lineage())
+
+
+def _register_state(catalog: Catalog, name: AttemptName) -> str:
+    try:
+        return type(catalog.read(str(name))).__name__
+    except FormatError:
+        return "damaged"
 
 
 def is_damage(error: HoldfastError) -> bool:

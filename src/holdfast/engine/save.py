@@ -16,7 +16,7 @@ from holdfast.engine.commit import Attempt, abandon, begin, commit
 from holdfast.engine.process import utc_now
 from holdfast.engine.stage import Image, Staged
 from holdfast.engine.workers import Workers, gather
-from holdfast.errors import HoldfastError, StoreError
+from holdfast.errors import HoldfastError, OutcomeUnknown, StoreError
 from holdfast.format import blocks, layout
 from holdfast.format.index import encode_index
 from holdfast.format.manifest import (
@@ -107,6 +107,9 @@ def write(
         commit(store, attempt, manifest)
     except BaseException as error:
         _clean_up(store, attempt, error)
+        if isinstance(error, OutcomeUnknown) and not attempt.put_sent:
+            # Unclear is only what became of a file; the checkpoint certainly did not commit.
+            raise StoreError(str(error)) from error
         raise
     return attempt, manifest
 

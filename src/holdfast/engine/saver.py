@@ -15,6 +15,7 @@ from functools import partial
 
 from holdfast.engine.catalog import Catalog, Entry, Marks, with_tags
 from holdfast.engine.checkpoint import PendingSave, describe
+from holdfast.engine.commit import check_fence
 from holdfast.engine.notes import annotate
 from holdfast.engine.owner import Ownership
 from holdfast.engine.save import SaveRequest, digest_staged, write
@@ -60,7 +61,8 @@ class Saver:
 
     def start(self, staged: Staged, request: SaveRequest) -> PendingSave:
         """Hand a staged state to the background."""
-        pending = PendingSave(request.timestamp.step)
+        self.workers.start()
+        pending = PendingSave(request.timestamp.step, timeout_s=self.timeout_s)
         self.pending = pending
         pending.staged.set_result(None)
         self._emit("staged", f"staged step {pending.step}", step=pending.step, nbytes=staged.nbytes)
@@ -115,7 +117,6 @@ class Saver:
             self._on_failure()
             return
         self.standing = entry
-        self._owner.has_committed = True
         self._emit(
             "committed",
             f"committed {entry.folder}",
@@ -159,6 +160,7 @@ class Saver:
         }
         if roots != recorded or Catalog(self._store).entry(entry.name) is None:
             return None
+        check_fence(self._store, request.claim.epoch, committed=False)
         new_tags = tuple(tag for tag in request.tags if tag not in entry.tags)
         if new_tags:
             annotate(self._store, entry, add_tags=new_tags)

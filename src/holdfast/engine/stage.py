@@ -41,6 +41,10 @@ class Arena:
             FormatError: a start is not a multiple of its item size; in our own files it always
                 is, because data starts on a page and items come in descending size.
         """
+        with torch.inference_mode(False):
+            return self._tensors(specs, starts)
+
+    def _tensors(self, specs: Sequence[TensorSpec], starts: Sequence[int]) -> list[torch.Tensor]:
         base = torch.frombuffer(self._map, dtype=torch.uint8)
         typed: dict[str, torch.Tensor] = {}
         views = []
@@ -141,7 +145,7 @@ def _new_image(file: TensorFile) -> Image:
 
 
 def _copy(images: Sequence[Image], tensors: Mapping[str, torch.Tensor]) -> None:
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         for image in images:
             sources = [tensors[spec.key] for spec in image.file.specs]
             if sources:

@@ -35,17 +35,21 @@ class Workers:
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Queue a job; its result or its error is in the future."""
         future: Future[T] = Future()
-        with self._lock:
-            if not self._threads:
-                self._threads = [self._start(number) for number in range(self._num_threads)]
+        self.start()
         self._jobs.put((future, job))
         return future
+
+    def start(self) -> None:
+        """Start the threads now: the interpreter starts none once it has begun to exit."""
+        with self._lock:
+            if not self._threads:
+                self._threads = [self._new_thread(number) for number in range(self._num_threads)]
 
     def close(self) -> None:
         """Let the threads end after the jobs that are queued."""
         self._end()
 
-    def _start(self, number: int) -> threading.Thread:
+    def _new_thread(self, number: int) -> threading.Thread:
         thread = threading.Thread(
             target=_work, args=(self._jobs,), name=f"{self._name}-{number}", daemon=True
         )
@@ -82,10 +86,9 @@ def gather(futures: Sequence[Future[T]], *, timeout_s: float, what: str) -> list
     """
     done, running = wait(futures, timeout=timeout_s, return_when=FIRST_EXCEPTION)
     failed = next((future for future in futures if future in done and future.exception()), None)
-    if running:
-        for future in running:
-            future.cancel()
-        _, running = wait(running, timeout=timeout_s)
+    for future in running:
+        future.cancel()
+    wait(running, timeout=timeout_s)
     if failed is not None:
         raise_from(failed)
     if running:

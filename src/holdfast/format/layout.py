@@ -10,7 +10,6 @@ from holdfast.errors import FormatError, UsageError
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 INDEX = "index.json"
-RETIRED = "retired.json"
 REJECTED = "rejected.json"
 LATEST = "latest"
 WRITERS = "writers"
@@ -25,6 +24,7 @@ _LABEL = re.compile(r"[A-Za-z0-9_=+\-][A-Za-z0-9._=+\-]*", re.ASCII)
 _COMPONENT = re.compile(r"[a-z0-9_\-]{1,64}", re.ASCII)
 _WRITER = re.compile(r"([0-9]{8,12})\.json", re.ASCII)
 _SCRATCH = re.compile(r"preflight-[0-9a-f]{16}", re.ASCII)
+_RETIRED = re.compile(r"retired-([0-9]{8,12})\.json", re.ASCII)
 _NOTES = re.compile(r"notes-([0-9]{4})\.json", re.ASCII)
 
 
@@ -112,6 +112,17 @@ def is_scratch(name: str) -> bool:
 def notes_name(number: int) -> str:
     """Name of the n-th notes sidecar, from 1."""
     return f"notes-{number:04d}.json"
+
+
+def retired_name(epoch: int) -> str:
+    """Name of the mark by which a writer epoch begins a deletion."""
+    return f"retired-{epoch:08d}.json"
+
+
+def parse_retired(name: str) -> int | None:
+    """The writer epoch of such a mark, or None for another name."""
+    match = _RETIRED.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def parse_notes(name: str) -> int | None:

@@ -24,11 +24,16 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Writer(msgspec.Struct, frozen=True, kw_only=True):
-    """The claim of an epoch. `resumed_from` is the checkpoint that it goes on from."""
+    """The claim of an epoch. `resumed_from` is the checkpoint that it goes on from.
+
+    `rollback` says that a person chose that one by name; a claim of the latest only counts once
+    it has committed.
+    """
 
     epoch: Positive
     nonce: Hex128
     resumed_from: Reference | None
+    rollback: bool
     takeover: bool
     created: str
     process: Process

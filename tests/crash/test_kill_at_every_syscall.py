@@ -1,0 +1,75 @@
+"""SIGKILL at the system calls of a save, a deletion, gc and a resume (tests/crash/syscalls.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SYSCALLS = Path(__file__).with_name("syscalls.py")
+NO_PTRACE = 77
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ptrace of Linux")
+every_scenario = pytest.mark.parametrize("scenario", ["first_save", "later_save", "gc", "resume"])
+
+
+def sweep(folder: Path, *options: str) -> dict[str, Any]:
+    """Kill at each chosen point; what was counted."""
+    done = subprocess.run(
+        [sys.executable, str(SYSCALLS), str(folder), *options],
+        capture_output=True,
+        text=True,
+        timeout=3000,
+        check=False,
+    )
+    if done.returncode == NO_PTRACE:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"no ptrace here: {done.stderr}")
+    assert done.stdout, done.stderr
+    counts: dict[str, Any] = json.loads(done.stdout)
+    counts["said"] = done.stderr
+    return counts
+
+
+def assert_all_were_killed_and_nothing_was_lost(counts: dict[str, Any]) -> None:
+    assert (counts["bad"], counts["stuck"], counts["missed"]) == (0, 0, 0), counts
+    assert counts["killed"] == counts["tried"] > 0
+
+
+@every_scenario
+def test_a_kill_at_every_sixth_changing_call_loses_nothing(ram_path: Path, scenario: str) -> None:
+    """R2, R9, R23: calls that only read or wait leave the same bytes behind as the next one."""
+    counts = sweep(ram_path, "--scenario", scenario, "--calls", "changing", "--stride", "6")
+    assert_all_were_killed_and_nothing_was_lost(counts)
+    assert counts["points"] >= 25
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@every_scenario
+def test_a_kill_at_every_changing_call_loses_nothing(ram_path: Path, scenario: str) -> None:
+    """R2, R9, R23."""
+    counts = sweep(ram_path, "--scenario", scenario, "--calls", "changing")
+    assert_all_were_killed_and_nothing_was_lost(counts)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@every_scenario
+def test_a_kill_at_every_call_loses_nothing(ram_path: Path, scenario: str) -> None:
+    """R2, R9, R23: every single call of every thread, up to waits that not every life has."""
+    counts = sweep(ram_path, "--scenario", scenario, "--calls", "all")
+    assert (counts["bad"], counts["stuck"]) == (0, 0), counts
+    assert counts["killed"] >= 0.9 * counts["points"] >= 200
+
+
+@pytest.mark.parametrize(("mutant", "stride"), [("manifest_first", 14), ("files_first", 7)])
+def test_the_sweep_catches(ram_path: Path, mutant: str, stride: int) -> None:
+    """R2: our own code with its order broken does not pass."""
+    options = ("--scenario", "later_save", "--calls", "changing", "--stride", str(stride))
+    counts = sweep(ram_path, *options, "--mutant", mutant)
+    assert counts["bad"] > 0, counts

@@ -1,0 +1,837 @@
+"""The hostile roots, one change each, made by code from `payloads`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.hostile import payloads
+from tests.hostile.roots import Draft, digest_of, file_digest, image, seal, seal_text
+
+MODEL = "model-00000.safetensors"
+TREE = "model-00000.json"
+WRONG: tuple[Any, ...] = (
+    *(None, True, -1, 0, 2**40, 2**63, 2**70, 1.5, "", "x", [], {}, [[]], {"$float": "nan"}),
+    *(["x"], {"x": 1}, [None], "0" * 64, "9" * 32, [2**62, 2**62], [-1]),
+)
+Change = Callable[[Draft], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One hostile root. `is_refused`: its newest checkpoint must never come back as loaded."""
+
+    name: str
+    change: Change
+    is_refused: bool = False
+
+
+def cases(is_thin: bool = False) -> list[Case]:
+    """All of them, or of those that are products of two lists some; the names are unique."""
+    found = [
+        *path_cases(),
+        *pickle_cases(),
+        *field_cases(),
+        *tree_cases(4 if is_thin else len(TREES)),
+        *offset_cases(),
+        *kind_of_file_cases(),
+        *version_cases(),
+        *swap_cases(),
+        *claim_cases(),
+        *huge_cases(),
+    ]
+    assert len({case.name for case in found}) == len(found)
+    return found
+
+
+# Path escapes
+
+
+def path_cases() -> Iterator[Case]:
+    for number, text in enumerate(payloads.PATHS):
+        for place, (put, is_refused) in PLACES.items():
+            yield Case(
+                name=f"path {number} {text[:24]!a} as {place}",
+                change=partial(put, text=text),
+                is_refused=is_refused,
+            )
+
+
+def _rename(members: dict[str, Any], old: str, new: str) -> None:
+    """Another name in the same place."""
+    pairs = [(new if name == old else name, value) for name, value in members.items()]
+    members.clear()
+    members.update(pairs)
+
+
+def _as_file(draft: Draft, text: str) -> None:
+    _rename(draft.manifest["files"], MODEL, text)
+    draft.manifest["components"]["model"]["files"][1] = text
+    draft.index["components"]["model"]["files"][0] = text
+    _rename(draft.index["blocks"], MODEL, text)
+    digest, blocks = file_digest(draft.files[MODEL])
+    draft.manifest["files"][text] = {"nbytes": len(draft.files[MODEL]), "digest": digest}
+    draft.index["blocks"][text] = blocks
+
+
+def _as_tree_file(draft: Draft, text: str) -> None:
+    _rename(draft.manifest["files"], TREE, text)
+    draft.manifest["components"]["model"]["files"][0] = text
+
+
+def _as_extra_file(draft: Draft, text: str) -> None:
+    draft.manifest["files"][text] = {"nbytes": 1, "digest": "blake3:" + "0" * 64}
+
+
+def _as_component(draft: Draft, text: str) -> None:
+    _rename(draft.manifest["components"], "model", text)
+    _rename(draft.index["components"], "model", text)
+
+
+def _as_listed_file(draft: Draft, text: str) -> None:
+    draft.manifest["components"]["model"]["files"].append(text)
+
+
+def _as_index_file(draft: Draft, text: str) -> None:
+    draft.index["components"]["model"]["files"] = [text]
+
+
+def _as_blocks(draft: Draft, text: str) -> None:
+    draft.index["blocks"][text] = "0" * 64
+
+
+def _as_key(draft: Draft, text: str) -> None:
+    """A tensor's key may be any text."""
+    columns = draft.index["components"]["extra"]
+    columns["names"][columns["names"].index("table")] = text
+    tree = draft.tree("extra")
+    tree["table"] = {"$tensor": text}
+    draft.set_tree("extra", tree)
+
+
+def _as_label(draft: Draft, text: str) -> None:
+    draft.manifest["label"] = text
+
+
+def _as_parent(draft: Draft, text: str) -> None:
+    draft.manifest["parent"] = {"epoch": 1, "sequence": 1, "save_id": "0" * 32, "folder": text}
+
+
+def _as_resume_point(draft: Draft, text: str) -> None:
+    claim = draft.document("writers/00000001.json")
+    point = {"epoch": 1, "sequence": 1, "save_id": "0" * 32, "folder": text}
+    draft.others["writers/00000001.json"] = seal({**claim, "resumed_from": point})
+
+
+def _as_tag(draft: Draft, text: str) -> None:
+    draft.manifest["tags"] = [text]
+    notes = {"holdfast": 1, "kind": "notes", "tags": [text], "pinned": False}
+    draft.others[f"{draft.folder}/notes-0002.json"] = seal(notes)
+    mark = {"holdfast": 1, "kind": "rejected", "by": text, "reasons": [text]}
+    draft.others[f"{draft.folder}/rejected.json"] = seal(mark)
+
+
+def _as_value(draft: Draft, text: str) -> None:
+    draft.set_tree("extra", {"step": 2, f"k{text}": {"$path": text}, "table": text})
+
+
+def _as_texts(draft: Draft, text: str) -> None:
+    draft.manifest.update(reason=text, created=text, environment={text: text}, metrics={text: 1.0})
+    draft.manifest.update(numerics={text: text}, timings={text: 1.0})
+
+
+PLACES: dict[str, tuple[Callable[..., None], bool]] = {
+    "tensor file": (_as_file, True),
+    "tree file": (_as_tree_file, True),
+    "one file more": (_as_extra_file, True),
+    "component": (_as_component, True),
+    "file of a component": (_as_listed_file, True),
+    "file in the index": (_as_index_file, True),
+    "file in blocks": (_as_blocks, True),
+    "parent": (_as_parent, True),
+    "tensor key": (_as_key, False),
+    "label": (_as_label, False),
+    "resume point": (_as_resume_point, False),
+    "tag": (_as_tag, False),
+    "value": (_as_value, False),
+    "texts": (_as_texts, False),
+}
+
+
+# Pickles and polyglots
+
+
+def pickle_cases() -> Iterator[Case]:
+    contents = {"pickle": payloads.PICKLE, "archive": payloads.archive()}
+    mine = (TREE, MODEL, "index.json", "manifest.json", "optimizer-00000.json")
+    mine += ("optimizer-00000.safetensors", "rng-00000.json", "extra-00000.json")
+    others = ("pytorch_model.bin", "model.pt", "optimizer.pt", "rng_state.pth", "training_args.bin")
+    others += ("__init__.py", "conftest.py", "sitecustomize.py", "holdfast.py", ".metadata")
+    for kind, content in contents.items():
+        for name in mine:
+            yield Case(
+                name=f"{kind} in place of {name}",
+                change=partial(_put_file, name=name, data=content),
+                is_refused=True,
+            )
+        for name in others:
+            for folder in ("", "FOLDER/", "writers/"):
+                yield Case(
+                    name=f"{kind} beside, {folder}{name}",
+                    change=partial(_put_other, key=f"{folder}{name}", data=content),
+                )
+        for key in ("writers/00000001.json", "writers/00000001.closed.json", "latest"):
+            yield Case(name=f"{kind} as {key}", change=partial(_put_other, key=key, data=content))
+        for name in ("notes-0001.json", "notes-9999.json", "rejected.json", "retired.json"):
+            key = f"FOLDER/{name}"
+            yield Case(name=f"{kind} as {key}", change=partial(_put_other, key=key, data=content))
+        yield Case(name=f"{kind} behind {MODEL}", change=partial(_append, data=content))
+        yield Case(
+            name=f"{kind} behind {TREE}",
+            change=partial(_append, data=content, name=TREE),
+            is_refused=True,
+        )
+        yield Case(name=f"{kind} as the data of tensors", change=partial(_data, data=content))
+    yield Case(name="pickle in __metadata__", change=_metadata)
+
+
+def _put_file(draft: Draft, name: str, data: bytes) -> None:
+    if name in draft.files:
+        draft.files[name] = data
+    else:
+        draft.raw[name] = data
+
+
+def _put_other(draft: Draft, key: str, data: bytes) -> None:
+    draft.others[key.replace("FOLDER", draft.folder)] = data
+
+
+def _append(draft: Draft, data: bytes, name: str = MODEL) -> None:
+    draft.files[name] += data
+
+
+def _data(draft: Draft, data: bytes) -> None:
+    whole = draft.files[MODEL]
+    draft.files[MODEL] = whole[:4096] + data.ljust(len(whole))[: len(whole) - 4096]
+
+
+def _metadata(draft: Draft) -> None:
+    header = _header(draft)
+    header["__metadata__"]["pickle"] = payloads.PICKLE.hex()
+    draft.files[MODEL] = image(header, draft.files[MODEL][4096:])
+
+
+def _header(draft: Draft) -> Any:
+    data = draft.files[MODEL]
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+
+
+# Wrong types in every field
+
+
+def field_cases() -> Iterator[Case]:
+    for document, places in FIELDS.items():
+        for number, place in enumerate(places):
+            for k in range(4):
+                wrong = WRONG[(5 * number + k * 6) % len(WRONG)]
+                yield Case(
+                    name=f"{document} {'/'.join(map(str, place))} = {str(wrong)[:30]} ({k})",
+                    change=partial(_set_field, document=document, place=place, value=wrong),
+                )
+            yield Case(
+                name=f"{document} without {'/'.join(map(str, place))}",
+                change=partial(_set_field, document=document, place=place, value=...),
+            )
+
+
+_FILE, _PART = ("files", MODEL), ("components", "model")
+_CLAIM = ("holdfast", "kind", "epoch", "nonce")
+FIELDS: dict[str, list[tuple[Any, ...]]] = {
+    "manifest": [
+        *((name,) for name in ("holdfast", "kind", "requires", "save_id", "label", "epoch")),
+        *((name,) for name in ("sequence", "parent", "timestamp", "created", "class", "reason")),
+        *((name,) for name in ("tags", "metrics", "world_size", "components", "block_nbytes")),
+        *((name,) for name in ("files", "numerics", "environment", "timings")),
+        *(("timestamp", name) for name in ("step", "epoch", "samples", "tokens", "wall_s")),
+        *((("metrics", "loss"), ("timings", "capture_s"), _FILE, _PART, ("numerics", "torch"))),
+        *((*_FILE, name) for name in ("nbytes", "digest")),
+        *((*_PART, name) for name in ("kind", "files", "nbytes", "num_tensors")),
+        *(((*_PART, "files", 0), (*_PART, "files", 1))),
+    ],
+    "index": [
+        *((name,) for name in ("holdfast", "block_nbytes", "blocks", "components")),
+        *((("blocks", MODEL), _PART)),
+        *((*_PART, name) for name in ("files", "names", "dtypes", "shapes", "shards")),
+        *((*_PART, name, 0) for name in ("files", "names", "dtypes", "shapes")),
+        *(((*_PART, "shapes", 0, 0),)),
+        *((*_PART, "shards", n) for n in ("tensor", "file", "start", "offsets", "sizes")),
+        *((*_PART, "shards", n, 0) for n in ("tensor", "file", "start")),
+    ],
+    "writers/00000001.json": [
+        *((name,) for name in (*_CLAIM, "resumed_from", "takeover", "created", "process")),
+        *(("process", n) for n in ("host", "pid", "start", "boot_id", "pid_namespace")),
+    ],
+    "writers/00000001.closed.json": [(name,) for name in _CLAIM],
+    "notes": [(name,) for name in ("holdfast", "kind", "tags", "pinned")],
+}
+
+
+def _set_field(draft: Draft, document: str, place: tuple[Any, ...], value: Any) -> None:
+    key = f"{draft.folder}/notes-0001.json" if document == "notes" else document
+    own: dict[str, Any] = {"manifest": draft.manifest, "index": draft.index}
+    members = own[document] if document in own else draft.document(key)
+    target = members
+    for name in place[:-1]:
+        target = target[name]
+    if value is ...:
+        del target[place[-1]]
+    else:
+        target[place[-1]] = value
+    if document not in own:
+        draft.others[key] = seal(members)
+
+
+# Trees
+
+
+def tree_cases(num_places: int) -> Iterator[Case]:
+    """Every node in so many places, which differ from node to node."""
+    nodes = {**payloads.nodes(), **{f"plain {value!s:.12}": value for value in WRONG}}
+    places = list(TREES)
+    for number, (name, node) in enumerate(nodes.items()):
+        for k in range(num_places):
+            place = places[(number + 7 * k) % len(places)]
+            yield Case(name=f"tree: {name}, as {place}", change=partial(TREES[place], node=node))
+
+
+def _in_tree(draft: Draft, node: Any, component: str, place: tuple[Any, ...]) -> None:
+    tree = draft.tree(component)
+    if not place:
+        draft.set_tree(component, node)
+        return
+    target = tree
+    for name in place[:-1]:
+        target = target[name]
+    target[place[-1]] = node
+    draft.set_tree(component, tree)
+
+
+def _place(component: str, *place: Any) -> Change:
+    return partial(_in_tree, component=component, place=place)
+
+
+TREES: dict[str, Callable[..., None]] = {
+    "the model": _place("model"),
+    "a weight": _place("model", "weight"),
+    "the optimizer": _place("optimizer"),
+    "parameter groups": _place("optimizer", "param_groups"),
+    "a parameter group": _place("optimizer", "param_groups", 0),
+    "a learning rate": _place("optimizer", "param_groups", 0, "lr"),
+    "names of a group": _place("optimizer", "groups", 0),
+    "slots": _place("optimizer", "slots"),
+    "slots of a parameter": _place("optimizer", "slots", "weight"),
+    "a slot": _place("optimizer", "slots", "weight", "exp_avg"),
+    "shapes": _place("optimizer", "shapes"),
+    "devices": _place("optimizer", "devices"),
+    "modules": _place("optimizer", "modules"),
+    "extra state": _place("optimizer", "extra"),
+    "the scheduler": _place("scheduler"),
+    "a scheduler's member": _place("scheduler", "last_epoch"),
+    "the extra tree": _place("extra"),
+    "an enumeration": _place("extra", "status"),
+    "a value": _place("extra", "step"),
+    "a generator": _place("shuffle"),
+    "a numpy generator": _place("draws"),
+    "a generator's state": _place("draws", "$generator", "state"),
+    "a generator's position": _place("draws", "$generator", "state", "state", "pos"),
+    "the global generators": _place("rng"),
+    "the generator of python": _place("rng", "python"),
+    "the generator of numpy": _place("rng", "numpy"),
+    "the generator of torch": _place("rng", "torch"),
+    "devices of rng": _place("rng", "devices"),
+    "versions of rng": _place("rng", "versions"),
+}
+
+
+# Places of tensors
+
+
+def offset_cases() -> Iterator[Case]:
+    starts = (0, 8, 4095, 4097, 4098, 4100, 4096 + 11, 2**31, 2**62, 2**63 - 1)
+    for start in starts:
+        yield Case(name=f"first shard at {start}", change=partial(_start, start=start))
+    shapes: tuple[Any, ...] = (
+        *([2**62, 2], [2**62, 2**62], [0, 2**62], [2**62, 0], [0] * 128, [1] * 65, [1] * 128),
+        *([1] * 129, [3, 5], [13], [12, 1], [], [2**63], [2**40], [-3, -4], [1.0], [True], ["3"]),
+    )
+    for component, key in (("model", "weight"), ("extra", "table"), ("shuffle", "state")):
+        for shape in shapes:
+            name = f"{component}.{key} of shape {str(shape)[:24]} × {len(shape)}"
+            yield Case(name=name, change=partial(_shape, component=component, key=key, shape=shape))
+        for dtype in ("F64", "BOOL", "F8_E8M0", "C128", "C32", "U64", "F4", "O", ""):
+            yield Case(
+                name=f"{component}.{key} of dtype {dtype}",
+                change=partial(_dtype, component=component, key=key, dtype=dtype),
+            )
+    boxes: dict[str, tuple[Any, Any]] = {
+        "whole": ([[0, 0], [0]], [[3, 4], [3]]),
+        "short": ([[0, 0], [0]], [[3, 3], [3]]),
+        "outside": ([[1, 0], [0]], [[3, 4], [3]]),
+        "negative": ([[-1, 0], [0]], [[4, 4], [3]]),
+        "huge": ([[0, 0], [0]], [[2**62, 2**62], [3]]),
+        "flat": ([[0], [0]], [[12], [3]]),
+        "half null": (None, [[3, 4], [3]]),
+    }
+    for name, (offsets, sizes) in boxes.items():
+        yield Case(
+            name=f"boxes: {name}",
+            change=partial(_boxes, offsets=offsets, sizes=sizes),
+            is_refused=True,
+        )
+    for name, (entries, refused) in HEADERS.items():
+        yield Case(
+            name=f"header: {name}", change=partial(_set_header, entries=entries), is_refused=refused
+        )
+
+
+HEADERS: dict[str, tuple[bytes, bool]] = {
+    "empty": (b"{}", False),
+    "no JSON": (b"\x80\x04pickle", False),
+    "NaN": (b'{"a":NaN}', False),
+    "84 levels": (b"[" * 84, False),
+    "negative offsets": (b'{"weight":{"dtype":"F32","shape":[3,4],"data_offsets":[-48,0]}}', False),
+    "a key twice": (b'{"a":1,"a":2}', False),
+    "1,000,000 brackets": (b"[" * 10**6, False),
+}
+
+
+def _columns(draft: Draft, component: str = "model") -> Any:
+    return draft.index["components"][component]
+
+
+def _start(draft: Draft, start: int) -> None:
+    _columns(draft)["shards"]["start"][0] = start
+
+
+def _shape(draft: Draft, component: str, key: str, shape: Any) -> None:
+    columns = _columns(draft, component)
+    columns["shapes"][columns["names"].index(key)] = shape
+
+
+def _dtype(draft: Draft, component: str, key: str, dtype: str) -> None:
+    columns = _columns(draft, component)
+    columns["dtypes"][columns["names"].index(key)] = dtype
+
+
+def _boxes(draft: Draft, offsets: Any, sizes: Any) -> None:
+    _columns(draft)["shards"].update(offsets=offsets, sizes=sizes)
+
+
+def _set_header(draft: Draft, entries: bytes) -> None:
+    draft.files[MODEL] = image(entries, draft.files[MODEL][4096:])
+
+
+# Other things than files
+
+
+def kind_of_file_cases() -> Iterator[Case]:
+    inside = (TREE, MODEL, "index.json", "manifest.json", "extra-00000.json")
+    keys = [f"FOLDER/{name}" for name in inside]
+    keys += ["FOLDER/notes-0001.json", "writers/00000001.json", "writers/00000001.closed.json"]
+    for kind, put in KINDS.items():
+        for key in (*keys, "FOLDER", "writers", "latest", "FOLDER/retired.json"):
+            is_refused = key in keys[:5] and kind != "hard link"
+            yield Case(
+                name=f"{kind} in place of {key}",
+                change=partial(_replaced, key=key, put=put),
+                is_refused=is_refused,
+            )
+
+
+def _replaced(draft: Draft, key: str, put: Callable[[Path, Path], None]) -> None:
+    def replace(root: Path) -> None:
+        path = root / key.replace("FOLDER", draft.folder)
+        # What is behind a link is all right, so that whoever follows it loads.
+        twin = root.parents[1] / "outside" / f"{root.name}-twin"
+        if path.exists():
+            path.rename(twin)
+        put(path, twin)
+
+    draft.after.append(replace)
+
+
+def _fifo(path: Path, twin: Path) -> None:
+    os.mkfifo(path)
+
+
+def _device(path: Path, twin: Path, minor: int = 5) -> None:
+    try:
+        os.mknod(path, 0o20644, os.makedev(1, minor))
+    except PermissionError:
+        _fifo(path, twin)
+
+
+def _socket(path: Path, twin: Path) -> None:
+    server = socket.socket(socket.AF_UNIX)
+    here = os.getcwd()
+    os.chdir(path.parent)
+    server.bind(path.name)
+    os.chdir(here)
+    server.close()
+
+
+def _hard_link(path: Path, twin: Path) -> None:
+    if twin.is_file():
+        os.link(twin, path)
+
+
+KINDS: dict[str, Callable[[Path, Path], None]] = {
+    "symlink to a twin": lambda path, twin: path.symlink_to(twin),
+    "relative symlink to a twin": lambda path, twin: path.symlink_to(
+        os.path.relpath(twin, path.parent)
+    ),
+    "symlink to itself": lambda path, twin: path.symlink_to(path.name),
+    "dangling symlink": lambda path, twin: path.symlink_to("/nowhere/at/all"),
+    "symlink to /dev/zero": lambda path, twin: path.symlink_to("/dev/zero"),
+    "symlink to /": lambda path, twin: path.symlink_to("/"),
+    "fifo": _fifo,
+    "folder": lambda path, twin: path.mkdir(),
+    "device": _device,
+    "socket": _socket,
+    "hard link": _hard_link,
+    "empty file": lambda path, twin: path.touch(),
+}
+
+
+# Versions, kinds of documents and components
+
+
+def version_cases() -> Iterator[Case]:
+    for requirement in ("sharding", "pickle", "../x", "", "a" * 10_000, "\n"):
+        for document in ("manifest", "index", "tree"):
+            yield Case(
+                name=f"{document} requires {requirement[:12]!a}",
+                change=partial(_require, document=document, requirement=requirement),
+                is_refused=True,
+            )
+    for version in (0, 2, -1, 2**40, 10**400):
+        for document in ("manifest", "index", "tree"):
+            yield Case(
+                name=f"{document} of version {version:.3g}"
+                if version < 2**50
+                else f"{document} far",
+                change=partial(_version, document=document, version=version),
+                is_refused=True,
+            )
+    for kind in ("codec", "plugin", "pickle", "module:evil", "os:system", "shard", "remote", ""):
+        yield Case(
+            name=f"component of kind {kind!r}",
+            change=partial(_set_field, document="manifest", place=(*_PART, "kind"), value=kind),
+            is_refused=True,
+        )
+        yield Case(
+            name=f"register of kind {kind!r}",
+            change=partial(_set_field, document="manifest", place=("kind",), value=kind),
+            is_refused=True,
+        )
+    for member in ("codec", "plugin", "compression", "encryption", "url", "loader", "base"):
+        for document in ("manifest", "index"):
+            yield Case(
+                name=f"{document} with {member}",
+                change=partial(
+                    _set_field, document=document, place=(member,), value="http://localhost/x"
+                ),
+            )
+    for name, text in TEXTS.items():
+        yield Case(
+            name=f"manifest: {name}", change=partial(_manifest_text, text=text), is_refused=True
+        )
+        yield Case(name=f"tree: {name}", change=partial(_tree_text, text=text), is_refused=True)
+        yield Case(name=f"index: {name}", change=partial(_index_text, text=text), is_refused=True)
+
+
+TEXTS: dict[str, str] = {
+    "a name twice": '"x": 1, "x": 2',
+    "version twice": '"holdfast": 2',
+    "NaN": '"x": NaN',
+    "half a surrogate": '"x": "\\ud800"',
+    "70 levels": '"x": ' + "[" * 70 + "]" * 70,
+    "a number of 5,000 digits": '"x": ' + "9" * 5000,
+    "1e999": '"x": 1e999',
+    "a comment": '"x": 1 // no',
+    "single quotes": "'x': 1",
+}
+
+
+def _require(draft: Draft, document: str, requirement: str) -> None:
+    _in_document(draft, document, "requires", [requirement])
+
+
+def _version(draft: Draft, document: str, version: int) -> None:
+    _in_document(draft, document, "holdfast", version)
+
+
+def _in_document(draft: Draft, document: str, name: str, value: Any) -> None:
+    if document == "tree":
+        whole = {"holdfast": 1, "tree": draft.tree("model")}
+        draft.files[TREE] = json.dumps({**whole, name: value}).encode()
+    else:
+        _set_field(draft, document, (name,), value)
+
+
+def _manifest_text(draft: Draft, text: str) -> None:
+    draft.reseal()
+    whole = json.dumps(draft.manifest, indent=1).removesuffix("}").rstrip()
+    draft.raw["manifest.json"] = seal_text(f"{whole},\n{text}")
+
+
+def _tree_text(draft: Draft, text: str) -> None:
+    whole = draft.files[TREE].decode().removesuffix("}")
+    draft.files[TREE] = f"{whole}, {text}}}".encode()
+
+
+def _index_text(draft: Draft, text: str) -> None:
+    draft.reseal()
+    draft.raw["index.json"] = (json.dumps(draft.index).removesuffix("}") + f", {text}}}").encode()
+
+
+# Things in each other's place
+
+
+def swap_cases() -> Iterator[Case]:
+    names = ("model", "optimizer", "scheduler", "extra", "shuffle", "draws", "rng")
+    for one in names:
+        for other in names:
+            if one < other:
+                yield Case(
+                    name=f"trees of {one} and {other}", change=partial(_swap_trees, a=one, b=other)
+                )
+                yield Case(name=f"all of {one} and {other}", change=partial(_swap, a=one, b=other))
+    yield Case(
+        name="manifest lists itself",
+        change=partial(_as_extra_file, text="manifest.json"),
+        is_refused=True,
+    )
+    yield Case(name="two components, one file", change=partial(_share_file), is_refused=True)
+    yield Case(name="older manifest", change=_older_manifest, is_refused=True)
+    yield Case(name="a tombstone", change=partial(_register, kind="deleted"), is_refused=True)
+    yield Case(name="an abort", change=partial(_register, kind="aborted"), is_refused=True)
+
+
+def _swap_trees(draft: Draft, a: str, b: str) -> None:
+    one, other = draft.tree(a), draft.tree(b)
+    draft.set_tree(a, other)
+    draft.set_tree(b, one)
+
+
+def _swap(draft: Draft, a: str, b: str) -> None:
+    """Trees, tensors and columns of two components, all of it consistent."""
+    _swap_trees(draft, a, b)
+    one, other = (f"{name}-00000.safetensors" for name in (a, b))
+    if one in draft.files and other in draft.files:
+        draft.files[one], draft.files[other] = draft.files[other], draft.files[one]
+        parts = draft.index["components"]
+        parts[a], parts[b] = {**parts[b], "files": [one]}, {**parts[a], "files": [other]}
+
+
+def _share_file(draft: Draft) -> None:
+    draft.manifest["components"]["optimizer"]["files"][1] = MODEL
+    draft.index["components"]["optimizer"]["files"] = [MODEL]
+
+
+def _older_manifest(draft: Draft) -> None:
+    key = next(key for key in draft.others if key.endswith("/manifest.json"))
+    draft.raw["manifest.json"] = draft.others[key]
+
+
+def _register(draft: Draft, kind: str) -> None:
+    members = {"save_id": "0" * 32, "by": "x", "reason": "y"}
+    draft.raw["manifest.json"] = seal({"holdfast": 1, "kind": kind, **members})
+
+
+# Claims
+
+
+def claim_cases() -> Iterator[Case]:
+    for epoch in (2, 99_999_999, 999_999_999_999):
+        for name, data in {"empty": b"", "pickle": payloads.PICKLE}.items():
+            key = f"writers/{epoch:08d}.json"
+            yield Case(
+                name=f"claim {epoch}, {name}", change=partial(_put_other, key=key, data=data)
+            )
+        yield Case(name=f"claim {epoch}, whole", change=partial(_claim, number=epoch, epoch=epoch))
+        yield Case(name=f"claim {epoch} says 1", change=partial(_claim, number=epoch, epoch=1))
+    for epoch in (2, 9_999, 9_999_999_999):
+        key = f"far.{epoch:04d}-000001-01234567/index.json"
+        yield Case(
+            name=f"attempt of epoch {epoch}", change=partial(_put_other, key=key, data=b"{}")
+        )
+    yield Case(name="claims in a circle", change=_circle)
+    yield Case(name="claim on itself", change=partial(_claim, number=1, epoch=1, point=(1, 2)))
+    yield Case(name="claim on a later one", change=partial(_claim, number=1, epoch=1, point=(5, 1)))
+    yield Case(name="claim that lies about its epoch", change=_lying_circle)
+    yield Case(name="1,000 claims", change=_many_claims)
+    yield Case(name="1,000 attempts", change=_many_attempts)
+    yield Case(name="notes number 9999", change=_last_notes)
+
+
+def _claim(draft: Draft, number: int, epoch: int, point: tuple[int, int] | None = None) -> None:
+    claim = draft.document("writers/00000001.json")
+    claim["epoch"] = epoch
+    if point is not None:
+        folder = f"step-00000009.{point[0]:04d}-{point[1]:06d}-00000000"
+        claim["resumed_from"] = {
+            "epoch": point[0],
+            "sequence": point[1],
+            "save_id": "0" * 32,
+            "folder": folder,
+        }
+    draft.others[f"writers/{number:08d}.json"] = seal(claim)
+    closed = draft.document("writers/00000001.closed.json")
+    draft.others[f"writers/{number:08d}.closed.json"] = seal({**closed, "epoch": epoch})
+
+
+def _circle(draft: Draft) -> None:
+    _claim(draft, 1, 1, (2, 1))
+    _claim(draft, 2, 2, (1, 9))
+
+
+def _lying_circle(draft: Draft) -> None:
+    _claim(draft, 1, 9, (2, 1))
+    _claim(draft, 2, 9, (1, 9))
+
+
+def _many_claims(draft: Draft) -> None:
+    for number in range(2, 1002):
+        draft.others[f"writers/{number:08d}.json"] = b"{}"
+
+
+def _many_attempts(draft: Draft) -> None:
+    for number in range(1, 1001):
+        draft.others[f"x.0003-{number:06d}-01234567/manifest.json"] = b"{}"
+
+
+def _last_notes(draft: Draft) -> None:
+    notes = draft.others[f"{draft.folder}/notes-0001.json"]
+    draft.others[f"{draft.folder}/notes-9999.json"] = notes
+
+
+# Sizes
+
+
+def huge_cases() -> Iterator[Case]:
+    for nbytes in (2**40, 2**62, 2**63 - 1):
+        yield Case(
+            name=f"a file of {nbytes} bytes, claimed",
+            change=partial(_claimed, nbytes=nbytes),
+            is_refused=True,
+        )
+        yield Case(
+            name=f"a file of {nbytes} bytes, claimed, no index",
+            change=partial(_claimed, nbytes=nbytes, has_index=False),
+            is_refused=True,
+        )
+    for name in (MODEL, TREE, "index.json", "manifest.json", "notes-0001.json"):
+        yield Case(
+            name=f"{name} grown to 1 TiB",
+            change=partial(_grown, key=f"FOLDER/{name}", nbytes=2**40),
+            is_refused=name != "notes-0001.json",
+        )
+    for name in ("00000001.json", "00000001.closed.json", "00000002.json"):
+        change = partial(_grown, key=f"writers/{name}", nbytes=2**40)
+        yield Case(name=f"claim {name} grown to 1 TiB", change=change)
+    yield Case(name="1 TiB, sparse and listed", change=_sparse, is_refused=True)
+    yield Case(
+        name="1 TiB, sparse and listed, without index",
+        change=partial(_sparse, has_index=False),
+        is_refused=True,
+    )
+    for length in (2**24, 84 * 10**6, 2**40, 2**60, 2**63, 2**64 - 1):
+        yield Case(
+            name=f"header of {length} bytes, claimed", change=partial(_length, length=length)
+        )
+    yield Case(name="header of 84 MB", change=_long_header)
+    yield Case(
+        name="2**40 tensors, claimed",
+        change=partial(_set_field, document="manifest", place=(*_PART, "num_tensors"), value=2**40),
+    )
+    yield Case(name="100,000 components", change=_many_components, is_refused=True)
+    yield Case(name="60 MiB of index", change=_wide_index, is_refused=True)
+    yield Case(name="30 MiB of tree", change=_wide_tree)
+    yield Case(name="a tree that doubles", change=_doubling, is_refused=True)
+    yield Case(name="a tree that doubles a little", change=partial(_doubling, levels=15))
+
+
+def _claimed(draft: Draft, nbytes: int, has_index: bool = True) -> None:
+    draft.reseal()
+    draft.keeps_digests = True
+    draft.manifest["files"][MODEL]["nbytes"] = nbytes
+    if not has_index:
+        draft.raw["index.json"] = b"{}"
+
+
+def _grown(draft: Draft, key: str, nbytes: int) -> None:
+    def grow(root: Path) -> None:
+        path = root / key.replace("FOLDER", draft.folder)
+        path.touch()
+        os.truncate(path, nbytes)
+
+    draft.after.append(grow)
+
+
+def _sparse(draft: Draft, has_index: bool = True) -> None:
+    """A tensor of 1 TiB in a tree; the file is there, with holes, and only digests are wrong."""
+    name, num_blocks = "extra-00000.safetensors", 2**17
+    nbytes = num_blocks * 8 * 2**20
+    digest, digests = digest_of(nbytes, bytes(32) * num_blocks)
+    draft.reseal()
+    draft.keeps_digests = True
+    columns = _columns(draft, "extra")
+    columns["names"], columns["dtypes"] = ["table"], ["U8"]
+    columns["shapes"] = [[nbytes - 4096]]
+    columns["shards"].update(tensor=[0], file=[0], start=[4096])
+    draft.index["blocks"][name] = digests
+    draft.set_tree("extra", {"table": {"$tensor": "table"}})
+    tree = draft.files["extra-00000.json"]
+    tree_digest, draft.index["blocks"]["extra-00000.json"] = file_digest(tree)
+    listed = draft.manifest["files"]
+    listed["extra-00000.json"] = {"nbytes": len(tree), "digest": tree_digest}
+    listed[name] = {"nbytes": nbytes, "digest": digest}
+    data = json.dumps(draft.index).encode()
+    listed["index.json"] = {"nbytes": len(data), "digest": file_digest(data)[0]}
+    if not has_index:
+        draft.raw["index.json"] = b"{}"
+    _grown(draft, f"FOLDER/{name}", nbytes)
+
+
+def _length(draft: Draft, length: int) -> None:
+    draft.files[MODEL] = length.to_bytes(8, "little") + draft.files[MODEL][8:]
+
+
+def _long_header(draft: Draft) -> None:
+    draft.files[MODEL] = image(b"{}".ljust(84 * 10**6), draft.files[MODEL][4096:])
+
+
+def _many_components(draft: Draft) -> None:
+    part = draft.manifest["components"]["model"]
+    draft.manifest["components"] |= {f"c{number}": part for number in range(100_000)}
+
+
+def _wide_index(draft: Draft) -> None:
+    _columns(draft)["names"] = ["" for _ in range(15 * 2**20)]
+
+
+def _wide_tree(draft: Draft) -> None:
+    draft.set_tree("extra", {"step": 2, "wide": [0] * 2**20})
+
+
+def _doubling(draft: Draft, levels: int = 40) -> None:
+    tree: list[Any] = [[0]]
+    tree += [[{"$same": 1 + number}, {"$same": 1 + number}] for number in range(levels)]
+    draft.set_tree("extra", {"step": 2, "tree": tree})

@@ -1,0 +1,300 @@
+"""Run by test_hostile.py in a process of its own: puts every reader on hostile roots and watches.
+
+`python -m tests.hostile.child SHARE NUM_SHARES [--all] [--mutants]` prints one JSON object a case.
+Each case runs in a fork, under a limit of address space and of time, with an audit hook that
+writes down what no reader may do.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tests.hostile import mutants
+from tests.hostile.cases import Case, cases
+from tests.hostile.roots import Draft, Live, changed, honest
+
+from holdfast.care.verify import verify_root
+from holdfast.cli.gc import clean
+from holdfast.cli.ls import list_root
+from holdfast.cli.output import Answer, give
+from holdfast.cli.show import show
+from holdfast.cli.verify import check
+from holdfast.engine import claim
+from holdfast.errors import HoldfastError
+from holdfast.manager import load_weights
+from holdfast.store.local import LocalStore
+
+MIB = 2**20
+TIME_LIMIT_S = 20
+MEMORY_LIMIT = 640 * MIB
+"""What a case may reserve beyond what the process has; a thread's stack takes 8 MiB of it."""
+
+_RUNS_CODE = (
+    *("exec", "compile", "import", "pickle.", "marshal.", "code.__new__", "function.__new__"),
+    *(
+        "subprocess.",
+        "os.system",
+        "os.exec",
+        "os.fork",
+        "os.posix_spawn",
+        "os.spawn",
+        "os.startfile",
+    ),
+    *("pty.", "socket.", "ctypes.", "urllib.", "http.", "ftplib.", "webbrowser.", "shutil."),
+    *("cpython.run_", "mmap.__new__.file", "os.chmod", "os.chown", "os.putenv", "os.kill"),
+)
+_TAKES_PATHS = ("os.scandir", "os.listdir", "os.remove", "os.rename", "os.mkdir", "os.rmdir")
+_TAKES_PATHS += ("os.link", "os.symlink", "os.truncate", "os.utime", "os.chdir")
+_SYSTEM = ("/proc/", "/sys/devices/system/cpu", "/dev/shm/holdfast-no")
+
+
+WARM = ("manifest with codec", "manifest requires 'sharding'", "claim 2, empty")
+"""Cases that pass through what is loaded late: one that loads, one that is refused, a claim."""
+
+
+class Watch:
+    """The audit hook: events that no reader of `root` may cause."""
+
+    def __init__(self) -> None:
+        self.root = ""
+        self.is_on = False
+        self.events: list[str] = []
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.is_on or event == "socket.gethostname":
+            return
+        if event.startswith(_RUNS_CODE):
+            self.events.append(f"{event} {arguments!r}"[:200])
+        elif event == "open" and not self._may_open(arguments[0], arguments[2]):
+            self.events.append(f"open {arguments!r}"[:200])
+        elif event in _TAKES_PATHS and not all(map(self._is_inside, arguments[:2])):
+            self.events.append(f"{event} {arguments!r}"[:200])
+
+    def _may_open(self, path: Any, flags: int) -> bool:
+        if isinstance(path, str) and path.startswith(_SYSTEM):
+            return flags & (os.O_WRONLY | os.O_RDWR) == 0
+        # A name alone is looked up in a folder that is open; the last link must not be followed.
+        is_safe = flags & (os.O_NOFOLLOW | getattr(os, "O_TMPFILE", 0)) != 0
+        if path == os.path.dirname(self.root):
+            return flags & os.O_DIRECTORY != 0  # to make the root's own name durable
+        return self._is_inside(path) and (path in (self.root, 0) or is_safe)
+
+    def _is_inside(self, path: Any) -> bool:
+        if path is None or isinstance(path, int) or path == self.root:
+            return True
+        text = os.fsdecode(path)
+        return ("/" not in text and text != "..") or text.startswith("/proc/self/fd/")
+
+
+class Trial:
+    """Every reader on one root; what each of them did."""
+
+    def __init__(self, root: Path, folder: str) -> None:
+        self.root = root
+        self.folder = folder
+        self.outcomes: dict[str, str] = {}
+        self.problems: list[str] = []
+
+    def run(self, *, is_refused: bool) -> None:
+        root, name = self.root, str(self.root)
+        store = LocalStore(root)
+        live = Live()
+        with live.manager(root) as reading:
+            self._try("list", reading.list)
+            self._load("load by name", live, lambda: reading.load(self.folder))
+            if self.outcomes["load by name"] == "2":
+                live = Live()
+                reading.state = live.state
+            self._load("load", live, reading.load)
+        self._try("verify", lambda: verify_root(store).ok)
+        live = Live()
+        self._load("load_weights", live, lambda: load_weights(root, live.model))
+        self._try("ls", lambda: self._told(list_root(name)))
+        self._try("show", lambda: self._told(show(name, tensors=True)))
+        self._try("show by name", lambda: self._told(show(f"{name}@{self.folder}", tensors=True)))
+        self._try("verify command", lambda: self._told(check(name)))
+        self._try("gc --dry-run", lambda: self._told(clean(name, dry_run=True, dead_epochs=())))
+        live = Live()
+        manager = live.manager(root)
+        self._load("resume", live, manager.resume)
+        self._try("close", manager.close)
+        if is_refused:
+            for reader in ("load by name", "resume"):
+                if self.outcomes[reader] == "2":
+                    self.problems.append(f"{reader}: the hostile checkpoint was taken")
+
+    def _load(self, name: str, live: Live, load: Callable[[], Any]) -> None:
+        before = live.bits(), _global_bits()
+        found = self._try(name, load)
+        if found is None and self.outcomes[name] not in ("None", "OpaqueLoadFailed"):
+            if (live.bits(), _global_bits()) != before:
+                self.problems.append(f"{name}: refused, and live state changed")
+        if found is not None:
+            self.outcomes[name] = str(found.step)
+            live.use()
+
+    def _try(self, name: str, action: Callable[[], Any]) -> Any:
+        try:
+            found = action()
+        except HoldfastError as error:
+            self.outcomes[name] = type(error).__name__
+            if len(str(error)) > 20_000:
+                self.problems.append(f"{name}: a message of {len(str(error))} characters")
+            return None
+        except BaseException as error:
+            self.outcomes[name] = "foreign"
+            self.problems.append(f"{name}: {type(error).__name__}: {str(error)[:150]}")
+            return None
+        self.outcomes[name] = str(found)[:20] if isinstance(found, bool | None) else "done"
+        return found
+
+    def _told(self, answer: Answer) -> None:
+        """The answer as people and as programs get it; nothing in it steers a terminal."""
+        text, document = io.StringIO(), io.StringIO()
+        with redirect_stdout(text):
+            give(answer, as_json=False)
+        with redirect_stdout(document):
+            give(answer, as_json=True)
+        json.loads(document.getvalue())
+        shown = text.getvalue()
+        if not shown.replace("\n", "").isprintable():
+            self.problems.append("a control character was printed")
+
+
+def _global_bits() -> str:
+    state: Any = np.random.get_state()
+    torch_bits = torch.get_rng_state().numpy().tobytes()
+    return repr((random.getstate(), state[1].tobytes(), state[2], torch_bits))
+
+
+def run_case(base: Path, draft: Draft, case: Case, number: int, watch: Watch) -> dict[str, Any]:
+    """One case, in this process."""
+    root = base / "roots" / f"r{number}"
+    root.mkdir(parents=True)
+    mine = changed(draft, case.change)
+    mine.write(root)
+    before = _snapshot(base, root)
+    trial = Trial(root, draft.folder)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_LIMIT, hard))
+    signal.alarm(TIME_LIMIT_S)
+    watch.root, watch.is_on = str(root), True
+    trial.run(is_refused=case.is_refused)
+    watch.is_on = False
+    signal.alarm(0)
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    if _snapshot(base, root) != before:
+        trial.problems.append("something outside of the root changed")
+    growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - rss) * 1024
+    problems = trial.problems + watch.events[:5]
+    return {"outcomes": trial.outcomes, "problems": problems, "growth": growth}
+
+
+def _snapshot(base: Path, root: Path) -> list[str]:
+    outside = [path for path in (base / "outside").iterdir() if path.name != f"{root.name}-twin"]
+    names = [*base.iterdir(), *root.parent.iterdir(), *outside]
+    return [*sorted(map(str, names)), (base / "outside" / "canary").read_text()]
+
+
+def forked(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `action` gives in a fork; a signal that ended it is a problem."""
+    here, there = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(here)
+        try:
+            text = json.dumps(action())
+        except BaseException as error:
+            text = json.dumps({"problems": [f"the harness: {error!r}"[:300]], "growth": 0})
+        with open(there, "w") as file:
+            file.write(text)
+        os._exit(0)
+    os.close(there)
+    with open(here) as file:
+        text = file.read()
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        name = signal.Signals(os.WTERMSIG(status)).name
+        return {"problems": [f"ended by {name}"], "growth": 0}
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def warm_up(base: Path, draft: Draft) -> None:
+    """Load what is loaded late, so that an import later is one that a root caused."""
+    by_name = {case.name: case for case in cases()}
+    for number, name in enumerate(WARM):
+        root = base / "warm" / str(number)
+        changed(draft, by_name[name].change).write(root)
+        Trial(root, draft.folder).run(is_refused=False)
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread():
+            thread.join(timeout=1)
+
+
+@contextmanager
+def workplace() -> Iterator[Path]:
+    """A folder in memory, with things outside of the roots that nobody may touch."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory, prefix="holdfast-hostile-") as folder:
+        base = Path(folder)
+        (base / "outside").mkdir()
+        (base / "outside" / "canary").write_text("not yours")
+        yield base
+
+
+def main(share: int, num_shares: int) -> None:
+    claim.WATCH_S = 0.03  # a claim of another host is watched for half a minute otherwise
+    torch.set_num_threads(1)
+    is_thin = "--all" not in sys.argv
+    with workplace() as base:
+        draft = honest(base / "honest")
+        warm_up(base, draft)
+        watch = Watch()
+        if "--mutants" in sys.argv:
+            run_mutants(base, draft, watch)
+            return
+        wanted = [
+            case for number, case in enumerate(cases(is_thin)) if number % num_shares == share
+        ]
+        gc.freeze()  # so that a fork shares what there is
+        for number, case in enumerate(wanted):
+            found = forked(lambda c=case, n=number: run_case(base, draft, c, n, watch))
+            print(json.dumps({"name": case.name, **found}), flush=True)
+            shutil.rmtree(base / "roots" / f"r{number}")
+
+
+def run_mutants(base: Path, draft: Draft, watch: Watch) -> None:
+    """Every mutant on the cases that are for it."""
+    everything = {case.name: case for case in cases()}
+    for number, (name, mutant) in enumerate(mutants.MUTANTS.items()):
+        for at, wanted in enumerate(mutant.cases):
+
+            def run(case: Case = everything[wanted], at: int = at) -> dict[str, Any]:
+                mutant.break_()
+                return run_case(base, draft, case, 1000 * (number + 1) + at, watch)
+
+            print(json.dumps({"name": name, "case": wanted, **forked(run)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

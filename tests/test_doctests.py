@@ -1,0 +1,30 @@
+"""The examples in the docstrings of src/holdfast, each of which is run.
+
+Not by pytest's `--doctest-modules`, which would also import the helper scripts beside the tests.
+"""
+
+from __future__ import annotations
+
+import doctest
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).resolve().parent.parent / "src"
+MODULES = [
+    ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
+    for path in sorted(SRC.rglob("*.py"))
+    if ">>> " in path.read_text("utf-8")
+]
+
+
+def test_there_are_examples() -> None:
+    assert "holdfast.data.loader" in MODULES
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_example_gives_what_it_says(name: str) -> None:
+    results = doctest.testmod(import_module(name), optionflags=doctest.ELLIPSIS)
+    assert results.attempted > 0
+    assert results.failed == 0
