@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import os
 import traceback
 import warnings
 from dataclasses import dataclass
@@ -31,8 +32,8 @@ class Case:
     reader: str
     spec: StateSpec
     folder: Path
-    backs_memory: bool = True
-    """Whether free memory is touched before each measured call (`machine.back_memory`)."""
+    settles: bool = True
+    """Whether each measured call finds memory that exists and nothing left to be written."""
 
     @property
     def name(self) -> str:
@@ -119,9 +120,10 @@ def _limits(case: Case) -> dict[str, list[float]]:
 
 
 def _settle(case: Case, nbytes: int) -> None:
-    """Before each measured call: no garbage, and memory for a copy and for the files."""
+    """Before each measured call: no garbage, no writes of others, memory for copy and files."""
     gc.collect()
-    if case.backs_memory:
+    if case.settles:
+        os.sync()
         back_memory(2 * nbytes)
 
 
@@ -130,6 +132,8 @@ def preload() -> None:
     for name in _LIBRARIES:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    # The first optimizer imports half of torch.
+    build(StateSpec(kind="gpt", gpt_nbytes=1, num_small=0))
 
 
 _LIBRARIES = (

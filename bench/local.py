@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import shlex
 import shutil
 import sys
@@ -70,10 +69,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where to write (a disk)")
     parser.add_argument(
-        "--back-memory",
+        "--settle",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="touch free memory before each measured call, so that a virtual machine has it",
+        help="before each measured call, sync, and touch free memory (see bench/README.md)",
     )
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     return parser.parse_args(arguments)
@@ -89,7 +88,7 @@ def _cases(spec: StateSpec, options: argparse.Namespace, folder: Path) -> Iterat
             reader="",
             spec=spec,
             folder=case_folder,
-            backs_memory=options.back_memory,
+            settles=options.settle,
         )
         yield first
         for reader in PEERS[peer].readers if peer in PEERS else ():
@@ -99,7 +98,6 @@ def _cases(spec: StateSpec, options: argparse.Namespace, folder: Path) -> Iterat
 
 def _in_child(case: Case) -> Outcome:
     """Run one case in a process forked from a server that has the imports done and no threads."""
-    os.sync()  # what others left to be written would be written in this case's time
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["bench.case"])
     receive, send = context.Pipe(duplex=False)

@@ -25,7 +25,17 @@ LOADS = (
 def test_every_row_of_both_states_is_measured_and_printed(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     figures = tmp_path / "figures.json"
-    tiny = ["--rounds", "1", "--warmup", "0", "--size-gb", "0.008", "--small-tensors", "200"]
+    tiny = [
+        "--no-settle",
+        "--rounds",
+        "1",
+        "--warmup",
+        "0",
+        "--size-gb",
+        "0.008",
+        "--small-tensors",
+        "200",
+    ]
     where = ["--folder", str(tmp_path), "--json", str(figures)]
     done = subprocess.run(
         [sys.executable, "-m", "bench.local", *tiny, *where],

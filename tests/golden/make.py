@@ -188,7 +188,7 @@ def make_run(root: Path) -> None:
         second.pin("step=10")
     # Last, because the second writer would have removed what is left of these.
     bury(root / deleted.folder, encode_deleted(dead(deleted.save_id)))
-    (root / deleted.folder / "retired.json").write_bytes(
+    (root / deleted.folder / "retired-00000001.json").write_bytes(
         encode_retired(Retired(by="writer 1", reason="not kept by Last(1)"))
     )
     bury(root / aborted.folder, encode_aborted(Aborted(by="gc", reason="its writer is gone")))

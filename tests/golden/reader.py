@@ -18,7 +18,7 @@ import numpy as np
 from blake3 import blake3
 
 FOLDER = re.compile(r".+\.[0-9]{4,10}-[0-9]{6,12}-[0-9a-f]{8}")
-MARK = re.compile(r"(notes-[0-9]{4}|retired|rejected)\.json$")
+MARK = re.compile(r"(notes-[0-9]{4}|retired-[0-9]{8,12}|rejected)\.json$")
 TYPES = """
 BOOL=? U8=u1 I8=i1 U16=<u2 I16=<i2 F16=<f2 BF16=<u2 U32=<u4 I32=<i4 F32=<f4 C32=<u4 U64=<u8
 I64=<i8 F64=<f8 C64=<c8 C128=<c16 F8_E4M3=u1 F8_E5M2=u1 F8_E4M3FNUZ=u1 F8_E5M2FNUZ=u1 F8_E8M0=u1

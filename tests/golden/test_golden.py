@@ -85,7 +85,7 @@ def test_the_catalog_of_the_run_is_read() -> None:
     tombstone = catalog.read(folder_of("run", 5).name)
     assert isinstance(tombstone, Deleted)
     assert tombstone.by == "writer 1"
-    assert catalog.marks(folder_of("run", 5).name).retired_by == 1
+    assert catalog.marks(folder_of("run", 5).name).retired_by == (1,)
     aborted = catalog.read(folder_of("run", 15).name)
     assert aborted == Aborted(by="gc", reason="its writer is gone")
 

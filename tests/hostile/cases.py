@@ -30,15 +30,17 @@ class Case:
     name: str
     change: Change
     is_refused: bool = False
+    skips_verify: bool = False
+    """Whether reading every byte would take too long."""
 
 
 def cases(is_thin: bool = False) -> list[Case]:
     """All of them, or of those that are products of two lists some; the names are unique."""
     found = [
-        *path_cases(),
+        *path_cases(4 if is_thin else 1),
         *pickle_cases(),
-        *field_cases(),
-        *tree_cases(4 if is_thin else len(TREES)),
+        *field_cases(1 if is_thin else 4),
+        *tree_cases(1 if is_thin else len(TREES)),
         *offset_cases(),
         *kind_of_file_cases(),
         *version_cases(),
@@ -53,9 +55,12 @@ def cases(is_thin: bool = False) -> list[Case]:
 # Path escapes
 
 
-def path_cases() -> Iterator[Case]:
+def path_cases(stride: int) -> Iterator[Case]:
+    """Every text in every place, or every so-manyth pair."""
     for number, text in enumerate(payloads.PATHS):
-        for place, (put, is_refused) in PLACES.items():
+        for at, (place, (put, is_refused)) in enumerate(PLACES.items()):
+            if (number + at) % stride:
+                continue
             yield Case(
                 name=f"path {number} {text[:24]!a} as {place}",
                 change=partial(put, text=text),
@@ -188,7 +193,12 @@ def pickle_cases() -> Iterator[Case]:
                 )
         for key in ("writers/00000001.json", "writers/00000001.closed.json", "latest"):
             yield Case(name=f"{kind} as {key}", change=partial(_put_other, key=key, data=content))
-        for name in ("notes-0001.json", "notes-9999.json", "rejected.json", "retired.json"):
+        for name in (
+            "notes-0001.json",
+            "notes-9999.json",
+            "rejected.json",
+            "retired-00000001.json",
+        ):
             key = f"FOLDER/{name}"
             yield Case(name=f"{kind} as {key}", change=partial(_put_other, key=key, data=content))
         yield Case(name=f"{kind} behind {MODEL}", change=partial(_append, data=content))
@@ -235,10 +245,10 @@ def _header(draft: Draft) -> Any:
 # Wrong types in every field
 
 
-def field_cases() -> Iterator[Case]:
+def field_cases(num_values: int) -> Iterator[Case]:
     for document, places in FIELDS.items():
         for number, place in enumerate(places):
-            for k in range(4):
+            for k in range(num_values):
                 wrong = WRONG[(5 * number + k * 6) % len(WRONG)]
                 yield Case(
                     name=f"{document} {'/'.join(map(str, place))} = {str(wrong)[:30]} ({k})",
@@ -305,8 +315,10 @@ def tree_cases(num_places: int) -> Iterator[Case]:
     nodes = {**payloads.nodes(), **{f"plain {value!s:.12}": value for value in WRONG}}
     places = list(TREES)
     for number, (name, node) in enumerate(nodes.items()):
-        for k in range(num_places):
-            place = places[(number + 7 * k) % len(places)]
+        chosen = {places[(number + 7 * k) % len(places)] for k in range(num_places)}
+        if " generator, " in name:
+            chosen.add("a value")  # where a new generator is made for it
+        for place in sorted(chosen):
             yield Case(name=f"tree: {name}, as {place}", change=partial(TREES[place], node=node))
 
 
@@ -445,7 +457,7 @@ def kind_of_file_cases() -> Iterator[Case]:
     keys = [f"FOLDER/{name}" for name in inside]
     keys += ["FOLDER/notes-0001.json", "writers/00000001.json", "writers/00000001.closed.json"]
     for kind, put in KINDS.items():
-        for key in (*keys, "FOLDER", "writers", "latest", "FOLDER/retired.json"):
+        for key in (*keys, "FOLDER", "writers", "latest", "FOLDER/retired-00000001.json"):
             is_refused = key in keys[:5] and kind != "hard link"
             yield Case(
                 name=f"{kind} in place of {key}",
@@ -746,11 +758,12 @@ def huge_cases() -> Iterator[Case]:
     for name in ("00000001.json", "00000001.closed.json", "00000002.json"):
         change = partial(_grown, key=f"writers/{name}", nbytes=2**40)
         yield Case(name=f"claim {name} grown to 1 TiB", change=change)
-    yield Case(name="1 TiB, sparse and listed", change=_sparse, is_refused=True)
+    yield Case(name="1 TiB, sparse and listed", change=_sparse, is_refused=True, skips_verify=True)
     yield Case(
         name="1 TiB, sparse and listed, without index",
         change=partial(_sparse, has_index=False),
         is_refused=True,
+        skips_verify=True,
     )
     for length in (2**24, 84 * 10**6, 2**40, 2**60, 2**63, 2**64 - 1):
         yield Case(
@@ -761,7 +774,7 @@ def huge_cases() -> Iterator[Case]:
         name="2**40 tensors, claimed",
         change=partial(_set_field, document="manifest", place=(*_PART, "num_tensors"), value=2**40),
     )
-    yield Case(name="100,000 components", change=_many_components, is_refused=True)
+    yield Case(name="10,000 components", change=_many_components, is_refused=True)
     yield Case(name="60 MiB of index", change=_wide_index, is_refused=True)
     yield Case(name="30 MiB of tree", change=_wide_tree)
     yield Case(name="a tree that doubles", change=_doubling, is_refused=True)
@@ -820,7 +833,7 @@ def _long_header(draft: Draft) -> None:
 
 def _many_components(draft: Draft) -> None:
     part = draft.manifest["components"]["model"]
-    draft.manifest["components"] |= {f"c{number}": part for number in range(100_000)}
+    draft.manifest["components"] |= {f"c{number}": part for number in range(10_000)}
 
 
 def _wide_index(draft: Draft) -> None:

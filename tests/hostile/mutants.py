@@ -23,6 +23,8 @@ class Mutant:
 
     break_: Callable[[], None]
     cases: tuple[str, ...]
+    shows: str
+    """What stands in one of the problems."""
 
 
 def _follow_links() -> None:
@@ -87,6 +89,7 @@ def _copies_past_the_end() -> None:
 _ENUM = "tree: enum antigravity:A, as an enumeration"
 MUTANTS: dict[str, Mutant] = {
     "symbolic links are followed": Mutant(
+        shows="open (",
         break_=_follow_links,
         cases=(
             "symlink to a twin in place of FOLDER/model-00000.safetensors",
@@ -95,15 +98,19 @@ MUTANTS: dict[str, Mutant] = {
         ),
     ),
     "names are not checked": Mutant(
-        break_=_no_name_checks, cases=("path 7 '../outside/canary' as component",)
+        shows="open (", break_=_no_name_checks, cases=("path 7 '../outside/canary' as component",)
     ),
-    "pickles are loaded": Mutant(break_=_unpickle, cases=("pickle in place of model-00000.json",)),
-    "enumerations are imported": Mutant(break_=_import_enumerations, cases=(_ENUM,)),
+    "pickles are loaded": Mutant(
+        shows="pickle.find_class", break_=_unpickle, cases=("pickle in place of model-00000.json",)
+    ),
+    "enumerations are imported": Mutant(
+        shows="import ", break_=_import_enumerations, cases=(_ENUM,)
+    ),
     "an error of another kind": Mutant(
-        break_=_foreign_errors, cases=("index requires 'sharding'",)
+        shows="KeyError", break_=_foreign_errors, cases=("index requires 'sharding'",)
     ),
     "live state changes before the checks": Mutant(
-        break_=_half_loads, cases=("pickle in place of model-00000.json",)
+        shows="live state changed", break_=_half_loads, cases=("pickle in place of rng-00000.json",)
     ),
-    "a crash": Mutant(break_=_copies_past_the_end, cases=("manifest with codec",)),
+    "a crash": Mutant(shows="SIGSEGV", break_=_copies_past_the_end, cases=("manifest with codec",)),
 }

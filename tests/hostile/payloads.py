@@ -46,10 +46,17 @@ PATHS = (
         "model-\u2011\u2011.json",
         "\uff0e\uff0e\uff0fx",
     ),
-    *("manifest.json", "index.json", "latest", "writers", "writers/00000001.json", "retired.json"),
+    *(
+        "manifest.json",
+        "index.json.bak",
+        "latest",
+        "writers",
+        "writers/00000001.json",
+        "retired.json",
+    ),
     *("notes-0001.json", "rejected.json", "model-00001.safetensors", "model-99999.safetensors"),
     *("model-0.safetensors", "model-00000.pt", "model-00000.pkl", "model-00000.safetensors.bin"),
-    *("optimizer-00000.json", "model-00000.safetensors\n", "model-0000000000000000.json", "😀"),
+    *("optimizer-00001.json", "model-00000.safetensors\n", "model-0000000000000000.json", "😀"),
 )
 CODE = (
     *("os:system", "builtins:eval", "builtins.exec", "__main__:x", "antigravity:A", "torch:load"),

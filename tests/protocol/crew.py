@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from holdfast.care.gc import collect
-from holdfast.care.retention import carry_out
+from holdfast.care.retention import Deleter
 from holdfast.engine.catalog import Catalog, Entry
-from holdfast.engine.claim import Claim, put_claim
+from holdfast.engine.claim import Choice, Claim, claim_run, is_being_deleted
 from holdfast.engine.commit import begin, commit
 from holdfast.engine.notes import annotate
 from holdfast.errors import (
@@ -77,8 +77,7 @@ class Record:
 
 def first_run(store: Store, record: Record, *, num_saves: int = 2) -> Claim:
     """Claim epoch 1 and save; the start of every scenario."""
-    claim = put_claim(store, resumed_from=None, takeover=False, emit=_EMIT)
-    assert claim is not None
+    claim = claim_run(store, lambda: Choice(point=None), takeover=False, emit=_EMIT)
     for sequence in range(1, num_saves + 1):
         save(store, claim, sequence, record)
     return claim
@@ -145,14 +144,12 @@ def _work(store: Store, claim: Claim, record: Record, *, first: int, num_saves: 
 
 
 def _retain(store: Store, claim: Claim, *, has_committed: bool) -> None:
-    carry_out(
-        store,
-        claim,
-        Last(1),
-        has_committed=has_committed,
-        retracted=lambda entry, why: None,
-        failed=lambda entry, error: None,
+    deleter = Deleter(
+        store, Last(1), retracted=lambda entry, why: None, failed=lambda entry, error: None
     )
+    for entry in Catalog(store).checkpoints():
+        deleter.trust(entry)  # the files here are dummies that no reading back would accept
+    deleter.carry_out(claim, has_committed=has_committed)
 
 
 def deleter(claim: Claim) -> Actor:
@@ -174,31 +171,40 @@ def taker(
     chosen = point
 
     def actor(store: Store) -> None:
-        for _ in range(5):
-            point = chosen or _choose(store, rolls_back=rolls_back)
-            if point is None:
-                return
-            if rolls_back:
-                record.rollbacks.add(point.order)
-            try:
-                claim = put_claim(store, resumed_from=point, takeover=True, emit=_EMIT)
-            except OutcomeUnknown:
-                return
-            if claim is None and chosen is not None:
-                return
-            if claim is not None:
-                record.tell_resumed(claim, is_rollback=rolls_back)
-                _work(store, claim, record, first=1, num_saves=num_saves)
-                return
+        choices = [Choice(point=chosen, is_rollback=rolls_back)] if chosen is not None else None
+
+        def choose() -> Choice:
+            if choices is None:
+                choice = _choose(store, rolls_back=rolls_back)
+            elif not choices:
+                raise NoCheckpoint("the chosen one is gone")
+            else:
+                choice = choices.pop()
+            if rolls_back and choice.point is not None:
+                record.rollbacks.add(choice.point.order)
+            return choice
+
+        try:
+            claim = claim_run(store, choose, takeover=True, emit=_EMIT)
+        except (OutcomeUnknown, NoCheckpoint):
+            return
+        record.tell_resumed(claim, is_rollback=rolls_back)
+        _work(store, claim, record, first=1, num_saves=num_saves)
 
     return actor
 
 
-def _choose(store: Store, *, rolls_back: bool) -> Reference | None:
-    entries = [e for e in Catalog(store).lineage_entries() if not e.marks.retired]
-    if not entries:
-        return None
-    return entries[-1 if rolls_back else 0].reference
+def _choose(store: Store, *, rolls_back: bool) -> Choice:
+    entries = list(Catalog(store).lineage_entries())
+    usable = [entry for entry in entries if not is_being_deleted(store, entry.marks)]
+    if not usable:
+        raise NoCheckpoint("none")
+    passed_over = {entry.folder for entry in entries} - {entry.folder for entry in usable}
+    return Choice(
+        point=usable[-1 if rolls_back else 0].reference,
+        passed_over=frozenset(passed_over),
+        is_rollback=rolls_back,
+    )
 
 
 def oldest(store: Store) -> Reference:

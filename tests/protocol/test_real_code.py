@@ -112,18 +112,6 @@ def _play_seeds(name: str, seeds: range, *, checks_standing: bool = False) -> No
             raise AssertionError(f"{name}, seed {seed}: {error}") from error
 
 
-STANDS_ELSEWHERE = (
-    "rules resolve_again_after_claim and latest_claim_is_transparent are not in the engine"
-)
-READS_MARKS_LAST = "rule reread_retired_first is not in the engine"
-
-
-def _known(names: Iterable[str], why: str, *failing: str) -> list[object]:
-    """The names as parameters; the engine is known to fail with those in `failing`."""
-    mark = pytest.mark.xfail(reason=why, raises=AssertionError, strict=True)
-    return [pytest.param(name, marks=mark if name in failing else ()) for name in names]
-
-
 @pytest.mark.parametrize("name", CASTS)
 def test_no_schedule_breaks_an_invariant(name: str) -> None:
     """R10, R20, R22: 300 seeds: nothing torn, resurrected, lost, or deleted against a promise."""
@@ -131,21 +119,19 @@ def test_no_schedule_breaks_an_invariant(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", _known(CASTS, READS_MARKS_LAST, "rollback"))
+@pytest.mark.parametrize("name", CASTS)
 def test_no_schedule_of_many_breaks_an_invariant(name: str) -> None:
     """R10, R20, R22: the same for 2,000 seeds."""
     _play_seeds(name, range(100, 767))
 
 
-@pytest.mark.parametrize("name", _known(CASTS, STANDS_ELSEWHERE, "takeover", "two takeovers"))
+@pytest.mark.parametrize("name", CASTS)
 def test_the_run_stands_where_people_were_told(name: str) -> None:
     """R10, R22: a takeover never leaves an acknowledged checkpoint behind."""
     _play_seeds(name, range(60), checks_standing=True)
 
 
-@pytest.mark.parametrize(
-    "name", _known(PAIRS, READS_MARKS_LAST, "deleter and pinner", "deleter and rollback")
-)
+@pytest.mark.parametrize("name", PAIRS)
 def test_two_actors_interrupt_each_other_anywhere(name: str) -> None:
     """R10, R20, R22: every schedule of two actors in which each is interrupted at most once."""
     store, record = MemoryStore(), Record()

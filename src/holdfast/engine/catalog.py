@@ -246,11 +246,14 @@ class Catalog:
         return any(claim is not None and claim.resumed_from is not None for claim in claims)
 
     def _epochs(self, attempts: tuple[AttemptName, ...], below: int | None) -> tuple[int, ...]:
-        """The epochs of this run, newest first.
+        """The epochs of this run, newest first: the claims, and what lay here before the first.
 
-        Where there are claims, attempts of other epochs were copied here and are not of this run.
+        Other attempts were copied here from another run and are not of this one.
         """
-        epochs = self.claims() or tuple(sorted({name.epoch for name in attempts}, reverse=True))
+        claims = self.claims()
+        first = min(claims, default=None)
+        earlier = {name.epoch for name in attempts if first is None or name.epoch < first}
+        epochs = sorted({*claims, *earlier}, reverse=True)
         return tuple(epoch for epoch in epochs if below is None or epoch < below)
 
     def _standing_epoch(self, attempts: tuple[AttemptName, ...], epochs: tuple[int, ...]) -> int:

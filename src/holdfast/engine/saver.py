@@ -142,6 +142,7 @@ class Saver:
         except (OutcomeUnknown, DeadlineExceeded):
             self._owner.is_clean = False
             raise
+        self._owner.has_committed = True
         return Entry(name=attempt.name, folder=attempt.folder, manifest=manifest, marks=Marks())
 
     def _unchanged(self, staged: Staged, request: SaveRequest) -> Entry | None:

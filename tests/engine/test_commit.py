@@ -1,0 +1,98 @@
+"""The manifest's put: what is said of each outcome, and what happens to the folder."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast import errors
+from holdfast.engine.catalog import Catalog
+from holdfast.manager import CheckpointManager
+from holdfast.store.base import Store
+from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
+from holdfast.testing.faulty import Fault, FaultyStore
+
+
+def manager_of(store: Store) -> CheckpointManager:
+    state = {"tree": {"x": torch.ones(1000)}}
+    return CheckpointManager(store, state, sinks=(), preflight=False)
+
+
+def save_with(store: Store, **fault: Any) -> BaseException | None:
+    """Save step 1 with one fault; the cause of the failure."""
+    manager = manager_of(FaultyStore(store, [Fault(**fault)]))
+    failure = manager.save(1).committed.exception(timeout=60)
+    with suppress(errors.SaveFailed):
+        manager.close()
+    if failure is None:
+        return None
+    is_unclear = isinstance(failure.__cause__, errors.OutcomeUnknown)
+    assert ("may or may not" in str(failure)) == is_unclear
+    return failure.__cause__
+
+
+def steps(store: Store) -> list[int]:
+    return [entry.step for entry in Catalog(store).checkpoints()]
+
+
+def test_a_lost_reply_of_an_object_store_is_read_back_as_success() -> None:
+    """R10; invariant 1: the key holds our save id."""
+    store = MemoryStore()
+    assert save_with(store, kind="lose_reply", op="put", key="*/manifest.json") is None
+    assert steps(store) == [1]
+
+
+def test_an_unclear_put_on_a_disk_stays_unclear(tmp_path: Path) -> None:
+    """Rule 5: a name whose folder could not be synced may be gone after a crash."""
+    store = LocalStore(tmp_path)
+    cause = save_with(store, kind="lose_reply", op="put", key="*/manifest.json")
+    assert isinstance(cause, errors.OutcomeUnknown)
+
+
+def test_a_put_that_may_still_arrive_is_unknown_and_its_folder_is_left() -> None:
+    """Rule 1: removing it now would resurrect a torn checkpoint later."""
+    store = MemoryStore()
+    cause = save_with(store, kind="fail", op="put", key="*/manifest.json")
+    assert isinstance(cause, errors.OutcomeUnknown)
+    assert len(Catalog(store).attempts()) == 1
+
+
+def test_a_refused_put_gives_the_space_back(tmp_path: Path) -> None:
+    """R8: what was refused for sure is not in flight."""
+    store = LocalStore(tmp_path)
+    full = errors.StoreFull("no space left")
+    cause = save_with(store, kind="fail", op="put", key="*/manifest.json", error=full)
+    assert isinstance(cause, errors.StoreFull)
+    assert Catalog(store).attempts() == ()
+
+
+def test_an_unclear_file_is_a_plain_failure(tmp_path: Path) -> None:
+    """Invariant 2: without a manifest nothing was committed, whatever became of a file."""
+    store = LocalStore(tmp_path)
+    cause = save_with(store, kind="lose_reply", op="put", key="*/index.json")
+    assert isinstance(cause, errors.StoreError)
+    assert not isinstance(cause, errors.OutcomeUnknown)
+    assert Catalog(store).attempts() == ()
+
+
+def test_a_taken_key_is_a_conflict_that_names_the_taker() -> None:
+    """R10, invariant 1: gc was faster."""
+    from holdfast.engine.commit import mark_aborted
+
+    store = MemoryStore()
+    fault = Fault(kind="hang", op="put", key="*/manifest.json")
+    manager = manager_of(FaultyStore(store, [fault]))
+    pending = manager.save(1)
+    assert fault.reached.wait(60)
+    assert mark_aborted(store, str(Catalog(store).attempts()[0]), by="gc", reason="test")
+    fault.release.set()
+    with pytest.raises(errors.SaveFailed, match="abort marker of gc") as caught:
+        pending.wait()
+    assert isinstance(caught.value.__cause__, errors.CommitConflict)
+    manager.close()
+    assert steps(store) == []
