@@ -121,8 +121,8 @@ def _limits(case: Case) -> dict[str, list[float]]:
 
 def _settle(case: Case, nbytes: int) -> None:
     """Before each measured call: no garbage, no writes of others, memory for copy and files."""
-    gc.collect()
     if case.settles:
+        gc.collect()
         os.sync()
         back_memory(2 * nbytes)
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from holdfast import errors
+from holdfast.engine import save as save_module
+from holdfast.format import layout
+from holdfast.format.records import Retired, encode_retired
 from holdfast.manager import CheckpointManager, load_weights
 from holdfast.policy.retention import Best, Last
 from runs import Recorder, new_run
@@ -309,3 +316,176 @@ def test_wrong_arguments_are_refused_at_once(tmp_path: Path) -> None:
         with pytest.raises(errors.UsageError, match="tag"):
             manager.save(1, tags=["latest"])
     assert folders(tmp_path) == []
+
+
+def test_a_pin_beside_a_dead_deleter_mark_holds(tmp_path: Path) -> None:
+    """R20, rule 4: the next deleter leaves a mark of its own and reads the pins after it."""
+    run = new_run()
+    with run.manager(tmp_path) as manager:
+        manager.save(1).wait()
+        run.train()
+        manager.save(2).wait()
+    old = sorted(folders(tmp_path))[0]
+    mark = encode_retired(Retired(by="writer 1", reason="last 1"))
+    (tmp_path / old / layout.retired_name(1)).write_bytes(mark)
+    with run.manager(tmp_path, keep=Last(1)) as manager:
+        manager.resume()
+        manager.pin("step=1")
+        run.train()
+        manager.save(3)
+        manager.wait()
+        assert [checkpoint.step for checkpoint in manager.list()] == [3, 1]
+
+
+def test_nothing_is_deleted_while_nothing_that_stays_is_proven(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorder: Recorder
+) -> None:
+    """R17, R20; invariant 4: the disk stored something else than was written."""
+    run = new_run()
+    real = save_module._write_image
+
+    def write(store: Any, attempt: Any, image: Any, *rest: Any) -> bytes:
+        digests = real(store, attempt, image, *rest)
+        path = tmp_path / attempt.folder / image.file.name
+        if attempt.name.sequence > 1 and path.name.startswith("model"):
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            os.chmod(path, 0o644)
+            path.write_bytes(bytes(data))
+        return digests
+
+    monkeypatch.setattr(save_module, "_write_image", write)
+    with run.manager(tmp_path, keep=Last(1), sinks=[recorder]) as manager:
+        for step in (1, 2, 3):
+            run.train()
+            manager.save(step).wait()
+        manager.wait()
+        assert [checkpoint.step for checkpoint in manager.list()] == [3, 2, 1]
+        assert "damaged" in recorder.of("housekeeping_failed")[0].message
+        monkeypatch.undo()
+        run.train()
+        manager.save(4).wait()
+        manager.wait()
+        assert [checkpoint.step for checkpoint in manager.list()] == [4]
+
+
+def test_a_rule_that_raises_does_not_stop_training(tmp_path: Path, recorder: Recorder) -> None:
+    """Invariant 8, D43."""
+
+    class Broken(Last):
+        def picks(self, newest_first: Any) -> Any:
+            raise RuntimeError("a user's rule")
+
+    run = new_run()
+    with run.manager(tmp_path, keep=Broken(1), sinks=[recorder]) as manager:
+        manager.save(1).wait()
+        run.train()
+        manager.save(2).wait()
+        manager.wait()
+    assert "a user's rule" in recorder.of("housekeeping_failed")[0].message
+
+
+def test_a_fenced_off_owner_cannot_take_the_run_back_by_a_load(tmp_path: Path) -> None:
+    """Invariant 11: a full load claims, so it asks first."""
+    run = new_run()
+    with run.manager(tmp_path) as manager:
+        manager.save(1).wait()
+        child = subprocess.Popen(
+            [sys.executable, "-c", OTHER_OWNER, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout is not None
+        assert child.stdout.readline() == "owns\n"
+        with pytest.raises(errors.OwnedElsewhere):
+            manager.load("step=1")
+        child.communicate("\n")
+
+
+OTHER_OWNER = """
+import sys
+sys.path.insert(0, "tests")
+from runs import new_run
+manager = new_run().manager(sys.argv[1], takeover=True)
+manager.resume()
+print("owns", flush=True)
+input()
+"""
+
+
+def test_settings_and_modes_of_torch_do_not_break_a_save(tmp_path: Path) -> None:
+    """A save in inference mode, and precision set through the newer names."""
+    run = new_run()
+    run.train()
+    with run.manager(tmp_path) as manager:
+        with torch.inference_mode():
+            manager.save(1, metrics={"loss": torch.tensor(2.0), "norm": np.float32(1.5)}).wait()
+        run.train()
+        torch.backends.mkldnn.matmul.fp32_precision = "ieee"
+        try:
+            manager.save(2).wait()
+        finally:
+            torch.backends.mkldnn.matmul.fp32_precision = "none"
+        manager.load("step=1", components=["model"])
+        run.train()
+        assert manager.list()[-1].metrics == {"loss": 2.0, "norm": 1.5}
+        with pytest.raises(errors.UsageError, match="loss"):
+            manager.save(3, metrics={"loss": torch.ones(3)})
+
+
+def test_loading_a_part_is_not_enough_to_save_into_the_root(tmp_path: Path) -> None:
+    run = new_run()
+    with run.manager(tmp_path) as manager:
+        manager.save(1).wait()
+    with run.manager(tmp_path) as manager:
+        manager.load(skip=["optimizer"])
+        with pytest.raises(errors.UsageError, match="whole"):
+            manager.save(2)
+
+
+def test_a_failed_opaque_load_locks_the_manager_until_a_whole_one_succeeds(tmp_path: Path) -> None:
+    """Invariant 6."""
+
+    class Fragile:
+        def __init__(self) -> None:
+            self.broken = False
+
+        def state_dict(self) -> dict[str, int]:
+            return {"n": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            if self.broken:
+                raise RuntimeError("no")
+
+    fragile, tree = Fragile(), {"x": torch.ones(3)}
+    state = {"tree": tree, "fragile": fragile}
+    with CheckpointManager(tmp_path, state, sinks=()) as manager:
+        manager.save(1).wait()
+        fragile.broken = True
+        with pytest.raises(errors.HoldfastError, match="fragile"):
+            manager.load()
+        with pytest.raises(errors.ManagerUnusable, match="half loaded"):
+            manager.save(2)
+        fragile.broken = False
+        manager.load()
+        manager.save(2).wait()
+
+
+def test_a_manager_does_nothing_in_a_forked_child(tmp_path: Path) -> None:
+    run = new_run()
+    with run.manager(tmp_path) as manager:
+        manager.save(1).wait()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                manager.save(2)
+            except errors.ManagerUnusable:
+                manager.close()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        run.train()
+        manager.save(2).wait()

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from holdfast import errors
-from holdfast.care import retention as retention_module
 from holdfast.care.gc import collect
 from holdfast.care.verify import verify
 from holdfast.engine import commit as commit_module
@@ -172,20 +171,16 @@ def commit_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_module, "commit", commit)
 
 
-def retire_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mutant: retention drops the newest, too."""
-    real = retention_module.plan
+def delete_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: retention deletes before the new one is committed."""
+    real = save_module.commit
 
-    def plan(*args: Any, **options: Any) -> Any:
-        from dataclasses import replace
+    def commit(store: Store, attempt: Any, manifest: Any) -> None:
+        for entry in Catalog(store).checkpoints():
+            store.delete(f"{entry.folder}/")
+        real(store, attempt, manifest)
 
-        planned = real(*args, **options)
-        return tuple(
-            replace(item, decision=replace(item.decision, keep=position > 0))
-            for position, item in enumerate(planned)
-        )
-
-    monkeypatch.setattr(retention_module, "plan", plan)
+    monkeypatch.setattr(save_module, "commit", commit)
 
 
 def files_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,11 +188,13 @@ def files_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit_module, "_bury", no_tombstone)
 
 
-@pytest.mark.parametrize("mutant", [commit_first, retire_everything, files_first])
+@pytest.mark.parametrize("mutant", [commit_first, delete_first, files_first])
 def test_the_check_catches(
     mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, ram_path: Path
 ) -> None:
     """Each of these breaks the order of our own code; the test above must notice."""
     mutant(monkeypatch)
+    untroubled = LocalStore(ram_path / "untroubled")
+    check(untroubled, run_stopped(untroubled, "stop_before", 10**6, scenario))
     with pytest.raises((AssertionError, errors.HoldfastError)):
         sweep(lambda at: LocalStore(ram_path / str(at)), "stop_before", 160)

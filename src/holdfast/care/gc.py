@@ -149,7 +149,9 @@ def _sweep(
     if not isinstance(store, Folders):
         return
     committed = [entry.folder for entry in catalog.checkpoints()]
-    for folder in ("", layout.WRITERS, *committed):
+    # An owner's own heartbeat may be under way among the claims.
+    claims = [layout.WRITERS] if own_epoch is None else []
+    for folder in ("", *claims, *committed):
         try:
             store.sweep(folder)
         except StoreError as error:
