@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,12 +12,12 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from tags import README, ROW, files_of_tags, filled, tags_of
+
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), TESTS / "README.md"])
 MAKEFILE = (ROOT / "Makefile").read_text("utf-8")
-TAG = re.compile(r"\b([RD]\d{1,2})\b")
-INVARIANTS = re.compile(r"[Ii]nvariants?\s+(\d+(?:(?:,\s*|\s+and\s+)\d+)*)")
 
 
 def _toy() -> dict[str, object]:
@@ -115,45 +113,17 @@ def test_the_picture_in_the_readme_is_small() -> None:
     assert (ROOT / "docs" / "images" / "demo.png").stat().st_size < 150_000
 
 
-def _docstrings(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield ast.get_docstring(node) or ""
-
-
-def tags_of(path: Path) -> set[str]:
-    """What the docstrings of a test file claim; I and a number stands for an invariant."""
-    text = "\n".join(_docstrings(path))
-    numbers = [n for match in INVARIANTS.finditer(text) for n in re.findall(r"\d+", match[1])]
-    return {*TAG.findall(text), *(f"I{number}" for number in numbers)}
-
-
-def _table() -> dict[str, list[str]]:
-    """Tag → files, from the tables of tests/README.md."""
-    rows = re.findall(
-        r"^\| ([IRD]\d+) \| .+? \| (.+) \|$", (TESTS / "README.md").read_text("utf-8"), re.MULTILINE
-    )
-    return {tag: re.findall(r"`([^`]+)`", files) for tag, files in rows}
-
-
-def test_every_file_in_the_tables_exists_and_carries_its_tag() -> None:
-    table = _table()
-    assert len(table) > 40
-    wrong = [
-        f"{tag}: {file}"
-        for tag, files in table.items()
-        for file in files
-        if not (TESTS / file).is_file() or tag not in tags_of(TESTS / file)
-    ]
-    assert wrong == []
-    assert [tag for tag, files in table.items() if not files] == []
+def test_the_tables_name_the_files_that_carry_each_tag() -> None:
+    text = README.read_text("utf-8")
+    assert filled(text) == text, "run: python tests/tags.py"
+    rows = ROW.findall(text)
+    assert len(rows) > 40
+    assert [tag for tag, _, files in rows if not files] == []
 
 
 def test_every_tag_in_a_test_is_explained() -> None:
-    table = _table()
-    files = sorted(path for path in TESTS.rglob("*.py"))
-    used = {tag: path.name for path in files for tag in tags_of(path)}
-    assert {tag: name for tag, name in used.items() if tag not in table} == {}
+    explained = {tag for tag, _, _ in ROW.findall(README.read_text("utf-8"))}
+    assert {tag: files for tag, files in files_of_tags().items() if tag not in explained} == {}
 
 
 def test_tags_are_found_in_docstrings_only(tmp_path: Path) -> None:

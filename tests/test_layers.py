@@ -25,8 +25,9 @@ LAYERS = (
     ("state", "policy"),
     ("engine",),
     ("care",),
-    ("manager",),
-    ("data", "train"),
+    ("manager", "weights"),
+    ("data",),
+    ("train",),
     ("cli", "demo", "testing"),
 )
 RANK = {folder: rank for rank, folders in enumerate(LAYERS) for folder in folders}
@@ -35,8 +36,8 @@ WITHOUT_TORCH_MODULES = ("holdfast.engine.catalog",)
 
 # The package's own lazy table may name everything; whoever drives a whole job may use it.
 ROOT_USERS = ("cli", "demo", "testing")
-# Between folders of one layer: the loop drives the loader.
-SEAMS = {("train", "data")}
+# Between folders of one layer: none.
+SEAMS: set[tuple[str, str]] = set()
 # The same, inside a function only.
 LAZY_SEAMS = {("cli", "demo")}
 # Modules of the torch-free folders with a function that needs torch when it is called.

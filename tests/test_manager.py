@@ -16,8 +16,9 @@ from holdfast import errors
 from holdfast.engine import save as save_module
 from holdfast.format import layout
 from holdfast.format.records import Retired, encode_retired
-from holdfast.manager import CheckpointManager, load_weights
+from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import Best, Last
+from holdfast.weights import load_weights
 from runs import Recorder, new_run
 
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast import data, errors, events, testing, train
     from holdfast.engine.checkpoint import Checkpoint, PendingSave
-    from holdfast.manager import CheckpointManager, load_weights
+    from holdfast.manager import CheckpointManager
     from holdfast.policy.clock import Time
     from holdfast.policy.retention import All, Best, EveryNth, Last
     from holdfast.policy.triggers import Every
+    from holdfast.weights import load_weights
 
     __version__: str
 
@@ -49,7 +50,7 @@ _NAMES = {
     "Last": "holdfast.policy.retention",
     "PendingSave": "holdfast.engine.checkpoint",
     "Time": "holdfast.policy.clock",
-    "load_weights": "holdfast.manager",
+    "load_weights": "holdfast.weights",
 }
 
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
-
-from torch import nn
 
 from holdfast.care.housekeeping import Housekeeper
 from holdfast.care.preflight import preflight as run_preflight
@@ -21,20 +19,16 @@ from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.checkpoint import Checkpoint, PendingSave, describe
 from holdfast.engine.claim import Choice
 from holdfast.engine.fingerprint import differences, environment, numerics
-from holdfast.engine.locate import locate
 from holdfast.engine.notes import annotate, checked_metrics, checked_tags
 from holdfast.engine.owner import Ownership
-from holdfast.engine.resume import Candidate, LoadOptions, Reader, Rename
+from holdfast.engine.resume import Candidate, LoadOptions, Reader, Rename, Search, Settled
 from holdfast.engine.save import SaveRequest
 from holdfast.engine.saver import Saver
-from holdfast.engine.workers import Workers
 from holdfast.errors import (
     FormatError,
     HoldfastError,
     ManagerUnusable,
     MismatchError,
-    NoCheckpoint,
-    NotFound,
     UsageError,
 )
 from holdfast.events import Emitter, Sink, log_event
@@ -45,9 +39,6 @@ from holdfast.policy.triggers import Every
 from holdfast.state.capture import Captured, capture, check_state
 from holdfast.store import open_store
 from holdfast.store.base import Store
-
-MAX_LOOKS = 10
-"""How often a load looks again because retention deleted what it was reading."""
 
 
 class CheckpointManager:
@@ -226,7 +217,9 @@ class CheckpointManager:
         self._check_process()
         self._drain()
         reader = self._reader()
-        found = self._find_and_claim(reader, which)
+        search = Search(reader, which)
+        self._owner.take(search)
+        found = search.found
         for folder, reason in reader.rejected:
             self._housekeeper.reject(folder, reason)
         self._saver.later(self._housekeeper.after_claim)
@@ -278,10 +271,11 @@ class CheckpointManager:
             skip=tuple(skip),
             verify=verify,
         )
-        found = self._find(self._reader(), which, options)
+        found = self._reader().named(which, options)
+        is_rollback = which != "latest"
         if options.is_full and self.is_owner:
-            self._take_over_from(found, which)
-        self._apply(found, is_rollback=which != "latest")
+            self._owner.take(Settled(found.entry, is_rollback=is_rollback))
+        self._apply(found, is_rollback=is_rollback)
         self._emit(
             "loaded",
             f"loaded {found.entry.folder}",
@@ -424,26 +418,16 @@ class CheckpointManager:
             self._run_preflight(captured)
             self._preflight_due = False
         if not self.is_owner:
-            self._owner.take(self._choose_for_first_save())
+            standing = self._saver.standing
+            self._owner.take(
+                Settled(standing, is_rollback=self._is_rollback)
+                if standing is not None
+                else self._choose_a_fresh_start
+            )
 
-    def _choose_for_first_save(self) -> Callable[[], Choice]:
-        """A first save without resume goes on from what was loaded, while that is right."""
-        standing, asked = self._saver.standing, False
-
-        def choose() -> Choice:
-            nonlocal asked
-            if asked or standing is None:
-                self._refuse_accidental_restart()
-            if asked:
-                raise NoCheckpoint(
-                    f"{self.store.url}: the run went on, or the checkpoint that was loaded is "
-                    "being deleted; resume again"
-                )
-            asked = True
-            point = standing.reference if standing is not None else None
-            return Choice(point=point, is_rollback=self._is_rollback)
-
-        return choose
+    def _choose_a_fresh_start(self) -> Choice:
+        self._refuse_accidental_restart()
+        return Choice(point=None)
 
     def _refuse_accidental_restart(self) -> None:
         """Saving from scratch into a root with checkpoints would let retention eat them."""
@@ -488,51 +472,6 @@ class CheckpointManager:
             timings=timings,
         )
 
-    def _find_and_claim(self, reader: Reader, which: str | int) -> Candidate | None:
-        """Choose, read and claim; choose again when the run moved meanwhile."""
-        found: Candidate | None = None
-
-        def choose() -> Choice:
-            nonlocal found
-            if which == "latest":
-                found = reader.walk(LoadOptions())
-            else:
-                found = reader.read(self._catalog.resolve(which), LoadOptions())
-            return Choice(
-                point=found.entry.reference if found is not None else None,
-                passed_over=frozenset(folder for folder, _ in reader.rejected),
-                is_rollback=which != "latest",
-            )
-
-        self._owner.take(choose)
-        return found
-
-    def _find(self, reader: Reader, which: str | int, options: LoadOptions) -> Candidate:
-        """Read what is named; when it was deleted meanwhile, what is the latest by then."""
-        for _ in range(MAX_LOOKS):
-            entry = self._catalog.resolve(which)
-            try:
-                return reader.read(entry, options)
-            except (FormatError, NotFound):
-                if self._catalog.entry(entry.name) is not None:
-                    raise
-        raise NoCheckpoint(f"{self.store.url}: {which!r} was deleted while it was read")
-
-    def _take_over_from(self, found: Candidate, which: str | int) -> None:
-        """Claim the run from a checkpoint that was just read."""
-        entry, asked = found.entry, False
-
-        def choose() -> Choice:
-            nonlocal asked
-            if asked:
-                raise NoCheckpoint(
-                    f"{self.store.url}/{entry.folder}: its deletion has begun, or the run went on"
-                )
-            asked = True
-            return Choice(point=entry.reference, is_rollback=which != "latest")
-
-        self._owner.take(choose)
-
     def _reader(self) -> Reader:
         return Reader(
             store=self.store,
@@ -564,36 +503,3 @@ class CheckpointManager:
     def _notes(self, found: Candidate) -> tuple[str, ...]:
         recorded = found.entry.manifest.numerics
         return (*found.prepared.notes, *differences(recorded, numerics()))
-
-
-def load_weights(
-    source: str | os.PathLike[str],
-    model: nn.Module,
-    *,
-    component: str = "model",
-    strict: bool = True,
-    rename: Rename = None,
-    skip: Iterable[str] = (),
-) -> Checkpoint:
-    """Load a model's weights from a checkpoint, verified; owns nothing and runs no code from it.
-
-    `source` is a root (its newest checkpoint), `root@step=1000`, `root@tag`, or the folder of one
-    checkpoint.
-
-    Raises:
-        NoCheckpoint: nothing there answers.
-        FormatError: it is damaged.
-        MismatchError: it does not fit the model; nothing was changed.
-    """
-    store, entry = locate(source)
-    workers = Workers(min(os.cpu_count() or 1, 4), "holdfast-io")
-    reader = Reader(store=store, state={component: model}, workers=workers, timeout_s=1800.0)
-    options = LoadOptions(
-        components=(component,), strict=strict, rename=rename, skip=tuple(skip), rng=False
-    )
-    try:
-        found = reader.read(entry, options)
-    finally:
-        workers.close()
-    found.prepared.apply(found.tensors)
-    return describe(store.url, entry, notes=found.prepared.notes)

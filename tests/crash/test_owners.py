@@ -113,7 +113,7 @@ def test_a_dead_owner_blocks_nobody(tmp_path: Path) -> None:
 
 
 def test_a_paused_writer_cannot_commit_what_gc_removed(tmp_path: Path) -> None:
-    """R13, R22: SIGSTOP instead of a clean pause, then gc, then SIGCONT."""
+    """R10, R22: SIGSTOP instead of a clean pause, then gc, then SIGCONT."""
     first = Child(tmp_path, steps=2, pause_before=1)
     first.told("waiting")
     first.process.send_signal(signal.SIGSTOP)

@@ -17,7 +17,7 @@ from holdfast.format import blocks
 
 @given(nbytes=st.integers(0, 10_000), block=st.integers(1, 4096))
 def test_blocks_cover_a_file_exactly_once(nbytes: int, block: int) -> None:
-    """R12, D15: no byte of a file is outside the blocks, none is in two."""
+    """D15: no byte of a file is outside the blocks, none is in two."""
     parts = blocks.split(nbytes, block)
     assert [byte for start, stop in parts for byte in (start, stop)] == sorted(
         byte for start, stop in parts for byte in (start, stop)

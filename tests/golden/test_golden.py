@@ -31,9 +31,10 @@ from holdfast.engine.catalog import Catalog
 from holdfast.engine.stage import Stager
 from holdfast.format.manifest import Aborted, Deleted
 from holdfast.format.nodes import EnumValue
-from holdfast.manager import CheckpointManager, load_weights
+from holdfast.manager import CheckpointManager
 from holdfast.state.capture import capture
 from holdfast.store.local import LocalStore
+from holdfast.weights import load_weights
 
 V1 = Path(__file__).parent / "v1"
 CASES = sorted(path.name for path in V1.iterdir())

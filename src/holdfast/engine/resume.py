@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.engine.catalog import Catalog, Entry
-from holdfast.engine.claim import is_being_deleted
+from holdfast.engine.claim import Choice, is_being_deleted
 from holdfast.engine.load import Tensors, open_checkpoint, read_tensors
 from holdfast.engine.workers import Workers
 from holdfast.errors import (
@@ -19,6 +19,8 @@ from holdfast.errors import (
     CorruptData,
     FormatError,
     HoldfastError,
+    NoCheckpoint,
+    NotFound,
     NoUsableCheckpoint,
     StoreError,
     TransientStoreError,
@@ -30,6 +32,7 @@ from holdfast.store.base import Store
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 _MAX_RELISTS = 10
+_MAX_LOOKS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +113,23 @@ class Reader:
         )
         return Candidate(entry=entry, options=options, prepared=prepared, tensors=tensors)
 
+    def named(self, which: str | int, options: LoadOptions) -> Candidate:
+        """Read what is named; when it is deleted meanwhile, what the name means by then.
+
+        Raises:
+            NoCheckpoint: nothing answers, or it is always gone before it is read.
+            FormatError, StoreError: it is damaged or cannot be read.
+        """
+        catalog = Catalog(self.store)
+        for _ in range(_MAX_LOOKS):
+            entry = catalog.resolve(which)
+            try:
+                return self.read(entry, options)
+            except (FormatError, NotFound):
+                if catalog.entry(entry.name) is not None:
+                    raise
+        raise NoCheckpoint(f"{self.store.url}: {which!r} was deleted while it was read")
+
     def walk(self, options: LoadOptions) -> Candidate | None:
         """The newest usable checkpoint of the lineage; None when nothing was ever committed.
 
@@ -174,6 +194,52 @@ def _register_state(catalog: Catalog, name: AttemptName) -> str:
         return type(catalog.read(str(name))).__name__
     except FormatError:
         return "damaged"
+
+
+class Search:
+    """The choice that resume makes: read anew each time that the claim asks for it."""
+
+    def __init__(self, reader: Reader, which: str | int) -> None:
+        self._reader = reader
+        self._which = which
+        self.found: Candidate | None = None
+        """What was chosen last; None for a fresh start."""
+
+    def __call__(self) -> Choice:
+        """See `engine.claim.claim_run`."""
+        is_latest = self._which == "latest"
+        options = LoadOptions()
+        self.found = (
+            self._reader.walk(options) if is_latest else self._reader.named(self._which, options)
+        )
+        return Choice(
+            point=self.found.entry.reference if self.found is not None else None,
+            passed_over=frozenset(folder for folder, _ in self._reader.rejected),
+            is_rollback=not is_latest,
+        )
+
+
+class Settled:
+    """A choice that was made already. When it no longer holds, that is an error."""
+
+    def __init__(self, entry: Entry, *, is_rollback: bool) -> None:
+        self._entry = entry
+        self._is_rollback = is_rollback
+        self._asked = False
+
+    def __call__(self) -> Choice:
+        """See `engine.claim.claim_run`.
+
+        Raises:
+            NoCheckpoint: it is asked for the second time.
+        """
+        if self._asked:
+            raise NoCheckpoint(
+                f"{self._entry.folder}: it is being deleted, or the run went on from a newer one "
+                "meanwhile; resume again"
+            )
+        self._asked = True
+        return Choice(point=self._entry.reference, is_rollback=self._is_rollback)
 
 
 def is_damage(error: HoldfastError) -> bool:

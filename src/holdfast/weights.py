@@ -1,0 +1,51 @@
+"""Weights without a run: one call from a checkpoint to a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from torch import nn
+
+from holdfast.engine.checkpoint import Checkpoint, describe
+from holdfast.engine.locate import locate
+from holdfast.engine.resume import LoadOptions, Reader, Rename
+from holdfast.engine.workers import Workers
+
+READ_TIMEOUT_S = 1800.0
+"""Longest time that reading one checkpoint may take."""
+
+
+def load_weights(
+    source: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    component: str = "model",
+    strict: bool = True,
+    rename: Rename = None,
+    skip: Iterable[str] = (),
+) -> Checkpoint:
+    """Load a model's weights from a checkpoint, verified; owns nothing and runs no code from it.
+
+    `source` is a root (its newest checkpoint), `root@step=1000`, `root@tag`, or the folder of one
+    checkpoint.
+
+    Raises:
+        NoCheckpoint: nothing there answers.
+        FormatError: it is damaged.
+        MismatchError: it does not fit the model; nothing was changed.
+    """
+    store, entry = locate(source)
+    workers = Workers(min(os.cpu_count() or 1, 4), "holdfast-io")
+    reader = Reader(
+        store=store, state={component: model}, workers=workers, timeout_s=READ_TIMEOUT_S
+    )
+    options = LoadOptions(
+        components=(component,), strict=strict, rename=rename, skip=tuple(skip), rng=False
+    )
+    try:
+        found = reader.read(entry, options)
+    finally:
+        workers.close()
+    found.prepared.apply(found.tensors)
+    return describe(store.url, entry, notes=found.prepared.notes)
