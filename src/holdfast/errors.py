@@ -23,6 +23,7 @@ HoldfastError
 │   ├── OwnedElsewhere         a live process owns the run
 │   └── Superseded             a later writer has taken the run over
 ├── CommitConflict             another save has the manifest's key
+├── OutOfMemory                the host has not the memory that a copy of the state needs
 ├── SaveFailed                 a save did not commit; the cause is chained
 ├── PreflightFailed            why the first save would fail; lists every problem
 ├── ManagerUnusable            closed, forked, or left half-loaded
@@ -177,6 +178,10 @@ class SaveFailed(HoldfastError):
     def __init__(self, message: str, *, step: int) -> None:
         self.step = step
         super().__init__(message)
+
+
+class OutOfMemory(HoldfastError, MemoryError):
+    """The host has not the memory that a copy of the state needs; the message says how much."""
 
 
 class PreflightFailed(HoldfastError):

@@ -159,7 +159,7 @@ def test_a_claim_that_cannot_be_read_fences_all_the_same(tmp_path: Path) -> None
     manager.save(1).wait()
     (tmp_path / layout.writer_key(2)).write_bytes(b"garbage")
     run.train()
-    with pytest.raises(errors.Superseded, match="damaged"):
+    with pytest.raises(errors.Superseded, match="cannot be read"):
         manager.save(2).wait()
     manager.close()
 

@@ -229,6 +229,8 @@ class _Inspection:
     ) -> list[Block]:
         """The blocks that lie wholly inside the file as it is now."""
         nbytes = self._size(file, listed, block_nbytes)
+        if nbytes < listed.nbytes:
+            nbytes -= nbytes % block_nbytes
         blocks = [
             Block(
                 file=file,
@@ -237,8 +239,7 @@ class _Inspection:
                 stop=stop,
                 expected=digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES],
             )
-            for number, (start, stop) in enumerate(split(listed.nbytes, block_nbytes))
-            if stop <= nbytes
+            for number, (start, stop) in enumerate(split(min(nbytes, listed.nbytes), block_nbytes))
         ]
         self._advance(listed.nbytes - (blocks[-1].stop if blocks else 0))
         return blocks

@@ -11,12 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast.engine.catalog import Catalog, Marks
-from holdfast.engine.documents import read_document
+from holdfast.engine.documents import read_document, read_if_there
 from holdfast.errors import (
     AlreadyExists,
     CommitConflict,
     FormatError,
-    LimitExceeded,
     NotFound,
     OutcomeUnknown,
     StoreError,
@@ -153,29 +152,29 @@ def check_fence(store: Store, epoch: int, *, committed: bool) -> None:
     key = layout.writer_key(epoch + 1)
     refresh_folder(store, layout.WRITERS)
     try:
-        data = read_document(store, key, max_nbytes=65536)
+        store.head(key)
     except NotFound:
         return
-    except LimitExceeded:
-        data = b""
     stands = (
         "this save was committed, but the run goes on from elsewhere"
         if committed
         else "this save was not committed"
     )
     raise Superseded(
-        f"{store.url}: {_describe_claim(data)} took the run over (writer {epoch + 1} after "
+        f"{store.url}: {_describe_claim(store, key)} took the run over (writer {epoch + 1} after "
         f"{epoch}); {stands}. Stop this process, or resume with takeover=True to take it back",
         committed=committed,
     )
 
 
-def _describe_claim(data: bytes) -> str:
+def _describe_claim(store: Store, key: str) -> str:
     """Who claimed; a record that cannot be read is a claim all the same."""
     try:
-        writer = decode_writer(data, what="claim")
-    except FormatError:
-        return "a process whose record is damaged"
+        writer = read_if_there(store, key, decode_writer)
+    except (FormatError, StoreError):
+        writer = None
+    if writer is None:
+        return "a process whose record cannot be read"
     return f"process {writer.process.pid} on {writer.process.host} ({writer.created})"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from holdfast.errors import LimitExceeded, NotFound
+from holdfast.errors import CorruptData, LimitExceeded, NotFound, StoreError
 from holdfast.store.base import Buffer, Store
 
 T = TypeVar("T")
@@ -17,11 +17,19 @@ def read_document(store: Store, key: str, *, max_nbytes: int) -> bytes:
     Raises:
         NotFound: there is no such object.
         LimitExceeded: it is larger; nothing was read.
+        CorruptData: what is there is no file, or the storage cannot read it.
     """
-    nbytes = store.head(key).nbytes
-    if nbytes > max_nbytes:
-        raise LimitExceeded(f"{store.url}/{key}: {nbytes} bytes, at most {max_nbytes} are allowed")
-    return store.get(key, 0, nbytes)
+    try:
+        nbytes = store.head(key).nbytes
+        if nbytes > max_nbytes:
+            raise LimitExceeded(
+                f"{store.url}/{key}: {nbytes} bytes, at most {max_nbytes} are allowed"
+            )
+        return store.get(key, 0, nbytes)
+    except StoreError as error:
+        if type(error) is StoreError:
+            raise CorruptData(str(error)) from error
+        raise
 
 
 def read_if_there(

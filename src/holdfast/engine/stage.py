@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.errors import FormatError
+from holdfast.errors import FormatError, OutOfMemory
 from holdfast.format.layout import tree_file
 from holdfast.format.tensors import TensorFile, TensorSpec, lay_out
 from holdfast.state.capture import Captured, CapturedComponent
@@ -24,9 +24,17 @@ class Arena:
     """Page-aligned private memory that forked children do not inherit."""
 
     def __init__(self, nbytes: int) -> None:
+        """Take the memory.
+
+        Raises:
+            OutOfMemory: the system refuses.
+        """
         self.nbytes = nbytes
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._map = mmap.mmap(-1, max(nbytes, 1), flags=flags)
+        try:
+            self._map = mmap.mmap(-1, max(nbytes, 1), flags=flags)
+        except (OSError, OverflowError) as error:
+            raise OutOfMemory(f"{nbytes} bytes of memory are not to be had: {error}") from error
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             if hasattr(mmap, advice):
                 _advise(self._map, getattr(mmap, advice))

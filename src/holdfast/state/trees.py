@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -274,11 +274,24 @@ class Lifting:
     def generator(self, node: GeneratorState) -> Any:
         """A new generator in the stored state."""
         made = generators.build(node)
+        # Before it is written: NumPy takes positions outside of its state and then reads there.
+        why = generators.misfit(made, node, self._specs)
+        if why is not None:
+            raise FormatError(f"a stored {node.kind} generator state is not valid: {why}")
         try:
             generators.write(made, self.members(node.members))
-        except (ValueError, TypeError, RuntimeError, OverflowError) as err:
+        except (ValueError, TypeError, RuntimeError, OverflowError, LookupError) as err:
             raise FormatError(f"a stored {node.kind} generator state is not valid: {err}") from err
         return made
+
+    @cached_property
+    def _specs(self) -> Mapping[str, TensorSpec]:
+        return {
+            key: TensorSpec(
+                key=key, dtype=dtypes.DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape)
+            )
+            for key, tensor in self._tensors.items()
+        }
 
     def members(self, value: Any) -> Any:
         """A generator's members with their tensors and arrays in place."""
