@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from holdfast import errors
+from holdfast.care import housekeeping as housekeeping_module
 from holdfast.care.verify import verify
 from holdfast.engine import load as load_module
 from holdfast.engine.catalog import Catalog
-from holdfast.format import blocks
+from holdfast.format import blocks, sealed
 from holdfast.manager import CheckpointManager
 from holdfast.store.local import LocalStore
 from runs import Recorder, new_run
@@ -270,3 +271,25 @@ def test_the_check_catches(
     mutant(monkeypatch)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         assert_flips_are_found(tmp_path, 200, seed=0)
+
+
+def test_a_resume_that_deletes_what_it_rejects_is_caught(
+    tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R19, D13: the mutant takes the evidence away."""
+    monkeypatch.setattr(
+        housekeeping_module,
+        "reject",
+        lambda store, folder, **named: store.delete(f"{folder}/"),
+    )
+    with pytest.raises((AssertionError, FileNotFoundError)):
+        test_other_damage_is_found_and_walked_around(tmp_path, "missing tree", recorder)
+
+
+def test_a_reader_that_ignores_the_version_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R21: the mutant reads what it does not understand."""
+    monkeypatch.setattr(sealed, "check_version", lambda *args, **named: None)
+    with pytest.raises(pytest.fail.Exception):
+        test_a_newer_format_is_refused_and_not_walked_around(tmp_path)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from holdfast import errors
+from holdfast.care import gc as gc_module
 from holdfast.care.gc import collect
 from holdfast.care.verify import verify
 from holdfast.engine import commit as commit_module
@@ -188,11 +189,16 @@ def files_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit_module, "_bury", no_tombstone)
 
 
-@pytest.mark.parametrize("mutant", [commit_first, delete_first, files_first])
+def gc_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: gc decides, and leaves the files (R9)."""
+    monkeypatch.setattr(gc_module, "remove_files", lambda *args, **options: None)
+
+
+@pytest.mark.parametrize("mutant", [commit_first, delete_first, files_first, gc_forgets])
 def test_the_check_catches(
     mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, ram_path: Path
 ) -> None:
-    """Each of these breaks the order of our own code; the test above must notice."""
+    """R1, R2, R9, R23: each breaks the order of our own code; the test above must notice."""
     mutant(monkeypatch)
     untroubled = LocalStore(ram_path / "untroubled")
     check(untroubled, run_stopped(untroubled, "stop_before", 10**6, scenario))

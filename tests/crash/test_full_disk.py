@@ -13,6 +13,7 @@ import torch
 
 from holdfast import errors
 from holdfast.care.verify import verify_root
+from holdfast.engine import save as save_module
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import Last
 from holdfast.store.local import LocalStore
@@ -41,7 +42,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def new_manager(root: Path, nbytes: int, **options: Any) -> CheckpointManager:
-    state = {"tree": {"x": torch.ones(nbytes // 4)}}
+    state = {"small": {"x": torch.ones(6 * MIB // 4)}, "tree": {"x": torch.ones(nbytes // 4)}}
     return CheckpointManager(root, state, **{"sinks": (), "preflight": False} | options)
 
 
@@ -109,3 +110,12 @@ def test_no_inodes_left_is_a_clear_error(small_disk: Path) -> None:
             manager.save(2).wait()
         assert [checkpoint.step for checkpoint in manager.list()] == [1]
     assert verify_root(LocalStore(root)).ok
+
+
+def test_a_mutant_that_keeps_its_failed_attempts_is_caught(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R8: the space of a failed save must come back."""
+    monkeypatch.setattr(save_module, "abandon", lambda store, attempt: False)
+    with pytest.raises((AssertionError, errors.HoldfastError)):
+        test_a_save_that_does_not_fit_fails_clean(small_disk, 10, 24)

@@ -25,6 +25,7 @@ from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import Last
 from holdfast.store import localfiles
 from holdfast.store.local import LocalStore
+from holdfast.store.localblocks import LocalBlockWriter
 
 CALLS = ("open", "pwrite", "fsync", "link", "replace", "mkdir", "unlink")
 ERRNOS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ESTALE)
@@ -164,6 +165,23 @@ def test_a_failed_fsync_is_never_repeated_on_the_same_file(ram_path: Path) -> No
         device, inode, is_folder = synced[at]
         assert is_folder or synced.count((device, inode, is_folder)) == 1, injector.hits
     pytest.fail("more calls than expected")
+
+
+def test_a_mutant_that_repeats_a_failed_fsync_is_caught(
+    ram_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R7: the second fsync "succeeds", and the bytes may be gone."""
+    real = LocalBlockWriter.finish
+
+    def finish(self: LocalBlockWriter) -> None:
+        try:
+            real(self)
+        except errors.StoreError:
+            os.fsync(self._fd)
+
+    monkeypatch.setattr(LocalBlockWriter, "finish", finish)
+    with pytest.raises(AssertionError):
+        test_a_failed_fsync_is_never_repeated_on_the_same_file(ram_path)
 
 
 @contextmanager

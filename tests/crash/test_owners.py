@@ -82,15 +82,29 @@ def test_a_live_owner_is_refused_by_name_and_nothing_is_touched(tmp_path: Path) 
 
 def test_takeover_fences_the_first_one_off(tmp_path: Path) -> None:
     """R10: the first one's next commit is a clear error, and both one's commits stay whole."""
-    first = Child(tmp_path, steps=2, pause_before=1)
+    take_over(tmp_path)
+
+
+def test_a_writer_without_a_fence_is_caught(tmp_path: Path) -> None:
+    """R10: the mutant commits although it was superseded."""
+    with pytest.raises(AssertionError):
+        take_over(tmp_path, no_fence=True)
+
+
+def take_over(tmp_path: Path, **mutant: Any) -> None:
+    """One process takes the run from another, which then tries to commit."""
+    first = Child(tmp_path, steps=2, pause_before=1, **mutant)
     first.told("waiting")
     second = Child(tmp_path, steps=2, takeover=True)
-    assert second.told("resumed") == 1
-    assert second.told("saved") == 2
-    first.go_on()
-    assert first.told("error") == "Superseded"
-    assert second.told("saved") == 3
-    assert (first.end(), second.end()) == (0, 0)
+    try:
+        assert second.told("resumed") == 1
+        assert second.told("saved") == 2
+        first.go_on()
+        assert first.told("error") == "Superseded"
+        assert second.told("saved") == 3
+    finally:
+        statuses = first.end(), second.end()
+    assert statuses == (0, 0)
     report = verify_root(LocalStore(tmp_path))
     assert report.ok
     assert steps(tmp_path) == [3, 2, 1]

@@ -33,10 +33,34 @@ with CheckpointManager(sys.argv[1], {"tree": tree}, keep=Last(2), sinks=()) as m
 """
 
 
-def read_beside_a_writer(root: Path, loads: int) -> int:
+COMMITS_EARLY = """
+import os, time
+from holdfast.engine import save
+real_commit, held = save.commit, []
+
+def write_image(store, attempt, image, workers, timeout_s):
+    data = bytes(image.arena.memory)
+    store.put(f"{attempt.folder}/{image.file.name}", bytes(len(data)))
+    held.append((os.path.join(store.url, attempt.folder, image.file.name), data))
+    return save.blocks.digest_blocks(data)
+
+def commit(*args):
+    real_commit(*args)
+    time.sleep(0.01)
+    for path, data in held:
+        os.chmod(path, 0o644)
+        with open(path, "wb") as file:
+            file.write(data)
+    held.clear()
+
+save._write_image, save.commit = write_image, commit
+"""
+
+
+def read_beside_a_writer(root: Path, loads: int, mutant: str = "") -> int:
     """Load so often while a writer lives; the number of checkpoints that went away under us."""
     writer = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(root)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", mutant + WRITER, str(root)], stdout=subprocess.PIPE, text=True
     )
     assert writer.stdout is not None
     try:
@@ -71,6 +95,12 @@ def test_readers_beside_a_writer_see_whole_checkpoints(tmp_path: Path) -> None:
     """R11: no torn load, no crash; a checkpoint that is deleted meanwhile is a clear error."""
     gone = read_beside_a_writer(tmp_path, 150)
     assert gone < 75
+
+
+def test_a_writer_that_commits_before_it_writes_is_caught(tmp_path: Path) -> None:
+    """R11: readers would see it."""
+    with pytest.raises(errors.CorruptData):
+        read_beside_a_writer(tmp_path, 500, COMMITS_EARLY)
 
 
 @pytest.mark.long
