@@ -147,7 +147,7 @@ class CheckpointManager:
         now = self._now(step, epoch, samples, tokens)
         checked, measured = checked_tags(tags), checked_metrics(metrics)
         self._check_usable()
-        self._drain()
+        self._wait_for_the_save_before()
         captured = capture(self.state)
         captured_s = time.perf_counter() - began
         self._announce_not_saved(captured)
@@ -398,6 +398,15 @@ class CheckpointManager:
                 f"{self.store.url}: {self._half_loaded}; the state is half loaded. "
                 "resume() or load() a whole checkpoint first"
             )
+
+    def _wait_for_the_save_before(self) -> None:
+        """Its arenas are needed; its housekeeping may go on, but not beside a preflight."""
+        if self._preflight_due:
+            self._drain()
+            return
+        self._saver.wait_for_arenas(self._saver.timeout_s)
+        exits.told(self)
+        self._saver.raise_failure()
 
     def _drain(self) -> None:
         """Wait for the save before, and raise its error."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 
@@ -84,10 +84,18 @@ class Saver:
         try:
             self._job.result(timeout=timeout_s)
         except FutureTimeout as error:
-            doing = self.pending.phase.text if self.pending is not None else "housekeeping"
-            raise DeadlineExceeded(
-                f"{self._store.url}: not done after {timeout_s:.0f} s; it is {doing}"
-            ) from error
+            raise self._late(timeout_s) from error
+
+    def wait_for_arenas(self, timeout_s: float) -> None:
+        """Wait until the outcome of the last save is known; its housekeeping may go on.
+
+        Raises:
+            DeadlineExceeded: says what is still being done.
+        """
+        if self.pending is not None:
+            _, running = wait([self.pending.committed], timeout=timeout_s)
+            if running:
+                raise self._late(timeout_s)
 
     def raise_failure(self) -> None:
         """Raise the error of the last save, once, when nobody was told yet."""
@@ -96,6 +104,12 @@ class Saver:
         if pending is not None and failure is not None:
             pending.delivered = True
             raise failure
+
+    def _late(self, timeout_s: float) -> DeadlineExceeded:
+        doing = self.pending.phase.text if self.pending is not None else "housekeeping"
+        return DeadlineExceeded(
+            f"{self._store.url}: not done after {timeout_s:.0f} s; it is {doing}"
+        )
 
     def close(self) -> None:
         """Let the threads end when they have nothing left to do."""
