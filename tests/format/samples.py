@@ -125,6 +125,7 @@ def documents() -> list[Document]:
                 epoch=4,
                 nonce=NONCE,
                 resumed_from=REFERENCE,
+                rollback=False,
                 takeover=False,
                 created="2026-01-02T03:04:05Z",
                 process=PROCESS,
