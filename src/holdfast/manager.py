@@ -21,6 +21,7 @@ from holdfast.engine.claim import Choice
 from holdfast.engine.fingerprint import differences, environment, numerics
 from holdfast.engine.notes import annotate, checked_metrics, checked_tags
 from holdfast.engine.owner import Ownership
+from holdfast.engine.pause import collector_paused
 from holdfast.engine.resume import Candidate, LoadOptions, Reader, Rename, Search, Settled
 from holdfast.engine.save import SaveRequest
 from holdfast.engine.saver import Saver
@@ -148,12 +149,14 @@ class CheckpointManager:
         checked, measured = checked_tags(tags), checked_metrics(metrics)
         self._check_usable()
         self._wait_for_the_save_before()
-        captured = capture(self.state)
+        with collector_paused():
+            captured = capture(self.state)
         captured_s = time.perf_counter() - began
         self._announce_not_saved(captured)
         self._ensure_claimed(captured)
         staging = time.perf_counter()
-        staged = self._saver.stage(captured)
+        with collector_paused():
+            staged = self._saver.stage(captured)
         timings = {"capture_s": captured_s, "stage_s": time.perf_counter() - staging}
         request = self._request(now, reason, checked, measured, timings)
         self._last_saved = now
@@ -218,7 +221,8 @@ class CheckpointManager:
         self._drain()
         reader = self._reader()
         search = Search(reader, which)
-        self._owner.take(search)
+        with collector_paused():
+            self._owner.take(search)
         found = search.found
         for folder, reason in reader.rejected:
             self._housekeeper.reject(folder, reason)
@@ -271,7 +275,8 @@ class CheckpointManager:
             skip=tuple(skip),
             verify=verify,
         )
-        found = self._reader().named(which, options)
+        with collector_paused():
+            found = self._reader().named(which, options)
         is_rollback = which != "latest"
         if options.is_full and self.is_owner:
             self._owner.take(Settled(found.entry, is_rollback=is_rollback))
@@ -491,7 +496,8 @@ class CheckpointManager:
 
     def _apply(self, found: Candidate, *, is_rollback: bool) -> None:
         try:
-            found.prepared.apply(found.tensors)
+            with collector_paused():
+                found.prepared.apply(found.tensors)
         except (FormatError, MismatchError):
             raise  # found before anything was changed
         except BaseException as error:

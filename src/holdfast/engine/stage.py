@@ -54,19 +54,40 @@ class Arena:
 
     def _tensors(self, specs: Sequence[TensorSpec], starts: Sequence[int]) -> list[torch.Tensor]:
         base = torch.frombuffer(self._map, dtype=torch.uint8)
-        typed: dict[str, torch.Tensor] = {}
-        views = []
-        for spec, start in zip(specs, starts, strict=True):
-            whole = typed.get(spec.dtype)
-            if whole is None:
-                dtype = TORCH_DTYPES[spec.dtype]
-                usable = base.numel() // dtype.itemsize * dtype.itemsize
-                whole = typed[spec.dtype] = base[:usable].view(dtype)
-            offset, odd = divmod(start, whole.element_size())
-            if odd:
-                raise FormatError(f"tensor {spec.key!r} starts at byte {start}, not aligned")
-            views.append(torch.as_strided(whole, spec.shape, _strides(spec.shape), offset))
+        views: list[torch.Tensor] = []
+        for run in _runs(specs, starts):
+            views += self._split(base, specs[run.start : run.stop], starts[run.start])
         return views
+
+    def _split(
+        self, base: torch.Tensor, specs: Sequence[TensorSpec], start: int
+    ) -> list[torch.Tensor]:
+        """Views of tensors of one dtype that lie one after the other; one call for all of them."""
+        dtype = TORCH_DTYPES[specs[0].dtype]
+        if start % dtype.itemsize:
+            raise FormatError(f"tensor {specs[0].key!r} starts at byte {start}, not aligned")
+        sizes = [spec.nbytes // dtype.itemsize for spec in specs]
+        whole = base[start : start + sum(sizes) * dtype.itemsize].view(dtype)
+        pieces = whole.split_with_sizes(sizes)
+        return [
+            piece if len(spec.shape) == 1 else piece.view(spec.shape)
+            for piece, spec in zip(pieces, specs, strict=True)
+        ]
+
+
+def _runs(specs: Sequence[TensorSpec], starts: Sequence[int]) -> list[range]:
+    """Positions of neighbours that have one dtype and no gap between them."""
+    runs: list[range] = []
+    first, expected = 0, 0
+    for position, (spec, start) in enumerate(zip(specs, starts, strict=True)):
+        follows = start == expected and spec.dtype == specs[first].dtype
+        if position and not follows:
+            runs.append(range(first, position))
+            first = position
+        expected = start + spec.nbytes
+    if specs:
+        runs.append(range(first, len(specs)))
+    return runs
 
 
 def _advise(memory: mmap.mmap, advice: int) -> None:
@@ -75,13 +96,6 @@ def _advise(memory: mmap.mmap, advice: int) -> None:
     except OSError:
         # Only advice: a kernel without it keeps ordinary pages and copies on fork.
         return
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1] * len(shape)
-    for axis in range(len(shape) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)
-    return tuple(strides)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
