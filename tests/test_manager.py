@@ -17,6 +17,7 @@ from holdfast.engine import save as save_module
 from holdfast.format import layout
 from holdfast.format.records import Retired, encode_retired
 from holdfast.manager import CheckpointManager
+from holdfast.policy.classes import SavePolicy
 from holdfast.policy.retention import Best, Last
 from holdfast.weights import load_weights
 from runs import Recorder, new_run
@@ -490,3 +491,35 @@ def test_a_manager_does_nothing_in_a_forked_child(tmp_path: Path) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         run.train()
         manager.save(2).wait()
+
+
+def test_fractions_of_the_run_need_its_length(tmp_path: Path) -> None:
+    """C26, D47: found when the manager is made, not at the first save."""
+    run = new_run()
+    with pytest.raises(errors.UsageError, match="dur"):
+        run.manager(tmp_path, every="0.5dur")
+    with run.manager(tmp_path, every="0.5dur", max_duration="8step") as manager:
+        saved = []
+        for step in range(1, 9):
+            run.train()
+            if manager.maybe_save(step) is not None:
+                saved.append(step)
+        assert saved == [4, 8]
+
+
+def test_classes_are_recorded_and_the_higher_one_wins(tmp_path: Path) -> None:
+    """A4, D10, D11: a permanent save at an ephemeral one's step is a checkpoint of its own."""
+    run = new_run()
+    policy = SavePolicy(permanent="4step", ephemeral="1step")
+    with run.manager(tmp_path, every=policy) as manager:
+        for step in range(1, 7):
+            run.train()
+            manager.maybe_save(step)
+        manager.save(6, reason="final").wait()
+        manager.wait()
+        found = [(c.step, c.save_class, c.reason) for c in reversed(manager.list())]
+    classes = ["ephemeral"] * 3 + ["permanent"] + ["ephemeral"] * 2 + ["permanent"]
+    assert [(step, name) for step, name, _ in found] == list(
+        zip([1, 2, 3, 4, 5, 6, 6], classes, strict=True)
+    )
+    assert found[-1][2] == "final"

@@ -13,23 +13,46 @@ if TYPE_CHECKING:
     from holdfast import data, errors, events, testing, train
     from holdfast.engine.checkpoint import Checkpoint, PendingSave
     from holdfast.manager import CheckpointManager
+    from holdfast.policy.classes import SavePolicy
     from holdfast.policy.clock import Time
-    from holdfast.policy.retention import All, Best, EveryNth, Last
-    from holdfast.policy.triggers import Every
+    from holdfast.policy.retention import (
+        All,
+        Best,
+        Budget,
+        ByClass,
+        Daily,
+        EveryNth,
+        Hourly,
+        Last,
+        Within,
+    )
+    from holdfast.policy.triggers import At, AtEnd, AtStart, Every, On, WallClock, When
     from holdfast.weights import load_weights
 
     __version__: str
 
 __all__ = [
     "All",
+    "At",
+    "AtEnd",
+    "AtStart",
     "Best",
+    "Budget",
+    "ByClass",
     "Checkpoint",
     "CheckpointManager",
+    "Daily",
     "Every",
     "EveryNth",
+    "Hourly",
     "Last",
+    "On",
     "PendingSave",
+    "SavePolicy",
     "Time",
+    "WallClock",
+    "When",
+    "Within",
     "__version__",
     "data",
     "errors",
@@ -42,14 +65,26 @@ __all__ = [
 _MODULES = frozenset({"data", "errors", "events", "testing", "train"})
 _NAMES = {
     "All": "holdfast.policy.retention",
+    "At": "holdfast.policy.triggers",
+    "AtEnd": "holdfast.policy.triggers",
+    "AtStart": "holdfast.policy.triggers",
     "Best": "holdfast.policy.retention",
+    "Budget": "holdfast.policy.retention",
+    "ByClass": "holdfast.policy.retention",
     "Checkpoint": "holdfast.engine.checkpoint",
     "CheckpointManager": "holdfast.manager",
+    "Daily": "holdfast.policy.retention",
     "Every": "holdfast.policy.triggers",
     "EveryNth": "holdfast.policy.retention",
+    "Hourly": "holdfast.policy.retention",
     "Last": "holdfast.policy.retention",
+    "On": "holdfast.policy.triggers",
     "PendingSave": "holdfast.engine.checkpoint",
+    "SavePolicy": "holdfast.policy.classes",
     "Time": "holdfast.policy.clock",
+    "WallClock": "holdfast.policy.triggers",
+    "When": "holdfast.policy.triggers",
+    "Within": "holdfast.policy.retention",
     "load_weights": "holdfast.weights",
 }
 

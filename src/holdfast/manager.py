@@ -34,9 +34,12 @@ from holdfast.errors import (
 )
 from holdfast.events import Emitter, Sink, log_event
 from holdfast.format.manifest import Timestamp
+from holdfast.policy.classes import SaveClass, Saved, SavePolicy
+from holdfast.policy.clock import Time, parse
 from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction, compile_label
 from holdfast.policy.retention import All, Rule, quota
-from holdfast.policy.triggers import Every
+from holdfast.policy.triggers import Event as TriggerEvent
+from holdfast.policy.triggers import SaveFunction, Trigger
 from holdfast.state.capture import Captured, capture, check_state
 from holdfast.store import open_store
 from holdfast.store.base import Store
@@ -50,7 +53,9 @@ class CheckpointManager:
         state: the named components: modules, optimizers, schedulers, generators, anything with
             `state_dict` and `load_state_dict`, dicts and lists of plain values and tensors.
             Generator states of Python, NumPy and torch are added as `rng`.
-        every: when `maybe_save` saves, such as "500step" or "30min". None: never by itself.
+        every: when `maybe_save` saves: "500step", "30min", a trigger, a function, or a
+            `SavePolicy` of permanent and ephemeral saves. None: never by itself.
+        max_duration: how long the run is to be, for intervals such as "0.1dur".
         keep: what retention keeps. None: everything.
         takeover: claim the run although another live process owns it.
         label: name for people, a template or a function of the Timestamp.
@@ -72,7 +77,8 @@ class CheckpointManager:
         root: str | os.PathLike[str] | Store,
         state: Mapping[str, Any],
         *,
-        every: str | Every | None = None,
+        every: str | Time | Trigger | SaveFunction | SavePolicy | None = None,
+        max_duration: str | Time | None = None,
         keep: Rule | None = None,
         takeover: bool = False,
         label: str | LabelFunction = DEFAULT_LABEL,
@@ -90,7 +96,7 @@ class CheckpointManager:
                 raise UsageError(f"{name}={value!r} must be a positive number of seconds")
         self.store = open_store(root)
         self.state = state
-        self._every = every if every is None or isinstance(every, Every) else Every(every)
+        self._every = _policy(every, max_duration)
         self._keep: Rule = keep if keep is not None else All()
         self._label = compile_label(label, run_name=run_name)
         self._exit_timeout_s = exit_timeout_s
@@ -113,7 +119,7 @@ class CheckpointManager:
         self._preflight_due = preflight
         self._not_saved_due = True
         self._previous: Timestamp | None = None
-        self._last_saved: Timestamp | None = None
+        self._saved = Saved()
         self._wall_before_s = 0.0
         self._started = time.monotonic()
         exits.register(self)
@@ -130,10 +136,12 @@ class CheckpointManager:
         samples: int | None = None,
         tokens: int | None = None,
         reason: str = "manual",
+        save_class: SaveClass = "permanent",
     ) -> PendingSave:
         """Save now. Returns when the state was copied; the rest happens in the background.
 
         `step` counts completed optimizer windows; `samples` and `tokens` are totals of the run.
+        `save_class` says whether later saves may replace it; retention obeys what was recorded.
         Saving again at the step of the checkpoint on which the run stands, with not one byte
         changed, gives that checkpoint and writes nothing.
 
@@ -158,8 +166,8 @@ class CheckpointManager:
         with collector_paused():
             staged = self._saver.stage(captured)
         timings = {"capture_s": captured_s, "stage_s": time.perf_counter() - staging}
-        request = self._request(now, reason, checked, measured, timings)
-        self._last_saved = now
+        request = self._request(now, reason, save_class, checked, measured, timings)
+        self._saved = self._saved.plus(save_class, now)
         pending = self._saver.start(staged, request)
         pending.stall_s = time.perf_counter() - began
         return pending
@@ -172,8 +180,11 @@ class CheckpointManager:
         samples: int | None = None,
         tokens: int | None = None,
         metrics: Mapping[str, float] | None = None,
+        event: TriggerEvent = "step",
     ) -> PendingSave | None:
         """Save when `every` says so. Call it after each completed step.
+
+        `event` says what has just happened, for triggers that look at more than steps.
 
         Raises:
             SaveFailed: an earlier background save failed.
@@ -184,12 +195,19 @@ class CheckpointManager:
         self._saver.raise_failure()
         if self._every is None:
             return None
-        due = self._every.due(self._previous, self._last_saved, now)
+        measured = checked_metrics(metrics)
+        due = self._every.decide(self._previous, self._saved, now, measured, event)
         self._previous = now
-        if not due:
+        if due is None:
             return None
         return self.save(
-            step, epoch=epoch, samples=samples, tokens=tokens, metrics=metrics, reason="interval"
+            step,
+            epoch=epoch,
+            samples=samples,
+            tokens=tokens,
+            metrics=measured,
+            reason=due.reason,
+            save_class=due.save_class,
         )
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -466,6 +484,7 @@ class CheckpointManager:
         self,
         now: Timestamp,
         reason: str,
+        save_class: SaveClass,
         tags: tuple[str, ...],
         metrics: Mapping[str, float],
         timings: dict[str, float],
@@ -477,7 +496,7 @@ class CheckpointManager:
             claim=claim,
             sequence=self._owner.next_sequence(),
             timestamp=now,
-            save_class="permanent",
+            save_class=save_class,
             reason=reason,
             tags=tags,
             metrics=metrics,
@@ -511,10 +530,22 @@ class CheckpointManager:
 
     def _stand_on(self, entry: Entry, *, is_rollback: bool) -> None:
         self._saver.standing, self._is_rollback = entry, is_rollback
-        now = entry.manifest.timestamp
-        self._previous = self._last_saved = now
+        now = self._previous = entry.manifest.timestamp
+        self._saved = Saved().plus(entry.manifest.save_class, now)
         self._wall_before_s, self._started = now.wall_s, time.monotonic()
 
     def _notes(self, found: Candidate) -> tuple[str, ...]:
         recorded = found.entry.manifest.numerics
         return (*found.prepared.notes, *differences(recorded, numerics()))
+
+
+def _policy(
+    every: str | Time | Trigger | SaveFunction | SavePolicy | None,
+    max_duration: str | Time | None,
+) -> SavePolicy | None:
+    """What `every` means; fractions of the run are measured by its length."""
+    if every is None:
+        return None
+    length = None if max_duration is None else parse(max_duration, what="max_duration")
+    policy = every if isinstance(every, SavePolicy) else SavePolicy(permanent=every)
+    return policy.resolve(length)

@@ -138,6 +138,12 @@ def documents() -> list[Document]:
         ("notes", r.Notes(tags=("a", "ü"), pinned=True), r.encode_notes, r.decode_notes),
         ("retired", r.Retired(by="keep", reason="old"), r.encode_retired, r.decode_retired),
         (
+            "thinned",
+            r.Thinned(by="keep", component="optimizer", reason="old"),
+            r.encode_thinned,
+            r.decode_thinned,
+        ),
+        (
             "rejected",
             r.Rejected(by="resume", reasons=("bits", "size")),
             r.encode_rejected,

@@ -10,6 +10,7 @@ import random
 import shutil
 import struct
 from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta, timezone
 from http import HTTPStatus
 from pathlib import Path
@@ -24,6 +25,7 @@ from holdfast.format.manifest import Aborted, Deleted, encode_aborted, encode_de
 from holdfast.format.nodes import EnumValue
 from holdfast.format.records import Process, Retired, encode_retired
 from holdfast.manager import CheckpointManager
+from holdfast.policy.retention import All, Last
 
 V1 = Path(__file__).parent / "v1"
 DTYPES = (
@@ -210,9 +212,37 @@ def make_types(root: Path) -> None:
         only.save(1).wait()
 
 
+def thinned_state(step: int) -> dict[str, Any]:
+    """The state of the root `thinned`; of the older of its checkpoints `slots` were dropped."""
+    return {
+        "weights": {"w": torch.full((2, 3), float(step))},
+        "slots": {"m": torch.full((2, 3), -float(step)), "step": step},
+        "rng": {"none": "of ours"},
+    }
+
+
+def make_thinned(root: Path) -> None:
+    for step in (1, 2):
+        with CheckpointManager(
+            root,
+            thinned_state(step),
+            sinks=(),
+            preflight=False,
+            keep=Last(1) | All().then_drop("slots"),
+        ) as only:
+            only.resume()
+            only.state = thinned_state(step)
+            only.save(step).wait()
+
+
 def main() -> None:
     """Make every golden root anew."""
     shutil.rmtree(V1, ignore_errors=True)
+    make_all({"run": make_run, "types": make_types, "thinned": make_thinned})
+
+
+def make_all(roots: Mapping[str, Callable[[Path], None]]) -> None:
+    """Make some golden roots, as by the same process everywhere."""
     same = {
         "holdfast.manager.environment": {"host": "golden"},
         "holdfast.manager.numerics": {"torch": str(torch.__version__), "num_threads": 2},
@@ -221,11 +251,11 @@ def main() -> None:
     patches = [mock.patch(name, return_value=value) for name, value in same.items()]
     for patch in patches:
         patch.start()
-    make_run(V1 / "run")
-    make_types(V1 / "types")
+    for name, make in roots.items():
+        make(V1 / name)
     for patch in patches:
         patch.stop()
-    for path in V1.rglob("*"):
+    for path in (path for name in roots for path in (V1 / name).rglob("*")):
         if path.is_symlink():
             path.unlink()  # `latest` is for people, and git need not know links
         elif path.is_file():

@@ -18,7 +18,8 @@ import numpy as np
 from blake3 import blake3
 
 FOLDER = re.compile(r".+\.[0-9]{4,10}-[0-9]{6,12}-[0-9a-f]{8}")
-MARK = re.compile(r"(notes-[0-9]{4}|retired-[0-9]{8,12}|rejected)\.json$")
+THINNED = r"thinned-[a-z0-9_-]{1,64}-[0-9]{8,12}"
+MARK = re.compile(rf"(notes-[0-9]{{4}}|retired-[0-9]{{8,12}}|{THINNED}|rejected)\.json$")
 TYPES = """
 BOOL=? U8=u1 I8=i1 U16=<u2 I16=<i2 F16=<f2 BF16=<u2 U32=<u4 I32=<i4 F32=<f4 C32=<u4 U64=<u8
 I64=<i8 F64=<f8 C64=<c8 C128=<c16 F8_E4M3=u1 F8_E5M2=u1 F8_E4M3FNUZ=u1 F8_E5M2FNUZ=u1 F8_E8M0=u1
@@ -71,9 +72,17 @@ class Checkpoint:
         epoch, sequence, id8 = manifest["epoch"], manifest["sequence"], manifest["save_id"][:8]
         assert folder.name == f"{manifest['label']}.{epoch:04}-{sequence:06}-{id8}"
         self.marks = {path.name: sealed(path) for path in folder.iterdir() if MARK.match(path.name)}
+        self.dropped = self._dropped()
         self.index = self._index()
-        self.arrays = {name: self._arrays(name) for name in manifest["components"]}
-        self.trees = {name: self._tree(name) for name in manifest["components"]}
+        left = [name for name in manifest["components"] if name not in self.dropped]
+        self.arrays = {name: self._arrays(name) for name in left}
+        self.trees = {name: self._tree(name) for name in left}
+
+    def _dropped(self) -> set[str]:
+        """Components that a mark names and of which a file is missing (section 7)."""
+        marked = {mark["component"] for mark in self.marks.values() if mark["kind"] == "thinned"}
+        files = {name: self.manifest["components"][name]["files"] for name in marked}
+        return {n for n in marked if not all((self.folder / file).exists() for file in files[n])}
 
     def _index(self) -> dict[str, Any]:
         """The index, once every file was read and fits manifest and index."""
@@ -81,7 +90,11 @@ class Checkpoint:
         expect_version(index)
         size = self.manifest["block_nbytes"]
         assert index["block_nbytes"] == size
+        components = self.manifest["components"]
+        lost = {file for name in self.dropped for file in components[name]["files"]}
         for name, entry in self.manifest["files"].items():
+            if name in lost:
+                continue
             data = (self.folder / name).read_bytes()
             parts = [data[start : start + size] for start in range(0, len(data), size)]
             digests = b"".join(blake3(part).digest() for part in parts)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime, timedelta, timezone
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,9 +13,33 @@ from hypothesis import strategies as st
 from holdfast.errors import UsageError
 from holdfast.format.layout import check_label
 from holdfast.format.manifest import Timestamp
-from holdfast.policy.naming import DEFAULT_LABEL, compile_label
+from holdfast.policy.naming import (
+    COUNTERS,
+    DEFAULT_LABEL,
+    Ranks,
+    compile_label,
+    fill_root,
+)
 
-NOW = Timestamp(step=1200, epoch=3, samples=38_400, tokens=10**6)
+NOW = Timestamp(
+    step=1200,
+    epoch=3,
+    samples=38_400,
+    tokens=10**6,
+    wall_s=5400.25,
+    step_in_epoch=200,
+    samples_in_epoch=6400,
+    tokens_in_epoch=7,
+    epoch_wall_s=900.5,
+    step_wall_s=0.75,
+    cycle=1,
+    step_in_cycle=700,
+)
+RANKS = Ranks(rank=5, local_rank=1, world_size=8, local_world_size=4, node_rank=1)
+
+
+def clock() -> datetime:
+    return datetime(2026, 11, 20, 1, 2, 3, tzinfo=timezone(timedelta(hours=2)))
 
 
 @pytest.mark.parametrize(
@@ -24,11 +50,45 @@ NOW = Timestamp(step=1200, epoch=3, samples=38_400, tokens=10**6)
         ("ep{epoch:04d}-sp{samples}-tok{tokens:.0e}", "ep0003-sp38400-tok1e+06"),
         ("{step}={step:x}", "1200=4b0"),
         ("final", "final"),
+        ("ep{epoch}-ba{batch}-rank{rank}", "ep3-ba1200-rank5"),
+        ("{rank}.{local_rank}.{world_size}.{local_world_size}.{node_rank}", "5.1.8.4.1"),
+        ("{step_in_epoch}-{samples_in_epoch}-{tokens_in_epoch}", "200-6400-7"),
+        ("{batch_in_epoch}-{sample_in_epoch}-{token_in_epoch}", "200-6400-7"),
+        ("{sample}-{token}-{cycle}-{step_in_cycle}", "38400-1000000-1-700"),
+        ("{total_wct}-{epoch_wct:.0f}-{batch_wct}s", "5400.25-900-0.75s"),
+        ("{wall_s:09.1f}-{epoch_wall_s}-{step_wall_s}", "0005400.2-900.5-0.75"),
+        ("{date}-{step}", "2026-11-19-1200"),
+        ("{time}", "20261119T230203Z"),
+        ("{time:%H%M}-{date:%y}-{time:%j}", "2302-26-323"),
     ],
 )
 def test_templates_are_filled_in(template: str, label: str) -> None:
-    """D27, D28: specs, repeats and every counter may be used."""
-    assert compile_label(template, run_name="gpt")(NOW) == label
+    """D27, D28, C37, C38: specs, repeats and every variable may be used; time is UTC."""
+    compiled = compile_label(template, run_name="gpt", ranks=RANKS, clock=clock)
+    assert compiled(NOW) == label
+
+
+@pytest.mark.parametrize("name", sorted(COUNTERS))
+def test_every_counter_can_be_formatted_and_is_missed_by_name(name: str) -> None:
+    """D27."""
+    label = compile_label(f"a{{{name}:08.2f}}")
+    assert label(NOW) == f"a{getattr(NOW, COUNTERS[name]):08.2f}"
+    if name not in ("step", "batch", "wall_s", "total_wct"):
+        with pytest.raises(UsageError, match=f"{name} was not given"):
+            label(Timestamp(step=5))
+
+
+def test_the_only_process_has_rank_zero_and_the_clock_runs() -> None:
+    label = compile_label("{rank}-{world_size}-{time:%Y}")
+    assert re.fullmatch("0-1-20[0-9]{2}", label(NOW))
+
+
+@pytest.mark.parametrize(
+    "numbers", [{"rank": 1}, {"rank": -1}, {"local_rank": 1, "world_size": 8}, {"node_rank": 1}]
+)
+def test_ranks_that_contradict_each_other_are_refused(numbers: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="must be from 0 to 0"):
+        Ranks(**numbers)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +111,13 @@ def test_templates_are_filled_in(template: str, label: str) -> None:
         ("../{step}", "letters, digits"),
         (".{step}", "letters, digits"),
         ("{step: d}", "letters, digits"),
+        ("{time:%H:%M}", "letters, digits"),
+        ("{time:%c}", "letters, digits"),
+        ("{time:%500000d}", "at most 200"),
+        ("{time.year}", "is not one of"),
+        ("{epoch_wct:d}", "format code"),
+        ("{rank!s}", "only a plain format spec"),
+        ("{{step}}", "letters, digits"),
         ("", "letters, digits"),
         ("x" * 195 + "{step}", "at most 200"),
     ],
@@ -101,3 +168,48 @@ def test_any_template_is_refused_or_always_gives_a_label(template: str) -> None:
     except UsageError:
         return
     check_label(label(NOW))
+
+
+@pytest.mark.parametrize(
+    ("root", "path"),
+    [
+        ("{run_name}/checkpoints", "gpt-2/checkpoints"),
+        ("s3://bucket/{run_name}/{rank:02d}of{world_size}", "s3://bucket/gpt-2/05of8"),
+        ("/data/{{kept}}", "/data/{kept}"),
+        (lambda: "/data/other", "/data/other"),
+    ],
+)
+def test_a_root_may_be_a_template_or_a_function(root: Any, path: str) -> None:
+    """C39, D57: what is not a name is left exactly as it is."""
+    assert fill_root(root, run_name="gpt-2", ranks=RANKS) == path
+
+
+@pytest.mark.parametrize(
+    ("root", "run_name", "message"),
+    [
+        ("{step}", None, "{step} is not one of run_name, rank"),
+        ("{run_nam}", "a", "{run_nam} is not one of"),
+        ("{rank.real}", None, "is not one of"),
+        ("{rank!r}", None, "only a plain format spec"),
+        ("{run_name}", None, "run_name was not given"),
+        ("{run_name}", "../other", "letters, digits"),
+        ("{run_name}", "a/b", "letters, digits"),
+        ("{rank:s}", None, "format code"),
+        ("a{b", None, "'a{b'"),
+        ("", None, "must name a place"),
+        (lambda: None, None, "returned None"),
+        (lambda: "", None, "which is no path"),
+    ],
+)
+def test_a_bad_root_is_refused_when_given(root: Any, run_name: str | None, message: str) -> None:
+    """D27, D57."""
+    with pytest.raises(UsageError, match=re.escape(message)):
+        fill_root(root, run_name=run_name)
+
+
+@given(st.text(alphabet="ab-./{}:!rank0123456789d[]%", max_size=16))
+def test_any_root_is_refused_or_filled_in_without_a_crash(template: str) -> None:
+    try:
+        assert fill_root(template)
+    except UsageError:
+        return

@@ -15,11 +15,16 @@ from holdfast.policy.retention import (
     All,
     AnyOf,
     Best,
+    Budget,
+    ByClass,
     Candidate,
+    Daily,
     Decision,
     EveryNth,
+    Hourly,
     Last,
     Rule,
+    Within,
     decide,
     quota,
 )
@@ -42,6 +47,11 @@ def survivors(decisions: Sequence[Decision]) -> list[Candidate]:
     return [decision.entry for decision in decisions if decision.keep]
 
 
+def is_whole(decision: Decision) -> bool:
+    """Whether a run can resume from it afterwards."""
+    return decision.entry.counts and not (decision.entry.dropped or decision.drop)
+
+
 metrics = st.dictionaries(
     st.sampled_from(["val_loss", "accuracy"]),
     st.floats(allow_nan=True, allow_infinity=True) | st.integers(0, 2).map(float),
@@ -55,47 +65,71 @@ candidates = st.builds(
     pinned=st.integers(0, 9).map(lambda n: n == 0),
     rejected=st.integers(0, 4).map(lambda n: n == 0),
     retired=st.integers(0, 9).map(lambda n: n == 0),
+    save_class=st.sampled_from(["permanent", "ephemeral"]),
+    created=st.integers(0, 60).map(
+        lambda hour: f"2026-02-0{1 + hour // 24}T{hour % 24:02d}:30:00+00:00"
+    ),
+    nbytes=st.integers(0, 30),
+    components=st.just(("model", "optimizer")),
+    dropped=st.sampled_from([(), (), (), ("optimizer",)]),
 )
 histories = st.lists(candidates, max_size=20, unique_by=lambda entry: entry.order)
-rules = st.lists(
-    st.one_of(
-        st.builds(Last, st.integers(1, 5)),
-        st.builds(
-            Best,
-            st.sampled_from(["val_loss", "accuracy"]),
-            st.integers(1, 3),
-            st.sampled_from(["min", "max"]),
-        ),
-        st.builds(EveryNth, st.sampled_from(["7step", "10step", "2ep"])),
+simple = st.one_of(
+    st.builds(Last, st.integers(1, 5)),
+    st.builds(
+        Best,
+        st.sampled_from(["val_loss", "accuracy"]),
+        st.integers(1, 3),
+        st.sampled_from(["min", "max"]),
     ),
-    min_size=1,
-    max_size=3,
-).map(lambda parts: parts[0] if len(parts) == 1 else AnyOf(tuple(parts)))
+    st.builds(EveryNth, st.sampled_from(["7step", "10step", "2ep"])),
+    st.builds(Hourly, st.none() | st.integers(1, 3)),
+    st.builds(Daily, st.none() | st.integers(1, 3)),
+    st.builds(Within, st.sampled_from(["5step", "20step", "1ep"])),
+    st.builds(ByClass, st.sampled_from(["ephemeral_only", "all_non_permanent", "never"])),
+)
 
 
-@given(histories, rules)
+def any_of(parts: st.SearchStrategy[Rule]) -> st.SearchStrategy[Rule]:
+    """One of them, or several together, some of which drop the optimizer."""
+    thinning = parts | parts.map(lambda rule: rule.then_drop("optimizer"))
+    return st.lists(thinning, min_size=1, max_size=3).map(
+        lambda found: found[0] if len(found) == 1 else AnyOf(tuple(found))
+    )
+
+
+rules = any_of(simple)
+budgets = any_of(simple | st.builds(Budget, st.integers(1, 200)))
+
+
+@given(histories, budgets)
 def test_something_newer_stays_for_everything_that_goes(
     entries: list[Candidate], rule: Rule
 ) -> None:
-    """R20, D1, D2: nothing is dropped unless a usable, newer one is kept."""
+    """R20, D1, D2: nothing is dropped unless a usable, newer one is kept whole."""
     decisions = decide(entries, rule)
-    usable = [entry.order for entry in survivors(decisions) if entry.counts]
+    usable = [d.entry.order for d in decisions if d.keep and is_whole(d)]
     for decision in decisions:
         assert decision.keep or max(usable) > decision.entry.order
 
 
-@given(histories, rules)
+@given(histories, budgets)
 def test_the_newest_that_resume_has_not_rejected_stays(
     entries: list[Candidate], rule: Rule
 ) -> None:
-    """R20, D6."""
-    usable = [entry for entry in entries if not entry.rejected]
+    """R20, D6: and it stays whole; the newest that is still whole does."""
+    decisions = decide(entries, rule)
+    unrejected = [entry for entry in entries if not entry.rejected]
+    if unrejected:
+        assert max(unrejected, key=lambda entry: entry.order) in survivors(decisions)
+    usable = [d for d in decisions if d.entry.counts and not d.entry.dropped]
     if usable:
-        newest = max(usable, key=lambda entry: entry.order)
-        assert newest in survivors(decide(entries, rule))
+        newest = max(usable, key=lambda decision: decision.entry.order)
+        assert newest.keep
+        assert not newest.drop
 
 
-@given(histories, rules)
+@given(histories, budgets)
 def test_pinned_and_tagged_ones_stay(entries: list[Candidate], rule: Rule) -> None:
     """R20, D11, D12."""
     marked = {entry.order for entry in entries if entry.pinned or entry.tags}
@@ -149,7 +183,7 @@ def test_rejected_ones_take_no_place(entries: list[Candidate], rule: Rule) -> No
     assert with_them == survivors(decide(usable, rule))
 
 
-@given(histories, rules)
+@given(histories, budgets)
 def test_every_decision_has_its_reason(entries: list[Candidate], rule: Rule) -> None:
     decisions = decide(entries, rule)
     assert len(decisions) == len(entries)
@@ -346,3 +380,80 @@ def test_other_bad_settings_are_refused_at_construction() -> None:
         Best("")
     with pytest.raises(UsageError, match="EveryNth=1000"):
         EveryNth(1000)  # type: ignore[arg-type]
+
+
+@given(st.data(), histories, budgets)
+def test_deleting_oldest_first_can_be_cut_short_at_any_point(
+    data: st.DataObject, entries: list[Candidate], rule: Rule
+) -> None:
+    """R23: also where rules count bytes."""
+    decisions = decide(entries, rule)
+    doomed = sorted((d.entry for d in decisions if not d.keep), key=lambda entry: entry.order)
+    gone = doomed[: data.draw(st.integers(0, len(doomed)))]
+    left = [entry for entry in entries if entry not in gone]
+    assert survivors(decide(left, rule)) == survivors(decisions)
+
+
+@given(st.data(), histories.filter(bool), budgets)
+def test_what_is_protected_stays_whole(
+    data: st.DataObject, entries: list[Candidate], rule: Rule
+) -> None:
+    """R20: pinned, tagged, and the point the lineage stands on."""
+    point = data.draw(st.sampled_from(entries)).order
+    for decision in decide(entries, rule, resumed_from=point):
+        if decision.entry.is_held or decision.entry.order == point:
+            assert decision.keep
+            assert not decision.drop
+
+
+@given(histories, simple, rules)
+def test_what_one_rule_keeps_whole_stays_whole(
+    entries: list[Candidate], whole: Rule, other: Rule
+) -> None:
+    decisions = decide(entries, other.then_drop("optimizer") | whole)
+    newest_first = [decision.entry for decision in decisions]
+    for position in whole.picks(newest_first):
+        assert not decisions[position].drop
+
+
+def test_components_go_where_no_rule_keeps_all() -> None:
+    """The newest two stay whole; older milestones keep their weights."""
+    entries = [candidate(n, components=("model", "optimizer", "rng")) for n in range(1, 7)]
+    rule = Last(2) | EveryNth("200step").then_drop("rng", "optimizer")
+    decisions = decide(entries, rule)
+    assert [(d.entry.order[1], d.keep, d.drop) for d in decisions] == [
+        (6, True, ()),
+        (5, True, ()),
+        (4, True, ("optimizer", "rng")),
+        (3, False, ()),
+        (2, True, ("optimizer", "rng")),
+        (1, False, ()),
+    ]
+    assert decisions[2].reason == "every 200step without optimizer, rng"
+    assert str(rule) == "last 2 | every 200step without optimizer, rng"
+
+
+def test_what_was_dropped_does_not_go_twice_and_what_was_begun_is_ended() -> None:
+    done = candidate(1, components=("model",), dropped=("optimizer",))
+    half = candidate(2, components=("model",), begun=("optimizer",), dropped=("optimizer",))
+    decisions = decide([done, half, candidate(3)], All().then_drop("optimizer"))
+    assert [d.drop for d in decisions] == [(), ("optimizer",), ()]
+
+
+def test_the_last_component_of_a_checkpoint_does_not_go() -> None:
+    entries = [candidate(n, components=("model",)) for n in (1, 2)]
+    assert [d.drop for d in decide(entries, All().then_drop("model", "optimizer"))] == [(), ()]
+
+
+def test_a_pinned_one_is_not_thinned() -> None:
+    """R20."""
+    entries = [candidate(1, pinned=True, components=("model", "optimizer")), candidate(2)]
+    assert [d.drop for d in decide(entries, All().then_drop("optimizer"))] == [(), ()]
+
+
+def test_a_thinned_one_is_not_what_others_may_go_for() -> None:
+    """Invariant 4: nobody could resume from it."""
+    entries = [candidate(1), candidate(2), candidate(3, dropped=("optimizer",))]
+    assert kept(entries, Last(1)) == [2, 3]
+    only_thin = [candidate(n, dropped=("optimizer",)) for n in (1, 2)]
+    assert kept(only_thin, Last(1)) == [1, 2]

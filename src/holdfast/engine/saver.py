@@ -167,6 +167,8 @@ class Saver:
         stored = entry.manifest
         if not set(request.metrics.items()) <= set(stored.metrics.items()):
             return None
+        if (stored.save_class, request.save_class) == ("ephemeral", "permanent"):
+            return None
         digests = digest_staged(staged, self.workers, timeout_s=self.timeout_s)
         sizes = staged.sizes
         roots = {name: blocks.file_digest(sizes[name], digests[name]) for name in digests}

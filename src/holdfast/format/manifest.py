@@ -20,6 +20,7 @@ _REGISTER_KINDS = ("checkpoint", "aborted", "deleted")
 _MAX_INT = 2**63 - 1
 Natural = Annotated[int, Meta(ge=0, le=_MAX_INT)]
 Positive = Annotated[int, Meta(ge=1, le=_MAX_INT)]
+Seconds = Annotated[float, Meta(ge=0)]
 Hex128 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 Digest = Annotated[str, Meta(pattern=r"\Ablake3:[0-9a-f]{64}\Z")]
 
@@ -39,13 +40,33 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timestamp(msgspec.Struct, frozen=True, kw_only=True):
-    """Where training stood. `wall_s` is seconds of training over all resumes."""
+    """Where training stood: totals over all resumes, and counts within what is under way.
+
+    None is what the loop does not count.
+    """
 
     step: Natural
+    """Completed optimizer windows."""
     epoch: Natural | None = None
+    """Epochs that have ended."""
     samples: Natural | None = None
     tokens: Natural | None = None
     wall_s: float = 0.0
+    """Seconds of training."""
+    step_in_epoch: Natural | None = None
+    samples_in_epoch: Natural | None = None
+    tokens_in_epoch: Natural | None = None
+    epoch_wall_s: Seconds | None = None
+    """Seconds of training in the present epoch."""
+    step_wall_s: Seconds | None = None
+    """Seconds that the newest step took."""
+    cycle: Natural | None = None
+    """Cycles that have ended: rounds of training that the loop defines."""
+    step_in_cycle: Natural | None = None
+
+
+_COUNTERS = Timestamp.__struct_fields__
+_OPTIONAL_COUNTERS = _COUNTERS[_COUNTERS.index("wall_s") + 1 :]
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +147,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """
     members = {"requires": [], **msgspec.to_builtins(manifest)}
     members["metrics"] = {name: _number(name, value) for name, value in manifest.metrics.items()}
+    members["timestamp"] = {
+        name: value
+        for name, value in members["timestamp"].items()
+        if value is not None or name not in _OPTIONAL_COUNTERS
+    }
     return sealed.seal("checkpoint", members, max_nbytes=MAX_MANIFEST_NBYTES)
 
 

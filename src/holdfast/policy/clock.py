@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum
@@ -27,6 +28,15 @@ class Unit(Enum):
     SAMPLE = "sp"
     TOKEN = "tok"
     SECOND = "s"
+    CYCLE = "cycle"
+    """A round of training that the loop defines, such as one pass of a curriculum."""
+    DURATION = "dur"
+    """The length of the whole run; a Time in this unit is a fraction of it."""
+
+
+ALL_UNITS = frozenset(Unit)
+PLAIN_UNITS = ALL_UNITS - {Unit.CYCLE, Unit.DURATION}
+"""What means the same in every run."""
 
 
 _COUNTS = {
@@ -34,6 +44,7 @@ _COUNTS = {
     **dict.fromkeys(("ep", "epoch", "epochs"), Unit.EPOCH),
     **dict.fromkeys(("sp", "sample", "samples"), Unit.SAMPLE),
     **dict.fromkeys(("tok", "token", "tokens"), Unit.TOKEN),
+    **dict.fromkeys(("cycle", "cycles"), Unit.CYCLE),
 }
 _SECONDS = {
     **dict.fromkeys(("s", "sec", "second", "seconds"), 1),
@@ -41,11 +52,16 @@ _SECONDS = {
     **dict.fromkeys(("h", "hour", "hours"), 3600),
     **dict.fromkeys(("d", "day", "days"), 86400),
 }
-_REFUSED = {
-    **dict.fromkeys(("iter", "iters", "iteration", "iterations"), "write step or ep instead"),
-    **dict.fromkeys(("dur", "cycle", "cycles"), "not supported by this version of Holdfast"),
+_ITERATIONS = ("iter", "iters", "iteration", "iterations")
+_SPELLINGS = {
+    Unit.STEP: "step (ba)",
+    Unit.EPOCH: "ep",
+    Unit.SAMPLE: "sp",
+    Unit.TOKEN: "tok",
+    Unit.CYCLE: "cycle",
+    Unit.DURATION: "dur",
+    Unit.SECOND: "s, min, h, d",
 }
-_SPELLINGS = "step (ba), ep, sp, tok, s, min, h, d"
 _PART = re.compile(r"([+-]?[0-9][0-9_]*(?:\.[0-9]+)?(?:e[+-]?[0-9]{1,4})?)\s*([a-z]+)\s*", re.ASCII)
 
 _ARGUMENTS = {
@@ -54,13 +70,16 @@ _ARGUMENTS = {
     Unit.SAMPLE: "samples",
     Unit.TOKEN: "tokens",
     Unit.SECOND: "wall_s",
+    Unit.CYCLE: "cycle",
+    Unit.DURATION: "max_duration",
 }
+_UNITS = {**_COUNTS, **dict.fromkeys(_SECONDS, Unit.SECOND), "dur": Unit.DURATION}
 
 
 @total_ordering
 @dataclass(frozen=True, slots=True, eq=False)
 class Time:
-    """A duration above zero: a whole count of its unit, or seconds.
+    """A duration above zero: a whole count of its unit, seconds, or a fraction of the run.
 
     Times of one unit can be compared, added, subtracted and divided. Anything else, also a bare
     number, is a `UsageError`: there is no unit that everybody means.
@@ -73,12 +92,15 @@ class Time:
     unit: Unit
 
     def __post_init__(self) -> None:
-        allowed: tuple[type, ...] = (int, float) if self.unit is Unit.SECOND else (int,)
+        may_be_float = self.unit in (Unit.SECOND, Unit.DURATION)
+        allowed: tuple[type, ...] = (int, float) if may_be_float else (int,)
+        most = 1 if self.unit is Unit.DURATION else MAX_COUNT
         if isinstance(self.value, bool) or not isinstance(self.value, allowed):
-            raise UsageError(f"{self.value!r} {self.unit.value}: must be a whole number")
-        if not (math.isfinite(self.value) and 0 < self.value <= MAX_COUNT):
+            kind = "number" if may_be_float else "whole number"
+            raise UsageError(f"{self.value!r} {self.unit.value}: must be a {kind}")
+        if not (math.isfinite(self.value) and 0 < self.value <= most):
             raise UsageError(
-                f"{self.value!r} {self.unit.value}: must be above zero and at most {MAX_COUNT}"
+                f"{self.value!r} {self.unit.value}: must be above zero and at most {most}"
             )
 
     def __str__(self) -> str:
@@ -102,8 +124,8 @@ class Time:
         return Time(self.value - self._same_unit(other, "reduced by"), self.unit)
 
     def __truediv__(self, other: Time) -> Fraction:
-        divisor = self._same_unit(other, "divided by")
-        return Fraction(self.value) / Fraction(divisor)
+        self._same_unit(other, "divided by")
+        return self.exact / other.exact
 
     def __mul__(self, times: int) -> Time:
         if isinstance(times, bool) or not isinstance(times, int):
@@ -111,6 +133,34 @@ class Time:
         return Time(self.value * times, self.unit)
 
     __rmul__ = __mul__
+
+    def resolve(self, max_duration: Time | None) -> Time:
+        """What a fraction of the run is in the unit of `max_duration`; any other Time is itself.
+
+        Counts are rounded up: the first step, say, at which that much of the run is done.
+
+        >>> str(parse("0.1dur", units=ALL_UNITS).resolve(parse("1005step")))
+        '101step'
+
+        Raises:
+            UsageError: a fraction of the run, and its length is not known.
+        """
+        if self.unit is not Unit.DURATION:
+            return self
+        if max_duration is None or max_duration.unit is Unit.DURATION:
+            raise UsageError(
+                f"{self} is a fraction of the run: give the run's length (max_duration) in another "
+                "unit"
+            )
+        exact = self.exact * max_duration.exact
+        if max_duration.unit is Unit.SECOND:
+            return Time(float(exact), Unit.SECOND)
+        return Time(math.ceil(exact), max_duration.unit)
+
+    @property
+    def exact(self) -> Fraction:
+        """The value as it is written: 0.1 is one tenth."""
+        return Fraction(str(self.value))
 
     def _same_unit(self, other: object, verb: str) -> int | float:
         if not isinstance(other, Time):
@@ -120,37 +170,61 @@ class Time:
         return other.value
 
 
-def parse(value: str | Time, *, what: str = "time") -> Time:
-    """The `Time` that `value` spells: `500step`, `2ep`, `1e9tok`, `90min`, `1h30m`.
+def parse(value: str | Time, *, what: str = "time", units: Collection[Unit] = PLAIN_UNITS) -> Time:
+    """The `Time` that `value` spells: `500step`, `2ep`, `1e9tok`, `90min`, `1h30m`, `0.1dur`.
 
     Letter case, blanks and underscores in numbers do not matter. `what` names the argument in
-    the error.
+    the error. `units` are those that mean something to the caller: `cycle` only where the loop
+    counts cycles, `dur` only where the length of the run will be known.
 
     Raises:
-        UsageError: no unit, an unknown one, a fraction of something that is counted, or a value
-            that is not above zero.
+        UsageError: no unit, an unknown one, one that is not in `units`, a fraction of something
+            that is counted, or a value that is not above zero.
     """
-    if isinstance(value, Time):
-        return value
-    if not isinstance(value, str):
+    if not isinstance(value, str | Time):
         raise UsageError(f"{what}={value!r}: must be text with a unit, like '500step' or '30min'")
-    parts = _split(value, what)
     try:
-        return _clock_time(parts) if parts[0][1] in _SECONDS else _count(parts)
+        time = value if isinstance(value, Time) else _read(value, units)
     except UsageError as error:
         raise UsageError(f"{what}={value!r}: {error}") from None
+    if time.unit not in units:
+        raise UsageError(
+            f"{what}={str(value)!r}: {time.unit.value} cannot be used here; {_known(units)}"
+        )
+    return time
 
 
 def reading(now: Timestamp, unit: Unit) -> int | float | None:
-    """How far `now` is in `unit`, or None when the training loop does not count it."""
+    """How far `now` is in `unit`, or None when the training loop does not count it.
+
+    Raises:
+        UsageError: the unit is the length of the run, which a Timestamp does not know.
+    """
+    if unit is Unit.DURATION:
+        raise UsageError("a fraction of the run cannot be read off a counter; resolve() it first")
     counters: dict[Unit, int | float | None] = {
         Unit.STEP: now.step,
         Unit.EPOCH: now.epoch,
         Unit.SAMPLE: now.samples,
         Unit.TOKEN: now.tokens,
         Unit.SECOND: now.wall_s,
+        Unit.CYCLE: now.cycle,
     }
     return counters[unit]
+
+
+def counted(now: Timestamp, unit: Unit, asker: object) -> int | float:
+    """The reading of a counter without which `asker` would never do anything.
+
+    Raises:
+        UsageError: the loop does not tell it; names the argument.
+    """
+    if unit is Unit.DURATION:
+        raise UsageError(f"'{asker}' is about a fraction of the run, whose length is not known")
+    value = reading(now, unit)
+    if value is None:
+        raise UsageError(f"'{asker}' can never fire: {argument_name(unit)} was not given")
+    return value
 
 
 def argument_name(unit: Unit) -> str:
@@ -158,7 +232,21 @@ def argument_name(unit: Unit) -> str:
     return _ARGUMENTS[unit]
 
 
-def _split(text: str, what: str) -> list[tuple[Decimal, str]]:
+def _known(units: Collection[Unit]) -> str:
+    return "known: " + ", ".join(text for unit, text in _SPELLINGS.items() if unit in units)
+
+
+def _read(text: str, units: Collection[Unit]) -> Time:
+    parts = _split(text, units)
+    unit = _UNITS[parts[0][1]]
+    if unit is Unit.SECOND:
+        return _clock_time(parts)
+    if len(parts) > 1:
+        raise UsageError("only hours, minutes and the like can be put together")
+    return _fraction(parts[0][0]) if unit is Unit.DURATION else _count(*parts[0])
+
+
+def _split(text: str, units: Collection[Unit]) -> list[tuple[Decimal, str]]:
     """Every (number, unit) of `text`; the units are known ones."""
     parts: list[tuple[Decimal, str]] = []
     rest = text.strip().lower()
@@ -166,19 +254,25 @@ def _split(text: str, what: str) -> list[tuple[Decimal, str]]:
         parts.append((Decimal(match[1]), match[2]))
         rest = rest[match.end() :]
     if rest or not parts:
-        raise UsageError(f"{what}={text!r}: must be a number and a unit: {_SPELLINGS}")
+        raise UsageError(f"must be a number and a unit; {_known(units)}")
     for _, unit in parts:
-        if unit in _REFUSED:
-            raise UsageError(f"{what}={text!r}: unit {unit!r}: {_REFUSED[unit]}")
-        if unit not in _COUNTS and unit not in _SECONDS:
-            raise UsageError(f"{what}={text!r}: unknown unit {unit!r}; known: {_SPELLINGS}")
+        if unit in _ITERATIONS:
+            raise UsageError(
+                f"unit {unit!r} is a step for most and a round of several epochs for others: "
+                "write step, ep or cycle instead"
+            )
+        if unit not in _UNITS:
+            raise UsageError(f"unknown unit {unit!r}; {_known(units)}")
     return parts
 
 
-def _count(parts: list[tuple[Decimal, str]]) -> Time:
-    if len(parts) > 1:
-        raise UsageError("only hours, minutes and the like can be put together")
-    number, unit = parts[0]
+def _fraction(number: Decimal) -> Time:
+    if not 0 < number <= 1:
+        raise UsageError("a fraction of the run must be above zero and at most 1")
+    return Time(1 if number == 1 else float(number), Unit.DURATION)
+
+
+def _count(number: Decimal, unit: str) -> Time:
     # Compared before it becomes an int: an int of 1e9999 costs, of 1e999999999 it costs all memory.
     if number > MAX_COUNT or number != number.to_integral_value():
         raise UsageError(f"{unit} must be a whole number, at most {MAX_COUNT}")

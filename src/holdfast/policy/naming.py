@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from string import Formatter
 from typing import TypeAlias
 
@@ -17,19 +19,87 @@ from holdfast.format.manifest import Timestamp
 LabelFunction: TypeAlias = Callable[[Timestamp], str]
 
 DEFAULT_LABEL = "step-{step:08d}"
-_COUNTERS = ("step", "epoch", "samples", "tokens")
+COUNTERS: Mapping[str, str] = {
+    **{name: name for name in Timestamp.__struct_fields__},
+    "batch": "step",
+    "sample": "samples",
+    "token": "tokens",
+    "batch_in_epoch": "step_in_epoch",
+    "sample_in_epoch": "samples_in_epoch",
+    "token_in_epoch": "tokens_in_epoch",
+    "batch_in_cycle": "step_in_cycle",
+    "total_wct": "wall_s",
+    "epoch_wct": "epoch_wall_s",
+    "batch_wct": "step_wall_s",
+}
+"""Name in a template → field of the Timestamp. Those with `wall` and `wct` are seconds."""
+_MOMENTS = {"date": "%Y-%m-%d", "time": "%Y%m%dT%H%M%SZ"}
+
 _TRIALS = (
-    Timestamp(step=0, epoch=0, samples=0, tokens=0),
-    Timestamp(step=10**9, epoch=10**6, samples=10**12, tokens=10**15),
+    Timestamp(**dict.fromkeys(Timestamp.__struct_fields__, 0)),
+    Timestamp(
+        step=10**9,
+        epoch=10**6,
+        samples=10**12,
+        tokens=10**15,
+        wall_s=1e9 / 3,
+        step_in_epoch=10**9,
+        samples_in_epoch=10**12,
+        tokens_in_epoch=10**15,
+        epoch_wall_s=1e7 / 3,
+        step_wall_s=1e4 / 3,
+        cycle=10**6,
+        step_in_cycle=10**9,
+    ),
 )
 
 
-def compile_label(label: str | LabelFunction, *, run_name: str | None = None) -> LabelFunction:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The place of this process among those of the run. The default is the only one.
+
+    Raises:
+        UsageError: numbers that contradict each other.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    node_rank: int = 0
+
+    def __post_init__(self) -> None:
+        for name, size in (
+            ("rank", self.world_size),
+            ("local_rank", self.local_world_size),
+            ("node_rank", self.world_size),
+        ):
+            value = getattr(self, name)
+            if not 0 <= value < size:
+                raise UsageError(f"{name}={value} must be from 0 to {size - 1}")
+
+
+ALONE = Ranks()
+
+
+def utc_now() -> datetime:
+    """The time of day, in UTC."""
+    return datetime.now(timezone.utc)
+
+
+def compile_label(
+    label: str | LabelFunction,
+    *,
+    run_name: str | None = None,
+    ranks: Ranks = ALONE,
+    clock: Callable[[], datetime] = utc_now,
+) -> LabelFunction:
     """The function that names a checkpoint from its Timestamp; checked by trial renderings.
 
-    `label` is a template with `{step}`, `{epoch}`, `{samples}`, `{tokens}` and `{run_name}`,
-    each with a format spec if need be, or a function of the Timestamp. The result raises
-    `UsageError` when a label is not one (`check_label`) or uses a counter that is not known.
+    `label` is a template or a function of the Timestamp. A template has names in braces, each
+    with a format spec if need be: those of `COUNTERS`, `run_name`, the fields of `Ranks`, and
+    `date` and `time` from `clock` (`{time:%H%M}`). The result raises `UsageError` when a label is
+    not one (`check_label`) or uses a counter that is not known.
 
     >>> compile_label("ep{epoch}-{step:06d}")(Timestamp(step=1200, epoch=3))
     'ep3-001200'
@@ -38,8 +108,11 @@ def compile_label(label: str | LabelFunction, *, run_name: str | None = None) ->
         UsageError: an unknown name, an attribute or an index, or a trial gave an unusable label.
     """
     if isinstance(label, str):
-        _check_template(label, run_name)
-        render = _template_function(label, run_name)
+        constants: dict[str, object] = {"run_name": run_name, **asdict(ranks)}
+        fields = _fields("label", label, known=(*COUNTERS, *constants, *_MOMENTS))
+        if "run_name" in fields and run_name is None:
+            raise UsageError(f"label={label!r}: run_name was not given")
+        render = _template_function(label, fields, constants, clock)
     elif callable(label):
         render = _checked_function(label)
     else:
@@ -49,41 +122,76 @@ def compile_label(label: str | LabelFunction, *, run_name: str | None = None) ->
     return render
 
 
-def _check_template(template: str, run_name: str | None) -> None:
-    known = (*_COUNTERS, "run_name")
+def fill_root(
+    root: str | Callable[[], str], *, run_name: str | None = None, ranks: Ranks = ALONE
+) -> str:
+    """The root of a run from a template such as "runs/{run_name}", or from a function.
+
+    A root is the same for the whole run, so it knows no counters and no time; braces that are
+    meant are doubled.
+
+    >>> fill_root("runs/{run_name}/checkpoints", run_name="gpt")
+    'runs/gpt/checkpoints'
+
+    Raises:
+        UsageError: an unknown name, an attribute or an index; a run name that is no single part of
+            a path; nothing, or something else than text.
+    """
+    if callable(root):
+        text: object = root()
+        if not isinstance(text, str) or not text:
+            raise UsageError(f"the function for the root returned {text!r}, which is no path")
+        return text
+    constants: dict[str, object] = {"run_name": run_name, **asdict(ranks)}
+    fields = _fields("root", root, known=tuple(constants))
+    if "run_name" in fields:
+        if run_name is None:
+            raise UsageError(f"root={root!r}: run_name was not given")
+        check_label(run_name)
+    text = _format("root", root, constants)
+    if not text:
+        raise UsageError("root='': must name a place")
+    return text
+
+
+def _fields(what: str, template: str, *, known: tuple[str, ...]) -> frozenset[str]:
+    """The names that a template uses, each of them known and plain."""
     try:
         fields = [part[1:] for part in Formatter().parse(template) if part[1] is not None]
     except ValueError as error:
-        raise UsageError(f"label={template!r}: {error}") from None
+        raise UsageError(f"{what}={template!r}: {error}") from None
     for name, spec, conversion in fields:
         if name not in known:
-            raise UsageError(f"label={template!r}: {{{name}}} is not one of {', '.join(known)}")
+            raise UsageError(f"{what}={template!r}: {{{name}}} is not one of {', '.join(known)}")
         if conversion or any(mark in (spec or "") for mark in "{}"):
-            raise UsageError(f"label={template!r}: {{{name}}}: only a plain format spec may follow")
+            raise UsageError(
+                f"{what}={template!r}: {{{name}}}: only a plain format spec may follow"
+            )
         # A width of a billion would fill the memory before check_label sees the result.
         if any(int(number) > MAX_LABEL_BYTES for number in re.findall("[0-9]{1,18}", spec or "")):
             raise UsageError(
-                f"label={template!r}: a label has at most {MAX_LABEL_BYTES} characters"
+                f"{what}={template!r}: a label has at most {MAX_LABEL_BYTES} characters"
             )
-        if name == "run_name" and run_name is None:
-            raise UsageError(f"label={template!r}: run_name was not given")
+    return frozenset(str(name) for name, _, _ in fields)
 
 
-def _template_function(template: str, run_name: str | None) -> LabelFunction:
-    used = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+def _template_function(
+    template: str,
+    used: frozenset[str],
+    constants: Mapping[str, object],
+    clock: Callable[[], datetime],
+) -> LabelFunction:
+    counters = {name: of for name, of in COUNTERS.items() if name in used}
+    moments = {name: spec for name, spec in _MOMENTS.items() if name in used}
 
     def render(now: Timestamp) -> str:
-        values: Mapping[str, int | str | None] = {
-            **{name: getattr(now, name) for name in _COUNTERS},
-            "run_name": run_name,
-        }
-        unknown = sorted(name for name in used if values[name] is None)
-        if unknown:
+        values: dict[str, object] = {name: getattr(now, of) for name, of in counters.items()}
+        if unknown := sorted(name for name, value in values.items() if value is None):
             raise UsageError(f"label={template!r}: {', '.join(unknown)} was not given")
-        try:
-            text = template.format_map(values)
-        except ValueError as error:
-            raise UsageError(f"label={template!r}: {error}") from None
+        if moments:
+            at = clock()
+            values |= {name: _Moment(at, spec) for name, spec in moments.items()}
+        text = _format("label", template, {**constants, **values})
         check_label(text)
         return text
 
@@ -99,3 +207,21 @@ def _checked_function(function: LabelFunction) -> LabelFunction:
         return text
 
     return render
+
+
+def _format(what: str, template: str, values: Mapping[str, object]) -> str:
+    try:
+        return template.format_map(values)
+    except ValueError as error:
+        raise UsageError(f"{what}={template!r}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """A time of day that a format spec of strftime may follow."""
+
+    at: datetime
+    default_spec: str
+
+    def __format__(self, spec: str) -> str:
+        return self.at.astimezone(timezone.utc).strftime(spec or self.default_spec)

@@ -1,21 +1,77 @@
-"""When to save: pure functions of where training was, when it last saved, and where it is."""
+"""When to save: pure functions of where training was, when it last saved, and where it is.
+
+A trigger answers with a reason or None. What is saved, and how, is not known here.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Literal, TypeAlias, get_args
 
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
-from holdfast.policy.clock import Time, Unit, argument_name, parse, reading
+from holdfast.policy.clock import ALL_UNITS, Time, Unit, counted, parse, reading
+
+Event: TypeAlias = Literal[
+    "start", "step", "epoch", "cycle", "evaluation", "exception", "signal", "demand", "end"
+]
+"""What has just happened when a trigger is asked; `step` after each completed step."""
+Metrics: TypeAlias = Mapping[str, float]
+SaveFunction: TypeAlias = Callable[[Timestamp, Metrics, Event], bool]
+
+NO_METRICS: Metrics = MappingProxyType({})
+
+
+class Trigger(ABC):
+    """Says when to save. `a | b` saves when either of them says so."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def due(
+        self,
+        previous: Timestamp | None,
+        last_saved: Timestamp | None,
+        now: Timestamp,
+        metrics: Metrics = NO_METRICS,
+        event: Event = "step",
+    ) -> str | None:
+        """Why to save at `now`, or None.
+
+        `previous` is where the trigger was last asked (after a resume: where the checkpoint
+        stood), `last_saved` where the last save was begun; None stands for the start of training,
+        with nothing loaded. `metrics` are those known at `event`.
+
+        Raises:
+            UsageError: the training loop does not tell the counter that the trigger is about.
+        """
+
+    def resolve(self, max_duration: Time | None) -> Trigger:
+        """The same trigger, with fractions of the run measured by the run's length.
+
+        Raises:
+            UsageError: there are such fractions, and the length is not known.
+        """
+        return self
+
+    def __or__(self, other: Trigger) -> Trigger:
+        if not isinstance(other, Trigger):
+            return NotImplemented
+        return AnyOf((*parts_of(self), *parts_of(other)))
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class Every:
+class Every(Trigger):
     """Save each time that training has covered another `interval`.
 
     Counted units fire when a multiple of the interval was reached or passed since the look
     before: the same as `step % interval == 0` while the counter grows by one, and right when it
-    jumps. Seconds are training time since the last save.
+    jumps. Seconds are training time since the last save. A fraction of the run ("0.1dur") is
+    exact: of 1,005 steps a tenth is 100.5, so that ten saves are made and the last is at the end.
 
     >>> Every("500step")
     Every(interval='500step')
@@ -23,28 +79,293 @@ class Every:
 
     interval: Time
     """How far from one save to the next."""
+    max_duration: Time | None
+    """What an interval that is a fraction of the run is a fraction of."""
+    unit: Unit
+    """The unit of the counter that it looks at."""
+    size: Fraction | float
+    """The interval in that unit: exact for counts."""
 
-    def __init__(self, interval: str | Time) -> None:
-        object.__setattr__(self, "interval", parse(interval, what="every"))
+    def __init__(self, interval: str | Time, *, max_duration: str | Time | None = None) -> None:
+        time = parse(interval, what="every", units=ALL_UNITS)
+        whole = None
+        if max_duration is not None:
+            whole = parse(max_duration, what="max_duration", units=ALL_UNITS - {Unit.DURATION})
+            if time.unit is not Unit.DURATION:
+                raise UsageError(f"every='{time}': only a fraction of the run needs max_duration")
+        unit = whole.unit if whole else time.unit
+        size = time.exact * whole.exact if whole else time.exact
+        object.__setattr__(self, "interval", time)
+        object.__setattr__(self, "max_duration", whole)
+        object.__setattr__(self, "unit", unit)
+        object.__setattr__(self, "size", float(size) if unit is Unit.SECOND else _plain(size))
 
     def __repr__(self) -> str:
-        return f"Every(interval='{self.interval}')"
+        whole = f", max_duration='{self.max_duration}'" if self.max_duration else ""
+        return f"Every(interval='{self.interval}'{whole})"
 
-    def due(self, previous: Timestamp | None, last_saved: Timestamp | None, now: Timestamp) -> bool:
-        """Whether to save at `now`.
+    def __str__(self) -> str:
+        return f"every {self.interval}"
 
-        `previous` is where the trigger was last asked (after a resume: where the checkpoint
-        stood), `last_saved` where the last save was begun; None stands for the start of training.
+    def due(
+        self,
+        previous: Timestamp | None,
+        last_saved: Timestamp | None,
+        now: Timestamp,
+        metrics: Metrics = NO_METRICS,
+        event: Event = "step",
+    ) -> str | None:
+        """Fires by the rule that the class describes."""
+        current = counted(now, self.unit, self)
+        if self.unit is Unit.SECOND:
+            is_due = current - (last_saved.wall_s if last_saved else 0.0) >= self.size
+        else:
+            before = (reading(previous, self.unit) if previous else None) or 0
+            is_due = current // self.size > before // self.size
+        return str(self) if is_due else None
 
-        Raises:
-            UsageError: the training loop does not tell the counter that the interval is about.
-        """
-        unit, size = self.interval.unit, self.interval.value
-        current = reading(now, unit)
-        if current is None:
-            name = argument_name(unit)
-            raise UsageError(f"every='{self.interval}' can never fire: {name} was not given")
-        if unit is Unit.SECOND:
-            return current - (last_saved.wall_s if last_saved else 0.0) >= size
-        before = (reading(previous, unit) if previous else None) or 0
-        return current // size > before // size
+    def resolve(self, max_duration: Time | None) -> Every:
+        """The same, as a fraction of `max_duration` if it is one."""
+        if self.unit is not Unit.DURATION:
+            return self
+        self.interval.resolve(max_duration)  # raises when the length is not known
+        return Every(self.interval, max_duration=max_duration)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class At(Trigger):
+    """Save at fixed places: `At("100step", "2ep", "0.5dur")` or `At(steps=[100, 250])`.
+
+    A place that a counter jumps over fires at the first look behind it. Seconds are training time.
+    """
+
+    times: tuple[Time, ...]
+
+    def __init__(self, *times: str | Time, steps: Iterable[int] = ()) -> None:
+        given = [parse(time, what="at", units=ALL_UNITS) for time in times]
+        given += [Time(step, Unit.STEP) for step in steps]
+        twice = sorted({str(time) for time in given if given.count(time) > 1})
+        if not given or twice:
+            wrong = f"{', '.join(twice)} stands there twice" if twice else "must name a place"
+            raise UsageError(f"At: {wrong}")
+        object.__setattr__(self, "times", tuple(given))
+
+    def __str__(self) -> str:
+        return f"at {', '.join(map(str, self.times))}"
+
+    def due(
+        self,
+        previous: Timestamp | None,
+        last_saved: Timestamp | None,
+        now: Timestamp,
+        metrics: Metrics = NO_METRICS,
+        event: Event = "step",
+    ) -> str | None:
+        """Fires at the places that were reached or passed since the look before."""
+        reached = []
+        for time in self.times:
+            current = counted(now, time.unit, self)
+            before = (reading(previous, time.unit) if previous else None) or 0
+            if before < time.value <= current:
+                reached.append(str(time))
+        return f"at {', '.join(reached)}" if reached else None
+
+    def resolve(self, max_duration: Time | None) -> At:
+        """The same, with fractions of the run as places in the unit of `max_duration`."""
+        return At(*{time.resolve(max_duration): None for time in self.times})
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class WallClock(Trigger):
+    """Save whenever another `interval` of training time is over: after 10 min, 20 min, 30 min, …
+
+    Unlike `Every("10min")` it does not wait longer after a save that something else has caused.
+    """
+
+    interval: Time
+
+    def __init__(self, interval: str | Time) -> None:
+        time = parse(interval, what="WallClock", units={Unit.SECOND})
+        object.__setattr__(self, "interval", time)
+
+    def __str__(self) -> str:
+        return f"every {self.interval} of training"
+
+    def due(
+        self,
+        previous: Timestamp | None,
+        last_saved: Timestamp | None,
+        now: Timestamp,
+        metrics: Metrics = NO_METRICS,
+        event: Event = "step",
+    ) -> str | None:
+        """Fires when a multiple of the interval was reached or passed."""
+        before = previous.wall_s if previous else 0.0
+        size = self.interval.value
+        return str(self) if now.wall_s // size > before // size else None
+
+
+@dataclass(frozen=True, slots=True)
+class When(Trigger):
+    """Save when a function of (timestamp, metrics, event) returns True."""
+
+    function: SaveFunction
+    name: str = ""
+    """What the reason says; the function's own name by default."""
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise UsageError(f"When: {self.function!r} is not a function")
+        if not self.name:
+            name = getattr(self.function, "__name__", type(self.function).__name__)
+            object.__setattr__(self, "name", name)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def due(
+        self,
+        previous: Timestamp | None,
+        last_saved: Timestamp | None,
+        now: Timestamp,
+        metrics: Metrics = NO_METRICS,
+        event: Event = "step",
+    ) -> str | None:
+        """Asks the function; its errors are the caller's."""
+        answer: object = self.function(now, metrics, event)
+        if answer is None:  # a forgotten `return` would mean that nothing is ever saved
+            raise UsageError(f"{self.name}() returned None; it must return True or False")
+        return self.name if answer else None
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class On(Trigger):
+    """Save at events other than steps: `On("exception", "signal")`, `On("epoch")`."""
+
+    events: tuple[Event, ...]
+
+    def __init__(self, *events: Event) -> None:
+        known = [event for event in get_args(Event) if event not in ("start", "step", "end")]
+        wrong = [event for event in events if event not in known]
+        if wrong or not events:
+            raise UsageError(
+                f"On: {', '.join(map(repr, wrong)) or 'nothing'} is not one of {', '.join(known)}; "
+                'for the others there are AtStart(), Every("1step") and AtEnd()'
+            )
+        object.__setattr__(self, "events", tuple(dict.fromkeys(events)))
+
+    def __str__(self) -> str:
+        return f"on {', '.join(self.events)}"
+
+    def due(
+        self,
+        previous: Timestamp | None,
+        last_saved: Timestamp | None,
+        now: Timestamp,
+        metrics: Metrics = NO_METRICS,
+        event: Event = "step",
+    ) -> str | None:
+        """Fires when there is something new at one of the events."""
+        return event if event in self.events and _is_new(last_saved, now) else None
+
+
+@dataclass(frozen=True, slots=True)
+class AtStart(Trigger):
+    """Save before the first step of a run for which nothing was loaded."""
+
+    always: bool = False
+    """Also when weights or a checkpoint from elsewhere were loaded; never at a later step."""
+
+    def __str__(self) -> str:
+        return "at the start"
+
+    def due(
+        self,
+        previous: Timestamp | None,
+        last_saved: Timestamp | None,
+        now: Timestamp,
+        metrics: Metrics = NO_METRICS,
+        event: Event = "step",
+    ) -> str | None:
+        """Fires at the event `start` of step 0."""
+        is_fresh = last_saved is None and (self.always or previous is None)
+        return "initial" if event == "start" and now.step == 0 and is_fresh else None
+
+
+@dataclass(frozen=True, slots=True)
+class AtEnd(Trigger):
+    """Save when training ends, unless the last save was made at that very step."""
+
+    def __str__(self) -> str:
+        return "at the end"
+
+    def due(
+        self,
+        previous: Timestamp | None,
+        last_saved: Timestamp | None,
+        now: Timestamp,
+        metrics: Metrics = NO_METRICS,
+        event: Event = "step",
+    ) -> str | None:
+        """Fires at the event `end` when there is something new."""
+        return "final" if event == "end" and _is_new(last_saved, now) else None
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf(Trigger):
+    """Save when any of `triggers` says so, for all of their reasons."""
+
+    triggers: tuple[Trigger, ...]
+
+    def __str__(self) -> str:
+        return " | ".join(map(str, self.triggers))
+
+    def due(
+        self,
+        previous: Timestamp | None,
+        last_saved: Timestamp | None,
+        now: Timestamp,
+        metrics: Metrics = NO_METRICS,
+        event: Event = "step",
+    ) -> str | None:
+        """Asks each of them."""
+        answers = [part.due(previous, last_saved, now, metrics, event) for part in self.triggers]
+        return ", ".join(answer for answer in answers if answer) or None
+
+    def resolve(self, max_duration: Time | None) -> AnyOf:
+        """Each of them resolved."""
+        return AnyOf(tuple(part.resolve(max_duration) for part in self.triggers))
+
+
+def as_trigger(value: str | Time | Trigger | SaveFunction, *, what: str = "every") -> Trigger:
+    """A trigger as it is, an interval as `Every`, a function as `When`.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    if isinstance(value, Trigger):
+        return value
+    if callable(value):
+        return When(value)
+    if isinstance(value, str | Time):
+        return Every(value)
+    raise UsageError(f"{what}={value!r}: must be an interval with a unit, a trigger or a function")
+
+
+def parts_of(trigger: Trigger) -> tuple[Trigger, ...]:
+    """Those that `|` has put together; a trigger by itself is the only one."""
+    return trigger.triggers if isinstance(trigger, AnyOf) else (trigger,)
+
+
+def is_elsewhere(last: Timestamp | None, now: Timestamp) -> bool:
+    """Whether no save was begun at this step."""
+    return last is None or last.step != now.step
+
+
+def _is_new(last_saved: Timestamp | None, now: Timestamp) -> bool:
+    """Whether training has done something since the last save."""
+    return now.step > 0 and is_elsewhere(last_saved, now)
+
+
+def _plain(size: Fraction) -> Fraction | int:
+    return size.numerator if size.denominator == 1 else size

@@ -1,0 +1,179 @@
+"""Two classes of checkpoints: permanent ones, and ephemeral ones that later saves replace.
+
+Owns which class a save gets, and when ephemeral ones are left out. Deleting is retention's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any, Literal, TypeAlias
+
+from holdfast.errors import UsageError
+from holdfast.format.manifest import Timestamp
+from holdfast.policy.clock import ALL_UNITS, Time, Unit, counted, parse, reading
+from holdfast.policy.triggers import (
+    NO_METRICS,
+    Event,
+    Every,
+    Metrics,
+    SaveFunction,
+    Trigger,
+    as_trigger,
+    is_elsewhere,
+    parts_of,
+)
+
+SaveClass: TypeAlias = Literal["permanent", "ephemeral"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """Where the newest save of each class was begun; None: there is none."""
+
+    permanent: Timestamp | None = None
+    ephemeral: Timestamp | None = None
+
+    @property
+    def latest(self) -> Timestamp | None:
+        """The newer of both."""
+        both = [at for at in (self.ephemeral, self.permanent) if at is not None]
+        return max(both, key=lambda at: (at.step, at.wall_s), default=None)
+
+    def plus(self, save_class: SaveClass, now: Timestamp) -> Saved:
+        """The same after a save of `save_class` at `now`."""
+        changes: dict[str, Any] = {save_class: now}
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A save is to be made."""
+
+    save_class: SaveClass
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class SavePolicy:
+    """When to save permanent checkpoints, and when ephemeral ones, which later saves replace.
+
+    At one step there is one save, of the highest class that is due. Intervals and functions may
+    stand for triggers.
+
+    Raises:
+        UsageError: a setting that would never have an effect.
+    """
+
+    permanent: Trigger | None
+    ephemeral: Trigger | None
+    cooldown: Time | None
+    """No ephemeral save sooner than this after a save of any class; one that falls into it is
+    left out, not made later."""
+
+    def __init__(
+        self,
+        *,
+        permanent: str | Time | Trigger | SaveFunction | None = None,
+        ephemeral: str | Time | Trigger | SaveFunction | None = None,
+        cooldown: str | Time | None = None,
+    ) -> None:
+        if permanent is None and ephemeral is None:
+            raise UsageError("SavePolicy: neither permanent nor ephemeral: nothing would be saved")
+        if cooldown is not None and ephemeral is None:
+            raise UsageError("SavePolicy: cooldown is about ephemeral saves, and there are none")
+        for name, given in (("permanent", permanent), ("ephemeral", ephemeral)):
+            trigger = None if given is None else as_trigger(given, what=name)
+            object.__setattr__(self, name, trigger)
+        time = None if cooldown is None else parse(cooldown, what="cooldown", units=ALL_UNITS)
+        object.__setattr__(self, "cooldown", time)
+        for permanents in _intervals(self.permanent):
+            for ephemerals in _intervals(self.ephemeral):
+                _check_intervals(permanents, ephemerals, time)
+            _check_cooldown(permanents, time)
+
+    def resolve(self, max_duration: Time | None) -> SavePolicy:
+        """The same policy, with fractions of the run measured by the run's length.
+
+        Raises:
+            UsageError: as for the policy itself, or the length is needed and not known.
+        """
+        return SavePolicy(
+            permanent=self.permanent and self.permanent.resolve(max_duration),
+            ephemeral=self.ephemeral and self.ephemeral.resolve(max_duration),
+            cooldown=self.cooldown and self.cooldown.resolve(max_duration),
+        )
+
+    def decide(
+        self,
+        previous: Timestamp | None,
+        saved: Saved,
+        now: Timestamp,
+        metrics: Metrics = NO_METRICS,
+        event: Event = "step",
+        *,
+        vetoes: Collection[str] = (),
+    ) -> Due | None:
+        """Whether to save at `now`, in which class, and why.
+
+        After a resume `previous` and `saved` come from the checkpoints. `vetoes` names whoever
+        forbids ephemeral saves at present. At a step with an ephemeral save a permanent one may
+        still become due, such as the final one.
+
+        Raises:
+            UsageError: a trigger looks at a counter that the loop does not tell.
+        """
+        why = self.permanent and self.permanent.due(previous, saved.permanent, now, metrics, event)
+        if why and is_elsewhere(saved.permanent, now):
+            return Due("permanent", why)
+        latest = saved.latest
+        why = self.ephemeral and self.ephemeral.due(previous, latest, now, metrics, event)
+        if why and not vetoes and is_elsewhere(latest, now) and not self._is_cooling(latest, now):
+            return Due("ephemeral", why)
+        return None
+
+    def _is_cooling(self, latest: Timestamp | None, now: Timestamp) -> bool:
+        if self.cooldown is None or latest is None:
+            return False
+        current = counted(now, self.cooldown.unit, "cooldown")
+        before = reading(latest, self.cooldown.unit) or 0
+        return 0 <= current - before < self.cooldown.value
+
+
+def _intervals(trigger: Trigger | None) -> Iterator[Every]:
+    if trigger is not None:
+        yield from (part for part in parts_of(trigger) if isinstance(part, Every))
+
+
+def _check_intervals(permanent: Every, ephemeral: Every, cooldown: Time | None) -> None:
+    """Refuse ephemeral saves of which none, or hardly any, would be made."""
+    if permanent.unit is not ephemeral.unit:
+        return
+    if ephemeral.size >= permanent.size:
+        raise UsageError(
+            f"SavePolicy: ephemeral={str(ephemeral)!r} must be more often than "
+            f"permanent={str(permanent)!r}"
+        )
+    if cooldown is None or cooldown.unit is not Unit.STEP or permanent.unit is not Unit.STEP:
+        return
+    if isinstance(permanent.size, int) and isinstance(ephemeral.size, int):
+        # Ephemeral saves come that far behind a permanent one at most.
+        farthest = permanent.size - gcd(permanent.size, ephemeral.size)
+        if cooldown.value > farthest:
+            raise UsageError(
+                f"SavePolicy: cooldown={str(cooldown)!r} leaves out all of {str(ephemeral)!r}; "
+                f"at most '{farthest}step'"
+            )
+
+
+def _check_cooldown(permanent: Every, cooldown: Time | None) -> None:
+    if (
+        cooldown is not None
+        and cooldown.unit is permanent.unit
+        and cooldown.value >= permanent.size
+    ):
+        raise UsageError(
+            f"SavePolicy: cooldown={str(cooldown)!r} leaves out all ephemeral saves; it must be "
+            f"shorter than permanent={str(permanent)!r}"
+        )

@@ -1,0 +1,78 @@
+"""Claims about rules that are written as text."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.errors import UsageError
+from holdfast.policy.rules import (
+    All,
+    Best,
+    Budget,
+    ByClass,
+    Daily,
+    EveryNth,
+    Hourly,
+    Last,
+    Rule,
+    Within,
+)
+from holdfast.policy.spelling import parse_rule
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("all", All()),
+        ("last:3", Last(3)),
+        ("best:loss", Best("loss")),
+        ("best:loss:max", Best("loss", mode="max")),
+        ("best:loss:3", Best("loss", 3)),
+        ("best:eval/loss:min:2", Best("eval/loss", 2)),
+        ("best:group:loss:max:2", Best("group:loss", 2, "max")),
+        ("every:1000step", EveryNth("1000step")),
+        ("hourly", Hourly()),
+        ("hourly:24", Hourly(24)),
+        ("daily:7", Daily(7)),
+        ("within:36h", Within("36h")),
+        ("budget:500", Budget(500)),
+        ("budget:1.5TiB", Budget(3 * 2**39)),
+        ("budget:500GB", Budget(5 * 10**11)),
+        ("remove:all_non_permanent", ByClass("all_non_permanent")),
+        ("last:3, best:loss", Last(3) | Best("loss")),
+        ("last:1,daily without optimizer+rng", Last(1) | Daily().then_drop("optimizer", "rng")),
+    ],
+)
+def test_a_text_spells_its_rule(text: str, rule: Rule) -> None:
+    assert parse_rule(text) == rule
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "last",
+        "last:",
+        "last:0",
+        "last:-1",
+        "last:three",
+        "last:3,",
+        "newest:3",
+        "all:3",
+        "best:",
+        "best:loss:min:0",
+        "every:1000",
+        "daily:x",
+        "within:7",
+        "budget:much",
+        "budget:5 parsecs",
+        "remove:some",
+        "last:3 without ",
+        "last:3 without Optimizer",
+        "last:9999999999999999999999",
+    ],
+)
+def test_a_text_that_spells_no_rule_is_refused(text: str) -> None:
+    """D47, D48."""
+    with pytest.raises(UsageError):
+        parse_rule(text)
