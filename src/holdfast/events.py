@@ -23,6 +23,7 @@ Kind = Literal[
     "resumed",
     "loaded",
     "retracted",
+    "thinned",
     "gc",
     "housekeeping_failed",
     "not_saved",

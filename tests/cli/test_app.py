@@ -141,6 +141,7 @@ def in_a_process(*arguments: object, code: str = "") -> subprocess.CompletedProc
         ["show", "ROOT", "--tensors"],
         ["verify", "ROOT"],
         ["gc", "ROOT"],
+        ["prune", "ROOT", "--keep", "last:1"],
     ],
 )
 def test_no_command_pays_for_torch(root: Path, arguments: list[str]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from holdfast.care.gc import collect
 from holdfast.care.retention import Deleter
 from holdfast.engine.catalog import Catalog, Entry
-from holdfast.engine.claim import Choice, Claim, claim_run, is_being_deleted
+from holdfast.engine.claim import Choice, Claim, claim_run, dropped, is_being_deleted
 from holdfast.engine.commit import begin, commit
 from holdfast.engine.notes import annotate
 from holdfast.errors import (
@@ -24,16 +24,20 @@ from holdfast.errors import (
 )
 from holdfast.events import Emitter
 from holdfast.format.manifest import ComponentEntry, FileEntry, Manifest, Reference, Timestamp
-from holdfast.policy.retention import Last
+from holdfast.policy.retention import All, Last, Rule
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
 
 from .scheduler import Actor
 
-_FILES = ("index.json", "model-00000.json")
+_FILES = ("index.json", "model-00000.json", "optimizer-00000.json")
 _DIGEST = "blake3:" + "0" * 64
 _EMIT = Emitter()
-_MODEL = ComponentEntry(kind="tree", files=("model-00000.json",), nbytes=1, num_tensors=0)
+_NEWEST = Last(1)
+_COMPONENTS = {
+    name: ComponentEntry(kind="tree", files=(f"{name}-00000.json",), nbytes=1, num_tensors=0)
+    for name in ("model", "optimizer")
+}
 
 
 @dataclass(slots=True)
@@ -115,7 +119,7 @@ def _manifest(save_id: str, epoch: int, sequence: int, parent: Reference | None)
         tags=(),
         metrics={},
         world_size=1,
-        components={"model": _MODEL},
+        components=_COMPONENTS,
         block_nbytes=4096,
         files={name: FileEntry(nbytes=1, digest=_DIGEST) for name in _FILES},
         numerics={},
@@ -143,9 +147,13 @@ def _work(store: Store, claim: Claim, record: Record, *, first: int, num_saves: 
             return
 
 
-def _retain(store: Store, claim: Claim, *, has_committed: bool) -> None:
+def _retain(store: Store, claim: Claim, *, has_committed: bool, rule: Rule = _NEWEST) -> None:
     deleter = Deleter(
-        store, Last(1), retracted=lambda entry, why: None, failed=lambda entry, error: None
+        store,
+        rule,
+        retracted=lambda entry, why: None,
+        thinned=lambda entry, components, why: None,
+        failed=lambda entry, error: None,
     )
     for entry in Catalog(store).checkpoints():
         deleter.trust(entry)  # the files here are dummies that no reading back would accept
@@ -157,6 +165,16 @@ def deleter(claim: Claim) -> Actor:
 
     def actor(store: Store) -> None:
         _retain(store, claim, has_committed=True)
+
+    return actor
+
+
+def thinner(claim: Claim) -> Actor:
+    """An owner whose retention drops the optimizer of all but the newest."""
+
+    def actor(store: Store) -> None:
+        rule = Last(1) | All().then_drop("optimizer")
+        _retain(store, claim, has_committed=True, rule=rule)
 
     return actor
 
@@ -196,7 +214,7 @@ def taker(
 
 def _choose(store: Store, *, rolls_back: bool) -> Choice:
     entries = list(Catalog(store).lineage_entries())
-    usable = [entry for entry in entries if not is_being_deleted(store, entry.marks)]
+    usable = [entry for entry in entries if _is_usable(store, entry)]
     if not usable:
         raise NoCheckpoint("none")
     passed_over = {entry.folder for entry in entries} - {entry.folder for entry in usable}
@@ -205,6 +223,12 @@ def _choose(store: Store, *, rolls_back: bool) -> Choice:
         passed_over=frozenset(passed_over),
         is_rollback=rolls_back,
     )
+
+
+def _is_usable(store: Store, entry: Entry) -> bool:
+    if is_being_deleted(store, entry.marks):
+        return False
+    return not dropped(store, entry.folder, entry.manifest, entry.marks)
 
 
 def oldest(store: Store) -> Reference:
@@ -275,7 +299,11 @@ def check(store: MemoryStore, record: Record) -> None:
         if isinstance(register, Manifest):
             committed[folder] = register
             there = store.children(folder)
-            assert all(file in there for file in register.files), f"V1 {folder} is torn"
+            missing = set(register.files) - set(there)
+            marked = {component for component, _ in Catalog(store).marks(folder).thinned_by}
+            for component in marked:
+                missing -= set(register.components[component].files)
+            assert not missing, f"V1 {folder} is torn"
             assert folder not in record.finished, f"V2 {folder} is back"
         elif register is not None:
             record.finished.add(folder)
@@ -291,7 +319,10 @@ def check(store: MemoryStore, record: Record) -> None:
 def _check_owner(store: MemoryStore, record: Record, committed: Mapping[str, Manifest]) -> None:
     epoch = Catalog(store).highest_epoch()
     if epoch in record.owners and all(manifest.epoch < epoch for manifest in committed.values()):
-        assert record.owners[epoch] in committed, "V5 what the owner resumed from is gone"
+        point = record.owners[epoch]
+        assert point in committed, "V5 what the owner resumed from is gone"
+        missing = set(committed[point].files) - set(store.children(point))
+        assert not missing, "V5 what the owner resumed from is thinned"
 
 
 def check_standing(store: MemoryStore, record: Record) -> None:

@@ -44,10 +44,20 @@ def _two_takeovers(store: MemoryStore, record: Record, claim: Claim) -> Mapping[
     }
 
 
+def _thinning(store: MemoryStore, record: Record, claim: Claim) -> Mapping[str, Actor]:
+    return {
+        "s1": crew.thinner(claim),
+        "s2": crew.taker(record, rolls_back=True),
+        "s3": crew.taker(record, rolls_back=False),
+        "pinner": crew.pinner(record),
+    }
+
+
 CASTS: dict[str, Cast] = {
     "takeover": _takeover,
     "rollback": _rollback,
     "two takeovers": _two_takeovers,
+    "thinning": _thinning,
 }
 FAULTS = Faults(lose_reply=0.1, delay=0.1, crash=0.01, pause=0.03, strikes=crew.is_lossy)
 
@@ -60,6 +70,14 @@ PAIRS: dict[str, Cast] = {
     "deleter and rollback": lambda store, record, claim: {
         "s1": crew.deleter(claim),
         "s2": crew.taker(record, rolls_back=True, num_saves=0, point=crew.oldest(store)),
+    },
+    "thinner and rollback": lambda store, record, claim: {
+        "s1": crew.thinner(claim),
+        "s2": crew.taker(record, rolls_back=True, num_saves=0, point=crew.oldest(store)),
+    },
+    "thinner and pinner": lambda store, record, claim: {
+        "s1": crew.thinner(claim),
+        "pinner": crew.pinner(record),
     },
     "saver and gc": lambda store, record, claim: {
         "s1": crew.saver(claim, record, first=3, num_saves=1),

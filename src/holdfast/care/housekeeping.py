@@ -25,7 +25,11 @@ class Housekeeper:
         self._owner = owner
         self._emit = emit
         self._deleter = Deleter(
-            store, rule, retracted=self._tell_retracted, failed=self._tell_failed
+            store,
+            rule,
+            retracted=self._tell_retracted,
+            thinned=self._tell_thinned,
+            failed=self._tell_failed,
         )
 
     def after_commit(self, entry: Entry) -> None:
@@ -73,8 +77,17 @@ class Housekeeper:
             "retracted", f"deleted {entry.folder}: {why}", step=entry.step, folder=entry.folder
         )
 
+    def _tell_thinned(self, entry: Entry, components: tuple[str, ...], why: str) -> None:
+        self._emit(
+            "thinned",
+            f"dropped {', '.join(components)} of {entry.folder}: {why}",
+            step=entry.step,
+            folder=entry.folder,
+            components=components,
+        )
+
     def _tell_failed(self, entry: Entry, error: HoldfastError) -> None:
-        self._emit("housekeeping_failed", f"deleting {entry.folder}: {error}", step=entry.step)
+        self._emit("housekeeping_failed", f"retention of {entry.folder}: {error}", step=entry.step)
 
     def _try(self, what: str, job: Callable[[], None]) -> None:
         try:

@@ -1,4 +1,7 @@
-"""Carrying out what the retention rule decided, one checkpoint at a time, newest safe first."""
+"""Carrying out what the retention rule decided, one checkpoint at a time, oldest first.
+
+First whole checkpoints go, then components of some that stay. A dry run looks at `plan` alone.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ from dataclasses import dataclass
 
 from holdfast.care.verify import verify
 from holdfast.engine.catalog import Catalog, Entry
-from holdfast.engine.claim import Claim, nothing_in_flight
-from holdfast.engine.commit import retract, settle
+from holdfast.engine.claim import Claim, dropped, nothing_in_flight
+from holdfast.engine.commit import retract, settle, thin
+from holdfast.engine.parts import parts_of
 from holdfast.errors import CorruptData, HoldfastError, Superseded
 from holdfast.policy.retention import Candidate, Decision, Rule, decide
 from holdfast.store.base import Store
@@ -21,6 +25,14 @@ class Planned:
     entry: Entry
     decision: Decision
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors and trees that carrying it out gives back."""
+        if not self.decision.keep:
+            return self.decision.entry.nbytes
+        parts = self.entry.manifest.components
+        return sum(parts[name].nbytes for name in self.decision.drop)
+
 
 def plan(
     catalog: Catalog, rule: Rule, *, epoch: int, resumed_from: tuple[int, int] | None
@@ -31,28 +43,39 @@ def plan(
     """
     by_order = {entry.order: entry for entry in catalog.checkpoints() if entry.name.epoch <= epoch}
     decisions = decide(
-        [candidate(entry) for entry in by_order.values()], rule, resumed_from=resumed_from
+        [candidate(catalog.store, entry) for entry in by_order.values()],
+        rule,
+        resumed_from=resumed_from,
     )
     return tuple(
         Planned(entry=by_order[decision.entry.order], decision=decision) for decision in decisions
     )
 
 
-def candidate(entry: Entry) -> Candidate:
+def candidate(store: Store, entry: Entry) -> Candidate:
     """What the rules may know of a checkpoint."""
+    manifest, marks = entry.manifest, entry.marks
+    parts = parts_of(store, entry.folder, manifest, marks)
+    lost = (*parts.begun, *parts.gone)
     return Candidate(
         order=entry.order,
-        timestamp=entry.manifest.timestamp,
-        metrics=entry.manifest.metrics,
+        timestamp=manifest.timestamp,
+        created=manifest.created,
+        save_class=manifest.save_class,
+        nbytes=manifest.nbytes - sum(manifest.components[name].nbytes for name in lost),
+        metrics=manifest.metrics,
         tags=entry.tags,
-        pinned=entry.marks.pinned,
-        rejected=bool(entry.marks.rejected),
-        retired=entry.marks.retired,
+        pinned=marks.pinned,
+        rejected=bool(marks.rejected),
+        retired=marks.retired,
+        components=parts.whole,
+        begun=parts.begun,
+        dropped=dropped(store, entry.folder, manifest, marks),
     )
 
 
 class Deleter:
-    """Deletes what the rule drops, oldest first, while a claim owns the run.
+    """Deletes what the rule does not keep, oldest first, while a claim owns the run.
 
     At least one checkpoint that stays has been read back and found whole: what this process
     resumed from, or else the newest, which is read before anything is deleted (invariant 4).
@@ -64,11 +87,13 @@ class Deleter:
         rule: Rule,
         *,
         retracted: Callable[[Entry, str], None],
+        thinned: Callable[[Entry, tuple[str, ...], str], None],
         failed: Callable[[Entry, HoldfastError], None],
     ) -> None:
         self._store = store
         self._rule = rule
         self._retracted = retracted
+        self._thinned = thinned
         self._failed = failed
         self._verified: set[str] = set()
 
@@ -76,10 +101,11 @@ class Deleter:
         """Every byte of this one was read and found right."""
         self._verified.add(entry.manifest.save_id)
 
-    def carry_out(self, claim: Claim, *, has_committed: bool) -> None:
-        """Delete what the rule drops now. A deletion that fails is told and tried again next time.
+    def carry_out(self, claim: Claim, *, has_committed: bool) -> tuple[Planned, ...]:
+        """Do what the rule says now, and return it; `plan` says the same beforehand.
 
-        Until this claim has committed (`has_committed`), what it went on from is kept.
+        A deletion that fails is told and tried again next time. Until this claim has committed
+        (`has_committed`), what it went on from is kept whole.
 
         Raises:
             Superseded: a later writer owns the run; it decides from now on.
@@ -88,13 +114,14 @@ class Deleter:
         keep = point.order if point is not None and not has_committed else None
         catalog = Catalog(self._store)
         planned = plan(catalog, self._rule, epoch=claim.epoch, resumed_from=keep)
-        drop = [item for item in reversed(planned) if not item.decision.keep]
-        stay = [item.entry for item in planned if item.decision.keep and item.decision.entry.counts]
-        if not drop or not self._has_proof(stay):
-            return
+        work = [item for item in reversed(planned) if item.decision.drop or not item.decision.keep]
+        stay = [item.entry for item in planned if _is_base(item.decision)]
+        if not work or not self._has_proof(stay):
+            return planned
         settle(self._store, stay[0].folder)
-        for item in drop:
-            self._retract(claim, item)
+        for item in sorted(work, key=lambda item: item.decision.keep):
+            self._do(claim, item)
+        return planned
 
     def _has_proof(self, stay: Sequence[Entry]) -> bool:
         """Whether one of those that stay is known to be whole; reads them until one is."""
@@ -109,22 +136,39 @@ class Deleter:
             self._failed(entry, CorruptData(f"read back, it is damaged: {problems}"))
         return False
 
-    def _retract(self, claim: Claim, item: Planned) -> None:
+    def _do(self, claim: Claim, item: Planned) -> None:
         try:
-            gone = retract(
-                self._store,
-                item.entry.folder,
-                epoch=claim.epoch,
-                reason=item.decision.reason,
-                may_remove_whole=lambda epoch: may_remove_whole(self._store, claim, epoch),
-            )
+            if item.decision.keep:
+                self._thin(claim, item.entry, item.decision)
+            else:
+                self._retract(claim, item.entry, item.decision.reason)
         except Superseded:
             raise
         except HoldfastError as error:
             self._failed(item.entry, error)
-        else:
-            if gone:
-                self._retracted(item.entry, item.decision.reason)
+
+    def _retract(self, claim: Claim, entry: Entry, reason: str) -> None:
+        gone = retract(
+            self._store,
+            entry.folder,
+            epoch=claim.epoch,
+            reason=reason,
+            may_remove_whole=lambda epoch: may_remove_whole(self._store, claim, epoch),
+        )
+        if gone:
+            self._retracted(entry, reason)
+
+    def _thin(self, claim: Claim, entry: Entry, decision: Decision) -> None:
+        if thin(
+            self._store, entry.folder, decision.drop, epoch=claim.epoch, reason=decision.reason
+        ):
+            self._thinned(entry, decision.drop, decision.reason)
+
+
+def _is_base(decision: Decision) -> bool:
+    """Whether it stays whole, so that others may go because of it."""
+    entry = decision.entry
+    return decision.keep and entry.counts and not entry.dropped and not decision.drop
 
 
 def may_remove_whole(store: Store, claim: Claim, epoch: int) -> bool:

@@ -10,9 +10,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
+import msgspec
+
 from holdfast.care.findings import Problem, Report, RootReport
 from holdfast.care.reading import Block, FolderReader, Seen, look_at
+from holdfast.engine.catalog import Catalog
 from holdfast.engine.documents import read_document
+from holdfast.engine.parts import Parts, parts_of
 from holdfast.errors import FormatError, NoCheckpoint, NotFound, StoreError
 from holdfast.format import layout
 from holdfast.format.blocks import DIGEST_NBYTES, digest_blocks, file_digest, split
@@ -32,6 +36,7 @@ from holdfast.format.records import (
     decode_notes,
     decode_rejected,
     decode_retired,
+    decode_thinned,
     decode_writer,
 )
 from holdfast.format.tensors import parse_header
@@ -51,6 +56,8 @@ def _sidecar_decoder(name: str) -> Callable[..., object] | None:
         return decode_notes
     if layout.parse_retired(name) is not None:
         return decode_retired
+    if layout.parse_thinned(name) is not None:
+        return decode_thinned
     return decode_rejected if name == layout.REJECTED else None
 
 
@@ -58,12 +65,18 @@ def verify(store: Store, folder: str, *, progress: Progress | None = None) -> Re
     """Check every byte of the checkpoint in `folder`.
 
     A block that differs is read a second time; when it is right then, the report only notes it.
+    So it notes components that retention has dropped.
 
     Raises:
         NoCheckpoint: the folder holds no committed checkpoint, or no longer does.
         DeadlineExceeded: the storage did not answer for `READ_TIMEOUT_S`.
     """
-    return _Inspection(store, folder, progress).run()
+    while True:
+        inspection = _Inspection(store, folder, progress)
+        report = inspection.run()
+        # What retention dropped meanwhile is not damaged: look again without it.
+        if report.ok or not inspection.lost_parts():
+            return report
 
 
 def verify_root(store: Store, *, progress: Progress | None = None) -> RootReport:
@@ -108,27 +121,30 @@ class _Inspection:
     """One checkpoint under inspection, and what was found so far."""
 
     def __init__(self, store: Store, folder: str, progress: Progress | None) -> None:
+        self._store = store
         self._folder = folder
         self._reader = FolderReader(store, folder)
         self._progress = progress
         self._problems: list[Problem] = []
         self._notes: list[str] = []
+        self._here: Manifest | None = None
+        """The manifest without what was dropped."""
         self._places: dict[str, list[tuple[int, int, str]]] = {}
         self._nbytes = 0
         self._total_nbytes = 0
 
     def run(self) -> Report:
         manifest = self._manifest()
-        if manifest is not None:
-            self._check_place(manifest)
         index: Index | None = None
         if manifest is not None:
-            self._total_nbytes = manifest.nbytes
+            self._check_place(manifest)
+            here = self._here = self._without_dropped(manifest)
+            self._total_nbytes = here.nbytes
             index = self._index(manifest)
             self._places = _places(index)
-            damaged = self._contents(manifest, index)
+            damaged = self._contents(here, index)
             if index is not None:
-                self._meanings(manifest, index, damaged)
+                self._meanings(here, index, damaged)
         self._others(manifest)
         if self._problems and manifest is not None:
             self._manifest()  # What was deleted meanwhile is not damaged: NoCheckpoint.
@@ -138,9 +154,36 @@ class _Inspection:
             problems=tuple(self._problems),
             notes=tuple(self._notes),
             nbytes=self._nbytes,
-            num_files=0 if manifest is None else len(manifest.files),
-            num_tensors=0 if index is None else sum(map(len, index.components.values())),
+            num_files=0 if self._here is None else len(self._here.files),
+            num_tensors=0 if index is None else self._num_tensors(index),
         )
+
+    def lost_parts(self) -> bool:
+        """Whether retention has dropped something since this began."""
+        if self._here is None:
+            return False
+        manifest = self._manifest()
+        return manifest is not None and self._parts(manifest).whole != tuple(self._here.components)
+
+    def _without_dropped(self, manifest: Manifest) -> Manifest:
+        """The manifest as if what retention dropped had never been in it."""
+        parts = self._parts(manifest)
+        dropped = (*parts.begun, *parts.gone)
+        self._notes += [f"component {name} was dropped by retention" for name in dropped]
+        lost = {file for name in dropped for file in manifest.components[name].files}
+        return msgspec.structs.replace(
+            manifest,
+            components={name: manifest.components[name] for name in parts.whole},
+            files={file: entry for file, entry in manifest.files.items() if file not in lost},
+        )
+
+    def _parts(self, manifest: Manifest) -> Parts:
+        marks = Catalog(self._store).marks(self._folder)
+        return parts_of(self._store, self._folder, manifest, marks)
+
+    def _num_tensors(self, index: Index) -> int:
+        here = self._here.components if self._here is not None else {}
+        return sum(len(index.components.get(name, ())) for name in here)
 
     def _manifest(self) -> Manifest | None:
         try:

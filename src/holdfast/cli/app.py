@@ -29,6 +29,13 @@ Target = Annotated[
         help="WHICH is latest, step=1000, a folder's name, a tag or a label.",
     ),
 ]
+One = Annotated[
+    str,
+    typer.Argument(
+        metavar="ROOT@WHICH",
+        help="WHICH is latest, step=1000, a folder's name, a tag or a label.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Answer with one JSON object.")]
 
 
@@ -121,6 +128,67 @@ def gc(
         from holdfast.cli.gc import clean
 
         return clean(root, dry_run=dry_run, dead_epochs=dead_epoch or ())
+
+    _finish(answer, as_json=as_json)
+
+
+@app.command()
+def prune(
+    root: Root,
+    keep: Annotated[
+        str, typer.Option("--keep", metavar="RULE", help="Such as last:3,best:loss:min:2.")
+    ],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be done; touch nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete the checkpoints that a rule does not keep; say of each what and why."""
+
+    def answer() -> Answer:
+        from holdfast.cli.prune import clean
+
+        return clean(root, keep=keep, dry_run=dry_run)
+
+    _finish(answer, as_json=as_json)
+
+
+@app.command()
+def pin(target: One, as_json: AsJson = False) -> None:
+    """Keep a checkpoint whatever any rule says."""
+
+    def answer() -> Answer:
+        from holdfast.cli.pin import pin as set_pin
+
+        return set_pin(target, pinned=True)
+
+    _finish(answer, as_json=as_json)
+
+
+@app.command()
+def unpin(target: One, as_json: AsJson = False) -> None:
+    """Let the rules decide about a checkpoint again."""
+
+    def answer() -> Answer:
+        from holdfast.cli.pin import pin as set_pin
+
+        return set_pin(target, pinned=False)
+
+    _finish(answer, as_json=as_json)
+
+
+@app.command()
+def tag(
+    target: One,
+    tags: Annotated[list[str], typer.Argument(metavar="TAG...", help="Names to add.")],
+    as_json: AsJson = False,
+) -> None:
+    """Give a checkpoint more names; a tagged one is kept."""
+
+    def answer() -> Answer:
+        from holdfast.cli.pin import tag as add_tags
+
+        return add_tags(target, tags)
 
     _finish(answer, as_json=as_json)
 

@@ -31,6 +31,7 @@ def checkpoint_document(entry: Entry) -> dict[str, Any]:
         "pinned": entry.marks.pinned,
         "rejected": list(entry.marks.rejected),
         "retired": entry.marks.retired,
+        "thinned": list(entry.marks.thinned),
         "components": sorted(manifest.components),
         "parent": None if manifest.parent is None else manifest.parent.folder,
     }

@@ -125,7 +125,11 @@ def _row(entry: Entry, contents: _Contents) -> tuple[str, ...]:
         ("being deleted", entry.marks.retired),
         ("left behind", entry.folder not in contents.lineage),
     )
-    marks = [*(name for name, is_set in flags if is_set), *(f"#{tag}" for tag in entry.tags)]
+    marks = [
+        *(name for name, is_set in flags if is_set),
+        *(f"without {name}" for name in entry.marks.thinned),
+        *(f"#{tag}" for tag in entry.tags),
+    ]
     return (
         str(entry.step),
         entry.folder,

@@ -40,6 +40,8 @@ class Marks:
 
     retired_by: tuple[int, ...] = ()
     """The writer epochs that began to delete it."""
+    thinned_by: tuple[tuple[str, int], ...] = ()
+    """(component, writer epoch): who began to drop what."""
     rejected: tuple[str, ...] = ()
     pinned: bool = False
     tags: tuple[str, ...] = ()
@@ -49,6 +51,11 @@ class Marks:
     def retired(self) -> bool:
         """Whether its deletion was begun."""
         return bool(self.retired_by)
+
+    @property
+    def thinned(self) -> tuple[str, ...]:
+        """The components that somebody began to drop."""
+        return tuple(dict.fromkeys(name for name, _ in self.thinned_by))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +124,7 @@ class Catalog:
         notes, number = self._newest_notes(folder, names)
         return Marks(
             retired_by=tuple(n for n in map(layout.parse_retired, names) if n is not None),
+            thinned_by=tuple(mark for mark in map(layout.parse_thinned, names) if mark is not None),
             rejected=self._reasons(folder) if layout.REJECTED in names else (),
             pinned=notes.pinned,
             tags=notes.tags,

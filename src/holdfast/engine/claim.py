@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from holdfast.engine.catalog import Catalog, Marks
 from holdfast.engine.commit import put_once, settle
 from holdfast.engine.documents import read_if_there
+from holdfast.engine.parts import parts_of
 from holdfast.engine.process import liveness, this_process, utc_now
 from holdfast.engine.workers import Workers
 from holdfast.errors import CommitConflict, FormatError, OwnedElsewhere, StoreError, UsageError
@@ -236,17 +237,27 @@ def _still_stands(store: Store, point: Reference) -> bool:
     # Marks first: a deleter that is done has removed its mark, but then the tombstone is there.
     catalog = Catalog(store)
     try:
-        if is_being_deleted(store, catalog.marks(point.folder)):
-            return False
+        marks = catalog.marks(point.folder)
         register = catalog.read(point.folder)
     except FormatError:
         return False
-    return isinstance(register, Manifest) and register.save_id == point.save_id
+    if is_being_deleted(store, marks):
+        return False
+    if not isinstance(register, Manifest) or register.save_id != point.save_id:
+        return False
+    return not dropped(store, point.folder, register, marks)
 
 
 def is_being_deleted(store: Store, marks: Marks) -> bool:
     """Marked by a deleter that may still be at it."""
     return any(not nothing_in_flight(store, epoch) for epoch in marks.retired_by)
+
+
+def dropped(store: Store, folder: str, manifest: Manifest, marks: Marks) -> tuple[str, ...]:
+    """Components that cannot be loaded: retention has dropped them, or may be at it."""
+    at_it = {name for name, epoch in marks.thinned_by if not nothing_in_flight(store, epoch)}
+    whole = parts_of(store, folder, manifest, marks).whole
+    return tuple(name for name in manifest.components if name in at_it or name not in whole)
 
 
 def put_closed(store: Store, claim: Claim) -> None:

@@ -7,7 +7,7 @@ after an unclear outcome the key is read back and the whole save id compared.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from holdfast.engine.catalog import Catalog, Marks
@@ -34,7 +34,13 @@ from holdfast.format.manifest import (
     encode_deleted,
     encode_manifest,
 )
-from holdfast.format.records import Retired, decode_writer, encode_retired
+from holdfast.format.records import (
+    Retired,
+    Thinned,
+    decode_writer,
+    encode_retired,
+    encode_thinned,
+)
 from holdfast.store.base import Folders, Store, make_folder, refresh_folder, sync_folder
 
 
@@ -206,6 +212,40 @@ def retract(
         _bury(store, folder, Deleted(save_id=register.save_id, by=by, reason=reason))
     name = layout.parse_attempt(folder)
     remove_files(store, folder, whole=name is not None and may_remove_whole(name.epoch))
+    return True
+
+
+def thin(store: Store, folder: str, components: Sequence[str], *, epoch: int, reason: str) -> bool:
+    """Drop components of a checkpoint that stays: marks, fence, pins, files.
+
+    False when it must stay whole after all. As for `retract`, what justifies this is durable.
+
+    Raises:
+        Superseded: a later writer owns the run; at most the marks were left.
+    """
+    ours: list[str] = []
+    for component in components:
+        key = f"{folder}/{layout.thinned_name(component, epoch)}"
+        mark = Thinned(by=f"writer {epoch}", component=component, reason=reason)
+        try:
+            store.put(key, encode_thinned(mark), if_absent=True)
+        except AlreadyExists:
+            continue  # We began before; some files may be gone already.
+        except NotFound:
+            return False
+        ours.append(key)
+    check_fence(store, epoch, committed=True)
+    catalog = Catalog(store)
+    marks, register = catalog.marks(folder), catalog.read(folder)
+    if not isinstance(register, Manifest):
+        return False
+    if is_held(register, marks):
+        for key in ours:
+            store.delete(key)
+        return False
+    for component in components:
+        for file in register.components[component].files:
+            store.delete(f"{folder}/{file}")
     return True
 
 

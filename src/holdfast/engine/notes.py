@@ -78,7 +78,12 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def reject(store: Store, folder: str, *, by: str, reason: str) -> None:
-    """Mark a checkpoint that resume could not use. It is not deleted, and may be tried again."""
+    """Mark a checkpoint that resume could not use. It is not deleted, and may be tried again.
+
+    One from which retention dropped something is not marked: what is left of it is not damaged.
+    """
+    if Catalog(store).marks(folder).thinned_by:
+        return
     record = encode_rejected(Rejected(by=by, reasons=(reason,)))
     try:
         store.put(f"{folder}/{layout.REJECTED}", record, if_absent=True)

@@ -90,5 +90,5 @@ def is_this_process(process: Process) -> bool:
 
 
 def utc_now() -> str:
-    """The time for people: ISO 8601, UTC, seconds. Nothing is ever decided by it."""
+    """The time for people: ISO 8601, UTC, seconds. Only calendar rules read it."""
     return datetime.now(timezone.utc).replace(microsecond=0).isoformat()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.engine.catalog import Catalog, Entry
-from holdfast.engine.claim import Choice, is_being_deleted
+from holdfast.engine.claim import Choice, dropped, is_being_deleted
 from holdfast.engine.load import Tensors, open_checkpoint, read_tensors
 from holdfast.engine.workers import Workers
 from holdfast.errors import (
@@ -58,6 +58,10 @@ class LoadOptions:
         return self.components is None and not self.skip and self.rename is None and self.strict
 
 
+class Dropped(NoCheckpoint):
+    """Retention has dropped components that are asked for; what is left is sound."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A checkpoint that was read whole and fits: what is left is to apply it."""
@@ -83,15 +87,27 @@ class Reader:
         """Read and check one checkpoint.
 
         Raises:
+            Dropped: components that are asked for were dropped, and `options` are strict.
             FormatError, StoreError: it is damaged or cannot be read.
             MismatchError: it does not fit the live state.
         """
+        gone = dropped(self.store, entry.folder, entry.manifest, entry.marks)
+        asked = entry.manifest.components if options.components is None else options.components
+        wanted = [name for name in asked if name not in options.skip]
+        if options.strict:
+            self._expect_there(entry, wanted, gone)
+        try:
+            return self._read(entry, options, [name for name in asked if name not in gone])
+        except (FormatError, StoreError):
+            # Files may have gone while they were read.
+            marks = Catalog(self.store).marks(entry.folder)
+            now = dropped(self.store, entry.folder, entry.manifest, marks)
+            self._expect_there(entry, wanted, set(now) - set(gone))
+            raise
+
+    def _read(self, entry: Entry, options: LoadOptions, components: list[str]) -> Candidate:
         opened = open_checkpoint(
-            self.store,
-            entry.folder,
-            entry.manifest,
-            components=options.components,
-            verify=options.verify,
+            self.store, entry.folder, entry.manifest, components=components, verify=options.verify
         )
         prepared = prepare(
             self.state,
@@ -113,11 +129,21 @@ class Reader:
         )
         return Candidate(entry=entry, options=options, prepared=prepared, tensors=tensors)
 
+    def _expect_there(self, entry: Entry, wanted: list[str], gone: Collection[str]) -> None:
+        missing = ", ".join(name for name in wanted if name in gone)
+        if missing:
+            raise Dropped(
+                f"{self.store.url}/{entry.folder}: retention has dropped {missing} of it; a run "
+                "cannot go on from what is left. Load the other components by name, or take "
+                "another checkpoint"
+            )
+
     def named(self, which: str | int, options: LoadOptions) -> Candidate:
         """Read what is named; when it is deleted meanwhile, what the name means by then.
 
         Raises:
             NoCheckpoint: nothing answers, or it is always gone before it is read.
+            Dropped: components that are asked for were dropped.
             FormatError, StoreError: it is damaged or cannot be read.
         """
         catalog = Catalog(self.store)
@@ -158,7 +184,7 @@ class Reader:
         try:
             return self._read_twice(catalog, name, options)
         except HoldfastError as error:
-            if not is_damage(error):
+            if not (is_damage(error) or isinstance(error, Dropped)):
                 raise
             self.rejected.append((str(name), str(error)))
             return None

@@ -25,6 +25,7 @@ _COMPONENT = re.compile(r"[a-z0-9_\-]{1,64}", re.ASCII)
 _WRITER = re.compile(r"([0-9]{8,12})\.json", re.ASCII)
 _SCRATCH = re.compile(r"preflight-[0-9a-f]{16}", re.ASCII)
 _RETIRED = re.compile(r"retired-([0-9]{8,12})\.json", re.ASCII)
+_THINNED = re.compile(r"thinned-([a-z0-9_\-]{1,64})-([0-9]{8,12})\.json", re.ASCII)
 _NOTES = re.compile(r"notes-([0-9]{4})\.json", re.ASCII)
 
 
@@ -123,6 +124,20 @@ def parse_retired(name: str) -> int | None:
     """The writer epoch of such a mark, or None for another name."""
     match = _RETIRED.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def thinned_name(component: str, epoch: int) -> str:
+    """Name of the mark by which a writer epoch begins to drop a component."""
+    return f"thinned-{component}-{epoch:08d}.json"
+
+
+def parse_thinned(name: str) -> tuple[str, int] | None:
+    """The component and the writer epoch of such a mark, or None for another name.
+
+    The number has at least 8 digits, and that of a file of a component at most 7.
+    """
+    match = _THINNED.fullmatch(name)
+    return (match[1], int(match[2])) if match else None
 
 
 def parse_notes(name: str) -> int | None:

@@ -68,6 +68,14 @@ class Retired(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class Thinned(msgspec.Struct, frozen=True, kw_only=True):
+    """That retention is about to drop a component of a checkpoint that stays."""
+
+    by: str
+    component: str
+    reason: str
+
+
 class Rejected(msgspec.Struct, frozen=True, kw_only=True):
     """That a resume found a checkpoint damaged."""
 
@@ -125,6 +133,16 @@ def encode_retired(retired: Retired) -> bytes:
 def decode_retired(data: Buffer, *, what: str) -> Retired:
     """The mark in `data`; a `FormatError` otherwise."""
     return _decode("retired", data, Retired, what=what)
+
+
+def encode_thinned(thinned: Thinned) -> bytes:
+    """The mark as a sealed document."""
+    return _encode("thinned", thinned)
+
+
+def decode_thinned(data: Buffer, *, what: str) -> Thinned:
+    """The mark in `data`; a `FormatError` otherwise."""
+    return _decode("thinned", data, Thinned, what=what)
 
 
 def encode_rejected(rejected: Rejected) -> bytes:

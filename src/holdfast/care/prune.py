@@ -1,0 +1,92 @@
+"""Retention from outside a run: hold an epoch, carry out a rule once, give the run up again.
+
+An epoch that never commits moves nothing: the run stands afterwards where it stood before
+(docs/design.md, rule 2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from holdfast.care.retention import Deleter, Planned, plan
+from holdfast.engine.catalog import Catalog, Entry
+from holdfast.engine.claim import Choice, dropped, is_being_deleted
+from holdfast.engine.owner import Ownership
+from holdfast.errors import FormatError, HoldfastError, OutcomeUnknown
+from holdfast.events import Emitter
+from holdfast.policy.retention import Rule
+from holdfast.store.base import Store
+
+
+@dataclass(slots=True, kw_only=True)
+class Pruned:
+    """What was decided for every checkpoint of the run, newest first, and what was done."""
+
+    planned: tuple[Planned, ...] = ()
+    deleted: list[str] = field(default_factory=list)
+    """Folders."""
+    thinned: list[str] = field(default_factory=list)
+    """Folders that lost components."""
+    failed: list[tuple[str, str]] = field(default_factory=list)
+    """(folder, why) of what could not be done, and of what was found damaged on the way."""
+
+
+def preview(store: Store, rule: Rule) -> tuple[Planned, ...]:
+    """What `prune` would decide now. Claims and writes nothing."""
+    catalog = Catalog(store)
+    point = _standing(store).point
+    attempts = (name.epoch for name in catalog.attempts())
+    epoch = catalog.highest_epoch() or max(attempts, default=0)
+    return plan(catalog, rule, epoch=epoch, resumed_from=point.order if point else None)
+
+
+def prune(store: Store, rule: Rule, *, emit: Emitter) -> Pruned:
+    """Delete and thin what the rule says. Claims the run for that long, when there is work.
+
+    Raises:
+        OwnedElsewhere: a live process owns the run; its own rule prunes.
+        Superseded: another process claimed the run meanwhile; it decides from now on.
+    """
+    report = Pruned(planned=preview(store, rule))
+    if all(item.decision.keep and not item.decision.drop for item in report.planned):
+        return report
+    owner = Ownership(store, takeover=False, emit=emit)
+
+    def tell_failed(entry: Entry, error: HoldfastError) -> None:
+        report.failed.append((entry.folder, str(error)))
+        if isinstance(error, OutcomeUnknown):
+            owner.is_clean = False
+
+    deleter = Deleter(
+        store,
+        rule,
+        retracted=lambda entry, why: report.deleted.append(entry.folder),
+        thinned=lambda entry, components, why: report.thinned.append(entry.folder),
+        failed=tell_failed,
+    )
+    owner.take(lambda: _standing(store))
+    try:
+        assert owner.claim is not None
+        report.planned = deleter.carry_out(owner.claim, has_committed=False)
+    finally:
+        owner.release()
+    return report
+
+
+def _standing(store: Store) -> Choice:
+    """Where the run stands: the newest of the lineage from which it can go on."""
+    catalog = Catalog(store)
+    passed_over: set[str] = set()
+    for name in catalog.lineage():
+        try:
+            entry = catalog.entry(name)
+        except FormatError:
+            passed_over.add(str(name))
+            continue
+        if entry is None:
+            continue
+        lost = dropped(store, entry.folder, entry.manifest, entry.marks)
+        if not lost and not is_being_deleted(store, entry.marks):
+            return Choice(point=entry.reference, passed_over=frozenset(passed_over))
+        passed_over.add(entry.folder)
+    return Choice(point=None, passed_over=frozenset(passed_over))

@@ -1,0 +1,57 @@
+"""`holdfast pin`, `unpin` and `tag`: what people say about a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.cli.output import Answer
+from holdfast.cli.target import is_checkpoint_folder, open_target, read_entry, split_target
+from holdfast.engine.catalog import Entry
+from holdfast.engine.notes import annotate
+from holdfast.errors import UsageError
+from holdfast.store.base import Store
+
+
+def pin(target: str, *, pinned: bool) -> Answer:
+    """Keep a checkpoint whatever any rule says, or let the rules decide again.
+
+    Raises:
+        UsageError: `target` names no single checkpoint.
+        NoCheckpoint: nothing answers, or its deletion has begun.
+    """
+    store, entry = _named(target)
+    annotate(store, entry, pinned=pinned)
+    return _answer(store, entry.folder)
+
+
+def tag(target: str, tags: Sequence[str]) -> Answer:
+    """Add tags to a checkpoint; a tagged one is kept.
+
+    Raises:
+        UsageError: `target` names no single checkpoint, or a tag is not allowed.
+        NoCheckpoint: nothing answers, or its deletion has begun.
+    """
+    store, entry = _named(target)
+    annotate(store, entry, add_tags=tags)
+    return _answer(store, entry.folder)
+
+
+def _named(target: str) -> tuple[Store, Entry]:
+    root, which = split_target(target)
+    if which is None and not is_checkpoint_folder(root):
+        raise UsageError(f"{target!r}: name one checkpoint, as ROOT@WHICH")
+    store, folder = open_target(target)
+    return store, read_entry(store, folder)
+
+
+def _answer(store: Store, folder: str) -> Answer:
+    entry = read_entry(store, folder)
+    marks = ["pinned" if entry.marks.pinned else "not pinned", *(f"#{t}" for t in entry.tags)]
+    document = {
+        "root": store.url,
+        "folder": folder,
+        "step": entry.step,
+        "pinned": entry.marks.pinned,
+        "tags": list(entry.tags),
+    }
+    return Answer(document=document, parts=[f"{folder}: {', '.join(marks)}"])

@@ -1,0 +1,122 @@
+"""`holdfast prune`: what a retention rule keeps, what it does not, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from holdfast.care.prune import Pruned, preview, prune
+from holdfast.care.retention import Planned
+from holdfast.cli.output import Answer, Code, Table, printable, size
+from holdfast.cli.target import open_root
+from holdfast.engine.catalog import Catalog, Entry
+from holdfast.errors import NoCheckpoint
+from holdfast.events import Emitter, Event
+from holdfast.policy.spelling import parse_rule
+
+_OTHER_RUN = "copied here from another run, which this one does not judge"
+
+
+def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
+    """Carry out the rule that `keep` spells, or only say what it would do.
+
+    Raises:
+        UsageError: `keep` spells no rule.
+        NoCheckpoint: not a root, or nothing in it.
+        OwnedElsewhere: a live process owns the run.
+    """
+    rule = parse_rule(keep)
+    store = open_root(root)
+    entries, damaged = Catalog(store).survey()
+    if not entries and not damaged:
+        raise NoCheckpoint(f"{store.url}: no checkpoints yet")
+    report = (
+        Pruned(planned=preview(store, rule))
+        if dry_run
+        else prune(store, rule, emit=Emitter((_tell,)))
+    )
+    judged = {item.entry.folder for item in report.planned}
+    others = [entry for entry in entries if entry.folder not in judged]
+    nbytes = sum(item.nbytes for item in report.planned if dry_run or _is_done(item, report))
+    document = {
+        "root": store.url,
+        "dry_run": dry_run,
+        "keep": str(rule),
+        "checkpoints": [
+            *(_document(item) for item in report.planned),
+            *(_other_document(entry) for entry in others),
+        ],
+        "deleted": report.deleted,
+        "thinned": report.thinned,
+        "failed": [{"folder": folder, "why": why} for folder, why in report.failed],
+        "damaged": [{"folder": folder, "reason": why} for folder, why in damaged],
+        "nbytes": nbytes,
+    }
+    table = Table(
+        columns=("step", "folder", "size", "what", "why"),
+        rows=[*(_row(item) for item in report.planned), *map(_other_row, others)],
+        right=frozenset({0, 2}),
+        whole=frozenset({0, 1, 2, 3}),
+    )
+    lines = [f"kept, cannot be read: {folder}: {why}" for folder, why in damaged]
+    lines += [f"FAILED {folder}: {why}" for folder, why in report.failed]
+    lines.append(f"{size(nbytes)} {'to give' if dry_run else 'given'} back")
+    code = Code.FOUND if report.failed else Code.OK
+    return Answer(document=document, parts=[table, *lines], code=code)
+
+
+def _is_done(item: Planned, report: Pruned) -> bool:
+    return item.entry.folder in (report.thinned if item.decision.keep else report.deleted)
+
+
+def _action(item: Planned) -> str:
+    if not item.decision.keep:
+        return "delete"
+    return "thin" if item.decision.drop else "keep"
+
+
+def _document(item: Planned) -> dict[str, Any]:
+    return {
+        "folder": item.entry.folder,
+        "step": item.entry.step,
+        "action": _action(item),
+        "drop": list(item.decision.drop),
+        "why": item.decision.reason,
+        "nbytes": item.decision.entry.nbytes,
+    }
+
+
+def _other_document(entry: Entry) -> dict[str, Any]:
+    return {
+        "folder": entry.folder,
+        "step": entry.step,
+        "action": "keep",
+        "drop": [],
+        "why": _OTHER_RUN,
+        "nbytes": entry.manifest.nbytes,
+    }
+
+
+def _row(item: Planned) -> tuple[str, ...]:
+    return (
+        str(item.entry.step),
+        item.entry.folder,
+        size(item.decision.entry.nbytes),
+        _what(item.decision.drop) if item.decision.drop else _action(item),
+        item.decision.reason,
+    )
+
+
+def _other_row(entry: Entry) -> tuple[str, ...]:
+    return (str(entry.step), entry.folder, size(entry.manifest.nbytes), "keep", _OTHER_RUN)
+
+
+def _what(drop: Sequence[str]) -> str:
+    return f"drop {', '.join(drop)}"
+
+
+def _tell(event: Event) -> None:
+    if event.kind != "claimed":
+        typer.echo(printable(event.message), err=True)
