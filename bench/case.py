@@ -115,8 +115,10 @@ def _load(case: Case) -> dict[str, list[float]]:
 
 def _limits(case: Case) -> dict[str, list[float]]:
     nbytes = build(case.spec).nbytes
-    figures = measure_limits(nbytes, case.folder, settle=lambda: _settle(case, nbytes))
-    return {"nbytes": [float(nbytes)]} | {name: [value] for name, value in figures.items()}
+    figures = measure_limits(
+        nbytes, case.folder, num_files=SAVES, settle=lambda: _settle(case, nbytes)
+    )
+    return {"nbytes": [float(nbytes)]} | figures
 
 
 def _settle(case: Case, nbytes: int) -> None:

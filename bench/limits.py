@@ -5,6 +5,7 @@ Nothing here knows a checkpoint; every figure is the best plain loop over 8 MiB 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -19,26 +20,36 @@ from bench.machine import drop_cache
 
 BLOCK_NBYTES = 8 * 1024 * 1024
 _PAGE = mmap.PAGESIZE
+_LAST = "buffered_write_s-0"
 
 
-def measure(nbytes: int, folder: Path, *, settle: Callable[[], None]) -> dict[str, float]:
+def measure(
+    nbytes: int, folder: Path, *, num_files: int, settle: Callable[[], None]
+) -> dict[str, list[float]]:
     """Seconds for each limit on `nbytes` bytes; files go to `folder`.
 
+    A way to write is measured as the saves are: `num_files` new files, the first not counted.
     `settle` is called before whatever takes new memory, anonymous or for pages of files.
     """
     source = _random_memory(nbytes)
     num_threads = len(os.sched_getaffinity(0))
-    figures = dict(_memory(source, num_threads, settle))
-    figures |= _digests(source, num_threads)
-    figures |= _writes(source, folder, num_threads, settle)
-    figures |= _reads(_random_memory(len(source)), folder / "buffered", num_threads, settle)
-    return figures
+    single = dict(_memory(source, num_threads, settle))
+    single |= _digests(source, num_threads)
+    writes = _writes(source, folder, num_files, num_threads, settle)
+    single |= _reads(_random_memory(len(source)), folder / _LAST, num_threads, settle)
+    return writes | {name: [value] for name, value in single.items()}
 
 
 def _random_memory(nbytes: int) -> memoryview:
-    """Private, page-aligned, touched memory; its length is rounded up to whole pages."""
+    """Private, page-aligned, touched memory; its length is rounded up to whole pages.
+
+    In huge pages where there are some: direct writes from small ones take a third longer.
+    """
     rounded = -(-nbytes // _PAGE) * _PAGE
-    memory = memoryview(mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    mapped = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    memory = memoryview(mapped)
     block = np.random.default_rng(0).bytes(min(rounded, BLOCK_NBYTES))
     for start, stop in _blocks(rounded):
         memory[start:stop] = block[: stop - start]
@@ -71,21 +82,29 @@ def _digests(source: memoryview, num_threads: int) -> dict[str, float]:
 
 
 def _writes(
-    source: memoryview, folder: Path, num_threads: int, settle: Callable[[], None]
-) -> dict[str, float]:
-    """Leaves `folder/buffered`."""
-    direct_s = _write(source, folder / "direct", os.O_DIRECT, max(2, num_threads))
-    (folder / "direct").unlink()
-    settle()
-    all_s = _write(source, folder / "buffered_all", 0, num_threads)
-    (folder / "buffered_all").unlink()
-    settle()
-    one_s = _write(source, folder / "buffered", 0, 1)
-    return {
-        "direct_write_s": direct_s,
-        "buffered_write_s": one_s,
-        "buffered_write_all_s": all_s,
+    source: memoryview,
+    folder: Path,
+    num_files: int,
+    num_threads: int,
+    settle: Callable[[], None],
+) -> dict[str, list[float]]:
+    """Leaves `folder/_LAST` alone."""
+    ways = {
+        "direct_write_s": (os.O_DIRECT, max(2, num_threads)),
+        "buffered_write_all_s": (0, num_threads),
+        "buffered_write_s": (0, 1),
     }
+    figures = {}
+    for name, (flags, threads) in ways.items():
+        seconds = []
+        for number in range(num_files):
+            settle()
+            seconds.append(_write(source, folder / f"{name}-{number}", flags, threads))
+        figures[name] = seconds[1:]
+        for number in range(num_files):
+            if f"{name}-{number}" != _LAST:
+                (folder / f"{name}-{number}").unlink()
+    return figures
 
 
 def _reads(

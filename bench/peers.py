@@ -170,6 +170,13 @@ def _holdfast_load(state: State, folder: Path) -> object:
     from holdfast import CheckpointManager
 
     with CheckpointManager(folder, state.components) as manager:
+        return manager.load()
+
+
+def _holdfast_resume(state: State, folder: Path) -> object:
+    from holdfast import CheckpointManager
+
+    with CheckpointManager(folder, state.components) as manager:
         return manager.resume()
 
 
@@ -213,7 +220,10 @@ PEERS: Mapping[str, Peer] = {
     "holdfast": Peer(
         title="holdfast",
         saver=Holdfast,
-        readers={"holdfast": Reader(title="holdfast, every byte verified", load=_holdfast_load)},
+        readers={
+            "holdfast": Reader(title="holdfast, every byte verified", load=_holdfast_load),
+            "holdfast-resume": Reader(title="the same, claiming the run", load=_holdfast_resume),
+        },
     ),
     "torch": Peer(
         title="torch.save + fsync",

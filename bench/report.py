@@ -83,7 +83,11 @@ def save_table(saves: Rounds, limits: Rounds) -> list[str]:
         "on disk",
     ]
     titles = {case: PEERS[case].title for case in saves.figures}
-    return _table(head, titles, saves.errors, row)
+    lines = _table(head, titles, saves.errors, row)
+    durable = [saves.median(case, "durable_s") for case in saves.figures]
+    if disk_s and any(value is not None and value < disk_s for value in durable):
+        lines += ["", "**A row beats the disk's limit, so the limit is wrong: do not use it.**"]
+    return lines
 
 
 def load_table(loads: Rounds) -> list[str]:
