@@ -195,8 +195,8 @@ class CheckpointManager:
         self._saver.raise_failure()
         if self._every is None:
             return None
-        measured = checked_metrics(metrics)
-        due = self._every.decide(self._previous, self._saved, now, measured, event)
+        # As they are: to read a tensor's value would make every step wait for the device.
+        due = self._every.decide(self._previous, self._saved, now, metrics or {}, event)
         self._previous = now
         if due is None:
             return None
@@ -205,7 +205,7 @@ class CheckpointManager:
             epoch=epoch,
             samples=samples,
             tokens=tokens,
-            metrics=measured,
+            metrics=metrics,
             reason=due.reason,
             save_class=due.save_class,
         )

@@ -60,7 +60,7 @@ def test_values_that_are_not_finite_stay_json(tmp_path: Path) -> None:
     log = JsonLines(tmp_path / "train.jsonl")
     now = Now(1)
     log.fit_start(now)  # type: ignore[arg-type]
-    log.step_end(now, {"loss": float("nan"), "top": float("inf"), "x": 0.5})  # type: ignore[arg-type]
-    log.fit_end(now)  # type: ignore[arg-type]
+    log.log(now, {"loss": float("nan"), "top": float("inf"), "x": 0.5})  # type: ignore[arg-type]
+    log.close(now)  # type: ignore[arg-type]
     line = json.loads((tmp_path / "train.jsonl").read_text(), parse_constant=pytest.fail)
     assert line["metrics"] == {"loss": "nan", "top": "inf", "x": 0.5}

@@ -10,23 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.errors import UsageError
-from holdfast.train.loop import Update, next_window
+from holdfast.train import Callback, Precision
+from holdfast.train.callbacks import Callbacks
+from holdfast.train.loop import Clip, Update, next_window
+from holdfast.train.precision import Numerics
 
 
-def nothing() -> None:
-    pass
-
-
-def update(**options: Any) -> Update:
+def update(*callbacks: Callback, **options: Any) -> Update:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     options = {
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "scheduler": None,
+        "schedulers": (),
         "loss": lambda model, batch: model(batch).square().mean(),
-        "clip_norm": None,
+        "clip": Clip(),
+        "numerics": Numerics(Precision(), "cpu"),
         "device": None,
+        "callbacks": Callbacks(callbacks, None),  # type: ignore[arg-type]
         **options,
     }
     return Update(**options)
@@ -39,8 +40,8 @@ def weight(update: Update) -> Tensor:
 def test_a_window_is_the_mean_of_its_batches() -> None:
     batches = list(torch.randn(3, 2, 3))
     windowed, whole = update(), update()
-    metrics = windowed(batches, nothing)
-    expected = whole([torch.cat(batches)], nothing)
+    metrics = windowed(batches)
+    expected = whole([torch.cat(batches)])
     torch.testing.assert_close(weight(windowed), weight(whole))
     assert metrics["loss"] == pytest.approx(expected["loss"])
 
@@ -49,19 +50,20 @@ def test_metrics_are_means_over_the_window() -> None:
     def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, Any]]:
         return model(batch).mean(), {"size": torch.tensor(float(len(batch)))}
 
-    found = update(loss=loss)([torch.zeros(2, 3), torch.zeros(4, 3)], nothing)
+    found = update(loss=loss)([torch.zeros(2, 3), torch.zeros(4, 3)])
     assert found["size"] == 3.0
 
 
 def test_gradients_are_clipped_before_the_hook_and_their_norm_is_told() -> None:
-    clipped = update(clip_norm=1e-3)
     norms: list[float] = []
 
-    def norm() -> None:
-        squares = [item.grad.square().sum() for item in clipped.model.parameters()]  # type: ignore[union-attr]
-        norms.append(float(torch.stack(squares).sum().sqrt()))
+    class Norm(Callback):
+        def before_optimizer_step(self, training: Any) -> None:
+            squares = [item.grad.square().sum() for item in clipped.model.parameters()]  # type: ignore[union-attr]
+            norms.append(float(torch.stack(squares).sum().sqrt()))
 
-    metrics = clipped([torch.ones(2, 3)], norm)
+    clipped = update(Norm(), clip=Clip(norm=1e-3))
+    metrics = clipped([torch.ones(2, 3)])
     assert norms[0] == pytest.approx(1e-3, rel=1e-3)
     assert metrics["grad_norm"] > 1e-3
 
@@ -70,7 +72,7 @@ def test_no_gradient_is_left_over_or_taken_over() -> None:
     first, second = update(), update()
     second.model(torch.ones(1, 3)).sum().backward()
     for one in (first, second):
-        one([torch.ones(2, 3)], nothing)
+        one([torch.ones(2, 3)])
     assert torch.equal(weight(first), weight(second))
     assert all(item.grad is None for item in first.model.parameters())
 
@@ -78,8 +80,8 @@ def test_no_gradient_is_left_over_or_taken_over() -> None:
 def test_the_scheduler_steps_once_a_window() -> None:
     one = update()
     scheduler = torch.optim.lr_scheduler.StepLR(one.optimizer, 1, gamma=0.5)
-    scheduled = update(model=one.model, optimizer=one.optimizer, scheduler=scheduler)
-    scheduled([torch.ones(2, 3)] * 4, nothing)
+    scheduled = update(model=one.model, optimizer=one.optimizer, schedulers=[scheduler])
+    scheduled([torch.ones(2, 3)] * 4)
     assert scheduler.get_last_lr() == [0.05]
 
 
@@ -94,7 +96,7 @@ def test_the_scheduler_steps_once_a_window() -> None:
 )
 def test_what_is_no_loss_is_refused(loss: Any) -> None:
     with pytest.raises(UsageError, match="loss"):
-        update(loss=loss)([torch.ones(2, 3)], nothing)
+        update(loss=loss)([torch.ones(2, 3)])
 
 
 def test_batches_are_moved_in_any_container() -> None:
@@ -107,7 +109,7 @@ def test_batches_are_moved_in_any_container() -> None:
 
     x = torch.ones(2)
     batch = {"x": x, "list": [x, (x, 5)], "pair": pair(x, "text")}
-    update(loss=loss, device=torch.device("meta"))([batch], nothing)
+    update(loss=loss, device=torch.device("meta"))([batch])
     moved = seen[0]
     tensors = [moved["x"], moved["list"][0], moved["list"][1][0], moved["pair"].a]
     assert {tensor.device.type for tensor in tensors} == {"meta"}

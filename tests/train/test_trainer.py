@@ -20,12 +20,26 @@ from torch import Tensor, nn
 from holdfast.data import Loader
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.errors import MismatchError, SaveFailed, Superseded, UsageError
+from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
+from holdfast.policy.classes import SavePolicy
 from holdfast.policy.retention import Last
+from holdfast.policy.triggers import At, AtStart, Every, On
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
 from holdfast.testing.resume import Report, StepReporter, assert_resume_equivalent
-from holdfast.train import Callback, Logger, Metrics, Trainer
+from holdfast.train import (
+    REQUEUE_EXIT_CODE,
+    Callback,
+    HookFailed,
+    Logger,
+    Metrics,
+    Outcome,
+    Trainer,
+    Training,
+    Validation,
+)
+from train.small import Noisy, make
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -33,22 +47,6 @@ pytestmark = [
 ]
 
 multiprocessing.set_forkserver_preload(["holdfast.testing.resume"])
-
-
-class Noisy:
-    """Ten samples with noise from every global generator."""
-
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> Tensor:
-        noise = random.random() + float(np.random.random()) + torch.rand(4)
-        return noise + index / 10
-
-
-def mean_square(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, float]]:
-    loss = model(batch).square().mean()
-    return loss, {"draw": random.random()}
 
 
 class Total(Callback):
@@ -66,22 +64,6 @@ class Total(Callback):
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.total = state["total"]
-
-
-def make(root: Any, *, num_workers: int = 0, **options: Any) -> Trainer:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-    optimizer = torch.optim.AdamW(model.parameters())
-    options = {
-        "data": Loader(Noisy(), batch_size=2, num_workers=num_workers),
-        "loss": mean_square,
-        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3),
-        "every": "2step",
-        "progress": False,
-        "log": isinstance(root, Path),
-        **options,
-    }
-    return Trainer(model, optimizer=optimizer, root=root, **options)
 
 
 def checkpoints(root: Any) -> list[Checkpoint]:
@@ -120,8 +102,8 @@ class Hooks(Callback):
     def epoch_start(self, trainer: Trainer) -> None:
         self.calls.append(f"{self.name}.epoch_start {trainer.counters.epoch}")
 
-    def before_step(self, trainer: Trainer) -> None:
-        self.calls.append(f"{self.name}.before_step")
+    def before_optimizer_step(self, trainer: Trainer) -> None:
+        self.calls.append(f"{self.name}.before_optimizer_step")
 
     def step_end(self, trainer: Trainer, metrics: Metrics) -> None:
         self.calls.append(f"{self.name}.step_end {trainer.counters.step}")
@@ -131,7 +113,7 @@ class Hooks(Callback):
     def epoch_end(self, trainer: Trainer) -> None:
         self.calls.append(f"{self.name}.epoch_end {trainer.counters.epoch}")
 
-    def checkpoint_saved(self, trainer: Trainer, checkpoint: Checkpoint) -> None:
+    def checkpoint_saved(self, trainer: Trainer, checkpoint: Checkpoint, cost: Metrics) -> None:
         self.calls.append(f"{self.name}.checkpoint_saved {checkpoint.step}")
 
     def checkpoint_failed(self, trainer: Trainer, error: SaveFailed) -> None:
@@ -178,7 +160,7 @@ def test_the_log_after_a_resume_is_the_log_of_one_run(tmp_path: Path) -> None:
     def plain(root: Path) -> list[dict[str, Any]]:
         return [{**line, "time": None} for line in log_lines(root)]
 
-    with pytest.raises(Stop):
+    with pytest.raises(HookFailed):
         make(tmp_path / "broken", callbacks=[Hooks(stop_at=6)]).fit(9)
     assert [line["step"] for line in log_lines(tmp_path / "broken")] == [1, 2, 3, 4, 5]
     make(tmp_path / "broken", callbacks=[Hooks()]).fit(9)
@@ -216,7 +198,7 @@ def test_the_last_step_is_saved_once_and_as_final(tmp_path: Path) -> None:
     make(tmp_path, every="2step").fit(4)
     found = checkpoints(tmp_path)
     assert [(item.step, item.reason, item.save_class) for item in found] == [
-        (2, "interval", "permanent"),
+        (2, "every 2step", "permanent"),
         (4, "final", "permanent"),
     ]
 
@@ -224,6 +206,57 @@ def test_the_last_step_is_saved_once_and_as_final(tmp_path: Path) -> None:
 def test_without_a_trigger_the_last_step_alone_is_saved(tmp_path: Path) -> None:
     make(tmp_path, every=None).fit(3)
     assert [found.step for found in checkpoints(tmp_path)] == [3]
+
+
+def test_a_trigger_may_be_a_part_of_the_goal(tmp_path: Path) -> None:
+    make(tmp_path, every="0.25dur").fit(8)
+    assert [found.step for found in checkpoints(tmp_path)] == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"),
+    [
+        (AtStart() | Every("3step"), [0, 3, 6, 7]),
+        (On("epoch"), [5, 7]),
+        (On("evaluation"), [4, 7]),
+        (On("epoch", "evaluation") | Every("5step"), [4, 5, 7]),
+        (At("2step", "6step"), [2, 6, 7]),
+        (lambda now, metrics, event: event == "step" and now.step == 3, [3, 7]),
+    ],
+)
+def test_triggers_are_asked_at_every_event(tmp_path: Path, every: Any, expected: list[int]) -> None:
+    """O8: one save a step, whatever asks for it."""
+    plan = Validation(data=Loader(Noisy(), batch_size=5), every="4step")
+    make(tmp_path, every=every, validate=plan).fit(7)
+    assert [found.step for found in checkpoints(tmp_path)] == expected
+
+
+def test_a_trigger_sees_the_metrics_of_a_validation(tmp_path: Path) -> None:
+    """A5."""
+    seen: list[bool] = []
+
+    def look(now: Timestamp, metrics: Metrics, event: str) -> bool:
+        if event == "evaluation":
+            seen.append("val/loss" in metrics)
+        return False
+
+    plan = Validation(data=Loader(Noisy(), batch_size=5), every="2step")
+    make(tmp_path, every=look, validate=plan).fit(5)
+    assert seen == [True, True]
+
+
+def test_the_end_is_permanent_although_its_step_was_saved_as_ephemeral(tmp_path: Path) -> None:
+    """O3: also when the end is asked for after the last save was begun."""
+
+    class Stops(Callback):
+        def log(self, training: Training, metrics: Metrics) -> None:
+            if training.counters.step == 4:
+                training.request_stop("enough")
+
+    policy = SavePolicy(permanent="100step", ephemeral="2step")
+    make(tmp_path, every=policy, callbacks=[Stops()]).fit(9)
+    last = checkpoints(tmp_path)[-1]
+    assert (last.step, last.save_class, last.reason) == (4, "permanent", "stopped")
 
 
 def test_retention_is_the_managers(tmp_path: Path) -> None:
@@ -303,8 +336,14 @@ def test_hooks_run_in_order_with_loggers_last(tmp_path: Path) -> None:
     own_calls = [call.removeprefix("own.") for call in calls if call.startswith("own.")]
     assert own_calls == [
         "fit_start",
-        *("epoch_start 0", "before_step", "step_end 1", "before_step", "step_end 2"),
-        *("epoch_end 1", "epoch_start 1", "before_step", "step_end 3"),
+        *(
+            "epoch_start 0",
+            "before_optimizer_step",
+            "step_end 1",
+            "before_optimizer_step",
+            "step_end 2",
+        ),
+        *("epoch_end 1", "epoch_start 1", "before_optimizer_step", "step_end 3"),
         *("checkpoint_saved 3", "fit_end"),
     ]
     assert calls == [line for call in own_calls for line in (f"own.{call}", f"log.{call}")]
@@ -312,7 +351,7 @@ def test_hooks_run_in_order_with_loggers_last(tmp_path: Path) -> None:
 
 def test_an_epoch_begins_once_although_it_is_resumed_in_its_middle(tmp_path: Path) -> None:
     first, second = Hooks(stop_at=4), Hooks()
-    with pytest.raises(Stop):
+    with pytest.raises(HookFailed):
         make(tmp_path, callbacks=[first]).fit(8)
     make(tmp_path, callbacks=[second]).fit(8)
     assert first.of("epoch_start") == ["0"]
@@ -327,7 +366,7 @@ def test_callbacks_of_one_class_keep_their_own_states(tmp_path: Path) -> None:
     again = [Total(), Hooks(), Total(2.0)]
     trainer = make(tmp_path, callbacks=again)
     trainer.fit(3)
-    assert {"callback-0-total", "callback-2-total"} <= set(trainer.state)
+    assert {"callback-total", "callback-total_2"} <= set(trainer.state)
     assert again[0].total == first[0].total != 0.0  # type: ignore[attr-defined]
     assert again[2].total == first[2].total  # type: ignore[attr-defined]
 
@@ -339,11 +378,12 @@ def test_an_error_ends_the_run_cleanly_and_is_what_the_caller_sees(
     """D46: with a save under way; the run can be taken up at once."""
     hooks = Hooks(stop_at=3, error=error)
     trainer = make(tmp_path, every="1step", callbacks=[hooks])
-    with pytest.raises(type(error)) as raised:
+    expected = HookFailed if isinstance(error, Stop) else type(error)
+    with pytest.raises(expected) as raised:
         trainer.fit(9)
-    assert raised.value is error
+    assert error in (raised.value, raised.value.__cause__)
     assert trainer.manager is None
-    assert hooks.of("exception") == [type(error).__name__]
+    assert hooks.of("exception") == [expected.__name__]
     assert hooks.of("fit_end") == []
     again = make(tmp_path, callbacks=[Hooks()])
     again.fit(4)
@@ -359,9 +399,9 @@ def test_an_error_is_not_masked_by_failing_hooks_or_a_failing_save() -> None:
 
     hooks = Hooks(stop_at=2)
     store = FaultyStore(MemoryStore(), [Fault(kind="fail", key="*/manifest.json", times=None)])
-    with pytest.raises(Stop):
+    with pytest.raises(HookFailed):
         make(store, every="1step", callbacks=[Worse(), hooks]).fit(9)
-    assert hooks.of("exception") == ["Stop"]
+    assert hooks.of("exception") == ["HookFailed"]
 
 
 def test_a_failed_save_is_told_and_tried_again_at_the_next_step() -> None:
@@ -428,6 +468,111 @@ def test_a_run_that_was_taken_over_ends_at_once() -> None:
     assert hooks.of("checkpoint_failed") == []
 
 
+class Clock(Callback):
+    """Lets the time of a training be over after a step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, over_after: int) -> None:
+        self.now_s = 0.0
+        self.over_after = over_after
+        monkeypatch.setattr("holdfast.train.trainer.time.monotonic", lambda: self.now_s)
+
+    def step_end(self, training: Training, metrics: Metrics) -> None:
+        if training.counters.step == self.over_after:
+            self.now_s = 13_800.0
+
+
+def test_when_the_time_is_over_the_step_is_saved_and_the_exit_code_says_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K47: and the next process goes on to the goal, which is no matter of time."""
+    clock = Clock(monkeypatch, over_after=3)
+    outcome = make(tmp_path, every=None, callbacks=[clock]).fit(9, max_time="3h50min")
+    assert outcome == Outcome(reason="max_time", step=3)
+    assert outcome.exit_code == REQUEUE_EXIT_CODE == 75
+    (found,) = checkpoints(tmp_path)
+    assert (found.step, found.reason) == (3, "max_time")
+    monkeypatch.undo()
+    outcome = make(tmp_path, every=None).fit(9, max_time="3h50min")
+    assert (outcome.reason, outcome.step, outcome.exit_code) == ("goal", 9, 0)
+
+
+def test_a_goal_that_is_reached_in_time_is_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch, over_after=3)
+    assert make(tmp_path, callbacks=[clock]).fit(3, max_time="3h50min").exit_code == 0
+
+
+def test_a_stop_asked_for_before_the_first_step_trains_nothing(tmp_path: Path) -> None:
+    class Never(Callback):
+        def fit_start(self, training: Training) -> None:
+            training.request_stop("enough")
+            training.request_stop("a second reason changes nothing")
+
+    trainer = make(tmp_path, callbacks=[Never()])
+    outcome = trainer.fit(5)
+    assert (outcome.reason, outcome.step, outcome.detail) == ("stopped", 0, "enough")
+    assert make(tmp_path).fit(5).reason == "goal"
+
+
+def test_a_longer_goal_goes_on_and_a_shorter_one_does_nothing(tmp_path: Path) -> None:
+    """O53: the goal of each run is its own."""
+    steps = [make(tmp_path, every="2step").fit(until).step for until in (4, 8, "1ep", "2ep")]
+    assert steps == [4, 8, 8, 10]
+
+
+def test_saves_tell_what_they_cost(tmp_path: Path) -> None:
+    """O59."""
+    costs: list[tuple[int, Metrics]] = []
+
+    class Watch(Callback):
+        def checkpoint_saved(
+            self, training: Training, checkpoint: Checkpoint, cost: Metrics
+        ) -> None:
+            costs.append((checkpoint.step, cost))
+            assert cost["save/nbytes"] == checkpoint.nbytes
+
+    make(tmp_path, every="2step", callbacks=[Watch()]).fit(5)
+    assert [step for step, _ in costs] == [2, 4, 5]
+    for _, cost in costs:
+        assert set(cost) == {"save/stall_s", "save/duration_s", "save/nbytes"}
+        assert all(value > 0 for value in cost.values())
+
+
+def test_metrics_of_ones_own_go_to_the_log(tmp_path: Path) -> None:
+    """K17."""
+
+    class Measures(Callback):
+        def step_end(self, training: Training, metrics: Metrics) -> None:
+            training.log({"mine": 1.0})
+            training.log({"other": 2.0}, to=["jsonlines"])
+
+    make(tmp_path, log_every=5, callbacks=[Measures()]).fit(2)
+    assert [(line["step"], set(line["metrics"])) for line in log_lines(tmp_path)] == [
+        *((1, {"mine"}), (1, {"other"})),
+        *((2, {"mine"}), (2, {"other"}), (2, {"loss", "draw"})),
+    ]
+
+
+def test_outside_of_a_fit_nothing_is_logged(tmp_path: Path) -> None:
+    make(tmp_path).log({"mine": 1.0})
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_save_that_a_callback_makes_takes_the_place_of_one_that_is_due(tmp_path: Path) -> None:
+    """A4: but for the last step, which the Trainer sees to itself."""
+
+    class Saves(Callback):
+        def log(self, training: Training, metrics: Metrics) -> None:
+            assert training.manager is not None
+            training.manager.save(training.counters.step, tags=["mine"])
+
+    hooks = Hooks()
+    make(tmp_path, every="1step", callbacks=[Saves(), hooks]).fit(3)
+    assert hooks.of("checkpoint_saved") == ["3"]
+    assert [found.step for found in checkpoints(tmp_path)] == [1, 2, 3, 3]
+
+
 def test_generators_are_seeded_for_a_fresh_run_only(tmp_path: Path) -> None:
     """Two fresh runs draw the same whatever was drawn before; a resumed one goes on."""
     draws: list[list[float]] = []
@@ -475,7 +620,7 @@ class Foreign:
 def test_data_of_others_resumes_at_and_around_an_epochs_end(tmp_path: Path, stop_at: int) -> None:
     first, second, straight = Hooks(stop_at=stop_at + 1), Hooks(), Hooks()
     make(tmp_path / "straight", data=Foreign(), callbacks=[straight]).fit("2ep")
-    with pytest.raises(Stop):
+    with pytest.raises(HookFailed):
         make(tmp_path / "killed", data=Foreign(), every="1step", callbacks=[first]).fit("2ep")
     trainer = make(tmp_path / "killed", data=Foreign(), every="1step", callbacks=[second])
     trainer.fit("2ep")

@@ -27,7 +27,7 @@ import torch
 from blake3 import blake3
 
 from holdfast.errors import DeadlineExceeded, UsageError, listing
-from holdfast.train import Callback, Metrics, Trainer
+from holdfast.train import Callback, Metrics, Training
 
 StartMethod = Literal["spawn", "forkserver"]
 
@@ -117,9 +117,9 @@ class StepReporter(Callback):
     def __init__(self, report: Report) -> None:
         self._report = report
 
-    def step_end(self, trainer: Trainer, metrics: Metrics) -> None:
+    def step_end(self, training: Training, metrics: Metrics) -> None:
         """Report the step that has just been done."""
-        self._report(trainer.counters.step, trainer.state)
+        self._report(training.counters.step, training.state)
 
 
 def leaf_digests(state: Mapping[str, Any]) -> dict[str, str]:

@@ -1,147 +1,188 @@
-"""Hooks into the Trainer: what can be hooked, in which order, and with which state.
-
-A hook is a method of `Callback`; to add one, add it there and to `Callbacks`, which mypy then
-holds to the same signature.
-"""
+"""Callbacks of one training: checked when they are registered, told in order."""
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Concatenate, ParamSpec
 
-from holdfast.errors import SaveFailed, UsageError
-
-if TYPE_CHECKING:
-    from holdfast.engine.checkpoint import Checkpoint
-    from holdfast.train.trainer import Trainer
+from holdfast.errors import HoldfastError, UsageError, listing
+from holdfast.train.hooks import HOOKS, Callback, Logger
+from holdfast.train.training import Training
 
 logger = logging.getLogger("holdfast")
 
-Metrics = Mapping[str, float]
+P = ParamSpec("P")
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,39}")
+_STATE = ("state_dict", "load_state_dict")
 
 
-class Callback:
-    """Something that happens beside training. Override the hooks that matter.
+class HookFailed(HoldfastError):
+    """A callback raised in a hook; the error itself is the cause."""
 
-    Hooks run on the training thread, callback by callback in the order of the list, loggers
-    last. What a hook raises ends the training, except in `exception`.
+    def __init__(self, callback: Callback, hook: str, error: Exception) -> None:
+        self.callback = callback
+        self.hook = hook
+        super().__init__(f"{type(callback).__name__}.{hook} failed: {error!r}")
 
-    A callback with `state_dict` and `load_state_dict` is saved and resumed with the run, as the
-    component `callback-<place in the list>-<class name>`.
+
+class Callbacks:
+    """All callbacks of a training: by priority, then as they were given; loggers last.
+
+    Raises:
+        UsageError: what is no callback, one given twice, two of one name, or methods that look
+            like hooks and are none; all of it at once.
     """
 
-    def resumed(self, trainer: Trainer, checkpoint: Checkpoint) -> None:
-        """A checkpoint was applied; before `fit_start`."""
-
-    def already_done(self, trainer: Trainer) -> None:
-        """`fit` was asked for what has been reached already; no other hook will follow."""
-
-    def fit_start(self, trainer: Trainer) -> None:
-        """Training begins, or goes on."""
-
-    def epoch_start(self, trainer: Trainer) -> None:
-        """An epoch begins. Not called again by a resume inside it."""
-
-    def before_step(self, trainer: Trainer) -> None:
-        """The window's gradients are complete and clipped; the optimizer is about to step."""
-
-    def step_end(self, trainer: Trainer, metrics: Metrics) -> None:
-        """A step is done and counted; its checkpoint, if there is to be one, comes next."""
-
-    def epoch_end(self, trainer: Trainer) -> None:
-        """An epoch has ended; `trainer.counters.epoch` counts it already."""
-
-    def checkpoint_saved(self, trainer: Trainer, checkpoint: Checkpoint) -> None:
-        """A checkpoint is durable; told at the end of a later step, or of the training."""
-
-    def checkpoint_failed(self, trainer: Trainer, error: SaveFailed) -> None:
-        """A save did not commit; told like `checkpoint_saved`. The next step tries again."""
-
-    def exception(self, trainer: Trainer, error: BaseException) -> None:
-        """Training ends by this error, which is raised afterwards whatever a hook does."""
-
-    def fit_end(self, trainer: Trainer) -> None:
-        """The goal is reached and the last checkpoint is durable."""
-
-
-class Logger(Callback):
-    """A callback that only records; it runs after those that are not loggers."""
-
-
-class Callbacks(Callback):
-    """Several callbacks as one."""
-
-    def __init__(self, callbacks: Iterable[Callback]) -> None:
+    def __init__(self, callbacks: Iterable[Callback], training: Training) -> None:
         given = list(callbacks)
-        for callback in given:
-            if not isinstance(callback, Callback):
-                raise UsageError(f"callbacks: {callback!r} is not a holdfast.train.Callback")
-        repeated = [item for item, count in Counter(map(id, given)).items() if count > 1]
-        if repeated:
-            raise UsageError("callbacks: the same object is given twice; it would run twice")
-        self._all = sorted(given, key=lambda callback: isinstance(callback, Logger))
-        self._components = {
-            f"callback-{number}-{_short_name(callback)}": callback
-            for number, callback in enumerate(given)
-            if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")
-        }
+        _check(given)
+        self._training = training
+        self._names = _names(given)
+        self._all = sorted(given, key=lambda item: (isinstance(item, Logger), -item.priority))
+        self._told = {hook: [item for item in self._all if _has(item, hook)] for hook in HOOKS}
 
     @property
     def components(self) -> dict[str, Any]:
         """Those with a state, by the name of their component."""
-        return dict(self._components)
+        return {
+            f"callback-{name}": callback
+            for name, callback in self._names.items()
+            if all(hasattr(callback, method) for method in _STATE)
+        }
 
-    def resumed(self, trainer: Trainer, checkpoint: Checkpoint) -> None:
-        for callback in self._all:
-            callback.resumed(trainer, checkpoint)
+    def tell(
+        self,
+        hook: Callable[Concatenate[Any, Training, P], None],
+        *arguments: P.args,
+        **named: P.kwargs,
+    ) -> None:
+        """Call a hook, such as `Callback.step_end`, of all callbacks.
 
-    def already_done(self, trainer: Trainer) -> None:
-        for callback in self._all:
-            callback.already_done(trainer)
+        Raises:
+            HookFailed: one raised; those after it were not called.
+        """
+        name = hook.__name__
+        for callback in self._told[name]:
+            self._run(callback, name, *arguments, **named)
 
-    def fit_start(self, trainer: Trainer) -> None:
-        for callback in self._all:
-            callback.fit_start(trainer)
+    def tell_loggers(self, metrics: Any, to: Collection[str] | None) -> None:
+        """Call `log` of everybody that has it, or of those who are named.
 
-    def epoch_start(self, trainer: Trainer) -> None:
-        for callback in self._all:
-            callback.epoch_start(trainer)
+        Raises:
+            HookFailed: one raised.
+            UsageError: a name that no callback has.
+        """
+        unknown = [name for name in to or () if name not in self._names]
+        if unknown or isinstance(to, str):
+            raise UsageError(f"to={to!r}: give a list of some of {list(self._names)}")
+        chosen = None if to is None else [self._names[name] for name in to]
+        for callback in self._told["log"]:
+            if chosen is None or callback in chosen:
+                self._run(callback, "log", metrics)
 
-    def before_step(self, trainer: Trainer) -> None:
-        for callback in self._all:
-            callback.before_step(trainer)
-
-    def step_end(self, trainer: Trainer, metrics: Metrics) -> None:
-        for callback in self._all:
-            callback.step_end(trainer, metrics)
-
-    def epoch_end(self, trainer: Trainer) -> None:
-        for callback in self._all:
-            callback.epoch_end(trainer)
-
-    def checkpoint_saved(self, trainer: Trainer, checkpoint: Checkpoint) -> None:
-        for callback in self._all:
-            callback.checkpoint_saved(trainer, checkpoint)
-
-    def checkpoint_failed(self, trainer: Trainer, error: SaveFailed) -> None:
-        for callback in self._all:
-            callback.checkpoint_failed(trainer, error)
-
-    def exception(self, trainer: Trainer, error: BaseException) -> None:
-        for callback in self._all:
+    def tell_exception(self, error: BaseException) -> None:
+        """Call `exception` of all; what they raise is logged, as `error` is what counts."""
+        for callback in self._told["exception"]:
             try:
-                callback.exception(trainer, error)
+                callback.exception(self._training, error)
             except Exception:
-                # The error that ends the training is what the caller must see.
-                logger.exception("%r failed in its exception hook", callback)
+                logger.exception("%s failed in its exception hook", type(callback).__name__)
 
-    def fit_end(self, trainer: Trainer) -> None:
-        for callback in self._all:
-            callback.fit_end(trainer)
+    def close(self) -> None:
+        """Call `close` of all, whatever the ones before did.
+
+        Raises:
+            HookFailed: the first that failed.
+        """
+        failures: list[HookFailed] = []
+        for callback in self._told["close"]:
+            try:
+                self._run(callback, "close")
+            except HookFailed as error:
+                failures.append(error)
+        for failure in failures[1:]:
+            logger.error("%s", failure)
+        if failures:
+            raise failures[0]
+
+    def _run(self, callback: Callback, hook: str, *arguments: Any, **named: Any) -> None:
+        try:
+            getattr(callback, hook)(self._training, *arguments, **named)
+        except HookFailed:
+            raise  # of a hook that this one told
+        except Exception as error:
+            raise HookFailed(callback, hook, error) from error
 
 
-def _short_name(callback: Callback) -> str:
-    return re.sub(r"[^a-z0-9_]", "_", type(callback).__name__.lower())[:40]
+def _has(callback: Callback, hook: str) -> bool:
+    return getattr(type(callback), hook) is not getattr(Callback, hook) or hook in vars(callback)
+
+
+def _check(given: list[Callback]) -> None:
+    wrong = [f"{item!r} is not a holdfast.train.Callback" for item in given if not _is(item)]
+    if any(count > 1 for count in Counter(map(id, given)).values()):
+        wrong.append("the same object is given twice; it would run twice")
+    for callback in filter(_is, given):
+        wrong += [f"{type(callback).__name__}.{problem}" for problem in _problems(callback)]
+    if wrong:
+        raise UsageError("callbacks:\n" + listing(wrong))
+
+
+def _is(item: object) -> bool:
+    return isinstance(item, Callback)
+
+
+def _problems(callback: Callback) -> list[str]:
+    found = []
+    for name, method in inspect.getmembers(type(callback), inspect.isfunction):
+        if name in HOOKS:
+            if not _takes(method, name):
+                expected = ", ".join(_parameters(name))
+                found.append(f"{name}: must take ({expected})")
+        elif not name.startswith("_"):
+            meant = difflib.get_close_matches(name.removeprefix("on_"), HOOKS, 1, 0.8)
+            if name.startswith("on_") or meant:
+                hint = f"; is {meant[0]} meant" if meant else ""
+                found.append(f"{name} looks like a hook and is none{hint}? (see docs/hooks.md)")
+    return found
+
+
+def _parameters(hook: str) -> list[str]:
+    return list(inspect.signature(getattr(Callback, hook)).parameters)
+
+
+def _takes(method: Callable[..., Any], hook: str) -> bool:
+    try:
+        inspect.signature(method).bind(*_parameters(hook))
+    except TypeError:
+        return False
+    return True
+
+
+def _names(given: list[Callback]) -> dict[str, Callback]:
+    """Every callback by its name: the one it has, or one after its class."""
+    names: dict[str, Callback] = {}
+    for callback in given:
+        if callback.name is None:
+            continue
+        if not isinstance(callback.name, str) or not _NAME.fullmatch(callback.name):
+            raise UsageError(f"callbacks: name={callback.name!r} must match {_NAME.pattern}")
+        if callback.name in names:
+            raise UsageError(f"callbacks: two are named {callback.name!r}")
+        names[callback.name] = callback
+    for callback in given:
+        if callback.name is None:
+            names[_free_name(type(callback).__name__, names)] = callback
+    return names
+
+
+def _free_name(class_name: str, taken: Collection[str]) -> str:
+    base = re.sub(r"[^a-z0-9_]", "_", class_name.lower()).strip("_")[:36] or "callback"
+    names = (base, *(f"{base}_{number}" for number in range(2, len(taken) + 3)))
+    return next(name for name in names if name not in taken)

@@ -9,15 +9,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from holdfast.train.callbacks import Logger, Metrics
+from holdfast.train.hooks import Logger
+from holdfast.train.training import Metrics, Training
 
 if TYPE_CHECKING:
     from holdfast.engine.checkpoint import Checkpoint
-    from holdfast.train.trainer import Trainer
 
 
 class JsonLines(Logger):
-    """One JSON object a step, in a file that is one consistent history of the run.
+    """One JSON object for each step that is logged: one consistent history of the run.
 
     When training begins or goes on, lines of steps beyond the one it goes on from are dropped:
     those steps will be done again. A line is with the system before its step's checkpoint is
@@ -31,16 +31,17 @@ class JsonLines(Logger):
         self.path = Path(path)
         self._file: IO[str] | None = None
 
-    def fit_start(self, trainer: Trainer) -> None:
+    def fit_start(self, training: Training) -> None:
         """Drop what will be done again, and open the file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        drop_beyond(self.path, trainer.counters.step)
+        drop_beyond(self.path, training.counters.step)
         self._file = self.path.open("a", encoding="utf-8")
 
-    def step_end(self, trainer: Trainer, metrics: Metrics) -> None:
-        """Write the line of the step."""
-        assert self._file is not None
-        now = trainer.counters
+    def log(self, training: Training, metrics: Metrics) -> None:
+        """Write the line of the step; outside of `fit` there is no history to add to."""
+        if self._file is None:
+            return
+        now = training.counters
         line = {
             "step": now.step,
             "epoch": now.epoch,
@@ -52,20 +53,13 @@ class JsonLines(Logger):
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
 
-    def checkpoint_saved(self, trainer: Trainer, checkpoint: Checkpoint) -> None:
+    def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
         """Bring what was written to stable storage, as the checkpoint is."""
         assert self._file is not None
         os.fsync(self._file.fileno())
 
-    def exception(self, trainer: Trainer, error: BaseException) -> None:
+    def close(self, training: Training) -> None:
         """Close the file."""
-        self._close()
-
-    def fit_end(self, trainer: Trainer) -> None:
-        """Close the file."""
-        self._close()
-
-    def _close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None

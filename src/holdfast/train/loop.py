@@ -1,10 +1,11 @@
 """One optimizer window: its batches, its gradients, its step.
 
-Knows nothing about saving, counting or callbacks but the moment before the step.
+Knows nothing about saving, counting or validating.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -14,9 +15,38 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.errors import UsageError
+from holdfast.train.callbacks import Callbacks
+from holdfast.train.hooks import Callback
+from holdfast.train.metrics import LazyMetrics, Mean, number
+from holdfast.train.precision import Numerics
 
 LossFunction = Callable[[Any, Any], "Tensor | tuple[Tensor, Mapping[str, Any]]"]
 _RESERVED = ("loss", "grad_norm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clip:
+    """How gradients are clipped; at most one of the two."""
+
+    norm: float | None = None
+    """Largest total norm of the gradients."""
+    value: float | None = None
+    """Largest absolute value in them."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("clip_norm", self.norm), ("clip_value", self.value)):
+            if value is not None and not value > 0:
+                raise UsageError(f"{name}={value!r}: must be above zero, or None")
+        if self.norm is not None and self.value is not None:
+            raise UsageError("clip_norm and clip_value: give one of the two")
+
+    def __call__(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
+        """Clip the gradients; gives the norm that they had, if it is known."""
+        if self.norm is not None:
+            return nn.utils.clip_grad_norm_(_parameters(optimizer), self.norm)
+        if self.value is not None:
+            nn.utils.clip_grad_value_(_parameters(optimizer), self.value)
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,53 +55,93 @@ class Update:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    scheduler: Any
-    """Anything with `step()`, or None; it steps once a window."""
+    schedulers: Sequence[Any]
+    """Each has `step()`, called once a window, in order."""
     loss: LossFunction
     """Gives the mean loss of a batch, and metrics of it if it likes."""
-    clip_norm: float | None
-    """Largest total norm of the gradients; None: not clipped."""
+    clip: Clip
+    numerics: Numerics
     device: torch.device | None
     """Where batches go; None: they stay where they are."""
+    callbacks: Callbacks
 
-    def __call__(self, window: Sequence[Any], before_step: Callable[[], None]) -> dict[str, float]:
+    def __call__(self, window: Sequence[Any]) -> LazyMetrics:
         """Train on the batches of a window, each with the same weight; gives their mean metrics.
 
         Metrics beside `loss` are those of the loss function, and `grad_norm` (before clipping)
-        when gradients are clipped.
+        when gradients are clipped by their norm.
 
         Raises:
             UsageError: the loss is no single number, or a metric has a reserved name.
         """
-        self.optimizer.zero_grad(set_to_none=True)
-        metrics: dict[str, float] = {}
+        tell = self.callbacks.tell
+        if any(weight.grad is not None for weight in _parameters(self.optimizer)):
+            self.optimizer.zero_grad(set_to_none=True)  # what others have left there
+        mean = Mean()
         for batch in window:
-            for name, value in self._backward(batch, 1 / len(window)).items():
-                metrics[name] = metrics.get(name, 0.0) + value / len(window)
-        if self.clip_norm is not None:
-            metrics["grad_norm"] = self._clip()
-        before_step()
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
+            mean.add(self._train_on(batch, 1 / len(window)), 1.0)
+        self.numerics.unscale(self.optimizer)
+        norm = self.clip(self.optimizer)
+        tell(Callback.before_optimizer_step)
+        self.numerics.step(self.optimizer)
+        tell(Callback.after_optimizer_step)
+        tell(Callback.before_zero_grad)
         self.optimizer.zero_grad(set_to_none=True)
-        return metrics
+        tell(Callback.after_zero_grad)
+        self._step_schedulers()
+        extra = {} if norm is None else {"grad_norm": number("grad_norm", norm)}
+        return LazyMetrics({**mean.result(), **extra})
 
-    def _backward(self, batch: Any, weight: float) -> dict[str, float]:
-        found = self.loss(self.model, _moved(batch, self.device))
-        loss, extra = found if isinstance(found, tuple) else (found, {})
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise UsageError("loss must give a tensor of one number, or that and a dict of metrics")
-        reserved = [name for name in extra if name in _RESERVED]
-        if reserved:
-            raise UsageError(f"loss gives metrics with reserved names: {reserved}")
-        (loss * weight).backward()  # type: ignore[no-untyped-call]
-        return {"loss": loss.item(), **{name: float(value) for name, value in extra.items()}}
+    def _train_on(self, given: Any, weight: float) -> dict[str, Any]:
+        tell = self.callbacks.tell
+        batch = moved(given, self.device)
+        tell(Callback.batch_start, batch)
+        tell(Callback.before_forward, batch)
+        with self.numerics.autocast():
+            loss, extra = evaluate(self.loss, self.model, batch)
+        tell(Callback.after_forward, loss)
+        weighted = loss if weight == 1 else loss * weight
+        tell(Callback.before_backward, weighted)
+        self.numerics.backward(weighted)
+        tell(Callback.after_backward)
+        tell(Callback.batch_end, batch)
+        return {"loss": loss, **extra}
 
-    def _clip(self) -> float:
-        assert self.clip_norm is not None
-        parameters = [item for group in self.optimizer.param_groups for item in group["params"]]
-        return float(nn.utils.clip_grad_norm_(parameters, self.clip_norm))
+    def _step_schedulers(self) -> None:
+        for scheduler in self.schedulers:
+            self.callbacks.tell(Callback.before_scheduler_step, scheduler)
+            if self.numerics.scaler is None:
+                scheduler.step()
+            else:
+                _step_after_scaler(scheduler)
+            self.callbacks.tell(Callback.after_scheduler_step, scheduler)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [item for group in optimizer.param_groups for item in group["params"]]
+
+
+def _step_after_scaler(scheduler: Any) -> None:
+    """Torch takes an update that the scaler skipped for calls in the wrong order."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        scheduler.step()
+
+
+def evaluate(loss: LossFunction, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
+    """The loss of a batch, and metrics beside it.
+
+    Raises:
+        UsageError: the loss is no single number, or a metric has a reserved name.
+    """
+    found = loss(model, batch)
+    value, extra = found if isinstance(found, tuple) else (found, {})
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise UsageError("loss must give a tensor of one number, or that and a dict of metrics")
+    reserved = [name for name in extra if name in _RESERVED]
+    if reserved:
+        raise UsageError(f"loss gives metrics with reserved names: {reserved}")
+    return value, extra
 
 
 def next_window(batches: Iterator[Any], size: int) -> list[Any]:
@@ -83,15 +153,16 @@ def next_window(batches: Iterator[Any], size: int) -> list[Any]:
     return list(islice(batches, size))
 
 
-def _moved(batch: Any, device: torch.device | None) -> Any:
+def moved(batch: Any, device: torch.device | None) -> Any:
+    """A batch with its tensors on `device`, in any container; None leaves them where they are."""
     if device is None:
         return batch
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
-        return {key: _moved(value, device) for key, value in batch.items()}
+        return {key: moved(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_moved(value, device) for value in batch))
+        return type(batch)(*(moved(value, device) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(_moved(value, device) for value in batch)
+        return type(batch)(moved(value, device) for value in batch)
     return batch

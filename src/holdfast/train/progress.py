@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from holdfast.policy.clock import reading
-from holdfast.train.callbacks import Logger, Metrics
+from holdfast.train.hooks import Logger
+from holdfast.train.training import Metrics, Training
 
 if TYPE_CHECKING:
     from holdfast.engine.checkpoint import Checkpoint
-    from holdfast.train.trainer import Trainer
 
 
 class ProgressBar(Logger):
@@ -21,16 +21,17 @@ class ProgressBar(Logger):
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
         self._bar: Progress | None = None
+        self._loss = ""
 
-    def resumed(self, trainer: Trainer, checkpoint: Checkpoint) -> None:
+    def resumed(self, training: Training, checkpoint: Checkpoint) -> None:
         """Say from where training goes on."""
         self._say(f"resumed {checkpoint.folder} at step {checkpoint.step}")
 
-    def already_done(self, trainer: Trainer) -> None:
+    def already_done(self, training: Training) -> None:
         """Say that there is nothing to do."""
-        self._say(f"{trainer.goal} is reached already, at step {trainer.counters.step}")
+        self._say(f"{training.goal} is reached already, at step {training.counters.step}")
 
-    def fit_start(self, trainer: Trainer) -> None:
+    def fit_start(self, training: Training) -> None:
         """Show the bar."""
         if not self._console.is_terminal:
             return
@@ -38,33 +39,38 @@ class ProgressBar(Logger):
             TextColumn("epoch {task.fields[epoch]}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn(trainer.goal.unit.value),
+            TextColumn(training.goal.unit.value),
             TimeRemainingColumn(),
             TextColumn("{task.fields[loss]}"),
             console=self._console,
         )
-        self._bar.add_task("fit", total=trainer.goal.value, epoch="", loss="")
+        self._bar.add_task("fit", total=training.goal.value, epoch="", loss="")
         self._bar.start()
-        self._show(trainer, "")
+        self._show(training)
 
-    def step_end(self, trainer: Trainer, metrics: Metrics) -> None:
-        """Move the bar."""
-        self._show(trainer, f"loss {metrics['loss']:.4g}")
+    def step_end(self, training: Training, metrics: Metrics) -> None:
+        """Move the bar; the metrics are not looked at, as that may wait for the device."""
+        self._show(training)
 
-    def exception(self, trainer: Trainer, error: BaseException) -> None:
-        """Leave the terminal as it was."""
-        self._stop()
-
-    def fit_end(self, trainer: Trainer) -> None:
-        """Leave the terminal as it was."""
-        self._stop()
-
-    def _show(self, trainer: Trainer, loss: str) -> None:
+    def log(self, training: Training, metrics: Metrics) -> None:
+        """Show the loss, and that of a validation."""
         if self._bar is None:
             return
-        done = reading(trainer.counters.timestamp, trainer.goal.unit)
-        task = self._bar.task_ids[0]
-        self._bar.update(task, completed=done or 0, epoch=trainer.counters.epoch, loss=loss)
+        self._loss = " ".join(
+            f"{name} {metrics[name]:.4g}" for name in ("loss", "val/loss") if name in metrics
+        )
+        self._show(training)
+
+    def close(self, training: Training) -> None:
+        """Leave the terminal as it was."""
+        self._stop()
+
+    def _show(self, training: Training) -> None:
+        if self._bar is None:
+            return
+        done = reading(training.counters.timestamp, training.goal.unit)
+        task, epoch = self._bar.task_ids[0], training.counters.epoch
+        self._bar.update(task, completed=done or 0, epoch=epoch, loss=self._loss)
 
     def _stop(self) -> None:
         if self._bar is not None:

@@ -3,20 +3,62 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import Any
 
+from holdfast.engine.checkpoint import PendingSave
 from holdfast.errors import SaveFailed
-
-if TYPE_CHECKING:
-    from holdfast.engine.checkpoint import PendingSave
-    from holdfast.manager import CheckpointManager
-    from holdfast.train.callbacks import Callbacks, Metrics
-    from holdfast.train.trainer import Trainer
+from holdfast.events import Event as Told
+from holdfast.manager import CheckpointManager
+from holdfast.policy.triggers import Event
+from holdfast.train.callbacks import Callbacks
+from holdfast.train.counters import Counters
+from holdfast.train.health import UnhealthyState
+from holdfast.train.hooks import Callback
+from holdfast.train.training import Metrics
 
 logger = logging.getLogger("holdfast")
 
 MAX_FAILURES_IN_A_ROW = 3
+
+BeforeSave = Callable[[int, Mapping[str, float]], None]
+
+
+class TrainingManager(CheckpointManager):
+    """A manager that lets the training prepare itself before each save, whoever asks for it."""
+
+    before_save: BeforeSave | None = None
+    """Called with the step and the metrics; what it raises keeps the save from being made."""
+
+    def save(self, step: int, **options: Any) -> PendingSave:
+        """As for any manager."""
+        if self.before_save is not None:
+            self.before_save(step, options.get("metrics") or {})
+        return super().save(step, **options)
+
+
+class SaveCosts:
+    """What saves cost: a sink that remembers how long they took in the background."""
+
+    def __init__(self) -> None:
+        self._durations_s: dict[int, float] = {}
+
+    def __call__(self, event: Told) -> None:
+        """Receive an event of the manager, on whatever thread."""
+        if event.kind == "committed" and event.step is not None:
+            self._durations_s[event.step] = event.fields["save_s"]
+
+    def of(self, pending: PendingSave, nbytes: int) -> dict[str, float]:
+        """The metrics of a save that is durable; forgets those of earlier steps."""
+        for step in list(self._durations_s):
+            if step < pending.step:
+                del self._durations_s[step]
+        return {
+            "save/stall_s": pending.stall_s,
+            "save/duration_s": self._durations_s[pending.step],
+            "save/nbytes": float(nbytes),
+        }
 
 
 class Saver:
@@ -26,50 +68,77 @@ class Saver:
     def __init__(
         self,
         manager: CheckpointManager,
-        trainer: Trainer,
+        counters: Counters,
         callbacks: Callbacks,
+        costs: SaveCosts,
         *,
         saved_step: int | None,
+        skip_unhealthy: bool,
     ) -> None:
         self._manager = manager
-        self._trainer = trainer
+        self._counters = counters
         self._callbacks = callbacks
+        self._costs = costs
         self._saved_step = saved_step
+        self._skip_unhealthy = skip_unhealthy
         self._under_way: list[PendingSave] = []
         self._num_failures = 0
         self._is_retry_due = False
 
-    def after_step(self, metrics: Metrics) -> None:
-        """Tell how earlier saves ended, and begin one if it is time for it."""
+    def at(self, events: Sequence[Event], metrics: Metrics) -> None:
+        """Tell how earlier saves ended, and begin one if one of the events asks for it.
+
+        Raises:
+            UnhealthyState: the state is not to be saved, and not to be passed over either.
+        """
         self._look()
         with suppress(SaveFailed):  # of the save before, which the next look tells of
-            self._begin(metrics)
+            self._unless_unhealthy(lambda: self._begin(events, metrics))
         self._look()
 
-    def finish(self, metrics: Metrics) -> None:
+    def finish(self, metrics: Metrics, reason: str) -> None:
         """Return when the present step is durable. It is saved once, also when a trigger was due.
 
         Raises:
             SaveFailed: the third attempt in a row failed.
+            UnhealthyState: as for `after_step`.
         """
         self._await()
-        while self._saved_step != self._trainer.counters.step:
-            self._save("final", metrics)
+        while self._saved_step != self._counters.step:
+            if not self._unless_unhealthy(lambda: self._save(reason, metrics)):
+                return
             self._await()
 
-    def _begin(self, metrics: Metrics) -> None:
+    def _unless_unhealthy(self, save: Callable[[], None]) -> bool:
+        try:
+            save()
+        except UnhealthyState as error:
+            if not self._skip_unhealthy:
+                raise
+            logger.warning("%s\nno checkpoint is made of it", error)
+            return False
+        return True
+
+    def _begin(self, events: Sequence[Event], metrics: Metrics) -> None:
         if self._is_retry_due:
-            self._save("interval", metrics)
+            self._save("retry", metrics)
             return
-        now = self._trainer.counters
-        pending = self._manager.maybe_save(
-            now.step, epoch=now.epoch, samples=now.samples, tokens=now.tokens, metrics=metrics
-        )
-        if pending is not None:
-            self._under_way.append(pending)
+        now = self._counters
+        for event in events:
+            pending = self._manager.maybe_save(
+                now.step,
+                epoch=now.epoch,
+                samples=now.samples,
+                tokens=now.tokens,
+                metrics=metrics,
+                event=event,
+            )
+            if pending is not None:
+                self._under_way.append(pending)
+                return
 
     def _save(self, reason: str, metrics: Metrics) -> None:
-        now = self._trainer.counters
+        now = self._counters
         pending = self._manager.save(
             now.step,
             epoch=now.epoch,
@@ -90,19 +159,22 @@ class Saver:
     def _look(self) -> None:
         """Tell of the saves that have ended; an owner's error is raised as it is."""
         while self._under_way and self._under_way[0].done():
+            pending = self._under_way.pop(0)
             try:
-                checkpoint = self._under_way.pop(0).wait()
+                checkpoint = pending.wait()
             except SaveFailed as error:
                 self._failed(error)
                 continue
             self._num_failures = 0
-            self._saved_step = checkpoint.step
-            self._callbacks.checkpoint_saved(self._trainer, checkpoint)
+            if checkpoint.save_class == "permanent":
+                self._saved_step = checkpoint.step
+            cost = self._costs.of(pending, checkpoint.nbytes)
+            self._callbacks.tell(Callback.checkpoint_saved, checkpoint, cost)
 
     def _failed(self, error: SaveFailed) -> None:
         self._num_failures += 1
         self._is_retry_due = True
-        self._callbacks.checkpoint_failed(self._trainer, error)
+        self._callbacks.tell(Callback.checkpoint_failed, error)
         if self._num_failures >= MAX_FAILURES_IN_A_ROW:
             raise error
         logger.warning(

@@ -7,30 +7,39 @@ from __future__ import annotations
 
 import logging
 import os
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from holdfast.data.foreign import describe_inexact
 from holdfast.data.randomness import preserved
 from holdfast.errors import UsageError
+from holdfast.events import log_event
+from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
-from holdfast.policy.clock import Time, Unit, argument_name, parse, reading
+from holdfast.policy.classes import SavePolicy
+from holdfast.policy.clock import Time, Unit, argument_name
 from holdfast.policy.retention import Rule
-from holdfast.policy.triggers import Every
+from holdfast.policy.triggers import Event, Every, SaveFunction, Trigger, as_trigger
 from holdfast.state.capture import check_state
 from holdfast.store.base import Store
-from holdfast.train.callbacks import Callback, Callbacks, Metrics
+from holdfast.train import making
+from holdfast.train.callbacks import Callbacks, HookFailed
 from holdfast.train.counters import Counters
-from holdfast.train.loggers import JsonLines
-from holdfast.train.loop import LossFunction, Update, next_window
-from holdfast.train.progress import ProgressBar
-from holdfast.train.saving import Saver
+from holdfast.train.ema import Average
+from holdfast.train.health import HealthGate, Policy
+from holdfast.train.hooks import Callback
+from holdfast.train.loop import Clip, LossFunction, Update, next_window
+from holdfast.train.metrics import LazyMetrics
+from holdfast.train.outcome import EndReason, Outcome
+from holdfast.train.precision import Numerics, Precision, checked_precision
+from holdfast.train.saving import SaveCosts, Saver, TrainingManager
+from holdfast.train.schedulers import make_schedulers
+from holdfast.train.training import Metrics
+from holdfast.train.validation import Validation, Validator, size_of
 
 logger = logging.getLogger("holdfast")
 
@@ -43,9 +52,9 @@ class Trainer:
         trainer.fit("10_000step")      # killed? run the script again
 
     A step is one window of `accumulate` batches (fewer where an epoch ends), and saves are made
-    between steps only, after the `step_end` hooks. An epoch whose end is known (as
-    `holdfast.data.Loader` tells it) ends within its last step. A save that fails is warned of and
-    tried again after the next step; the third failure in a row is raised.
+    between steps only: after the hooks of the step, its validation and its log. An epoch whose
+    end is known (as `holdfast.data.Loader` tells it) ends within its last step. A save that fails
+    is warned of and tried again after the next step; the third failure in a row is raised.
     """
 
     goal: Time
@@ -53,146 +62,245 @@ class Trainer:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | making.MakeModel,
         *,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | making.MakeOptimizer,
         data: Any,
         loss: LossFunction,
         root: str | os.PathLike[str] | Store,
         scheduler: Any = None,
         state: Mapping[str, Any] | None = None,
-        every: str | Every | None = None,
+        every: str | Time | Trigger | SaveFunction | SavePolicy | None = None,
         keep: Rule | None = None,
         takeover: bool = False,
+        validate: Any = None,
         accumulate: int = 1,
+        precision: str | Precision = "fp32",
         clip_norm: float | None = None,
+        clip_value: float | None = None,
+        ema: float | None = None,
+        unhealthy: Policy = "warn",
         seed: int = 0,
         device: str | torch.device | None = None,
         callbacks: Iterable[Callback] = (),
         count_samples: Callable[[Any], int] | None = None,
         count_tokens: Callable[[Any], int] | None = None,
         log: bool | str | os.PathLike[str] = True,
+        log_every: int = 10,
         progress: bool = True,
     ) -> None:
-        """Nothing is read, written or claimed before `fit`.
+        """Nothing is read, written or claimed before `fit`. docs/trainer.md says more of each.
 
         Args:
-            model: is put into training mode by `fit`.
+            model, optimizer, scheduler: the object, or a function that makes it: of nothing, of
+                the model, of the optimizer. `fit` puts the model into training mode. There may be
+                a list of schedulers; each has `step()`, called after each step, and is saved.
             data: batches with a position: a `holdfast.data.Loader`, or an iterable with
                 `state_dict` and `load_state_dict` whose iteration gives the rest of an epoch.
             loss: called with the model and a batch; gives the batch's mean loss, or that and a
                 dict of metrics.
-            root, every, keep, takeover: as for `CheckpointManager`; the last step is always saved.
-            scheduler: has `step()`, called after each step, and is saved.
+            root, every, keep, takeover: as for `CheckpointManager`; the last step is always saved,
+                and fractions of the run in `every` are those of the goal.
             state: further components to save.
+            validate: a loader, loaders by name, or a `Validation`.
             accumulate: batches of a step.
-            clip_norm: largest norm of all gradients together.
+            precision: "fp32", "bf16", "fp16" or a `Precision`.
+            clip_norm, clip_value: largest norm of all gradients together, or value in them.
+            ema: decay of an average of the weights, which is saved, and used for validation.
+            unhealthy: what to do when loss or weights are not finite at a save.
             seed: of the global generators, when training begins afresh.
-            device: where batches are moved; None: not at all.
+            device: where the model and batches are moved; None: not at all.
             callbacks: see `Callback`.
             count_samples, count_tokens: how many a batch has, for goals and triggers in them.
-            log: write one JSON line a step, to the root's `log/train.jsonl` or the file named.
+            log: write JSON lines to the root's `log/train.jsonl` or the file named.
+            log_every: steps between two calls of `log`, each of which may wait for the device.
             progress: show a progress bar on a terminal.
 
         Raises:
             UsageError: an argument is wrong.
         """
-        _check_data(data)
-        _check_range("accumulate", accumulate, 1, 2**31)
-        _check_range("seed", seed, 0, 2**32)
-        if clip_norm is not None and not clip_norm > 0:
-            raise UsageError(f"clip_norm={clip_norm!r}: must be above zero, or None")
-        self.model = model
-        self.optimizer = optimizer
-        self.scheduler = scheduler
+        making.check_data(data)
+        making.check_range("accumulate", accumulate, 1, 2**31)
+        making.check_range("seed", seed, 0, 2**32)
+        making.check_range("log_every", log_every, 1, 2**63)
+        on = making.checked_device(device)
+        self.model = making.make_model(model, seed, on)
+        self.optimizer = making.make_optimizer(optimizer, self.model, self.model is not model)
+        self.schedulers = make_schedulers(scheduler, self.optimizer)
+        """By the names of their components."""
         self.data = data
         self.root = root
         self.counters = Counters()
         self.manager: CheckpointManager | None = None
         """The manager while `fit` runs."""
-        self._every = Every(every) if isinstance(every, str) else every
+        self.ema = None if ema is None else Average(self.model, ema)
+        self._every = _checked_every(every)
         self._keep = keep
         self._takeover = takeover
         self._accumulate = accumulate
         self._seed = seed
+        self._log_every = log_every
         self._count_samples = count_samples
         self._count_tokens = count_tokens
-        if self._every is not None:
-            self._check_counted(self._every.interval.unit, f"every='{self._every.interval}'")
-        self._callbacks = Callbacks([*callbacks, *_own_loggers(root, log, progress)])
+        self._gate = HealthGate(unhealthy)
+        if isinstance(self._every, Every):
+            self._check_counted(self._every.unit, f"every='{self._every.interval}'")
+        self._callbacks = Callbacks([*callbacks, *making.own_loggers(root, log, progress)], self)
+        self._numerics = Numerics(checked_precision(precision), making.device_type(self.model, on))
         self._update = Update(
-            model=model,
-            optimizer=optimizer,
-            scheduler=scheduler,
+            model=self.model,
+            optimizer=self.optimizer,
+            schedulers=tuple(self.schedulers.values()),
             loss=loss,
-            clip_norm=clip_norm,
-            device=None if device is None else torch.device(device),
+            clip=Clip(norm=clip_norm, value=clip_value),
+            numerics=self._numerics,
+            device=on,
+            callbacks=self._callbacks,
         )
+        self._validator = self._make_validator(validate)
+        self._stop_reason: str | None = None
+        self._ending: EndReason | None = None
+        self._ends_at_s = float("inf")
+        self._validated_step: int | None = None
+        self._logged_step: int | None = None
         self.state = self._components(state or {})
         check_state(self.state)
+        self._callbacks.tell(Callback.setup)
 
-    def fit(self, until: str | int) -> None:
+    def fit(self, until: str | int, *, max_time: str | Time | None = None) -> Outcome:
         """Train until the whole run has come to `until`: a number of steps, or "10_000step",
         "2ep", "1e9tok". What was done by earlier processes counts.
 
         Resumes from the newest usable checkpoint of the root. When the goal is reached already,
         says so and neither trains nor saves. On return the last step is durable.
 
+        Args:
+            until: the goal; it may differ from that of earlier calls and processes.
+            max_time: ends after the step in which this call has taken so long, such as "3h50min";
+                `sys.exit(trainer.fit(…).exit_code)` then asks for being run again.
+
         Raises:
             UsageError: `until` is not a goal, or counts what is not counted here.
             SaveFailed: saving failed three times in a row.
             OwnershipError: another process trains this run.
+            HookFailed: a callback raised.
+            UnhealthyState: loss or weights are not finite, and `unhealthy="raise"`.
         """
-        self.goal = self._checked_goal(until)
-        with CheckpointManager(
-            self.root, self.state, every=self._every, keep=self._keep, takeover=self._takeover
-        ) as manager:
-            self.manager = manager
-            try:
-                self._fit(manager)
-            except BaseException as error:
-                self._callbacks.exception(self, error)
-                raise
-            finally:
-                self.manager = None
+        goal = making.checked_goal(until)
+        self._check_counted(goal.unit, f"until={until!r}")
+        self._ends_at_s = time.monotonic() + making.checked_max_time_s(max_time)
+        self.goal = goal
+        self._stop_reason = self._ending = None
+        self._validated_step = self._logged_step = None
+        costs = SaveCosts()
+        with self._closing():
+            manager = TrainingManager(
+                self.root,
+                self.state,
+                every=self._every,
+                max_duration=goal,
+                keep=self._keep,
+                takeover=self._takeover,
+                sinks=(log_event, costs),
+            )
+            manager.before_save = self._before_save
+            with manager, self._managed(manager):
+                return self._fit(manager, costs)
 
-    def _fit(self, manager: CheckpointManager) -> None:
+    def validate(self, which: str | int | None = None) -> dict[str, float]:
+        """Validate now, whatever is due; gives the metrics, as a checkpoint would get them.
+
+        Args:
+            which: the checkpoint whose weights are loaded into the model (and its average) first,
+                as for `CheckpointManager.load`; None: the weights as they are. Claims nothing.
+
+        Raises:
+            UsageError: the Trainer has no `validate`, or `which` is given while `fit` runs.
+            NoCheckpoint: nothing answers `which`.
+            HookFailed: a callback raised.
+        """
+        if self._validator is None:
+            raise UsageError("there is nothing to validate on: give the Trainer validate=…")
+        if self.manager is not None:
+            if which is not None:
+                raise UsageError(f"which={which!r}: while fit runs, only its weights can be used")
+            return self._run_validation(self._validator)
+        with self._closing(), self._managed(None):
+            if which is not None:
+                self._load_weights(which)
+            return self._run_validation(self._validator)
+
+    def request_stop(self, reason: str) -> None:
+        """End `fit` after the present step, which is saved. Requests cannot be taken back."""
+        self._stop_reason = self._stop_reason or reason or "a request"
+
+    def log(self, metrics: Metrics, *, to: Collection[str] | None = None) -> None:
+        """Give metrics of the present step to the loggers, or to those named in `to`.
+
+        Raises:
+            UsageError: `to` names what is not there.
+            HookFailed: a logger raised.
+        """
+        self._callbacks.tell_loggers(metrics, to)
+
+    def _fit(self, manager: TrainingManager, costs: SaveCosts) -> Outcome:
+        tell = self._callbacks.tell
+        tell(Callback.before_load)
         found = manager.resume()
         if found is None:
-            self._seed_generators()
+            making.seed_generators(self._seed)
+            if self.ema is not None:
+                self.ema.begin(self.model)
         else:
-            self._callbacks.resumed(self, found)
+            tell(Callback.resumed, found)
         self._begin_counting()
-        if self._is_done():
+        if self._is_at_goal():
             logger.info("%s is reached already, at step %d", self.goal, self.counters.step)
-            self._callbacks.already_done(self)
-            return
+            tell(Callback.already_done)
+            return self._outcome("goal")
         saver = Saver(
             manager,
-            self,
+            self.counters,
             self._callbacks,
+            costs,
             saved_step=None if found is None else found.step,
+            skip_unhealthy=self._gate.policy == "skip",
         )
-        self._callbacks.fit_start(self)
+        tell(Callback.fit_start)
         self.model.train()
-        metrics: Metrics = {}
-        for metrics in self._steps():
-            if not self._is_done():
-                saver.after_step(metrics)
-        saver.finish(metrics)
-        self._callbacks.fit_end(self)
+        if found is None:
+            saver.at(["start"], {})
+        self._train(saver)
+        tell(Callback.fit_end)
+        return self._outcome(self._ending or "goal")
 
-    def _steps(self) -> Iterator[Metrics]:
+    def _train(self, saver: Saver) -> None:
+        """Do the steps up to the goal, and after each of them what it is time for."""
+        metrics, now, is_over = LazyMetrics({}), self.counters.timestamp, False
+        for step_metrics in self._steps():
+            before, now = now, self.counters.timestamp
+            is_over = self._is_done()
+            metrics = self._looked(step_metrics, before, is_over)
+            if not is_over:
+                saver.at(self._events(before, now), metrics)
+        if not is_over:
+            # It ended after the look at the last step: by its hooks, or as the data came to an end.
+            metrics = self._looked(metrics, now, is_over=True)
+        saver.finish(metrics, "final" if self._ending == "goal" else str(self._ending))
+
+    def _steps(self) -> Iterator[LazyMetrics]:
         """Do the steps up to the goal; gives the metrics of each when it is done and counted."""
+        tell = self._callbacks.tell
         while not self._is_done():
             begun_at = self.counters.batch
             if begun_at == 0:
-                self._callbacks.epoch_start(self)
+                tell(Callback.epoch_start)
             with preserved():
                 # Beginning an iteration of torch's own loaders draws from the global generator.
                 batches = iter(self.data)
             epoch = self.counters.epoch
             while not self._is_done() and self.counters.epoch == epoch:
+                tell(Callback.before_data)
                 window = next_window(batches, self._accumulate)
                 if window:
                     yield self._step(window, batches)
@@ -200,10 +308,14 @@ class Trainer:
                     raise UsageError("data gave no batch in a whole epoch")
                 else:
                     self.counters.end_epoch()
-                    self._callbacks.epoch_end(self)
+                    tell(Callback.epoch_end)
 
-    def _step(self, window: list[Any], batches: Iterator[Any]) -> Metrics:
-        metrics = self._update(window, lambda: self._callbacks.before_step(self))
+    def _step(self, window: list[Any], batches: Iterator[Any]) -> LazyMetrics:
+        tell = self._callbacks.tell
+        tell(Callback.step_start)
+        metrics = self._update(window)
+        if self.ema is not None:
+            self.ema.follow(self.model)
         self.counters.add_step(
             len(window), _total(self._count_samples, window), _total(self._count_tokens, window)
         )
@@ -211,9 +323,9 @@ class Trainer:
         is_over = len(window) < self._accumulate or self._ends_now(batches)
         if is_over:
             self.counters.end_epoch()
-        self._callbacks.step_end(self, metrics)
+        tell(Callback.step_end, metrics)
         if is_over:
-            self._callbacks.epoch_end(self)
+            tell(Callback.epoch_end)
         return metrics
 
     def _ends_now(self, batches: Iterator[Any]) -> bool:
@@ -221,6 +333,70 @@ class Trainer:
         if not getattr(self.data, "at_epoch_end", False):
             return False
         return next(batches, None) is None
+
+    def _looked(self, metrics: LazyMetrics, before: Timestamp, is_over: bool) -> LazyMetrics:
+        """Validate and log what is due at this step; gives all its metrics."""
+        step, validator = self.counters.step, self._validator
+        is_validated = False
+        if validator is not None and self._validated_step != step:
+            is_end = is_over and self._ending == "goal" and validator.plan.at_end
+            if is_end or validator.plan.is_due(before, self.counters.timestamp, self.goal):
+                metrics = metrics.joined(self._run_validation(validator))
+                self._validated_step, is_validated = step, True
+        is_due = step % self._log_every == 0 or is_over
+        if is_validated or (is_due and metrics and self._logged_step != step):
+            self._logged_step = step
+            self._callbacks.tell(Callback.log, metrics)
+        return metrics
+
+    def _events(self, before: Timestamp, now: Timestamp) -> list[Event]:
+        """What has happened at this step, for triggers."""
+        events: list[Event] = ["step"]
+        if now.epoch != before.epoch:
+            events.append("epoch")
+        if self._validated_step == now.step:
+            events.append("evaluation")
+        return events
+
+    def _run_validation(self, validator: Validator) -> dict[str, float]:
+        use_average = self.ema is not None and validator.plan.use_ema
+        model = self.ema.model if self.ema is not None and use_average else self.model
+        return validator.run(model, self.model)
+
+    def _load_weights(self, which: str | int) -> None:
+        weights: dict[str, Any] = {"model": self.model}
+        if self.ema is not None:
+            weights["ema"] = self.ema.model
+        with CheckpointManager(self.root, weights) as manager:
+            manager.load(which, components=list(weights))
+
+    def _before_save(self, step: int, metrics: Metrics) -> None:
+        self._gate.check(step, self.model, metrics)
+        self._callbacks.tell(Callback.before_save)
+
+    @contextmanager
+    def _managed(self, manager: CheckpointManager | None) -> Iterator[None]:
+        self.manager = manager
+        try:
+            yield
+        except BaseException as error:
+            self._callbacks.tell_exception(error)
+            raise
+        finally:
+            self.manager = None
+
+    @contextmanager
+    def _closing(self) -> Iterator[None]:
+        """Tell everybody of the end, and never mask the error that it ended by."""
+        try:
+            yield
+        except BaseException:
+            try:
+                self._callbacks.close()
+            except HookFailed as error:
+                logger.error("%s", error)
+            raise
+        self._callbacks.close()
 
     def _begin_counting(self) -> None:
         now = self.counters
@@ -233,24 +409,24 @@ class Trainer:
         now.samples = None if self._count_samples is None else now.samples or 0
         now.tokens = None if self._count_tokens is None else now.tokens or 0
 
-    def _is_done(self) -> bool:
-        value = reading(self.counters.timestamp, self.goal.unit)
+    def _is_at_goal(self) -> bool:
+        value: int | None = getattr(self.counters, argument_name(self.goal.unit))
         return value is not None and value >= self.goal.value
 
-    def _seed_generators(self) -> None:
-        random.seed(self._seed)
-        np.random.seed(self._seed)
-        torch.manual_seed(self._seed)
+    def _is_done(self) -> bool:
+        """Whether training ends here; once it does, it stays so, whatever the clock says."""
+        if self._ending is None:
+            if self._is_at_goal():
+                self._ending = "goal"
+            elif self._stop_reason is not None:
+                self._ending = "stopped"
+            elif time.monotonic() >= self._ends_at_s:
+                self._ending = "max_time"
+        return self._ending is not None
 
-    def _checked_goal(self, until: str | int) -> Time:
-        if isinstance(until, int):
-            _check_range("until", until, 1, 2**63)
-            return Time(until, Unit.STEP)
-        goal = parse(until, what="until")
-        if goal.unit is Unit.SECOND:
-            raise UsageError(f"until={until!r}: a goal is counted, such as '10_000step' or '2ep'")
-        self._check_counted(goal.unit, f"until={until!r}")
-        return goal
+    def _outcome(self, reason: EndReason) -> Outcome:
+        detail = self._stop_reason if reason == "stopped" else None
+        return Outcome(reason=reason, step=self.counters.step, detail=detail or "")
 
     def _check_counted(self, unit: Unit, what: str) -> None:
         counts = {Unit.SAMPLE: self._count_samples, Unit.TOKEN: self._count_tokens}
@@ -258,10 +434,26 @@ class Trainer:
             name = argument_name(unit)
             raise UsageError(f"{what}: {name} are not counted; give count_{name}")
 
+    def _make_validator(self, given: Any) -> Validator | None:
+        if given is None:
+            return None
+        plan = given if isinstance(given, Validation) else Validation(data=given)
+        self._check_counted(plan.trigger.unit, f"validation every='{plan.every}'")
+        return Validator(
+            plan=plan,
+            loss=self._update.loss,
+            numerics=self._numerics,
+            device=self._update.device,
+            callbacks=self._callbacks,
+            weigh=plan.weigh or self._count_samples or size_of,
+        )
+
     def _components(self, extra: Mapping[str, Any]) -> dict[str, Any]:
-        own = {"model": self.model, "optimizer": self.optimizer}
-        if self.scheduler is not None:
-            own["scheduler"] = self.scheduler
+        own: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, **self.schedulers}
+        if self._numerics.scaler is not None:
+            own["scaler"] = self._numerics.scaler
+        if self.ema is not None:
+            own["ema"] = self.ema.model
         own |= {"data": self.data, "progress": self.counters, **self._callbacks.components}
         taken = [name for name in extra if name in own]
         if taken:
@@ -269,39 +461,11 @@ class Trainer:
         return own | dict(extra)
 
 
+def _checked_every(
+    every: str | Time | Trigger | SaveFunction | SavePolicy | None,
+) -> Trigger | SavePolicy | None:
+    return every if every is None or isinstance(every, SavePolicy) else as_trigger(every)
+
+
 def _total(count: Callable[[Any], int] | None, window: list[Any]) -> int | None:
     return None if count is None else sum(map(count, window))
-
-
-def _own_loggers(
-    root: str | os.PathLike[str] | Store, log: bool | str | os.PathLike[str], progress: bool
-) -> list[Callback]:
-    loggers: list[Callback] = []
-    if log is True:
-        if not isinstance(root, str | os.PathLike) or "://" in os.fspath(root):
-            raise UsageError("log=True needs a local root: name a file, or pass log=False")
-        loggers.append(JsonLines(Path(root) / "log" / "train.jsonl"))
-    elif log is not False:
-        loggers.append(JsonLines(log))
-    if progress:
-        loggers.append(ProgressBar())
-    return loggers
-
-
-def _check_data(data: Any) -> None:
-    missing = [
-        name for name in ("__iter__", "state_dict", "load_state_dict") if not hasattr(data, name)
-    ]
-    if missing:
-        raise UsageError(
-            f"data is a {type(data).__name__} without {', '.join(missing)}, so it has no position "
-            "to resume from: use holdfast.data.Loader"
-        )
-    inexact = describe_inexact(data)
-    if inexact is not None:
-        logger.warning("data: %s", inexact)
-
-
-def _check_range(name: str, value: Any, lowest: int, beyond: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value < beyond:
-        raise UsageError(f"{name}={value!r}: must be a whole number, at least {lowest}")

@@ -1,0 +1,188 @@
+"""From the Trainer's arguments to the objects that it trains with, each checked."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from holdfast.data.foreign import describe_inexact
+from holdfast.data.randomness import preserved
+from holdfast.errors import UsageError
+from holdfast.policy.clock import Time, Unit, parse
+from holdfast.store.base import Store
+from holdfast.train.hooks import Logger
+from holdfast.train.loggers import JsonLines
+from holdfast.train.progress import ProgressBar
+
+logger = logging.getLogger("holdfast")
+
+MakeModel = Callable[[], nn.Module]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def checked_device(given: str | torch.device | None) -> torch.device | None:
+    """The device that an argument names.
+
+    Raises:
+        UsageError: there is no such device on this machine.
+    """
+    if given is None:
+        return None
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f"device={given!r}: {error}") from None
+    if device.type != "cpu" and not _is_available(device):
+        raise UsageError(f"device={given!r}: this machine has none")
+    return device
+
+
+def make_model(given: nn.Module | MakeModel, seed: int, device: torch.device | None) -> nn.Module:
+    """The model on its device; a factory makes it under generators seeded with `seed`.
+
+    Raises:
+        UsageError: it is neither a module nor a factory of one.
+    """
+    model = given
+    if not isinstance(model, nn.Module):
+        if not callable(model):
+            raise UsageError(
+                f"model={given!r}: must be a torch module, or a function that makes one"
+            )
+        with preserved():
+            seed_generators(seed)
+            model = model()
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"model: the function gave a {type(model).__name__}, not a module")
+    return model if device is None else model.to(device)
+
+
+def make_optimizer(
+    given: torch.optim.Optimizer | MakeOptimizer, model: nn.Module, model_was_made: bool
+) -> torch.optim.Optimizer:
+    """The optimizer of the model.
+
+    Raises:
+        UsageError: it is neither an optimizer nor a factory of one, or it was made before the
+            model, or before the model was moved and with a state by then.
+    """
+    if not isinstance(given, torch.optim.Optimizer):
+        if not callable(given):
+            raise UsageError(f"optimizer={given!r}: must be a torch optimizer, or make one")
+        made = given(model)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise UsageError(f"optimizer: the function gave a {type(made).__name__}")
+        return made
+    if model_was_made:
+        raise UsageError("optimizer: with a function for the model, give one for the optimizer")
+    return given
+
+
+def device_type(model: nn.Module, device: torch.device | None) -> str:
+    """The kind of device that a model trains on; `device` is where it was moved."""
+    if device is not None:
+        return device.type
+    first = next(model.parameters(), None)
+    return "cpu" if first is None else first.device.type
+
+
+def check_data(data: Any) -> None:
+    """Warn of data whose position is not exact.
+
+    Raises:
+        UsageError: it has no position at all.
+    """
+    missing = [
+        name for name in ("__iter__", "state_dict", "load_state_dict") if not hasattr(data, name)
+    ]
+    if missing:
+        raise UsageError(
+            f"data is a {type(data).__name__} without {', '.join(missing)}, so it has no position "
+            "to resume from: use holdfast.data.Loader"
+        )
+    inexact = describe_inexact(data)
+    if inexact is not None:
+        logger.warning("data: %s", inexact)
+
+
+def check_range(name: str, value: Any, lowest: int, beyond: int) -> None:
+    """Raise `UsageError` unless it is a whole number from `lowest` to before `beyond`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value < beyond:
+        raise UsageError(f"{name}={value!r}: must be a whole number, at least {lowest}")
+
+
+def checked_goal(until: str | int) -> Time:
+    """Where a `fit` is to go.
+
+    Raises:
+        UsageError: it is no goal.
+    """
+    if isinstance(until, int):
+        check_range("until", until, 1, 2**63)
+        return Time(until, Unit.STEP)
+    goal = parse(until, what="until")
+    if goal.unit is Unit.SECOND:
+        raise UsageError(
+            f"until={until!r}: a goal is counted, such as '10_000step' or '2ep'; "
+            "to end by the clock, give max_time"
+        )
+    return goal
+
+
+def checked_max_time_s(max_time: str | Time | None) -> float:
+    """Seconds of a duration by the clock; infinite for None.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if max_time is None:
+        return float("inf")
+    duration = parse(max_time, what="max_time")
+    if duration.unit is not Unit.SECOND:
+        raise UsageError(f"max_time={str(max_time)!r}: must be a time, such as '3h50min'")
+    return float(duration.value)
+
+
+def own_loggers(
+    root: str | os.PathLike[str] | Store, log: bool | str | os.PathLike[str], progress: bool
+) -> list[Logger]:
+    """The log and the bar that a Trainer has by itself.
+
+    Raises:
+        UsageError: the log is to be in a root that is no local folder.
+    """
+    loggers: list[Logger] = []
+    if log is True:
+        if not isinstance(root, str | os.PathLike) or "://" in os.fspath(root):
+            raise UsageError("log=True needs a local root: name a file, or pass log=False")
+        loggers.append(JsonLines(Path(root) / "log" / "train.jsonl"))
+    elif log is not False:
+        loggers.append(JsonLines(log))
+    if progress:
+        loggers.append(ProgressBar())
+    return loggers
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _is_available(device: torch.device) -> bool:
+    try:
+        module = torch.get_device_module(device)
+    except RuntimeError:
+        return False
+    if not module.is_available():
+        return False
+    return device.index is None or device.index < int(module.device_count())

@@ -1,0 +1,94 @@
+"""In which numbers a step computes: autocast, and the scale of the loss."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from holdfast.errors import UsageError
+
+Name = Literal["fp32", "bf16", "fp16"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """The weights stay as they are; forward passes run under torch's autocast."""
+
+    dtype: Name = "fp32"
+    """`fp32` is as the model is, without autocast."""
+    loss_scale: float = 2.0**16
+    """For fp16: what the loss is multiplied by, at first if the scale is dynamic."""
+    dynamic: bool = True
+    """Whether the scale is halved after an update that was not finite, and grows."""
+    growth_interval: int = 2000
+    """Finite updates in a row after which a dynamic scale doubles."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in get_args(Name):
+            raise UsageError(f"precision: dtype={self.dtype!r} must be one of {get_args(Name)}")
+        if not 0 < self.loss_scale < float("inf"):
+            raise UsageError(f"precision: loss_scale={self.loss_scale!r} must be above zero")
+        if not self.growth_interval >= 1:
+            raise UsageError(f"precision: growth_interval={self.growth_interval!r}: at least 1")
+
+
+class Numerics:
+    """The precision of a training on one kind of device.
+
+    An update whose gradients are not finite is left out by the scaler of fp16, and is a step
+    like any other for counters and schedulers.
+    """
+
+    def __init__(self, precision: Precision, device_type: str) -> None:
+        self.precision = precision
+        self._device_type = device_type
+        self.scaler: torch.amp.GradScaler | None = None
+        """A component of the state, with fp16; its step waits for the accelerator."""
+        if precision.dtype == "fp16":
+            self.scaler = torch.amp.GradScaler(
+                device_type,
+                init_scale=precision.loss_scale,
+                growth_interval=precision.growth_interval,
+            )
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """What a forward pass runs in."""
+        dtype = _DTYPES.get(self.precision.dtype)
+        return torch.autocast(self._device_type, dtype=dtype) if dtype else nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a loss, scaled if there is a scaler."""
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        scaled.backward()  # type: ignore[no-untyped-call]
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the gradients those of the loss itself."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step the optimizer, unless the scaler finds that the gradients are not finite."""
+        if self.scaler is None:
+            optimizer.step()
+            return
+        self.scaler.step(optimizer)
+        self.scaler.update(None if self.precision.dynamic else self.precision.loss_scale)
+
+
+def checked_precision(value: str | Precision) -> Precision:
+    """The `Precision` that an argument means.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if isinstance(value, Precision):
+        return value
+    if not isinstance(value, str):
+        raise UsageError(f"precision={value!r}: must be one of {get_args(Name)} or a Precision")
+    return Precision(dtype=value)  # type: ignore[arg-type]

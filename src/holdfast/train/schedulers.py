@@ -1,0 +1,85 @@
+"""Several schedulers of one optimizer, also one for each group of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from holdfast.errors import UsageError
+
+Make = Callable[[torch.optim.Optimizer], Any]
+
+
+def for_group(group: int, make: Make) -> Make:
+    """A factory for a scheduler that sees only one group of the optimizer's parameters.
+
+        Trainer(…, scheduler=[
+            for_group(0, lambda optimizer: CosineAnnealingLR(optimizer, T_max=1000)),
+            for_group(1, lambda optimizer: ConstantLR(optimizer, factor=0.1)),
+        ])
+
+    Args:
+        group: its place in `optimizer.param_groups`.
+        make: makes the scheduler from an optimizer.
+    """
+
+    def make_for_group(optimizer: torch.optim.Optimizer) -> Any:
+        if not 0 <= group < len(optimizer.param_groups):
+            raise UsageError(
+                f"for_group({group}): the optimizer has {len(optimizer.param_groups)} groups"
+            )
+        one = _OneGroup(optimizer, group)
+        scheduler = make(one)
+        # Schedulers of torch want to have seen a step of their optimizer before their own.
+        one.step()
+        return scheduler
+
+    return make_for_group
+
+
+def make_schedulers(given: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The schedulers that an argument means, by the names of their components.
+
+    Raises:
+        UsageError: one has no `step`, or steps on a metric.
+    """
+    if given is None:
+        return {}
+    several = isinstance(given, Iterable) and not hasattr(given, "step")
+    made = [_make(item, optimizer) for item in (given if several else [given])]
+    if not several:
+        return {"scheduler": made[0]}
+    return {f"scheduler-{number}": scheduler for number, scheduler in enumerate(made)}
+
+
+def _make(item: Any, optimizer: torch.optim.Optimizer) -> Any:
+    scheduler = item if hasattr(item, "step") or not callable(item) else item(optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise UsageError(
+            "scheduler: ReduceLROnPlateau steps on a metric, not after each step: pass it in "
+            "state, and step it in the validation_end of a callback"
+        )
+    if not callable(getattr(scheduler, "step", None)):
+        raise UsageError(f"scheduler: {scheduler!r} has no step()")
+    return scheduler
+
+
+class _OneGroup(torch.optim.Optimizer):
+    """An optimizer as schedulers see it, with one group of another's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, group: int) -> None:
+        # Not the base's: it would take the group over, and this one only looks at it.
+        self._optimizer = optimizer
+        self._group = group
+        self.defaults = optimizer.defaults
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Asked for each time: a load may put new groups into the optimizer."""
+        return [self._optimizer.param_groups[self._group]]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing: the optimizer itself steps."""

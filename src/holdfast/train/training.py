@@ -1,0 +1,55 @@
+"""What callbacks see of the training that they hook into."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from holdfast.policy.clock import Time
+from holdfast.train.counters import Counters
+
+if TYPE_CHECKING:
+    from holdfast.manager import CheckpointManager
+
+Metrics = Mapping[str, float]
+
+
+class Training(Protocol):
+    """A training as its callbacks see it; the `Trainer` is one."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that is trained."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What steps it."""
+
+    @property
+    def data(self) -> Any:
+        """Where the batches come from."""
+
+    @property
+    def counters(self) -> Counters:
+        """Where training is."""
+
+    @property
+    def goal(self) -> Time:
+        """Where the present or last `fit` goes."""
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """The components of a checkpoint."""
+
+    @property
+    def manager(self) -> CheckpointManager | None:
+        """The manager while `fit` runs."""
+
+    def request_stop(self, reason: str) -> None:
+        """End `fit` after the present step, which is saved. Requests cannot be taken back."""
+
+    def log(self, metrics: Metrics, *, to: Collection[str] | None = None) -> None:
+        """Give metrics of the present step to the loggers, or to those named in `to`."""

@@ -1,0 +1,65 @@
+"""Makes docs/hooks.md from the code: `python tests/train/hooks_page.py`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+from holdfast.train.hooks import MOMENTS, Callback
+
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "hooks.md"
+
+HEAD = """\
+# Hooks
+
+<!-- Made by tests/train/hooks_page.py; edit src/holdfast/train/hooks.py instead. -->
+
+A callback is a subclass of `holdfast.train.Callback` with the methods that it needs. This table
+has all of them in the order in which they are called: from top to bottom, where a step repeats
+its rows for each step, and a batch for each batch. The first argument, `training`, is the
+`Trainer`.
+
+```python
+from holdfast.train import Callback
+
+
+class StopWhenGood(Callback):
+    def validation_end(self, training, name, metrics):
+        if metrics["val/loss"] < 0.01:
+            training.request_stop("good enough")
+```
+
+* Callbacks run by `priority`, higher first, then as they were given. A `Logger` runs after all
+  others. What the Trainer itself does between two hooks has a fixed place.
+* A method that is no hook but looks like one (`on_…`, or misspelt), or takes other arguments, is
+  refused when the Trainer is made.
+* What a hook raises ends the training as `HookFailed`, which names class and hook; the error is
+  its cause. An interrupt stays what it is.
+* A callback with `state_dict` and `load_state_dict` is saved and resumed, as the component
+  `callback-<name>`; the name is its `name`, or that of its class, with `_2` for a second one.
+* The save of a step comes after its validation and its log, so that callbacks, metrics and log
+  of that step are complete when it is made.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return "".join([HEAD, *_tables()])
+
+
+def _tables() -> Iterator[str]:
+    for title, hooks in MOMENTS.items():
+        yield f"\n## {title}\n\n| hook | when |\n|---|---|\n"
+        yield from map(_row, hooks)
+
+
+def _row(hook: str) -> str:
+    method = getattr(Callback, hook)
+    parameters = ", ".join([*inspect.signature(method).parameters][1:])
+    words = " ".join((inspect.getdoc(method) or "").split())
+    return f"| `{hook}({parameters})` | {words} |\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")

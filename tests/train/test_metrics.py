@@ -1,0 +1,136 @@
+"""Metrics wait for the device only when somebody looks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from holdfast.errors import UsageError
+from holdfast.store.memory import MemoryStore
+from holdfast.train import Callback, Metrics, Training
+from holdfast.train.metrics import LazyMetrics, Mean, number
+from train.small import make
+
+
+class Looks:
+    """Counts how often a number is taken out of a tensor."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        real = Tensor.item
+
+        def item(tensor: Tensor) -> Any:
+            self.count += 1
+            return real(tensor)
+
+        monkeypatch.setattr(Tensor, "item", item)
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
+    return Looks(monkeypatch)
+
+
+def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    return model(batch).square().mean(), {"extra": batch.max()}
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    # The step of Adam on a CPU takes its count out of a tensor.
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_nobody_waits_between_two_logs(looks: Looks) -> None:
+    """Neither for the loss, nor for a metric, nor for the norm of the gradients."""
+    waits: list[int] = []
+
+    class Watch(Callback):
+        def step_start(self, training: Training) -> None:
+            looks.count = 0
+
+        def log(self, training: Training, metrics: Metrics) -> None:
+            assert set(metrics) == {"loss", "extra", "grad_norm"}
+            dict(metrics)
+
+        def before_data(self, training: Training) -> None:
+            if training.counters.step:
+                waits.append(looks.count)
+
+    made = make(
+        MemoryStore(),
+        optimizer=sgd,
+        loss=loss,
+        clip_norm=1.0,
+        ema=0.9,
+        every="100step",
+        log_every=4,
+        callbacks=[Watch()],
+    )
+    made.fit(9)
+    assert waits == [0, 0, 0, 3, 0, 0, 0, 3]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_nobody_waits_for_an_accelerator_between_two_logs(precision: str) -> None:
+    """As torch itself sees it: any wait inside the step is an error."""
+
+    class Strict(Callback):
+        def step_start(self, training: Training) -> None:
+            torch.cuda.set_sync_debug_mode("error")
+
+        def step_end(self, training: Training, metrics: Metrics) -> None:
+            torch.cuda.set_sync_debug_mode("default")
+
+    make(
+        MemoryStore(),
+        device="cuda",
+        optimizer=sgd,
+        loss=loss,
+        precision=precision,
+        clip_norm=1.0,
+        ema=0.9,
+        accumulate=2,
+        every=None,
+        log_every=4,
+        callbacks=[Strict()],
+    ).fit(9)
+
+
+def test_logs_are_at_the_same_steps_after_a_resume_and_at_the_end() -> None:
+    """K18."""
+    store, steps = MemoryStore(), list[int]()
+
+    class Watch(Callback):
+        def log(self, training: Training, metrics: Metrics) -> None:
+            steps.append(training.counters.step)
+
+    for until in (5, 10):
+        make(store, log_every=3, callbacks=[Watch()]).fit(until)
+    assert steps == [3, 5, 6, 9, 10]
+
+
+def test_a_value_is_of_the_moment_it_was_given() -> None:
+    """Although the tensor is written to later, and nobody had looked."""
+    tensor = torch.tensor(1.0)
+    found = LazyMetrics({"loss": number("loss", tensor)})
+    tensor.fill_(2.0)
+    assert dict(found) == {"loss": 1.0}
+    assert repr(found.joined({"more": 3.0})) == "{'loss': 1.0, 'more': 3.0}"
+    assert len(found) == 1
+
+
+def test_means_are_weighted_and_over_the_batches_that_have_the_metric() -> None:
+    mean = Mean()
+    mean.add({"a": torch.tensor(1.0), "b": 4}, 3.0)
+    mean.add({"a": 5.0}, 1.0)
+    assert {name: float(value) for name, value in mean.result().items()} == {"a": 2.0, "b": 4.0}
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2), "text", None, [1.0]])
+def test_what_is_no_number_is_refused(value: Any) -> None:
+    with pytest.raises(UsageError, match="'extra'"):
+        number("extra", value)

@@ -1,0 +1,80 @@
+"""TensorBoard: what is in the files of events is one history of the run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.data import Loader
+from holdfast.errors import UsageError
+from holdfast.train import Callback, HookFailed, Metrics, TensorBoard, Training, Validation
+from train.small import Noisy, make
+
+accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+
+class StopAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def log(self, training: Training, metrics: Metrics) -> None:
+        if training.counters.step == self.step:
+            raise RuntimeError
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    events = accumulator.EventAccumulator(str(folder))
+    events.Reload()
+    return {
+        name: [(item.step, item.value) for item in events.Scalars(name)]
+        for name in events.Tags()["scalars"]
+    }
+
+
+def train(root: Path, until: int, *callbacks: Callback) -> dict[str, list[tuple[int, float]]]:
+    plan = Validation(data=Loader(Noisy(), batch_size=5), every="3step")
+    options: dict[str, Any] = {"every": "3step", "validate": plan}
+    make(root / "run", callbacks=[TensorBoard(root / "events"), *callbacks], **options).fit(until)
+    return scalars(root / "events")
+
+
+def test_scalars_are_of_their_steps_also_those_of_validations_and_saves(tmp_path: Path) -> None:
+    found = train(tmp_path, 7)
+    assert {name: [step for step, _ in values] for name, values in found.items()} == {
+        "loss": [1, 2, 3, 4, 5, 6, 7],
+        "draw": [1, 2, 3, 4, 5, 6, 7],
+        "val/loss": [3, 6, 7],
+        "val/draw": [3, 6, 7],
+        **{f"save/{name}": [3, 6, 7] for name in ("stall_s", "duration_s", "nbytes")},
+    }
+
+
+def test_steps_that_are_done_again_are_there_once(tmp_path: Path) -> None:
+    """K18: what was shown of steps beyond the checkpoint is taken back."""
+    straight = train(tmp_path / "straight", 9)
+    with pytest.raises(HookFailed):
+        train(tmp_path / "broken", 9, StopAt(6))
+    assert [step for step, _ in scalars(tmp_path / "broken" / "events")["loss"]] == [1, 2, 3, 4, 5]
+    resumed = train(tmp_path / "broken", 9)
+    assert resumed["loss"] == straight["loss"]
+    assert resumed["val/loss"] == straight["val/loss"]
+
+
+def test_a_validation_alone_writes_nothing(tmp_path: Path) -> None:
+    plan = Validation(data=Loader(Noisy(), batch_size=5))
+    logger = TensorBoard(tmp_path / "events")
+    trainer = make(tmp_path / "run", validate=plan, callbacks=[logger])
+    trainer.validate()
+    trainer.log({"mine": 1.0}, to=["tensorboard"])
+    assert not (tmp_path / "events").exists()
+
+
+def test_without_the_extra_the_error_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(UsageError, match=r"holdfast\[tensorboard\]"):
+        TensorBoard(tmp_path)

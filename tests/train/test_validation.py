@@ -1,0 +1,273 @@
+"""Validation: when it is due, right means, and a training that it leaves undisturbed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from holdfast.data import Loader
+from holdfast.engine.catalog import Catalog
+from holdfast.errors import NoCheckpoint, UsageError
+from holdfast.store import open_store
+from holdfast.store.memory import MemoryStore
+from holdfast.testing.resume import leaf_digests
+from holdfast.train import Callback, Metrics, Training, Validation
+from train.small import Noisy, make, mean_square
+
+
+class Seen(Callback):
+    """At which steps validations ended, and with which metrics."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.metrics: list[Metrics] = []
+
+    def validation_end(self, training: Training, name: str, metrics: Metrics) -> None:
+        self.steps.append(training.counters.step)
+        self.metrics.append(dict(metrics))
+
+
+def held_out() -> Loader:
+    return Loader([torch.full((4,), float(value)) for value in range(5)], batch_size=2)
+
+
+def at_steps(until: str | int, **plan: Any) -> list[int]:
+    seen = Seen()
+    plan = {"data": held_out(), **plan}
+    make(MemoryStore(), validate=Validation(**plan), callbacks=[seen], count_samples=len).fit(until)
+    return seen.steps
+
+
+@pytest.mark.parametrize(
+    ("until", "plan", "expected"),
+    [
+        (7, {"every": "3step"}, [3, 6, 7]),
+        (7, {"every": "3step", "at_end": False}, [3, 6]),
+        (6, {"every": "3step"}, [3, 6]),
+        (11, {}, [5, 10, 11]),
+        ("2ep", {"every": "1ep"}, [5, 10]),
+        (9, {"every": "4sp"}, [2, 4, 6, 8, 9]),
+        (8, {"every": 0.25}, [2, 4, 6, 8]),
+        (10, {"every": 0.3}, [3, 6, 9, 10]),
+        ("2ep", {"every": 0.5}, [5, 10]),
+        (3, {"every": 1.0}, [3]),
+        (8, {"every": "0.5dur"}, [4, 8]),
+    ],
+)
+def test_it_happens_when_it_is_due(until: Any, plan: dict[str, Any], expected: list[int]) -> None:
+    """K35, K48: by steps, epochs, samples or a part of the goal, and at the end."""
+    assert at_steps(until, **plan) == expected
+
+
+def test_means_weigh_every_sample_the_same() -> None:
+    """The last batch is smaller; a mean over batches would be wrong."""
+
+    def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return batch.mean() + 0.0 * model(batch).sum(), {"low": batch.min()}
+
+    trainer = make(MemoryStore(), validate=held_out(), loss=loss)
+    data = Loader([torch.full((4,), float(v)) for v in (0, 1, 8)], batch_size=2, shuffle=False)
+    found = make(MemoryStore(), validate=data, loss=loss).validate()
+    assert found == {"val/loss": 3.0, "val/low": pytest.approx((2 * 0.0 + 8.0) / 3)}
+    assert trainer.validate()["val/loss"] == 2.0
+
+
+def test_a_weight_of_ones_own_counts() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return batch.mean()
+
+    data = Loader([torch.full((4,), float(v)) for v in (1, 3)], batch_size=1, shuffle=False)
+    plan = Validation(data=data, weigh=lambda batch: float(batch.mean()), loss=loss)
+    assert make(MemoryStore(), validate=plan).validate() == {"val/loss": 2.5}
+
+
+def test_several_loaders_have_their_own_metrics_and_a_loss_of_their_own() -> None:
+    """K16."""
+    seen = Seen()
+    plan = Validation(
+        data={"one": held_out(), "two": held_out()},
+        loss=lambda model, batch: (batch.mean(), {"most": batch.max()}),
+    )
+    found = make(MemoryStore(), validate=plan, callbacks=[seen]).validate()
+    assert set(found) == {
+        f"val/{name}/{item}" for name in ("one", "two") for item in ("loss", "most")
+    }
+    assert [set(metrics) for metrics in seen.metrics] == [
+        {"val/one/loss", "val/one/most"},
+        {"val/two/loss", "val/two/most"},
+    ]
+
+
+def test_a_limit_takes_the_same_first_batches_each_time() -> None:
+    """K35: eval_steps; the loader begins anew although it was left in its middle."""
+    batches: list[Tensor] = []
+
+    class Watch(Callback):
+        def validation_batch_end(self, training: Training, batch: Tensor) -> None:
+            batches.append(batch)
+
+    plan = Validation(data=held_out(), batches=2, every="1step")
+    make(MemoryStore(), validate=plan, callbacks=[Watch()]).fit(2)
+    assert len(batches) == 4
+    assert torch.equal(torch.stack(batches[:2]), torch.stack(batches[2:]))
+
+
+def test_its_metrics_are_those_of_the_checkpoint_of_the_same_step(tmp_path: Path) -> None:
+    """A5: evaluated first, saved afterwards, so that a rule may look at the metric."""
+    seen = Seen()
+    plan = Validation(data=held_out(), every="2step")
+    make(tmp_path, every="2step", validate=plan, callbacks=[seen]).fit(5)
+    found = {
+        entry.step: entry.manifest.metrics for entry in Catalog(open_store(tmp_path)).checkpoints()
+    }
+    assert sorted(found) == [2, 4, 5]
+    assert [found[step]["val/loss"] for step in (2, 4, 5)] == [
+        metrics["val/loss"] for metrics in seen.metrics
+    ]
+    assert all("loss" in metrics for metrics in found.values())
+
+
+def test_training_is_the_same_with_and_without_it() -> None:
+    """Whatever it draws, on whichever loader, and although it is left early."""
+
+    def drawing(model: nn.Module, batch: Tensor) -> Tensor:
+        return mean_square(model, batch + torch.rand(4) + float(np.random.random()))[0]
+
+    plans: list[Any] = [
+        None,
+        Validation(data=Loader(Noisy(), batch_size=2), batches=2, every="1step", loss=drawing),
+        Validation(data=DataLoader(Noisy(), batch_size=2, shuffle=True), every="1step"),
+    ]
+    states = []
+    for plan in plans:
+        trainer = make(MemoryStore(), validate=plan)
+        trainer.fit(7)
+        generators = {"torch": torch.get_rng_state(), "python": random.getstate()}
+        states.append(leaf_digests({**trainer.state, **generators}))
+    assert states[1] == states[0]
+    assert states[2] == states[0]
+
+
+def test_modes_are_those_of_before_module_by_module() -> None:
+    modes: list[tuple[bool, bool]] = []
+
+    class Watch(Callback):
+        def fit_start(self, training: Training) -> None:
+            self.model = training.model
+
+        def step_start(self, training: Training) -> None:
+            training.model[1].eval()  # type: ignore[index]
+
+        def validation_batch_end(self, training: Training, batch: Tensor) -> None:
+            assert not any(module.training for module in training.model.modules())
+            assert not torch.is_grad_enabled()
+
+        def log(self, training: Training, metrics: Metrics) -> None:
+            modes.append((training.model.training, training.model[1].training))  # type: ignore[index]
+
+    plan = Validation(data=held_out(), every="1step")
+    make(MemoryStore(), validate=plan, callbacks=[Watch()]).fit(2)
+    assert modes == [(True, False)] * 2
+
+
+def test_modes_come_back_when_it_fails() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        raise RuntimeError("in validation")
+
+    trainer = make(MemoryStore(), validate=Validation(data=held_out(), loss=loss))
+    with pytest.raises(RuntimeError, match="in validation"):
+        trainer.validate()
+    assert all(module.training for module in trainer.model.modules())
+
+
+def test_an_early_end_asked_for_by_a_validation_is_saved_with_its_metrics(tmp_path: Path) -> None:
+    """K46."""
+
+    class Enough(Callback):
+        def validation_end(self, training: Training, name: str, metrics: Metrics) -> None:
+            if training.counters.step == 4:
+                training.request_stop("good enough")
+
+    plan = Validation(data=held_out(), every="2step")
+    outcome = make(tmp_path, every=None, validate=plan, callbacks=[Enough()]).fit(100)
+    assert (outcome.reason, outcome.step, outcome.detail) == ("stopped", 4, "good enough")
+    assert outcome.exit_code == 0
+    (entry,) = Catalog(open_store(tmp_path)).checkpoints()
+    assert (entry.step, entry.manifest.reason) == (4, "stopped")
+    assert "val/loss" in entry.manifest.metrics
+
+
+def test_a_checkpoint_can_be_validated_without_claiming_anything(tmp_path: Path) -> None:
+    """K14, invariant 11: the one asked for, in any order, with its own weights."""
+    seen = Seen()
+    first, again = (Validation(data=held_out(), every="2step") for _ in range(2))
+    make(tmp_path, validate=first, callbacks=[seen], ema=0.5).fit(4)
+    other = make(tmp_path, validate=again, ema=0.5)
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    generators = torch.get_rng_state()
+    found = [other.validate(which) for which in ("step=4", "step=2", "latest")]
+    assert [metrics["val/loss"] for metrics in found] == [
+        seen.metrics[number]["val/loss"] for number in (1, 0, 1)
+    ]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+    assert torch.equal(torch.get_rng_state(), generators)
+    with pytest.raises(NoCheckpoint):
+        other.validate("step=3")
+
+
+def test_it_may_be_asked_for_in_a_hook() -> None:
+    found: list[dict[str, float]] = []
+
+    class Ask(Callback):
+        def step_end(self, training: Any, metrics: Metrics) -> None:
+            found.append(training.validate())
+            with pytest.raises(UsageError, match="while fit runs"):
+                training.validate("latest")
+
+    make(MemoryStore(), validate=held_out(), callbacks=[Ask()]).fit(2)
+    assert len(found) == 2
+
+
+def test_data_without_a_batch_or_without_samples_is_an_error() -> None:
+    with pytest.raises(UsageError, match="no batch"):
+        make(MemoryStore(), validate=[]).validate()
+    plan = Validation(data=[{"text": "a"}], loss=lambda model, batch: torch.tensor(1.0))
+    with pytest.raises(UsageError, match="count_samples"):
+        make(MemoryStore(), validate=plan).validate()
+    with pytest.raises(UsageError, match="nothing to validate"):
+        make(MemoryStore()).validate()
+
+
+def test_samples_are_found_in_any_container() -> None:
+    batch = {"id": 3, "inner": ("text", [torch.tensor(1.0), torch.zeros(3, 4)])}
+    plan = Validation(data=[batch], loss=lambda model, batch: torch.tensor(1.0))
+    assert make(MemoryStore(), validate=plan).validate() == {"val/loss": 1.0}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"every": 5},
+        {"every": True},
+        {"every": 0.0},
+        {"every": 1.5},
+        {"every": "10min"},
+        {"every": "5tok"},
+        {"batches": 0},
+        {"batches": True},
+        {"data": {}},
+        {"data": {1: []}},
+        {"data": 5},
+    ],
+)
+def test_what_cannot_work_is_refused_at_construction(plan: dict[str, Any]) -> None:
+    """K35, D47."""
+    with pytest.raises(UsageError, match="validation"):
+        make(MemoryStore(), validate=Validation(**{"data": held_out(), **plan}))

@@ -1,0 +1,83 @@
+"""Weights & Biases, offline: one run over all resumes, and steps as the axis."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.errors import UsageError
+from holdfast.train import WeightsAndBiases
+from train.small import make
+
+wandb = pytest.importorskip("wandb")
+
+
+def logger(folder: Path) -> WeightsAndBiases:
+    settings = wandb.Settings(silent=True, console="off")
+    return WeightsAndBiases(mode="offline", dir=str(folder), project="test", settings=settings)
+
+
+def history(file: Path) -> list[dict[str, str]]:
+    """What a run's file holds: metrics as the JSON that was logged."""
+    from wandb.proto import wandb_internal_pb2
+
+    found = []
+    for data in records(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            found.append({item.key or "/".join(item.nested_key): item.value_json for item in items})
+    return found
+
+
+def records(data: bytes) -> Iterator[bytes]:
+    """The records of a log in the format of LevelDB, behind a header of 7 bytes."""
+    position, parts = 7, b""
+    while position + 7 <= len(data):
+        left = 32_768 - position % 32_768
+        if left < 7:
+            position += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        parts += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part of one
+            yield parts
+            parts = b""
+
+
+def test_a_resumed_run_goes_on_under_its_own_id(tmp_path: Path) -> None:
+    """K45, D55."""
+    for until in (2, 4):
+        folder = tmp_path / f"until-{until}"
+        folder.mkdir()
+        make(tmp_path / "run", log_every=2, callbacks=[logger(folder)]).fit(until)
+        wandb.teardown()  # its service may still be writing after the end of a run
+    files = sorted(tmp_path.glob("until-*/wandb/offline-run-*/run-*.wandb"))
+    assert len({file.name for file in files}) == 1
+    lines = [line for file in files for line in history(file)]
+    assert [line["step"] for line in lines if "loss" in line] == ["2", "4"]
+    assert [line["step"] for line in lines if "save/nbytes" in line] == ["2", "4"]
+
+
+def test_what_the_checkpoint_decides_cannot_be_set() -> None:
+    with pytest.raises(UsageError, match="come from the checkpoint"):
+        WeightsAndBiases(id="mine")
+
+
+@pytest.mark.parametrize("state", [{}, {"id": 5}, {"id": "a", "more": 1}])
+def test_what_is_no_state_is_refused(state: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="not the state"):
+        WeightsAndBiases().load_state_dict(state)
+
+
+def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UsageError, match=r"holdfast\[wandb\]"):
+        WeightsAndBiases()
