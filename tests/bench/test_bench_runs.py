@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 SAVES = ("holdfast", "torch", "safetensors", "dcp", "dcp-2", "dcp-async", "dcp-async-kept")
 LOADS = (
     "holdfast",
+    "holdfast-resume",
     "torch-bare",
     "torch",
     "torch-mmap",

@@ -57,7 +57,7 @@ class Saver:
 
     def stage(self, captured: Captured) -> Staged:
         """Copy the captured state into the arenas. No save may be under way."""
-        return self._stager.stage(captured)
+        return self._stager.stage(captured, self.workers, timeout_s=self.timeout_s)
 
     def start(self, staged: Staged, request: SaveRequest) -> PendingSave:
         """Hand a staged state to the background."""

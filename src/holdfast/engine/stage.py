@@ -8,16 +8,25 @@ memory that is already there.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
 
+from holdfast.engine.workers import Workers, gather
 from holdfast.errors import FormatError, OutOfMemory
 from holdfast.format.layout import tree_file
 from holdfast.format.tensors import TensorFile, TensorSpec, lay_out
 from holdfast.state.capture import Captured, CapturedComponent
 from holdfast.state.dtypes import TORCH_DTYPES
+
+LARGE_NBYTES = 1 << 20
+"""Tensors of this size and more are copied by the workers."""
+PIECE_NBYTES = 16 << 20
+"""What one worker copies at a time."""
 
 
 class Arena:
@@ -134,15 +143,19 @@ class Stager:
         self._specs: dict[str, tuple[TensorSpec, ...]] = {}
         self._images: dict[str, tuple[Image, ...]] = {}
 
-    def stage(self, captured: Captured) -> Staged:
-        """A copy of the state as it is now. The arenas are overwritten by the next call."""
+    def stage(self, captured: Captured, workers: Workers, *, timeout_s: float) -> Staged:
+        """A copy of the state as it is now. The arenas are overwritten by the next call.
+
+        Raises:
+            DeadlineExceeded: the copy was not done in time.
+        """
         components = captured.components
         for name in set(self._images) - set(components):
             del self._images[name], self._specs[name]
         for component in components.values():
             self._fit(component)
         for name, component in components.items():
-            _copy(self._images[name], component.tensors)
+            _copy(self._images[name], component.tensors, workers, timeout_s)
         return Staged(
             images=dict(self._images),
             trees={name: component.tree for name, component in components.items()},
@@ -166,9 +179,44 @@ def _new_image(file: TensorFile) -> Image:
     return Image(file=file, arena=arena, views=tuple(arena.tensors(file.specs, file.starts)))
 
 
-def _copy(images: Sequence[Image], tensors: Mapping[str, torch.Tensor]) -> None:
+def _copy(
+    images: Sequence[Image],
+    tensors: Mapping[str, torch.Tensor],
+    workers: Workers,
+    timeout_s: float,
+) -> None:
+    """Copy every tensor to its place: large ones in pieces on the workers, the rest in one call.
+
+    torch's own parallel copy waits at barriers, for threads that a busy machine has taken away.
+    """
+    jobs: list[Future[None]] = []
     with torch.inference_mode(False), torch.no_grad():
         for image in images:
-            sources = [tensors[spec.key] for spec in image.file.specs]
-            if sources:
-                torch._foreach_copy_(list(image.views), sources)
+            small: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for spec, start, view in zip(
+                image.file.specs, image.file.starts, image.views, strict=True
+            ):
+                source = tensors[spec.key]
+                if _is_plain_and_large(source):
+                    place = image.arena.memory[start : start + spec.nbytes]
+                    jobs += [workers.submit(job) for job in _pieces(place, source)]
+                else:
+                    small.append((view, source))
+            if small:
+                views, sources = zip(*small, strict=True)
+                torch._foreach_copy_(list(views), list(sources))
+    gather(jobs, timeout_s=timeout_s, what="staging")
+
+
+def _is_plain_and_large(source: torch.Tensor) -> bool:
+    is_large = source.numel() * source.element_size() >= LARGE_NBYTES
+    return is_large and source.device.type == "cpu" and source.is_contiguous()
+
+
+def _pieces(place: memoryview, source: torch.Tensor) -> Iterator[Callable[[], None]]:
+    """Jobs that copy the bytes of a contiguous tensor."""
+    target = np.frombuffer(place, dtype=np.uint8)
+    data = source.reshape(-1).view(torch.uint8).numpy()
+    for start in range(0, len(data), PIECE_NBYTES):
+        piece = slice(start, start + PIECE_NBYTES)
+        yield partial(np.copyto, target[piece], data[piece])

@@ -186,7 +186,7 @@ def advise(
     # Rounding must not make an interval of exactly so many steps one longer.
     count = max(1, math.ceil(lengths[limit] / unit_s - 1e-9))
     interval_s = count * unit_s
-    goodput, saving, lost, down = _shares(interval_s, costs, failures.mtbf_s)
+    goodput, saving, lost, down = shares(interval_s, costs, failures.mtbf_s)
     shortest, longest = (
         max(daly_interval_s(costs.save_s, mtbf_s), *floors.values())
         for mtbf_s in (failures.low_s, failures.high_s)
@@ -211,6 +211,22 @@ def advise(
         costs=costs,
         failures=failures,
     )
+
+
+def shares(interval_s: float, costs: Costs, mtbf_s: float) -> tuple[float, float, float, float]:
+    """Goodput, saving, work done again and downtime at an interval, each the mean of a long run.
+
+    Raises:
+        UsageError: a time that is not above zero.
+    """
+    goodput = expected_goodput(interval_s, costs, mtbf_s=mtbf_s)
+    up = math.exp(-costs.down_s / mtbf_s)
+    cycle_s = costs.cycle_s(interval_s)
+    # The probabilities that training is still up, summed over the saving part of every cycle.
+    reached = math.exp(-interval_s / mtbf_s) * -math.expm1((interval_s - cycle_s) / mtbf_s)
+    saving = up * reached / -math.expm1(-cycle_s / mtbf_s)
+    # What remains is above zero but for rounding.
+    return goodput, saving, max(0.0, up - saving - goodput), 1 - up
 
 
 def gamma_quantile(shape: float, probability: float) -> float:
@@ -246,18 +262,6 @@ def _gamma_below(shape: float, x: float) -> float:
         math.exp((shape + k) * math.log(x) - x - math.lgamma(shape + k + 1))
         for k in range(num_terms)
     )
-
-
-def _shares(interval_s: float, costs: Costs, mtbf_s: float) -> tuple[float, float, float, float]:
-    """Goodput, saving, lost work and downtime, each the mean of a long run."""
-    goodput = expected_goodput(interval_s, costs, mtbf_s=mtbf_s)
-    up = math.exp(-costs.down_s / mtbf_s)
-    cycle_s = costs.cycle_s(interval_s)
-    # The probabilities that training is still up, summed over the saving part of every cycle.
-    reached = math.exp(-interval_s / mtbf_s) * -math.expm1((interval_s - cycle_s) / mtbf_s)
-    saving = up * reached / -math.expm1(-cycle_s / mtbf_s)
-    # What remains is above zero but for rounding.
-    return goodput, saving, max(0.0, up - saving - goodput), 1 - up
 
 
 def _every(advice: Advice) -> str:

@@ -1,0 +1,271 @@
+"""What a root tells about how often to save: what saves cost, how they lie, which starts failed.
+
+Reads only, and adds nothing that was not recorded; what to make of it is for
+`holdfast.policy.advisor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from itertools import pairwise
+from statistics import median
+from typing import Literal
+
+from holdfast.engine.catalog import Catalog, Entry
+from holdfast.engine.claim import is_closed
+from holdfast.engine.process import liveness
+from holdfast.errors import FormatError
+from holdfast.format.manifest import Reference
+from holdfast.format.records import Process, Writer
+from holdfast.store.base import Store
+
+Ending = Literal["closed", "failed", "running", "continued", "unknown"]
+"""`continued`: the same process claimed again. `unknown`: it ran elsewhere, or was taken over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A median, in seconds, and of how many readings."""
+
+    seconds: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spacing:
+    """How far apart saves lie: medians over pairs with no other save of their kind in between."""
+
+    interval_s: float
+    """Seconds of training from the end of one save's stall to the next save."""
+    steps: float
+    count: int
+    """How many pairs."""
+    is_by_interval: bool
+    """Whether only saves count that an interval asked for; else there were too few of those."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """One claim of the run, and what became of it."""
+
+    epoch: int
+    created: str
+    host: str
+    resumed_from: Reference | None
+    ending: Ending
+    resume_gap_s: float | None = None
+    """Of a failure: from the commit that the next start went on from to that start. Holds the
+    work that was lost and the downtime, which the record does not tell apart."""
+    steps_left_behind: int | None = None
+    """Of a failure: steps that were committed, but not gone on from. None where manifests that
+    would tell it are gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the root records of one run. None is what it does not tell."""
+
+    num_saves: int
+    """Committed checkpoints of this run that are there."""
+    nbytes: int | None
+    """Median size of a checkpoint."""
+    stall: Measured | None
+    """How long training stood still for a save: `capture_s` and `stage_s`."""
+    write: Measured | None
+    """How long a save was written after that: `write_s`."""
+    step: Measured | None
+    """Length of a step between saves, their stalls left out."""
+    spacing: Spacing | None
+    trained_s: float
+    """The most training time that a checkpoint records; work done again is not in it."""
+    starts: tuple[Start, ...]
+    """Oldest first."""
+    unreadable: tuple[str, ...]
+    """Manifests and claims that are damaged and not counted, each with the reason."""
+
+    @property
+    def num_failures(self) -> int:
+        """Starts whose process is gone and that did not end cleanly."""
+        return sum(start.ending == "failed" for start in self.starts)
+
+
+def gather(store: Store) -> Facts:
+    """Read what a run has recorded. Claims and writes nothing.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    catalog = Catalog(store)
+    survey, damaged = catalog.survey()
+    epochs = sorted(catalog.claims())
+    claims, broken = _read_claims(catalog, epochs)
+    first = epochs[0] if epochs else None
+    # What was copied here from another run has an epoch that nobody claimed.
+    entries = [e for e in survey if first is None or e.order[0] < first or e.order[0] in epochs]
+    entries.sort(key=lambda entry: entry.order)
+    stalls = [stall for entry in entries if (stall := _stall_s(entry)) is not None]
+    writes = [_timing(entry, "write_s") for entry in entries]
+    pairs = [
+        (work_s / (after.step - before.step))
+        for before, after in _neighbours(entries)
+        if after.step > before.step and (work_s := _work_s(before, after)) > 0
+    ]
+    return Facts(
+        num_saves=len(entries),
+        nbytes=int(median(e.manifest.nbytes for e in entries)) if entries else None,
+        stall=_measured(stalls),
+        write=_measured([seconds for seconds in writes if seconds is not None]),
+        step=_measured(pairs),
+        spacing=_spacing(entries, by_interval=True) or _spacing(entries, by_interval=False),
+        trained_s=max((entry.manifest.timestamp.wall_s for entry in entries), default=0.0),
+        starts=tuple(_starts(store, claims, entries)),
+        unreadable=(*(f"{folder}: {reason}" for folder, reason in damaged), *broken),
+    )
+
+
+def _read_claims(catalog: Catalog, epochs: Sequence[int]) -> tuple[list[Writer], list[str]]:
+    claims: list[Writer] = []
+    broken: list[str] = []
+    for epoch in epochs:
+        try:
+            claim = catalog.writer(epoch)
+        except FormatError as error:
+            broken.append(f"claim {epoch}: {error}")
+        else:
+            if claim is not None:
+                claims.append(claim)
+    return claims, broken
+
+
+def _measured(readings: Sequence[float]) -> Measured | None:
+    return Measured(seconds=median(readings), count=len(readings)) if readings else None
+
+
+def _timing(entry: Entry, name: str) -> float | None:
+    seconds = entry.manifest.timings.get(name)
+    return seconds if seconds is not None and seconds >= 0 else None
+
+
+def _stall_s(entry: Entry) -> float | None:
+    capture_s, stage_s = _timing(entry, "capture_s"), _timing(entry, "stage_s")
+    return capture_s + stage_s if capture_s is not None and stage_s is not None else None
+
+
+def _neighbours(entries: Sequence[Entry]) -> Iterator[tuple[Entry, Entry]]:
+    """Checkpoints of one start that follow each other among those that are there."""
+    return ((a, b) for a, b in pairwise(entries) if a.order[0] == b.order[0])
+
+
+def _work_s(before: Entry, after: Entry) -> float:
+    """Training time between two saves of one start, without the stall of the first.
+
+    A Timestamp is taken as its save begins.
+    """
+    wall_s = after.manifest.timestamp.wall_s - before.manifest.timestamp.wall_s
+    return wall_s - (_stall_s(before) or 0.0)
+
+
+def _spacing(entries: Sequence[Entry], *, by_interval: bool) -> Spacing | None:
+    pairs = [
+        (before, after)
+        for before, after in _consecutive(entries, by_interval=by_interval)
+        if after.step > before.step and _work_s(before, after) > 0
+    ]
+    if not pairs:
+        return None
+    return Spacing(
+        interval_s=median(_work_s(before, after) for before, after in pairs),
+        steps=median(after.step - before.step for before, after in pairs),
+        count=len(pairs),
+        is_by_interval=by_interval,
+    )
+
+
+def _consecutive(entries: Sequence[Entry], *, by_interval: bool) -> Iterator[tuple[Entry, Entry]]:
+    """Saves of one kind that followed each other: no sequence number between them is missing."""
+    before: Entry | None = None
+    last = (0, 0)
+    for entry in entries:
+        epoch, sequence = entry.order
+        if (epoch, sequence - 1) != last:
+            before = None  # Retention deleted what lay in between, or another start begins.
+        last = entry.order
+        if by_interval and not _is_by_interval(entry):
+            continue
+        if before is not None:
+            yield before, entry
+        before = entry
+
+
+def _is_by_interval(entry: Entry) -> bool:
+    """Whether a trigger asked for it that comes again and again; its reason begins so."""
+    reasons = entry.manifest.reason.split(", ")
+    return any(reason == "interval" or reason.startswith("every ") for reason in reasons)
+
+
+def _starts(store: Store, claims: Sequence[Writer], entries: Sequence[Entry]) -> Iterator[Start]:
+    by_order = {entry.order: entry for entry in entries}
+    for claim, following in zip(claims, [*claims[1:], None], strict=True):
+        ending = _ending(store, claim, following)
+        left_behind, gap_s = None, None
+        if ending == "failed" and following is not None:
+            left_behind, gap_s = _lost(claim, following, by_order)
+        yield Start(
+            epoch=claim.epoch,
+            created=claim.created,
+            host=claim.process.host,
+            resumed_from=claim.resumed_from,
+            ending=ending,
+            resume_gap_s=gap_s,
+            steps_left_behind=left_behind,
+        )
+
+
+def _ending(store: Store, claim: Writer, following: Writer | None) -> Ending:
+    if is_closed(store, claim.epoch):
+        return "closed"
+    if following is not None and _is_same(claim.process, following.process):
+        return "continued"
+    state = liveness(claim.process)
+    if state == "dead":
+        return "failed"
+    if following is None:
+        return "unknown" if state == "unknown" else "running"
+    # Without a takeover a run is claimed only once its owner was found gone.
+    return "unknown" if following.takeover else "failed"
+
+
+def _is_same(one: Process, other: Process) -> bool:
+    return bool(one.start and one.boot_id) and one == other
+
+
+def _lost(
+    failed: Writer, following: Writer, entries: Mapping[tuple[int, int], Entry]
+) -> tuple[int | None, float | None]:
+    """Steps left behind and seconds since the commit, where the next start went on from `failed`.
+
+    Where it went on from an older start, commits of `failed` that are there were left behind.
+    """
+    point = following.resumed_from
+    found = entries.get(point.order) if point is not None else None
+    of_failed = [entry for order, entry in entries.items() if order[0] == failed.epoch]
+    if point is None or found is None or not of_failed:
+        return None, None
+    left_behind = max(0, of_failed[-1].step - found.step)
+    if point.epoch != failed.epoch:
+        return left_behind, None
+    since, until = _moment(found.manifest.created), _moment(following.created)
+    if since is None or until is None or until < since:
+        return left_behind, None
+    return left_behind, (until - since).total_seconds()
+
+
+def _moment(created: str) -> datetime | None:
+    """The time that a record gives; None where it is none."""
+    try:
+        moment = datetime.fromisoformat(created)
+    except ValueError:
+        return None
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=timezone.utc)

@@ -1,0 +1,211 @@
+"""A supervised child process: started again and again, signals forwarded, nothing left behind.
+
+Owns processes, sessions and signals. Knows nothing of why there is another life.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from holdfast.care.supervise import Ending
+from holdfast.errors import UsageError
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that ask to stop. Those that were ignored when the supervisor began stay so."""
+_LEFTOVERS_S = 10.0
+"""How long to wait for killed processes to be gone."""
+_POLL_S = 0.05
+"""Processes that are not our children cannot be waited for, only asked after."""
+
+
+class ChildProcess:
+    """A command; a context that owns this process's signal handlers. Main thread only.
+
+    Each life is a session of its own, so that a terminal's Ctrl-C reaches it once, through us,
+    and so that its helpers can be found. Standard streams are inherited.
+    """
+
+    def __init__(self, command: Sequence[str], *, grace_s: float) -> None:
+        if not command:
+            raise UsageError("command: must not be empty")
+        if grace_s < 0:
+            raise UsageError(f"grace_s={grace_s}: must be a number of seconds, not below 0")
+        self._command = list(command)
+        self._grace_s = grace_s
+        self._has_lived = False
+        self._undo = contextlib.ExitStack()
+        self._reader = -1
+
+    def __enter__(self) -> ChildProcess:
+        reader, writer = os.pipe()
+        self._undo.callback(os.close, reader)
+        self._undo.callback(os.close, writer)
+        os.set_blocking(reader, False)
+        os.set_blocking(writer, False)
+        self._undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer))
+        for number in FORWARDED:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._handle(number)
+        # Not for its handler: an ignored SIGCHLD, which is inherited, would reap children unseen.
+        self._handle(signal.SIGCHLD)
+        self._reader = reader
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._undo.close()
+
+    def live(self) -> Ending:
+        """Start the command and wait for its end; forward signals meanwhile.
+
+        The first signal begins the time of grace, at whose end the whole group is killed. Of a
+        life that failed nothing is left running.
+
+        Raises:
+            UsageError: at the first life, there is no such command, or it may not be run.
+        """
+        try:
+            process = subprocess.Popen(self._command, start_new_session=True)
+        except OSError as error:
+            if not self._has_lived and isinstance(error, FileNotFoundError | PermissionError):
+                raise UsageError(f"command {self._command[0]!r}: {error.strerror}") from error
+            return Ending(returncode=None, error=str(error))
+        finally:
+            self._has_lived = True
+        group = _Group(process.pid)
+        stop = _Stop(self._grace_s)
+        self._wait_until(lambda: _has_ended(process.pid), group, stop)
+        died_asked = stop.first is not None and _was_killed(process.pid)
+        if not died_asked and not _was_successful(process.pid):
+            # Before the leader is reaped, so that its number cannot be another's by now.
+            group.send(signal.SIGKILL)
+        ending = Ending(returncode=process.wait(), asked=stop.first)
+        if ending.returncode != 0:
+            self._see_off(group, stop, is_graceful=died_asked)
+        return ending
+
+    def pause(self, delay_s: float) -> int | None:
+        """Wait so long, or until a signal asks to stop; gives that signal."""
+        until = time.monotonic() + delay_s
+        while True:
+            left_s = until - time.monotonic()
+            for number in self._signals(max(left_s, 0.0)):
+                return number
+            if left_s <= 0:
+                return None
+
+    def _see_off(self, group: _Group, stop: _Stop, *, is_graceful: bool) -> None:
+        """Wait for what the leader left: a shell dies at once and the training behind it saves."""
+        if is_graceful:
+            self._wait_until(group.is_gone, group, stop, poll_s=_POLL_S)
+        self._wait_until(group.is_gone, group, _Stop.begun(_LEFTOVERS_S), poll_s=_POLL_S)
+
+    def _wait_until(
+        self,
+        is_over: Callable[[], bool],
+        group: _Group,
+        stop: _Stop,
+        *,
+        poll_s: float | None = None,
+    ) -> None:
+        """Forward signals until it is over; kill when the grace ends, then wait no longer than
+        the kill takes."""
+        while not is_over():
+            left_s = stop.left_s()
+            if left_s == 0.0:
+                group.send(signal.SIGKILL)
+                if poll_s is not None:
+                    return
+                stop.until = None
+                left_s = None
+            waits = [wait for wait in (left_s, poll_s) if wait is not None]
+            for number in self._signals(min(waits, default=None)):
+                stop.begin(number)
+                group.send(number)
+
+    def _signals(self, timeout_s: float | None) -> Iterator[int]:
+        """Signals that asked to stop since the last call; waits for the first of any kind."""
+        ready, _, _ = select.select([self._reader], [], [], timeout_s)
+        data = os.read(self._reader, 4096) if ready else b""
+        return (number for number in data if number != signal.SIGCHLD)
+
+    def _handle(self, number: signal.Signals) -> None:
+        self._undo.callback(signal.signal, number, signal.signal(number, _ignore))
+
+
+class _Stop:
+    """Whether the child was asked to stop, and until when it may take its time."""
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self.first: int | None = None
+        self.until: float | None = None
+
+    @classmethod
+    def begun(cls, grace_s: float) -> _Stop:
+        """A time of grace that runs already."""
+        stop = cls(grace_s)
+        stop.until = time.monotonic() + grace_s
+        return stop
+
+    def begin(self, number: int) -> None:
+        """The first signal counts."""
+        if self.first is None:
+            self.first = number
+            self.until = time.monotonic() + self._grace_s
+
+    def left_s(self) -> float | None:
+        """What is left of the grace; None where none runs."""
+        return None if self.until is None else max(0.0, self.until - time.monotonic())
+
+
+class _Group:
+    """The process group of a child."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def send(self, number: int) -> None:
+        """Send a signal to all that are left of it."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._number, number)
+
+    def is_gone(self) -> bool:
+        """Whether nobody is left; reaps those that fell to us, as happens in a container."""
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-self._number, os.WNOHANG) != (0, 0):
+                pass
+        try:
+            os.killpg(self._number, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            return False
+        return False
+
+
+def _ended(pid: int) -> Any:
+    """How a child ended, None while it lives; leaves it to be reaped."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+
+
+def _has_ended(pid: int) -> bool:
+    return _ended(pid) is not None
+
+
+def _was_killed(pid: int) -> bool:
+    return bool(_ended(pid).si_code != os.CLD_EXITED)
+
+
+def _was_successful(pid: int) -> bool:
+    return not _was_killed(pid) and _ended(pid).si_status == 0
+
+
+def _ignore(*_: object) -> None:
+    """The number has come through the pipe already."""

@@ -1,0 +1,241 @@
+"""Whether a training that ended is started again, after how long, and when to give up.
+
+Owns the counting of failures. Knows nothing of processes, roots or clocks: it is given the lives
+of a child, a way to ask where the run stands, and a clock. Without torch.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from holdfast.errors import UsageError
+
+REQUEUE_CODE = 75
+"""What a training exits with that wants to be run again; the trainer's code."""
+_SHELL_SIGNAL = 128
+"""Shells give 128 + n as the status of a process that signal n ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """When to start again, and when to stop doing so."""
+
+    max_failures: int = 5
+    """Give up after so many lives in a row that made no progress."""
+    backoff_s: float = 1.0
+    """Pause before a restart; doubled with each further life without progress. 0 for none."""
+    backoff_max_s: float = 60.0
+    """No pause is longer."""
+    requeue_code: int = REQUEUE_CODE
+    """A child with this exit status is not started again: its scheduler is to do that."""
+    progress_after_s: float = 600.0
+    """A life so long made progress, where nobody can say at which step the run stands."""
+
+    def __post_init__(self) -> None:
+        if self.max_failures < 1:
+            raise UsageError(f"max_failures={self.max_failures}: must be 1 or more")
+        if not 1 <= self.requeue_code <= 255:
+            raise UsageError(f"requeue_code={self.requeue_code}: must be from 1 to 255")
+        for name in ("backoff_s", "backoff_max_s", "progress_after_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise UsageError(f"{name}={value}: must be a number of seconds, not below 0")
+        if self.backoff_s > self.backoff_max_s:
+            raise UsageError(
+                f"backoff_s={self.backoff_s}: longer than backoff_max_s={self.backoff_max_s}"
+            )
+
+    def pause_s(self, failures: int, jitter: float) -> float:
+        """The pause before a restart, in seconds, after `failures` lives without progress.
+
+        `jitter` from 0 to 1 takes up to half of it away, so that trainings that one fault ended
+        do not all come back at one moment.
+
+        >>> [Limits().pause_s(failures, 0.0) for failures in (0, 1, 2, 3, 7, 5000)]
+        [1.0, 1.0, 2.0, 4.0, 60.0, 60.0]
+        >>> Limits().pause_s(3, 1.0)
+        2.0
+        """
+        doublings = min(max(failures - 1, 0), 64)  # A float has room for that many, and more.
+        return min(self.backoff_s * 2.0**doublings, self.backoff_max_s) * (1 - jitter / 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How one life ended."""
+
+    returncode: int | None
+    """Exit status; -n where signal n ended it; None where the command could not be started."""
+    asked: int | None = None
+    """The first signal that asked the child to stop."""
+    error: str = ""
+    """Why the command could not be started."""
+
+    def __str__(self) -> str:
+        if self.returncode is None:
+            return f"not started: {self.error}"
+        if self.returncode < 0:
+            return signal_name(-self.returncode)
+        return f"status {self.returncode}"
+
+    @property
+    def code(self) -> int:
+        """The exit status with which a shell would report it."""
+        if self.returncode is None:
+            return 1
+        return _SHELL_SIGNAL - self.returncode if self.returncode < 0 else self.returncode
+
+
+class Outcome(Enum):
+    """How the supervision ended."""
+
+    FINISHED = "finished"
+    """The child ended with status 0."""
+    REQUEUE = "requeue"
+    """The child ended with the code that asks its scheduler to run it again."""
+    STOPPED = "stopped"
+    """A signal asked to stop, and the child ended in another way than those two."""
+    GAVE_UP = "gave-up"
+    """Too many lives in a row made no progress."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """One life of the child, and what follows from it."""
+
+    number: int
+    """From 1."""
+    ending: Ending
+    duration_s: float
+    from_step: int | None
+    """Step of the run's newest checkpoint before; None where there was none, or nobody knows."""
+    to_step: int | None
+    """The same afterwards."""
+    has_progressed: bool
+    failures: int
+    """Lives in a row without progress, this one included."""
+    restart_in_s: float | None
+    """Pause before the next life; None after the last one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supervised:
+    """How it all went."""
+
+    outcome: Outcome
+    lives: tuple[Life, ...]
+    code: int
+    """Exit status of the last life, or 128 + n where signal n came between two lives."""
+
+
+class Child(Protocol):
+    """What is supervised. Signals are its business; `supervise` only learns of them."""
+
+    def live(self) -> Ending:
+        """Start it, and wait for its end."""
+        ...
+
+    def pause(self, delay_s: float) -> int | None:
+        """Wait, but not beyond the first signal that asks to stop; gives that signal."""
+        ...
+
+
+def supervise(
+    child: Child,
+    limits: Limits,
+    *,
+    head: Callable[[], int | None] | None = None,
+    tell: Callable[[Life], None] = lambda life: None,
+    clock: Callable[[], float] = time.monotonic,
+    jitter: Callable[[], float] = random.random,
+) -> Supervised:
+    """Let the child live until it succeeds, is asked to stop, or makes no progress any more.
+
+    `head` gives the step of the run's newest checkpoint, or None where there is none. A life has
+    made progress when that step is higher than it ever was: so there are at most `max_failures`
+    lives for each checkpoint, also for a run that is thrown back again and again. Without `head`,
+    a long life counts (`Limits.progress_after_s`). `tell` is called after each life.
+    """
+    watch = _Watch(limits, head, jitter)
+    lives: list[Life] = []
+    while True:
+        began = clock()
+        ending = child.live()
+        outcome, life = watch.ended(ending, clock() - began)
+        lives.append(life)
+        tell(life)
+        if outcome is not None:
+            return Supervised(outcome=outcome, lives=tuple(lives), code=ending.code)
+        asked = child.pause(life.restart_in_s or 0.0)
+        if asked is not None:
+            code = _SHELL_SIGNAL + asked
+            return Supervised(outcome=Outcome.STOPPED, lives=tuple(lives), code=code)
+
+
+def signal_name(number: int) -> str:
+    """`SIGTERM` for 15; `signal 35` where it has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class _Watch:
+    """The counters between one life and the next."""
+
+    def __init__(
+        self, limits: Limits, head: Callable[[], int | None] | None, jitter: Callable[[], float]
+    ) -> None:
+        self._limits = limits
+        self._head = head
+        self._jitter = jitter
+        self._number = 0
+        self._failures = 0
+        self._step = head() if head is not None else None
+        self._highest = -1 if self._step is None else self._step
+
+    def ended(self, ending: Ending, duration_s: float) -> tuple[Outcome | None, Life]:
+        """What becomes of it after that life; None is a restart."""
+        before, self._step = self._step, self._head() if self._head is not None else None
+        has_progressed = self._has_progressed(duration_s)
+        self._number += 1
+        self._failures = 0 if has_progressed or ending.returncode == 0 else self._failures + 1
+        outcome = self._outcome(ending)
+        life = Life(
+            number=self._number,
+            ending=ending,
+            duration_s=duration_s,
+            from_step=before,
+            to_step=self._step,
+            has_progressed=has_progressed,
+            failures=self._failures,
+            restart_in_s=self._pause_s() if outcome is None else None,
+        )
+        return outcome, life
+
+    def _has_progressed(self, duration_s: float) -> bool:
+        if self._head is None:
+            return duration_s >= self._limits.progress_after_s
+        if self._step is None or self._step <= self._highest:
+            return False
+        self._highest = self._step
+        return True
+
+    def _outcome(self, ending: Ending) -> Outcome | None:
+        if ending.returncode == 0:
+            return Outcome.FINISHED
+        if ending.returncode == self._limits.requeue_code:
+            return Outcome.REQUEUE
+        if ending.asked is not None:
+            return Outcome.STOPPED
+        return Outcome.GAVE_UP if self._failures >= self._limits.max_failures else None
+
+    def _pause_s(self) -> float:
+        return self._limits.pause_s(self._failures, self._jitter())
