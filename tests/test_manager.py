@@ -523,3 +523,60 @@ def test_classes_are_recorded_and_the_higher_one_wins(tmp_path: Path) -> None:
         zip([1, 2, 3, 4, 5, 6, 6], classes, strict=True)
     )
     assert found[-1][2] == "final"
+
+
+def spoil_saves(monkeypatch: pytest.MonkeyPatch, root: Path, *sequences: int) -> None:
+    """The storage keeps another bit than was written, in the saves of these numbers."""
+    real = save_module._write_image
+
+    def write(store: Any, attempt: Any, image: Any, *rest: Any) -> bytes:
+        digests = real(store, attempt, image, *rest)
+        path = root / attempt.folder / image.file.name
+        if attempt.name.sequence in sequences and path.name.startswith("model"):
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            os.chmod(path, 0o644)
+            path.write_bytes(bytes(data))
+        return digests
+
+    monkeypatch.setattr(save_module, "_write_image", write)
+
+
+def test_an_old_proven_checkpoint_justifies_no_deletion_of_a_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R20, invariant 4: with the newest spoilt, the ones before it must stay."""
+    spoil_saves(monkeypatch, tmp_path, 4)
+    run = new_run()
+    with run.manager(tmp_path, keep=Last(1) | Best("loss")) as manager:
+        for step, loss in enumerate([1.0, 2.0, 3.0, 4.0], start=1):
+            run.train()
+            manager.save(step, metrics={"loss": loss}).wait()
+        manager.wait()
+    with run.manager(tmp_path) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.step == 3
+
+
+def test_each_class_goes_on_from_its_own_last_save(tmp_path: Path) -> None:
+    """D54: a resume from an ephemeral checkpoint must not make a permanent one due at once."""
+    policy = SavePolicy(permanent="10s", ephemeral="1s")
+    run = new_run()
+    with run.manager(tmp_path, every=policy) as manager:
+        manager.save(1, save_class="permanent").wait()
+        run.train()
+        manager.save(2, save_class="ephemeral").wait()
+    with run.manager(tmp_path, every=policy) as manager:
+        manager.resume()
+        manager._wall_before_s += 5.0
+        run.train()
+        pending = manager.maybe_save(3)
+        assert pending is not None
+        assert pending.wait().save_class == "ephemeral"
+
+
+def test_a_rule_about_an_unknown_component_is_refused(tmp_path: Path) -> None:
+    """D47: a misspelt name would never drop anything."""
+    with pytest.raises(errors.UsageError, match="optimiser"):
+        new_run().manager(tmp_path, keep=Last(1) | Last(5).then_drop("optimiser"))

@@ -38,6 +38,7 @@ from holdfast.policy.classes import SaveClass, Saved, SavePolicy
 from holdfast.policy.clock import Time, parse
 from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction, compile_label
 from holdfast.policy.retention import All, Rule, quota
+from holdfast.policy.rules import named_components
 from holdfast.policy.triggers import Event as TriggerEvent
 from holdfast.policy.triggers import SaveFunction, Trigger
 from holdfast.state.capture import Captured, capture, check_state
@@ -91,6 +92,9 @@ class CheckpointManager:
         check_state(state)
         if keep is not None and not isinstance(keep, Rule):
             raise UsageError(f"keep={keep!r} must be a rule such as Last(3), or None for all")
+        unknown = named_components(keep if keep is not None else All()) - {*state, "rng"}
+        if unknown:
+            raise UsageError(f"keep={keep}: the state has no {', '.join(sorted(unknown))} to drop")
         for name, value in (("save_timeout_s", save_timeout_s), ("exit_timeout_s", exit_timeout_s)):
             if not value > 0:
                 raise UsageError(f"{name}={value!r} must be a positive number of seconds")
@@ -531,8 +535,18 @@ class CheckpointManager:
     def _stand_on(self, entry: Entry, *, is_rollback: bool) -> None:
         self._saver.standing, self._is_rollback = entry, is_rollback
         now = self._previous = entry.manifest.timestamp
-        self._saved = Saved().plus(entry.manifest.save_class, now)
+        self._saved = self._saved_before(entry)
         self._wall_before_s, self._started = now.wall_s, time.monotonic()
+
+    def _saved_before(self, entry: Entry) -> Saved:
+        """Where the newest save of each class was begun, for cadences of their own."""
+        saved = Saved().plus(entry.manifest.save_class, entry.manifest.timestamp)
+        if self._every is None or self._every.ephemeral is None:
+            return saved
+        for older in self._catalog.lineage_entries():
+            if older.order < entry.order and older.manifest.save_class != entry.manifest.save_class:
+                return saved.plus(older.manifest.save_class, older.manifest.timestamp)
+        return saved
 
     def _notes(self, found: Candidate) -> tuple[str, ...]:
         recorded = found.entry.manifest.numerics

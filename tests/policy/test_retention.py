@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import given
@@ -457,3 +457,24 @@ def test_a_thinned_one_is_not_what_others_may_go_for() -> None:
     assert kept(entries, Last(1)) == [2, 3]
     only_thin = [candidate(n, dropped=("optimizer",)) for n in (1, 2)]
     assert kept(only_thin, Last(1)) == [1, 2]
+
+
+def test_a_clock_that_was_wrong_takes_no_place_for_ever() -> None:
+    """D3, invariant 4: two days of the future do not push out the days after them."""
+    days = ["2030-01-01", "2030-01-02", "2026-05-01", "2026-05-02", "2026-05-03"]
+    entries = [
+        Candidate(order=(1, n), timestamp=Timestamp(step=n), created=f"{day}T12:00:00+00:00")
+        for n, day in enumerate(days, start=1)
+    ]
+    kept = {d.entry.order[1] for d in decide(entries, Daily(2)) if d.keep}
+    assert kept == {4, 5}
+
+
+def test_a_rule_that_picks_what_is_not_there_is_an_error() -> None:
+    class Odd(Last):
+        def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
+            return {-1: "odd"}
+
+    entry = Candidate(order=(1, 1), timestamp=Timestamp(step=1))
+    with pytest.raises(UsageError, match="-1"):
+        decide([entry], Odd(1))

@@ -24,6 +24,10 @@ from holdfast.store.base import Store
 Ending = Literal["closed", "failed", "running", "continued", "unknown"]
 """`continued`: the same process claimed again. `unknown`: it ran elsewhere, or was taken over."""
 
+_MIN_STEP_S = 1e-9
+_MAX_S = 1e10
+"""What is beyond these, a nanosecond and three centuries, no clock has measured."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
@@ -101,28 +105,33 @@ def gather(store: Store) -> Facts:
     survey, damaged = catalog.survey()
     epochs = sorted(catalog.claims())
     claims, broken = _read_claims(catalog, epochs)
-    first = epochs[0] if epochs else None
-    # What was copied here from another run has an epoch that nobody claimed.
-    entries = [e for e in survey if first is None or e.order[0] < first or e.order[0] in epochs]
-    entries.sort(key=lambda entry: entry.order)
+    entries = _of_this_run(survey, epochs)
     stalls = [stall for entry in entries if (stall := _stall_s(entry)) is not None]
+    walls = [entry.manifest.timestamp.wall_s for entry in entries]
     writes = [_timing(entry, "write_s") for entry in entries]
-    pairs = [
-        (work_s / (after.step - before.step))
+    steps = [
+        _work_s(before, after) / (after.step - before.step)
         for before, after in _neighbours(entries)
-        if after.step > before.step and (work_s := _work_s(before, after)) > 0
+        if _is_apart(before, after)
     ]
     return Facts(
         num_saves=len(entries),
         nbytes=int(median(e.manifest.nbytes for e in entries)) if entries else None,
         stall=_measured(stalls),
         write=_measured([seconds for seconds in writes if seconds is not None]),
-        step=_measured(pairs),
+        step=_measured(steps),
         spacing=_spacing(entries, by_interval=True) or _spacing(entries, by_interval=False),
-        trained_s=max((entry.manifest.timestamp.wall_s for entry in entries), default=0.0),
+        trained_s=max((wall_s for wall_s in walls if 0 <= wall_s < _MAX_S), default=0.0),
         starts=tuple(_starts(store, claims, entries)),
         unreadable=(*(f"{folder}: {reason}" for folder, reason in damaged), *broken),
     )
+
+
+def _of_this_run(entries: Sequence[Entry], epochs: Sequence[int]) -> list[Entry]:
+    """Oldest first. What was copied here from another run has an epoch that nobody claimed."""
+    claimed, first = set(epochs), min(epochs, default=None)
+    own = (e for e in entries if first is None or e.order[0] < first or e.order[0] in claimed)
+    return sorted(own, key=lambda entry: entry.order)
 
 
 def _read_claims(catalog: Catalog, epochs: Sequence[int]) -> tuple[list[Writer], list[str]]:
@@ -145,7 +154,7 @@ def _measured(readings: Sequence[float]) -> Measured | None:
 
 def _timing(entry: Entry, name: str) -> float | None:
     seconds = entry.manifest.timings.get(name)
-    return seconds if seconds is not None and seconds >= 0 else None
+    return seconds if seconds is not None and 0 <= seconds < _MAX_S else None
 
 
 def _stall_s(entry: Entry) -> float | None:
@@ -167,11 +176,17 @@ def _work_s(before: Entry, after: Entry) -> float:
     return wall_s - (_stall_s(before) or 0.0)
 
 
+def _is_apart(before: Entry, after: Entry) -> bool:
+    """Whether time and steps went by; hands may save twice at a place, and clocks are records."""
+    num_steps = after.step - before.step
+    return num_steps > 0 and num_steps * _MIN_STEP_S < _work_s(before, after) < _MAX_S
+
+
 def _spacing(entries: Sequence[Entry], *, by_interval: bool) -> Spacing | None:
     pairs = [
         (before, after)
         for before, after in _consecutive(entries, by_interval=by_interval)
-        if after.step > before.step and _work_s(before, after) > 0
+        if _is_apart(before, after)
     ]
     if not pairs:
         return None
@@ -207,7 +222,8 @@ def _is_by_interval(entry: Entry) -> bool:
 
 def _starts(store: Store, claims: Sequence[Writer], entries: Sequence[Entry]) -> Iterator[Start]:
     by_order = {entry.order: entry for entry in entries}
-    for claim, following in zip(claims, [*claims[1:], None], strict=True):
+    for number, claim in enumerate(claims, start=1):
+        following = claims[number] if number < len(claims) else None
         ending = _ending(store, claim, following)
         left_behind, gap_s = None, None
         if ending == "failed" and following is not None:
@@ -263,9 +279,9 @@ def _lost(
 
 
 def _moment(created: str) -> datetime | None:
-    """The time that a record gives; None where it is none."""
+    """The time that a record gives; None where it gives none, or says not in which zone."""
     try:
         moment = datetime.fromisoformat(created)
-    except ValueError:
+        return moment.astimezone(timezone.utc) if moment.tzinfo is not None else None
+    except (ValueError, OverflowError):
         return None
-    return moment if moment.tzinfo is not None else moment.replace(tzinfo=timezone.utc)

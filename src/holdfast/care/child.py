@@ -6,12 +6,13 @@ Owns processes, sessions and signals. Knows nothing of why there is another life
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from holdfast.care.supervise import Ending
@@ -73,22 +74,24 @@ class ChildProcess:
         try:
             process = subprocess.Popen(self._command, start_new_session=True)
         except OSError as error:
-            if not self._has_lived and isinstance(error, FileNotFoundError | PermissionError):
+            is_wrong = isinstance(error, FileNotFoundError | PermissionError)
+            if is_wrong and not self._has_lived:
                 raise UsageError(f"command {self._command[0]!r}: {error.strerror}") from error
             return Ending(returncode=None, error=str(error))
         finally:
             self._has_lived = True
-        group = _Group(process.pid)
-        stop = _Stop(self._grace_s)
-        self._wait_until(lambda: _has_ended(process.pid), group, stop)
-        died_asked = stop.first is not None and _was_killed(process.pid)
-        if not died_asked and not _was_successful(process.pid):
-            # Before the leader is reaped, so that its number cannot be another's by now.
+        group, stop = _Group(process.pid), _Stop(self._grace_s)
+        self._wait_for_leader(process.pid, group, stop)
+        how = _ended(process.pid)
+        died_asked = stop.first is not None and how.si_code != os.CLD_EXITED
+        has_succeeded = how.si_code == os.CLD_EXITED and how.si_status == 0
+        if not has_succeeded and not died_asked:
+            # Before the leader is reaped: its number cannot be another's yet.
             group.send(signal.SIGKILL)
-        ending = Ending(returncode=process.wait(), asked=stop.first)
-        if ending.returncode != 0:
-            self._see_off(group, stop, is_graceful=died_asked)
-        return ending
+        returncode = process.wait()
+        if not has_succeeded:
+            self._wait_for_others(group, stop, is_graceful=died_asked)
+        return Ending(returncode=returncode, asked=stop.first)
 
     def pause(self, delay_s: float) -> int | None:
         """Wait so long, or until a signal asks to stop; gives that signal."""
@@ -100,34 +103,28 @@ class ChildProcess:
             if left_s <= 0:
                 return None
 
-    def _see_off(self, group: _Group, stop: _Stop, *, is_graceful: bool) -> None:
-        """Wait for what the leader left: a shell dies at once and the training behind it saves."""
-        if is_graceful:
-            self._wait_until(group.is_gone, group, stop, poll_s=_POLL_S)
-        self._wait_until(group.is_gone, group, _Stop.begun(_LEFTOVERS_S), poll_s=_POLL_S)
-
-    def _wait_until(
-        self,
-        is_over: Callable[[], bool],
-        group: _Group,
-        stop: _Stop,
-        *,
-        poll_s: float | None = None,
-    ) -> None:
-        """Forward signals until it is over; kill when the grace ends, then wait no longer than
-        the kill takes."""
-        while not is_over():
-            left_s = stop.left_s()
-            if left_s == 0.0:
+    def _wait_for_leader(self, pid: int, group: _Group, stop: _Stop) -> None:
+        while _ended(pid) is None:
+            if stop.is_over:
                 group.send(signal.SIGKILL)
-                if poll_s is not None:
-                    return
-                stop.until = None
-                left_s = None
-            waits = [wait for wait in (left_s, poll_s) if wait is not None]
-            for number in self._signals(min(waits, default=None)):
-                stop.begin(number)
-                group.send(number)
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            else:
+                self._forward(group, stop, stop.left_s)
+
+    def _wait_for_others(self, group: _Group, stop: _Stop, *, is_graceful: bool) -> None:
+        """Wait for what the leader left: a shell dies at once, and the training behind it saves."""
+        while is_graceful and not group.is_gone() and not stop.is_over:
+            self._forward(group, stop, _POLL_S)
+        if not group.is_gone():
+            group.send(signal.SIGKILL)
+        until = time.monotonic() + _LEFTOVERS_S
+        while not group.is_gone() and time.monotonic() < until:
+            self._forward(group, stop, _POLL_S)
+
+    def _forward(self, group: _Group, stop: _Stop, timeout_s: float | None) -> None:
+        for number in self._signals(timeout_s):
+            stop.begin(number)
+            group.send(number)
 
     def _signals(self, timeout_s: float | None) -> Iterator[int]:
         """Signals that asked to stop since the last call; waits for the first of any kind."""
@@ -136,33 +133,32 @@ class ChildProcess:
         return (number for number in data if number != signal.SIGCHLD)
 
     def _handle(self, number: signal.Signals) -> None:
-        self._undo.callback(signal.signal, number, signal.signal(number, _ignore))
+        self._undo.callback(signal.signal, number, signal.signal(number, _ignore) or signal.SIG_DFL)
 
 
 class _Stop:
-    """Whether the child was asked to stop, and until when it may take its time."""
+    """Whether the child was asked to stop, and how long it may take its time."""
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
+        self._until = math.inf
         self.first: int | None = None
-        self.until: float | None = None
-
-    @classmethod
-    def begun(cls, grace_s: float) -> _Stop:
-        """A time of grace that runs already."""
-        stop = cls(grace_s)
-        stop.until = time.monotonic() + grace_s
-        return stop
 
     def begin(self, number: int) -> None:
         """The first signal counts."""
         if self.first is None:
             self.first = number
-            self.until = time.monotonic() + self._grace_s
+            self._until = time.monotonic() + self._grace_s
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the grace has ended."""
+        return time.monotonic() >= self._until
+
+    @property
     def left_s(self) -> float | None:
         """What is left of the grace; None where none runs."""
-        return None if self.until is None else max(0.0, self.until - time.monotonic())
+        return None if self.first is None else max(0.0, self._until - time.monotonic())
 
 
 class _Group:
@@ -193,18 +189,6 @@ class _Group:
 def _ended(pid: int) -> Any:
     """How a child ended, None while it lives; leaves it to be reaped."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-
-
-def _has_ended(pid: int) -> bool:
-    return _ended(pid) is not None
-
-
-def _was_killed(pid: int) -> bool:
-    return bool(_ended(pid).si_code != os.CLD_EXITED)
-
-
-def _was_successful(pid: int) -> bool:
-    return not _was_killed(pid) and _ended(pid).si_status == 0
 
 
 def _ignore(*_: object) -> None:

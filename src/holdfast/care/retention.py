@@ -12,6 +12,7 @@ from holdfast.care.verify import verify
 from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.claim import Claim, dropped, nothing_in_flight
 from holdfast.engine.commit import retract, settle, thin
+from holdfast.engine.notes import reject
 from holdfast.engine.parts import parts_of
 from holdfast.errors import CorruptData, HoldfastError, Superseded
 from holdfast.policy.retention import Candidate, Decision, Rule, decide
@@ -77,8 +78,8 @@ def candidate(store: Store, entry: Entry) -> Candidate:
 class Deleter:
     """Deletes what the rule does not keep, oldest first, while a claim owns the run.
 
-    At least one checkpoint that stays has been read back and found whole: what this process
-    resumed from, or else the newest, which is read before anything is deleted (invariant 4).
+    Nothing goes unless something newer that stays has been read in full and found whole: what
+    this process resumed from, or else the newest, which is read back then (invariant 4).
     """
 
     def __init__(
@@ -116,24 +117,38 @@ class Deleter:
         planned = plan(catalog, self._rule, epoch=claim.epoch, resumed_from=keep)
         work = [item for item in reversed(planned) if item.decision.drop or not item.decision.keep]
         stay = [item.entry for item in planned if _is_base(item.decision)]
-        if not work or not self._has_proof(stay):
+        base = self._proven_base(stay, work) if work else None
+        if base is None:
             return planned
-        settle(self._store, stay[0].folder)
+        settle(self._store, base.folder)
         for item in sorted(work, key=lambda item: item.decision.keep):
-            self._do(claim, item)
+            if item.entry.order < base.order:
+                self._do(claim, item)
         return planned
 
-    def _has_proof(self, stay: Sequence[Entry]) -> bool:
-        """Whether one of those that stay is known to be whole; reads them until one is."""
-        if any(entry.manifest.save_id in self._verified for entry in stay):
-            return True
+    def _proven_base(self, stay: Sequence[Entry], work: Sequence[Planned]) -> Entry | None:
+        """The newest of those that stay that is known to be whole.
+
+        Reads them back, newest first, until one is, unless what is known is newer than all that
+        is to go.
+        """
+        newest_to_go = max(item.entry.order for item in work)
+        known = next((e for e in stay if e.manifest.save_id in self._verified), None)
+        if known is not None and known.order > newest_to_go:
+            return known
         for entry in stay:
-            report = verify(self._store, entry.folder)
-            if report.ok:
-                self.trust(entry)
-                return True
-            problems = "; ".join(str(problem) for problem in report.problems[:3])
-            self._failed(entry, CorruptData(f"read back, it is damaged: {problems}"))
+            if entry is known or self._reads_back_well(entry):
+                return entry
+        return None
+
+    def _reads_back_well(self, entry: Entry) -> bool:
+        report = verify(self._store, entry.folder)
+        if report.ok:
+            self.trust(entry)
+            return True
+        problems = "; ".join(str(problem) for problem in report.problems[:3])
+        self._failed(entry, CorruptData(f"read back, it is damaged: {problems}"))
+        reject(self._store, entry.folder, by="retention", reason=f"read back: {problems}")
         return False
 
     def _do(self, claim: Claim, item: Planned) -> None:

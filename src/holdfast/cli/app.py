@@ -194,6 +194,113 @@ def tag(
 
 
 @app.command()
+def advise(
+    root: Root,
+    failures_per_day: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="How often training fails. Learnt from the run if unset."),
+    ] = None,
+    mtbf: Annotated[
+        str | None, typer.Option(metavar="TIME", help="The same as a time between failures: 6h.")
+    ] = None,
+    overhead_cap: Annotated[
+        str | None, typer.Option(metavar="SHARE", help="What saving may take: 5% if unset.")
+    ] = None,
+    stall: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="How long a save stops training, instead of measured."),
+    ] = None,
+    background: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="How much its writing delays training more: 0s."),
+    ] = None,
+    commit: Annotated[
+        str | None, typer.Option(metavar="TIME", help="How long until it is committed: 0s.")
+    ] = None,
+    restart: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="From a failure to the first new step: 2min."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how often to save, from what the run recorded, with the numbers."""
+
+    def answer() -> Answer:
+        from holdfast.cli.advise import Options, advise_root
+
+        options = Options(
+            failures_per_day=failures_per_day,
+            mtbf=mtbf,
+            overhead_cap=overhead_cap,
+            stall=stall,
+            background=background,
+            commit=commit,
+            restart=restart,
+        )
+        return advise_root(root, options)
+
+    _finish(answer, as_json=as_json)
+
+
+@app.command(
+    "run",
+    # What stands behind the command's name is the command's own.
+    context_settings={"allow_interspersed_args": False},
+)
+def supervise(
+    command: Annotated[
+        list[str], typer.Argument(metavar="COMMAND...", help="What to run, with its arguments.")
+    ],
+    root: Annotated[
+        str | None,
+        typer.Option("--root", metavar="ROOT", help="Judge progress by the checkpoints there."),
+    ] = None,
+    max_failures: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Give up after N lives in a row without progress."),
+    ] = 5,
+    backoff: Annotated[
+        str, typer.Option(metavar="TIME", help="First pause before a restart; it doubles.")
+    ] = "1s",
+    backoff_max: Annotated[str, typer.Option(metavar="TIME", help="The longest pause.")] = "60s",
+    progress_after: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME", help="Without --root: a life so long made progress. [default: 10min]"
+        ),
+    ] = None,
+    requeue_code: Annotated[
+        int,
+        typer.Option(min=1, max=255, metavar="N", help="A status that is passed on, not retried."),
+    ] = 75,
+    grace: Annotated[
+        str, typer.Option(metavar="TIME", help="How long after a signal the command is killed.")
+    ] = "5min",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="A line of JSON after each life and at the end.")
+    ] = False,
+) -> None:
+    """Run a training; start it again when it crashes, as long as it makes progress."""
+
+    def code() -> int:
+        from holdfast.cli.run import run_command
+
+        return run_command(
+            command,
+            root=root,
+            max_failures=max_failures,
+            backoff=backoff,
+            backoff_max=backoff_max,
+            progress_after=progress_after,
+            requeue_code=requeue_code,
+            grace=grace,
+            as_json=as_json,
+        )
+
+    _exit(code, as_json=as_json)
+
+
+@app.command()
 def demo(
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Where to work; an earlier demo there goes.")
@@ -225,7 +332,7 @@ def _finish(answer: Callable[[], Answer], *, as_json: bool) -> NoReturn:
     _exit(code, as_json=as_json)
 
 
-def _exit(code: Callable[[], Code], *, as_json: bool) -> NoReturn:
+def _exit(code: Callable[[], int], *, as_json: bool) -> NoReturn:
     try:
         result = code()
         sys.stdout.flush()

@@ -31,6 +31,8 @@ class Code(IntEnum):
     USAGE = 2
     NOTHING = 3
     """Nothing there, or not a root."""
+    GAVE_UP = 4
+    """`run`: the training ended again and again without progress."""
     INTERRUPTED = 130
     BROKEN_PIPE = 141
 
@@ -70,6 +72,12 @@ def give(answer: Answer, *, as_json: bool) -> None:
             _print_rich(part)
         else:
             _print_aligned(part)
+
+
+def give_line(document: Mapping[str, Any]) -> None:
+    """Write one JSON object on one line to standard output, at once."""
+    typer.echo(json.dumps({"holdfast": SCHEMA, **json_safe(document)}, allow_nan=False))
+    sys.stdout.flush()
 
 
 def give_error(error: HoldfastError, *, as_json: bool) -> Code:
@@ -117,6 +125,18 @@ def number(value: float) -> str:
     return f"{value:.6g}"
 
 
+def aligned(table: Table) -> Iterator[str]:
+    """The lines of a table, in columns of spaces."""
+    rows = [table.columns, *(tuple(map(printable, row)) for row in table.rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if number in table.right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
     """A reporter of (what, done bytes, all bytes) that draws on a terminal; None elsewhere."""
@@ -145,14 +165,8 @@ def _write_json(document: Mapping[str, Any]) -> None:
 
 
 def _print_aligned(table: Table) -> None:
-    rows = [table.columns, *(tuple(map(printable, row)) for row in table.rows)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            cell.rjust(width) if number in table.right else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        typer.echo("  ".join(cells).rstrip())
+    for line in aligned(table):
+        typer.echo(line)
 
 
 def _print_rich(table: Table) -> None:

@@ -45,7 +45,7 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
         "dry_run": dry_run,
         "keep": str(rule),
         "checkpoints": [
-            *(_document(item) for item in report.planned),
+            *(_document(item, _action(item, report, dry_run=dry_run)) for item in report.planned),
             *(_other_document(entry) for entry in others),
         ],
         "deleted": report.deleted,
@@ -56,7 +56,10 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
     }
     table = Table(
         columns=("step", "folder", "size", "what", "why"),
-        rows=[*(_row(item) for item in report.planned), *map(_other_row, others)],
+        rows=[
+            *(_row(item, _action(item, report, dry_run=dry_run)) for item in report.planned),
+            *map(_other_row, others),
+        ],
         right=frozenset({0, 2}),
         whole=frozenset({0, 1, 2, 3}),
     )
@@ -71,17 +74,20 @@ def _is_done(item: Planned, report: Pruned) -> bool:
     return item.entry.folder in (report.thinned if item.decision.keep else report.deleted)
 
 
-def _action(item: Planned) -> str:
-    if not item.decision.keep:
-        return "delete"
-    return "thin" if item.decision.drop else "keep"
+def _action(item: Planned, report: Pruned, *, dry_run: bool) -> str:
+    """What was done, or would be; "kept" says that what was decided did not happen."""
+    if item.decision.keep and not item.decision.drop:
+        return "keep"
+    if not dry_run and not _is_done(item, report):
+        return "kept"
+    return "thin" if item.decision.keep else "delete"
 
 
-def _document(item: Planned) -> dict[str, Any]:
+def _document(item: Planned, action: str) -> dict[str, Any]:
     return {
         "folder": item.entry.folder,
         "step": item.entry.step,
-        "action": _action(item),
+        "action": action,
         "drop": list(item.decision.drop),
         "why": item.decision.reason,
         "nbytes": item.decision.entry.nbytes,
@@ -99,12 +105,12 @@ def _other_document(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _row(item: Planned) -> tuple[str, ...]:
+def _row(item: Planned, action: str) -> tuple[str, ...]:
     return (
         str(item.entry.step),
         item.entry.folder,
         size(item.decision.entry.nbytes),
-        _what(item.decision.drop) if item.decision.drop else _action(item),
+        _what(item.decision.drop) if action == "thin" else action,
         item.decision.reason,
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from holdfast.engine.catalog import Catalog, Entry
-from holdfast.engine.claim import is_being_deleted
+from holdfast.engine.claim import dropped, is_being_deleted
 from holdfast.errors import AlreadyExists, CommitConflict, NoCheckpoint, NotFound, UsageError
 from holdfast.format import layout
 from holdfast.format.manifest import Manifest
@@ -96,3 +96,11 @@ def _expect_kept(store: Store, entry: Entry) -> None:
     being_deleted = is_being_deleted(store, Catalog(store).marks(entry.folder))
     if being_deleted or not isinstance(Catalog(store).read(entry.folder), Manifest):
         raise NoCheckpoint(f"{store.url}/{entry.folder}: its deletion has begun; it is not kept")
+    marks = Catalog(store).marks(entry.folder)
+    before = dropped(store, entry.folder, entry.manifest, entry.marks)
+    lost = set(dropped(store, entry.folder, entry.manifest, marks)).difference(before)
+    if lost:
+        raise NoCheckpoint(
+            f"{store.url}/{entry.folder}: retention has just dropped {', '.join(sorted(lost))} of "
+            "it; what is left is kept, and no run can go on from it"
+        )

@@ -5,6 +5,7 @@ The order is invariant 2: every file durable and of its planned size before the 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -101,7 +102,9 @@ def write(
         store, label=request.label, epoch=request.claim.epoch, sequence=request.sequence
     )
     try:
+        began = time.perf_counter()
         written = _write_files(store, attempt, staged, workers, phase, timeout_s)
+        request.timings["write_s"] = time.perf_counter() - began
         manifest = _manifest(attempt, staged, request, written)
         phase.text = f"committing {attempt.folder}"
         commit(store, attempt, manifest)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from holdfast.errors import UsageError
 from holdfast.policy.rules import (
     All,
     AnyOf,
@@ -106,6 +107,8 @@ def _picks(newest_first: Sequence[Candidate], rule: Rule) -> dict[int, _Pick]:
     for part, drop in _flat(rule, _NOTHING):
         suffix = f" without {', '.join(sorted(drop))}" if drop else ""
         for position, why in part.picks(newest_first).items():
+            if position not in range(len(newest_first)):
+                raise UsageError(f"rule {part}: picks position {position} of {len(newest_first)}")
             if newest_first[position].retired:
                 continue
             before = picks.get(position, _Pick("", drop))

@@ -357,6 +357,15 @@ def quota(rule: Rule) -> int | None:
     return None
 
 
+def named_components(rule: Rule) -> frozenset[str]:
+    """The components that a rule would drop somewhere."""
+    if isinstance(rule, ThenDrop):
+        return named_components(rule.rule).union(rule.components)
+    if isinstance(rule, AnyOf):
+        return frozenset().union(*(named_components(part) for part in rule.rules))
+    return frozenset()
+
+
 def counting(newest_first: Sequence[Candidate]) -> list[int]:
     """Positions of those that may fill a quota."""
     return [position for position, entry in enumerate(newest_first) if entry.counts]
@@ -370,13 +379,17 @@ def join_reasons(*reasons: str | None) -> str:
 def _first_of_each(
     newest_first: Sequence[Candidate], bucket: Callable[[datetime], int]
 ) -> list[int]:
-    """Positions of the oldest one of each bucket of the calendar, newest bucket first."""
+    """Positions of the oldest one of each bucket of the calendar, newest bucket first.
+
+    Which bucket is newer is said by the recorded order, so that a clock that was wrong for a day
+    takes nobody's place for ever.
+    """
     oldest: dict[int, int] = {}
     for position in counting(newest_first):
         created = _recorded_time(newest_first[position].created)
         if created is not None:
             oldest[bucket(created)] = position  # later positions are older
-    return [oldest[number] for number in sorted(oldest, reverse=True)]
+    return sorted(oldest.values())  # positions are newest first
 
 
 def _recorded_time(created: str) -> datetime | None:

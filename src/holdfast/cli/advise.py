@@ -1,0 +1,409 @@
+"""`holdfast advise`: how often to save, and the numbers that say so."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, Literal, TypeAlias
+
+from holdfast.care.advise import Ending, Facts, Measured, Start, gather
+from holdfast.cli.output import Answer, Table, size
+from holdfast.cli.target import open_root
+from holdfast.errors import NoCheckpoint, UsageError
+from holdfast.policy.advisor import (
+    CREDIBLE,
+    DEFAULT_OVERHEAD_CAP,
+    DEFAULT_PRIOR_MTBF_S,
+    Advice,
+    FailureRate,
+    Limit,
+    advise,
+    given_rate,
+    learnt_rate,
+    shares,
+    span,
+)
+from holdfast.policy.clock import Unit, parse
+from holdfast.policy.simulate import Costs
+
+Source: TypeAlias = Literal["measured", "given", "assumed"]
+
+ASSUMED_RESTART_S = 120.0
+"""No record tells it. The interval does not depend on it, only what is expected of failures."""
+MIN_SAVES = 2
+"""The first save of a process also pays for the memory of the copy; one alone is no measure."""
+_ORDER = (
+    "stall_s",
+    "background_s",
+    "commit_s",
+    "restart_s",
+    "mtbf_s",
+    "prior_mtbf_s",
+    "overhead_cap",
+    "step_s",
+)
+_DAY_S = 86_400.0
+_NO_CHANGE = 0.0005
+"""A smaller difference of the goodput is not worth a change of settings."""
+_ENDINGS: Mapping[Ending, str] = {
+    "failed": "failed",
+    "closed": "ended cleanly",
+    "running": "running",
+    "continued": "claimed again by the same process",
+    "unknown": "with an end that cannot be told from here",
+}
+_BECAUSE: Mapping[Limit, str] = {
+    "optimum": "there saves and the work that failures undo cost least together",
+    "overhead_cap": "saves would take more than the overhead cap otherwise",
+    "one_save_at_a_time": "each save would wait for the commit of the one before otherwise",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a person knows better than the record, as typed; None is unset."""
+
+    failures_per_day: float | None = None
+    mtbf: str | None = None
+    overhead_cap: str | None = None
+    stall: str | None = None
+    background: str | None = None
+    commit: str | None = None
+    restart: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Input:
+    """One number that the advice rests on, and where it comes from."""
+
+    name: str
+    title: str
+    value: float
+    source: Source
+    basis: str
+
+    @property
+    def text(self) -> str:
+        return f"{100 * self.value:.4g}%" if self.name == "overhead_cap" else span(self.value)
+
+    @property
+    def document(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "value": self.value,
+            "source": self.source,
+            "basis": self.basis,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Today:
+    """What is expected of the interval at which the run saves now."""
+
+    interval_s: float
+    steps: float
+    num_pairs: int
+    is_by_interval: bool
+    goodput: float
+    saving: float
+    lost: float
+    down: float
+
+
+def advise_root(root: str, options: Options) -> Answer:
+    """How often the run in `root` should save.
+
+    Raises:
+        UsageError: an option says no time, share or rate.
+        NoCheckpoint: not a root, or too little was recorded; says what is missing.
+    """
+    inputs = {item.name: item for item in _given(options)}
+    store = open_root(root)
+    facts = gather(store)
+    for item in _costs(facts):
+        inputs.setdefault(item.name, item)
+    if "stall_s" not in inputs:
+        raise NoCheckpoint(f"{store.url}: {_missing(facts)}")
+    rate = _rate(facts, inputs)
+    advice = advise(
+        Costs(**{n: inputs[n].value for n in ("stall_s", "background_s", "commit_s", "restart_s")}),
+        rate,
+        overhead_cap=inputs["overhead_cap"].value,
+        step_s=facts.step.seconds if facts.step is not None else None,
+    )
+    today = _today(facts, advice)
+    rows = [inputs[name] for name in _ORDER if name in inputs]
+    notes = _notes(facts, advice, today)
+    return Answer(
+        document=_document(store.url, rows, facts, advice, today, notes),
+        parts=[
+            _input_table(rows),
+            "",
+            _outcome_table(advice, today),
+            "",
+            *notes,
+            f'every="{advice.every}"',
+        ],
+    )
+
+
+def _given(options: Options) -> list[_Input]:
+    inputs = [
+        _Input(name=name, title=title, value=_seconds(text, what=flag), source="given", basis=flag)
+        for name, title, flag, text in (
+            ("stall_s", "a save stops training", "--stall", options.stall),
+            ("background_s", "it delays training more", "--background", options.background),
+            ("commit_s", "until it is committed", "--commit", options.commit),
+            ("restart_s", "a failure until it goes on", "--restart", options.restart),
+        )
+        if text is not None
+    ]
+    if options.overhead_cap is not None:
+        inputs.append(_cap(_share(options.overhead_cap), "given"))
+    mtbf_s = _given_mtbf_s(options)
+    if mtbf_s is not None:
+        flag = "--mtbf" if options.mtbf is not None else "--failures-per-day"
+        inputs.append(_mtbf(mtbf_s, "given", flag))
+    return inputs
+
+
+def _given_mtbf_s(options: Options) -> float | None:
+    per_day = options.failures_per_day
+    if per_day is not None and options.mtbf is not None:
+        raise UsageError("--failures-per-day and --mtbf say the same; give one of them")
+    if options.mtbf is not None:
+        return float(parse(options.mtbf, what="--mtbf", units={Unit.SECOND}).value)
+    if per_day is None:
+        return None
+    if not 0 < per_day < float("inf"):
+        raise UsageError(f"--failures-per-day={per_day!r} must be a number above zero")
+    return _DAY_S / per_day
+
+
+def _seconds(text: str, *, what: str) -> float:
+    if re.fullmatch(r"\s*0+\s*s?\s*", text):
+        return 0.0
+    return float(parse(text, what=what, units={Unit.SECOND}).value)
+
+
+def _share(text: str) -> float:
+    match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(%?)\s*", text, re.ASCII)
+    value = float(match[1]) / (100 if match[2] else 1) if match else 0.0
+    if not 0 < value < 1:
+        raise UsageError(f"--overhead-cap={text!r} must be a share between 0 and 1, such as 1%")
+    return value
+
+
+def _costs(facts: Facts) -> list[_Input]:
+    """What the run recorded, and what has to be assumed beside it; an option goes before both."""
+    inputs = []
+    if facts.stall is not None and facts.stall.count >= MIN_SAVES:
+        basis = f"{_median(facts.stall, 'save')}: capture_s + stage_s"
+        inputs.append(_cost("stall_s", "a save stops training", facts.stall.seconds, basis))
+    inputs.append(
+        _assumed("background_s", "it delays training more", 0.0, "not recorded: --background")
+    )
+    if facts.write is not None:
+        basis = f"{_median(facts.write, 'save')}: write_s"
+        inputs.append(_cost("commit_s", "until it is committed", facts.write.seconds, basis))
+    inputs += [
+        _assumed("commit_s", "until it is committed", 0.0, "not recorded: --commit"),
+        _assumed(
+            "restart_s", "a failure until it goes on", ASSUMED_RESTART_S, "not recorded: --restart"
+        ),
+        _cap(DEFAULT_OVERHEAD_CAP, "assumed"),
+    ]
+    if facts.step is not None:
+        basis = f"{_median(facts.step, 'stretch', 'es')} between saves"
+        inputs.append(_cost("step_s", "a step takes", facts.step.seconds, basis))
+    return inputs
+
+
+def _cost(name: str, title: str, value: float, basis: str) -> _Input:
+    return _Input(name=name, title=title, value=value, source="measured", basis=basis)
+
+
+def _assumed(name: str, title: str, value: float, basis: str) -> _Input:
+    return _Input(name=name, title=title, value=value, source="assumed", basis=basis)
+
+
+def _cap(value: float, source: Source) -> _Input:
+    return _Input(
+        name="overhead_cap",
+        title="part that saving may take",
+        value=value,
+        source=source,
+        basis="--overhead-cap",
+    )
+
+
+def _mtbf(value: float, source: Source, basis: str) -> _Input:
+    return _Input(name="mtbf_s", title="one failure in", value=value, source=source, basis=basis)
+
+
+def _median(measured: Measured, what: str, plural: str = "s") -> str:
+    return f"median of {measured.count} {what}{'' if measured.count == 1 else plural}"
+
+
+def _rate(facts: Facts, inputs: dict[str, _Input]) -> FailureRate:
+    """The failure rate, given or learnt; a learnt one adds what it rests on to `inputs`."""
+    if "mtbf_s" in inputs:
+        return given_rate(inputs["mtbf_s"].value)
+    rate = learnt_rate(facts.num_failures, facts.trained_s)
+    seen = f"{_count(facts.num_failures, 'failure')} in {span(facts.trained_s)} of training"
+    is_learnt = facts.num_failures > 0 or facts.trained_s > 0
+    inputs["mtbf_s"] = _mtbf(
+        rate.mtbf_s,
+        "measured" if is_learnt else "assumed",
+        f"{seen}; {CREDIBLE:.0%}: {span(rate.low_s)} to {span(rate.high_s)}",
+    )
+    inputs["prior_mtbf_s"] = _assumed(
+        "prior_mtbf_s",
+        "before anything was seen",
+        DEFAULT_PRIOR_MTBF_S,
+        "weighs half a failure: --mtbf, --failures-per-day",
+    )
+    return rate
+
+
+def _missing(facts: Facts) -> str:
+    count = facts.stall.count if facts.stall is not None else 0
+    return (
+        f"too little to go by: {count} of {_count(facts.num_saves, 'checkpoint')} "
+        f"{'records' if count == 1 else 'record'} how long the save stopped training, "
+        f"{MIN_SAVES} are needed; save more, or give --stall"
+    )
+
+
+def _today(facts: Facts, advice: Advice) -> _Today | None:
+    if facts.spacing is None:
+        return None
+    goodput, saving, lost, down = shares(
+        facts.spacing.interval_s, advice.costs, advice.failures.mtbf_s
+    )
+    return _Today(
+        interval_s=facts.spacing.interval_s,
+        steps=facts.spacing.steps,
+        num_pairs=facts.spacing.count,
+        is_by_interval=facts.spacing.is_by_interval,
+        goodput=goodput,
+        saving=saving,
+        lost=lost,
+        down=down,
+    )
+
+
+def _input_table(inputs: Sequence[_Input]) -> Table:
+    return Table(
+        columns=("input", "value", "", "from"),
+        rows=[(item.title, item.text, item.source, item.basis) for item in inputs],
+        right=frozenset({1}),
+        whole=frozenset({0, 1, 2}),
+    )
+
+
+def _outcome_table(advice: Advice, today: _Today | None) -> Table:
+    by_steps = advice.every.unit is Unit.STEP
+    rows = [_outcome("advised", advice, float(advice.every.value) if by_steps else None)]
+    if today is not None:
+        rows.insert(0, _outcome("today", today, today.steps))
+    return Table(
+        columns=("", "interval", "", "saves take", "done again", "restarts", "goodput"),
+        rows=rows,
+        right=frozenset(range(1, 7)),
+        whole=frozenset(range(7)),
+    )
+
+
+def _outcome(name: str, found: Advice | _Today, steps: float | None) -> tuple[str, ...]:
+    parts = (found.saving, found.lost, found.down, found.goodput)
+    length = "" if steps is None else f"{steps:.10g} steps"
+    return (name, span(found.interval_s), length, *(f"{part:.2%}" for part in parts))
+
+
+def _notes(facts: Facts, advice: Advice, today: _Today | None) -> list[str]:
+    notes = [f"why: {_BECAUSE[advice.limit]}"]
+    if advice.failures.observed_s is not None:
+        notes.append(
+            f"as well as failures are known ({CREDIBLE:.0%}), the best is between "
+            f"{span(advice.shortest_s)} and {span(advice.longest_s)}"
+        )
+    if today is None:
+        notes.append("today's interval cannot be told: no two saves in a row are there")
+    else:
+        kind = "interval saves" if today.is_by_interval else "saves of any reason"
+        gain = advice.goodput - today.goodput
+        change = f"goodput changes by {gain:+.2%}" if abs(gain) >= _NO_CHANGE else "it is as good"
+        notes.append(
+            f"today: median distance of {_count(today.num_pairs, 'pair')} of {kind}; {change}"
+        )
+    if facts.step is None:
+        notes.append("in seconds, as no two saves of a start tell how long a step takes")
+    if facts.nbytes is not None:
+        notes.append(f"a checkpoint has {size(facts.nbytes)}")
+    notes += _start_notes(facts.starts)
+    return notes + [f"cannot be read, not counted: {item}" for item in facts.unreadable]
+
+
+def _start_notes(starts: Sequence[Start]) -> list[str]:
+    endings = Counter(start.ending for start in starts)
+    told = ", ".join(f"{endings[e]} {text}" for e, text in _ENDINGS.items() if endings[e])
+    notes = [f"{_count(len(starts), 'start')}: {told}"] if starts else ["no start is recorded"]
+    if endings["closed"]:
+        notes.append(
+            "a program that ends with an exception ends cleanly too: where that was a failure, "
+            "give --failures-per-day"
+        )
+    gaps = [start.resume_gap_s for start in starts if start.resume_gap_s is not None]
+    if gaps:
+        notes.append(
+            f"from the last commit to the next start: median {span(median(gaps))}, at most "
+            f"{span(max(gaps))} ({_count(len(gaps), 'failure')}); lost work and downtime together"
+        )
+    steps = sum(start.steps_left_behind or 0 for start in starts)
+    if steps:
+        notes.append(f"{_count(steps, 'committed step')} left behind after failures")
+    return notes
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _document(
+    url: str,
+    inputs: Sequence[_Input],
+    facts: Facts,
+    advice: Advice,
+    today: _Today | None,
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    return {
+        "root": url,
+        "every": str(advice.every),
+        "inputs": [item.document for item in inputs],
+        "advice": advice.as_dict(),
+        "today": None if today is None else asdict(today),
+        "starts": [_start_document(start) for start in facts.starts],
+        "num_saves": facts.num_saves,
+        "nbytes": facts.nbytes,
+        "trained_s": facts.trained_s,
+        "unreadable": list(facts.unreadable),
+        "notes": list(notes),
+    }
+
+
+def _start_document(start: Start) -> dict[str, Any]:
+    point = start.resumed_from
+    return {
+        "epoch": start.epoch,
+        "created": start.created,
+        "host": start.host,
+        "ending": start.ending,
+        "resumed_from": point.folder if point is not None else None,
+        "resume_gap_s": start.resume_gap_s,
+        "steps_left_behind": start.steps_left_behind,
+    }

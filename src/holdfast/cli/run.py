@@ -1,0 +1,184 @@
+"""`holdfast run`: start a training again when it crashes, as long as it makes progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import typer
+
+from holdfast.care.child import ChildProcess
+from holdfast.care.supervise import (
+    Life,
+    Limits,
+    Outcome,
+    Supervised,
+    signal_name,
+    supervise,
+)
+from holdfast.cli.output import Code, Table, aligned, give_line, printable
+from holdfast.cli.target import split_target
+from holdfast.engine.catalog import Catalog
+from holdfast.errors import FormatError, StoreError, UsageError
+from holdfast.policy.clock import Unit, parse
+from holdfast.store import open_store
+from holdfast.store.base import Store
+from holdfast.store.local import LocalStore
+
+
+def run_command(
+    command: Sequence[str],
+    *,
+    root: str | None,
+    max_failures: int,
+    backoff: str,
+    backoff_max: str,
+    progress_after: str | None,
+    requeue_code: int,
+    grace: str,
+    as_json: bool,
+) -> int:
+    """Run the command until it succeeds, is asked to stop, or makes no progress; the exit code.
+
+    Raises:
+        UsageError: an option cannot be read or would do nothing, or there is no such command.
+    """
+    if root is not None and progress_after is not None:
+        raise UsageError(
+            "--progress-after: with --root, checkpoints tell whether there is progress"
+        )
+    limits = Limits(
+        max_failures=max_failures,
+        backoff_s=_seconds(backoff, "--backoff"),
+        backoff_max_s=_seconds(backoff_max, "--backoff-max"),
+        requeue_code=requeue_code,
+        progress_after_s=_seconds(progress_after or "10min", "--progress-after"),
+    )
+    head = None if root is None else _head_of(_open(root))
+    tell = _tell_json if as_json else _tell
+    with ChildProcess(command, grace_s=_seconds(grace, "--grace")) as child:
+        result = supervise(child, limits, head=head, tell=tell)
+    code = Code.GAVE_UP if result.outcome is Outcome.GAVE_UP else result.code
+    if as_json:
+        give_line({"summary": _summary(result, code)})
+    elif len(result.lives) > 1 or result.outcome is Outcome.GAVE_UP:
+        _show(result)
+    return code
+
+
+def _seconds(text: str, option: str) -> float:
+    if text in ("0", "0s"):
+        return 0.0
+    return float(parse(text, what=option, units={Unit.SECOND}).value)
+
+
+def _open(root: str) -> Store:
+    """The store of a root, which the first life may still have to make."""
+    name, which = split_target(root)
+    if which is not None:
+        raise UsageError(f"--root {root!r}: must be a whole root, without @{which}")
+    store = open_store(name)
+    if not isinstance(store, LocalStore):
+        raise UsageError(f"--root {root!r}: another process cannot see it; use a folder")
+    return store
+
+
+def _head_of(store: Store) -> Callable[[], int | None]:
+    def head() -> int | None:
+        try:
+            entry = Catalog(store).head()
+        except (StoreError, FormatError) as error:
+            _say(f"cannot see where the run stands: {error}")
+            return None
+        return None if entry is None else entry.step
+
+    return head
+
+
+def _tell(life: Life) -> None:
+    if life.restart_in_s is None:
+        return
+    progress = "" if life.has_progressed else f", no progress ({life.failures} in a row)"
+    _say(
+        f"life {life.number} ended: {life.ending}, after {life.duration_s:.1f} s, "
+        f"{_steps(life)}{progress}; next in {life.restart_in_s:.1f} s"
+    )
+
+
+def _steps(life: Life) -> str:
+    if life.from_step is None and life.to_step is None:
+        return "no step known"
+    return f"step {_step(life.from_step)} to {_step(life.to_step)}"
+
+
+def _step(step: int | None) -> str:
+    return "-" if step is None else str(step)
+
+
+def _tell_json(life: Life) -> None:
+    give_line(_document(life))
+
+
+def _document(life: Life) -> dict[str, Any]:
+    returncode = life.ending.returncode
+    is_signal = returncode is not None and returncode < 0
+    return {
+        "life": life.number,
+        "exit_status": None if is_signal else returncode,
+        "signal": signal_name(-returncode) if returncode is not None and is_signal else None,
+        "asked": None if life.ending.asked is None else signal_name(life.ending.asked),
+        "error": life.ending.error or None,
+        "duration_s": life.duration_s,
+        "from_step": life.from_step,
+        "to_step": life.to_step,
+        "has_progressed": life.has_progressed,
+        "failures": life.failures,
+        "restart_in_s": life.restart_in_s,
+    }
+
+
+def _summary(result: Supervised, code: int) -> dict[str, Any]:
+    return {
+        "outcome": result.outcome.value,
+        "code": int(code),
+        "from_step": result.lives[0].from_step,
+        "to_step": result.lives[-1].to_step,
+        "lives": [_document(life) for life in result.lives],
+    }
+
+
+def _show(result: Supervised) -> None:
+    table = Table(
+        columns=("life", "ended with", "seconds", "from step", "to step", "progress"),
+        rows=[_row(life) for life in result.lives],
+        right=frozenset({0, 2, 3, 4}),
+    )
+    for line in aligned(table):
+        typer.echo(line, err=True)
+    _say(_verdict(result))
+
+
+def _row(life: Life) -> tuple[str, ...]:
+    return (
+        str(life.number),
+        str(life.ending),
+        f"{life.duration_s:.1f}",
+        _step(life.from_step),
+        _step(life.to_step),
+        "yes" if life.has_progressed else "no",
+    )
+
+
+def _verdict(result: Supervised) -> str:
+    last = result.lives[-1]
+    if result.outcome is Outcome.FINISHED:
+        return f"finished in life {last.number}"
+    if result.outcome is Outcome.REQUEUE:
+        return f"status {result.code}: to be run again by its scheduler"
+    if result.outcome is Outcome.STOPPED:
+        return f"stopped in or after life {last.number}, as a signal asked"
+    return f"gave up: {last.failures} in a row made no progress; the last ended with {last.ending}"
+
+
+def _say(text: str) -> None:
+    typer.echo(printable(f"holdfast: {text}"), err=True)
