@@ -21,6 +21,7 @@ from holdfast.errors import DeadlineExceeded, UsageError
 from holdfast.testing.resume import Report, assert_resume_equivalent, leaf_digests
 
 STEPS = 6
+ONES = torch.ones(4)
 
 multiprocessing.set_forkserver_preload(["holdfast.testing.resume"])
 check = partial(assert_resume_equivalent, timeout_s=120.0, start_method="forkserver")
@@ -155,6 +156,17 @@ def test_kills_that_prove_nothing_are_refused(kill_at: int | list[int]) -> None:
         (random.Random(1), random.Random(2)),
         (np.random.default_rng(1), np.random.default_rng(2)),
         (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)),
+        (np.random.RandomState(1), np.random.RandomState(2)),
+        ({1: 5}, {"1": 5}),
+        ({1: 5, "1": 6}, {1: 7, "1": 6}),
+        ({"x": 1, "y": 2}, {"y": 2, "x": 1}),
+        (torch.ones(2, 3, 4, 4), torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)),
+        (np.ones((2, 3)), np.ones((2, 3), order="F")),
+        (torch.ones(2), torch.ones(2, requires_grad=True)),
+        (torch.ones(2).expand(3, 2), torch.ones(3, 2)),
+        ([ONES, ONES], [ONES, torch.ones(4)]),
+        ([ONES, ONES[2:]], [ONES, torch.ones(2)]),
+        ([ONES[:2], ONES[2:]], [ONES[:2], ONES[:2]]),
     ],
 )
 def test_leaves_that_differ_in_any_bit_are_told_apart(left: Any, right: Any) -> None:
@@ -168,8 +180,10 @@ def test_leaves_have_the_paths_of_the_state() -> None:
     assert list(leaf_digests(state)) == [
         "model.weight",
         "model.bias",
+        "model (keys)",
         "list.0",
         "list.1.x",
+        "list.1 (keys)",
         "empty",
     ]
 
@@ -177,6 +191,16 @@ def test_leaves_have_the_paths_of_the_state() -> None:
 def test_a_leaf_that_cannot_be_compared_is_named() -> None:
     with pytest.raises(UsageError, match=r"a\.b: cannot tell .* object"):
         leaf_digests({"a": {"b": object()}})
+
+
+def test_arrays_of_objects_are_refused_and_not_compared_by_address() -> None:
+    with pytest.raises(UsageError, match=r"a: cannot tell .* arrays of objects"):
+        leaf_digests({"a": np.array([object()])})
+
+
+def test_strides_that_mean_nothing_are_no_difference() -> None:
+    odd = torch.ones(4).as_strided((1, 4), (77, 1))
+    assert leaf_digests({"a": odd}) == leaf_digests({"a": torch.ones(1, 4)})
 
 
 def test_leaves_of_a_loader_are_its_position() -> None:

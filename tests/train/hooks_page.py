@@ -38,6 +38,9 @@ class StopWhenGood(Callback):
   its cause. An interrupt stays what it is.
 * A callback with `state_dict` and `load_state_dict` is saved and resumed, as the component
   `callback-<name>`; the name is its `name`, or that of its class, with `_2` for a second one.
+* `training.manager.save(training.counters.step)` works in `fit_start`, `step_end`, `epoch_end`,
+  `log` and `fit_end`; elsewhere the parts of the state do not belong to one step, and it is
+  refused. While `vetoes_ephemeral` is True, the Trainer makes no ephemeral checkpoints.
 * The save of a step comes after its validation and its log, so that callbacks, metrics and log
   of that step are complete when it is made.
 """

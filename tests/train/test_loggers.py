@@ -19,6 +19,7 @@ class Now:
         from holdfast.train import Counters
 
         self.counters = Counters(step=step)
+        self.present_step = step
 
 
 def lines(*steps: int) -> bytes:

@@ -63,6 +63,18 @@ def test_steps_that_are_done_again_are_there_once(tmp_path: Path) -> None:
     assert resumed["val/loss"] == straight["val/loss"]
 
 
+def test_what_is_logged_within_a_step_is_there_once(tmp_path: Path) -> None:
+    """K18: it belongs to the step under way, also after a resume right before it."""
+
+    class Logs(Callback):
+        def before_optimizer_step(self, training: Training) -> None:
+            training.log({"within": 1.0})
+
+    with pytest.raises(HookFailed):
+        train(tmp_path, 9, Logs(), StopAt(5))
+    assert [step for step, _ in train(tmp_path, 9, Logs())["within"]] == [*range(1, 10)]
+
+
 def test_a_validation_alone_writes_nothing(tmp_path: Path) -> None:
     plan = Validation(data=Loader(Noisy(), batch_size=5))
     logger = TensorBoard(tmp_path / "events")

@@ -569,7 +569,7 @@ def test_a_save_that_a_callback_makes_takes_the_place_of_one_that_is_due(tmp_pat
 
     hooks = Hooks()
     make(tmp_path, every="1step", callbacks=[Saves(), hooks]).fit(3)
-    assert hooks.of("checkpoint_saved") == ["3"]
+    assert hooks.of("checkpoint_saved") == ["1", "2", "3", "3"]
     assert [found.step for found in checkpoints(tmp_path)] == [1, 2, 3, 3]
 
 
@@ -669,6 +669,14 @@ def test_beginning_an_iteration_leaves_the_global_generators_alone(tmp_path: Pat
         ({"every": "10"}, "every"),
         ({"every": "5sp"}, "count_samples"),
         ({"every": "5tok"}, "count_tokens"),
+        ({"every": Every("5tok") | Every("2step")}, "count_tokens"),
+        ({"every": At("5sp")}, "count_samples"),
+        ({"every": SavePolicy(permanent="9step", ephemeral="2tok")}, "count_tokens"),
+        ({"every": SavePolicy(permanent="9step", ephemeral="2step", cooldown="1tok")}, "cooldown"),
+        ({"every": "2cycle"}, "no cycles"),
+        ({"validate": Validation(data=[torch.ones(2, 4)], every="2cycle")}, "no cycles"),
+        ({"every": On("signal", "exception")}, "no event 'signal', 'exception'"),
+        ({"every": SavePolicy(permanent=On("epoch") | On("demand"))}, "no event 'demand'"),
     ],
 )
 def test_what_cannot_work_is_refused_at_construction(

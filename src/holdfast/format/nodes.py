@@ -24,6 +24,7 @@ _MAX_INT = 2**63 - 1
 _MAX_INT_BITS = 13_606  # 2**13606 has 4,096 digits
 _QUIET_NAN = 0x7FF8_0000_0000_0000
 _DEVICE = re.compile(r"[a-z]{1,20}(:[0-9]{1,4})?", re.ASCII)
+_TENSOR_MEMBERS = frozenset({"$tensor", "device", "grad", "parameter", "order"})
 _DTYPE = re.compile(r"[a-z0-9_]{1,40}", re.ASCII)
 _SCALARS: dict[str, np.dtype[Any]] = {
     name: np.dtype(code)
@@ -48,10 +49,21 @@ _SCALAR_NAMES: dict[type, str] = {dtype.type: name for name, dtype in _SCALARS.i
 
 
 class TensorRef(msgspec.Struct, frozen=True, gc=False):
-    """A torch tensor: its key in the component and the type of device it was on."""
+    """A torch tensor: its key in the component, and what its bytes do not tell."""
 
     key: str
+
     device: str = "cpu"
+    """The device it was on."""
+
+    grad: bool = False
+    """Whether it required grad."""
+
+    parameter: bool = False
+    """Whether it was an `nn.Parameter`."""
+
+    order: tuple[int, ...] = ()
+    """Its dimensions from the outermost to the innermost in memory; empty when row-major."""
 
 
 class ArrayRef(msgspec.Struct, frozen=True, gc=False):
@@ -190,8 +202,46 @@ def _read_scalar(parts: Any) -> Any:
 
 
 def _write_tensor(value: TensorRef) -> Any:
-    key = _write_text(value.key)
-    return {"$tensor": key} if value.device == "cpu" else {"$tensor": key, "device": value.device}
+    node: dict[str, Any] = {"$tensor": _write_text(value.key)}
+    if value.device != "cpu":
+        node["device"] = value.device
+    if value.grad:
+        node["grad"] = True
+    if value.parameter:
+        node["parameter"] = True
+    if value.order:
+        node["order"] = list(value.order)
+    return node
+
+
+def read_tensor(node: dict[str, Any]) -> TensorRef:
+    """The tensor of a `$tensor` node.
+
+    Raises:
+        ValueError: the format has no such node.
+    """
+    if len(node) == 1:
+        return TensorRef(_text(node["$tensor"]))
+    if not node.keys() <= _TENSOR_MEMBERS:
+        raise ValueError("another member")
+    flags = [node.get(name, True) for name in ("grad", "parameter")]
+    if any(flag is not True for flag in flags):
+        raise ValueError("a flag that is not true")
+    return TensorRef(
+        _text(node["$tensor"]),
+        _read_device(node.get("device", "cpu")).name,
+        "grad" in node,
+        "parameter" in node,
+        _read_order(node["order"]) if "order" in node else (),
+    )
+
+
+def _read_order(parts: Any) -> tuple[int, ...]:
+    order = _integers(parts)
+    rising = list(range(len(order)))
+    if sorted(order) != rising or order == rising:
+        raise ValueError("not another order of the dimensions")
+    return tuple(order)
 
 
 def _write_array(value: ArrayRef) -> Any:

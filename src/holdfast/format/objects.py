@@ -27,8 +27,8 @@ from holdfast.format.nodes import (
     GeneratorState,
     SizeTuple,
     TensorRef,
-    is_device,
     is_unicode,
+    read_tensor,
 )
 from holdfast.store.base import Buffer
 
@@ -41,6 +41,7 @@ __all__ = [
     "Refused",
     "SizeTuple",
     "TensorRef",
+    "decode_beside",
     "decode_tree",
     "encode_tree",
     "join",
@@ -63,8 +64,14 @@ Lower: TypeAlias = Callable[[Any, str], Any]
 Lift: TypeAlias = Callable[[Any], Any]
 
 
-def encode_tree(tree: Any, *, lower: Lower | None = None, where: str = "") -> bytes:
-    """`tree` as a document.
+def encode_tree(
+    tree: Any,
+    *,
+    lower: Lower | None = None,
+    where: str = "",
+    beside: Mapping[str, Any] | None = None,
+) -> bytes:
+    """`tree` as a document, with plain values beside it under the names in `beside`.
 
     `lower(object, path)` is asked about every object that is not of an exact type of the
     grammar. It returns a node, another encodable value, `Refused`, or `NotImplemented`.
@@ -76,7 +83,7 @@ def encode_tree(tree: Any, *, lower: Lower | None = None, where: str = "") -> by
     node = encoder.encode(tree, where, 1)
     if encoder.offenders:
         raise UnsupportedState(encoder.offenders)
-    data = msgspec.json.encode({"holdfast": FORMAT_VERSION, "tree": node})
+    data = msgspec.json.encode({"holdfast": FORMAT_VERSION, "tree": node, **(beside or {})})
     try:
         strictjson.check_limits(
             data, what=where, max_nbytes=MAX_TREE_NBYTES, max_values=MAX_TREE_VALUES
@@ -106,6 +113,18 @@ def decode_tree(data: Buffer, *, lift: Lift | None = None, what: str) -> Any:
         return _Decoder(lift, what).decode(document["tree"])
     except RecursionError as err:
         raise LimitExceeded(f"{what}: nested too deeply for the stack that is left") from err
+
+
+def decode_beside(data: Buffer, name: str, *, what: str) -> Any:
+    """The plain value that stands beside a tree under `name`, or None.
+
+    Raises:
+        FormatError: anything that the format does not allow.
+    """
+    document = strictjson.loads(
+        data, what=what, max_nbytes=MAX_TREE_NBYTES, max_values=MAX_TREE_VALUES
+    )
+    return document.get(name) if isinstance(document, dict) else None
 
 
 def join(path: str, name: object) -> str:
@@ -317,12 +336,11 @@ class _Decoder:
         return node if self._lift is None else self._lift(node)
 
     def _tensor(self, node: dict[str, Any]) -> Any:
-        key, device = node["$tensor"], node.get("device", "cpu")
-        if type(key) is not str or len(node) > 1 + ("device" in node):
-            raise self._error("a $tensor node with other members, or whose key is no text")
-        if type(device) is not str or not is_device(device):
-            raise self._error("a $tensor node whose device is none")
-        return self._lifted(TensorRef(key, device))
+        try:
+            ref = read_tensor(node)
+        except ValueError as err:
+            raise self._error(f"in a $tensor node: {err}") from err
+        return self._lifted(ref)
 
     def _container(self, read: Callable[[Any], Any], argument: Any) -> Any:
         if self._key_depth:

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from holdfast.errors import UnsupportedState
 from holdfast.format.tensors import TensorSpec
+from holdfast.state import modules, optimizers
 from holdfast.state.components import RNG, Kind, check_state, kind_of
 from holdfast.state.generators import global_generators
 from holdfast.state.leaves import Leaves
-from holdfast.state.modules import capture_module, not_saved
 from holdfast.state.names import ParameterNames, parameter_names
-from holdfast.state.optimizers import capture_optimizer, slot_path
 from holdfast.state.trees import encode
 
 __all__ = ["Captured", "CapturedComponent", "capture", "check_state"]
@@ -59,8 +59,9 @@ def capture(state: Mapping[str, Any]) -> Captured:
         UnsupportedState: lists every leaf of every component that cannot be saved.
     """
     check_state(state)
-    modules = [(name, value) for name, value in state.items() if isinstance(value, nn.Module)]
-    names = parameter_names(modules)
+    names = parameter_names(
+        (name, value) for name, value in state.items() if isinstance(value, nn.Module)
+    )
     offenders: list[tuple[str, str]] = []
     components = {
         name: _capture_one(name, value, names, offenders) for name, value in state.items()
@@ -69,8 +70,18 @@ def capture(state: Mapping[str, Any]) -> Captured:
         components[RNG] = _capture_rng(offenders)
     if offenders:
         raise UnsupportedState(offenders)
-    left_out = [line for name, module in modules for line in not_saved(name, module)]
-    return Captured(components=components, not_saved=tuple(left_out))
+    return Captured(components=components, not_saved=tuple(_left_out(state, names)))
+
+
+def _left_out(state: Mapping[str, Any], names: ParameterNames) -> list[str]:
+    elsewhere = {id(value) for value in state.values()}
+    lines = []
+    for name, value in state.items():
+        if isinstance(value, nn.Module):
+            lines += modules.not_saved(name, value, elsewhere)
+        elif isinstance(value, Optimizer):
+            lines += optimizers.not_saved(name, value, names)
+    return lines
 
 
 def _capture_one(
@@ -79,10 +90,10 @@ def _capture_one(
     kind = kind_of(value)
     leaves = Leaves(component=name)
     if kind == "module":
-        tree = capture_module(value, leaves)
+        tree = modules.capture_module(value, leaves)
     elif kind == "optimizer":
-        leaves.key_of = slot_path
-        tree = capture_optimizer(value, names, leaves)
+        leaves.key_of = optimizers.slot_path
+        tree = optimizers.capture_optimizer(value, names, leaves)
     else:
         tree = encode(value.state_dict() if kind == "object" else value, leaves)
     return _finished(kind, tree, leaves, offenders)

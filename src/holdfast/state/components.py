@@ -14,6 +14,14 @@ from holdfast.state import generators
 
 Kind: TypeAlias = Literal["module", "optimizer", "object", "tree", "generator", "rng"]
 
+# What hooks add, only the optimizer's own methods can save and load.
+_STATE_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
 RNG = "rng"
 """The component of the global generators, added unless the caller has one of that name."""
 
@@ -49,6 +57,7 @@ def _saves_as_torch_does(optimizer: Optimizer) -> bool:
         and kind.load_state_dict is Optimizer.load_state_dict
         and "state_dict" not in own
         and "load_state_dict" not in own
+        and not any(own.get(hooks) for hooks in _STATE_HOOKS)
     )
 
 

@@ -27,6 +27,11 @@ _MAX_POSITIONS: Mapping[str, Mapping[str, int]] = {
     "MT19937": {"pos": 624},
     "Philox": {"buffer_pos": 4},
 }
+_MAX_SEED_WORDS = 1024
+_MAX_SEED_BITS = 4096
+_MIN_POOL_SIZE, _MAX_POOL_SIZE = 4, 256
+# NumPy 1 pickles a bit generator without its seed sequence, and has no other way to set it.
+_TAKES_SEEDS = isinstance(np.random.PCG64(0).__reduce__()[2], tuple)
 _BIT_GENERATORS: Mapping[str, Callable[[], Any]] = {
     "MT19937": np.random.MT19937,
     "PCG64": np.random.PCG64,
@@ -75,8 +80,11 @@ def device_generators(*, initialise: bool = False) -> dict[str, list[DeviceGener
 
     With `initialise`, also of accelerators that are present and not yet in use.
     """
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not torch.accelerator.is_available():
+    # In this order: torch 2.6 raises when it is asked which, and there is none.
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
+    if accelerator is None:
         return {}
     module: Any = torch.get_device_module(accelerator.type)
     is_in_use = getattr(module, "is_initialized", lambda: True)()
@@ -118,6 +126,11 @@ def kind_of(value: object) -> str | None:
     return None
 
 
+def is_global(generator: Any) -> bool:
+    """Whether it is one that every checkpoint holds as part of `rng`."""
+    return generator in (random, np.random, torch.default_generator)
+
+
 def read(generator: Any) -> tuple[str, dict[str, Any]]:
     """Kind and members of a generator's state; byte states are tensors, the rest plain values.
 
@@ -130,7 +143,7 @@ def read(generator: Any) -> tuple[str, dict[str, Any]]:
     if kind == "python":
         return kind, _read_python(generator)
     if kind == "numpy":
-        return kind, {"state": generator.bit_generator.state}
+        return kind, _read_numpy(generator.bit_generator)
     if kind == "numpy-legacy":
         return kind, {"state": generator.get_state(legacy=False)}
     raise ValueError(f"{type(generator).__qualname__} is not a generator")
@@ -147,6 +160,53 @@ def _read_python(generator: Any) -> dict[str, Any]:
     return {"version": version, "state": state, "gauss_next": gauss_next}
 
 
+def _read_numpy(bits: Any) -> dict[str, Any]:
+    """The state, and the seed sequence from which `spawn` makes children, where there is one."""
+    members: dict[str, Any] = {"state": bits.state}
+    seeds = bits.seed_seq
+    if type(seeds) is np.random.SeedSequence:
+        sequence = {
+            "entropy": _seeds_as_plain(seeds.entropy),
+            "spawn_key": [int(word) for word in seeds.spawn_key],
+            "pool_size": int(seeds.pool_size),
+            "n_children_spawned": int(seeds.n_children_spawned),
+        }
+        if _seeds_wrong(sequence) is None:
+            members["seed_seq"] = sequence
+    return members
+
+
+def _seeds_as_plain(entropy: Any) -> Any:
+    if isinstance(entropy, int | np.integer):
+        return int(entropy)
+    flat = np.asarray(entropy, dtype=object).reshape(-1)
+    return [int(word) if isinstance(word, int | np.integer) else word for word in flat]
+
+
+def _seeds_wrong(stored: Any) -> str | None:
+    """Why these are no members of a seed sequence, or too many to be mixed at each load."""
+    names = {"entropy", "spawn_key", "pool_size", "n_children_spawned"}
+    if not isinstance(stored, dict) or stored.keys() != names:
+        return "seed_seq: other members"
+    entropy, key = stored["entropy"], stored["spawn_key"]
+    words = [entropy] if isinstance(entropy, int) else entropy
+    if not isinstance(words, list) or not isinstance(key, list):
+        return "seed_seq: its words are no lists"
+    if len(words) + len(key) > _MAX_SEED_WORDS:
+        return f"seed_seq: more than {_MAX_SEED_WORDS} words"
+    if not all(_is_int(word, 0, 1 << _MAX_SEED_BITS) for word in (*words, *key)):
+        return "seed_seq: a word that is none"
+    if not _is_int(stored["pool_size"], _MIN_POOL_SIZE, _MAX_POOL_SIZE):
+        return f"seed_seq: pool_size is not in {_MIN_POOL_SIZE}..{_MAX_POOL_SIZE}"
+    if not _is_int(stored["n_children_spawned"], 0, 2**32 - 1):
+        return "seed_seq: n_children_spawned is not in 0..4294967295"
+    return None
+
+
+def _is_int(value: object, low: int, high: int) -> bool:
+    return type(value) is int and low <= value <= high
+
+
 def write(generator: Any, members: Mapping[str, Any]) -> None:
     """Set the state of a live generator of the same kind, with members as `read` gave them."""
     kind = kind_of(generator)
@@ -157,9 +217,17 @@ def write(generator: Any, members: Mapping[str, Any]) -> None:
         words = tuple(members["state"].tolist())
         generator.setstate((members["version"], words, members["gauss_next"]))
     elif kind == "numpy":
-        generator.bit_generator.state = members["state"]
+        _write_numpy(generator.bit_generator, members)
     else:
         generator.set_state(members["state"])
+
+
+def _write_numpy(bits: Any, members: Mapping[str, Any]) -> None:
+    if "seed_seq" in members and _TAKES_SEEDS:
+        seeds = np.random.SeedSequence(**members["seed_seq"])
+        # Of numpy's ways into a live bit generator only that of pickle takes the seed sequence.
+        bits.__setstate__((members["state"], seeds))
+    bits.state = members["state"]
 
 
 def scratch(generator: Any) -> Any:
@@ -173,6 +241,16 @@ def scratch(generator: Any) -> Any:
         return np.random.Generator(type(generator.bit_generator)())
     name = generator.get_state(legacy=False)["bit_generator"]
     return np.random.RandomState(_BIT_GENERATORS[name]())
+
+
+def inexact(generator: Any, node: GeneratorState) -> str | None:
+    """What of a fitting state cannot be restored here, or None."""
+    if node.kind != "numpy" or _TAKES_SEEDS:
+        return None
+    seeds = node.members.get("seed_seq")
+    if seeds is None or seeds == read(generator)[1].get("seed_seq"):
+        return None
+    return "numpy below 2.0 cannot take a seed sequence, so `spawn` gives other children"
 
 
 def build(node: GeneratorState) -> Any:
@@ -218,6 +296,11 @@ def misfit(generator: Any, node: GeneratorState, specs: Mapping[str, TensorSpec]
         live.pop("gauss_next")
         if not isinstance(stored_gauss, float | None):
             return "gauss_next is not a number"
+    if kind == "numpy":
+        live.pop("seed_seq", None)
+        seeds = stored.pop("seed_seq", None)
+        if seeds is not None and (wrong := _seeds_wrong(seeds)):
+            return wrong
     return _differs(live, stored, specs) or _outside(node)
 
 

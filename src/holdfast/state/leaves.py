@@ -71,12 +71,6 @@ def identity(tensor: Tensor) -> Hashable:
     )
 
 
-def is_same_view(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same memory seen in the same way."""
-    # Not `is_set_to`: it is False for a conjugate view and itself.
-    return one is other or identity(one) == identity(other)
-
-
 def _plain(path: str) -> str:
     return path
 
@@ -100,39 +94,31 @@ class Leaves:
     offenders: list[tuple[str, str]] = field(default_factory=list)
     """(path with the component's name, reason) of everything that cannot be saved."""
 
-    _originals: dict[str, Tensor] = field(default_factory=dict)
-    _refs: dict[str, TensorRef] = field(default_factory=dict)
-    _by_storage: dict[int, str] = field(default_factory=dict)
-    _views: dict[int, list[str]] = field(default_factory=dict)
+    _refs: dict[Hashable, TensorRef] = field(default_factory=dict)
+    # An identity holds only while the tensor lives, and those in `tensors` may be copies.
+    _originals: list[Tensor] = field(default_factory=list)
 
     def add(self, tensor: Tensor, path: str) -> TensorRef | Refused:
         """The reference of `tensor`, one for each distinct memory, or why there is none."""
         reason = refusal(tensor)
         if reason is not None:
             return Refused(reason)
-        storage = tensor.untyped_storage()._cdata
-        known = self._known(storage, tensor)
-        return self._refs[known] if known is not None else self._new(storage, tensor, path)
+        # Not `is_set_to`: it is False for a conjugate view and itself.
+        who = identity(tensor)
+        ref = self._refs.get(who)
+        if ref is None:
+            ref = self._refs[who] = self._new(tensor, path)
+        return ref
 
-    def _known(self, storage: int, tensor: Tensor) -> str | None:
-        first = self._by_storage.get(storage)
-        if first is None or is_same_view(self._originals[first], tensor):
-            return first
-        others = self._views.get(storage, ())
-        return next((key for key in others if is_same_view(self._originals[key], tensor)), None)
-
-    def _new(self, storage: int, tensor: Tensor, path: str) -> TensorRef:
+    def _new(self, tensor: Tensor, path: str) -> TensorRef:
         key = self._unique(path)
-        if self._by_storage.setdefault(storage, key) is not key:
-            self._views.setdefault(storage, []).append(key)
-        self._originals[key] = tensor
-        ref = self._refs[key] = TensorRef(key, _device_name(tensor))
+        self._originals.append(tensor)
         plain = tensor.detach() if tensor.requires_grad else tensor
         if plain.is_conj() or plain.is_neg():
             plain = plain.resolve_conj().resolve_neg()
         self.tensors[key] = plain
         self.specs.append(TensorSpec(key, DTYPE_NAMES[plain.dtype], tuple(plain.shape)))
-        return ref
+        return TensorRef(key, _device_name(tensor))
 
     def refuse(self, path: str, reason: str) -> None:
         """Note that what is at `path` cannot be saved."""

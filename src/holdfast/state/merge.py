@@ -6,7 +6,10 @@ into, containers refilled, generators set. Two stored values never end in one li
 
 from __future__ import annotations
 
+from bisect import bisect, insort
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,12 +17,20 @@ import torch
 from torch import Tensor
 
 from holdfast.errors import MismatchError
-from holdfast.format.objects import EnumValue, GeneratorState, TensorRef
+from holdfast.format.objects import ArrayRef, EnumValue, GeneratorState, TensorRef, join
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
 from holdfast.state.dtypes import DTYPE_NAMES
 from holdfast.state.leaves import identity, refusal
-from holdfast.state.trees import Kept, Lifting, owned, present_device, revived
+from holdfast.state.trees import (
+    Lifting,
+    check_fit,
+    owned,
+    placed,
+    present_device,
+    revived,
+    with_flags,
+)
 
 
 class Place(Protocol):
@@ -42,11 +53,19 @@ class StoredPlace:
         return present_device(ref.device)
 
     def make(self, ref: TensorRef, stored: Tensor) -> Tensor:
-        """Contiguous, in memory of its own."""
+        """In memory of its own, as it was laid out."""
+        if ref.grad or ref.parameter or ref.order:
+            return with_flags(placed(stored, ref, self.device(ref)), ref)
         return owned(stored, self.device(ref))
 
 
 _STORED_PLACE = StoredPlace()
+
+_SHARED = "shared with another name here, but not in the checkpoint: it became one of its own"
+_OVERLAPS = "overlaps other live memory that is loaded, so it got memory of its own"
+_OF_MODULE = "is the memory of a module here, so it got memory of its own"
+_MOVED = "saved on another device, copied to where the live tensor is"
+_MAX_NAMED = 3
 
 
 class Claims:
@@ -60,9 +79,13 @@ class Claims:
         """`protected`: tensors into whose memory only their own values go."""
         self._taken: set[Any] = set()
         self._first: dict[Hashable, tuple[str, Tensor]] = {}
-        for tensor in protected:
-            if refusal(tensor) is None:
-                self.take_storage(tensor)
+        self._states: dict[int, Any] = {}
+        self._owners: dict[int, tuple[Tensor, str, str]] = {}
+        self._spans: dict[int, list[tuple[int, int, str]]] = {}
+        self._lists: list[list[_Remark]] = []
+        self._protected = {
+            tensor.untyped_storage()._cdata for tensor in protected if refusal(tensor) is None
+        }
 
     def take(self, who: Any) -> bool:
         """True the first time that `who` is asked for."""
@@ -71,9 +94,46 @@ class Claims:
         self._taken.add(who)
         return True
 
-    def take_storage(self, tensor: Tensor) -> bool:
-        """As `take`, for the memory of a tensor: views of one storage may overlap."""
-        return self.take(("storage", tensor.untyped_storage()._cdata))
+    def take_memory(self, tensor: Tensor, component: str, key: str) -> str | None:
+        """As `take`, for the memory of a tensor; says why not. Disjoint views are fine."""
+        storage = tensor.untyped_storage()._cdata
+        if storage in self._protected:
+            return _OF_MODULE
+        claim = (tensor, component, key)
+        owner = self._owners.setdefault(storage, claim)
+        return None if owner is claim else self._take_part(storage, owner, claim)
+
+    def _take_part(
+        self, storage: int, owner: tuple[Tensor, str, str], claim: tuple[Tensor, str, str]
+    ) -> str | None:
+        if storage not in self._spans:
+            self._spans[storage] = [(*_span(owner[0]), join(*owner[1:]))]
+        spans = self._spans[storage]
+        start, stop = _span(claim[0])
+        path = join(*claim[1:])
+        at = bisect(spans, (start, stop, path))
+        for other in spans[max(at - 1, 0) : at + 1]:
+            if start < other[1] and other[0] < stop:
+                return f"({other[2]}) {_OVERLAPS}"
+        insort(spans, (start, stop, path))
+        return None
+
+    def take_state(self, live: Any, members: Any) -> Any:
+        """The state that the generator `live` takes: the first that is claimed for it."""
+        return self._states.setdefault(id(live), members)
+
+    def remarks(self) -> list[_Remark]:
+        """A new list for what one component has to say; it counts among the `notes`."""
+        self._lists.append([])
+        return self._lists[-1]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is not restored as it was: sharing that was lost, and moved tensors."""
+        paths: dict[str, list[str]] = {}
+        for remark in (remark for remarks in self._lists for remark in remarks):
+            paths.setdefault(remark.reason, []).append(join(remark.component, remark.path))
+        return tuple(f"{_shown(names)}: {reason}" for reason, names in paths.items())
 
     def agree(self, path: str, live: Tensor, stored: Tensor) -> None:
         """Several names of one live tensor, in several components, must bring the same bits.
@@ -89,27 +149,67 @@ class Claims:
             )
 
 
+@dataclass(slots=True, kw_only=True)
+class _Remark:
+    component: str
+    path: str
+    reason: str
+
+    stored: Any = None
+    """What the path is to be continued from, towards the root."""
+
+
+def _shown(paths: list[str]) -> str:
+    more = len(paths) - _MAX_NAMED
+    return ", ".join(paths[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of the storage that the tensor reaches, and the one after the last."""
+    item, start = tensor.element_size(), int(tensor.storage_offset())
+    if tensor.is_contiguous():
+        extent = tensor.numel()
+    else:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        extent = 1 + sum(int((size - 1) * stride) for size, stride in steps)
+    return start * item, (start + extent) * item
+
+
 def copy_tensors(pairs: list[tuple[Tensor, Tensor]]) -> None:
     """Copy the second of each pair into the first; shapes and dtypes are equal."""
+    # `_foreach_copy_` raises for a view that negates or conjugates, after it wrote others.
+    odd = [pair for pair in pairs if pair[0].is_neg() or pair[0].is_conj()]
+    plain = (
+        [pair for pair in pairs if not (pair[0].is_neg() or pair[0].is_conj())] if odd else pairs
+    )
     with torch.no_grad():
-        if pairs:
-            live, stored = zip(*pairs, strict=True)
+        if plain:
+            live, stored = zip(*plain, strict=True)
             torch._foreach_copy_(list(live), list(stored))
+        for view, values in odd:
+            view.copy_(values)
 
 
 def is_writable_in_place(tensor: Tensor) -> bool:
     """Whether `copy_` into `tensor` reaches each element once."""
-    overlaps = torch._debug_has_internal_overlap(tensor) == 1
-    return refusal(tensor) is None and not tensor.is_inference() and not overlaps
+    if refusal(tensor) is not None or tensor.is_inference():
+        return False
+    return tensor.is_contiguous() or torch._debug_has_internal_overlap(tensor) != 1
 
 
 class Merge:
     """Collects what is to be done; `commit` does it. Nothing live changes before."""
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], claims: Claims
+        self,
+        tensors: Mapping[str, Tensor],
+        specs: Mapping[str, TensorSpec],
+        claims: Claims,
+        component: str = "",
     ) -> None:
         self._claims = claims
+        self._component = component
+        self._remarks = claims.remarks()
         self._tensors = tensors
         self._specs = specs
         self._lifting = Lifting(tensors)
@@ -117,6 +217,8 @@ class Merge:
         self._edits: list[Callable[[], None]] = []
         self._made: dict[int, Any] = {}
         self._made_tensors: dict[str, Tensor] = {}
+        self._flags: dict[str, tuple[bool, bool]] = {}
+        self._made_arrays: dict[str, Any] = {}
         self._alive: list[Any] = []
 
     def then(self, edit: Callable[[], None]) -> None:
@@ -142,9 +244,11 @@ class Merge:
             return self._generator(live, stored)
         if isinstance(stored, EnumValue):
             return revived(live, stored)
-        if isinstance(stored, Kept):
-            return stored.value
-        return self._plain(live, self._lifting.lift(stored))
+        return (
+            self._array(live, stored)
+            if isinstance(stored, ArrayRef)
+            else self._lifting.lift(stored)
+        )
 
     def refill(self, live: Any, stored: Any, place: Place = _STORED_PLACE) -> Any:
         """As `merge`, for a container that must be refilled even when its class differs."""
@@ -156,15 +260,40 @@ class Merge:
     def _container(self, live: Any, stored: Any, place: Place) -> Any:
         if id(stored) in self._made:
             return self._made[id(stored)]
-        target = (
-            live if type(live) is type(stored) and self._claims.take(id(live)) else type(stored)()
-        )
+        same = type(live) is type(stored)
+        is_free = same and self._claims.take(id(live))
+        if same and not is_free:
+            self._remark(stored, _SHARED)
+        target = live if is_free else type(stored)()
         self._alive.append(stored)
         self._made[id(stored)] = target
         self._fill(live, target, stored, place)
         return target
 
+    def _remark(self, stored: Any, reason: str) -> None:
+        self._remarks.append(
+            _Remark(component=self._component, path="", reason=reason, stored=stored)
+        )
+
+    def _remark_tensor(self, key: str, reason: str) -> None:
+        self._remarks.append(_Remark(component=self._component, path=key, reason=reason))
+
     def _fill(self, live: Any, target: Any, stored: Any, place: Place) -> None:
+        before = len(self._remarks)
+        self._fill_items(live, target, stored, place)
+        if len(self._remarks) > before:
+            self._continue_paths(self._remarks[before:], stored)
+
+    def _continue_paths(self, remarks: list[_Remark], stored: Any) -> None:
+        items = stored.items() if isinstance(stored, dict) else enumerate(stored)
+        names = {id(value): name for name, value in items}
+        for remark in remarks:
+            if remark.stored is not None and id(remark.stored) in names:
+                name = str(names[id(remark.stored)])
+                remark.path = join(name, remark.path) if remark.path else name
+                remark.stored = stored
+
+    def _fill_items(self, live: Any, target: Any, stored: Any, place: Place) -> None:
         if isinstance(stored, dict):
             there = live if isinstance(live, dict) else {}
             items = {k: self.merge(_peek(there, k), v, place) for k, v in stored.items()}
@@ -185,45 +314,100 @@ class Merge:
         known = (
             live if isinstance(live, tuple) and len(live) == len(stored) else (None,) * len(stored)
         )
-        return tuple(self.merge(a, b, place) for a, b in zip(known, stored, strict=True))
+        before = len(self._remarks)
+        made = tuple(self.merge(a, b, place) for a, b in zip(known, stored, strict=True))
+        self._continue_paths(self._remarks[before:], stored)
+        return made
 
     def _tensor(self, live: Any, ref: TensorRef, place: Place) -> Tensor:
         made = self._made_tensors.get(ref.key)
         if made is None:
-            made = self._new_tensor(live, ref, place)
-            self._made_tensors[ref.key] = made
-        return made
+            made = self._made_tensors[ref.key] = self._new_tensor(live, ref, place)
+            if ref.grad or ref.parameter:
+                self._flags[ref.key] = (ref.grad, ref.parameter)
+            return made
+        if (ref.grad, ref.parameter) == self._flags.get(ref.key, (False, False)):
+            return made
+        if isinstance(live, Tensor) and refusal(live) is None and identity(live) == identity(made):
+            return live
+        return with_flags(made.detach(), ref)
 
     def _new_tensor(self, live: Any, ref: TensorRef, place: Place) -> Tensor:
         stored = self._tensors[ref.key]
-        if isinstance(live, Tensor) and self._fits(live, ref, place.device(ref)):
-            self._copies.append((live, stored))
-            return live
-        return place.make(ref, stored)
+        if ref.grad or ref.order:
+            check_fit(ref, stored)
+        if not isinstance(live, Tensor) or not self._fits(live, ref, place):
+            return place.make(ref, stored)
+        self._copies.append((live, stored))
+        if ref.grad and not live.requires_grad:
+            self._edits.append(partial(_require_grad, live))
+        return live
 
-    def _fits(self, live: Tensor, ref: TensorRef, device: torch.device) -> bool:
-        if not is_writable_in_place(live) or live.device.type != device.type:
+    def _fits(self, live: Tensor, ref: TensorRef, place: Place) -> bool:
+        if not is_writable_in_place(live):
             return False
         spec = self._specs[ref.key]
-        if (DTYPE_NAMES[live.dtype], tuple(live.shape)) != (spec.dtype, spec.shape):
+        if DTYPE_NAMES[live.dtype] != spec.dtype or live.shape != spec.shape:
+            self._check_not_trained(live, spec)
             return False
-        return self._claims.take_storage(live)
+        is_there = self._is_there(live, ref, place)
+        # Elsewhere the place has a reason: a kernel wants the tensor there.
+        if not is_there and not isinstance(place, StoredPlace):
+            return False
+        lost = self._claims.take_memory(live, self._component, ref.key)
+        if lost is not None:
+            self._remark_tensor(ref.key, lost)
+        elif not is_there:
+            self._remark_tensor(ref.key, _MOVED)
+        return lost is None
+
+    @staticmethod
+    def _is_there(live: Tensor, ref: TensorRef, place: Place) -> bool:
+        if place is _STORED_PLACE and ref.device == "cpu" and live.is_cpu:
+            return True
+        return live.device.type == place.device(ref).type
+
+    def _check_not_trained(self, live: Tensor, spec: TensorSpec) -> None:
+        """An optimizer may hold a tensor that requires grad: another in its place is no load."""
+        if live.requires_grad:
+            path = join(self._component, spec.key)
+            raise MismatchError(
+                "the checkpoint",
+                wrong_shape=[
+                    f"{path}: stored {spec.dtype} {list(spec.shape)}, "
+                    f"live {DTYPE_NAMES[live.dtype]} {list(live.shape)}, which requires grad"
+                ],
+            )
 
     def _generator(self, live: Any, node: GeneratorState) -> Any:
         fresh = self._lifting.generator(node)
         kind = generators.kind_of(live)
         same = kind == node.kind and generators.misfit(live, node, self._specs) is None
-        if not same or not self._claims.take(id(live)):
+        if not same:
             return fresh
         members = self._lifting.members(node.members)
-        self._edits.append(lambda: generators.write(live, members))
+        first = self._claims.take_state(live, members)
+        if first is members:
+            self._edits.append(lambda: generators.write(live, members))
+        elif not _same_state(first, members):
+            self._remark(node, _SHARED)
+            return fresh
         return live
 
-    def _plain(self, live: Any, stored: Any) -> Any:
-        if not isinstance(stored, np.ndarray) or type(live) is not np.ndarray:
+    def _array(self, live: Any, ref: ArrayRef) -> Any:
+        if ref.key not in self._made_arrays:
+            self._made_arrays[ref.key] = self._new_array(live, ref)
+        return self._made_arrays[ref.key]
+
+    def _new_array(self, live: Any, ref: ArrayRef) -> Any:
+        stored = self._lifting.lift(ref)
+        if type(live) is not np.ndarray:
             return stored
         fits = live.dtype == stored.dtype and live.shape == stored.shape and live.flags.writeable
-        if not fits or not self._claims.take(("array", id(_root(live)))):
+        if not fits:
+            return stored
+        if not self._claims.take(("array", id(_root(live)))):
+            self._remark_tensor(ref.key, _OVERLAPS)
             return stored
         self._edits.append(lambda: np.copyto(live, stored))
         return live
@@ -232,6 +416,21 @@ class Merge:
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     flat = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
     return one.numel() == 0 or torch.equal(*flat)
+
+
+def _same_state(one: Any, other: Any) -> bool:
+    """Whether the members of two generator states are equal."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same_state(one[k], other[k]) for k in one)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and _same_bits(one, other)
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _require_grad(tensor: Tensor) -> None:
+    tensor.requires_grad_()
 
 
 def _peek(container: dict[Any, Any], key: Any) -> Any:

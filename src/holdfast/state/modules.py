@@ -6,21 +6,29 @@ only where a module has its own ideas about saving or loading.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from holdfast.errors import FormatError
-from holdfast.format.objects import ArrayRef, TensorRef
+from holdfast.format.objects import TensorRef
 from holdfast.format.tensors import TensorSpec
+from holdfast.state import enumerations, generators
 from holdfast.state.leaves import Leaves, identity, refusal
 from holdfast.state.merge import Claims, copy_tensors, is_writable_in_place
 from holdfast.state.names import Cleaner, cleaner_of, unwrap
 from holdfast.state.problems import Problems, Wishes
-from holdfast.state.trees import Lifting, Skeleton, encode, nodes_in, owned
+from holdfast.state.trees import Lifting, Skeleton, encode, keys_in, owned
 
+# Their own loading only mends what torch saved before 1.0.
+_LOADS_PLAINLY = frozenset(
+    kind._load_from_state_dict for kind in (nn.Module, _NormBase, _InstanceNorm)
+)
 _EXTRA_STATE = "_extra_state"
 _COLLISION = "two entries have this name once wrapper prefixes are stripped"
 
@@ -53,6 +61,15 @@ class LiveModule:
     own_loading: frozenset[str]
     """Clean paths of submodules with loading code of their own."""
 
+    versions: Mapping[str, int] | None
+    """Clean path of a submodule -> the version that its code writes; None: it writes none."""
+
+    raw_paths: tuple[tuple[str, str], ...]
+    """(raw, clean) path of every submodule."""
+
+    of_torch: frozenset[str]
+    """Clean paths of torch's own submodules that load plainly: their versions say nothing."""
+
     @property
     def is_opaque(self) -> bool:
         """Whether only the module itself knows how to load what it saves."""
@@ -65,6 +82,9 @@ def inspect(wrapped: nn.Module) -> LiveModule:
     module = unwrap(wrapped)
     cleaner = cleaner_of(module)
     state = module.state_dict()
+    paths = tuple(
+        (raw, cleaner.clean(raw)) for raw, _ in module.named_modules(remove_duplicate=False)
+    )
     raw_names: dict[str, str] = {}
     collisions = []
     names = [raw for raw in state if isinstance(raw, str)]
@@ -82,7 +102,21 @@ def inspect(wrapped: nn.Module) -> LiveModule:
         collisions=tuple(collisions),
         strange_keys=tuple(repr(raw)[:80] for raw in state if not isinstance(raw, str)),
         own_loading=frozenset(_own_loading(module, cleaner)),
+        versions=_versions(state, paths),
+        raw_paths=paths,
+        of_torch=frozenset(_of_torch(module, cleaner)),
     )
+
+
+def _versions(
+    state: Mapping[str, Any], paths: tuple[tuple[str, str], ...]
+) -> dict[str, int] | None:
+    metadata = getattr(state, "_metadata", None)
+    if not isinstance(metadata, Mapping):
+        return None
+    # Of a wrapper and the module in it, which have one path, the inner one comes last.
+    found = ((clean, metadata.get(raw, {}).get("version")) for raw, clean in paths)
+    return {clean: version for clean, version in found if type(version) is int}
 
 
 def _named_tensors(module: nn.Module, cleaner: Cleaner) -> dict[str, Tensor]:
@@ -139,34 +173,57 @@ def _extras(
     return extras
 
 
-def _own_loading(module: nn.Module, cleaner: Cleaner) -> Iterator[str]:
+def _of_torch(module: nn.Module, cleaner: Cleaner) -> Iterator[str]:
     for raw, inner in module.named_modules(remove_duplicate=False):
         kind = type(inner)
-        ours = kind._load_from_state_dict is nn.Module._load_from_state_dict
-        from_torch = ours or _defined_in_torch(kind, "_load_from_state_dict")
-        plain = kind.load_state_dict is nn.Module.load_state_dict or _defined_in_torch(
-            kind, "load_state_dict"
-        )
-        if not (from_torch and plain) or inner._load_state_dict_post_hooks:
+        if kind.__module__.startswith("torch.") and kind._load_from_state_dict in _LOADS_PLAINLY:
             yield cleaner.clean(raw)
 
 
-def _defined_in_torch(kind: type, method: str) -> bool:
-    owner = next(base for base in kind.__mro__ if method in vars(base))
-    return owner.__module__.startswith("torch.")
+def _own_loading(module: nn.Module, cleaner: Cleaner) -> Iterator[str]:
+    for raw, inner in module.named_modules(remove_duplicate=False):
+        kind = type(inner)
+        is_plain = (
+            kind._load_from_state_dict in _LOADS_PLAINLY
+            and kind.load_state_dict is nn.Module.load_state_dict
+        )
+        if not is_plain or inner._load_state_dict_post_hooks:
+            yield cleaner.clean(raw)
 
 
-def not_saved(component: str, wrapped: nn.Module) -> list[str]:
-    """One line for each non-persistent buffer."""
+def not_saved(component: str, wrapped: nn.Module, elsewhere: Collection[int] = ()) -> list[str]:
+    """One line for each non-persistent buffer, and each plain attribute that is lost.
+
+    `elsewhere`: ids of objects that are saved as something else.
+    """
     module = unwrap(wrapped)
     cleaner = cleaner_of(module)
     lines = []
     for raw, inner in module.named_modules():
-        for name in sorted(inner._non_persistent_buffers_set):
-            if inner._buffers.get(name) is not None:
-                path = cleaner.clean(f"{raw}.{name}".lstrip("."))
-                lines.append(f"{component}.{path}: non-persistent buffer")
+        for name, what in (*_lost_buffers(inner), *_lost_attributes(inner, elsewhere)):
+            path = cleaner.clean(f"{raw}.{name}".lstrip("."))
+            lines.append(f"{component}.{path}: {what}")
     return lines
+
+
+def _lost_buffers(inner: nn.Module) -> Iterator[tuple[str, str]]:
+    for name in sorted(inner._non_persistent_buffers_set):
+        if inner._buffers.get(name) is not None:
+            yield name, "non-persistent buffer"
+
+
+def _lost_attributes(inner: nn.Module, elsewhere: Collection[int]) -> Iterator[tuple[str, str]]:
+    kind = type(inner)
+    if kind.get_extra_state is not nn.Module.get_extra_state:
+        return  # The module saves more than its buffers, and knows what.
+    for name, value in vars(inner).items():
+        if id(value) in elsewhere:
+            continue
+        # What is no leaf was computed from others, as the weight under weight normalisation.
+        if isinstance(value, Tensor) and value.is_leaf:
+            yield name, "a tensor that is neither parameter nor buffer"
+        elif generators.kind_of(value) is not None and not generators.is_global(value):
+            yield name, "a random generator; make it a component of the state"
 
 
 def capture_module(module: nn.Module, leaves: Leaves) -> bytes:
@@ -176,7 +233,12 @@ def capture_module(module: nn.Module, leaves: Leaves) -> bytes:
         leaves.refuse(name, _COLLISION)
     for key in live.strange_keys:
         leaves.refuse(key, "a key of the state_dict that is no text")
-    return encode(dict(live.entries), leaves)
+    versions = {
+        path: version
+        for path, version in (live.versions or {}).items()
+        if version != 1 and path not in live.of_torch
+    }
+    return encode(dict(live.entries), leaves, versions=versions)
 
 
 class ModulePlan:
@@ -191,16 +253,19 @@ class ModulePlan:
         self._values: dict[str, Any] = {}
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._lifted: dict[str, Any] = {}
+        self._versions: Mapping[str, int] = {}
 
     def check(self, stored: Skeleton, wishes: Wishes, problems: Problems) -> None:
         """Match stored with live names; note what does not fit."""
         component, live = self._component, self._live
+        enumerations.revive(stored, list(live.entries.values()), component, problems)
         names = stored.value if isinstance(stored.value, dict) else {None: None}
         if not all(isinstance(name, str) for name in names):
             raise FormatError(f"{component}'s tree is not that of a module")
         for name in live.collisions:
             problems.offenders.append((f"{component}.{name}", _COLLISION))
         renamed = wishes.rename.apply(stored.value, component)
+        self._versions = _renamed_versions(stored.versions, renamed)
         wanted = {
             new: stored.value[old]
             for old, new in renamed.items()
@@ -253,8 +318,7 @@ class ModulePlan:
     @property
     def needed(self) -> tuple[str, ...]:
         """Keys of the tensors that will be read."""
-        refs = (n.key for n in nodes_in(self._values) if isinstance(n, TensorRef | ArrayRef))
-        return tuple(dict.fromkeys(refs))
+        return keys_in(self._values)
 
     def prepare(self, tensors: Mapping[str, Tensor], claims: Claims) -> None:
         """Bring the bytes to the leaves they are for; nothing live changes."""
@@ -280,9 +344,33 @@ class ModulePlan:
         """Hand over what only the module's own code can load."""
         live = self._live
         if live.is_opaque:
-            raw = {live.raw_names[name]: value for name, value in self._lifted.items()}
+            raw = self._with_versions(
+                {live.raw_names[name]: value for name, value in self._lifted.items()}
+            )
             is_whole = self._values.keys() == live.entries.keys()
             live.module.load_state_dict(raw, strict=is_whole)
         else:
             for name, value in self._lifted.items():
                 live.extras[name].set_extra_state(value)
+
+    def _with_versions(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """The state dict with the versions that a module's code may look at."""
+        if self._live.versions is None:
+            return raw
+        known = {path: self._live.versions.get(path, 1) for path in self._live.of_torch}
+        known.update(self._versions)
+        state: Any = OrderedDict(raw)
+        state._metadata = OrderedDict(
+            (path, {"version": known.get(clean, 1)}) for path, clean in self._live.raw_paths
+        )
+        return state  # type: ignore[no-any-return]
+
+
+def _renamed_versions(stored: Mapping[str, int], renamed: Mapping[str, str]) -> dict[str, int]:
+    """Versions under the live paths, for submodules whose leaves were renamed."""
+    versions = dict(stored)
+    for old, new in renamed.items():
+        old_home, new_home = old.rpartition(".")[0], new.rpartition(".")[0]
+        if old_home != new_home:
+            versions[new_home] = stored.get(old_home, 1)
+    return versions

@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from holdfast.errors import FormatError
-from holdfast.format.objects import ArrayRef, TensorRef
+from holdfast.format.objects import TensorRef
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
+from holdfast.state import enumerations
 from holdfast.state.leaves import Leaves, refusal
 from holdfast.state.merge import Claims, Merge, Place
 from holdfast.state.names import ParameterNames
 from holdfast.state.problems import Problems, Wishes
-from holdfast.state.trees import Skeleton, encode, nodes_in, owned
+from holdfast.state.trees import Skeleton, encode, keys_in, owned
 
 # Positions in the live group's list, so they stay with the live group.
 _NOT_OPTIONS = frozenset({"params", "param_names"})
@@ -78,6 +79,16 @@ def _unique(wanted: str, taken: Mapping[str, Any]) -> str:
         number += 1
         name = f"{wanted}#{number}"
     return name
+
+
+def not_saved(component: str, optimizer: Optimizer, names: ParameterNames) -> list[str]:
+    """One line for the parameters that no module of the state has."""
+    live = inspect(optimizer, names)
+    homeless = [name for name, p in live.parameters.items() if names.home(p) is None]
+    if not homeless:
+        return []
+    shown = ", ".join(homeless[:3]) + (", …" if len(homeless) > 3 else "")
+    return [f"{component}: the values of {shown}, which belong to no module of the state"]
 
 
 def slot_path(path: str) -> str:
@@ -214,7 +225,10 @@ class OptimizerPlan:
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
         """Match parameters and groups by name; note what does not fit."""
         self._wishes = wishes
-        stored = self._stored = _parse(skeleton.value, f"{self._component}'s tree")
+        optimizer = self._live.optimizer
+        live_values = [optimizer.param_groups, list(optimizer.state.values())]
+        tree = enumerations.revive(skeleton, live_values, self._component, problems)
+        stored = self._stored = _parse(tree, f"{self._component}'s tree")
         self._check_type(problems)
         self._new_names = self._renamed(wishes)
         self._match_names(problems)
@@ -338,8 +352,7 @@ class OptimizerPlan:
         wanted = [stored.slots.get(old) for old in self._common.values()]
         wanted += [stored.param_groups[old] for _, old in self._groups]
         wanted.append(stored.extra)
-        refs = (n.key for n in nodes_in(wanted) if isinstance(n, TensorRef | ArrayRef))
-        return tuple(dict.fromkeys(refs))
+        return keys_in(wanted)
 
     def prepare(self, tensors: Mapping[str, Tensor], claims: Claims) -> None:
         """Work out every change, and make the tensors that are new; nothing live changes."""

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from holdfast.errors import FormatError
-from holdfast.format.objects import ArrayRef, EnumValue, GeneratorState, TensorRef
+from holdfast.format.objects import GeneratorState
 from holdfast.format.tensors import TensorSpec
-from holdfast.state import generators
+from holdfast.state import enumerations, generators
 from holdfast.state.components import RNG
 from holdfast.state.merge import Claims, Merge
 from holdfast.state.problems import Problems, Skip, Wishes
-from holdfast.state.trees import Kept, Lifting, Skeleton, nodes_in, revived
+from holdfast.state.trees import Kept, Lifting, Skeleton, keys_in
 
 
 class Plan(Protocol):
@@ -51,17 +51,6 @@ class Plan(Protocol):
         ...
 
 
-def keys_in(value: Any) -> tuple[str, ...]:
-    """Keys of the tensors that a decoded tree names, each once."""
-    keys: dict[str, None] = {}
-    for node in nodes_in(value):
-        if isinstance(node, GeneratorState):
-            keys.update(dict.fromkeys(keys_in(dict(node.members))))
-        elif isinstance(node, TensorRef | ArrayRef):
-            keys[node.key] = None
-    return tuple(keys)
-
-
 class TreePlan:
     """A dict or list becomes what was stored, in place."""
 
@@ -84,6 +73,9 @@ class TreePlan:
             problems.other.append(f"{self._component}: stored a {stored}, live a {live}")
         elif wishes.skip.any_inside(self._component):
             keep_live(self._stored, self._live, self._component, wishes.skip)
+        self._stored = enumerations.revive(
+            skeleton, self._live, self._component, problems, stored=self._stored
+        )
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -118,12 +110,13 @@ class ObjectPlan:
         """Put live values where the caller, or an enumeration, asks for them."""
         self._stored = skeleton.value
         problems.notes += skeleton.notes(self._component)
-        has_enums = any(isinstance(node, EnumValue) for node in nodes_in(self._stored))
-        if has_enums or wishes.skip.any_inside(self._component):
-            live = self._live.state_dict()
-            keep_live(self._stored, live, self._component, wishes.skip)
-        if any(isinstance(node, EnumValue) for node in nodes_in(self._stored)):
-            problems.notes.append(f"{self._component}: an enumeration comes back as EnumValue")
+        if not (skeleton.has_enums or wishes.skip.any_inside(self._component)):
+            return
+        live = self._live.state_dict()
+        keep_live(self._stored, live, self._component, wishes.skip)
+        self._stored = enumerations.revive(
+            skeleton, live, self._component, problems, stored=self._stored
+        )
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -163,6 +156,8 @@ class GeneratorPlan:
         reason = generators.misfit(self._live, self._node, self._specs)
         if reason is not None:
             problems.other.append(f"{self._component}: {reason}")
+        elif lost := generators.inexact(self._live, self._node):
+            problems.notes.append(f"{self._component}: {lost}")
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -256,7 +251,7 @@ def _other_versions(stored: Any, live: Mapping[str, str]) -> list[str]:
 
 
 def keep_live(stored: Any, live: Any, component: str, skip: Skip, path: str = "") -> None:
-    """Put the live values of skipped paths, and of enumerations, into a decoded tree."""
+    """Put the live values of skipped paths into a decoded tree."""
     if isinstance(stored, dict):
         _keep_in_dict(stored, live if isinstance(live, dict) else {}, component, skip, path)
     elif isinstance(stored, list):
@@ -266,8 +261,7 @@ def keep_live(stored: Any, live: Any, component: str, skip: Skip, path: str = ""
             if i < len(known) and skip.path(component, here):
                 stored[i] = Kept(known[i])
             else:
-                stored[i] = _inside(value, known[i] if i < len(known) else None)
-                keep_live(stored[i], known[i] if i < len(known) else None, component, skip, here)
+                keep_live(value, known[i] if i < len(known) else None, component, skip, here)
 
 
 def _keep_in_dict(
@@ -281,13 +275,4 @@ def _keep_in_dict(
             else:
                 del stored[key]
         elif key in stored:
-            other = dict.get(live, key)
-            stored[key] = _inside(stored[key], other)
-            keep_live(stored[key], other, component, skip, here)
-
-
-def _inside(stored: Any, live: Any) -> Any:
-    if not isinstance(stored, EnumValue):
-        return stored
-    member = revived(live, stored)
-    return stored if member is stored else Kept(member)
+            keep_live(stored[key], dict.get(live, key), component, skip, here)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum, Flag
 from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import Parameter
 
 from holdfast.errors import FormatError, UnsupportedState
 from holdfast.format.objects import (
@@ -25,6 +27,7 @@ from holdfast.format.objects import (
     Refused,
     SizeTuple,
     TensorRef,
+    decode_beside,
     decode_tree,
     encode_tree,
 )
@@ -33,11 +36,15 @@ from holdfast.state import dtypes, generators
 from holdfast.state.leaves import Leaves
 
 
-def encode(tree: Any, leaves: Leaves) -> bytes:
-    """The typed tree of `tree`; its tensors, and all that cannot be saved, go into `leaves`."""
+def encode(tree: Any, leaves: Leaves, *, versions: Mapping[str, int] | None = None) -> bytes:
+    """The typed tree of `tree`; its tensors, and all that cannot be saved, go into `leaves`.
+
+    `versions` stand beside the tree of a module (see `Skeleton`).
+    """
     lowering = _Lowering(leaves)
+    beside = {_VERSIONS: versions} if versions else {}
     try:
-        return encode_tree(tree, lower=lowering.lower)
+        return encode_tree(tree, lower=lowering.lower, beside=beside)
     except UnsupportedState as err:
         for path, reason in err.offenders:
             leaves.refuse("" if path == _WHOLE else path, reason)
@@ -46,6 +53,7 @@ def encode(tree: Any, leaves: Leaves) -> bytes:
 
 # What `encode_tree` calls the root when it has no name.
 _WHOLE = "the tree"
+_VERSIONS = "versions"
 
 
 class _Lowering:
@@ -60,7 +68,7 @@ class _Lowering:
     def lower(self, value: Any, path: str) -> Any:
         """The node for `value`, why there is none, or NotImplemented where it is not ours."""
         if isinstance(value, Tensor):
-            return self._leaves.add(value, path)
+            return _described(self._leaves.add(value, path), value)
         if isinstance(value, np.ndarray):
             return self._array(value, path)
         if isinstance(value, torch.dtype):
@@ -102,6 +110,28 @@ class _Lowering:
         return value
 
 
+def _described(ref: TensorRef | Refused, tensor: Tensor) -> TensorRef | Refused:
+    """`ref` with what the bytes of `tensor` do not tell."""
+    if isinstance(ref, Refused):
+        return ref
+    # A result with a graph behind it comes back as values: a leaf would be another thing.
+    grad = tensor.requires_grad and tensor.is_leaf
+    parameter = isinstance(tensor, Parameter)
+    order = () if tensor.is_contiguous() else _memory_order(tensor)
+    if not (grad or parameter or order):
+        return ref
+    return TensorRef(ref.key, ref.device, grad, parameter, order)
+
+
+def _memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions by falling stride, where that is all there is to say; else empty."""
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+    # What has gaps, or repeats itself, comes back row-major.
+    is_dense = tensor.permute(order).is_contiguous()
+    return order if is_dense and order != tuple(range(tensor.dim())) else ()
+
+
 def _array_refusal(array: np.ndarray[Any, Any]) -> str | None:
     if type(array) not in (np.ndarray, np.memmap):
         return f"array subclass {type(array).__qualname__} cannot be saved"
@@ -129,6 +159,12 @@ class Skeleton:
     absent_devices: tuple[str, ...] = ()
     """Devices that tensors were saved from and that are not here."""
 
+    has_enums: bool = False
+    """Whether there is an enumeration in it, anywhere."""
+
+    versions: Mapping[str, int] = field(default_factory=dict)
+    """Path of a submodule -> its `_version` when saved, where it was not 1."""
+
     def notes(self, component: str) -> list[str]:
         """What a load without a live counterpart cannot restore."""
         return [
@@ -145,7 +181,23 @@ def decode_skeleton(data: bytes, specs: Mapping[str, TensorSpec], *, what: str) 
     """
     checking = _Checking(specs, what)
     value = decode_tree(data, lift=checking.lift, what=what)
-    return Skeleton(value=value, absent_devices=tuple(checking.absent_devices))
+    return Skeleton(
+        value=value,
+        absent_devices=tuple(checking.absent_devices),
+        has_enums=checking.has_enums,
+        versions=_versions(data, what),
+    )
+
+
+def _versions(data: bytes, what: str) -> dict[str, int]:
+    if f'"{_VERSIONS}"'.encode() not in data:
+        return {}
+    versions = decode_beside(data, _VERSIONS, what=what)
+    if versions is None:
+        return {}
+    if not isinstance(versions, dict) or not all(type(v) is int for v in versions.values()):
+        raise FormatError(f"{what}: versions is not a dict of numbers")
+    return versions
 
 
 class _Checking:
@@ -155,6 +207,7 @@ class _Checking:
         self._specs = specs
         self._what = what
         self.absent_devices: dict[str, None] = {}
+        self.has_enums = False
 
     def lift(self, node: Any) -> Any:
         if isinstance(node, TensorRef):
@@ -165,6 +218,8 @@ class _Checking:
             self._array(node.key)
         elif isinstance(node, GeneratorState):
             self._generator(node)
+        elif isinstance(node, EnumValue):
+            self.has_enums = True
         return _lift_plain(node)
 
     def _spec(self, key: str) -> TensorSpec:
@@ -197,18 +252,43 @@ def _lift_plain(node: Any) -> Any:
 
 
 def revived(live: Any, stored: EnumValue) -> Any:
-    """The member of the live value's own class, or `stored` when that is another class.
-
-    Raises:
-        FormatError: the class has no such member any more.
-    """
+    """The member of the live value's own class, or `stored` when that class has none such."""
     kind = type(live)
-    members: Mapping[str, Any] = getattr(kind, "__members__", {})
-    if f"{kind.__module__}:{kind.__qualname__}" != stored.type or not members:
+    if not isinstance(live, Enum) or type_name(kind) != stored.type:
         return stored
-    if stored.name is None or stored.name not in members:
-        raise FormatError(f"{stored.type[:80]} has no member {str(stored.name)[:80]!r}")
-    return members[stored.name]
+    return member_of(kind, stored)
+
+
+def type_name(kind: type) -> str:
+    """How a class is written."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def member_of(kind: type[Enum], stored: EnumValue) -> Any:
+    """The member of `kind` by its name, else by its value, or `stored` when there is none.
+
+    A combination of flags has no name of its own, or one that no table lists.
+    """
+    member = kind.__members__.get(stored.name) if stored.name is not None else None
+    if member is not None:
+        return member
+    value = stored.value
+    if type(value) not in (int, str):
+        return stored
+    if issubclass(kind, Flag):
+        return _combination(kind, stored)
+    same = (m for m in kind if type(m.value) is type(value) and m.value == value)
+    return next(same, stored)
+
+
+def _combination(kind: type[Flag], stored: EnumValue) -> Any:
+    try:
+        member = kind(stored.value)
+    except ValueError:
+        return stored
+    # A class may also drop the bits that it does not know, or answer with a plain number.
+    is_it = isinstance(member, kind) and member.value == stored.value
+    return member if is_it else stored
 
 
 def nodes_in(value: Any) -> Iterator[Any]:
@@ -223,6 +303,17 @@ def nodes_in(value: Any) -> Iterator[Any]:
             seen.add(id(item))
             waiting.extend(item.values() if isinstance(item, dict) else item)
         yield item
+
+
+def keys_in(value: Any) -> tuple[str, ...]:
+    """Keys of the tensors that a decoded tree names, those of generators too, each once."""
+    keys: dict[str, None] = {}
+    for node in nodes_in(value):
+        if isinstance(node, GeneratorState):
+            keys.update(dict.fromkeys(keys_in(dict(node.members))))
+        elif isinstance(node, TensorRef | ArrayRef):
+            keys[node.key] = None
+    return tuple(keys)
 
 
 class Kept:
@@ -248,7 +339,11 @@ class Lifting:
     def lift(self, node: Any) -> Any:
         """The live value of a node."""
         if isinstance(node, TensorRef):
-            return self._once(node.key, self._tensor, node)
+            made = self._once(node.key, self._tensor, node)
+            if not (node.grad or node.parameter):
+                return made
+            flagged = f"grad {node.grad} parameter {node.parameter}: {node.key}"
+            return self._once(flagged, lambda ref: with_flags(made, ref), node)
         if isinstance(node, ArrayRef):
             return self._once("array:" + node.key, self._array, node)
         if isinstance(node, GeneratorState):
@@ -257,7 +352,8 @@ class Lifting:
 
     def lift_tree(self, value: Any) -> Any:
         """A copy of a decoded tree with every node lifted; what is shared stays shared."""
-        if isinstance(value, dict | list | tuple | set | frozenset):
+        is_container = isinstance(value, dict | list | tuple | set | frozenset)
+        if is_container and not isinstance(value, Enum):
             return self._once(f"container:{id(value)}", self._container, value)
         return self.lift(value)
 
@@ -307,11 +403,45 @@ class Lifting:
         return self._made[key]
 
     def _tensor(self, node: TensorRef) -> Tensor:
-        return owned(self._tensors[node.key], present_device(node.device))
+        return placed(self._tensors[node.key], node, present_device(node.device))
 
     def _array(self, node: ArrayRef) -> np.ndarray[Any, Any]:
         array: np.ndarray[Any, Any] = np.array(self._tensors[node.key].numpy())
         return array
+
+
+def placed(stored: Tensor, ref: TensorRef, device: torch.device) -> Tensor:
+    """`stored` on `device` in memory of its own, its dimensions in their order of then.
+
+    Raises:
+        FormatError: the node does not fit the tensor.
+    """
+    if ref.grad or ref.order:
+        check_fit(ref, stored)
+    if not ref.order:
+        return owned(stored, device)
+    sizes = [stored.shape[dim] for dim in ref.order]
+    inverse = sorted(range(len(ref.order)), key=ref.order.__getitem__)
+    return torch.empty(sizes, dtype=stored.dtype, device=device).permute(inverse).copy_(stored)
+
+
+def with_flags(tensor: Tensor, ref: TensorRef) -> Tensor:
+    """`tensor`, or a view of it that requires grad, or is a Parameter, as the stored one was."""
+    if ref.parameter:
+        return Parameter(tensor, requires_grad=ref.grad)
+    return tensor.detach().requires_grad_() if ref.grad else tensor
+
+
+def check_fit(ref: TensorRef, stored: Tensor) -> None:
+    """Check a node against its tensor.
+
+    Raises:
+        FormatError: it says of the tensor what cannot be.
+    """
+    if ref.grad and not (stored.is_floating_point() or stored.is_complex()):
+        raise FormatError(f"{ref.key[:80]!r}: a tensor of {stored.dtype} cannot require grad")
+    if ref.order and len(ref.order) != stored.dim():
+        raise FormatError(f"{ref.key[:80]!r}: an order of {len(ref.order)} dimensions is not its")
 
 
 def owned(tensor: Tensor, device: torch.device) -> Tensor:

@@ -126,12 +126,21 @@ def leaf_digests(state: Mapping[str, Any]) -> dict[str, str]:
     """What tells every leaf of a state from any other value, by its path.
 
     Objects with a `state_dict` stand for what it returns. Floats and tensors count by their
-    bits, so that -0.0 is not 0.0 and a NaN is equal to itself.
+    bits, so that -0.0 is not 0.0 and a NaN is equal to itself. Tensors also count by their
+    strides, by whether they require grad and by the leaf whose memory they share; dicts also by
+    the types and the order of their keys, in a leaf of its own called `path (keys)`.
 
     Raises:
         UsageError: a value without a known way to compare it.
     """
-    return dict(_walk("", state))
+    leaves: dict[str, str] = {}
+    for path, digest in _Walk().walk("", state):
+        unique, number = path, 1
+        while unique in leaves:
+            number += 1
+            unique = f"{path}#{number}"
+        leaves[unique] = digest
+    return leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,23 +293,54 @@ def _global_generators() -> dict[str, Any]:
     return state
 
 
-def _walk(path: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, torch.Tensor):
-        yield path, _tensor_digest(value)
-    elif isinstance(value, np.ndarray | np.generic):
-        yield path, f"{value.dtype} {list(value.shape)} {_digest(value.tobytes())}"
-    elif hasattr(value, "state_dict"):
-        yield from _walk(path, value.state_dict())
-    elif isinstance(value, Mapping | list | tuple) and not value:
-        yield path, f"empty {type(value).__name__}"
-    elif isinstance(value, Mapping):
+class _Walk:
+    """One pass over a state, which remembers whose memory it has seen."""
+
+    def __init__(self) -> None:
+        self._owners: dict[int, tuple[str, torch.Tensor]] = {}
+
+    def walk(self, path: str, value: Any) -> Iterator[tuple[str, str]]:
+        if isinstance(value, torch.Tensor):
+            yield path, _tensor_digest(value) + self._shared(path, value)
+        elif isinstance(value, np.ndarray | np.generic):
+            yield path, _array_digest(path, value)
+        elif isinstance(value, np.random.RandomState):
+            yield from self.walk(path, value.get_state(legacy=False))
+        elif hasattr(value, "state_dict"):
+            yield from self.walk(path, value.state_dict())
+        elif isinstance(value, Mapping | list | tuple) and not value:
+            yield path, f"empty {type(value).__name__}"
+        elif isinstance(value, Mapping):
+            yield from self._mapping(path, value)
+        elif isinstance(value, list | tuple):
+            for number, item in enumerate(value):
+                yield from self.walk(f"{path}.{number}", item)
+        else:
+            yield path, _plain_digest(path, value)
+
+    def _mapping(self, path: str, value: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
         for key, item in value.items():
-            yield from _walk(f"{path}.{key}" if path else str(key), item)
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from _walk(f"{path}.{number}", item)
-    else:
-        yield path, _plain_digest(path, value)
+            yield from self.walk(f"{path}.{key}" if path else str(key), item)
+        keys = [f"{type(key).__name__} {key!r}" for key in value]
+        if path:
+            yield f"{path} (keys)", f"{type(value).__name__} of {_digest(repr(keys).encode())}"
+
+    def _shared(self, path: str, tensor: torch.Tensor) -> str:
+        if tensor.layout is not torch.strided or tensor.numel() == 0:
+            return ""
+        storage = tensor.untyped_storage()._cdata
+        # The tensor is kept: the address of a storage that is gone is used again.
+        owner, first = self._owners.setdefault(storage, (path, tensor))
+        if first is tensor and owner == path:
+            return ""
+        return f" in the memory of {owner} at {tensor.storage_offset() - first.storage_offset():+d}"
+
+
+def _array_digest(path: str, value: np.ndarray[Any, Any] | np.generic) -> str:
+    if value.dtype.hasobject:
+        raise UsageError(f"{path}: cannot tell whether two arrays of objects are equal")
+    strides = "" if value.flags.c_contiguous else f" strides {list(value.strides)}"
+    return f"{value.dtype.str} {list(value.shape)}{strides} {_digest(value.tobytes())}"
 
 
 def _plain_digest(path: str, value: Any) -> str:
@@ -323,7 +363,16 @@ def _tensor_digest(tensor: torch.Tensor) -> str:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     parts = torch.view_as_real(plain) if plain.is_complex() else plain
     data = parts.reshape(-1).view(torch.uint8).numpy()
-    return f"{tensor.dtype} {list(tensor.shape)} {_digest(data.tobytes())}"
+    shape = list(tensor.shape)
+    strides = "" if tensor.is_contiguous() else f" strides {_strides(tensor)}"
+    grad = " requires grad" if tensor.requires_grad else ""
+    return f"{tensor.dtype} {shape}{strides}{grad} {_digest(data.tobytes())}"
+
+
+def _strides(tensor: torch.Tensor) -> list[int]:
+    """Without those of dimensions of size 1, which mean nothing."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return [stride for size, stride in pairs if size != 1]
 
 
 def _digest(data: bytes) -> str:

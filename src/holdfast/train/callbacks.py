@@ -56,6 +56,11 @@ class Callbacks:
             if all(hasattr(callback, method) for method in _STATE)
         }
 
+    @property
+    def vetoes(self) -> list[str]:
+        """The names of those that want no ephemeral checkpoint at present."""
+        return [name for name, callback in self._names.items() if callback.vetoes_ephemeral]
+
     def tell(
         self,
         hook: Callable[Concatenate[Any, Training, P], None],

@@ -57,6 +57,8 @@ class Callback:
     """Its unique name; None: the name of its class, with `_2`, `_3` for further ones."""
     priority: int = 0
     """Higher ones run first; equal ones in the order in which they were given."""
+    vetoes_ephemeral: bool = False
+    """While it is True, no ephemeral checkpoint is made; permanent ones are."""
 
     def setup(self, training: Training) -> None:
         """The Trainer is complete; nothing was read or claimed yet."""
@@ -68,7 +70,7 @@ class Callback:
         """A checkpoint was applied."""
 
     def already_done(self, training: Training) -> None:
-        """What `fit` was asked for had been reached before; of the others only `close` follows."""
+        """What `fit` was asked for had been reached and saved; only `close` follows."""
 
     def fit_start(self, training: Training) -> None:
         """Training begins, or goes on."""
@@ -137,7 +139,10 @@ class Callback:
         """The loader `name` was validated on; `metrics` are its own, as checkpoints get them."""
 
     def log(self, training: Training, metrics: Metrics) -> None:
-        """Metrics are to be recorded: every `log_every` steps, after a validation, at the end."""
+        """Metrics are to be recorded: every `log_every` steps, after a validation, at the end.
+
+        They are those of `training.present_step`.
+        """
 
     def before_save(self, training: Training) -> None:
         """A checkpoint is made of the state as it is when all these hooks have returned."""

@@ -23,8 +23,8 @@ class JsonLines(Logger):
     those steps will be done again. A line is with the system before its step's checkpoint is
     begun, so a kill loses none that a resume needs; a power cut may lose the last ones.
 
-    Members: `step`, `epoch`, `samples`, `tokens`, `time` (ISO 8601 UTC) and `metrics`, in which
-    a value that is not finite is the text `nan`, `inf` or `-inf`.
+    Members: `step` (within a step the one under way), `epoch`, `samples`, `tokens`, `time` (ISO
+    8601 UTC) and `metrics`, in which a value that is not finite is the text `nan`, `inf` or `-inf`.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -43,7 +43,7 @@ class JsonLines(Logger):
             return
         now = training.counters
         line = {
-            "step": now.step,
+            "step": training.present_step,
             "epoch": now.epoch,
             "samples": now.samples,
             "tokens": now.tokens,

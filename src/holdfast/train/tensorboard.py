@@ -37,7 +37,7 @@ class TensorBoard(Logger):
 
     def log(self, training: Training, metrics: Metrics) -> None:
         """Write the metrics of the step."""
-        self._write(metrics, training.counters.step)
+        self._write(metrics, training.present_step)
 
     def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
         """Write what the save cost, and have the file written out."""

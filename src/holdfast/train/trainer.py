@@ -23,10 +23,11 @@ from holdfast.manager import CheckpointManager
 from holdfast.policy.classes import SavePolicy
 from holdfast.policy.clock import Time, Unit, argument_name
 from holdfast.policy.retention import Rule
-from holdfast.policy.triggers import Event, Every, SaveFunction, Trigger, as_trigger
+from holdfast.policy.triggers import Event, SaveFunction, Trigger
 from holdfast.state.capture import check_state
 from holdfast.store.base import Store
 from holdfast.train import making
+from holdfast.train.asked import check_counted, checked_every
 from holdfast.train.callbacks import Callbacks, HookFailed
 from holdfast.train.counters import Counters
 from holdfast.train.ema import Average
@@ -56,9 +57,6 @@ class Trainer:
     end is known (as `holdfast.data.Loader` tells it) ends within its last step. A save that fails
     is warned of and tried again after the next step; the third failure in a row is raised.
     """
-
-    goal: Time
-    """Where the present or last `fit` goes."""
 
     def __init__(
         self,
@@ -131,10 +129,15 @@ class Trainer:
         self.data = data
         self.root = root
         self.counters = Counters()
-        self.manager: CheckpointManager | None = None
+        self.manager: TrainingManager | None = None
         """The manager while `fit` runs."""
         self.ema = None if ema is None else Average(self.model, ema)
-        self._every = _checked_every(every)
+        self._counted = {
+            unit
+            for unit, count in ((Unit.SAMPLE, count_samples), (Unit.TOKEN, count_tokens))
+            if count is not None
+        }
+        self._every = checked_every(every, self._counted)
         self._keep = keep
         self._takeover = takeover
         self._accumulate = accumulate
@@ -143,8 +146,6 @@ class Trainer:
         self._count_samples = count_samples
         self._count_tokens = count_tokens
         self._gate = HealthGate(unhealthy)
-        if isinstance(self._every, Every):
-            self._check_counted(self._every.unit, f"every='{self._every.interval}'")
         self._callbacks = Callbacks([*callbacks, *making.own_loggers(root, log, progress)], self)
         self._numerics = Numerics(checked_precision(precision), making.device_type(self.model, on))
         self._update = Update(
@@ -158,6 +159,8 @@ class Trainer:
             callbacks=self._callbacks,
         )
         self._validator = self._make_validator(validate)
+        self._goal: Time | None = None
+        self._has_begun = self._is_within_step = False
         self._stop_reason: str | None = None
         self._ending: EndReason | None = None
         self._ends_at_s = float("inf")
@@ -180,16 +183,18 @@ class Trainer:
                 `sys.exit(trainer.fit(…).exit_code)` then asks for being run again.
 
         Raises:
-            UsageError: `until` is not a goal, or counts what is not counted here.
+            UsageError: `until` is not a goal, or counts what is not counted here, or this Trainer
+                has trained before and nothing of it was saved.
             SaveFailed: saving failed three times in a row.
             OwnershipError: another process trains this run.
             HookFailed: a callback raised.
             UnhealthyState: loss or weights are not finite, and `unhealthy="raise"`.
         """
         goal = making.checked_goal(until)
-        self._check_counted(goal.unit, f"until={until!r}")
+        check_counted(goal.unit, f"until={until!r}", self._counted)
         self._ends_at_s = time.monotonic() + making.checked_max_time_s(max_time)
-        self.goal = goal
+        self._goal = goal
+        self._is_within_step = False
         self._stop_reason = self._ending = None
         self._validated_step = self._logged_step = None
         costs = SaveCosts()
@@ -197,15 +202,33 @@ class Trainer:
             manager = TrainingManager(
                 self.root,
                 self.state,
+                counters=self.counters,
+                before_save=self._before_save,
+                skips_unhealthy=self._gate.policy == "skip",
                 every=self._every,
                 max_duration=goal,
                 keep=self._keep,
                 takeover=self._takeover,
                 sinks=(log_event, costs),
             )
-            manager.before_save = self._before_save
             with manager, self._managed(manager):
                 return self._fit(manager, costs)
+
+    @property
+    def goal(self) -> Time:
+        """Where the present or last `fit` goes.
+
+        Raises:
+            UsageError: there was none yet.
+        """
+        if self._goal is None:
+            raise UsageError("there is no goal before fit is called")
+        return self._goal
+
+    @property
+    def present_step(self) -> int:
+        """The step that is under way, or between steps the last one that was done."""
+        return self.counters.step + self._is_within_step
 
     def validate(self, which: str | int | None = None) -> dict[str, float]:
         """Validate now, whatever is due; gives the metrics, as a checkpoint would get them.
@@ -248,35 +271,50 @@ class Trainer:
         tell(Callback.before_load)
         found = manager.resume()
         if found is None:
-            making.seed_generators(self._seed)
-            if self.ema is not None:
-                self.ema.begin(self.model)
-        else:
-            tell(Callback.resumed, found)
+            self._begin_afresh()
         self._begin_counting()
+        manager.is_between_steps = True
+        if found is not None:
+            tell(Callback.resumed, found)
+        is_permanent = found is not None and found.save_class == "permanent"
         if self._is_at_goal():
             logger.info("%s is reached already, at step %d", self.goal, self.counters.step)
-            tell(Callback.already_done)
-            return self._outcome("goal")
+            if is_permanent:
+                tell(Callback.already_done)
+                return self._outcome("goal")
         saver = Saver(
             manager,
             self.counters,
             self._callbacks,
             costs,
-            saved_step=None if found is None else found.step,
-            skip_unhealthy=self._gate.policy == "skip",
+            saved_step=self.counters.step if is_permanent else None,
         )
         tell(Callback.fit_start)
         self.model.train()
         if found is None:
             saver.at(["start"], {})
-        self._train(saver)
-        tell(Callback.fit_end)
+        self._train(saver, {} if found is None else found.metrics)
         return self._outcome(self._ending or "goal")
 
-    def _train(self, saver: Saver) -> None:
-        """Do the steps up to the goal, and after each of them what it is time for."""
+    def _begin_afresh(self) -> None:
+        if self._has_begun:
+            raise UsageError(
+                f"this Trainer has trained before, to step {self.counters.step}, and nothing of it "
+                "was saved: there is nothing to go on from. Make a new Trainer"
+            )
+        making.seed_generators(self._seed)
+        if self.ema is not None:
+            self.ema.begin(self.model)
+
+    def _train(self, saver: Saver, known: Metrics) -> None:
+        """Do the steps up to the goal, and after each of them what it is time for.
+
+        `known` are the metrics of the checkpoint from which training goes on.
+        """
         metrics, now, is_over = LazyMetrics({}), self.counters.timestamp, False
+        begun_at = now.step
+        if any(name.startswith("val/") for name in known):
+            self._validated_step = begun_at
         for step_metrics in self._steps():
             before, now = now, self.counters.timestamp
             is_over = self._is_done()
@@ -286,13 +324,19 @@ class Trainer:
         if not is_over:
             # It ended after the look at the last step: by its hooks, or as the data came to an end.
             metrics = self._looked(metrics, now, is_over=True)
-        saver.finish(metrics, "final" if self._ending == "goal" else str(self._ending))
+        if self.counters.step == begun_at:
+            metrics = LazyMetrics(known).joined(metrics)
+        reason = "final" if self._ending == "goal" else str(self._ending)
+        saver.finish(metrics, reason)
+        self._callbacks.tell(Callback.fit_end)
+        saver.settle(metrics)  # what was saved in that hook
 
     def _steps(self) -> Iterator[LazyMetrics]:
         """Do the steps up to the goal; gives the metrics of each when it is done and counted."""
         tell = self._callbacks.tell
         while not self._is_done():
             begun_at = self.counters.batch
+            self._mark(is_within_step=True)
             if begun_at == 0:
                 tell(Callback.epoch_start)
             with preserved():
@@ -300,7 +344,9 @@ class Trainer:
                 batches = iter(self.data)
             epoch = self.counters.epoch
             while not self._is_done() and self.counters.epoch == epoch:
+                self._mark(is_within_step=True)
                 tell(Callback.before_data)
+                self._has_begun = True
                 window = next_window(batches, self._accumulate)
                 if window:
                     yield self._step(window, batches)
@@ -308,7 +354,17 @@ class Trainer:
                     raise UsageError("data gave no batch in a whole epoch")
                 else:
                     self.counters.end_epoch()
+                    self._mark(is_within_step=False)
+                    # Unless training is over, a resume from the step before comes by here again.
+                    self._is_within_step = not self._is_done()
                     tell(Callback.epoch_end)
+        self._mark(is_within_step=False)
+
+    def _mark(self, *, is_within_step: bool) -> None:
+        """Note where training is, for the stamps of logs and for saves."""
+        self._is_within_step = is_within_step
+        if self.manager is not None:
+            self.manager.is_between_steps = not is_within_step
 
     def _step(self, window: list[Any], batches: Iterator[Any]) -> LazyMetrics:
         tell = self._callbacks.tell
@@ -323,6 +379,7 @@ class Trainer:
         is_over = len(window) < self._accumulate or self._ends_now(batches)
         if is_over:
             self.counters.end_epoch()
+        self._mark(is_within_step=False)
         tell(Callback.step_end, metrics)
         if is_over:
             tell(Callback.epoch_end)
@@ -361,7 +418,10 @@ class Trainer:
     def _run_validation(self, validator: Validator) -> dict[str, float]:
         use_average = self.ema is not None and validator.plan.use_ema
         model = self.ema.model if self.ema is not None and use_average else self.model
-        return validator.run(model, self.model)
+        if self.manager is None:
+            return validator.run(model, self.model)
+        with self.manager.not_between_steps():  # modes and generators are not those of training
+            return validator.run(model, self.model)
 
     def _load_weights(self, which: str | int) -> None:
         weights: dict[str, Any] = {"model": self.model}
@@ -375,7 +435,7 @@ class Trainer:
         self._callbacks.tell(Callback.before_save)
 
     @contextmanager
-    def _managed(self, manager: CheckpointManager | None) -> Iterator[None]:
+    def _managed(self, manager: TrainingManager | None) -> Iterator[None]:
         self.manager = manager
         try:
             yield
@@ -428,17 +488,11 @@ class Trainer:
         detail = self._stop_reason if reason == "stopped" else None
         return Outcome(reason=reason, step=self.counters.step, detail=detail or "")
 
-    def _check_counted(self, unit: Unit, what: str) -> None:
-        counts = {Unit.SAMPLE: self._count_samples, Unit.TOKEN: self._count_tokens}
-        if unit in counts and counts[unit] is None:
-            name = argument_name(unit)
-            raise UsageError(f"{what}: {name} are not counted; give count_{name}")
-
     def _make_validator(self, given: Any) -> Validator | None:
         if given is None:
             return None
         plan = given if isinstance(given, Validation) else Validation(data=given)
-        self._check_counted(plan.trigger.unit, f"validation every='{plan.every}'")
+        check_counted(plan.trigger.unit, f"validation every='{plan.every}'", self._counted)
         return Validator(
             plan=plan,
             loss=self._update.loss,
@@ -459,12 +513,6 @@ class Trainer:
         if taken:
             raise UsageError(f"state: the Trainer has components named {taken} itself")
         return own | dict(extra)
-
-
-def _checked_every(
-    every: str | Time | Trigger | SaveFunction | SavePolicy | None,
-) -> Trigger | SavePolicy | None:
-    return every if every is None or isinstance(every, SavePolicy) else as_trigger(every)
 
 
 def _total(count: Callable[[Any], int] | None, window: list[Any]) -> int | None:

@@ -37,8 +37,15 @@ class Training(Protocol):
         """Where training is."""
 
     @property
+    def present_step(self) -> int:
+        """The step that is under way, or between steps the last one that was done.
+
+        What is logged belongs to it: a resume from the step before does it once more.
+        """
+
+    @property
     def goal(self) -> Time:
-        """Where the present or last `fit` goes."""
+        """Where the present or last `fit` goes; a `UsageError` before the first one."""
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -46,7 +53,7 @@ class Training(Protocol):
 
     @property
     def manager(self) -> CheckpointManager | None:
-        """The manager while `fit` runs."""
+        """The manager while `fit` runs. It saves the present step, between steps only."""
 
     def request_stop(self, reason: str) -> None:
         """End `fit` after the present step, which is saved. Requests cannot be taken back."""

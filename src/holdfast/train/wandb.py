@@ -47,7 +47,7 @@ class WeightsAndBiases(Logger):
 
     def log(self, training: Training, metrics: Metrics) -> None:
         """Log the metrics of the step."""
-        self._log(metrics, training.counters.step)
+        self._log(metrics, training.present_step)
 
     def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
         """Log what the save cost."""

@@ -1,0 +1,67 @@
+"""Whether what the Trainer is asked for can ever happen: what it counts, and its events."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from holdfast.errors import UsageError
+from holdfast.policy.classes import SavePolicy
+from holdfast.policy.clock import Time, Unit, argument_name
+from holdfast.policy.triggers import At, Every, On, SaveFunction, Trigger, as_trigger, parts_of
+
+EVENTS = ("start", "step", "epoch", "evaluation")
+"""The events at which the Trainer asks triggers."""
+
+
+def check_counted(unit: Unit, what: str, extra: Collection[Unit]) -> None:
+    """Let a unit pass that a Trainer counts; `extra` are those of samples and tokens.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if unit is Unit.CYCLE:
+        raise UsageError(f"{what}: the Trainer has no cycles")
+    if unit in (Unit.SAMPLE, Unit.TOKEN) and unit not in extra:
+        name = argument_name(unit)
+        raise UsageError(f"{what}: {name} are not counted; give count_{name}")
+
+
+def checked_every(
+    every: str | Time | Trigger | SaveFunction | SavePolicy | None, extra: Collection[Unit]
+) -> Trigger | SavePolicy | None:
+    """When to save, if all of it can happen.
+
+    Raises:
+        UsageError: a trigger is about what is not counted, or about events that do not occur.
+    """
+    if every is None:
+        return None
+    wanted = every if isinstance(every, SavePolicy) else as_trigger(every)
+    for part in _parts(wanted):
+        _check(part, extra)
+    if isinstance(wanted, SavePolicy) and wanted.cooldown is not None:
+        check_counted(wanted.cooldown.unit, f"cooldown='{wanted.cooldown}'", extra)
+    return wanted
+
+
+def _parts(wanted: Trigger | SavePolicy) -> Iterator[Trigger]:
+    if isinstance(wanted, SavePolicy):
+        for trigger in (wanted.permanent, wanted.ephemeral):
+            yield from () if trigger is None else parts_of(trigger)
+    else:
+        yield from parts_of(wanted)
+
+
+def _check(part: Trigger, extra: Collection[Unit]) -> None:
+    if isinstance(part, Every):
+        check_counted(part.unit, f"every='{part.interval}'", extra)
+    elif isinstance(part, At):
+        for time in part.times:
+            check_counted(time.unit, f"every: {part}", extra)
+    elif isinstance(part, On):
+        never = [event for event in part.events if event not in EVENTS]
+        if never:
+            raise UsageError(
+                f"every: {part}: the Trainer has no event {', '.join(map(repr, never))}; the "
+                "last step is always saved"
+            )
