@@ -29,6 +29,7 @@ from holdfast import errors
 from holdfast.care.verify import verify_root
 from holdfast.engine.catalog import Catalog
 from holdfast.engine.stage import Stager
+from holdfast.engine.workers import Workers
 from holdfast.format.manifest import Aborted, Deleted
 from holdfast.format.nodes import EnumValue
 from holdfast.manager import CheckpointManager
@@ -368,7 +369,9 @@ def test_a_second_reader_finds_the_same_run(tmp_path: Path) -> None:
 
 def written(state: dict[str, Any]) -> dict[str, bytes]:
     """The trees and tensor files that a save of `state` writes, by name."""
-    staged = Stager().stage(capture(state))
+    workers = Workers(1, "test")
+    staged = Stager().stage(capture(state), workers, timeout_s=60)
+    workers.close()
     files = {f"{name}-00000.json": tree for name, tree in staged.trees.items()}
     images = [image for images in staged.images.values() for image in images]
     return files | {image.file.name: bytes(image.arena.memory) for image in images}

@@ -64,9 +64,10 @@ def test_every_name_of_the_format_is_a_torch_dtype() -> None:
 )  # fmt: skip
 def test_layouts_of_every_kind_go_round(tensor: Tensor) -> None:
     found = loaded({"t": tensor})["t"]
-    assert type(found) is Tensor
-    assert torch.equal(found, tensor.detach())
-    assert not found.requires_grad
+    assert type(found) is (nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor)
+    assert torch.equal(found.detach(), tensor.detach())
+    assert found.requires_grad == (tensor.requires_grad and tensor.is_leaf)
+    assert found.is_leaf
     assert not found.is_conj()
     assert not found.is_neg()
 

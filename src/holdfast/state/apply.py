@@ -60,7 +60,7 @@ class Prepared:
         }
         """Component -> keys of the tensors whose bytes `apply` wants."""
         self.notes = notes
-        """What is left out, and what cannot be restored exactly."""
+        """What is left out, and what cannot be restored exactly; complete after `apply`."""
 
     def apply(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Put the stored values into the live objects. Call it once.
@@ -80,6 +80,7 @@ class Prepared:
         claims = Claims(self._protected)
         for name, plan in plans.items():
             plan.prepare(tensors.get(name, {}), claims)
+        self.notes += claims.notes
         for name, plan in plans.items():
             _run(name, plan.apply)
         for name, plan in sorted(plans.items(), key=lambda item: item[1].turn):

@@ -356,7 +356,7 @@ class OptimizerPlan:
 
     def prepare(self, tensors: Mapping[str, Tensor], claims: Claims) -> None:
         """Work out every change, and make the tensors that are new; nothing live changes."""
-        merge = self._merge = Merge(tensors, self._specs, claims)
+        merge = self._merge = Merge(tensors, self._specs, claims, self._component)
         options = self._stored_options()
         for name, old in self._common.items():
             self._merge_slots(merge, name, old, options.get(name, {}))

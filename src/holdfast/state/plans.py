@@ -84,7 +84,7 @@ class TreePlan:
 
     def prepare(self, tensors: Mapping[str, Tensor], claims: Claims) -> None:
         """Work out every change."""
-        self._merge = Merge(tensors, self._specs, claims)
+        self._merge = Merge(tensors, self._specs, claims, self._component)
         self._merge.refill(self._live, self._stored)
 
     def apply(self) -> None:
