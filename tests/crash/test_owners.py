@@ -61,8 +61,10 @@ def steps(root: Path) -> list[int]:
 
 
 def names_in(root: Path) -> list[str]:
-    """What lies in a root and among its claims; the owner may still be moving `latest`."""
-    return sorted({*os.listdir(root), *os.listdir(root / "writers")} - {"latest"})
+    """What lies in a root and among its claims, but for what a live owner writes at any time: the
+    temporary of its heartbeat, and `latest`."""
+    names = {*os.listdir(root), *os.listdir(root / "writers")} - {"latest"}
+    return sorted(name for name in names if not name.startswith(".tmp-"))
 
 
 def test_a_live_owner_is_refused_by_name_and_nothing_is_touched(tmp_path: Path) -> None:
