@@ -43,6 +43,9 @@ class SaveRequest:
     metrics: Mapping[str, float]
     numerics: Mapping[str, object]
     environment: Mapping[str, object]
+    savers: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    unhealthy: tuple[str, ...] = ()
     timings: dict[str, float] = field(default_factory=dict)
 
 
@@ -227,6 +230,9 @@ def _manifest(attempt: Attempt, staged: Staged, request: SaveRequest, written: W
         numerics=request.numerics,
         environment=request.environment,
         timings=request.timings,
+        savers=request.savers,
+        left_out=request.left_out,
+        unhealthy=request.unhealthy,
     )
 
 

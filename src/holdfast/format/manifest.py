@@ -67,6 +67,7 @@ class Timestamp(msgspec.Struct, frozen=True, kw_only=True):
 
 _COUNTERS = Timestamp.__struct_fields__
 _OPTIONAL_COUNTERS = _COUNTERS[_COUNTERS.index("wall_s") + 1 :]
+_OPTIONAL_LISTS = ("savers", "left_out", "unhealthy")
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +107,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": 
     numerics: Mapping[str, Any]
     environment: Mapping[str, Any]
     timings: Mapping[str, float]
+    savers: tuple[str, ...] = ()
+    """Which of the run's savers asked for it; none: the only one there is."""
+    left_out: tuple[str, ...] = ()
+    """Components of the state that were not to be in it; with any, no run can go on from it."""
+    unhealthy: tuple[str, ...] = ()
+    """Why the state should not be gone on from; none: nothing wrong is known."""
 
     @property
     def nbytes(self) -> int:
@@ -152,6 +159,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
         for name, value in members["timestamp"].items()
         if value is not None or name not in _OPTIONAL_COUNTERS
     }
+    for name in _OPTIONAL_LISTS:
+        if not members[name]:
+            del members[name]
     return sealed.seal("checkpoint", members, max_nbytes=MAX_MANIFEST_NBYTES)
 
 
@@ -207,6 +217,8 @@ def _check_manifest(manifest: Manifest, *, what: str) -> None:
         raise FormatError(f"{what}: its parent was committed after it")
     check_block_nbytes(manifest.block_nbytes, what=what)
     _check_names(manifest, what=what)
+    if odd := sorted(set(manifest.left_out) & set(manifest.components)):
+        raise FormatError(f"{what}: component {odd[0]!r} is there and is left out")
     for name, component in manifest.components.items():
         expected = [layout.tree_file(name)]
         numbers = range(len(component.files) - 1)
@@ -220,7 +232,7 @@ def _check_manifest(manifest: Manifest, *, what: str) -> None:
 def _check_names(manifest: Manifest, *, what: str) -> None:
     try:
         layout.check_label(manifest.label)
-        for component in manifest.components:
+        for component in (*manifest.components, *manifest.left_out, *manifest.savers):
             layout.check_component(component)
         for name in manifest.files:
             layout.check_file_name(name)
