@@ -9,22 +9,19 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import shlex
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from datetime import datetime, timezone
 from pathlib import Path
 
 from bench.case import Case, Outcome, run
-from bench.machine import describe, versions
+from bench.machine import heading
 from bench.peers import PEERS
 from bench.report import Rounds, limits_table, load_table, save_table
 from bench.states import StateSpec
 
-_PACKAGES = ("holdfast", "torch", "numpy", "safetensors", "blake3")
 _CASE_TIMEOUT_S = 900.0
 _Results = dict[tuple[str, str, str], list[Outcome]]  # (state, action, case name) -> by round
 
@@ -48,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     outcome = _in_child(case)
                     if number >= 0:
                         results.setdefault((spec.kind, case.action, case.name), []).append(outcome)
-        lines = _heading(folder) + [line for spec in specs for line in _tables(spec, results)]
+        lines = heading("bench.local", folder) + [
+            line for spec in specs for line in _tables(spec, results)
+        ]
     finally:
         shutil.rmtree(folder)
     print("\n".join(lines))
@@ -114,16 +113,6 @@ def _in_child(case: Case) -> Outcome:
         outcome = Outcome(figures={}, error="the process died")
     child.join()
     return outcome
-
-
-def _heading(folder: Path) -> list[str]:
-    found = versions(_PACKAGES)
-    return [
-        f"Command: `python -m bench.local {shlex.join(sys.argv[1:])}`  ",
-        f"Machine: {describe(folder)}  ",
-        f"Date: {datetime.now(timezone.utc):%Y-%m-%d}; "
-        + ", ".join(f"{name} {number}" for name, number in found.items()),
-    ]
 
 
 def _tables(spec: StateSpec, results: _Results) -> list[str]:

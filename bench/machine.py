@@ -6,18 +6,32 @@ import ctypes
 import mmap
 import os
 import platform
+import shlex
+import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+_PACKAGES = ("holdfast", "torch", "numpy", "safetensors", "blake3")
 _PIECE_NBYTES = 64 * 1024 * 1024
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def heading(module: str, folder: Path) -> list[str]:
+    """Markdown lines: how this process was started, on what, when, and with what installed."""
+    return [
+        f"Command: `python -m {module} {shlex.join(sys.argv[1:])}`  ",
+        f"Machine: {describe(folder)}  ",
+        f"Date: {datetime.now(timezone.utc):%Y-%m-%d}; "
+        + ", ".join(f"{name} {number}" for name, number in versions(_PACKAGES).items()),
+    ]
 
 
 def describe(folder: Path) -> str:

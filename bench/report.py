@@ -83,7 +83,7 @@ def save_table(saves: Rounds, limits: Rounds) -> list[str]:
         "on disk",
     ]
     titles = {case: PEERS[case].title for case in saves.figures}
-    lines = _table(head, titles, saves.errors, row)
+    lines = table(head, titles, saves.errors, row)
     durable = [saves.median(case, "durable_s") for case in saves.figures]
     if disk_s and any(value is not None and value < disk_s for value in durable):
         lines += ["", "**A row beats the disk's limit, so the limit is wrong: do not use it.**"]
@@ -105,7 +105,7 @@ def load_table(loads: Rounds) -> list[str]:
         ]
 
     head = ["load", "cold", "ratio", "warm", "ratio", "extra memory", "still cached when cold"]
-    return _table(head, {case: known[case].title for case in loads.figures}, loads.errors, row)
+    return table(head, {case: known[case].title for case in loads.figures}, loads.errors, row)
 
 
 def limits_table(limits: Rounds) -> list[str]:
@@ -120,7 +120,7 @@ def limits_table(limits: Rounds) -> list[str]:
         ]
 
     errors = dict.fromkeys(LIMITS, limits.errors["limits"]) if limits.errors else {}
-    return _table(["limit", "time", "GB/s"], LIMITS, errors, row)
+    return table(["limit", "time", "GB/s"], LIMITS, errors, row)
 
 
 def seconds(value: float | None) -> str:
@@ -145,12 +145,13 @@ def number(value: float | None, form: str) -> str:
     return "–" if value is None else form.format(value)
 
 
-def _table(
+def table(
     head: Sequence[str],
     titles: Mapping[str, str],
     errors: Mapping[str, str],
     row: Callable[[str], list[str]],
 ) -> list[str]:
+    """Markdown lines: a row for each of `titles`, by its name; an error in place of its cells."""
     lines = [_line(head), _line(["---"] + ["---:"] * (len(head) - 1))]
     for case, title in titles.items():
         if case in errors:

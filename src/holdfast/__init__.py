@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast import data, errors, events, testing, train
     from holdfast.engine.checkpoint import Checkpoint, PendingSave
+    from holdfast.engine.reading import reading
+    from holdfast.engine.stop import Stop
+    from holdfast.engine.hooks import StateHooks
     from holdfast.manager import CheckpointManager
+    from holdfast.policy.auto import Auto
     from holdfast.policy.classes import SavePolicy
     from holdfast.policy.clock import Time
     from holdfast.policy.retention import (
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
         Last,
         Within,
     )
+    from holdfast.policy.savers import SideSaver
     from holdfast.policy.triggers import At, AtEnd, AtStart, Every, On, WallClock, When
     from holdfast.weights import load_weights
 
@@ -36,6 +41,7 @@ __all__ = [
     "At",
     "AtEnd",
     "AtStart",
+    "Auto",
     "Best",
     "Budget",
     "ByClass",
@@ -49,6 +55,9 @@ __all__ = [
     "On",
     "PendingSave",
     "SavePolicy",
+    "SideSaver",
+    "StateHooks",
+    "Stop",
     "Time",
     "WallClock",
     "When",
@@ -58,6 +67,7 @@ __all__ = [
     "errors",
     "events",
     "load_weights",
+    "reading",
     "testing",
     "train",
 ]
@@ -68,6 +78,7 @@ _NAMES = {
     "At": "holdfast.policy.triggers",
     "AtEnd": "holdfast.policy.triggers",
     "AtStart": "holdfast.policy.triggers",
+    "Auto": "holdfast.policy.auto",
     "Best": "holdfast.policy.retention",
     "Budget": "holdfast.policy.retention",
     "ByClass": "holdfast.policy.retention",
@@ -81,11 +92,15 @@ _NAMES = {
     "On": "holdfast.policy.triggers",
     "PendingSave": "holdfast.engine.checkpoint",
     "SavePolicy": "holdfast.policy.classes",
+    "SideSaver": "holdfast.policy.savers",
+    "StateHooks": "holdfast.engine.hooks",
+    "Stop": "holdfast.engine.stop",
     "Time": "holdfast.policy.clock",
     "WallClock": "holdfast.policy.triggers",
     "When": "holdfast.policy.triggers",
     "Within": "holdfast.policy.retention",
     "load_weights": "holdfast.weights",
+    "reading": "holdfast.engine.reading",
 }
 
 

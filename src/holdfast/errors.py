@@ -21,10 +21,13 @@ HoldfastError
 ├── NoUsableCheckpoint         candidates exist and none can be used
 ├── OwnershipError
 │   ├── OwnedElsewhere         a live process owns the run
+│   ├── NotOwned               no live process owns the run, so nobody can save it
 │   └── Superseded             a later writer has taken the run over
 ├── CommitConflict             another save has the manifest's key
 ├── OutOfMemory                the host has not the memory that a copy of the state needs
 ├── SaveFailed                 a save did not commit; the cause is chained
+├── SaveSkipped                a hook did not want this state to be saved
+├── RequestFailed              a save that was asked for from outside was not made
 ├── PreflightFailed            why the first save would fail; lists every problem
 ├── ManagerUnusable            closed, forked, or left half-loaded
 └── DeadlineExceeded           a wait took longer than it may (also a TimeoutError)
@@ -160,6 +163,10 @@ class OwnedElsewhere(OwnershipError):
     """A live process owns the run; stop it, wait for it, or pass `takeover=True`."""
 
 
+class NotOwned(OwnershipError):
+    """No live process owns the run, so nobody can be asked to save it."""
+
+
 class Superseded(OwnershipError):
     """A later writer took the run over. `committed` says whether this save's commit stands."""
 
@@ -182,6 +189,14 @@ class SaveFailed(HoldfastError):
 
 class OutOfMemory(HoldfastError, MemoryError):
     """The host has not the memory that a copy of the state needs; the message says how much."""
+
+
+class SaveSkipped(HoldfastError):
+    """A hook did not want this state to be saved; raise it in one, with the reason."""
+
+
+class RequestFailed(HoldfastError):
+    """A save that was asked for from outside was not made; the message says what the run said."""
 
 
 class PreflightFailed(HoldfastError):

@@ -19,11 +19,15 @@ Kind = Literal[
     "staged",
     "committed",
     "save_failed",
+    "save_skipped",
     "rejected",
+    "passed_over",
     "resumed",
     "loaded",
     "retracted",
     "thinned",
+    "postponed",
+    "interval",
     "gc",
     "housekeeping_failed",
     "not_saved",
@@ -48,8 +52,11 @@ _LEVELS: Mapping[str, int] = {
     "save_failed": logging.ERROR,
     "rejected": logging.ERROR,
     "housekeeping_failed": logging.WARNING,
+    "save_skipped": logging.WARNING,
     "warning": logging.WARNING,
+    "passed_over": logging.INFO,
     "not_saved": logging.INFO,
+    "interval": logging.INFO,
 }
 
 

@@ -8,42 +8,64 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, get_args
 
+from holdfast.care.beginning import Beginning
 from holdfast.care.housekeeping import Housekeeper
-from holdfast.care.preflight import preflight as run_preflight
 from holdfast.engine import exits
 from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.checkpoint import Checkpoint, PendingSave, describe
-from holdfast.engine.claim import Choice
 from holdfast.engine.fingerprint import differences, environment, numerics
+from holdfast.engine.hooks import StateHooks
 from holdfast.engine.notes import annotate, checked_metrics, checked_tags
+from holdfast.engine.outside import Asked, Outside
 from holdfast.engine.owner import Ownership
 from holdfast.engine.pause import collector_paused
-from holdfast.engine.resume import Candidate, LoadOptions, Reader, Rename, Search, Settled
+from holdfast.engine.requests import Requests
+from holdfast.engine.resume import (
+    Candidate,
+    LoadOptions,
+    Reader,
+    Rename,
+    Search,
+    Settled,
+    Unhealthy,
+)
 from holdfast.engine.save import SaveRequest
 from holdfast.engine.saver import Saver
+from holdfast.engine.stop import Stop
 from holdfast.errors import (
+    DeadlineExceeded,
     FormatError,
     HoldfastError,
     ManagerUnusable,
     MismatchError,
+    SaveSkipped,
     UsageError,
 )
 from holdfast.events import Emitter, Sink, log_event
 from holdfast.format.manifest import Timestamp
-from holdfast.policy.classes import SaveClass, Saved, SavePolicy
+from holdfast.policy.classes import Due, SaveClass, SavePolicy
 from holdfast.policy.clock import Time, parse
 from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction, compile_label
-from holdfast.policy.retention import All, Rule, quota
-from holdfast.policy.rules import named_components
+from holdfast.policy.odometer import Odometer
+from holdfast.policy.rules import MAIN, Rule
+from holdfast.policy.savers import SideSaver, combined_rule
+from holdfast.policy.schedule import Record, Schedule
 from holdfast.policy.triggers import Event as TriggerEvent
 from holdfast.policy.triggers import SaveFunction, Trigger
 from holdfast.state.capture import Captured, capture, check_state
+from holdfast.state.components import RNG
+from holdfast.state.edits import Edit, edited
+from holdfast.state.selection import listed
 from holdfast.store import open_store
 from holdfast.store.base import Store
+
+OnExisting = Literal["keep", "replace", "error"]
+OnFailure = Literal["raise", "warn"]
+Counters = Callable[[], Mapping[str, int | None]]
 
 
 class CheckpointManager:
@@ -57,7 +79,16 @@ class CheckpointManager:
         every: when `maybe_save` saves: "500step", "30min", a trigger, a function, or a
             `SavePolicy` of permanent and ephemeral saves. None: never by itself.
         max_duration: how long the run is to be, for intervals such as "0.1dur".
-        keep: what retention keeps. None: everything.
+        keep: what retention keeps of the whole states. None: everything.
+        savers: others that save some components at times of their own; see `SideSaver`.
+        on_existing: what a save means for older checkpoints of the same step, which a run has
+            that went back: "keep" them, "replace" them once the newer one is committed (pinned
+            and tagged ones stay), or refuse the save with an "error".
+        on_failure: whether a failed save is raised by the next call ("raise"), or only told as an
+            event and by `PendingSave.wait` ("warn").
+        hooks: functions to call around saves and loads; see `StateHooks`.
+        stop: the signals that end the run; `maybe_save` saves when there was one.
+        counters: gives `epoch`, `cycle`, `samples` and `tokens` where a call does not.
         takeover: claim the run although another live process owns it.
         label: name for people, a template or a function of the Timestamp.
         run_name: what `{run_name}` in the label stands for.
@@ -81,6 +112,12 @@ class CheckpointManager:
         every: str | Time | Trigger | SaveFunction | SavePolicy | None = None,
         max_duration: str | Time | None = None,
         keep: Rule | None = None,
+        savers: Sequence[SideSaver] = (),
+        on_existing: OnExisting = "keep",
+        on_failure: OnFailure = "raise",
+        hooks: StateHooks | None = None,
+        stop: Stop | None = None,
+        counters: Counters | None = None,
         takeover: bool = False,
         label: str | LabelFunction = DEFAULT_LABEL,
         run_name: str | None = None,
@@ -90,24 +127,31 @@ class CheckpointManager:
         preflight: bool = True,
     ) -> None:
         check_state(state)
-        if keep is not None and not isinstance(keep, Rule):
-            raise UsageError(f"keep={keep!r} must be a rule such as Last(3), or None for all")
-        unknown = named_components(keep if keep is not None else All()) - {*state, "rng"}
-        if unknown:
-            raise UsageError(f"keep={keep}: the state has no {', '.join(sorted(unknown))} to drop")
+        rule = combined_rule(keep, savers, {*state, RNG})
         for name, value in (("save_timeout_s", save_timeout_s), ("exit_timeout_s", exit_timeout_s)):
             if not value > 0:
                 raise UsageError(f"{name}={value!r} must be a positive number of seconds")
+        _check_choice("on_existing", on_existing, OnExisting)
+        _check_choice("on_failure", on_failure, OnFailure)
         self.store = open_store(root)
         self.state = state
-        self._every = _policy(every, max_duration)
-        self._keep: Rule = keep if keep is not None else All()
+        length = None if max_duration is None else parse(max_duration, what="max_duration")
+        self._schedule = Schedule(every, savers, max_duration=length)
+        self._odometer = Odometer()
+        self._hooks = hooks if hooks is not None else StateHooks()
+        self._counters: Counters = counters if counters is not None else dict
+        self._refuses_existing = on_existing == "error"
+        self._raises_failures = on_failure == "raise"
         self._label = compile_label(label, run_name=run_name)
         self._exit_timeout_s = exit_timeout_s
         self._emit = Emitter(tuple(sinks))
         self._catalog = Catalog(self.store)
         self._owner = Ownership(self.store, takeover=takeover, emit=self._emit)
-        self._housekeeper = Housekeeper(self.store, self._owner, self._keep, self._emit)
+        self._beginning = Beginning(self.store, self._owner, rule, preflight=preflight)
+        self._housekeeper = Housekeeper(
+            self.store, self._owner, rule, self._emit, replaces=on_existing == "replace"
+        )
+        self._outside = Outside(Requests(self.store, emit=self._emit), stop, self._promote)
         self._saver = Saver(
             self.store,
             self._owner,
@@ -120,10 +164,7 @@ class CheckpointManager:
         self._closed = False
         self._half_loaded: str | None = None
         self._is_rollback = False
-        self._preflight_due = preflight
         self._not_saved_due = True
-        self._previous: Timestamp | None = None
-        self._saved = Saved()
         self._wall_before_s = 0.0
         self._started = time.monotonic()
         exits.register(self)
@@ -137,6 +178,7 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         tags: Iterable[str] = (),
         epoch: int | None = None,
+        cycle: int | None = None,
         samples: int | None = None,
         tokens: int | None = None,
         reason: str = "manual",
@@ -144,7 +186,8 @@ class CheckpointManager:
     ) -> PendingSave:
         """Save now. Returns when the state was copied; the rest happens in the background.
 
-        `step` counts completed optimizer windows; `samples` and `tokens` are totals of the run.
+        `step` counts completed optimizer windows, `epoch` and `cycle` those that have ended;
+        `samples` and `tokens` are totals of the run.
         `save_class` says whether later saves may replace it; retention obeys what was recorded.
         Saving again at the step of the checkpoint on which the run stands, with not one byte
         changed, gives that checkpoint and writes nothing.
@@ -156,63 +199,42 @@ class CheckpointManager:
             PreflightFailed: the first save would fail; every problem is listed.
             DeadlineExceeded: the save before this one hangs.
         """
-        began = time.perf_counter()
-        now = self._now(step, epoch, samples, tokens)
-        checked, measured = checked_tags(tags), checked_metrics(metrics)
-        self._check_usable()
-        self._wait_for_the_save_before()
-        with collector_paused():
-            captured = capture(self.state)
-        captured_s = time.perf_counter() - began
-        self._announce_not_saved(captured)
-        self._ensure_claimed(captured)
-        staging = time.perf_counter()
-        with collector_paused():
-            staged = self._saver.stage(captured)
-        timings = {"capture_s": captured_s, "stage_s": time.perf_counter() - staging}
-        request = self._request(now, reason, save_class, checked, measured, timings)
-        self._saved = self._saved.plus(save_class, now)
-        pending = self._saver.start(staged, request)
-        pending.stall_s = time.perf_counter() - began
-        return pending
+        now = self._now(step, epoch=epoch, cycle=cycle, samples=samples, tokens=tokens)
+        return self._save(now, Due(save_class, reason, tags=checked_tags(tags)), metrics)
 
     def maybe_save(
         self,
         step: int,
         *,
         epoch: int | None = None,
+        cycle: int | None = None,
         samples: int | None = None,
         tokens: int | None = None,
         metrics: Mapping[str, float] | None = None,
-        event: TriggerEvent = "step",
+        event: TriggerEvent | Sequence[TriggerEvent] = "step",
+        vetoes: Collection[str] = (),
+        wanted: Due | None = None,
     ) -> PendingSave | None:
-        """Save when `every` says so. Call it after each completed step.
+        """Save when `every` or a saver says so, a signal has come or somebody asks for a save.
 
-        `event` says what has just happened, for triggers that look at more than steps.
+        Call it after each completed step. `event` says what has just happened, for triggers that
+        look at more than steps; `vetoes` names whoever forbids ephemeral saves at present;
+        `wanted` is saved in any case, together with what is due.
 
         Raises:
             SaveFailed: an earlier background save failed.
             UsageError: `every` counts something that is not given here.
         """
-        now = self._now(step, epoch, samples, tokens)
+        now = self._now(step, epoch=epoch, cycle=cycle, samples=samples, tokens=tokens)
         self._check_usable()
-        self._saver.raise_failure()
-        if self._every is None:
-            return None
+        self._raise_failure()
+        events, asked = self._outside.look(event)
         # As they are: to read a tensor's value would make every step wait for the device.
-        due = self._every.decide(self._previous, self._saved, now, metrics or {}, event)
-        self._previous = now
+        due = self._schedule.due(now, metrics or {}, events, vetoes=vetoes, wanted=wanted)
         if due is None:
+            self._answer_with_what_is_there(asked)
             return None
-        return self.save(
-            step,
-            epoch=epoch,
-            samples=samples,
-            tokens=tokens,
-            metrics=metrics,
-            reason=due.reason,
-            save_class=due.save_class,
-        )
+        return self._save_as_asked(asked, now, due, metrics)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until no save and no housekeeping is under way; raise what went wrong.
@@ -223,15 +245,20 @@ class CheckpointManager:
         """
         self._check_process()
         self._saver.settle(timeout_s if timeout_s is not None else self._saver.timeout_s)
-        self._saver.raise_failure()
+        exits.told(self)
+        self._raise_failure()
 
     # Loading
 
-    def resume(self, which: str | int = "latest") -> Checkpoint | None:
+    def resume(
+        self, which: str | int = "latest", *, unhealthy: Unhealthy = "avoid"
+    ) -> Checkpoint | None:
         """Claim the run and apply its newest usable checkpoint; None when nothing was saved yet.
 
-        Damaged ones are passed over, listed in `rejected` and kept. With another `which` the run
-        goes back to that checkpoint, and what came after it is left behind.
+        What is damaged or was saved in part is passed over, listed in `rejected` and kept; so is
+        what was unhealthy when it was saved, unless there is nothing else or `unhealthy` is
+        "accept". With another `which` the run goes back to that checkpoint, and what came after
+        it is left behind.
 
         Raises:
             OwnedElsewhere: a live process owns the run.
@@ -242,12 +269,12 @@ class CheckpointManager:
         self._check_process()
         self._drain()
         reader = self._reader()
-        search = Search(reader, which)
+        options = LoadOptions(edit=self._hooks.edit_load)
+        search = Search(reader, which, options=options, unhealthy=unhealthy)
         with collector_paused():
             self._owner.take(search)
         found = search.found
-        for folder, reason in reader.rejected:
-            self._housekeeper.reject(folder, reason)
+        search.announce(self._emit, reject=self._housekeeper.reject)
         self._saver.later(self._housekeeper.after_claim)
         if found is None:
             return None
@@ -260,7 +287,7 @@ class CheckpointManager:
             rejected=tuple(reader.rejected),
         )
         return describe(
-            self.store.url,
+            self.store,
             found.entry,
             rejected=tuple(reader.rejected),
             notes=self._notes(found),
@@ -273,17 +300,22 @@ class CheckpointManager:
         components: Iterable[str] | None = None,
         strict: bool = True,
         rename: Rename = None,
+        include: Iterable[str] = (),
         skip: Iterable[str] = (),
+        edit: Edit | None = None,
         verify: bool = True,
     ) -> Checkpoint:
         """Apply a checkpoint, or parts of it. Owns nothing, unless this manager owns the run.
 
-        `components` names what to load (default: all); `skip` leaves out components or
-        `component.path` prefixes; `rename` maps stored paths to live ones. With `strict=False`
-        missing and unexpected leaves are reported in `notes` instead of raised. When this manager
-        owns the run, a full load makes the run go on from there.
+        `components` names what to load (default: all); `include` and `skip` choose by paths and
+        patterns (docs/loading.md), and what they leave out keeps its live value; `rename` maps
+        stored paths to live ones; `edit` changes what is stored before it is compared with the
+        live state, in the place of the hook `edit_load`. With `strict=False` missing and
+        unexpected leaves are reported in `notes` instead of raised. When this manager owns the
+        run, a full load makes the run go on from there.
 
         Raises:
+            UsageError: an argument names nothing, or an edit that cannot be.
             NoCheckpoint: nothing answers `which`.
             FormatError: it is damaged; names file and tensors.
             MismatchError: it does not fit; nothing was changed.
@@ -291,11 +323,13 @@ class CheckpointManager:
         self._check_process()
         self._drain()
         options = LoadOptions(
-            components=None if components is None else tuple(components),
+            components=None if components is None else listed(components, "components"),
             strict=strict,
             rename=rename,
-            skip=tuple(skip),
+            include=listed(include, "include"),
+            skip=listed(skip, "skip"),
             verify=verify,
+            edit=edit if edit is not None else self._hooks.edit_load,
         )
         with collector_paused():
             found = self._reader().named(which, options)
@@ -309,13 +343,13 @@ class CheckpointManager:
             step=found.entry.step,
             folder=found.entry.folder,
         )
-        return describe(self.store.url, found.entry, notes=self._notes(found))
+        return describe(self.store, found.entry, notes=self._notes(found))
 
     # Looking and marking
 
     def list(self) -> tuple[Checkpoint, ...]:
         """Every committed checkpoint, newest first."""
-        return tuple(describe(self.store.url, entry) for entry in self._catalog.checkpoints())
+        return tuple(describe(self.store, entry) for entry in self._catalog.checkpoints())
 
     def pin(self, which: str | int) -> None:
         """Keep a checkpoint whatever the rule says.
@@ -391,23 +425,111 @@ class CheckpointManager:
             self._saver.settle(timeout_s)
         finally:
             self._closed = True
+            self._outside.close()
             exits.forget(self)
             self._saver.close()
             self._owner.release()
             self._emit("closed", f"{self.store.url}: closed")
-        self._saver.raise_failure()
+        self._raise_failure()
 
-    def _now(
-        self, step: int, epoch: int | None, samples: int | None, tokens: int | None
-    ) -> Timestamp:
-        counters = {"step": step, "epoch": epoch, "samples": samples, "tokens": tokens}
-        for name, value in counters.items():
+    def _save(
+        self,
+        now: Timestamp,
+        due: Due,
+        metrics: Mapping[str, float] | None = None,
+    ) -> PendingSave:
+        began = time.perf_counter()
+        measured = checked_metrics(metrics)
+        self._check_usable()
+        try:
+            unhealthy = self._hooks.before_save and self._hooks.before_save(now, measured)
+        except SaveSkipped as error:
+            self._emit("save_skipped", str(error), step=now.step)
+            return PendingSave.skipped(now.step, due, error)
+        self._wait_for_the_save_before()
+        if self._refuses_existing:
+            self._beginning.refuse_existing(now.step, self._saver.standing)
+        captured = self._capture(due)
+        captured_s = time.perf_counter() - began
+        self._announce_not_saved(captured)
+        self._beginning.expect(captured, self._saver.standing, is_rollback=self._is_rollback)
+        staging = time.perf_counter()
+        with collector_paused():
+            staged = self._saver.stage(captured)
+        timings = {"capture_s": captured_s, "stage_s": time.perf_counter() - staging}
+        claim = self._owner.claim
+        assert claim is not None, "the beginning has claimed the run"
+        request = SaveRequest(
+            label=self._label(now),
+            claim=claim,
+            sequence=self._owner.next_sequence(),
+            timestamp=now,
+            save_class=due.save_class,
+            reason=due.reason,
+            tags=due.tags,
+            metrics=measured,
+            numerics=numerics(),
+            environment=environment(),
+            savers=due.savers or ((MAIN,) if self._schedule.has_sides else ()),
+            left_out=tuple(n for n in (*self.state, RNG) if n not in captured.components),
+            unhealthy=tuple(unhealthy or ()),
+            timings=timings,
+        )
+        self._schedule.began(due, now)
+        pending = self._saver.start(staged, request, due)
+        pending.stall_s = time.perf_counter() - began
+        if self._hooks.save_begun is not None:
+            self._hooks.save_begun(pending)
+        return pending
+
+    def _capture(self, due: Due) -> Captured:
+        with collector_paused():
+            captured = capture(self.state, due.components)
+            edit = self._hooks.edit_save
+            return captured if edit is None else edited(captured, edit)
+
+    def _save_as_asked(
+        self, asked: Asked, now: Timestamp, due: Due, metrics: Mapping[str, float] | None
+    ) -> PendingSave:
+        try:
+            pending = self._save(now, asked.added_to(due), metrics)
+        except BaseException as error:
+            self._outside.refuse(asked, error)
+            raise
+        self._outside.tell(asked, pending.committed)
+        return pending
+
+    def _answer_with_what_is_there(self, asked: Asked) -> None:
+        """The present step is saved, or being saved, already."""
+        pending, standing = self._saver.pending, self._saver.standing
+        if not asked.requests:
+            return
+        if pending is not None and pending.due.components is None:
+            self._outside.tell(asked, pending.committed)
+        elif standing is not None:
+            annotate(self.store, standing, add_tags=asked.tags)
+            self._outside.point_to(asked, standing.folder)
+
+    def _promote(self, timeout_s: float) -> str:
+        """For a stop whose time is over: finish the save under way; says what is the newest."""
+        try:
+            self._saver.settle(timeout_s)
+        except DeadlineExceeded as error:
+            return str(error)
+        standing = self._saver.standing
+        newest = f"the newest checkpoint is {standing.folder}" if standing else "nothing was saved"
+        return f"{self.store.url}: {newest}"
+
+    def _now(self, step: int, **given: int | None) -> Timestamp:
+        known = self._counters()
+        counters = {name: known.get(name) if n is None else n for name, n in given.items()}
+        for name, value in (("step", step), *counters.items()):
             if value is None and name != "step":
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise UsageError(f"{name}={value!r} must be a whole number, at least 0")
         wall_s = self._wall_before_s + time.monotonic() - self._started
-        return Timestamp(step=step, epoch=epoch, samples=samples, tokens=tokens, wall_s=wall_s)
+        return self._odometer.look(Timestamp(step=step, wall_s=wall_s, **counters))
 
     def _check_process(self) -> None:
         if self._closed:
@@ -428,86 +550,27 @@ class CheckpointManager:
 
     def _wait_for_the_save_before(self) -> None:
         """Its arenas are needed; its housekeeping may go on, but not beside a preflight."""
-        if self._preflight_due:
+        if self._beginning.preflight_due:
             self._drain()
             return
         self._saver.wait_for_arenas(self._saver.timeout_s)
         exits.told(self)
-        self._saver.raise_failure()
+        self._raise_failure()
 
     def _drain(self) -> None:
         """Wait for the save before, and raise its error."""
         self._saver.settle(self._saver.timeout_s)
         exits.told(self)
-        self._saver.raise_failure()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._raises_failures:
+            self._saver.raise_failure()
 
     def _announce_not_saved(self, captured: Captured) -> None:
         if self._not_saved_due and captured.not_saved:
             self._emit("not_saved", "not saved: " + "; ".join(captured.not_saved))
         self._not_saved_due = False
-
-    def _ensure_claimed(self, captured: Captured) -> None:
-        if not self.is_owner:
-            self._owner.check()
-            self._refuse_accidental_restart()
-        if self._preflight_due:
-            self._run_preflight(captured)
-            self._preflight_due = False
-        if not self.is_owner:
-            standing = self._saver.standing
-            self._owner.take(
-                Settled(standing, is_rollback=self._is_rollback)
-                if standing is not None
-                else self._choose_a_fresh_start
-            )
-
-    def _choose_a_fresh_start(self) -> Choice:
-        self._refuse_accidental_restart()
-        return Choice(point=None)
-
-    def _refuse_accidental_restart(self) -> None:
-        """Saving from scratch into a root with checkpoints would let retention eat them."""
-        if self._saver.standing is None and self._catalog.ever_committed():
-            raise UsageError(
-                f"{self.store.url} holds the checkpoints of a run. Call resume() to go on with "
-                "it, load() one of them whole to start from there (part of one is not enough), or "
-                "give this run a root of its own"
-            )
-
-    def _run_preflight(self, captured: Captured) -> None:
-        specs = [spec for part in captured.components.values() for spec in part.specs]
-        trees = sum(len(part.tree) for part in captured.components.values())
-        run_preflight(
-            self.store,
-            nbytes_per_save=sum(spec.nbytes for spec in specs) + 2 * trees + 200 * len(specs),
-            saves_kept=quota(self._keep),
-            num_files=2 * len(captured.components) + 2,
-        )
-
-    def _request(
-        self,
-        now: Timestamp,
-        reason: str,
-        save_class: SaveClass,
-        tags: tuple[str, ...],
-        metrics: Mapping[str, float],
-        timings: dict[str, float],
-    ) -> SaveRequest:
-        claim = self._owner.claim
-        assert claim is not None
-        return SaveRequest(
-            label=self._label(now),
-            claim=claim,
-            sequence=self._owner.next_sequence(),
-            timestamp=now,
-            save_class=save_class,
-            reason=reason,
-            tags=tags,
-            metrics=metrics,
-            numerics=numerics(),
-            environment=environment(),
-            timings=timings,
-        )
 
     def _reader(self) -> Reader:
         return Reader(
@@ -529,37 +592,35 @@ class CheckpointManager:
         if found.options.is_full:
             self._half_loaded = None
             self._stand_on(found.entry, is_rollback=is_rollback)
-            if found.options.verify:
+            if found.options.proves_whole:
                 self._housekeeper.trust(found.entry)
 
     def _stand_on(self, entry: Entry, *, is_rollback: bool) -> None:
         self._saver.standing, self._is_rollback = entry, is_rollback
-        now = self._previous = entry.manifest.timestamp
-        self._saved = self._saved_before(entry)
+        now = entry.manifest.timestamp
+        self._odometer.stand_on(now)
+        self._schedule.stand_on(now, map(_record, self._saves_up_to(entry)))
         self._wall_before_s, self._started = now.wall_s, time.monotonic()
 
-    def _saved_before(self, entry: Entry) -> Saved:
-        """Where the newest save of each class was begun, for cadences of their own."""
-        saved = Saved().plus(entry.manifest.save_class, entry.manifest.timestamp)
-        if self._every is None or self._every.ephemeral is None:
-            return saved
-        for older in self._catalog.lineage_entries():
-            if older.order < entry.order and older.manifest.save_class != entry.manifest.save_class:
-                return saved.plus(older.manifest.save_class, older.manifest.timestamp)
-        return saved
+    def _saves_up_to(self, entry: Entry) -> Iterable[Entry]:
+        """A checkpoint and, where cadences of their own depend on them, those before it."""
+        if not self._schedule.looks_back():
+            return [entry]
+        before = (e for e in self._catalog.lineage_entries() if e.order < entry.order)
+        return [entry, *before]
 
     def _notes(self, found: Candidate) -> tuple[str, ...]:
         recorded = found.entry.manifest.numerics
         return (*found.prepared.notes, *differences(recorded, numerics()))
 
 
-def _policy(
-    every: str | Time | Trigger | SaveFunction | SavePolicy | None,
-    max_duration: str | Time | None,
-) -> SavePolicy | None:
-    """What `every` means; fractions of the run are measured by its length."""
-    if every is None:
-        return None
-    length = None if max_duration is None else parse(max_duration, what="max_duration")
-    policy = every if isinstance(every, SavePolicy) else SavePolicy(permanent=every)
-    return policy.resolve(length)
+def _record(entry: Entry) -> Record:
+    manifest = entry.manifest
+    return Record(
+        savers=manifest.savers, save_class=manifest.save_class, timestamp=manifest.timestamp
+    )
+
+
+def _check_choice(name: str, value: object, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise UsageError(f"{name}={value!r} must be one of {get_args(choices)}")

@@ -11,6 +11,8 @@ from holdfast.engine.checkpoint import Checkpoint, describe
 from holdfast.engine.locate import locate
 from holdfast.engine.resume import LoadOptions, Reader, Rename
 from holdfast.engine.workers import Workers
+from holdfast.state.edits import Edit
+from holdfast.state.selection import listed
 
 READ_TIMEOUT_S = 1800.0
 """Longest time that reading one checkpoint may take."""
@@ -23,14 +25,19 @@ def load_weights(
     component: str = "model",
     strict: bool = True,
     rename: Rename = None,
+    include: Iterable[str] = (),
     skip: Iterable[str] = (),
+    edit: Edit | None = None,
 ) -> Checkpoint:
     """Load a model's weights from a checkpoint, verified; owns nothing and runs no code from it.
 
     `source` is a root (its newest checkpoint), `root@step=1000`, `root@tag`, or the folder of one
-    checkpoint.
+    checkpoint. `include` and `skip` choose leaves by `component.path` or by patterns, `rename`
+    maps stored names to the model's, `edit` changes what is stored before it is compared with the
+    model. With `strict=False`, `notes` of the result says what was missing or unexpected.
 
     Raises:
+        UsageError: an argument names nothing, or an edit that cannot be.
         NoCheckpoint: nothing there answers.
         FormatError: it is damaged.
         MismatchError: it does not fit the model; nothing was changed.
@@ -41,11 +48,17 @@ def load_weights(
         store=store, state={component: model}, workers=workers, timeout_s=READ_TIMEOUT_S
     )
     options = LoadOptions(
-        components=(component,), strict=strict, rename=rename, skip=tuple(skip), rng=False
+        components=(component,),
+        strict=strict,
+        rename=rename,
+        include=listed(include, "include"),
+        skip=listed(skip, "skip"),
+        edit=edit,
+        rng=False,
     )
     try:
         found = reader.read(entry, options)
     finally:
         workers.close()
     found.prepared.apply(found.tensors)
-    return describe(store.url, entry, notes=found.prepared.notes)
+    return describe(store, entry, notes=found.prepared.notes)

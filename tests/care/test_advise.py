@@ -33,7 +33,7 @@ def test_a_run_tells_its_costs_its_distances_and_its_failures(store: MemoryStore
     assert facts.num_saves == 200
     assert facts.nbytes == 1000
     assert facts.stall is not None
-    assert (facts.stall.seconds, facts.stall.count) == (2.0, 200)
+    assert (facts.stall.seconds, facts.stall.count, len(facts.saves)) == (2.0, 32, 200)
     assert facts.write is None
     assert facts.step is not None
     assert facts.step.seconds == pytest.approx(3.58)
@@ -60,7 +60,7 @@ def test_a_real_manager_records_all_that_is_needed(store: MemoryStore) -> None:
     facts = gather(store)
     assert facts.num_saves == 4
     assert facts.stall is not None
-    assert facts.stall.count == 4
+    assert (facts.stall.count, len(facts.saves)) == (3, 4)
     assert facts.stall.seconds > 0
     assert facts.spacing is not None
     assert facts.spacing.is_by_interval
@@ -199,6 +199,31 @@ def test_saves_without_timings_are_not_measured(run: RecordedRun) -> None:
     assert (facts.stall.seconds, facts.stall.count) == (3.0, 1)
     assert facts.write is not None
     assert (facts.write.seconds, facts.write.count) == (30.0, 1)
+
+
+def test_the_first_save_of_a_start_counts_only_where_it_is_alone(run: RecordedRun) -> None:
+    """It also pays for the memory of the copy."""
+    slow = {"capture_s": 1.0, "stage_s": 9.0, "write_s": 30.0}
+    run.start(0)
+    run.save(100, 100, timings=slow)
+    alone = gather(run.store)
+    run.save(200, 200)
+    run.start(300)
+    run.save(300, 300, timings=slow)
+    both = gather(run.store)
+    assert alone.stall is not None
+    assert both.stall is not None
+    assert (alone.stall.seconds, alone.stall.count) == (10, 1)
+    assert (both.stall.seconds, both.stall.count, len(both.saves)) == (2, 1, 3)
+
+
+def test_saves_of_a_part_of_the_state_are_no_measure_of_the_whole(run: RecordedRun) -> None:
+    run.start(0)
+    run.lose()
+    run.save(100, 100)
+    run.save(150, 150, timings={"capture_s": 0.1, "stage_s": 0.1}, left_out=("optimizer",))
+    facts = gather(run.store)
+    assert (facts.num_saves, len(facts.saves)) == (2, 1)
 
 
 def test_numbers_that_no_clock_gives_are_passed_over(run: RecordedRun) -> None:

@@ -152,7 +152,14 @@ def test_a_pin_that_comes_first_keeps_everything() -> None:
         entry = entry_at(store, 1)
         manager.wait()
         claim = Catalog(store).highest_epoch()
-        assert not thin(store, entry.folder, ["optimizer"], epoch=claim, reason="a test")
+        assert not thin(
+            store,
+            entry.folder,
+            ["optimizer"],
+            epoch=claim,
+            reason="a test",
+            is_read=lambda: False,
+        )
         assert not entry_at(store, 1).marks.thinned_by
         manager.save(2).wait()
         manager.wait()
@@ -195,7 +202,7 @@ def test_a_fenced_off_thinner_removes_nothing() -> None:
     with new_run().manager(store, sinks=()) as later:
         later.resume()
         with pytest.raises(errors.Superseded):
-            thin(store, folder, ["optimizer"], epoch=1, reason="late")
+            thin(store, folder, ["optimizer"], epoch=1, reason="late", is_read=lambda: False)
     manager.close()
     assert f"{folder}/optimizer-00000.json" in {info.key for info in store.list()}
     assert verify(store, folder).notes == ()

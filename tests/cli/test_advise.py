@@ -13,7 +13,9 @@ from tests.care.recorded import RecordedRun, three_failures
 from tests.cli.roots import Result
 from tests.cli.test_app import in_a_process
 
+from holdfast.care.advise import gather
 from holdfast.policy.advisor import advise, learnt_rate
+from holdfast.policy.auto import Auto
 from holdfast.policy.simulate import Costs
 from holdfast.policy.triggers import Every
 from holdfast.store.local import LocalStore
@@ -83,7 +85,7 @@ def test_people_get_the_same_as_tables_and_a_line_to_paste(
     assert table["a save stops training"] == [
         "2 s",
         "measured",
-        "median of 200 saves: capture_s + stage_s",
+        "median of 32 saves: capture_s + stage_s",
     ]
     assert table["it delays training more"] == ["0 s", "assumed", "not recorded: --background"]
     assert table["one failure in"][2].startswith("3 failures in 20 h of training; 90%: ")
@@ -177,6 +179,7 @@ def test_json_has_every_member_that_the_page_promises(holdfast: Command, failing
         "nbytes",
         "trained_s",
         "unreadable",
+        "auto",
         "notes",
     ]
     for start in document["starts"]:
@@ -229,6 +232,60 @@ def test_a_recorded_write_is_measured(holdfast: Command, run: RecordedRun) -> No
     assert "saves of any reason" in holdfast("advise", run.store.url).out
 
 
+def test_auto_on_a_recorded_root_takes_the_interval_that_is_advised(
+    holdfast: Command, failing: Path
+) -> None:
+    document = holdfast("advise", failing, "--json").document
+    auto = Auto()
+    auto.learn(gather(LocalStore(failing)).history)
+    assert auto.plan is not None
+    exact_s = max(document["advice"][name] for name in ("daly_s", "cap_s", "commit_s"))
+    assert auto.plan.interval_s == pytest.approx(exact_s, rel=1e-12)
+    assert 0 <= document["advice"]["interval_s"] - auto.plan.interval_s < 3.58
+    assert document["auto"] == {
+        "interval_s": auto.plan.interval_s,
+        "limit": document["advice"]["limit"],
+        "text": str(auto.plan),
+    }
+    assert f'every="auto" would save {auto.plan}\n' in holdfast("advise", failing).out
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ("--mtbf 6h", {"mtbf": "6h"}),
+        ("--failures-per-day 4", {"mtbf": "6h"}),
+        ("--overhead-cap 0.2%", {"overhead": 0.002}),
+        ("--stall 10s --commit 300s", {}),
+    ],
+)
+def test_what_auto_can_be_given_is_told_for_auto(
+    holdfast: Command, failing: Path, options: str, settings: dict[str, Any]
+) -> None:
+    document = holdfast("advise", failing, "--json", *shlex.split(options)).document
+    auto = Auto(**settings)
+    auto.learn(gather(LocalStore(failing)).history)
+    assert document["auto"]["text"] == str(auto.plan)
+
+
+def test_what_auto_records_is_measured_for_the_advice(holdfast: Command, run: RecordedRun) -> None:
+    run.start(0)
+    costs = {"capture_s": 1.0, "stage_s": 1.0, "write_s": 20.0}
+    run.save(100, 100, timings={**costs, "stage_s": 9.0, "resume_s": 45.0})
+    run.save(200, 200, timings={**costs, "delay_s": 3.0})
+    run.save(300, 300, timings={**costs, "delay_s": 5.0})
+    assert {
+        name: found
+        for name, found in inputs(holdfast("advise", run.store.url, "--json").document).items()
+        if found[1] == "measured" and name.endswith("_s") and name not in ("step_s", "mtbf_s")
+    } == {
+        "stall_s": (2, "measured"),
+        "background_s": (4, "measured"),
+        "commit_s": (20, "measured"),
+        "restart_s": (45, "measured"),
+    }
+
+
 def test_too_little_is_one_line_that_says_what_is_missing(
     holdfast: Command, run: RecordedRun
 ) -> None:
@@ -255,6 +312,7 @@ def test_a_root_before_its_first_commit_needs_the_stall(
     result = holdfast("advise", run.store.url, "--stall", "3s")
     assert result.code == 0
     assert "1 start: 1 failed" in result.out
+    assert 'every="auto" would save after 60 s first, to measure\n' in result.out
 
 
 def test_damage_is_said(holdfast: Command, run: RecordedRun) -> None:

@@ -135,7 +135,34 @@ def documents() -> list[Document]:
         ),
         ("closed", r.Closed(epoch=4, nonce=NONCE), r.encode_closed, r.decode_closed),
         ("alive", r.Alive(epoch=4, nonce=NONCE, beat=9), r.encode_alive, r.decode_alive),
+        (
+            "lease",
+            r.Lease(nonce=NONCE, beat=3, created="2026-01-02T03:04:05Z", process=PROCESS),
+            r.encode_lease,
+            r.decode_lease,
+        ),
         ("notes", r.Notes(tags=("a", "ü"), pinned=True), r.encode_notes, r.decode_notes),
+        (
+            "request",
+            r.RequestRecord(
+                id=NONCE,
+                who="jo",
+                process=PROCESS,
+                created="2026-01-02T03:04:05Z",
+                reason="before the change",
+                tags=("ü",),
+            ),
+            r.encode_request,
+            r.decode_request,
+        ),
+        (
+            "answer",
+            r.AnswerRecord(
+                folder=FOLDER, error=None, created="2026-01-02T03:04:05Z", asker=PROCESS
+            ),
+            r.encode_answer,
+            r.decode_answer,
+        ),
         ("retired", r.Retired(by="keep", reason="old"), r.encode_retired, r.decode_retired),
         (
             "thinned",

@@ -15,7 +15,9 @@ from holdfast.errors import FormatError
 from holdfast.format import records
 
 BY_NAME = {document.name: document for document in documents()}
-RECORDS = [BY_NAME[name] for name in ("writer", "closed", "alive", "notes", "retired", "rejected")]
+RECORDS = [
+    BY_NAME[name] for name in ("writer", "closed", "alive", "lease", "notes", "retired", "rejected")
+]
 WRONG: list[tuple[str, tuple[str, ...], Any]] = [
     ("writer", ("epoch",), 0),
     ("writer", ("epoch",), True),
@@ -34,12 +36,26 @@ WRONG: list[tuple[str, tuple[str, ...], Any]] = [
     ("alive", ("beat",), -1),
     ("alive", ("beat",), 2**63),
     ("alive", ("beat",), 1.0),
+    ("lease", ("nonce",), ""),
+    ("lease", ("beat",), -1),
+    ("lease", ("created",), None),
+    ("lease", ("process", "host"), None),
     ("notes", ("tags",), "a"),
     ("notes", ("tags",), [None]),
     ("notes", ("pinned",), 1),
     ("notes", ("pinned",), "true"),
     ("retired", ("by",), None),
     ("rejected", ("reasons",), "bits"),
+    ("request", ("id",), "../x"),
+    ("request", ("process",), None),
+    ("request", ("reason",), None),
+    ("request", ("tags",), "a"),
+    ("request", ("tags",), [1]),
+    ("answer", ("folder",), None),
+    ("answer", ("folder",), "../x"),
+    ("answer", ("folder",), "writers"),
+    ("answer", ("error",), "both"),
+    ("answer", ("asker",), 1),
 ]
 
 
@@ -68,6 +84,16 @@ def test_no_record_is_taken_for_another() -> None:
     for document in RECORDS:
         for other in RECORDS:
             assert is_refused(other.decode, document.data) == (other is not document)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "left_out"),
+    [("request", "reason", ""), ("request", "tags", ()), ("answer", "asker", None)],
+)
+def test_some_members_may_be_left_out(kind: str, name: str, left_out: Any) -> None:
+    fewer = {key: value for key, value in members_of(BY_NAME[kind]).items() if key != name}
+    found = BY_NAME[kind].decode(reseal(json.dumps(fewer)), what="w")
+    assert getattr(found, name) == left_out
 
 
 def check_a_reference_cannot_leave_the_root() -> None:

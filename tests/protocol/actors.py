@@ -21,11 +21,13 @@ from .operations import (
     FindResumePoint,
     IsBeingDeleted,
     IsEnded,
+    IsRead,
     ListAttempts,
     Operation,
     PutAborted,
     PutClaim,
     PutClosed,
+    PutLease,
     PutManifest,
     PutPin,
     PutRetired,
@@ -37,10 +39,12 @@ from .operations import (
     RemoveComponent,
     RemoveFiles,
     RemoveFolder,
+    RemoveLease,
     RemoveManifest,
     Sync,
     TellNothingFound,
     TellPinned,
+    TellReading,
     TellResumed,
     TellSaver,
 )
@@ -263,6 +267,8 @@ def prune(own: Own, olds: tuple[str, ...], after: Stage) -> Steps:
         return None
     if rules.pins_after_retired and (yield Read(old, "pinned")):
         return following
+    if rules.leases_after_retired and (yield IsRead(old)):
+        return following
     if rules.tombstone:
         yield PutTombstone(old)
     else:
@@ -281,6 +287,8 @@ def thin(own: Own, attempt: str) -> Steps:
         yield PutThinned(attempt)
     if own.rules.thin_reads_fence and (yield ReadClaim(own.epoch + 1)):
         return None
+    if own.rules.leases_after_thinned and (yield IsRead(attempt)):
+        return stage(work, own, ())
     yield RemoveComponent(attempt)
     return stage(work, own, ())
 
@@ -323,6 +331,19 @@ def pin(rules: Rules, attempt: str) -> Steps:
     if rules.pin_reads_manifest and (yield Read(attempt, "register")) != COMMITTED:
         return None
     yield TellPinned(attempt)
+    return None
+
+
+def read_leased(rules: Rules, process: str, attempt: str) -> Steps:
+    """A process reads a checkpoint that must not go meanwhile: lease, marks, register, read."""
+    yield PutLease(attempt, process)
+    doomed = rules.lease_reads_retired and (yield IsBeingDeleted(attempt))
+    doomed = doomed or (rules.lease_reads_thinned and (yield Read(attempt, "thinned")))
+    if rules.lease_reads_manifest:
+        doomed = doomed or (yield Read(attempt, "register")) != COMMITTED
+    if not doomed:
+        yield TellReading(attempt, process)
+    yield RemoveLease(attempt, process)
     return None
 
 

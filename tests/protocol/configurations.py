@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .actors import Stage, Writer, claim, collect, cut_power, first_owner, look, pin, stage
+from .actors import (
+    Stage,
+    Writer,
+    claim,
+    collect,
+    cut_power,
+    first_owner,
+    look,
+    pin,
+    read_leased,
+    stage,
+)
 from .explorer import Configuration
 from .rules import Rules
 
@@ -91,6 +102,26 @@ def _pins(rules: Rules) -> Configuration:
         ("pinner", stage(pin, rules, "c1")),
     )
     return Configuration(name="pins", actors=actors)
+
+
+def _leases(rules: Rules) -> Configuration:
+    """Two writers delete what a process reads under a lease; a writer and the reader may die."""
+    actors = (
+        _s1(rules, saves=("a1",), deletes=("c1", "c1")),
+        _later(rules, "s2", saves=("a2",), deletes=("c1", "c1")),
+        ("e1", stage(read_leased, rules, "e1", "c1")),
+    )
+    return Configuration(name="leases", actors=actors, mortal=("s1", "e1"))
+
+
+def _leases_and_thinning(rules: Rules) -> Configuration:
+    """The owner and its successor thin what a process reads under a lease."""
+    actors = (
+        _s1(rules, saves=("a1",), thins="c1"),
+        _later(rules, "s2", saves=("a2",), thins="c1"),
+        ("e1", stage(read_leased, rules, "e1", "c1")),
+    )
+    return Configuration(name="leases and thinning", actors=actors, mortal=("e1",))
 
 
 def _own_attempts(rules: Rules) -> Configuration:
@@ -202,6 +233,8 @@ CONFIGURATIONS: tuple[Callable[[Rules], Configuration], ...] = (
     _takeover_of_rollback,
     _readers,
     _pins,
+    _leases,
+    _leases_and_thinning,
     _own_attempts,
     _death,
     _remote_death,

@@ -14,6 +14,7 @@ from holdfast.care.retention import Deleter
 from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.claim import Choice, Claim, claim_run, dropped, is_being_deleted
 from holdfast.engine.commit import begin, commit
+from holdfast.engine.leases import leased
 from holdfast.engine.notes import annotate
 from holdfast.errors import (
     CommitConflict,
@@ -52,6 +53,8 @@ class Record:
     """A resume of the latest that went on from before what had been acknowledged."""
     acknowledged: set[str] = field(default_factory=set)
     pinned: set[str] = field(default_factory=set)
+    reading: list[str] = field(default_factory=list)
+    """Folders that somebody reads under a lease."""
     committed: set[str] = field(default_factory=set)
     finished: set[str] = field(default_factory=set)
     lost_readers: int = 0
@@ -154,6 +157,7 @@ def _retain(store: Store, claim: Claim, *, has_committed: bool, rule: Rule = _NE
         retracted=lambda entry, why: None,
         thinned=lambda entry, components, why: None,
         failed=lambda entry, error: None,
+        postponed=lambda entry, why: None,
     )
     for entry in Catalog(store).checkpoints():
         deleter.trust(entry)  # the files here are dummies that no reading back would accept
@@ -283,6 +287,29 @@ def reader(record: Record) -> Actor:
     return actor
 
 
+def leaser(record: Record) -> Actor:
+    """Somebody reads the oldest checkpoint, which must not go meanwhile."""
+
+    def actor(store: Store) -> None:
+        entries = Catalog(store).checkpoints()
+        if not entries:
+            return
+        entry = entries[-1]
+        try:
+            with leased(store, entry.folder):
+                lost = dropped(
+                    store, entry.folder, entry.manifest, Catalog(store).marks(entry.folder)
+                )
+                if not lost:
+                    record.reading.append(entry.folder)
+                    assert _is_readable(store, entry), "V13 what is read under a lease is gone"
+                    record.reading.remove(entry.folder)
+        except (NoCheckpoint, OutcomeUnknown):
+            return
+
+    return actor
+
+
 def _is_readable(store: Store, entry: Entry) -> bool:
     try:
         return all(store.get(f"{entry.folder}/{name}") for name in entry.manifest.files)
@@ -311,6 +338,10 @@ def check(store: MemoryStore, record: Record) -> None:
     record.committed |= set(committed)
     assert record.acknowledged <= record.committed, "V3 told OK though nothing was committed"
     assert record.pinned <= set(committed), "V8 a pinned checkpoint is gone"
+    for folder in record.reading:
+        assert folder in committed, "V13 what is read under a lease is gone"
+        missing = set(committed[folder].files) - set(store.children(folder))
+        assert not missing, "V13 what is read under a lease is thinned"
     assert not record.lost_readers, "V7 a reader finds nothing"
     assert Catalog(store).head() is not None, "V4 the run stands nowhere"
     _check_owner(store, record, committed)

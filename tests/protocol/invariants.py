@@ -23,6 +23,8 @@ def violations(world: World, rules: Rules, *, is_strict: bool) -> tuple[str, ...
     found = list(world.alarms)
     for folder in world.folders:
         found += _broken_in_folder(folder)
+        if not folder.is_whole and not folder.read_by <= world.dead:
+            found.append("V13 a checkpoint lost files while a process read it under a lease")
     found += _broken_ownership(world)
     found += _broken_standing(world, rules, is_strict)
     return tuple(found)

@@ -62,6 +62,15 @@ class IsBeingDeleted(NamedTuple):
         yield world.is_being_deleted(self.attempt), world
 
 
+class IsRead(NamedTuple):
+    """Whether somebody who is not known to be dead has a lease on the checkpoint."""
+
+    attempt: str
+
+    def run(self, world: World) -> Outcomes:
+        yield world.is_read(self.attempt), world
+
+
 class ReadClaim(NamedTuple):
     """The claim of an epoch, or None: the fence, and the reading back of a claim."""
 
@@ -348,6 +357,43 @@ class PutPin(NamedTuple):
 
     def run(self, world: World) -> Outcomes:
         yield DONE, world.having(self.attempt, pinned=True)
+
+
+class PutLease(NamedTuple):
+    """Say in `readers/` that a process reads a checkpoint."""
+
+    attempt: str
+    process: str
+
+    def run(self, world: World) -> Outcomes:
+        leases = world.folder(self.attempt).leases | {self.process}
+        yield DONE, world.having(self.attempt, leases=leases)
+
+
+class RemoveLease(NamedTuple):
+    """Take it back: from now on the process reads nothing of it."""
+
+    attempt: str
+    process: str
+
+    def run(self, world: World) -> Outcomes:
+        folder = world.folder(self.attempt)
+        ours = {self.process}
+        yield (
+            DONE,
+            world.having(self.attempt, leases=folder.leases - ours, read_by=folder.read_by - ours),
+        )
+
+
+class TellReading(NamedTuple):
+    """Tell a process that the checkpoint stays while it reads."""
+
+    attempt: str
+    process: str
+
+    def run(self, world: World) -> Outcomes:
+        read_by = world.folder(self.attempt).read_by | {self.process}
+        yield DONE, world.having(self.attempt, read_by=read_by)
 
 
 class TellPinned(NamedTuple):

@@ -79,6 +79,18 @@ class Rules:
     thin_reads_fence: bool = True
     """... and reads the fence in between."""
 
+    # Rule 8, leases.
+    leases_after_retired: bool = True
+    """A deleter looks for leases after its mark."""
+    leases_after_thinned: bool = True
+    """... and so does a thinner."""
+    lease_reads_retired: bool = True
+    """A reader puts its lease, then reads `retired`."""
+    lease_reads_thinned: bool = True
+    """... and the marks of thinners."""
+    lease_reads_manifest: bool = True
+    """... and then the manifest (a folder may have been removed whole)."""
+
     # Rule 5, local order.
     files_synced_first: bool = True
     """Files are on stable storage before the manifest is put."""

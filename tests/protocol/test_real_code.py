@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import pytest
 
+from holdfast.care import retention
+from holdfast.engine import leases
 from holdfast.engine.claim import Claim
 from holdfast.errors import HoldfastError
 from holdfast.store.memory import MemoryStore
@@ -53,11 +56,22 @@ def _thinning(store: MemoryStore, record: Record, claim: Claim) -> Mapping[str, 
     }
 
 
+def _leases(store: MemoryStore, record: Record, claim: Claim) -> Mapping[str, Actor]:
+    return {
+        "s1": crew.saver(claim, record, first=3),
+        "s2": crew.taker(record, rolls_back=False),
+        "gc": crew.collector(),
+        "e1": crew.leaser(record),
+        "e2": crew.leaser(record),
+    }
+
+
 CASTS: dict[str, Cast] = {
     "takeover": _takeover,
     "rollback": _rollback,
     "two takeovers": _two_takeovers,
     "thinning": _thinning,
+    "leases": _leases,
 }
 FAULTS = Faults(lose_reply=0.1, delay=0.1, crash=0.01, pause=0.03, strikes=crew.is_lossy)
 
@@ -78,6 +92,14 @@ PAIRS: dict[str, Cast] = {
     "thinner and pinner": lambda store, record, claim: {
         "s1": crew.thinner(claim),
         "pinner": crew.pinner(record),
+    },
+    "deleter and leaser": lambda store, record, claim: {
+        "s1": crew.deleter(claim),
+        "e1": crew.leaser(record),
+    },
+    "thinner and leaser": lambda store, record, claim: {
+        "s1": crew.thinner(claim),
+        "e1": crew.leaser(record),
     },
     "saver and gc": lambda store, record, claim: {
         "s1": crew.saver(claim, record, first=3, num_saves=1),
@@ -152,6 +174,45 @@ def test_the_run_stands_where_people_were_told(name: str) -> None:
 @pytest.mark.parametrize("name", PAIRS)
 def test_two_actors_interrupt_each_other_anywhere(name: str) -> None:
     """R10, R20, R22: every schedule of two actors in which each is interrupted at most once."""
+    interrupt_anywhere(name)
+
+
+def _nobody_reads(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    """Mutant: the deleter looks for leases before its mark only."""
+    real = getattr(retention, function)
+    monkeypatch.setattr(
+        retention,
+        function,
+        lambda *args, **options: real(*args, **{**options, "is_read": lambda: False}),
+    )
+
+
+def _reader_does_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: the reader trusts its lease at once."""
+    monkeypatch.setattr(leases, "_expect_standing", lambda store, folder: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "mutant"),
+    [
+        ("deleter and leaser", partial(_nobody_reads, function="retract")),
+        ("thinner and leaser", partial(_nobody_reads, function="thin")),
+        ("deleter and leaser", _reader_does_not_look),
+    ],
+)
+def test_a_lease_that_one_side_does_not_look_for_is_caught(
+    name: str,
+    mutant: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """R22: each breaks our own code; the test above must notice."""
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match="V13"):
+        interrupt_anywhere(name)
+
+
+def interrupt_anywhere(name: str) -> None:
+    """Every schedule of a pair in which each is interrupted at most once."""
     store, record = MemoryStore(), Record()
     one, two = PAIRS[name](store, record, crew.first_run(store, record))
     steps = play(PAIRS[name], 0, faults=Faults(), plan=[one] * 500 + [two] * 500).steps

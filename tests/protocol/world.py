@@ -33,6 +33,7 @@ class Folder(NamedTuple):
     thinned: bool = False
     pinned: bool = False
     unsynced: frozenset[str] = frozenset()  # of "files", "manifest"; a power cut may take them
+    leases: frozenset[str] = frozenset()  # processes that said in `readers/` that they read it
     in_flight: bool = False  # a copy of the manifest's put may land at any later time
     # ghosts
     appeared: bool = False  # its manifest was there at some time
@@ -41,6 +42,7 @@ class Folder(NamedTuple):
     put_late: bool = False  # a later claim stood when the manifest appeared
     told: str = NOTHING
     pin_told: bool = False
+    read_by: frozenset[str] = frozenset()  # processes that were told that it stays for them
 
     @property
     def is_whole(self) -> bool:
@@ -103,6 +105,10 @@ class World(NamedTuple):
     def is_being_deleted(self, attempt: str) -> bool:
         """Whether a deleter that may still act has marked it."""
         return any(not self.has_ended(epoch) for epoch in self.folder(attempt).retired)
+
+    def is_read(self, attempt: str) -> bool:
+        """Whether a process that is not known to be dead has a lease on it."""
+        return not self.folder(attempt).leases <= self.dead
 
     def order(self, attempt: str) -> tuple[int, int]:
         """(epoch, sequence), the order of commits."""

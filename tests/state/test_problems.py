@@ -60,9 +60,9 @@ def test_a_callable_that_gives_no_name_is_refused() -> None:
         image({"model": layers("a")}).prepare({"model": layers("a")}, rename=lambda name: None)
 
 
-@pytest.mark.parametrize("entry", ["nobody", "model.c", "model.a.weigh", "model.*", "mode", "a"])
+@pytest.mark.parametrize("entry", ["nobody", "model.c", "model.a.weigh", "model.*.b", "mode", "a"])
 def test_an_entry_that_skips_nothing_is_refused(entry: str) -> None:
-    """D58: exact names and path prefixes, no patterns, and no silent miss."""
+    """D58: no silent miss."""
     with pytest.raises(UsageError, match="nothing is called"):
         image({"model": layers("a")}).prepare({"model": layers("a")}, skip=[entry])
 

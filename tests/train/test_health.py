@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.engine.catalog import Catalog
-from holdfast.errors import UsageError
+from holdfast.errors import SaveSkipped, UsageError
 from holdfast.store import open_store
 from holdfast.store.memory import MemoryStore
 from holdfast.train import Callback, Training, UnhealthyState
@@ -89,7 +89,7 @@ def test_a_save_that_a_callback_asks_for_is_left_out_too(tmp_path: Path) -> None
             assert training.manager is not None
             pending = training.manager.save(training.counters.step)
             if training.counters.step == 1:
-                with pytest.raises(UnhealthyState):
+                with pytest.raises(SaveSkipped):
                     pending.wait()
 
     outcome = make(tmp_path, every=None, unhealthy="skip", callbacks=[Spoil(1), Ask()]).fit(2)

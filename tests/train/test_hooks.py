@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from holdfast.data import Loader
 from holdfast.store.memory import MemoryStore
@@ -14,7 +16,7 @@ from holdfast.testing.faulty import Fault, FaultyStore
 from holdfast.train import Callback, HookFailed, Training, Validation
 from holdfast.train.hooks import HOOKS
 from train.hooks_page import PAGE, page
-from train.small import Noisy, make
+from train.small import Noisy, make, network
 
 
 def recorder(calls: list[str], **members: Any) -> Callback:
@@ -67,10 +69,10 @@ def test_the_order_of_a_whole_training(tmp_path: Path) -> None:
     """A5, A30, D54: every hook at its place, the save of a step after its validation and log."""
     calls: list[str] = []
     made = trainer(tmp_path, calls, log_every=3)
-    assert calls == ["setup"]
+    assert calls == ["model_made", "setup"]
     made.fit(4)
     last = ["before_data", "step_start", *BATCH, *UPDATE, "step_end", "epoch_end"]
-    assert calls[1:] == [
+    assert calls[2:] == [
         *("before_load", "fit_start", "epoch_start"),
         *(*STEP,),
         *(*STEP, *VALIDATION, "log"),
@@ -87,7 +89,10 @@ def test_the_order_of_a_resume_and_of_a_rerun(tmp_path: Path) -> None:
     trainer(tmp_path, []).fit(1)
     made = trainer(tmp_path, calls)
     made.fit(2)
-    assert calls[:5] == ["setup", "before_load", "resumed", "fit_start", *STEP[:1]]
+    assert calls[:7] == [
+        *("model_made", "setup", "before_load", "resumed", "fit_start", "checkpoint_loaded"),
+        *STEP[:1],
+    ]
     calls.clear()
     made.fit(2)
     assert calls == ["before_load", "resumed", "already_done", "close"]
@@ -106,10 +111,12 @@ def test_the_order_of_a_save_that_fails(tmp_path: Path) -> None:
 def test_the_order_of_a_validation_alone(tmp_path: Path) -> None:
     calls: list[str] = []
     trainer(tmp_path, calls).validate()
-    assert calls == ["setup", *VALIDATION, "close"]
+    assert calls == ["model_made", "setup", *VALIDATION, "close"]
 
 
-@pytest.mark.parametrize("hook", [name for name in HOOKS if name not in ("exception", "setup")])
+@pytest.mark.parametrize(
+    "hook", [name for name in HOOKS if name not in ("exception", "model_made", "setup")]
+)
 def test_an_error_in_any_hook_ends_in_exception_and_close(hook: str) -> None:
     """K7: it names the hook, whichever it is, and everybody is told."""
     calls: list[str] = []
@@ -135,13 +142,35 @@ def test_an_error_in_any_hook_ends_in_exception_and_close(hook: str) -> None:
             callbacks=callbacks,
         )
 
-    if hook in ("resumed", "already_done"):
-        short().fit(4)
+    if hook in ("resumed", "already_done", "checkpoint_loaded"):
+        short().fit(3 if hook == "checkpoint_loaded" else 4)
     made = short(recorder(calls), Fails())
     with pytest.raises(HookFailed, match=rf"Fails\.{hook} failed: RuntimeError\('mine'\)"):
         made.fit(4)
     assert calls[-2:] == (["fit_end", "close"] if hook == "close" else ["exception", "close"])
     assert made.manager is None
+
+
+def test_the_model_may_be_rebuilt_before_its_optimizer_is_made() -> None:
+    """K6: what a callback puts into it is trained and averaged."""
+
+    class Wider(Callback):
+        def model_made(self, training: Training) -> None:
+            training.model.append(nn.Linear(1, 1))  # type: ignore[operator]
+
+    made = make(
+        MemoryStore(),
+        model=network,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        ema=0.5,
+        callbacks=[Wider()],
+    )
+    before = made.model[3].weight.item()
+    made.fit(1)
+    assert made.model[3].weight.item() != before
+    assert made.ema.model[3].weight.item() == pytest.approx(
+        (before + made.model[3].weight.item()) / 2
+    )
 
 
 def test_the_page_is_what_the_code_says() -> None:
@@ -155,7 +184,7 @@ def test_a_callback_can_only_record_what_it_was_given() -> None:
 
     class Other(Callback):
         def fit_start(self, training: Training) -> None:
-            assert calls == ["setup"]
+            assert calls == ["model_made", "setup"]
 
     make(MemoryStore(), callbacks=[Other()]).fit(1)
-    assert calls == ["setup"]
+    assert calls == ["model_made", "setup"]

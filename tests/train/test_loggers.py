@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.train.loggers import JsonLines, drop_beyond
+from train.small import make
 
 
 class Now:
@@ -55,6 +56,26 @@ def test_a_file_with_nothing_to_drop_is_not_replaced(tmp_path: Path) -> None:
     assert drop_beyond(path, 2) == 0
     assert path.stat().st_ino == before
     assert drop_beyond(tmp_path / "none.jsonl", 2) == 0
+
+
+def test_what_saves_and_loads_took_is_in_the_log(tmp_path: Path) -> None:
+    """K45: stall, duration and bytes, of each checkpoint and of each resume."""
+    for until in (2, 5):
+        make(tmp_path, every="2step").fit(until)
+    text = (tmp_path / "log" / "train.jsonl").read_text("utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    costs = {
+        kind: [line for line in lines if f"{kind}/nbytes" in line["metrics"]]
+        for kind in ("save", "load")
+    }
+    assert {kind: [line["step"] for line in found] for kind, found in costs.items()} == {
+        "save": [2, 4, 5],
+        "load": [2],
+    }
+    assert [line["epoch"] for line in costs["save"]] == [0, 0, 1]
+    assert set(costs["save"][0]["metrics"]) == {"save/stall_s", "save/duration_s", "save/nbytes"}
+    assert set(costs["load"][0]["metrics"]) == {"load/duration_s", "load/nbytes"}
+    assert all(value > 0 for line in costs["load"] for value in line["metrics"].values())
 
 
 def test_values_that_are_not_finite_stay_json(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, ReduceLROnPlateau, StepLR
 
 from holdfast.errors import UsageError
 from holdfast.store.memory import MemoryStore
@@ -55,13 +55,49 @@ def test_they_are_resumed(tmp_path: Path) -> None:
         assert again.state[name].state_dict() == straight.state[name].state_dict()
 
 
-def test_several_on_all_groups_step_one_after_the_other() -> None:
-    trainer = two_groups(
-        MemoryStore(),
-        [lambda optimizer: StepLR(optimizer, 1, gamma=0.5), lambda optimizer: StepLR(optimizer, 2)],
-    )
-    trainer.fit(2)
+def chained(optimizer: Any) -> ChainedScheduler:
+    return ChainedScheduler([StepLR(optimizer, 1, gamma=0.5), StepLR(optimizer, 2)])
+
+
+def test_several_on_one_group_are_chained(tmp_path: Path) -> None:
+    """K37: and the chain is resumed."""
+    for until in (1, 2):
+        trainer = two_groups(tmp_path, [for_group(0, chained), for_group(1, chained)])
+        trainer.fit(until)
     assert rates(trainer) == [pytest.approx(0.025), pytest.approx(0.0125)]
+
+
+@pytest.mark.parametrize(
+    "schedulers",
+    [
+        [for_group(1, lambda optimizer: StepLR(optimizer, 1)), for_group(1, chained)],
+        [for_group(1, lambda optimizer: StepLR(optimizer, 1)), chained],
+        [lambda optimizer: StepLR(optimizer, 1), lambda optimizer: StepLR(optimizer, 2)],
+    ],
+)
+def test_two_that_set_the_rate_of_one_group_are_refused(schedulers: list[Any]) -> None:
+    """K37."""
+    with pytest.raises(UsageError, match="numbers 0 and 1 both set"):
+        two_groups(MemoryStore(), schedulers)
+
+
+def test_what_is_no_scheduler_of_torch_may_share_a_group() -> None:
+    class Momentum:
+        def __init__(self) -> None:
+            self.num_steps = 0
+
+        def step(self) -> None:
+            self.num_steps += 1
+
+        def state_dict(self) -> dict[str, int]:
+            return {"num_steps": self.num_steps}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.num_steps = state["num_steps"]
+
+    own = Momentum()
+    two_groups(MemoryStore(), [own, lambda optimizer: StepLR(optimizer, 1)]).fit(3)
+    assert own.num_steps == 3
 
 
 def test_an_object_is_taken_as_it_is() -> None:

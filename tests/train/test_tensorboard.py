@@ -60,6 +60,7 @@ def test_steps_that_are_done_again_are_there_once(tmp_path: Path) -> None:
     assert [step for step, _ in scalars(tmp_path / "broken" / "events")["loss"]] == [1, 2, 3, 4, 5]
     resumed = train(tmp_path / "broken", 9)
     assert resumed["loss"] == straight["loss"]
+    assert [step for step, _ in resumed["load/nbytes"]] == [3]
     assert resumed["val/loss"] == straight["val/loss"]
 
 

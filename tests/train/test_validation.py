@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader
 from holdfast.data import Loader
 from holdfast.engine.catalog import Catalog
 from holdfast.errors import NoCheckpoint, UsageError
+from holdfast.policy.classes import SavePolicy
 from holdfast.store import open_store
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.resume import leaf_digests
-from holdfast.train import Callback, Metrics, Training, Validation
+from holdfast.train import Callback, Downstream, HookFailed, Metrics, Training, Validation
 from train.small import Noisy, make, mean_square
 
 
@@ -271,3 +272,204 @@ def test_what_cannot_work_is_refused_at_construction(plan: dict[str, Any]) -> No
     """K35, D47."""
     with pytest.raises(UsageError, match="validation"):
         make(MemoryStore(), validate=Validation(**{"data": held_out(), **plan}))
+
+
+def test_several_have_their_own_times_data_losses_and_names() -> None:
+    seen = Seen()
+    plans = [
+        Validation(name="quick", data=held_out(), every="2step", batches=1),
+        Validation(
+            name="full",
+            data={"one": held_out(), "two": held_out()},
+            every="5step",
+            at_end=False,
+            loss=lambda model, batch: batch.mean(),
+        ),
+    ]
+    make(MemoryStore(), validate=plans, callbacks=[seen]).fit(7)
+    found = [
+        (step, name.removesuffix("/loss"))
+        for step, metrics in zip(seen.steps, seen.metrics, strict=True)
+        for name in metrics
+        if name.endswith("/loss")
+    ]
+    assert found == [
+        *[(2, "val/quick"), (4, "val/quick")],
+        *[(5, "val/full/one"), (5, "val/full/two")],
+        *[(6, "val/quick"), (7, "val/quick")],
+    ]
+    assert seen.metrics[2]["val/full/one/loss"] == 2.0
+
+
+def test_a_check_runs_at_some_validations_and_at_the_last_one(tmp_path: Path) -> None:
+    """K48: as a part of the validation, with its metrics in the checkpoint."""
+    models: list[tuple[int, bool, bool]] = []
+
+    def run(model: nn.Module) -> dict[str, Any]:
+        models.append((trainer.counters.step, model.training, torch.is_grad_enabled()))
+        return {"score": torch.tensor(float(trainer.counters.step)), "draw": random.random()}
+
+    seen = Seen()
+    check = Downstream(name="text", run=run, every_n_vals=3)
+    plan = Validation(data=held_out(), every="2step", downstream=[check])
+    trainer = make(tmp_path, every="2step", validate=plan, callbacks=[seen])
+    trainer.fit(9)
+    assert models == [(6, False, False), (9, False, False)]
+    assert seen.steps == [2, 4, 6, 6, 8, 9, 9]
+    metrics = {
+        entry.step: entry.manifest.metrics for entry in Catalog(open_store(tmp_path)).checkpoints()
+    }
+    name = "val/text/score"
+    scores = {step: found[name] for step, found in metrics.items() if name in found}
+    assert scores == {6: 6.0, 9: 9.0}
+    assert "val/text/score" in trainer.validate()
+
+
+def test_a_check_comes_again_where_it_would_without_a_resume(tmp_path: Path) -> None:
+    """K48: its turns depend on steps alone, and on no process."""
+
+    def steps_of(root: Any, *goals: int) -> list[int]:
+        seen = Seen()
+        for goal in goals:
+            check = Downstream(name="text", run=lambda model: {"score": 1.0}, every_n_vals=2)
+            plan = Validation(data=held_out(), every="2step", at_end=False, downstream=[check])
+            make(root, validate=plan, callbacks=[seen]).fit(goal)
+        checked = zip(seen.steps, seen.metrics, strict=True)
+        return [step for step, metrics in checked if "val/text/score" in metrics]
+
+    assert steps_of(MemoryStore(), 13) == [4, 8, 12]
+    assert steps_of(tmp_path, 3, 5, 13) == [4, 8, 12]
+
+
+def test_what_was_validated_at_the_goal_is_not_validated_again(tmp_path: Path) -> None:
+    """Each validation and check by itself: a rerun does what is missing at the end."""
+    names: list[str] = []
+
+    class Names(Callback):
+        def validation_end(self, training: Training, name: str, metrics: Metrics) -> None:
+            names.append(f"{training.counters.step} {name}")
+
+    class Ends(Callback):
+        def before_data(self, training: Training) -> None:
+            if training.counters.step == 3:
+                raise RuntimeError
+
+    check = Downstream(name="text", run=lambda model: {"score": 1.0}, every_n_vals=2)
+    options: dict[str, Any] = {
+        "every": SavePolicy(ephemeral="1step"),
+        "validate": [
+            Validation(name="a", data=held_out(), every="3step", downstream=[check]),
+            Validation(name="b", data=held_out(), every="4step"),
+        ],
+    }
+    with pytest.raises(HookFailed):
+        make(tmp_path, callbacks=[Names(), Ends()], **options).fit(9)
+    assert names == ["3 a"]
+    names.clear()
+    make(tmp_path, callbacks=[Names()], **options).fit(3)
+    assert names == ["3 a/text", "3 b"]
+
+
+def test_names_that_clash_are_refused() -> None:
+    one = Validation(data=held_out())
+    check = Downstream(name="one", run=lambda model: {})
+    for plans in (
+        [one, one],
+        [Validation(data={"one": held_out()}, downstream=[check])],
+        [Validation(name="one", data=held_out()), Validation(data={"one": held_out()})],
+    ):
+        with pytest.raises(UsageError, match="two have the name"):
+            make(MemoryStore(), validate=plans)
+    with pytest.raises(UsageError, match="is not a Validation"):
+        make(MemoryStore(), validate=[one, held_out()])
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        {"name": ""},
+        {"name": 5},
+        {"run": None},
+        {"every_n_vals": 0},
+        {"every_n_vals": True},
+    ],
+)
+def test_what_is_no_check_is_refused(check: dict[str, Any]) -> None:
+    """K48."""
+    with pytest.raises(UsageError, match="downstream"):
+        Downstream(**{"name": "text", "run": dict, **check})
+
+
+def test_a_check_must_give_numbers() -> None:
+    for metrics, message in (({}, "no metric"), ({"score": "high"}, "not a number")):
+        check = Downstream(name="text", run=lambda model, metrics=metrics: metrics)  # type: ignore[misc]
+        plan = Validation(data=held_out(), downstream=[check])
+        with pytest.raises(UsageError, match=message):
+            make(MemoryStore(), validate=plan).validate()
+
+
+def test_a_model_has_its_own_weights_after_the_validation_of_a_checkpoint(tmp_path: Path) -> None:
+    make(tmp_path, ema=0.5).fit(2)
+    other = make(tmp_path, validate=held_out(), ema=0.5)
+    before = leaf_digests(other.state)
+    own = other.validate()
+    assert other.validate("latest") != own
+    assert other.validate() == own
+    assert leaf_digests(other.state) == before
+
+
+def test_checkpoints_are_validated_by_step_each_once(tmp_path: Path) -> None:
+    """K14, D63: whatever names them, in whichever order, on all loaders."""
+    seen = Seen()
+    plan = Validation(data=held_out(), every="1step")
+    root = tmp_path / "runs" / "one"
+    make(root, every="1step", validate=plan, callbacks=[seen]).fit(4)
+    make(tmp_path / "runs" / "two", every=None).fit(1)
+    (tmp_path / "runs" / "other").mkdir()
+    expected = {step: seen.metrics[step - 1]["val/loss"] for step in (1, 2, 3, 4)}
+    other = make(root, validate=held_out())
+
+    def found(which: Any) -> list[int]:
+        results = other.validate_all(which)
+        for result in results:
+            assert result.metrics["val/loss"] == expected[result.checkpoint.step]
+        return [result.checkpoint.step for result in results]
+
+    assert found(None) == [4]
+    assert found(["latest", 2, "step=4", "step-0000000[12]"]) == [1, 2, 4]
+    assert found("step=*") == [1, 2, 3, 4]
+    assert found(f"{tmp_path}/*/*@step=[34]") == [3, 4]
+    assert found([root, 1]) == [1, 4]
+    assert found(f"{tmp_path}/runs/*") == [1, 4]
+    assert found([f"{root}/step-*3.*", next(root.glob("step-*2.*")), root / "log"][:2]) == [2, 3]
+    with pytest.raises(UsageError, match="2 checkpoints; use validate_all"):
+        other.validate("step=[12]")
+
+
+def test_nothing_runs_where_a_pattern_matches_nothing(tmp_path: Path) -> None:
+    """K14."""
+    seen = Seen()
+    make(tmp_path).fit(2)
+    other = make(tmp_path, validate=held_out(), callbacks=[seen])
+    for wrong in ("step=9*", "nothing", f"{tmp_path}/none-*", f"{tmp_path}@step=[5-9]"):
+        with pytest.raises(NoCheckpoint):
+            other.validate_all(["latest", wrong])
+    for no_name in ([], [1.5], [True], [None]):
+        with pytest.raises(UsageError, match="which"):
+            other.validate_all(no_name)  # type: ignore[arg-type]
+    assert seen.steps == []
+    with pytest.raises(UsageError, match="nothing to validate"):
+        make(tmp_path).validate_all()
+
+
+def test_weights_come_back_when_a_validation_of_checkpoints_fails(tmp_path: Path) -> None:
+    make(tmp_path).fit(1)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        raise RuntimeError("in validation")
+
+    other = make(tmp_path, validate=Validation(data=held_out(), loss=loss))
+    before = leaf_digests({"model": other.model})
+    with pytest.raises(RuntimeError, match="in validation"):
+        other.validate_all()
+    assert leaf_digests({"model": other.model}) == before

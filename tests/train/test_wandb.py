@@ -5,13 +5,15 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from holdfast.errors import UsageError
-from holdfast.train import WeightsAndBiases
+from holdfast.store.memory import MemoryStore
+from holdfast.train import Callback, HookFailed, Training, WeightsAndBiases
 from train.small import make
 
 wandb = pytest.importorskip("wandb")
@@ -64,6 +66,50 @@ def test_a_resumed_run_goes_on_under_its_own_id(tmp_path: Path) -> None:
     lines = [line for file in files for line in history(file)]
     assert [line["step"] for line in lines if "loss" in line] == ["2", "4"]
     assert [line["step"] for line in lines if "save/nbytes" in line] == ["2", "4"]
+
+
+class Ends(Callback):
+    """Raises within the step after `step`, when it has logged something of it."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def before_optimizer_step(self, training: Training) -> None:
+        training.log({"within": 1.0})
+        if training.counters.step == self.step:
+            raise RuntimeError
+
+
+def test_steps_that_are_done_again_are_there_once(tmp_path: Path) -> None:
+    """K45: also what is logged within a step; the position is in a file beside the runs."""
+    lines: list[dict[str, str]] = []
+    for step in (4, 3, 99):
+        folder = tmp_path / "wandb"
+        before = set(folder.glob("offline-run-*/run-*.wandb"))
+        trainer = make(tmp_path / "run", every="2step", callbacks=[logger(tmp_path), Ends(step)])
+        with suppress(HookFailed):
+            trainer.fit(6)
+        wandb.teardown()
+        for file in set(folder.glob("offline-run-*/run-*.wandb")) - before:
+            lines += history(file)
+    steps = {
+        name: [int(line["step"]) for line in lines if name in line]
+        for name in ("loss", "within", "save/nbytes", "load/nbytes")
+    }
+    assert steps == {
+        "loss": [1, 2, 3, 4, 5, 6],
+        "within": [1, 2, 3, 4, 5, 6],
+        "save/nbytes": [2, 4, 6],
+        "load/nbytes": [4, 2],
+    }
+
+
+def test_a_disabled_run_leaves_nothing(tmp_path: Path) -> None:
+    made = WeightsAndBiases(
+        mode="disabled", dir=str(tmp_path), settings=wandb.Settings(silent=True)
+    )
+    make(MemoryStore(), callbacks=[made]).fit(2)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_the_checkpoint_decides_cannot_be_set() -> None:

@@ -6,7 +6,7 @@ Reads only, and adds nothing that was not recorded; what to make of it is for
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import pairwise
@@ -19,14 +19,14 @@ from holdfast.engine.process import liveness
 from holdfast.errors import FormatError
 from holdfast.format.manifest import Reference
 from holdfast.format.records import Process, Writer
+from holdfast.policy.measured import MAX_S, NUM_RECENT, History, SaveCost, recent
 from holdfast.store.base import Store
 
 Ending = Literal["closed", "failed", "running", "continued", "unknown"]
 """`continued`: the same process claimed again. `unknown`: it ran elsewhere, or was taken over."""
 
 _MIN_STEP_S = 1e-9
-_MAX_S = 1e10
-"""What is beyond these, a nanosecond and three centuries, no clock has measured."""
+"""A nanosecond: no clock has measured a shorter step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +75,16 @@ class Facts:
     """Committed checkpoints of this run that are there."""
     nbytes: int | None
     """Median size of a checkpoint."""
+    saves: tuple[SaveCost, ...]
+    """Those that record how long they stopped training, of the whole state; oldest first."""
     stall: Measured | None
-    """How long training stood still for a save: `capture_s` and `stage_s`."""
+    """How long training stood still for a recent save: `capture_s` and `stage_s`."""
     write: Measured | None
-    """How long a save was written after that: `write_s`."""
+    """How long a recent save was written after that: `write_s`."""
+    delay: Measured | None
+    """By how much that delayed training: `delay_s`, which `every="auto"` measures."""
+    resume: Measured | None
+    """How long a resume took: `resume_s`. The start of a process is not in it."""
     step: Measured | None
     """Length of a step between saves, their stalls left out."""
     spacing: Spacing | None
@@ -94,6 +100,16 @@ class Facts:
         """Starts whose process is gone and that did not end cleanly."""
         return sum(start.ending == "failed" for start in self.starts)
 
+    @property
+    def history(self) -> History:
+        """What of this an interval rests on."""
+        return History(
+            saves=self.saves,
+            resumes_s=tuple(_known(save.resume_s for save in self.saves)),
+            num_failures=self.num_failures,
+            trained_s=self.trained_s,
+        )
+
 
 def gather(store: Store) -> Facts:
     """Read what a run has recorded. Claims and writes nothing.
@@ -106,9 +122,9 @@ def gather(store: Store) -> Facts:
     epochs = sorted(catalog.claims())
     claims, broken = _read_claims(catalog, epochs)
     entries = _of_this_run(survey, epochs)
-    stalls = [stall for entry in entries if (stall := _stall_s(entry)) is not None]
+    saves = [cost for entry in entries if (cost := _cost(entry)) and not entry.manifest.left_out]
+    counted = recent(saves)
     walls = [entry.manifest.timestamp.wall_s for entry in entries]
-    writes = [_timing(entry, "write_s") for entry in entries]
     steps = [
         _work_s(before, after) / (after.step - before.step)
         for before, after in _neighbours(entries)
@@ -117,11 +133,14 @@ def gather(store: Store) -> Facts:
     return Facts(
         num_saves=len(entries),
         nbytes=int(median(e.manifest.nbytes for e in entries)) if entries else None,
-        stall=_measured(stalls),
-        write=_measured([seconds for seconds in writes if seconds is not None]),
+        saves=tuple(saves),
+        stall=_measured([cost.stall_s for cost in counted]),
+        write=_measured(_known(cost.write_s for cost in counted)),
+        delay=_measured(_known(cost.delay_s for cost in counted)),
+        resume=_measured(_known(cost.resume_s for cost in saves)[-NUM_RECENT:]),
         step=_measured(steps),
         spacing=_spacing(entries, by_interval=True) or _spacing(entries, by_interval=False),
-        trained_s=max((wall_s for wall_s in walls if 0 <= wall_s < _MAX_S), default=0.0),
+        trained_s=max((wall_s for wall_s in walls if 0 <= wall_s < MAX_S), default=0.0),
         starts=tuple(_starts(store, claims, entries)),
         unreadable=(*(f"{folder}: {reason}" for folder, reason in damaged), *broken),
     )
@@ -152,14 +171,12 @@ def _measured(readings: Sequence[float]) -> Measured | None:
     return Measured(seconds=median(readings), count=len(readings)) if readings else None
 
 
-def _timing(entry: Entry, name: str) -> float | None:
-    seconds = entry.manifest.timings.get(name)
-    return seconds if seconds is not None and 0 <= seconds < _MAX_S else None
+def _known(readings: Iterable[float | None]) -> list[float]:
+    return [seconds for seconds in readings if seconds is not None]
 
 
-def _stall_s(entry: Entry) -> float | None:
-    capture_s, stage_s = _timing(entry, "capture_s"), _timing(entry, "stage_s")
-    return capture_s + stage_s if capture_s is not None and stage_s is not None else None
+def _cost(entry: Entry) -> SaveCost | None:
+    return SaveCost.read(entry.manifest.timings, is_first=entry.order[1] == 1)
 
 
 def _neighbours(entries: Sequence[Entry]) -> Iterator[tuple[Entry, Entry]]:
@@ -173,13 +190,14 @@ def _work_s(before: Entry, after: Entry) -> float:
     A Timestamp is taken as its save begins.
     """
     wall_s = after.manifest.timestamp.wall_s - before.manifest.timestamp.wall_s
-    return wall_s - (_stall_s(before) or 0.0)
+    cost = _cost(before)
+    return wall_s - (cost.stall_s if cost is not None else 0.0)
 
 
 def _is_apart(before: Entry, after: Entry) -> bool:
     """Whether time and steps went by; hands may save twice at a place, and clocks are records."""
     num_steps = after.step - before.step
-    return num_steps > 0 and num_steps * _MIN_STEP_S < _work_s(before, after) < _MAX_S
+    return num_steps > 0 and num_steps * _MIN_STEP_S < _work_s(before, after) < MAX_S
 
 
 def _spacing(entries: Sequence[Entry], *, by_interval: bool) -> Spacing | None:

@@ -13,12 +13,15 @@ from typing import Literal
 from holdfast.engine.catalog import Catalog
 from holdfast.engine.claim import is_live, nothing_in_flight
 from holdfast.engine.commit import mark_aborted, remove_files
-from holdfast.engine.process import is_this_process
+from holdfast.engine.documents import read_if_there
+from holdfast.engine.leases import find_leases
+from holdfast.engine.process import Liveness, is_this_process, liveness
 from holdfast.errors import FormatError, StoreError
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Manifest
+from holdfast.format.records import decode_answer
 from holdfast.store.base import Folders, Store
 
 Outcome = Literal["remove", "mark", "keep"]
@@ -57,6 +60,14 @@ def collect(
             _visit(store, name, judge, report, dry_run=dry_run)
         except (StoreError, FormatError) as error:
             report.failed.append((folder, str(error)))
+    try:
+        _sweep_answers(store, judge, report, own_epoch=own_epoch, dry_run=dry_run)
+    except StoreError as error:
+        report.failed.append((layout.REQUESTS, str(error)))
+    try:
+        _sweep_leases(store, report, dry_run=dry_run)
+    except StoreError as error:
+        report.failed.append((layout.READERS, str(error)))
     _sweep(store, judge, report, own_epoch=own_epoch, dry_run=dry_run)
     return report
 
@@ -122,6 +133,56 @@ def _visit(
     report.nbytes += nbytes
 
 
+def _sweep_answers(
+    store: Store, judge: _Judge, report: GcReport, *, own_epoch: int | None, dry_run: bool
+) -> None:
+    """Remove answers for which nobody waits: the asker is gone, or the owner that it asked is and
+    the asker is not known to live."""
+    for name in filter(layout.is_answer, store.children(layout.REQUESTS)):
+        key = layout.request_key(name)
+        try:
+            asker = _asker(store, key)
+            if asker == "dead" or (asker == "unknown" and not _is_owned(store, judge, own_epoch)):
+                if not dry_run:
+                    store.delete(key)
+                report.removed.append((key, "an answer for which nobody waits"))
+        except StoreError as error:
+            report.failed.append((key, str(error)))
+
+
+def _asker(store: Store, key: str) -> Liveness:
+    try:
+        answer = read_if_there(store, key, decode_answer)
+    except FormatError:
+        return "unknown"
+    return "unknown" if answer is None or answer.asker is None else liveness(answer.asker)
+
+
+def _is_owned(store: Store, judge: _Judge, own_epoch: int | None) -> bool:
+    """Whether another process may be at work in the root."""
+    owner = Catalog(store).highest_epoch()
+    return owner not in (0, own_epoch) and judge.is_live(owner)
+
+
+def _sweep_leases(store: Store, report: GcReport, *, dry_run: bool) -> None:
+    """Remove leases of the dead, and those on what is gone. Silence is for deleters to judge."""
+    for lease in find_leases(store):
+        why = "a lease of a process that is gone" if lease.state == "dead" else ""
+        if not why and not _is_committed(store, lease.folder):
+            why = "a lease on a checkpoint that is gone"
+        if why and not dry_run:
+            store.delete(lease.key)
+        told = report.removed if why else report.kept
+        told.append((lease.key, why or f"{lease.who} reads {lease.folder}, or may"))
+
+
+def _is_committed(store: Store, folder: str) -> bool:
+    try:
+        return isinstance(Catalog(store).read(folder), Manifest)
+    except FormatError:
+        return True
+
+
 def _why(uncommitted: bool, epoch: int, whole: bool) -> str:
     what = "never committed" if uncommitted else "deleted or aborted"
     if whole:
@@ -138,9 +199,7 @@ def _sweep(
     store: Store, judge: _Judge, report: GcReport, *, own_epoch: int | None, dry_run: bool
 ) -> None:
     """Remove what killed preflights and puts left, when no other process may be at it."""
-    catalog = Catalog(store)
-    owner = catalog.highest_epoch()
-    if dry_run or (owner not in (0, own_epoch) and judge.is_live(owner)):
+    if dry_run or _is_owned(store, judge, own_epoch):
         return
     for name in store.children():
         if layout.is_scratch(name.rstrip("/")):
@@ -148,10 +207,12 @@ def _sweep(
             report.removed.append((name.rstrip("/"), "a preflight that did not end"))
     if not isinstance(store, Folders):
         return
-    committed = [entry.folder for entry in catalog.checkpoints()]
-    # An owner's own heartbeat may be under way among the claims.
-    claims = [layout.WRITERS] if own_epoch is None else []
-    for folder in ("", *claims, *committed):
+    committed = [entry.folder for entry in Catalog(store).checkpoints()]
+    # An owner's own heartbeat may be under way among the claims, and requests of others to it.
+    claims = [layout.WRITERS, layout.REQUESTS] if own_epoch is None else []
+    # A reader may be renewing its lease among the others.
+    leases = [] if any(find_leases(store)) else [layout.READERS]
+    for folder in ("", *claims, *leases, *committed):
         try:
             store.sweep(folder)
         except StoreError as error:

@@ -7,7 +7,7 @@ from functools import partial
 
 from holdfast.care.gc import collect
 from holdfast.care.retention import Deleter
-from holdfast.engine.catalog import Entry
+from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.notes import reject
 from holdfast.engine.owner import Ownership
 from holdfast.errors import HoldfastError, Superseded
@@ -20,21 +20,27 @@ from holdfast.store.base import Points, Store
 class Housekeeper:
     """Does the chores of one manager; what goes wrong is told, and tried again next time."""
 
-    def __init__(self, store: Store, owner: Ownership, rule: Rule, emit: Emitter) -> None:
+    def __init__(
+        self, store: Store, owner: Ownership, rule: Rule, emit: Emitter, *, replaces: bool = False
+    ) -> None:
+        """With `replaces` a checkpoint takes the place of older ones of its step."""
         self._store = store
         self._owner = owner
         self._emit = emit
         self._deleter = Deleter(
             store,
             rule,
+            replaces=replaces,
             retracted=self._tell_retracted,
             thinned=self._tell_thinned,
             failed=self._tell_failed,
+            postponed=self._tell_postponed,
         )
 
     def after_commit(self, entry: Entry) -> None:
-        """Move `latest`, then delete what the rule drops."""
-        self._try("latest", partial(self._point_latest, entry.folder))
+        """Move `latest`, if a run can go on from this one, then delete what the rule drops."""
+        if not entry.manifest.left_out:
+            self._try("latest", partial(self._point_latest, entry))
         self._try("retention", self._retain)
 
     def after_claim(self) -> None:
@@ -52,11 +58,15 @@ class Housekeeper:
         by = f"writer {claim.epoch}" if claim is not None else "a reader"
         self._try("rejected mark", partial(reject, self._store, folder, by=by, reason=reason))
 
-    def _point_latest(self, folder: str) -> None:
+    def _point_latest(self, entry: Entry) -> None:
+        is_doubtful = bool(entry.manifest.left_out or entry.manifest.unhealthy)
+        newest = Catalog(self._store).latest() if is_doubtful else entry
+        if newest is None or newest.folder != entry.folder:
+            return
         if isinstance(self._store, Points):
-            self._store.point(layout.LATEST, folder)
+            self._store.point(layout.LATEST, entry.folder)
         else:
-            self._store.put(layout.LATEST, folder.encode())
+            self._store.put(layout.LATEST, entry.folder.encode())
 
     def _retain(self) -> None:
         claim = self._owner.claim
@@ -88,6 +98,14 @@ class Housekeeper:
 
     def _tell_failed(self, entry: Entry, error: HoldfastError) -> None:
         self._emit("housekeeping_failed", f"retention of {entry.folder}: {error}", step=entry.step)
+
+    def _tell_postponed(self, entry: Entry, why: str) -> None:
+        self._emit(
+            "postponed",
+            f"{entry.folder} is deleted or thinned later: {why}",
+            step=entry.step,
+            folder=entry.folder,
+        )
 
     def _try(self, what: str, job: Callable[[], None]) -> None:
         try:

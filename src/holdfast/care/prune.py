@@ -6,11 +6,13 @@ An epoch that never commits moves nothing: the run stands afterwards where it st
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 
 from holdfast.care.retention import Deleter, Planned, plan
 from holdfast.engine.catalog import Catalog, Entry
-from holdfast.engine.claim import Choice, dropped, is_being_deleted
+from holdfast.engine.claim import Choice, Wait, dropped, is_being_deleted
+from holdfast.engine.leases import Readers
 from holdfast.engine.owner import Ownership
 from holdfast.errors import FormatError, HoldfastError, OutcomeUnknown
 from holdfast.events import Emitter
@@ -29,6 +31,8 @@ class Pruned:
     """Folders that lost components."""
     failed: list[tuple[str, str]] = field(default_factory=list)
     """(folder, why) of what could not be done, and of what was found damaged on the way."""
+    postponed: list[tuple[str, str]] = field(default_factory=list)
+    """(folder, why) of what somebody reads; it stays until it is pruned again."""
 
 
 def preview(store: Store, rule: Rule) -> tuple[Planned, ...]:
@@ -40,16 +44,24 @@ def preview(store: Store, rule: Rule) -> tuple[Planned, ...]:
     return plan(catalog, rule, epoch=epoch, resumed_from=point.order if point else None)
 
 
-def prune(store: Store, rule: Rule, *, emit: Emitter) -> Pruned:
+def prune(store: Store, rule: Rule, *, emit: Emitter, watch: Wait | None = None) -> Pruned:
     """Delete and thin what the rule says. Claims the run for that long, when there is work.
+
+    What somebody reads stays. Whether a reader on another host lives is found out by watching its
+    lease for up to `SILENT_S` seconds (`watch(seconds)` waits; a test may pass its own).
 
     Raises:
         OwnedElsewhere: a live process owns the run; its own rule prunes.
         Superseded: another process claimed the run meanwhile; it decides from now on.
     """
     report = Pruned(planned=preview(store, rule))
-    if all(item.decision.keep and not item.decision.drop for item in report.planned):
+    work = {
+        item.entry.folder for item in report.planned if item.decision.drop or not item.decision.keep
+    }
+    if not work:
         return report
+    readers = Readers(store)
+    readers.watch(work, wait=watch or threading.Event().wait, emit=emit)
     owner = Ownership(store, takeover=False, emit=emit)
 
     def tell_failed(entry: Entry, error: HoldfastError) -> None:
@@ -63,6 +75,8 @@ def prune(store: Store, rule: Rule, *, emit: Emitter) -> Pruned:
         retracted=lambda entry, why: report.deleted.append(entry.folder),
         thinned=lambda entry, components, why: report.thinned.append(entry.folder),
         failed=tell_failed,
+        postponed=lambda entry, why: report.postponed.append((entry.folder, why)),
+        readers=readers,
     )
     owner.take(lambda: _standing(store))
     try:
@@ -74,9 +88,10 @@ def prune(store: Store, rule: Rule, *, emit: Emitter) -> Pruned:
 
 
 def _standing(store: Store) -> Choice:
-    """Where the run stands: the newest of the lineage from which it can go on."""
+    """Where the run stands: the newest of the lineage from which it would go on."""
     catalog = Catalog(store)
     passed_over: set[str] = set()
+    unhealthy: Entry | None = None
     for name in catalog.lineage():
         try:
             entry = catalog.entry(name)
@@ -86,7 +101,12 @@ def _standing(store: Store) -> Choice:
         if entry is None:
             continue
         lost = dropped(store, entry.folder, entry.manifest, entry.marks)
-        if not lost and not is_being_deleted(store, entry.marks):
-            return Choice(point=entry.reference, passed_over=frozenset(passed_over))
+        if not (lost or entry.manifest.left_out or is_being_deleted(store, entry.marks)):
+            if not catalog.is_avoided(entry):
+                return Choice(point=entry.reference, passed_over=frozenset(passed_over))
+            unhealthy = unhealthy or entry
         passed_over.add(entry.folder)
-    return Choice(point=None, passed_over=frozenset(passed_over))
+    if unhealthy is None:
+        return Choice(point=None, passed_over=frozenset(passed_over))
+    passed_over.remove(unhealthy.folder)
+    return Choice(point=unhealthy.reference, passed_over=frozenset(passed_over))

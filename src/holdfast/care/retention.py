@@ -12,10 +12,11 @@ from holdfast.care.verify import verify
 from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.claim import Claim, dropped, nothing_in_flight
 from holdfast.engine.commit import retract, settle, thin
+from holdfast.engine.leases import Readers
 from holdfast.engine.notes import reject
 from holdfast.engine.parts import parts_of
 from holdfast.errors import CorruptData, HoldfastError, Superseded
-from holdfast.policy.retention import Candidate, Decision, Rule, decide
+from holdfast.policy.retention import Candidate, Decision, Rule, decide, stands_in
 from holdfast.store.base import Store
 
 
@@ -36,7 +37,12 @@ class Planned:
 
 
 def plan(
-    catalog: Catalog, rule: Rule, *, epoch: int, resumed_from: tuple[int, int] | None
+    catalog: Catalog,
+    rule: Rule,
+    *,
+    epoch: int,
+    resumed_from: tuple[int, int] | None,
+    replaces: bool = False,
 ) -> tuple[Planned, ...]:
     """What the rule says of every committed checkpoint of this run, newest first.
 
@@ -47,6 +53,7 @@ def plan(
         [candidate(catalog.store, entry) for entry in by_order.values()],
         rule,
         resumed_from=resumed_from,
+        replaces=replaces,
     )
     return tuple(
         Planned(entry=by_order[decision.entry.order], decision=decision) for decision in decisions
@@ -57,13 +64,12 @@ def candidate(store: Store, entry: Entry) -> Candidate:
     """What the rules may know of a checkpoint."""
     manifest, marks = entry.manifest, entry.marks
     parts = parts_of(store, entry.folder, manifest, marks)
-    lost = (*parts.begun, *parts.gone)
     return Candidate(
         order=entry.order,
         timestamp=manifest.timestamp,
         created=manifest.created,
         save_class=manifest.save_class,
-        nbytes=manifest.nbytes - sum(manifest.components[name].nbytes for name in lost),
+        nbytes=parts.nbytes,
         metrics=manifest.metrics,
         tags=entry.tags,
         pinned=marks.pinned,
@@ -72,14 +78,19 @@ def candidate(store: Store, entry: Entry) -> Candidate:
         components=parts.whole,
         begun=parts.begun,
         dropped=dropped(store, entry.folder, manifest, marks),
+        healthy=not manifest.unhealthy,
+        savers=manifest.savers,
+        left_out=manifest.left_out,
     )
 
 
 class Deleter:
     """Deletes what the rule does not keep, oldest first, while a claim owns the run.
 
-    Nothing goes unless something newer that stays has been read in full and found whole: what
-    this process resumed from, or else the newest, which is read back then (invariant 4).
+    Nothing goes unless something newer that stays and stands in for it has been read in full and
+    found whole: what this process resumed from, or else the newest, which is read back then
+    (invariant 4). What somebody reads waits for the next time; each reader is told of once (rule
+    8).
     """
 
     def __init__(
@@ -87,15 +98,22 @@ class Deleter:
         store: Store,
         rule: Rule,
         *,
+        replaces: bool = False,
         retracted: Callable[[Entry, str], None],
         thinned: Callable[[Entry, tuple[str, ...], str], None],
         failed: Callable[[Entry, HoldfastError], None],
+        postponed: Callable[[Entry, str], None],
+        readers: Readers | None = None,
     ) -> None:
         self._store = store
         self._rule = rule
+        self._replaces = replaces
         self._retracted = retracted
         self._thinned = thinned
         self._failed = failed
+        self._postponed = postponed
+        self._readers = readers if readers is not None else Readers(store)
+        self._told: set[str] = set()
         self._verified: set[str] = set()
 
     def trust(self, entry: Entry) -> None:
@@ -114,31 +132,44 @@ class Deleter:
         point = claim.resumed_from
         keep = point.order if point is not None and not has_committed else None
         catalog = Catalog(self._store)
-        planned = plan(catalog, self._rule, epoch=claim.epoch, resumed_from=keep)
-        work = [item for item in reversed(planned) if item.decision.drop or not item.decision.keep]
-        stay = [item.entry for item in planned if _is_base(item.decision)]
-        base = self._proven_base(stay, work) if work else None
-        if base is None:
-            return planned
-        settle(self._store, base.folder)
+        planned = plan(
+            catalog, self._rule, epoch=claim.epoch, resumed_from=keep, replaces=self._replaces
+        )
+        wanted = (
+            item for item in reversed(planned) if item.decision.drop or not item.decision.keep
+        )
+        # Before any mark is left: a mark stays, and nobody could begin to read what has one.
+        work = [item for item in wanted if not self._is_read(item.entry)]
+        damaged: set[str] = set()
+        settled: set[str] = set()
         for item in sorted(work, key=lambda item: item.decision.keep):
-            if item.entry.order < base.order:
-                self._do(claim, item)
+            base = self._proven_base(item, planned, damaged)
+            if base is None:
+                continue
+            if base.folder not in settled:
+                settle(self._store, base.folder)
+                settled.add(base.folder)
+            self._do(claim, item)
         return planned
 
-    def _proven_base(self, stay: Sequence[Entry], work: Sequence[Planned]) -> Entry | None:
-        """The newest of those that stay that is known to be whole.
+    def _proven_base(
+        self, item: Planned, planned: Sequence[Planned], damaged: set[str]
+    ) -> Entry | None:
+        """Something newer that stays, stands in for `item` and is known to be whole.
 
-        Reads them back, newest first, until one is, unless what is known is newer than all that
-        is to go.
+        Where none is known yet, reads them back, newest first, until one is. Adds the folders of
+        others to `damaged`.
         """
-        newest_to_go = max(item.entry.order for item in work)
-        known = next((e for e in stay if e.manifest.save_id in self._verified), None)
-        if known is not None and known.order > newest_to_go:
+        newer = [other.entry for other in planned if _is_base(other, item)]
+        known = next((e for e in newer if e.manifest.save_id in self._verified), None)
+        if known is not None:
             return known
-        for entry in stay:
-            if entry is known or self._reads_back_well(entry):
+        for entry in newer:
+            if entry.folder in damaged:
+                continue
+            if self._reads_back_well(entry):
                 return entry
+            damaged.add(entry.folder)
         return None
 
     def _reads_back_well(self, entry: Entry) -> bool:
@@ -169,21 +200,38 @@ class Deleter:
             epoch=claim.epoch,
             reason=reason,
             may_remove_whole=lambda epoch: may_remove_whole(self._store, claim, epoch),
+            is_read=lambda: self._is_read(entry),
         )
         if gone:
             self._retracted(entry, reason)
+            self._readers.tidy(entry.folder)
 
     def _thin(self, claim: Claim, entry: Entry, decision: Decision) -> None:
         if thin(
-            self._store, entry.folder, decision.drop, epoch=claim.epoch, reason=decision.reason
+            self._store,
+            entry.folder,
+            decision.drop,
+            epoch=claim.epoch,
+            reason=decision.reason,
+            is_read=lambda: self._is_read(entry),
         ):
             self._thinned(entry, decision.drop, decision.reason)
 
+    def _is_read(self, entry: Entry) -> bool:
+        """Whether a lease binds; new ones are told of."""
+        leases = self._readers.of(entry.folder)
+        for lease in leases:
+            if lease.key not in self._told:
+                self._told.add(lease.key)
+                self._postponed(entry, f"{lease.who} reads it")
+        return bool(leases)
 
-def _is_base(decision: Decision) -> bool:
-    """Whether it stays whole, so that others may go because of it."""
-    entry = decision.entry
-    return decision.keep and entry.counts and not entry.dropped and not decision.drop
+
+def _is_base(base: Planned, item: Planned) -> bool:
+    """Whether `base` stays as it is, is newer, and so `item` may go because of it."""
+    if not base.decision.keep or base.decision.drop or base.entry.order <= item.entry.order:
+        return False
+    return stands_in(base.decision.entry, item.decision.entry)
 
 
 def may_remove_whole(store: Store, claim: Claim, epoch: int) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from typing import Any, TypeAlias
 
 import msgspec
@@ -16,6 +17,7 @@ from holdfast.care.findings import Problem, Report, RootReport
 from holdfast.care.reading import Block, FolderReader, Seen, look_at
 from holdfast.engine.catalog import Catalog
 from holdfast.engine.documents import read_document
+from holdfast.engine.leases import leased
 from holdfast.engine.parts import Parts, parts_of
 from holdfast.errors import FormatError, NoCheckpoint, NotFound, StoreError
 from holdfast.format import layout
@@ -79,8 +81,25 @@ def verify(store: Store, folder: str, *, progress: Progress | None = None) -> Re
             return report
 
 
-def verify_root(store: Store, *, progress: Progress | None = None) -> RootReport:
+def verify_kept(store: Store, folder: str, *, progress: Progress | None = None) -> Report:
+    """`verify` under a lease, so that retention does not delete the checkpoint meanwhile.
+
+    Raises:
+        NoCheckpoint, DeadlineExceeded: as `verify`.
+    """
+    with ExitStack() as stack:
+        # One that goes already is read as long as it is there.
+        with suppress(NoCheckpoint):
+            stack.enter_context(leased(store, folder))
+        return verify(store, folder, progress=progress)
+
+
+def verify_root(
+    store: Store, *, progress: Progress | None = None, keeps: bool = False
+) -> RootReport:
     """Check every committed checkpoint of a root, and its claims.
+
+    With `keeps` each has a lease while it is read; otherwise nothing is written.
 
     Raises:
         DeadlineExceeded: the storage did not answer for `READ_TIMEOUT_S`.
@@ -90,7 +109,7 @@ def verify_root(store: Store, *, progress: Progress | None = None) -> RootReport
     notes: list[str] = []
     for name in sorted((name for name in names if name is not None), reverse=True):
         try:
-            reports.append(verify(store, str(name), progress=progress))
+            reports.append((verify_kept if keeps else verify)(store, str(name), progress=progress))
         except NoCheckpoint as error:
             notes.append(str(error))
     return RootReport(
@@ -170,6 +189,8 @@ class _Inspection:
         parts = self._parts(manifest)
         dropped = (*parts.begun, *parts.gone)
         self._notes += [f"component {name} was dropped by retention" for name in dropped]
+        self._notes += [f"component {name} was not to be saved" for name in manifest.left_out]
+        self._notes += [f"the state was not healthy: {reason}" for reason in manifest.unhealthy]
         lost = {file for name in dropped for file in manifest.components[name].files}
         return msgspec.structs.replace(
             manifest,

@@ -26,13 +26,13 @@ from holdfast.policy.advisor import (
     shares,
     span,
 )
-from holdfast.policy.clock import Unit, parse
+from holdfast.policy.auto import Auto, Plan
+from holdfast.policy.clock import Time, Unit, parse
+from holdfast.policy.measured import ASSUMED_RESTART_S, typical_costs
 from holdfast.policy.simulate import Costs
 
 Source: TypeAlias = Literal["measured", "given", "assumed"]
 
-ASSUMED_RESTART_S = 120.0
-"""No record tells it. The interval does not depend on it, only what is expected of failures."""
 MIN_SAVES = 2
 """The first save of a process also pays for the memory of the copy; one alone is no measure."""
 _ORDER = (
@@ -134,11 +134,15 @@ def advise_root(root: str, options: Options) -> Answer:
         overhead_cap=inputs["overhead_cap"].value,
         step_s=facts.step.seconds if facts.step is not None else None,
     )
-    today = _today(facts, advice)
+    today, auto = _today(facts, advice), _auto(facts, inputs)
     rows = [inputs[name] for name in _ORDER if name in inputs]
-    notes = _notes(facts, advice, today)
+    notes = [*_notes(facts, advice, today), _auto_note(auto)]
     return Answer(
-        document=_document(store.url, rows, facts, advice, today, notes),
+        document={
+            **_document(store.url, rows, facts, advice, today),
+            "auto": None if auto is None else _auto_document(auto),
+            "notes": notes,
+        },
         parts=[
             _input_table(rows),
             "",
@@ -200,16 +204,21 @@ def _share(text: str) -> float:
 def _costs(facts: Facts) -> list[_Input]:
     """What the run recorded, and what has to be assumed beside it; an option goes before both."""
     inputs = []
-    if facts.stall is not None and facts.stall.count >= MIN_SAVES:
+    costs = typical_costs(facts.saves, facts.history.resumes_s)
+    if costs is not None and facts.stall is not None and len(facts.saves) >= MIN_SAVES:
         basis = f"{_median(facts.stall, 'save')}: capture_s + stage_s"
-        inputs.append(_cost("stall_s", "a save stops training", facts.stall.seconds, basis))
-    inputs.append(
-        _assumed("background_s", "it delays training more", 0.0, "not recorded: --background")
-    )
-    if facts.write is not None:
+        inputs.append(_cost("stall_s", "a save stops training", costs.stall_s, basis))
+    if costs is not None and facts.delay is not None:
+        basis = f"{_median(facts.delay, 'save')}: delay_s"
+        inputs.append(_cost("background_s", "it delays training more", costs.background_s, basis))
+    if costs is not None and facts.write is not None:
         basis = f"{_median(facts.write, 'save')}: write_s"
-        inputs.append(_cost("commit_s", "until it is committed", facts.write.seconds, basis))
+        inputs.append(_cost("commit_s", "until it is committed", costs.commit_s, basis))
+    if costs is not None and facts.resume is not None:
+        basis = f"{_median(facts.resume, 'resume')}: resume_s"
+        inputs.append(_cost("restart_s", "a failure until it goes on", costs.restart_s, basis))
     inputs += [
+        _assumed("background_s", "it delays training more", 0.0, "not recorded: --background"),
         _assumed("commit_s", "until it is committed", 0.0, "not recorded: --commit"),
         _assumed(
             "restart_s", "a failure until it goes on", ASSUMED_RESTART_S, "not recorded: --restart"
@@ -276,6 +285,22 @@ def _missing(facts: Facts) -> str:
         f"{'records' if count == 1 else 'record'} how long the save stopped training, "
         f"{MIN_SAVES} are needed; save more, or give --stall"
     )
+
+
+def _auto(facts: Facts, inputs: Mapping[str, _Input]) -> Plan | None:
+    """What `every="auto"` makes of the record, the cap and the failures; other options it lacks."""
+    costs = typical_costs(facts.saves, facts.history.resumes_s)
+    rate, cap = inputs["mtbf_s"], inputs["overhead_cap"].value
+    mtbf = Time(rate.value, Unit.SECOND) if rate.source == "given" else None
+    auto = Auto(overhead=cap, mtbf=mtbf)
+    failures = auto.rate(facts.num_failures, facts.trained_s)
+    return None if costs is None else auto.decide(costs, failures)
+
+
+def _auto_note(auto: Plan | None) -> str:
+    if auto is None:
+        return f'every="auto" would save after {span(Auto().at_least.value)} first, to measure'
+    return f'every="auto" would save {auto}'
 
 
 def _today(facts: Facts, advice: Advice) -> _Today | None:
@@ -379,7 +404,6 @@ def _document(
     facts: Facts,
     advice: Advice,
     today: _Today | None,
-    notes: Sequence[str],
 ) -> dict[str, Any]:
     return {
         "root": url,
@@ -392,8 +416,11 @@ def _document(
         "nbytes": facts.nbytes,
         "trained_s": facts.trained_s,
         "unreadable": list(facts.unreadable),
-        "notes": list(notes),
     }
+
+
+def _auto_document(auto: Plan) -> dict[str, Any]:
+    return {"interval_s": auto.interval_s, "limit": auto.limit, "text": str(auto)}
 
 
 def _start_document(start: Start) -> dict[str, Any]:

@@ -1,17 +1,22 @@
-"""The commands, their options and their exit codes. Each imports what it needs when it runs."""
+"""The commands and their exit codes. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, ParamSpec
 
 import typer
 
+from holdfast.cli import options
+from holdfast.cli.options import AsJson
 from holdfast.cli.output import Answer, Code, give, give_error
 from holdfast.errors import HoldfastError
+
+P = ParamSpec("P")
 
 app = typer.Typer(
     add_completion=False,
@@ -20,23 +25,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Look after the checkpoints of training runs.",
 )
-
-Root = Annotated[str, typer.Argument(metavar="ROOT", help="Where the run's checkpoints live.")]
-Target = Annotated[
-    str,
-    typer.Argument(
-        metavar="ROOT[@WHICH]",
-        help="WHICH is latest, step=1000, a folder's name, a tag or a label.",
-    ),
-]
-One = Annotated[
-    str,
-    typer.Argument(
-        metavar="ROOT@WHICH",
-        help="WHICH is latest, step=1000, a folder's name, a tag or a label.",
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Answer with one JSON object.")]
 
 
 def run() -> NoReturn:
@@ -68,178 +56,163 @@ def _top(
     """Look after the checkpoints of training runs."""
 
 
+def _ending(command: Callable[P, Answer | int]) -> Callable[P, None]:
+    """The command, with its answer given or its error told, and the exit code set."""
+
+    @wraps(command)
+    def ending(*arguments: P.args, **given: P.kwargs) -> None:
+        as_json = bool(given["as_json"])
+        try:
+            code = _give(command(*arguments, **given), as_json=as_json)
+            sys.stdout.flush()
+        except HoldfastError as error:
+            code = give_error(error, as_json=as_json)
+        except KeyboardInterrupt:
+            code = Code.INTERRUPTED
+        except BrokenPipeError:
+            # Whoever read our output has enough; Python would complain once more at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = Code.BROKEN_PIPE
+        raise typer.Exit(code)
+
+    return ending
+
+
+def _give(found: Answer | int, *, as_json: bool) -> int:
+    if isinstance(found, int):
+        return found  # the command has said everything
+    give(found, as_json=as_json)
+    return found.code
+
+
 @app.command()
-def ls(root: Root, as_json: AsJson = False) -> None:
+@_ending
+def ls(root: options.Root, as_json: AsJson = False) -> Answer:
     """List the checkpoints of a root, newest first."""
+    from holdfast.cli.ls import list_root
 
-    def answer() -> Answer:
-        from holdfast.cli.ls import list_root
-
-        return list_root(root)
-
-    _finish(answer, as_json=as_json)
+    return list_root(root)
 
 
 @app.command()
+@_ending
 def show(
-    target: Target,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor too.")] = False,
-    as_json: AsJson = False,
-) -> None:
+    target: options.Target, tensors: options.Tensors = False, as_json: AsJson = False
+) -> Answer:
     """Show what one checkpoint holds; without @WHICH the latest."""
+    from holdfast.cli.show import show as look
 
-    def answer() -> Answer:
-        from holdfast.cli.show import show as look
-
-        return look(target, tensors=tensors)
-
-    _finish(answer, as_json=as_json)
+    return look(target, tensors=tensors)
 
 
 @app.command()
-def verify(target: Target, as_json: AsJson = False) -> None:
+@_ending
+def verify(target: options.Target, as_json: AsJson = False) -> Answer:
     """Read every byte again and compare; without @WHICH all checkpoints of the root."""
+    from holdfast.cli.verify import check
 
-    def answer() -> Answer:
-        from holdfast.cli.verify import check
-
-        return check(target)
-
-    _finish(answer, as_json=as_json)
+    return check(target)
 
 
 @app.command()
+@_ending
 def gc(
-    root: Root,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be removed; touch nothing.")
-    ] = False,
-    dead_epoch: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1, metavar="N", help="Writer N is gone for good (its host is, say). Repeatable."
-        ),
-    ] = None,
+    root: options.Root,
+    dry_run: options.DryRun = False,
+    dead_epochs: options.DeadEpochs = None,
     as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Remove attempts that never became checkpoints, and leftovers of deleted ones."""
+    from holdfast.cli.gc import clean
 
-    def answer() -> Answer:
-        from holdfast.cli.gc import clean
-
-        return clean(root, dry_run=dry_run, dead_epochs=dead_epoch or ())
-
-    _finish(answer, as_json=as_json)
+    return clean(root, dry_run=dry_run, dead_epochs=dead_epochs or ())
 
 
 @app.command()
+@_ending
 def prune(
-    root: Root,
-    keep: Annotated[
-        str, typer.Option("--keep", metavar="RULE", help="Such as last:3,best:loss:min:2.")
-    ],
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be done; touch nothing.")
-    ] = False,
+    root: options.Root,
+    keep: options.Keep,
+    dry_run: options.DryRun = False,
     as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Delete the checkpoints that a rule does not keep; say of each what and why."""
+    from holdfast.cli.prune import clean
 
-    def answer() -> Answer:
-        from holdfast.cli.prune import clean
-
-        return clean(root, keep=keep, dry_run=dry_run)
-
-    _finish(answer, as_json=as_json)
+    return clean(root, keep=keep, dry_run=dry_run)
 
 
 @app.command()
-def pin(target: One, as_json: AsJson = False) -> None:
+@_ending
+def pin(target: options.One, as_json: AsJson = False) -> Answer:
     """Keep a checkpoint whatever any rule says."""
+    from holdfast.cli.pin import pin as set_pin
 
-    def answer() -> Answer:
-        from holdfast.cli.pin import pin as set_pin
-
-        return set_pin(target, pinned=True)
-
-    _finish(answer, as_json=as_json)
+    return set_pin(target, pinned=True)
 
 
 @app.command()
-def unpin(target: One, as_json: AsJson = False) -> None:
+@_ending
+def unpin(target: options.One, as_json: AsJson = False) -> Answer:
     """Let the rules decide about a checkpoint again."""
+    from holdfast.cli.pin import pin as set_pin
 
-    def answer() -> Answer:
-        from holdfast.cli.pin import pin as set_pin
-
-        return set_pin(target, pinned=False)
-
-    _finish(answer, as_json=as_json)
+    return set_pin(target, pinned=False)
 
 
 @app.command()
-def tag(
-    target: One,
-    tags: Annotated[list[str], typer.Argument(metavar="TAG...", help="Names to add.")],
-    as_json: AsJson = False,
-) -> None:
+@_ending
+def tag(target: options.One, tags: options.NewTags, as_json: AsJson = False) -> Answer:
     """Give a checkpoint more names; a tagged one is kept."""
+    from holdfast.cli.pin import tag as add_tags
 
-    def answer() -> Answer:
-        from holdfast.cli.pin import tag as add_tags
-
-        return add_tags(target, tags)
-
-    _finish(answer, as_json=as_json)
+    return add_tags(target, tags)
 
 
 @app.command()
-def advise(
-    root: Root,
-    failures_per_day: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="How often training fails. Learnt from the run if unset."),
-    ] = None,
-    mtbf: Annotated[
-        str | None, typer.Option(metavar="TIME", help="The same as a time between failures: 6h.")
-    ] = None,
-    overhead_cap: Annotated[
-        str | None, typer.Option(metavar="SHARE", help="What saving may take: 5% if unset.")
-    ] = None,
-    stall: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help="How long a save stops training, instead of measured."),
-    ] = None,
-    background: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help="How much its writing delays training more: 0s."),
-    ] = None,
-    commit: Annotated[
-        str | None, typer.Option(metavar="TIME", help="How long until it is committed: 0s.")
-    ] = None,
-    restart: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help="From a failure to the first new step: 2min."),
-    ] = None,
+@_ending
+def save(
+    root: options.Root,
+    tags: options.SaveTags = None,
+    reason: options.Reason = "",
+    timeout: options.Timeout = "10min",
     as_json: AsJson = False,
-) -> None:
+) -> Answer:
+    """Ask the running training for a checkpoint, and wait for it.
+
+    It is made at the end of the step under way, where the training calls maybe_save.
+    """
+    from holdfast.cli.save import save as ask
+
+    return ask(root, tags=tags or (), reason=reason, timeout=timeout)
+
+
+@app.command()
+@_ending
+def advise(
+    root: options.Root,
+    failures_per_day: options.FailuresPerDay = None,
+    mtbf: options.Mtbf = None,
+    overhead_cap: options.OverheadCap = None,
+    stall: options.Stall = None,
+    background: options.Background = None,
+    commit: options.Commit = None,
+    restart: options.Restart = None,
+    as_json: AsJson = False,
+) -> Answer:
     """Say how often to save, from what the run recorded, with the numbers."""
+    from holdfast.cli.advise import Options, advise_root
 
-    def answer() -> Answer:
-        from holdfast.cli.advise import Options, advise_root
-
-        options = Options(
-            failures_per_day=failures_per_day,
-            mtbf=mtbf,
-            overhead_cap=overhead_cap,
-            stall=stall,
-            background=background,
-            commit=commit,
-            restart=restart,
-        )
-        return advise_root(root, options)
-
-    _finish(answer, as_json=as_json)
+    known = Options(
+        failures_per_day=failures_per_day,
+        mtbf=mtbf,
+        overhead_cap=overhead_cap,
+        stall=stall,
+        background=background,
+        commit=commit,
+        restart=restart,
+    )
+    return advise_root(root, known)
 
 
 @app.command(
@@ -247,101 +220,44 @@ def advise(
     # What stands behind the command's name is the command's own.
     context_settings={"allow_interspersed_args": False},
 )
+@_ending
 def supervise(
-    command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND...", help="What to run, with its arguments.")
-    ],
-    root: Annotated[
-        str | None,
-        typer.Option("--root", metavar="ROOT", help="Judge progress by the checkpoints there."),
-    ] = None,
-    max_failures: Annotated[
-        int,
-        typer.Option(min=1, metavar="N", help="Give up after N lives in a row without progress."),
-    ] = 5,
-    backoff: Annotated[
-        str, typer.Option(metavar="TIME", help="First pause before a restart; it doubles.")
-    ] = "1s",
-    backoff_max: Annotated[str, typer.Option(metavar="TIME", help="The longest pause.")] = "60s",
-    progress_after: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME", help="Without --root: a life so long made progress. [default: 10min]"
-        ),
-    ] = None,
-    requeue_code: Annotated[
-        int,
-        typer.Option(min=1, max=255, metavar="N", help="A status that is passed on, not retried."),
-    ] = 75,
-    grace: Annotated[
-        str, typer.Option(metavar="TIME", help="How long after a signal the command is killed.")
-    ] = "5min",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="A line of JSON after each life and at the end.")
-    ] = False,
-) -> None:
+    command: options.Command,
+    root: options.ProgressRoot = None,
+    max_failures: options.MaxFailures = 5,
+    backoff: options.Backoff = "1s",
+    backoff_max: options.BackoffMax = "60s",
+    progress_after: options.ProgressAfter = None,
+    requeue_code: options.RequeueCode = 75,
+    grace: options.Grace = "5min",
+    as_json: options.AsJsonLines = False,
+) -> int:
     """Run a training; start it again when it crashes, as long as it makes progress."""
+    from holdfast.cli.run import run_command
 
-    def code() -> int:
-        from holdfast.cli.run import run_command
-
-        return run_command(
-            command,
-            root=root,
-            max_failures=max_failures,
-            backoff=backoff,
-            backoff_max=backoff_max,
-            progress_after=progress_after,
-            requeue_code=requeue_code,
-            grace=grace,
-            as_json=as_json,
-        )
-
-    _exit(code, as_json=as_json)
+    return run_command(
+        command,
+        root=root,
+        max_failures=max_failures,
+        backoff=backoff,
+        backoff_max=backoff_max,
+        progress_after=progress_after,
+        requeue_code=requeue_code,
+        grace=grace,
+        as_json=as_json,
+    )
 
 
 @app.command()
+@_ending
 def demo(
-    out: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where to work; an earlier demo there goes.")
-    ] = Path("demo-output"),
-    seed: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Repeat an earlier demo. Drawn if unset.")
-    ] = None,
-    fast: Annotated[bool, typer.Option("--fast", help="A tiny model, for a first look.")] = False,
+    out: options.Out = Path("demo-output"),
+    seed: options.Seed = None,
+    fast: options.Fast = False,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Train, get killed at random moments, resume, and compare with the undisturbed run."""
 
-    def code() -> Code:
-        from holdfast.demo.main import run as run_demo
+    from holdfast.demo.main import run as run_demo
 
-        return Code(run_demo(out, seed=seed, fast=fast, as_json=as_json))
-
-    _exit(code, as_json=as_json)
-
-
-def _finish(answer: Callable[[], Answer], *, as_json: bool) -> NoReturn:
-    """Give the answer, or the error, and exit."""
-
-    def code() -> Code:
-        found = answer()
-        give(found, as_json=as_json)
-        return found.code
-
-    _exit(code, as_json=as_json)
-
-
-def _exit(code: Callable[[], int], *, as_json: bool) -> NoReturn:
-    try:
-        result = code()
-        sys.stdout.flush()
-    except HoldfastError as error:
-        result = give_error(error, as_json=as_json)
-    except KeyboardInterrupt:
-        result = Code.INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has enough; Python would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        result = Code.BROKEN_PIPE
-    raise typer.Exit(result)
+    return run_demo(out, seed=seed, fast=fast, as_json=as_json)

@@ -9,9 +9,12 @@ import msgspec
 
 from holdfast.care.findings import Problem, Report
 from holdfast.engine.catalog import Entry
+from holdfast.engine.parts import parts_of
+from holdfast.format.manifest import Manifest
+from holdfast.store.base import Store
 
 
-def checkpoint_document(entry: Entry) -> dict[str, Any]:
+def checkpoint_document(store: Store, entry: Entry) -> dict[str, Any]:
     """A checkpoint as `ls` lists it."""
     manifest = entry.manifest
     return {
@@ -25,23 +28,49 @@ def checkpoint_document(entry: Entry) -> dict[str, Any]:
         "created": manifest.created,
         "class": manifest.save_class,
         "reason": manifest.reason,
-        "nbytes": manifest.nbytes,
+        "nbytes": nbytes_left(store, entry),
         "metrics": dict(manifest.metrics),
         "tags": list(entry.tags),
         "pinned": entry.marks.pinned,
         "rejected": list(entry.marks.rejected),
         "retired": entry.marks.retired,
         "thinned": list(entry.marks.thinned),
+        **origin_document(manifest),
         "components": sorted(manifest.components),
         "parent": None if manifest.parent is None else manifest.parent.folder,
     }
 
 
-def details_document(entry: Entry) -> dict[str, Any]:
+def origin_document(manifest: Manifest) -> dict[str, Any]:
+    """Who asked for a checkpoint, what it does not hold, and what is wrong with its state."""
+    return {
+        "savers": list(manifest.savers),
+        "left_out": list(manifest.left_out),
+        "unhealthy": list(manifest.unhealthy),
+    }
+
+
+def origin_marks(manifest: Manifest) -> list[str]:
+    """The same for people, shortly."""
+    first, others = manifest.unhealthy[:1], len(manifest.unhealthy) - 1
+    more = f" and {others} more" if others > 0 else ""
+    return [
+        *(f"unhealthy: {reason}{more}" for reason in first),
+        *([f"saved without {', '.join(manifest.left_out)}"] if manifest.left_out else []),
+        *([f"by {', '.join(manifest.savers)}"] if manifest.savers else []),
+    ]
+
+
+def nbytes_left(store: Store, entry: Entry) -> int:
+    """Bytes of the files that are there: retention may have dropped some."""
+    return parts_of(store, entry.folder, entry.manifest, entry.marks).nbytes
+
+
+def details_document(store: Store, entry: Entry) -> dict[str, Any]:
     """A checkpoint as `show` shows it: all that its manifest says."""
     manifest = entry.manifest
     return {
-        **checkpoint_document(entry),
+        **checkpoint_document(store, entry),
         "components": msgspec.to_builtins(manifest.components),
         "files": msgspec.to_builtins(manifest.files),
         "block_nbytes": manifest.block_nbytes,

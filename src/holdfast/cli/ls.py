@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.cli.documents import checkpoint_document
+from holdfast.cli.documents import checkpoint_document, nbytes_left, origin_marks
 from holdfast.cli.output import Answer, Code, Table, number, size
 from holdfast.cli.target import open_root
 from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.claim import is_closed
+from holdfast.engine.leases import FoundLease, find_leases
 from holdfast.engine.process import liveness
 from holdfast.errors import FormatError, NoCheckpoint
 from holdfast.store.base import Store
@@ -28,6 +29,7 @@ class _Contents:
     head: str | None
     unfinished: Sequence[str]
     owner: Mapping[str, Any] | None
+    readers: Sequence[Mapping[str, Any]]
 
 
 def list_root(root: str) -> Answer:
@@ -44,31 +46,34 @@ def list_root(root: str) -> Answer:
         "root": store.url,
         "head": contents.head,
         "owner": contents.owner,
+        "readers": contents.readers,
         "checkpoints": [
-            {**checkpoint_document(entry), "in_lineage": entry.folder in contents.lineage}
+            {**checkpoint_document(store, entry), "in_lineage": entry.folder in contents.lineage}
             for entry in contents.entries
         ],
         "damaged": [{"folder": folder, "reason": why} for folder, why in contents.damaged],
         "unfinished": list(contents.unfinished),
     }
     code = Code.FOUND if contents.damaged else Code.OK
-    return Answer(document=document, parts=_parts(contents), code=code)
+    return Answer(document=document, parts=_parts(store, contents), code=code)
 
 
 def _read(store: Store) -> _Contents:
     catalog = Catalog(store)
     entries, damaged = catalog.survey()
     lineage = [str(name) for name in catalog.lineage()]
-    known = {entry.folder for entry in entries}
+    known = {entry.folder: entry for entry in entries}
+    latest = catalog.latest(known[folder] for folder in lineage if folder in known)
     others = [str(name) for name in catalog.attempts()]
     unread = {*known, *(folder for folder, _ in damaged)}
     return _Contents(
         entries=entries,
         damaged=damaged,
         lineage=frozenset(lineage),
-        head=next((folder for folder in lineage if folder in known), None),
+        head=None if latest is None else latest.folder,
         unfinished=[name for name in others if name not in unread and catalog.read(name) is None],
         owner=_owner(store, catalog),
+        readers=[_reader(lease) for lease in find_leases(store) if lease.state != "dead"],
     )
 
 
@@ -91,13 +96,25 @@ def _owner(store: Store, catalog: Catalog) -> Mapping[str, Any] | None:
     }
 
 
-def _parts(contents: _Contents) -> list[str | Table]:
+def _reader(found: FoundLease) -> Mapping[str, Any]:
+    """Who reads what; of a lease that cannot be read only the folder is known."""
+    lease = found.lease
+    return {
+        "folder": found.folder,
+        "host": lease.process.host if lease is not None else None,
+        "pid": lease.process.pid if lease is not None else None,
+        "since": lease.created if lease is not None else None,
+        "state": _STATES.get(found.state, found.state),
+    }
+
+
+def _parts(store: Store, contents: _Contents) -> list[str | Table]:
     parts: list[str | Table] = []
     if contents.entries:
         parts.append(
             Table(
                 columns=("step", "folder", "size", "created (UTC)", "metrics", "marks"),
-                rows=[_row(entry, contents) for entry in contents.entries],
+                rows=[_row(store, entry, contents) for entry in contents.entries],
                 right=frozenset({0, 2}),
                 whole=frozenset({0, 1, 2, 3}),
             )
@@ -111,10 +128,15 @@ def _parts(contents: _Contents) -> list[str | Table]:
             f"writer {owner['epoch']}: process {owner['pid']} on {owner['host']} "
             f"since {owner['since']} ({owner['state']})"
         )
+    parts += [
+        f"{reader['folder']} is read by process {reader['pid']} on {reader['host']} "
+        f"since {reader['since']} ({reader['state']})"
+        for reader in contents.readers
+    ]
     return parts
 
 
-def _row(entry: Entry, contents: _Contents) -> tuple[str, ...]:
+def _row(store: Store, entry: Entry, contents: _Contents) -> tuple[str, ...]:
     metrics = ", ".join(
         f"{name} {number(value)}" for name, value in sorted(entry.manifest.metrics.items())
     )
@@ -127,13 +149,14 @@ def _row(entry: Entry, contents: _Contents) -> tuple[str, ...]:
     )
     marks = [
         *(name for name, is_set in flags if is_set),
+        *origin_marks(entry.manifest),
         *(f"without {name}" for name in entry.marks.thinned),
         *(f"#{tag}" for tag in entry.tags),
     ]
     return (
         str(entry.step),
         entry.folder,
-        size(entry.manifest.nbytes),
+        size(nbytes_left(store, entry)),
         entry.manifest.created[:16].replace("T", " "),
         metrics,
         ", ".join(marks),

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import typer
 
-from holdfast.errors import HoldfastError, NoCheckpoint, UsageError
+from holdfast.errors import DeadlineExceeded, HoldfastError, NoCheckpoint, NotOwned, UsageError
 
 SCHEMA = 1
 """Value of the member `holdfast` of every JSON answer; grows when a member changes its meaning."""
@@ -32,7 +32,7 @@ class Code(IntEnum):
     NOTHING = 3
     """Nothing there, or not a root."""
     GAVE_UP = 4
-    """`run`: the training ended again and again without progress."""
+    """`run`: the training ended again and again without progress. `save`: no answer in time."""
     INTERRUPTED = 130
     BROKEN_PIPE = 141
 
@@ -88,7 +88,9 @@ def give_error(error: HoldfastError, *, as_json: bool) -> Code:
         typer.echo(printable(f"holdfast: {error}"), err=True)
     if isinstance(error, UsageError):
         return Code.USAGE
-    return Code.NOTHING if isinstance(error, NoCheckpoint) else Code.FOUND
+    if isinstance(error, DeadlineExceeded):
+        return Code.GAVE_UP
+    return Code.NOTHING if isinstance(error, NoCheckpoint | NotOwned) else Code.FOUND
 
 
 def printable(text: str) -> str:

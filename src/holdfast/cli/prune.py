@@ -9,12 +9,14 @@ import typer
 
 from holdfast.care.prune import Pruned, preview, prune
 from holdfast.care.retention import Planned
+from holdfast.cli.documents import nbytes_left, origin_document, origin_marks
 from holdfast.cli.output import Answer, Code, Table, printable, size
 from holdfast.cli.target import open_root
 from holdfast.engine.catalog import Catalog, Entry
 from holdfast.errors import NoCheckpoint
 from holdfast.events import Emitter, Event
 from holdfast.policy.spelling import parse_rule
+from holdfast.store.base import Store
 
 _OTHER_RUN = "copied here from another run, which this one does not judge"
 
@@ -46,11 +48,12 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
         "keep": str(rule),
         "checkpoints": [
             *(_document(item, _action(item, report, dry_run=dry_run)) for item in report.planned),
-            *(_other_document(entry) for entry in others),
+            *(_other_document(store, entry) for entry in others),
         ],
         "deleted": report.deleted,
         "thinned": report.thinned,
         "failed": [{"folder": folder, "why": why} for folder, why in report.failed],
+        "postponed": [{"folder": folder, "why": why} for folder, why in report.postponed],
         "damaged": [{"folder": folder, "reason": why} for folder, why in damaged],
         "nbytes": nbytes,
     }
@@ -58,12 +61,13 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
         columns=("step", "folder", "size", "what", "why"),
         rows=[
             *(_row(item, _action(item, report, dry_run=dry_run)) for item in report.planned),
-            *map(_other_row, others),
+            *(_other_row(store, entry) for entry in others),
         ],
         right=frozenset({0, 2}),
         whole=frozenset({0, 1, 2, 3}),
     )
     lines = [f"kept, cannot be read: {folder}: {why}" for folder, why in damaged]
+    lines += [f"kept, {why}: {folder}" for folder, why in report.postponed]
     lines += [f"FAILED {folder}: {why}" for folder, why in report.failed]
     lines.append(f"{size(nbytes)} {'to give' if dry_run else 'given'} back")
     code = Code.FOUND if report.failed else Code.OK
@@ -91,17 +95,19 @@ def _document(item: Planned, action: str) -> dict[str, Any]:
         "drop": list(item.decision.drop),
         "why": item.decision.reason,
         "nbytes": item.decision.entry.nbytes,
+        **origin_document(item.entry.manifest),
     }
 
 
-def _other_document(entry: Entry) -> dict[str, Any]:
+def _other_document(store: Store, entry: Entry) -> dict[str, Any]:
     return {
         "folder": entry.folder,
         "step": entry.step,
         "action": "keep",
         "drop": [],
         "why": _OTHER_RUN,
-        "nbytes": entry.manifest.nbytes,
+        "nbytes": nbytes_left(store, entry),
+        **origin_document(entry.manifest),
     }
 
 
@@ -111,12 +117,17 @@ def _row(item: Planned, action: str) -> tuple[str, ...]:
         item.entry.folder,
         size(item.decision.entry.nbytes),
         _what(item.decision.drop) if action == "thin" else action,
-        item.decision.reason,
+        _why(item.entry, item.decision.reason),
     )
 
 
-def _other_row(entry: Entry) -> tuple[str, ...]:
-    return (str(entry.step), entry.folder, size(entry.manifest.nbytes), "keep", _OTHER_RUN)
+def _other_row(store: Store, entry: Entry) -> tuple[str, ...]:
+    nbytes = size(nbytes_left(store, entry))
+    return (str(entry.step), entry.folder, nbytes, "keep", _why(entry, _OTHER_RUN))
+
+
+def _why(entry: Entry, reason: str) -> str:
+    return "; ".join([reason, *origin_marks(entry.manifest)])
 
 
 def _what(drop: Sequence[str]) -> str:

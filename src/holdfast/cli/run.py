@@ -86,7 +86,7 @@ def _open(root: str) -> Store:
 def _head_of(store: Store) -> Callable[[], int | None]:
     def head() -> int | None:
         try:
-            entry = Catalog(store).head()
+            entry = Catalog(store).latest()
         except (StoreError, FormatError) as error:
             _say(f"cannot see where the run stands: {error}")
             return None

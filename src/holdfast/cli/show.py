@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.cli.documents import details_document
+from holdfast.cli.documents import details_document, nbytes_left
 from holdfast.cli.output import Answer, Table, number, size
 from holdfast.cli.target import open_target, read_entry
 from holdfast.engine.catalog import Entry
@@ -29,9 +29,9 @@ def show(target: str, *, tensors: bool) -> Answer:
     entry = read_entry(store, folder)
     document: dict[str, Any] = {
         "root": store.url,
-        "checkpoint": {**details_document(entry), "folder": folder},
+        "checkpoint": {**details_document(store, entry), "folder": folder},
     }
-    parts = _parts(entry, folder)
+    parts = _parts(store, entry, folder)
     if tensors:
         index = _read_index(store, folder, entry)
         document["tensors"] = _tensor_documents(index)
@@ -48,16 +48,19 @@ def _read_index(store: Store, folder: str, entry: Entry) -> Index:
     return decode_index(data, files=entry.manifest.files, what=f"{store.url}/{key}")
 
 
-def _parts(entry: Entry, folder: str) -> list[str | Table]:
+def _parts(store: Store, entry: Entry, folder: str) -> list[str | Table]:
     manifest = entry.manifest
     facts = {
         "folder": folder,
         "step": str(entry.step),
         "at": _position(manifest.timestamp),
         "created": f"{manifest.created} ({manifest.reason}, {manifest.save_class})",
-        "size": f"{size(manifest.nbytes)} in {len(manifest.files)} files",
+        "size": _size(store, entry),
         "writer": f"{manifest.epoch}, save {manifest.sequence}, id {manifest.save_id}",
         "went on from": "" if manifest.parent is None else manifest.parent.folder,
+        "asked for by": ", ".join(manifest.savers),
+        "saved without": ", ".join(manifest.left_out),
+        "unhealthy": "; ".join(manifest.unhealthy),
         "tags": ", ".join(entry.tags),
         "pinned": "yes" if entry.marks.pinned else "",
         "rejected": "; ".join(entry.marks.rejected),
@@ -70,6 +73,15 @@ def _parts(entry: Entry, folder: str) -> list[str | Table]:
     width = max(map(len, facts))
     lines: list[str | Table] = [f"{name:<{width}}  {text}" for name, text in facts.items() if text]
     return [*lines, _component_table(entry)]
+
+
+def _size(store: Store, entry: Entry) -> str:
+    manifest, left = entry.manifest, nbytes_left(store, entry)
+    if left == manifest.nbytes:
+        return f"{size(left)} in {len(manifest.files)} files"
+    return (
+        f"{size(left)} left of {size(manifest.nbytes)}; dropped: {', '.join(entry.marks.thinned)}"
+    )
 
 
 def _position(at: Timestamp) -> str:

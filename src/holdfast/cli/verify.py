@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.care.findings import Report, RootReport
-from holdfast.care.verify import verify, verify_root
+from holdfast.care.verify import verify_kept, verify_root
 from holdfast.cli.documents import problem_document, report_document
 from holdfast.cli.output import Answer, Code, progress_bar, size
 from holdfast.cli.target import is_checkpoint_folder, open_root, open_target, split_target
@@ -21,11 +21,11 @@ def check(target: str) -> Answer:
     if which is None and not is_checkpoint_folder(root):
         store = open_root(root)
         with progress_bar() as progress:
-            found = verify_root(store, progress=progress)
+            found = verify_root(store, progress=progress, keeps=True)
         return _answer(store, found)
     store, folder = open_target(target)
     with progress_bar() as progress:
-        report = verify(store, folder, progress=progress)
+        report = verify_kept(store, folder, progress=progress)
     return _answer(store, RootReport(checkpoints=(report,), problems=(), notes=()))
 
 

@@ -26,17 +26,53 @@ def generator(entropy: bytes) -> torch.Generator:
     return torch.Generator().manual_seed(_torch_seed(entropy))
 
 
+class _Before:
+    """The generators, and the intra-op threads, as they are now."""
+
+    def __init__(self) -> None:
+        self._python, self._cpu = random.getstate(), torch.default_generator.get_state()
+        self._numpy = np.random.get_state(legacy=False)
+        self.num_threads = torch.get_num_threads()
+
+    def put_back(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.default_generator.set_state(self._cpu)
+
+
+_open: list[_Before] = []
+"""What the blocks of `preserved` that have not ended are to put back, outermost first."""
+
+
 @contextmanager
 def preserved() -> Iterator[None]:
     """After the block, Python's, NumPy's and torch's global generators are as before it."""
-    python, cpu = random.getstate(), torch.default_generator.get_state()
-    numpy = np.random.get_state(legacy=False)
+    before = _Before()
+    _open.append(before)
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.default_generator.set_state(cpu)
+        if before in _open:  # or somebody has ended the block already
+            before.put_back()
+            _open.remove(before)
+
+
+def depth() -> int:
+    """How many blocks of `preserved` have not ended."""
+    return len(_open)
+
+
+def end_blocks(depth: int) -> None:
+    """End all blocks of `preserved` but the outermost `depth`.
+
+    For who interrupts a fetch: the exception may have come in the middle of a block's own end.
+    """
+    if len(_open) > depth:
+        before = _open[depth]
+        before.put_back()
+        if torch.get_num_threads() != before.num_threads:
+            torch.set_num_threads(before.num_threads)
+        del _open[depth:]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ never writes and never claims.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from holdfast.engine.documents import read_if_there
@@ -224,11 +224,35 @@ class Catalog:
             if entry is not None:
                 yield entry
 
+    def latest(self, entries: Iterable[Entry] | None = None) -> Entry | None:
+        """What "latest" means: the one from which a run would go on, damage aside.
+
+        That is the newest of the lineage (or of `entries`, newest first) that holds the whole
+        state and is not avoided, else the newest that holds it, else the newest not avoided.
+        """
+        best: Entry | None = None
+        best_rank = (True, True)
+        for entry in self.lineage_entries() if entries is None else entries:
+            rank = (bool(entry.manifest.left_out), self.is_avoided(entry))
+            if rank == (False, False):
+                return entry
+            if best is None or rank < best_rank:
+                best, best_rank = entry, rank
+        return best
+
+    def is_avoided(self, entry: Entry) -> bool:
+        """Whether its state was not healthy, and nobody has gone back to it by name."""
+        if not entry.manifest.unhealthy:
+            return False
+        claims = (self._claim_or_none(epoch) for epoch in self.claims())
+        points = (claim.resumed_from for claim in claims if claim is not None and claim.rollback)
+        return all(point is None or point.folder != entry.folder for point in points)
+
     def resolve(self, which: str | int = "latest") -> Entry:
         """The checkpoint that `which` names, in the current lineage.
 
-        `which` is "latest", "step=1000" (or an int), a folder's name, a tag, or a label; a
-        folder's name is also found outside the lineage.
+        `which` is "latest" (see the method), "step=1000" (or an int), a folder's name, a tag, or
+        a label; a folder's name is also found outside the lineage.
 
         Raises:
             NoCheckpoint: nothing there answers; the message lists what is there.
@@ -278,7 +302,7 @@ class Catalog:
 
     def _search(self, wanted: str) -> Entry | None:
         if wanted == "latest":
-            return self.head()
+            return self.latest()
         step = re.fullmatch(r"step=(\d{1,18})", wanted, re.ASCII)
         by_label: Entry | None = None
         for entry in self.lineage_entries():

@@ -7,9 +7,12 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from holdfast.engine.catalog import Entry
+from holdfast.engine.parts import parts_of
 from holdfast.engine.save import Phase
-from holdfast.errors import DeadlineExceeded
+from holdfast.errors import DeadlineExceeded, SaveSkipped
 from holdfast.format.manifest import Timestamp
+from holdfast.policy.classes import Due
+from holdfast.store.base import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,15 +39,26 @@ class Checkpoint:
     created: str
     """ISO 8601 UTC, for people."""
     nbytes: int
-    """Bytes of all its files but the manifest."""
+    """Bytes of its files but the manifest; of a thinned one, of those that are left."""
+    savers: tuple[str, ...] = ()
+    """Which savers of the run asked for it; none: the only one there is."""
+    left_out: tuple[str, ...] = ()
+    """Components that were not saved; with any, no run can go on from it."""
+    unhealthy: tuple[str, ...] = ()
+    """Why its state should not be gone on from; none: nothing wrong is known."""
     rejected: tuple[tuple[str, str], ...] = ()
-    """(folder, reason) of newer ones that resume could not use, newest first."""
+    """(folder, reason) of those that resume passed over for it, newest first."""
     notes: tuple[str, ...] = ()
     """What a load left out or could not restore exactly."""
 
+    @property
+    def path(self) -> str:
+        """Where its files are: root and folder; for other tools, inside `holdfast.reading`."""
+        return f"{self.root}/{self.folder}"
+
 
 def describe(
-    root: str,
+    store: Store,
     entry: Entry,
     *,
     rejected: tuple[tuple[str, str], ...] = (),
@@ -53,7 +67,7 @@ def describe(
     """The public record of a catalog entry."""
     manifest = entry.manifest
     return Checkpoint(
-        root=root,
+        root=store.url,
         folder=entry.folder,
         step=entry.step,
         timestamp=manifest.timestamp,
@@ -64,7 +78,10 @@ def describe(
         save_class=manifest.save_class,
         reason=manifest.reason,
         created=manifest.created,
-        nbytes=manifest.nbytes,
+        nbytes=parts_of(store, entry.folder, manifest, entry.marks).nbytes,
+        savers=manifest.savers,
+        left_out=manifest.left_out,
+        unhealthy=manifest.unhealthy,
         rejected=rejected,
         notes=notes,
     )
@@ -78,8 +95,10 @@ class PendingSave:
     through `wait` is raised by the manager's next call and by its `close`.
     """
 
-    def __init__(self, step: int, *, timeout_s: float) -> None:
+    def __init__(self, step: int, due: Due, *, timeout_s: float) -> None:
         self.step = step
+        self.due = due
+        """Why it was begun, in which class, and what it holds."""
         self.staged: Future[None] = Future()
         self.committed: Future[Checkpoint] = Future()
         # It cannot be cancelled: what is written is committed or fails.
@@ -91,6 +110,14 @@ class PendingSave:
         self.delivered = False
         """Whether somebody has been told of the failure."""
 
+    @classmethod
+    def skipped(cls, step: int, due: Due, error: SaveSkipped) -> PendingSave:
+        """One that ended before it began."""
+        pending = cls(step, due, timeout_s=0.0)
+        pending.staged.set_exception(error)
+        pending.committed.set_exception(error)
+        return pending
+
     def done(self) -> bool:
         """Whether the outcome is known."""
         return self.committed.done()
@@ -100,6 +127,7 @@ class PendingSave:
 
         Raises:
             SaveFailed: it did not commit; the cause is chained.
+            SaveSkipped: a hook did not want it to be made.
             Superseded: a later writer owns the run.
             DeadlineExceeded: `timeout_s` seconds passed; the save goes on.
         """

@@ -185,12 +185,19 @@ def _describe_claim(store: Store, key: str) -> str:
 
 
 def retract(
-    store: Store, folder: str, *, epoch: int, reason: str, may_remove_whole: Callable[[int], bool]
+    store: Store,
+    folder: str,
+    *,
+    epoch: int,
+    reason: str,
+    may_remove_whole: Callable[[int], bool],
+    is_read: Callable[[], bool],
 ) -> bool:
-    """Delete one checkpoint: mark, fence, pins, tombstone, files. False when it must stay.
+    """Delete one checkpoint: mark, fence, pins, leases, tombstone, files. False when it must stay.
 
     The caller has made sure that what justifies the deletion is durable. `may_remove_whole`
-    says of a writer epoch that nothing of it can be in flight.
+    says of a writer epoch that nothing of it can be in flight; `is_read` looks for leases (rule
+    8), and is asked after the mark.
 
     Raises:
         Superseded: a later writer owns the run; at most the mark was left.
@@ -207,7 +214,7 @@ def retract(
     catalog = Catalog(store)
     marks, register = catalog.marks(folder), catalog.read(folder)
     if isinstance(register, Manifest):
-        if is_held(register, marks):
+        if is_held(register, marks) or is_read():
             return False
         _bury(store, folder, Deleted(save_id=register.save_id, by=by, reason=reason))
     name = layout.parse_attempt(folder)
@@ -215,10 +222,18 @@ def retract(
     return True
 
 
-def thin(store: Store, folder: str, components: Sequence[str], *, epoch: int, reason: str) -> bool:
-    """Drop components of a checkpoint that stays: marks, fence, pins, files.
+def thin(
+    store: Store,
+    folder: str,
+    components: Sequence[str],
+    *,
+    epoch: int,
+    reason: str,
+    is_read: Callable[[], bool],
+) -> bool:
+    """Drop components of a checkpoint that stays: marks, fence, pins, leases, files.
 
-    False when it must stay whole after all. As for `retract`, what justifies this is durable.
+    False when it must stay whole after all. What is said of `retract` holds here, too.
 
     Raises:
         Superseded: a later writer owns the run; at most the marks were left.
@@ -242,6 +257,8 @@ def thin(store: Store, folder: str, components: Sequence[str], *, epoch: int, re
     if is_held(register, marks):
         for key in ours:
             store.delete(key)
+        return False
+    if is_read():
         return False
     for component in components:
         for file in register.components[component].files:

@@ -15,6 +15,8 @@ from holdfast.store.base import Store
 class Parts:
     """The components of a checkpoint, by what is left of their files."""
 
+    nbytes: int
+    """Bytes of the files that are left, of those that the manifest lists."""
     whole: tuple[str, ...]
     """All files are there, or nobody began to drop it: then a missing file is damage."""
     begun: tuple[str, ...] = ()
@@ -25,19 +27,22 @@ class Parts:
 
 def parts_of(store: Store, folder: str, manifest: Manifest, marks: Marks) -> Parts:
     """Look at the files of the components that somebody began to drop, and at no others."""
-    marked = marks.thinned
-    by_left: dict[str, list[str]] = {"whole": [], "begun": [], "gone": []}
+    whole: list[str] = []
+    begun: list[str] = []
+    gone: list[str] = []
+    nbytes = manifest.nbytes
     for name, component in manifest.components.items():
-        left = _left(store, folder, component.files) if name in marked else "whole"
-        by_left[left].append(name)
-    return Parts(**{left: tuple(names) for left, names in by_left.items()})
+        missing = _missing(store, folder, component.files) if name in marks.thinned else []
+        nbytes -= sum(manifest.files[file].nbytes for file in missing)
+        if not missing:
+            whole.append(name)
+        else:
+            (begun if len(missing) < len(component.files) else gone).append(name)
+    return Parts(nbytes=nbytes, whole=tuple(whole), begun=tuple(begun), gone=tuple(gone))
 
 
-def _left(store: Store, folder: str, files: Sequence[str]) -> str:
-    found = [_is_there(store, f"{folder}/{file}") for file in files]
-    if all(found):
-        return "whole"
-    return "begun" if any(found) else "gone"
+def _missing(store: Store, folder: str, files: Sequence[str]) -> list[str]:
+    return [file for file in files if not _is_there(store, f"{folder}/{file}")]
 
 
 def _is_there(store: Store, key: str) -> bool:

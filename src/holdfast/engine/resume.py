@@ -6,13 +6,14 @@ a checkpoint that was named explicitly is taken or the damage is raised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Literal, get_args
 
 from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.claim import Choice, dropped, is_being_deleted
-from holdfast.engine.load import Tensors, open_checkpoint, read_tensors
+from holdfast.engine.load import Opened, Tensors, open_checkpoint, read_tensors
 from holdfast.engine.workers import Workers
 from holdfast.errors import (
     AccessDenied,
@@ -25,12 +26,18 @@ from holdfast.errors import (
     StoreError,
     TransientStoreError,
     UnsupportedVersion,
+    UsageError,
 )
+from holdfast.events import Emitter, Kind
 from holdfast.format.layout import AttemptName
 from holdfast.state.apply import Prepared, prepare
+from holdfast.state.edits import Edit, EditedLoad, edited_load
+from holdfast.state.selection import Selection
 from holdfast.store.base import Store
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
+Unhealthy = Literal["avoid", "accept"]
+"""Whether a walk goes on from an unhealthy state only when there is no other."""
 _MAX_RELISTS = 10
 _MAX_LOOKS = 10
 
@@ -42,11 +49,16 @@ class LoadOptions:
     components: Collection[str] | None = None
     """Names to load; None: all."""
     strict: bool = True
-    """Whether missing and unexpected leaves are an error."""
+    """Whether missing and unexpected leaves, and arguments that name nothing, are an error."""
     rename: Rename = None
     """Stored path → live path."""
+    include: Collection[str] = ()
+    """Load only these: components, `component.path` or what is above it, patterns. Empty: all."""
     skip: Collection[str] = ()
-    """Components or `component.path` prefixes to leave alone."""
+    """Leave these alone, of what `include` names; entries as there."""
+    edit: Edit | None = None
+    """Changes what is stored, before anything is compared with the live state. It may be called
+    again, with a new view: for an older checkpoint, when this one proves damaged."""
     verify: bool = True
     """Whether digests are checked."""
     rng: bool = True
@@ -54,12 +66,34 @@ class LoadOptions:
 
     @property
     def is_full(self) -> bool:
-        """Whether the whole state is loaded, so that the run stands where the checkpoint does."""
-        return self.components is None and not self.skip and self.rename is None and self.strict
+        """Whether the whole state is loaded, so that the run stands where the checkpoint does.
+
+        An edit changes nothing about that: under `strict` every leaf got a value all the same.
+        """
+        is_all = self.components is None and not self.include and not self.skip
+        return is_all and self.rename is None and self.strict
+
+    @property
+    def proves_whole(self) -> bool:
+        """Whether such a load has read and checked every byte of a checkpoint."""
+        return self.is_full and self.verify and self.edit is None
+
+    @property
+    def selection(self) -> Selection:
+        """What `include` and `skip` leave."""
+        return Selection(include=self.include, skip=self.skip)
 
 
-class Dropped(NoCheckpoint):
-    """Retention has dropped components that are asked for; what is left is sound."""
+class PassedOver(NoCheckpoint):
+    """Nothing of it is damaged, and yet a run does not go on from it."""
+
+
+class Dropped(PassedOver):
+    """Components that are asked for were not saved, or were dropped; what is there is sound."""
+
+
+class Avoided(PassedOver):
+    """The state was not healthy when it was saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,24 +114,32 @@ class Reader:
     state: Mapping[str, Any]
     workers: Workers
     timeout_s: float
-    rejected: list[tuple[str, str]] = field(default_factory=list)
-    """(folder, reason) of what the walk passed over, newest first."""
+    passed_over: dict[str, HoldfastError] = field(default_factory=dict)
+    """Folder → why the walk did not take it, newest first."""
+
+    @property
+    def rejected(self) -> tuple[tuple[str, str], ...]:
+        """(folder, reason) of what the walk passed over, newest first."""
+        return tuple((folder, str(error)) for folder, error in self.passed_over.items())
 
     def read(self, entry: Entry, options: LoadOptions) -> Candidate:
         """Read and check one checkpoint.
 
         Raises:
-            Dropped: components that are asked for were dropped, and `options` are strict.
+            Dropped: components that are asked for are not there, and `options` are strict.
             FormatError, StoreError: it is damaged or cannot be read.
             MismatchError: it does not fit the live state.
         """
         gone = dropped(self.store, entry.folder, entry.manifest, entry.marks)
-        asked = entry.manifest.components if options.components is None else options.components
-        wanted = [name for name in asked if name not in options.skip]
+        everything = (*entry.manifest.components, *entry.manifest.left_out)
+        asked = everything if options.components is None else options.components
+        selection = options.selection
+        wanted = [name for name in asked if not selection.omits(name)]
         if options.strict:
+            self._expect_saved(entry, wanted)
             self._expect_there(entry, wanted, gone)
         try:
-            return self._read(entry, options, [name for name in asked if name not in gone])
+            return self._read(entry, options, [name for name in wanted if name not in gone])
         except (FormatError, StoreError):
             # Files may have gone while they were read.
             marks = Catalog(self.store).marks(entry.folder)
@@ -109,25 +151,42 @@ class Reader:
         opened = open_checkpoint(
             self.store, entry.folder, entry.manifest, components=components, verify=options.verify
         )
+        read = partial(self._read_tensors, opened, verify=options.verify)
+        found = _edited(opened, options.edit, read)
         prepared = prepare(
             self.state,
-            opened.components,
+            found.components,
             where=entry.folder,
             components=options.components,
             strict=options.strict,
             rename=options.rename,
+            include=options.include,
             skip=options.skip,
             rng=options.rng,
+            unread=[name for name in entry.manifest.components if name not in components],
         )
-        tensors = read_tensors(
+        tensors = _completed(found.tensors, prepared.needed, read)
+        return Candidate(entry=entry, options=options, prepared=prepared, tensors=tensors)
+
+    def _expect_saved(self, entry: Entry, wanted: Collection[str]) -> None:
+        missing = ", ".join(name for name in wanted if name in entry.manifest.left_out)
+        if missing:
+            raise Dropped(
+                f"{self.store.url}/{entry.folder}: saved without {missing}; a run cannot go on "
+                "from it. Load the components that are there by name, or take another checkpoint"
+            )
+
+    def _read_tensors(
+        self, opened: Opened, needed: Mapping[str, Iterable[str]], *, verify: bool
+    ) -> Tensors:
+        return read_tensors(
             self.store,
             opened,
-            prepared.needed,
+            needed,
             workers=self.workers,
             timeout_s=self.timeout_s,
-            verify=options.verify,
+            verify=verify,
         )
-        return Candidate(entry=entry, options=options, prepared=prepared, tensors=tensors)
 
     def _expect_there(self, entry: Entry, wanted: list[str], gone: Collection[str]) -> None:
         missing = ", ".join(name for name in wanted if name in gone)
@@ -143,7 +202,7 @@ class Reader:
 
         Raises:
             NoCheckpoint: nothing answers, or it is always gone before it is read.
-            Dropped: components that are asked for were dropped.
+            Dropped: components that are asked for are not there.
             FormatError, StoreError: it is damaged or cannot be read.
         """
         catalog = Catalog(self.store)
@@ -156,20 +215,27 @@ class Reader:
                     raise
         raise NoCheckpoint(f"{self.store.url}: {which!r} was deleted while it was read")
 
-    def walk(self, options: LoadOptions) -> Candidate | None:
+    def walk(self, options: LoadOptions, *, unhealthy: Unhealthy = "avoid") -> Candidate | None:
         """The newest usable checkpoint of the lineage; None when nothing was ever committed.
+
+        Unless `unhealthy` is "accept", an unhealthy one is taken only when no other can be used.
 
         Raises:
             NoUsableCheckpoint: something was committed and nothing can be used.
         """
+        if unhealthy not in get_args(Unhealthy):
+            raise UsageError(f"unhealthy={unhealthy!r}: must be one of {get_args(Unhealthy)}")
         catalog = Catalog(self.store)
         for _ in range(_MAX_RELISTS):
-            self.rejected.clear()
+            self.passed_over.clear()
             before = _registers(catalog)
-            for name, _ in before:
-                candidate = self._try(catalog, name, options)
-                if candidate is not None:
-                    return candidate
+            names = [name for name, _ in before]
+            found = self._first(catalog, names, options, unhealthy)
+            if found is None and _registers(catalog) == before:
+                avoided = [n for n in names if isinstance(self.passed_over.get(str(n)), Avoided)]
+                found = self._first(catalog, avoided, options, "accept")
+            if found is not None:
+                return found
             if _registers(catalog) == before:
                 break
         if not self.rejected and not catalog.ever_committed():
@@ -180,34 +246,77 @@ class Reader:
             self.rejected,
         )
 
-    def _try(self, catalog: Catalog, name: AttemptName, options: LoadOptions) -> Candidate | None:
-        try:
-            return self._read_twice(catalog, name, options)
-        except HoldfastError as error:
-            if not (is_damage(error) or isinstance(error, Dropped)):
-                raise
-            self.rejected.append((str(name), str(error)))
-            return None
+    def _first(
+        self,
+        catalog: Catalog,
+        names: Sequence[AttemptName],
+        options: LoadOptions,
+        unhealthy: Unhealthy,
+    ) -> Candidate | None:
+        """The first that can be used; those before it are noted in `passed_over`."""
+        for name in names:
+            try:
+                candidate = self._read_twice(catalog, name, options, unhealthy)
+            except HoldfastError as error:
+                if not (is_damage(error) or isinstance(error, PassedOver)):
+                    raise
+                self.passed_over[str(name)] = error
+                continue
+            if candidate is not None:
+                self.passed_over.pop(str(name), None)
+                return candidate
+        return None
 
     def _read_twice(
-        self, catalog: Catalog, name: AttemptName, options: LoadOptions
+        self, catalog: Catalog, name: AttemptName, options: LoadOptions, unhealthy: Unhealthy
     ) -> Candidate | None:
         """Read a candidate, once more when the first time fails: errors may pass."""
         try:
-            return self._read_candidate(catalog, name, options)
+            return self._read_candidate(catalog, name, options, unhealthy)
         except (StoreError, CorruptData):
-            return self._read_candidate(catalog, name, options)
+            return self._read_candidate(catalog, name, options, unhealthy)
 
     def _read_candidate(
-        self, catalog: Catalog, name: AttemptName, options: LoadOptions
+        self, catalog: Catalog, name: AttemptName, options: LoadOptions, unhealthy: Unhealthy
     ) -> Candidate | None:
         entry = catalog.entry(name)
         if entry is None:
             return None
         if is_being_deleted(self.store, entry.marks):
-            self.rejected.append((str(name), "its deletion was begun"))
-            return None
+            raise PassedOver("its deletion was begun")
+        self._expect_saved(entry, entry.manifest.left_out)
+        if unhealthy == "avoid" and catalog.is_avoided(entry):
+            raise Avoided(f"not healthy: {', '.join(entry.manifest.unhealthy)}")
         return self.read(entry, options)
+
+
+def _edited(
+    opened: Opened, edit: Edit | None, read: Callable[[Mapping[str, Iterable[str]]], Tensors]
+) -> EditedLoad:
+    if edit is None:
+        return EditedLoad(components=opened.components, tensors={})
+    return edited_load(
+        opened.components,
+        edit,
+        where=opened.folder,
+        read=lambda name: read({name: opened.components[name].tensors})[name],
+    )
+
+
+def _completed(
+    found: Tensors,
+    needed: Mapping[str, Iterable[str]],
+    read: Callable[[Mapping[str, Iterable[str]]], Tensors],
+) -> Tensors:
+    """The needed tensors: those that an edit has brought, and the rest from the checkpoint."""
+    there = {
+        name: {key: found[name][key] for key in keys if key in found.get(name, {})}
+        for name, keys in needed.items()
+    }
+    rest = read(
+        {name: [key for key in keys if key not in there[name]] for name, keys in needed.items()}
+    )
+    return {name: {**there[name], **rest[name]} for name in needed}
 
 
 def _registers(catalog: Catalog) -> tuple[tuple[AttemptName, str], ...]:
@@ -225,24 +334,52 @@ def _register_state(catalog: Catalog, name: AttemptName) -> str:
 class Search:
     """The choice that resume makes: read anew each time that the claim asks for it."""
 
-    def __init__(self, reader: Reader, which: str | int) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        which: str | int,
+        *,
+        options: LoadOptions | None = None,
+        unhealthy: Unhealthy = "avoid",
+    ) -> None:
         self._reader = reader
         self._which = which
+        self._options = options if options is not None else LoadOptions()
+        self._unhealthy = unhealthy
         self.found: Candidate | None = None
         """What was chosen last; None for a fresh start."""
 
     def __call__(self) -> Choice:
         """See `engine.claim.claim_run`."""
         is_latest = self._which == "latest"
-        options = LoadOptions()
+        options = self._options
         self.found = (
-            self._reader.walk(options) if is_latest else self._reader.named(self._which, options)
+            self._reader.walk(options, unhealthy=self._unhealthy)
+            if is_latest
+            else self._reader.named(self._which, options)
         )
         return Choice(
             point=self.found.entry.reference if self.found is not None else None,
-            passed_over=frozenset(folder for folder, _ in self._reader.rejected),
+            passed_over=frozenset(self._reader.passed_over),
             is_rollback=not is_latest,
         )
+
+    def announce(self, emit: Emitter, *, reject: Callable[[str, str], None]) -> None:
+        """Say what was not taken and why; `reject(folder, reason)` gets the damaged ones."""
+        for folder, error in self._reader.passed_over.items():
+            if not isinstance(error, PassedOver):
+                reject(folder, str(error))
+                continue
+            kind: Kind = "warning" if isinstance(error, Avoided) else "passed_over"
+            emit(kind, f"passed over {folder}: {error}", folder=folder, reason=str(error))
+        if self.found is not None and self.found.entry.manifest.unhealthy:
+            entry = self.found.entry
+            reasons = ", ".join(entry.manifest.unhealthy)
+            emit(
+                "warning",
+                f"the run goes on from {entry.folder}, which is not healthy: {reasons}",
+                folder=entry.folder,
+            )
 
 
 class Settled:

@@ -24,12 +24,14 @@ from holdfast.engine.workers import Workers
 from holdfast.errors import DeadlineExceeded, OutcomeUnknown, OwnershipError, SaveFailed
 from holdfast.events import Emitter
 from holdfast.format import blocks, layout
+from holdfast.policy.classes import Due
 from holdfast.state.capture import Captured
 from holdfast.store.base import Store
 
 
 class Saver:
-    """Runs saves and the housekeeping after them. `standing` is where the run stands."""
+    """Runs saves and the housekeeping after them. `standing` is where the run stands: the newest
+    checkpoint of the whole state."""
 
     def __init__(
         self,
@@ -59,10 +61,10 @@ class Saver:
         """Copy the captured state into the arenas. No save may be under way."""
         return self._stager.stage(captured, self.workers, timeout_s=self.timeout_s)
 
-    def start(self, staged: Staged, request: SaveRequest) -> PendingSave:
+    def start(self, staged: Staged, request: SaveRequest, due: Due) -> PendingSave:
         """Hand a staged state to the background."""
         self.workers.start()
-        pending = PendingSave(request.timestamp.step, timeout_s=self.timeout_s)
+        pending = PendingSave(request.timestamp.step, due, timeout_s=self.timeout_s)
         self.pending = pending
         pending.staged.set_result(None)
         self._emit("staged", f"staged step {pending.step}", step=pending.step, nbytes=staged.nbytes)
@@ -130,7 +132,8 @@ class Saver:
             pending.committed.set_exception(failure)
             self._on_failure()
             return
-        self.standing = entry
+        if not entry.manifest.left_out:
+            self.standing = entry
         self._emit(
             "committed",
             f"committed {entry.folder}",
@@ -140,7 +143,7 @@ class Saver:
             save_s=time.perf_counter() - began,
         )
         pending.phase.text = "doing the housekeeping after it"
-        pending.committed.set_result(describe(self._store.url, entry))
+        pending.committed.set_result(describe(self._store, entry))
         self._after_commit(entry)
 
     def _write(self, pending: PendingSave, staged: Staged, request: SaveRequest) -> Entry:

@@ -146,18 +146,18 @@ class Stager:
     def stage(self, captured: Captured, workers: Workers, *, timeout_s: float) -> Staged:
         """A copy of the state as it is now. The arenas are overwritten by the next call.
 
+        Those of components that are not in it are kept, for a save that has them again.
+
         Raises:
             DeadlineExceeded: the copy was not done in time.
         """
         components = captured.components
-        for name in set(self._images) - set(components):
-            del self._images[name], self._specs[name]
         for component in components.values():
             self._fit(component)
         for name, component in components.items():
             _copy(self._images[name], component.tensors, workers, timeout_s)
         return Staged(
-            images=dict(self._images),
+            images={name: self._images[name] for name in components},
             trees={name: component.tree for name, component in components.items()},
             kinds={name: component.kind for name, component in components.items()},
         )

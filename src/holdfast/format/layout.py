@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from holdfast.errors import FormatError, UsageError
+from holdfast.store.base import MAX_SEGMENT_BYTES
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -13,6 +14,8 @@ INDEX = "index.json"
 REJECTED = "rejected.json"
 LATEST = "latest"
 WRITERS = "writers"
+READERS = "readers"
+REQUESTS = "requests"
 BLOCK_NBYTES = 8 * 1024 * 1024
 DATA_ALIGNMENT = 4096
 MAX_TENSOR_FILE_NBYTES = 4 * 1024**3
@@ -26,7 +29,9 @@ _WRITER = re.compile(r"([0-9]{8,12})\.json", re.ASCII)
 _SCRATCH = re.compile(r"preflight-[0-9a-f]{16}", re.ASCII)
 _RETIRED = re.compile(r"retired-([0-9]{8,12})\.json", re.ASCII)
 _THINNED = re.compile(r"thinned-([a-z0-9_\-]{1,64})-([0-9]{8,12})\.json", re.ASCII)
+_ANSWER = ".answer"
 _NOTES = re.compile(r"notes-([0-9]{4})\.json", re.ASCII)
+_LEASE = re.compile(r"(.+)\.([0-9a-f]{16})\.json", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -100,6 +105,18 @@ def parse_writer(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def lease_key(folder: str, nonce: str) -> str:
+    """Key of the lease of one reader on the checkpoint in `folder`, from its nonce."""
+    return f"{READERS}/{folder}.{nonce[:16]}.json"
+
+
+def parse_lease(name: str) -> tuple[AttemptName, str] | None:
+    """What a name inside `readers/` says is read, and the begin of the nonce; or None."""
+    match = _LEASE.fullmatch(name)
+    attempt = parse_attempt(match[1]) if match else None
+    return (attempt, match[2]) if match and attempt else None
+
+
 def scratch_folder(number: bytes) -> str:
     """Name of the folder in which preflight tries the store, from 8 random bytes."""
     return f"preflight-{number.hex()}"
@@ -108,6 +125,27 @@ def scratch_folder(number: bytes) -> str:
 def is_scratch(name: str) -> bool:
     """Whether a folder in the root is one of preflight's; a killed process may leave it."""
     return _SCRATCH.fullmatch(name) is not None
+
+
+def request_name(request_id: str) -> str:
+    """Name inside `requests/` of the request with an id of 32 hex digits."""
+    return f"{request_id}.json"
+
+
+def request_key(name: str) -> str:
+    """Key of a request, from its name inside `requests/`."""
+    return f"{REQUESTS}/{name}"
+
+
+def answer_key(name: str) -> str | None:
+    """Key of the answer to the request of that name; None where the name leaves no room for it."""
+    key = f"{REQUESTS}/{name}{_ANSWER}"
+    return key if len(name) + len(_ANSWER) <= MAX_SEGMENT_BYTES else None
+
+
+def is_answer(name: str) -> bool:
+    """Whether a name inside `requests/` is that of an answer; every other is a request."""
+    return name.endswith(_ANSWER)
 
 
 def notes_name(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Claims, closes, heartbeats and sidecars (docs/format.md, section 7)."""
+"""Claims, closes, heartbeats, sidecars and requests (docs/format.md, section 7)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from holdfast.errors import FormatError
 from holdfast.format import sealed, strictjson
+from holdfast.format.layout import parse_attempt
 from holdfast.format.manifest import Hex128, Natural, Positive, Reference, check_reference
 from holdfast.store.base import Buffer
 
@@ -54,6 +56,15 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True):
     beat: Natural
 
 
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """That a process reads the checkpoint that the lease's name names; `beat` counts up."""
+
+    nonce: Hex128
+    beat: Natural
+    created: str
+    process: Process
+
+
 class Notes(msgspec.Struct, frozen=True, kw_only=True):
     """The whole set of tags and the pin of a checkpoint."""
 
@@ -81,6 +92,28 @@ class Rejected(msgspec.Struct, frozen=True, kw_only=True):
 
     by: str
     reasons: tuple[str, ...]
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """That somebody asks for a save: `who` for people, `process` so that it can be told when
+    nobody waits for the answer any more."""
+
+    id: Hex128
+    who: str
+    process: Process
+    created: str
+    reason: str = ""
+    tags: tuple[str, ...] = ()
+
+
+class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a request: the folder of the checkpoint, or the error."""
+
+    folder: str | None
+    error: str | None
+    created: str
+    asker: Process | None = None
+    """The process that asked, where its request could be read."""
 
 
 def encode_writer(writer: Writer) -> bytes:
@@ -113,6 +146,16 @@ def encode_alive(alive: Alive) -> bytes:
 def decode_alive(data: Buffer, *, what: str) -> Alive:
     """The heartbeat in `data`; a `FormatError` otherwise."""
     return _decode("alive", data, Alive, what=what)
+
+
+def encode_lease(lease: Lease) -> bytes:
+    """The lease as a sealed document."""
+    return _encode("lease", lease)
+
+
+def decode_lease(data: Buffer, *, what: str) -> Lease:
+    """The lease in `data`; a `FormatError` otherwise."""
+    return _decode("lease", data, Lease, what=what)
 
 
 def encode_notes(notes: Notes) -> bytes:
@@ -153,6 +196,31 @@ def encode_rejected(rejected: Rejected) -> bytes:
 def decode_rejected(data: Buffer, *, what: str) -> Rejected:
     """The mark in `data`; a `FormatError` otherwise."""
     return _decode("rejected", data, Rejected, what=what)
+
+
+def encode_request(request: RequestRecord) -> bytes:
+    """The request as a sealed document; a `UsageError` when it is too long."""
+    return _encode("request", request)
+
+
+def decode_request(data: Buffer, *, what: str) -> RequestRecord:
+    """The request in `data`; a `FormatError` otherwise."""
+    return _decode("request", data, RequestRecord, what=what)
+
+
+def encode_answer(answer: AnswerRecord) -> bytes:
+    """The answer as a sealed document; a `UsageError` when it is too long."""
+    return _encode("answer", answer)
+
+
+def decode_answer(data: Buffer, *, what: str) -> AnswerRecord:
+    """The answer in `data`; a `FormatError` otherwise."""
+    answer = _decode("answer", data, AnswerRecord, what=what)
+    if (answer.folder is None) is (answer.error is None):
+        raise FormatError(f"{what}: an answer has either a folder or an error")
+    if answer.folder is not None and parse_attempt(answer.folder) is None:
+        raise FormatError(f"{what}: {answer.folder[:80]!r} is not the folder of a checkpoint")
+    return answer
 
 
 def _encode(kind: str, record: msgspec.Struct) -> bytes:

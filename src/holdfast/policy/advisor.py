@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
 from holdfast.errors import UsageError
@@ -139,6 +140,11 @@ class Advice:
         """Everything as plain values, with `every` as text."""
         return {**asdict(self), "every": str(self.every)}
 
+    @property
+    def exact_s(self) -> float:
+        """The interval before it was rounded up to whole steps or seconds."""
+        return max(self.daly_s, self.cap_s, self.commit_s)
+
     def lines(self) -> tuple[str, ...]:
         """The explanation for people, the answer first."""
         return (
@@ -229,6 +235,7 @@ def shares(interval_s: float, costs: Costs, mtbf_s: float) -> tuple[float, float
     return goodput, saving, max(0.0, up - saving - goodput), 1 - up
 
 
+@lru_cache(maxsize=64)  # asked again after each save, while the number of failures stays
 def gamma_quantile(shape: float, probability: float) -> float:
     """Where a gamma distribution of scale 1 has `probability` below it, to nine digits."""
     low, high = 0.0, shape + 20 * math.sqrt(shape) + 20

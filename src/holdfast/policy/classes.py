@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
+from holdfast.policy.auto import Auto
 from holdfast.policy.clock import ALL_UNITS, Time, Unit, counted, parse, reading
 from holdfast.policy.triggers import (
     NO_METRICS,
@@ -53,6 +54,11 @@ class Due:
 
     save_class: SaveClass
     reason: str
+    savers: tuple[str, ...] = ()
+    """Which of several savers ask for it; none: the only one there is."""
+    components: tuple[str, ...] | None = None
+    """What it is to hold; None: the whole state."""
+    tags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -92,6 +98,18 @@ class SavePolicy:
             for ephemerals in _intervals(self.ephemeral):
                 _check_intervals(permanents, ephemerals, time)
             _check_cooldown(permanents, time)
+        if len(self._autos) > 1:
+            raise UsageError('SavePolicy: "auto" more than once; one of them would do nothing')
+
+    @property
+    def auto(self) -> Auto | None:
+        """The trigger that wants to be told what saves cost, if there is one."""
+        return next(iter(self._autos), None)
+
+    @property
+    def _autos(self) -> list[Auto]:
+        triggers = (trigger for trigger in (self.permanent, self.ephemeral) if trigger)
+        return [p for trigger in triggers for p in parts_of(trigger) if isinstance(p, Auto)]
 
     def resolve(self, max_duration: Time | None) -> SavePolicy:
         """The same policy, with fractions of the run measured by the run's length.

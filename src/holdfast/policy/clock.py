@@ -202,15 +202,8 @@ def reading(now: Timestamp, unit: Unit) -> int | float | None:
     """
     if unit is Unit.DURATION:
         raise UsageError("a fraction of the run cannot be read off a counter; resolve() it first")
-    counters: dict[Unit, int | float | None] = {
-        Unit.STEP: now.step,
-        Unit.EPOCH: now.epoch,
-        Unit.SAMPLE: now.samples,
-        Unit.TOKEN: now.tokens,
-        Unit.SECOND: now.wall_s,
-        Unit.CYCLE: now.cycle,
-    }
-    return counters[unit]
+    count: int | float | None = getattr(now, _ARGUMENTS[unit])
+    return count
 
 
 def counted(now: Timestamp, unit: Unit, asker: object) -> int | float:

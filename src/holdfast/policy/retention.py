@@ -6,16 +6,17 @@ themselves are in `holdfast.policy.rules`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from holdfast.errors import UsageError
 from holdfast.policy.rules import (
+    MAIN,
     All,
     AnyOf,
     Best,
     Budget,
     ByClass,
+    BySaver,
     Candidate,
     Daily,
     EveryNth,
@@ -24,9 +25,11 @@ from holdfast.policy.rules import (
     Rule,
     ThenDrop,
     Within,
-    counting,
     join_reasons,
+    picks_of,
+    picks_of_others,
     quota,
+    savers_of,
 )
 
 __all__ = [
@@ -35,6 +38,7 @@ __all__ = [
     "Best",
     "Budget",
     "ByClass",
+    "BySaver",
     "Candidate",
     "Daily",
     "Decision",
@@ -46,6 +50,7 @@ __all__ = [
     "Within",
     "decide",
     "quota",
+    "stands_in",
 ]
 
 _Order = tuple[int, int]
@@ -72,43 +77,84 @@ class _Pick:
 
 
 def decide(
-    entries: Sequence[Candidate], rule: Rule, *, resumed_from: _Order | None = None
+    entries: Sequence[Candidate],
+    rule: Rule,
+    *,
+    resumed_from: _Order | None = None,
+    replaces: bool = False,
 ) -> tuple[Decision, ...]:
     """One decision for each entry, newest first.
 
-    Whatever the rule says, these stay, and whole: pinned and tagged ones, the newest from which
-    a run can resume, and the one at `resumed_from`, the order of the checkpoint at which the
-    lineage stands. A rejected one stays until all that the rule keeps is newer; anything else
-    goes only when something newer stays from which a run can resume.
+    Whatever the rule says, these stay, and whole: pinned and tagged ones, the newest, the newest
+    from which a run can resume, the newest healthy one of these, and the one at `resumed_from`,
+    the order of the checkpoint at which the lineage stands. A rejected one stays until all that
+    the rule keeps is newer; anything else goes only when something newer stays that stands in
+    for it (`stands_in`). With `replaces` the rule does not see what a newer one of the same step
+    stands in for.
     """
     ordered = sorted(entries, key=lambda entry: entry.order, reverse=True)
-    picks = _picks(ordered, rule)
-    newest = next((p for p in counting(ordered) if not ordered[p].dropped), None)
-    if newest is not None:
-        reason = join_reasons("newest", picks[newest].reason if newest in picks else None)
-        picks[newest] = _Pick(reason, _NOTHING)
-    kept = [ordered[p].order for p in picks if ordered[p].counts and not ordered[p].dropped]
+    replaced = _replaced(ordered) if replaces else frozenset()
+    seen = [position for position in range(len(ordered)) if position not in replaced]
+    picks = {seen[p]: pick for p, pick in _picks([ordered[p] for p in seen], rule).items()}
+    for position, why in _newest(ordered).items():
+        reason = join_reasons(why, picks[position].reason if position in picks else None)
+        picks[position] = _Pick(reason, _NOTHING)
+    stay = [(ordered[position], pick.drop) for position, pick in sorted(picks.items())]
     decisions: list[Decision] = []
     for position, entry in enumerate(ordered):
         pick, protection = picks.get(position), _protection(entry, resumed_from)
         if pick is None and not protection:
-            decisions.append(_unpicked(entry, kept, rule))
+            bases = [base.order for base, drop in stay if stands_in(base, entry, drop=drop)]
+            why = f"not kept by: {rule}" if entry.healthy else "not healthy, and a newer one is"
+            if position in replaced:
+                why = f"replaced by a newer one of step {entry.timestamp.step}"
+            decisions.append(_unpicked(entry, bases, why))
             continue
         reason = join_reasons(protection, pick.reason if pick is not None else None)
-        is_whole = protection or pick is None or position == newest
-        drop = () if is_whole or pick is None else _goes(entry, pick.drop)
+        drop = () if protection or pick is None else _goes(entry, pick.drop)
         decisions.append(Decision(entry=entry, keep=True, reason=reason, drop=drop))
     return tuple(decisions)
+
+
+def stands_in(base: Candidate, entry: Candidate, *, drop: Collection[str] = ()) -> bool:
+    """Whether `base`, which stays without `drop`, gives what `entry` gives: so `entry` may go.
+
+    It is healthy and a run can resume from it; for what was saved without some components it is
+    enough to be healthy and to have those that `entry` has. Which one is newer is not looked at.
+    """
+    if not base.counts:
+        return False
+    if entry.left_out:
+        return set(entry.components) <= set(base.components).difference(drop)
+    return base.is_resumable
+
+
+def _newest(newest_first: Sequence[Candidate]) -> dict[int, str]:
+    """Positions of the newest of each kind, which stay whatever a rule says."""
+    usable = [p for p, entry in enumerate(newest_first) if entry.is_usable]
+    resumable = [p for p in usable if newest_first[p].is_resumable]
+    healthy = [p for p in resumable if newest_first[p].healthy]
+    kinds = (
+        (usable, "newest"),
+        (resumable, "newest to resume from"),
+        (healthy, "newest healthy to resume from"),
+    )
+    found: dict[int, str] = {}
+    for positions, reason in kinds:
+        for position in positions[:1]:
+            found.setdefault(position, reason)
+    return found
 
 
 def _picks(newest_first: Sequence[Candidate], rule: Rule) -> dict[int, _Pick]:
     """What the parts of a rule keep; of each only what all of them would drop may go."""
     picks: dict[int, _Pick] = {}
-    for part, drop in _flat(rule, _NOTHING):
+    others = picks_of_others(newest_first, savers_of(rule))
+    found = [(others, _NOTHING)]
+    found += [(picks_of(part, saver, newest_first), drop) for part, saver, drop in _flat(rule)]
+    for reasons, drop in found:
         suffix = f" without {', '.join(sorted(drop))}" if drop else ""
-        for position, why in part.picks(newest_first).items():
-            if position not in range(len(newest_first)):
-                raise UsageError(f"rule {part}: picks position {position} of {len(newest_first)}")
+        for position, why in reasons.items():
             if newest_first[position].retired:
                 continue
             before = picks.get(position, _Pick("", drop))
@@ -117,20 +163,25 @@ def _picks(newest_first: Sequence[Candidate], rule: Rule) -> dict[int, _Pick]:
     return picks
 
 
-def _flat(rule: Rule, drop: frozenset[str]) -> Iterator[tuple[Rule, frozenset[str]]]:
-    """The simple rules in a rule, each with what its picks lose."""
+def _flat(
+    rule: Rule, saver: str = MAIN, drop: frozenset[str] = _NOTHING
+) -> Iterator[tuple[Rule, str, frozenset[str]]]:
+    """The simple rules in a rule, each with its saver and with what its picks lose."""
     if isinstance(rule, AnyOf):
         for part in rule.rules:
-            yield from _flat(part, drop)
+            yield from _flat(part, saver, drop)
     elif isinstance(rule, ThenDrop):
-        yield from _flat(rule.rule, drop.union(rule.components))
+        yield from _flat(rule.rule, saver, drop.union(rule.components))
+    elif isinstance(rule, BySaver):
+        for name, part in rule.rules:
+            yield from _flat(part, name, drop)
     else:
-        yield rule, drop
+        yield rule, saver, drop
 
 
 def _goes(entry: Candidate, drop: frozenset[str]) -> tuple[str, ...]:
     """The components that go now: of those that are there never all, and what was begun."""
-    if not entry.counts:
+    if not entry.is_usable:
         return ()
     there = set(entry.components)
     going = there & drop if there - drop else set()
@@ -146,8 +197,20 @@ def _protection(entry: Candidate, resumed_from: _Order | None) -> str:
     )
 
 
-def _unpicked(entry: Candidate, kept: Sequence[_Order], rule: Rule) -> Decision:
-    """The decision on what neither the rule nor a mark keeps; `kept` are those to resume from."""
+def _replaced(newest_first: Sequence[Candidate]) -> frozenset[int]:
+    """Positions of those for which a newer one of the same step stands in."""
+    return frozenset(
+        position
+        for position, entry in enumerate(newest_first)
+        if any(
+            newer.timestamp.step == entry.timestamp.step and stands_in(newer, entry)
+            for newer in newest_first[:position]
+        )
+    )
+
+
+def _unpicked(entry: Candidate, kept: Sequence[_Order], why: str) -> Decision:
+    """The decision on what neither the rule nor a mark keeps; `kept` are those that stand in."""
     if entry.retired:
         if any(order > entry.order for order in kept):
             return Decision(entry=entry, keep=False, reason="its deletion was begun")
@@ -158,4 +221,4 @@ def _unpicked(entry: Candidate, kept: Sequence[_Order], rule: Rule) -> Decision:
         return Decision(entry=entry, keep=True, reason="rejected, stays to be looked at")
     if not any(order >= entry.order for order in kept):
         return Decision(entry=entry, keep=True, reason="nothing newer stays to resume from")
-    return Decision(entry=entry, keep=False, reason=f"not kept by: {rule}")
+    return Decision(entry=entry, keep=False, reason=why)

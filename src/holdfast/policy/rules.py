@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Literal, get_args
@@ -20,6 +20,9 @@ from holdfast.policy.clock import Time, parse, reading
 
 Mode = Literal["min", "max"]
 Removal = Literal["ephemeral_only", "all_non_permanent", "never"]
+
+MAIN = "main"
+"""The saver of the whole state, to which everything belongs that names no saver."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +51,27 @@ class Candidate:
     """Components of which some files were dropped and some are left."""
     dropped: tuple[str, ...] = ()
     """Components that cannot be loaded any more; with any of these, nobody can resume from it."""
+    healthy: bool = True
+    """Nothing was known to be wrong with the state."""
+    savers: tuple[str, ...] = ()
+    """Which savers of the run asked for it; none: `main`."""
+    left_out: tuple[str, ...] = ()
+    """Components that were not saved; with any of these, nobody can resume from it."""
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether nothing speaks against its bytes."""
+        return not (self.rejected or self.retired)
 
     @property
     def counts(self) -> bool:
         """Whether it may fill a quota."""
-        return not (self.rejected or self.retired)
+        return self.is_usable and self.healthy
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether a run could go on from it, be it healthy or not."""
+        return self.is_usable and not (self.dropped or self.left_out)
 
     @property
     def is_held(self) -> bool:
@@ -341,12 +360,105 @@ class ThenDrop(Rule):
         return {p: f"{reason} {suffix}" for p, reason in self.rule.picks(newest_first).items()}
 
     def __str__(self) -> str:
-        rule = f"({self.rule})" if isinstance(self.rule, AnyOf) else str(self.rule)
-        return f"{rule} without {', '.join(self.components)}"
+        return f"{_grouped(self.rule)} without {', '.join(self.components)}"
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class BySaver(Rule):
+    """Each saver of the run has its own rule, which sees what that saver asked for and no more.
+
+        BySaver({"main": Last(3), "weights": Last(24)})
+
+    What several savers asked for stays while one of their rules keeps it. A saver without a rule
+    keeps everything. A rule that is not in a `BySaver` is one for `main`.
+    """
+
+    rules: tuple[tuple[str, Rule], ...]
+
+    def __init__(self, rules: Mapping[str, Rule]) -> None:
+        if not isinstance(rules, Mapping) or not rules:
+            raise UsageError(f"BySaver: rules={rules!r} must name a rule for at least one saver")
+        for saver, rule in rules.items():
+            check_component(saver)
+            if not isinstance(rule, Rule):
+                raise UsageError(f"BySaver: {saver}={rule!r} must be a rule such as Last(3)")
+            if _names_savers(rule):
+                raise UsageError(f"BySaver: the rule for {saver} names savers itself: {rule}")
+        object.__setattr__(self, "rules", tuple(rules.items()))
+
+    def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
+        """What the rule of one of its savers keeps."""
+        reasons = picks_of_others(newest_first, savers_of(self))
+        for saver, rule in self.rules:
+            for position, reason in picks_of(rule, saver, newest_first).items():
+                reasons[position] = join_reasons(reasons.get(position), reason)
+        return reasons
+
+    def __str__(self) -> str:
+        return ", ".join(f"{saver}: {_grouped(rule)}" for saver, rule in self.rules)
+
+
+def picks_of(rule: Rule, saver: str, newest_first: Sequence[Candidate]) -> dict[int, str]:
+    """What a rule picks of one saver's checkpoints; of `main` the partial ones are judged apart.
+
+    So three whole ones stay of the last three, however many beside them cannot be resumed from.
+    """
+    picks: dict[int, str] = {}
+    for positions in _groups(newest_first, saver):
+        group = [newest_first[position] for position in positions]
+        for position, reason in rule.picks(group).items():
+            if position not in range(len(group)):
+                raise UsageError(f"rule {rule}: picks position {position} of {len(group)}")
+            picks[positions[position]] = reason if saver == MAIN else f"{saver}: {reason}"
+    return picks
+
+
+def picks_of_others(newest_first: Sequence[Candidate], savers: frozenset[str]) -> dict[int, str]:
+    """What a saver asked for that has no rule, beside the rules of `savers`."""
+    others = (
+        (position, [name for name in entry.savers or (MAIN,) if name not in savers])
+        for position, entry in enumerate(newest_first)
+    )
+    return {position: f"{names[0]}: all are kept" for position, names in others if names}
+
+
+def savers_of(rule: Rule) -> frozenset[str]:
+    """The savers that a rule speaks for."""
+    if isinstance(rule, BySaver):
+        return frozenset(saver for saver, _ in rule.rules)
+    if isinstance(rule, ThenDrop):
+        return savers_of(rule.rule)
+    if isinstance(rule, AnyOf):
+        return frozenset().union(*(savers_of(part) for part in rule.rules))
+    return frozenset((MAIN,))
+
+
+def _names_savers(rule: Rule) -> bool:
+    if isinstance(rule, ThenDrop):
+        return _names_savers(rule.rule)
+    if isinstance(rule, AnyOf):
+        return any(_names_savers(part) for part in rule.rules)
+    return isinstance(rule, BySaver)
+
+
+def _groups(newest_first: Sequence[Candidate], saver: str) -> Iterator[list[int]]:
+    """Positions of a saver's checkpoints, in the groups that are judged apart."""
+    own = [p for p, entry in enumerate(newest_first) if saver in (entry.savers or (MAIN,))]
+    if saver != MAIN:
+        yield own
+        return
+    yield [position for position in own if not newest_first[position].left_out]
+    yield [position for position in own if newest_first[position].left_out]
 
 
 def quota(rule: Rule) -> int | None:
-    """How many checkpoints a rule keeps at most, as far as one can tell; None: no limit."""
+    """How many checkpoints a rule keeps at most, as far as one can tell; None: no limit.
+
+    Of rules by saver only that of `main` is looked at: what others save has another size.
+    """
+    if isinstance(rule, BySaver):
+        main = dict(rule.rules).get(MAIN)
+        return quota(main) if main is not None else None
     if isinstance(rule, Last | Best | Hourly | Daily):
         return rule.n
     if isinstance(rule, ThenDrop):
@@ -363,6 +475,8 @@ def named_components(rule: Rule) -> frozenset[str]:
         return named_components(rule.rule).union(rule.components)
     if isinstance(rule, AnyOf):
         return frozenset().union(*(named_components(part) for part in rule.rules))
+    if isinstance(rule, BySaver):
+        return frozenset().union(*(named_components(part) for _, part in rule.rules))
     return frozenset()
 
 
@@ -399,6 +513,11 @@ def _recorded_time(created: str) -> datetime | None:
         return moment.astimezone(timezone.utc) if moment.tzinfo is not None else None
     except (ValueError, OverflowError):
         return None
+
+
+def _grouped(rule: Rule) -> str:
+    """A rule in words, as one thing beside others."""
+    return f"({rule})" if isinstance(rule, AnyOf | BySaver) else str(rule)
 
 
 def _parts(rule: Rule) -> tuple[Rule, ...]:

@@ -1,19 +1,19 @@
-"""Rules of retention as one text: `last:3,best:loss:min:2,every:1000step`."""
+"""Rules of retention as one text: `last:3,best:loss:min:2,weights=last:24`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import reduce
-from operator import or_
 from typing import cast
 
 from holdfast.errors import UsageError
 from holdfast.policy.rules import (
+    MAIN,
     All,
     Best,
     Budget,
     ByClass,
+    BySaver,
     Daily,
     EveryNth,
     Hourly,
@@ -30,6 +30,7 @@ _SIZES = {
     **{unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), start=1)},
 }
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)", re.ASCII)
+_SAVER = re.compile(r"(?P<saver>[^:= ]*)\s*=(?P<rule>.*)", re.DOTALL)
 _BEST = re.compile(r"(?P<metric>.+?)(?::(?P<mode>min|max))?(?::(?P<n>[0-9]{1,18}))?")
 
 
@@ -38,15 +39,24 @@ def parse_rule(text: str) -> Rule:
 
     A part is `all`, `last:N`, `best:METRIC[:min|max][:N]`, `every:INTERVAL`, `hourly[:N]`,
     `daily[:N]`, `within:SPAN`, `budget:SIZE` or `remove:CLASSES`; and behind it may stand
-    `without COMPONENT+COMPONENT`.
+    `without COMPONENT+COMPONENT`. Before it may stand `SAVER=`, and then it speaks for that saver;
+    the others speak for `main`.
 
     >>> str(parse_rule("last:3, every:1000step without optimizer+rng"))
     'last 3 | every 1000step without optimizer, rng'
+    >>> str(parse_rule("last:3, weights=last:24"))
+    'main: last 3, weights: last 24'
 
     Raises:
         UsageError: a part is none of these.
     """
-    return reduce(or_, [_part(part.strip()) for part in text.split(",")])
+    rules: dict[str, Rule] = {}
+    for part in text.split(","):
+        match = _SAVER.fullmatch(part.strip())
+        saver, rule = (MAIN, part) if match is None else (match["saver"], match["rule"])
+        found = _part(rule.strip())
+        rules[saver] = rules[saver] | found if saver in rules else found
+    return rules[MAIN] if set(rules) == {MAIN} else BySaver(rules)
 
 
 def _part(text: str) -> Rule:

@@ -338,7 +338,7 @@ class AnyOf(Trigger):
 
 
 def as_trigger(value: str | Time | Trigger | SaveFunction, *, what: str = "every") -> Trigger:
-    """A trigger as it is, an interval as `Every`, a function as `When`.
+    """A trigger as it is, "auto" as `Auto`, an interval as `Every`, a function as `When`.
 
     Raises:
         UsageError: it is none of these.
@@ -347,6 +347,10 @@ def as_trigger(value: str | Time | Trigger | SaveFunction, *, what: str = "every
         return value
     if callable(value):
         return When(value)
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        from holdfast.policy.auto import Auto  # it is a trigger itself
+
+        return Auto()
     if isinstance(value, str | Time):
         return Every(value)
     raise UsageError(f"{what}={value!r}: must be an interval with a unit, a trigger or a function")

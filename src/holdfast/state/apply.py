@@ -15,7 +15,8 @@ from holdfast.state.components import RNG, check_state, kind_of
 from holdfast.state.merge import Claims
 from holdfast.state.names import ParameterNames, parameter_names
 from holdfast.state.plans import GeneratorPlan, ObjectPlan, Plan, RngPlan, TreePlan
-from holdfast.state.problems import Problems, Rename, Skip, Wishes
+from holdfast.state.problems import Problems, Rename, Wishes
+from holdfast.state.selection import Selection
 from holdfast.state.trees import decode_skeleton
 
 
@@ -102,8 +103,10 @@ def prepare(
     components: Collection[str] | None = None,
     strict: bool = True,
     rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    include: Collection[str] = (),
     skip: Collection[str] = (),
     rng: bool = True,
+    unread: Collection[str] = (),
 ) -> Prepared:
     """Match stored components with live ones; changes nothing.
 
@@ -112,12 +115,15 @@ def prepare(
         stored: what the checkpoint has; more than is asked for is fine with `components`.
         where: the checkpoint's name, for messages.
         components: load only these.
-        strict: refuse leaves that only one side has; otherwise they become notes. Another
-            shape or dtype is refused either way.
+        strict: refuse leaves that only one side has, and arguments that name nothing;
+            otherwise they become notes. Another shape or dtype is refused either way.
         rename: stored leaf path -> live leaf path inside a module, and the same for the
             parameter names of an optimizer.
-        skip: components, or `component.path` of a leaf or of what is above it, to leave alone.
+        include: load only these: components, `component.path` of a leaf or of what is above
+            it, or patterns (see `state.selection`). Empty: everything.
+        skip: leave these alone, of what `include` names; entries as for `include`.
         rng: False leaves the component `rng` alone.
+        unread: components that the checkpoint has besides `stored`; none of them is wanted.
 
     Raises:
         UsageError: an argument names nothing, or a rename makes two names one.
@@ -126,23 +132,26 @@ def prepare(
         FormatError: a stored tree is not valid.
     """
     check_state(state)
-    wishes = Wishes(strict=strict, rename=Rename(rename), skip=Skip(skip))
+    selection = Selection(include=include, skip=skip)
+    wishes = Wishes(strict=strict, rename=Rename(rename), selection=selection)
     problems = Problems()
-    names = _chosen(state, stored, components, wishes.skip, problems, rng=rng)
+    live = [*state, *([] if RNG in state else [RNG])]
+    everything = tuple(dict.fromkeys([*live, *stored, *unread]))
+    wanted = _wanted(everything, components, selection, rng=rng)
+    names = _on_both_sides(wanted, live, stored, problems)
     parameters = parameter_names(
         (name, value) for name, value in state.items() if isinstance(value, nn.Module)
     )
     plans: dict[str, Plan] = {}
     for name in names:
-        plan = _plan(name, state, stored[name], parameters, problems)
+        plan = _plan(name, state, stored[name], parameters, selection, problems)
         if plan is not None:
             skeleton = decode_skeleton(
                 stored[name].tree, stored[name].tensors, what=f"{where}: tree of {name}"
             )
             plan.check(skeleton, wishes, problems)
             plans[name] = plan
-    wishes.skip.check_used()
-    wishes.rename.check_used()
+    _report_selection(wishes, problems, wanted=wanted, everything=everything, planned=plans)
     if not strict:
         problems.tolerate()
     problems.raise_if_any(where)
@@ -154,34 +163,61 @@ def _module_tensors(state: Mapping[str, Any]) -> list[Tensor]:
     return [tensor for module in modules_ for tensor in (*module.parameters(), *module.buffers())]
 
 
-def _chosen(
-    state: Mapping[str, Any],
-    stored: Mapping[str, StoredComponent],
+def _wanted(
+    everything: Collection[str],
     components: Collection[str] | None,
-    skip: Skip,
-    problems: Problems,
+    selection: Selection,
     *,
     rng: bool,
 ) -> list[str]:
     """The components to load, in the live order, `rng` last."""
-    live = [*state, *([] if RNG in state else [RNG])]
-    everything = [*live, *(name for name in stored if name not in live)]
-    wanted = _checked_components(components, everything)
+    asked = _checked_components(components, everything)
+    omitted = {name for name in everything if selection.omits(name)}
     if not rng:
-        wanted.discard(RNG)
-    wanted -= {name for name in everything if skip.component(name)}
+        omitted.add(RNG)
+    return [name for name in everything if name in asked and name not in omitted]
+
+
+def _on_both_sides(
+    wanted: list[str], live: Collection[str], stored: Collection[str], problems: Problems
+) -> list[str]:
     chosen = []
-    for name in everything:
-        if name in wanted and name not in stored:
+    for name in wanted:
+        if name not in stored:
             problems.missing.append(f"{name} (the whole component)")
-        elif name in wanted and name not in live:
+        elif name not in live:
             problems.unexpected.append(f"{name} (the whole component)")
-        elif name in wanted:
+        else:
             chosen.append(name)
     return chosen
 
 
-def _checked_components(components: Collection[str] | None, everything: list[str]) -> set[str]:
+def _report_selection(
+    wishes: Wishes,
+    problems: Problems,
+    *,
+    wanted: Collection[str],
+    everything: Collection[str],
+    planned: Collection[str],
+) -> None:
+    """Say what was left out as asked; refuse, or note, what was asked and is not there.
+
+    Raises:
+        UsageError: under `strict`, an entry named nothing.
+    """
+    unseen = set(everything) - set(planned)
+    lost = [*wishes.selection.unmatched(unseen), *wishes.rename.unmatched()]
+    if lost and wishes.strict:
+        raise UsageError("; ".join(lost))
+    omitted = [name for name in everything if name not in wanted]
+    if omitted:
+        problems.notes.append(f"not loaded, as asked: {', '.join(omitted)}")
+    problems.notes += [*wishes.selection.notes(planned), *lost]
+
+
+def _checked_components(
+    components: Collection[str] | None, everything: Collection[str]
+) -> set[str]:
     if components is None:
         return set(everything)
     if isinstance(components, str):
@@ -197,6 +233,7 @@ def _plan(
     state: Mapping[str, Any],
     stored: StoredComponent,
     parameters: ParameterNames,
+    selection: Selection,
     problems: Problems,
 ) -> Plan | None:
     kind = kind_of(state[name]) if name in state else RNG
@@ -212,5 +249,5 @@ def _plan(
         inspected = optimizers.inspect(live, parameters)
         return optimizers.OptimizerPlan(name, inspected, stored.tensors)
     if kind == "generator":
-        return GeneratorPlan(name, live, stored.tensors)
+        return None if selection.leaves(name) else GeneratorPlan(name, live, stored.tensors)
     return TreePlan(name, live, stored.tensors) if kind == "tree" else ObjectPlan(name, live)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,9 +47,14 @@ class Captured:
     not_saved: tuple[str, ...]
     """What the state holds on purpose outside of checkpoints, one line each."""
 
+    left_out: tuple[str, ...] = ()
+    """Components that an edit left out."""
 
-def capture(state: Mapping[str, Any]) -> Captured:
+
+def capture(state: Mapping[str, Any], only: Collection[str] | None = None) -> Captured:
     """Name every leaf of `state`, and add the global random generators as `rng`.
+
+    `only` names the components that are wanted; None: all.
 
     Objects are asked for their `state_dict` in the order of the mapping; the generators are read
     last, so that what those calls draw is in the checkpoint too.
@@ -63,10 +68,13 @@ def capture(state: Mapping[str, Any]) -> Captured:
         (name, value) for name, value in state.items() if isinstance(value, nn.Module)
     )
     offenders: list[tuple[str, str]] = []
+    wanted = {*state, RNG} if only is None else set(only)
     components = {
-        name: _capture_one(name, value, names, offenders) for name, value in state.items()
+        name: _capture_one(name, value, names, offenders)
+        for name, value in state.items()
+        if name in wanted
     }
-    if RNG not in state:
+    if RNG not in state and RNG in wanted:
         components[RNG] = _capture_rng(offenders)
     if offenders:
         raise UnsupportedState(offenders)

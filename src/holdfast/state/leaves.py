@@ -5,7 +5,7 @@ Knows storages, strides and element types; knows nothing of modules, optimizers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -85,6 +85,9 @@ class Leaves:
     key_of: Callable[[str], str] = _plain
     """Path in the typed tree -> wanted tensor key, which is also the path in messages."""
 
+    taken: Collection[str] = ()
+    """Keys that are given to other tensors."""
+
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """Key -> live tensor, detached; conjugate and negative views are resolved."""
 
@@ -128,7 +131,7 @@ class Leaves:
     def _unique(self, path: str) -> str:
         wanted = self.key_of(path) or _ROOT_KEY
         key, number = wanted, 1
-        while key in self.tensors or key in _RESERVED_KEYS:
+        while key in self.tensors or key in self.taken or key in _RESERVED_KEYS:
             number += 1
             key = f"{wanted}#{number}"
         return key

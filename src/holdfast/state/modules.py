@@ -266,12 +266,14 @@ class ModulePlan:
             problems.offenders.append((f"{component}.{name}", _COLLISION))
         renamed = wishes.rename.apply(stored.value, component)
         self._versions = _renamed_versions(stored.versions, renamed)
-        wanted = {
-            new: stored.value[old]
-            for old, new in renamed.items()
-            if not (wishes.skip.path(component, new) or wishes.skip.path(component, old))
+        old_names = {new: old for old, new in renamed.items()}
+        left = {
+            name
+            for name in {**old_names, **live.entries}
+            if wishes.selection.leaves(component, name, old_names.get(name, name))
         }
-        here = [name for name in live.entries if not wishes.skip.path(component, name)]
+        wanted = {new: stored.value[old] for old, new in renamed.items() if new not in left}
+        here = [name for name in live.entries if name not in left]
         problems.missing += [f"{component}.{name}" for name in here if name not in wanted]
         problems.unexpected += [
             f"{component}.{name}" for name in wanted if name not in live.entries

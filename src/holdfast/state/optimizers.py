@@ -175,6 +175,15 @@ def _parse(tree: Any, what: str) -> _Stored:
     return stored
 
 
+def check_tree(tree: Any, what: str) -> None:
+    """Check that a decoded tree is that of an optimizer.
+
+    Raises:
+        FormatError: it is not.
+    """
+    _parse(tree, what)
+
+
 def _checked_names(group: Any, what: str) -> list[str]:
     if not isinstance(group, list) or not all(isinstance(name, str) for name in group):
         raise FormatError(f"{what}: a parameter group's names are not a list of text")
@@ -234,7 +243,7 @@ class OptimizerPlan:
         self._match_names(problems)
         self._match_groups(problems)
         self._check_options(problems)
-        self._note_skipped_slots()
+        self._ask_about_all()
         self._check_fused(problems)
         for name, old in self._common.items():
             live, kept = list(self._live.parameters[name].shape), stored.shapes[old]
@@ -268,13 +277,13 @@ class OptimizerPlan:
         return renamed
 
     def _match_names(self, problems: Problems) -> None:
-        skip, component = self._wishes.skip, self._component
+        component = self._component
         old_names = {new: old for old, new in self._new_names.items()}
-        for new in old_names:
-            if new not in self._live.parameters and not skip.path(component, new):
+        for new, old in old_names.items():
+            if new not in self._live.parameters and not self._leaves_parameter(new, old):
                 problems.unexpected.append(f"{component}.{new}")
         for name in self._live.parameters:
-            if skip.path(component, name):
+            if self._leaves_parameter(name, old_names.get(name, name)):
                 continue
             if name in old_names:
                 self._common[name] = old_names[name]
@@ -308,7 +317,7 @@ class OptimizerPlan:
             for key, value in self._stored.param_groups[old].items():
                 path = f"{_GROUPS}.{live_index}.{key}"
                 live = group.get(key)
-                if self._skips(path) or not isinstance(live, Tensor):
+                if self._leaves(path) or not isinstance(live, Tensor):
                     continue
                 if isinstance(value, TensorRef):
                     spec, at = self._specs[value.key], f"{self._component}.{path}"
@@ -383,7 +392,7 @@ class OptimizerPlan:
         # `state` is a defaultdict: asking with [] would create an entry.
         live = state.get(parameter)
         stored = self._stored.slots.get(old)
-        kept = self._kept_slots(name, live)
+        kept = self._kept_slots(name, old, live)
         if stored is None and not kept:
             merge.then(partial(_discard, state, parameter))
             return
@@ -394,28 +403,47 @@ class OptimizerPlan:
         target = live if isinstance(live, dict) else {}
         slots = dict(kept)
         for slot, value in (stored or {}).items():
-            if not self._skips(f"{name}.{slot}"):
+            if not self._leaves_slot(name, old, slot):
                 place = self._place(old, slot, parameter, options)
                 slots[slot] = merge.merge(target.get(slot), value, place)
         merge.then(partial(_refill, state, parameter, target, slots))
 
-    def _kept_slots(self, name: str, live: Any) -> dict[Any, Any]:
+    def _kept_slots(self, name: str, old: str, live: Any) -> dict[Any, Any]:
         if not isinstance(live, dict):
             return {}
-        return {slot: value for slot, value in live.items() if self._skips(f"{name}.{slot}")}
+        return {slot: value for slot, value in live.items() if self._leaves_slot(name, old, slot)}
 
-    def _note_skipped_slots(self) -> None:
-        """Ask about every slot now, so that an entry that matches nothing is found."""
-        if self._wishes.skip.any_inside(self._component):
-            for name, old in self._common.items():
-                stored = self._stored.slots.get(old)
-                live = self._live.optimizer.state.get(self._live.parameters[name])
-                for slots in (stored, live):
-                    for slot in slots if isinstance(slots, dict) else ():
-                        self._skips(f"{name}.{slot}")
+    def _ask_about_all(self) -> None:
+        """Ask about every leaf now, so that an entry that matches nothing is found."""
+        if not self._wishes.selection.is_partial(self._component):
+            return
+        for name, old in self._common.items():
+            for slot in self._slots(name, old):
+                self._leaves_slot(name, old, slot)
+        for key in (*self._stored.extra, *self._live.optimizer.state):
+            if isinstance(key, str):
+                self._leaves(f"extra.{key}")
 
-    def _skips(self, path: str) -> bool:
-        return self._wishes.skip.path(self._component, path)
+    def _slots(self, name: str, old: str) -> list[Any]:
+        """The slots of a parameter, stored and live ones."""
+        stored = self._stored.slots.get(old)
+        parameter = self._live.parameters.get(name)
+        live = None if parameter is None else self._live.optimizer.state.get(parameter)
+        return [slot for slots in (stored, live) if isinstance(slots, dict) for slot in slots]
+
+    def _leaves_parameter(self, name: str, old: str) -> bool:
+        """Whether nothing of a parameter's state is wanted."""
+        selection, component = self._wishes.selection, self._component
+        is_skipped = selection.skips(component, name) or selection.skips(component, old)
+        slots = [] if is_skipped else self._slots(name, old)
+        wanted = [slot for slot in slots if not self._leaves_slot(name, old, slot)]
+        return not wanted and self._leaves(name, old)
+
+    def _leaves_slot(self, name: str, old: str, slot: Any) -> bool:
+        return self._leaves(f"{name}.{slot}", f"{old}.{slot}")
+
+    def _leaves(self, *paths: str) -> bool:
+        return self._wishes.selection.leaves(self._component, *paths)
 
     def _place(self, old: str, slot: Any, parameter: Tensor, options: dict[str, Any]) -> Place:
         """Where a slot is made that does not exist yet.
@@ -432,17 +460,19 @@ class OptimizerPlan:
     def _merge_group(self, merge: Merge, live_index: int, stored: dict[str, Any]) -> None:
         group = self._live.optimizer.param_groups[live_index]
         for key, value in stored.items():
-            if key not in _NOT_OPTIONS and not self._skips(f"{_GROUPS}.{live_index}.{key}"):
+            if key not in _NOT_OPTIONS and not self._leaves(f"{_GROUPS}.{live_index}.{key}"):
                 _merge_option(merge, group, key, value)
 
     def _merge_extra(self, merge: Merge) -> None:
         extra = self._stored.extra
         state: dict[Any, Any] = self._live.optimizer.state
         for key in [key for key in state if isinstance(key, str) and key not in extra]:
-            merge.then(partial(_discard, state, key))
+            if not self._leaves(f"extra.{key}"):
+                merge.then(partial(_discard, state, key))
         for key, value in extra.items():
-            new = merge.merge(state.get(key), value)
-            merge.then(partial(state.__setitem__, key, new))
+            if not self._leaves(f"extra.{key}"):
+                new = merge.merge(state.get(key), value)
+                merge.then(partial(state.__setitem__, key, new))
 
 
 def _merge_option(merge: Merge, group: dict[str, Any], key: str, value: Any) -> None:

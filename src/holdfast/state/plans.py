@@ -16,9 +16,10 @@ from holdfast.format.objects import GeneratorState
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import enumerations, generators
 from holdfast.state.components import RNG
+from holdfast.state.keep import keep_live
 from holdfast.state.merge import Claims, Merge
-from holdfast.state.problems import Problems, Skip, Wishes
-from holdfast.state.trees import Kept, Lifting, Skeleton, keys_in
+from holdfast.state.problems import Problems, Wishes
+from holdfast.state.trees import Lifting, Skeleton, keys_in
 
 
 class Plan(Protocol):
@@ -71,8 +72,8 @@ class TreePlan:
         if not isinstance(self._stored, dict if is_dict else list):
             stored, live = type(self._stored).__name__, type(self._live).__name__
             problems.other.append(f"{self._component}: stored a {stored}, live a {live}")
-        elif wishes.skip.any_inside(self._component):
-            keep_live(self._stored, self._live, self._component, wishes.skip)
+        elif wishes.selection.is_partial(self._component):
+            keep_live(self._stored, self._live, self._component, wishes.selection)
         self._stored = enumerations.revive(
             skeleton, self._live, self._component, problems, stored=self._stored
         )
@@ -105,15 +106,18 @@ class ObjectPlan:
         self._live = live
         self._stored: Any = None
         self._value: Any = None
+        self._is_wanted = True
 
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
         """Put live values where the caller, or an enumeration, asks for them."""
         self._stored = skeleton.value
         problems.notes += skeleton.notes(self._component)
-        if not (skeleton.has_enums or wishes.skip.any_inside(self._component)):
+        is_partial = wishes.selection.is_partial(self._component)
+        if not (skeleton.has_enums or is_partial):
             return
         live = self._live.state_dict()
-        keep_live(self._stored, live, self._component, wishes.skip)
+        if is_partial:
+            self._is_wanted = keep_live(self._stored, live, self._component, wishes.selection)
         self._stored = enumerations.revive(
             skeleton, live, self._component, problems, stored=self._stored
         )
@@ -131,8 +135,9 @@ class ObjectPlan:
         """Nothing of ours is in there."""
 
     def finish(self) -> None:
-        """Hand the state over."""
-        self._live.load_state_dict(self._value)
+        """Hand the state over, if anything of it is wanted."""
+        if self._is_wanted:
+            self._live.load_state_dict(self._value)
 
 
 class GeneratorPlan:
@@ -198,7 +203,7 @@ class RngPlan:
         globals_ = generators.global_generators(initialise=bool(stored.get("devices")))
         live, here = _flat(globals_), _flat(stored)
         for name, node in here.items():
-            if wishes.skip.path(RNG, name):
+            if wishes.selection.leaves(RNG, name):
                 continue
             if name not in live:
                 problems.notes.append(f"{RNG}.{name}: no such generator here, not restored")
@@ -207,7 +212,8 @@ class RngPlan:
             plan.check(Skeleton(value=node), wishes, problems)
             self._plans.append(plan)
         for name in live.keys() - here.keys():
-            problems.notes.append(f"{RNG}.{name}: not in the checkpoint, left as it is")
+            if not wishes.selection.leaves(RNG, name):
+                problems.notes.append(f"{RNG}.{name}: not in the checkpoint, left as it is")
         problems.notes += _other_versions(stored.get("versions"), globals_["versions"])
 
     @property
@@ -248,31 +254,3 @@ def _other_versions(stored: Any, live: Mapping[str, str]) -> list[str]:
         for name in live
         if name in stored and stored[name] != live[name]
     ]
-
-
-def keep_live(stored: Any, live: Any, component: str, skip: Skip, path: str = "") -> None:
-    """Put the live values of skipped paths into a decoded tree."""
-    if isinstance(stored, dict):
-        _keep_in_dict(stored, live if isinstance(live, dict) else {}, component, skip, path)
-    elif isinstance(stored, list):
-        known = live if isinstance(live, list) else []
-        for i, value in enumerate(stored):
-            here = f"{path}.{i}".lstrip(".")
-            if i < len(known) and skip.path(component, here):
-                stored[i] = Kept(known[i])
-            else:
-                keep_live(value, known[i] if i < len(known) else None, component, skip, here)
-
-
-def _keep_in_dict(
-    stored: dict[Any, Any], live: dict[Any, Any], component: str, skip: Skip, path: str
-) -> None:
-    for key in [*stored, *(key for key in live if key not in stored)]:
-        here = f"{path}.{key}".lstrip(".")
-        if skip.path(component, here):
-            if key in live:
-                stored[key] = Kept(dict.__getitem__(live, key))
-            else:
-                del stored[key]
-        elif key in stored:
-            keep_live(stored[key], dict.get(live, key), component, skip, here)

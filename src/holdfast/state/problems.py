@@ -1,8 +1,8 @@
-"""What stands between a stored state and the live one, and what the caller asked to leave out."""
+"""What stands between a stored state and the live one, and what the caller asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from holdfast.errors import MismatchError, UnsupportedState, UsageError, listing
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.dtypes import DTYPE_NAMES
+from holdfast.state.selection import Selection
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,48 +107,11 @@ class Rename:
         self._unused.discard(name)
         return self._table.get(name, name)
 
-    def check_used(self) -> None:
-        """Raise `UsageError` when an entry of the mapping named nothing stored."""
-        if self._unused:
-            raise UsageError(f"rename: nothing stored is called {sorted(self._unused)}")
-
-
-class Skip:
-    """Which components and paths are left alone: exact names and path prefixes, no patterns."""
-
-    def __init__(self, entries: Collection[str]) -> None:
-        if isinstance(entries, str):
-            raise UsageError(f"skip={entries!r}: pass a collection of names, e.g. [{entries!r}]")
-        self._unused = set(entries)
-        self._whole = {entry for entry in entries if "." not in entry}
-        self._paths: dict[str, list[str]] = {}
-        for entry in self._unused - self._whole:
-            component, _, path = entry.partition(".")
-            self._paths.setdefault(component, []).append(path)
-
-    def component(self, name: str) -> bool:
-        """Whether the whole component is skipped."""
-        if name not in self._whole:
-            return False
-        self._unused.discard(name)
-        return True
-
-    def path(self, component: str, path: str) -> bool:
-        """Whether a leaf is skipped, by its own path or by one above it."""
-        for entry in self._paths.get(component, ()):
-            if path == entry or path.startswith(entry + "."):
-                self._unused.discard(f"{component}.{entry}")
-                return True
-        return False
-
-    def any_inside(self, component: str) -> bool:
-        """Whether there are entries for paths in this component."""
-        return component in self._paths
-
-    def check_used(self) -> None:
-        """Raise `UsageError` when an entry matched nothing."""
-        if self._unused:
-            raise UsageError(f"skip: nothing is called {sorted(self._unused)}")
+    def unmatched(self) -> list[str]:
+        """A sentence if entries of the mapping named nothing stored."""
+        if not self._unused:
+            return []
+        return [f"rename: nothing stored is called {sorted(self._unused)}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,4 +120,4 @@ class Wishes:
 
     strict: bool
     rename: Rename
-    skip: Skip
+    selection: Selection

@@ -7,10 +7,19 @@ from collections.abc import Collection, Iterator
 from holdfast.errors import UsageError
 from holdfast.policy.classes import SavePolicy
 from holdfast.policy.clock import Time, Unit, argument_name
-from holdfast.policy.triggers import At, Every, On, SaveFunction, Trigger, as_trigger, parts_of
+from holdfast.policy.triggers import (
+    At,
+    Event,
+    Every,
+    On,
+    SaveFunction,
+    Trigger,
+    as_trigger,
+    parts_of,
+)
 
-EVENTS = ("start", "step", "epoch", "evaluation")
-"""The events at which the Trainer asks triggers."""
+EVENTS = ("start", "step", "epoch", "evaluation", "exception", "signal", "demand")
+"""The events at which the Trainer asks triggers; `signal` only if it handles signals."""
 
 
 def check_counted(unit: Unit, what: str, extra: Collection[Unit]) -> None:
@@ -27,7 +36,10 @@ def check_counted(unit: Unit, what: str, extra: Collection[Unit]) -> None:
 
 
 def checked_every(
-    every: str | Time | Trigger | SaveFunction | SavePolicy | None, extra: Collection[Unit]
+    every: str | Time | Trigger | SaveFunction | SavePolicy | None,
+    extra: Collection[Unit],
+    *,
+    handles_signals: bool = True,
 ) -> Trigger | SavePolicy | None:
     """When to save, if all of it can happen.
 
@@ -39,9 +51,17 @@ def checked_every(
     wanted = every if isinstance(every, SavePolicy) else as_trigger(every)
     for part in _parts(wanted):
         _check(part, extra)
+        if asks_for(part, "signal") and not handles_signals:
+            raise UsageError(f"every: {part}: the Trainer handles no signals with stop=None")
     if isinstance(wanted, SavePolicy) and wanted.cooldown is not None:
         check_counted(wanted.cooldown.unit, f"cooldown='{wanted.cooldown}'", extra)
     return wanted
+
+
+def asks_for(wanted: Trigger | SavePolicy | None, event: Event) -> bool:
+    """Whether a trigger `On` that event is among them."""
+    parts = () if wanted is None else _parts(wanted)
+    return any(isinstance(part, On) and event in part.events for part in parts)
 
 
 def _parts(wanted: Trigger | SavePolicy) -> Iterator[Trigger]:

@@ -61,6 +61,15 @@ class Callbacks:
         """The names of those that want no ephemeral checkpoint at present."""
         return [name for name, callback in self._names.items() if callback.vetoes_ephemeral]
 
+    def listens(self, hook: Callable[..., None]) -> bool:
+        """Whether anybody has this hook."""
+        return bool(self._told[hook.__name__])
+
+    def are_told(self, *hooks: str) -> bool:
+        """Whether any of them, beside those that only record, has one of these hooks."""
+        told = (callback for hook in hooks for callback in self._told[hook])
+        return any(not isinstance(callback, Logger) for callback in told)
+
     def tell(
         self,
         hook: Callable[Concatenate[Any, Training, P], None],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from holdfast.errors import UsageError
@@ -24,11 +24,18 @@ class Counters:
     """Samples trained on; None when nobody counts them."""
     tokens: int | None = None
     """Tokens trained on; None when nobody counts them."""
+    unvalidated: list[str] = field(default_factory=list)
+    """Names of validations that are due at this step and are not done; stored only if any are."""
 
     @property
     def timestamp(self) -> Timestamp:
         """The counters as a checkpoint's manifest records them."""
         return Timestamp(step=self.step, epoch=self.epoch, samples=self.samples, tokens=self.tokens)
+
+    @property
+    def totals(self) -> dict[str, int | None]:
+        """What a save records beside its step."""
+        return {"epoch": self.epoch, "samples": self.samples, "tokens": self.tokens}
 
     def add_step(self, num_batches: int, samples: int | None, tokens: int | None) -> None:
         """Count a step that is done. A count that is not None adds to a total that is not None."""
@@ -43,9 +50,12 @@ class Counters:
         """Count an epoch whose data has come to its end."""
         self.epoch, self.batch = self.epoch + 1, 0
 
-    def state_dict(self) -> dict[str, int | None]:
+    def state_dict(self) -> dict[str, Any]:
         """Every counter by its name."""
-        return asdict(self)
+        state = asdict(self)
+        if not self.unvalidated:
+            del state["unvalidated"]
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over stored counters.
@@ -54,12 +64,19 @@ class Counters:
             UsageError: one is missing, unknown or not a count; nothing is changed then.
         """
         names = {item.name for item in fields(self)}
-        if set(state) != names:
+        if {*state, "unvalidated"} != names:
             raise UsageError(f"not the counters of a Trainer: {sorted(state)}")
+        unvalidated = state.get("unvalidated", [])
+        if not _are_texts(unvalidated):
+            raise UsageError(f"stored unvalidated={unvalidated!r}: must be a list of names")
         for name, value in state.items():
-            if value is None and name in ("samples", "tokens"):
+            if name == "unvalidated" or (value is None and name in ("samples", "tokens")):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise UsageError(f"stored {name}={value!r}: must be a whole number, 0 or above")
-        for name, value in state.items():
+        for name, value in {**state, "unvalidated": list(unvalidated)}.items():
             setattr(self, name, value)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)

@@ -37,19 +37,22 @@ class HealthGate:
             raise UsageError(f"unhealthy={policy!r}: must be one of {get_args(Policy)}")
         self.policy: Policy = policy
 
-    def check(self, step: int, model: nn.Module, metrics: Mapping[str, float]) -> None:
-        """Let a healthy state pass.
+    def check(
+        self, step: int, model: nn.Module, metrics: Mapping[str, float]
+    ) -> tuple[str, ...]:
+        """Let a healthy state pass; gives the reasons why it is not, for the record.
 
         Raises:
             UnhealthyState: it is not, and the policy is not `warn`.
         """
-        found = [*_wrong_loss(metrics), *_wrong_weights(model)]
+        found = (*_wrong_loss(metrics), *_wrong_weights(model))
         if not found:
-            return
+            return ()
         error = UnhealthyState(f"step {step} is not healthy:\n{listing(found)}")
         if self.policy != "warn":
             raise error
         logger.warning("%s", error)
+        return found
 
 
 def _wrong_loss(metrics: Mapping[str, float]) -> list[str]:

@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from holdfast.engine.checkpoint import Checkpoint
+    from holdfast.state.edits import StateView
 
 MOMENTS: Mapping[str, tuple[str, ...]] = {
-    "Once, when the Trainer is made": ("setup",),
-    "`fit` begins": ("before_load", "resumed", "already_done", "fit_start"),
+    "Once, when the Trainer is made": ("model_made", "setup"),
+    "`fit` begins": (
+        *("before_load", "edit_load", "resumed", "already_done"),
+        *("fit_start", "checkpoint_loaded"),
+    ),
     "Each epoch begins": ("epoch_start",),
     "Each step begins": ("before_data", "step_start"),
     "Each batch of the step": (
@@ -37,7 +41,7 @@ MOMENTS: Mapping[str, tuple[str, ...]] = {
         "validation_end",
     ),
     "Loggers, if it is time": ("log",),
-    "Saving, if it is due": ("before_save", "checkpoint_saved", "checkpoint_failed"),
+    "Saving, if it is due": ("before_save", "edit_save", "checkpoint_saved", "checkpoint_failed"),
     "`fit` or `validate` ends": ("exception", "fit_end", "close"),
 }
 """When hooks are called: titles for people, and the names of hooks, both in order."""
@@ -60,11 +64,18 @@ class Callback:
     vetoes_ephemeral: bool = False
     """While it is True, no ephemeral checkpoint is made; permanent ones are."""
 
+    def model_made(self, training: Training) -> None:
+        """The model is there and may be rebuilt; optimizer and average are made of it next."""
+
     def setup(self, training: Training) -> None:
         """The Trainer is complete; nothing was read or claimed yet."""
 
     def before_load(self, training: Training) -> None:
         """The run is claimed next and its newest usable checkpoint, if any, is applied."""
+
+    def edit_load(self, training: Training, view: StateView) -> None:
+        """A checkpoint was read: what will be applied can be changed here, before it is checked
+        against the live state. Called again for an older one where one proves damaged."""
 
     def resumed(self, training: Training, checkpoint: Checkpoint) -> None:
         """A checkpoint was applied."""
@@ -74,6 +85,13 @@ class Callback:
 
     def fit_start(self, training: Training) -> None:
         """Training begins, or goes on."""
+
+    def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
+        """Training goes on from this checkpoint; loggers are ready for what that took.
+
+        `cost` has `load/duration_s`, in which everything that was read was verified, and
+        `load/nbytes`.
+        """
 
     def epoch_start(self, training: Training) -> None:
         """An epoch begins. Not called again by a resume inside it."""
@@ -146,6 +164,12 @@ class Callback:
 
     def before_save(self, training: Training) -> None:
         """A checkpoint is made of the state as it is when all these hooks have returned."""
+
+    def edit_save(self, training: Training, view: StateView) -> None:
+        """The state was captured: what will be stored can be changed here, the live state cannot.
+
+        A component that nobody looks into costs nothing; reading a tensor copies it.
+        """
 
     def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
         """A checkpoint is durable; told at the end of a later step, or of the training.

@@ -9,6 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from holdfast.format.manifest import Timestamp
 from holdfast.train.hooks import Logger
 from holdfast.train.training import Metrics, Training
 
@@ -25,6 +26,8 @@ class JsonLines(Logger):
 
     Members: `step` (within a step the one under way), `epoch`, `samples`, `tokens`, `time` (ISO
     8601 UTC) and `metrics`, in which a value that is not finite is the text `nan`, `inf` or `-inf`.
+    What a save took has a line of its own, which is written when the checkpoint is durable, and so
+    has what a load took.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -41,9 +44,28 @@ class JsonLines(Logger):
         """Write the line of the step; outside of `fit` there is no history to add to."""
         if self._file is None:
             return
-        now = training.counters
+        self._write(training.present_step, training.counters.timestamp, metrics)
+
+    def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
+        """Write what the load took."""
+        self._write(checkpoint.step, checkpoint.timestamp, cost)
+
+    def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
+        """Write what the save took, and bring all to stable storage, as the checkpoint is."""
+        assert self._file is not None
+        self._write(checkpoint.step, checkpoint.timestamp, cost)
+        os.fsync(self._file.fileno())
+
+    def close(self, training: Training) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, step: int, now: Timestamp, metrics: Metrics) -> None:
+        assert self._file is not None
         line = {
-            "step": training.present_step,
+            "step": step,
             "epoch": now.epoch,
             "samples": now.samples,
             "tokens": now.tokens,
@@ -52,17 +74,6 @@ class JsonLines(Logger):
         }
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
-
-    def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
-        """Bring what was written to stable storage, as the checkpoint is."""
-        assert self._file is not None
-        os.fsync(self._file.fileno())
-
-    def close(self, training: Training) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
 
 def drop_beyond(path: Path, step: int) -> int:

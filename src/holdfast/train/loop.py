@@ -64,6 +64,8 @@ class Update:
     device: torch.device | None
     """Where batches go; None: they stay where they are."""
     callbacks: Callbacks
+    begin_update: Callable[[], None] = lambda: None
+    """Called right before anything changes that cannot be put back."""
 
     def __call__(self, window: Sequence[Any]) -> LazyMetrics:
         """Train on the batches of a window, each with the same weight; gives their mean metrics.
@@ -83,14 +85,21 @@ class Update:
         self.numerics.unscale(self.optimizer)
         norm = self.clip(self.optimizer)
         tell(Callback.before_optimizer_step)
+        self.begin_update()
         self.numerics.step(self.optimizer)
         tell(Callback.after_optimizer_step)
         tell(Callback.before_zero_grad)
         self.optimizer.zero_grad(set_to_none=True)
         tell(Callback.after_zero_grad)
-        self._step_schedulers()
+        self._step_schedulers(may_be_early=self.numerics.scaler is not None)
         extra = {} if norm is None else {"grad_norm": number("grad_norm", norm)}
         return LazyMetrics({**mean.result(), **extra})
+
+    def leave_out(self) -> LazyMetrics:
+        """The step without its training: schedulers step, and there are no metrics."""
+        self.begin_update()
+        self._step_schedulers(may_be_early=True)
+        return LazyMetrics({})
 
     def _train_on(self, given: Any, weight: float) -> dict[str, Any]:
         tell = self.callbacks.tell
@@ -107,13 +116,13 @@ class Update:
         tell(Callback.batch_end, batch)
         return {"loss": loss, **extra}
 
-    def _step_schedulers(self) -> None:
+    def _step_schedulers(self, *, may_be_early: bool) -> None:
         for scheduler in self.schedulers:
             self.callbacks.tell(Callback.before_scheduler_step, scheduler)
-            if self.numerics.scaler is None:
-                scheduler.step()
+            if may_be_early:
+                _step_without_warning(scheduler)
             else:
-                _step_after_scaler(scheduler)
+                scheduler.step()
             self.callbacks.tell(Callback.after_scheduler_step, scheduler)
 
 
@@ -121,8 +130,8 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [item for group in optimizer.param_groups for item in group["params"]]
 
 
-def _step_after_scaler(scheduler: Any) -> None:
-    """Torch takes an update that the scaler skipped for calls in the wrong order."""
+def _step_without_warning(scheduler: Any) -> None:
+    """Torch takes an update that was left out for calls in the wrong order."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         scheduler.step()

@@ -76,7 +76,10 @@ def number(name: str, value: Any) -> Tensor | float:
         if value.numel() != 1:
             raise UsageError(f"metric {name!r} is a tensor of {value.numel()} numbers, not of one")
         dtype = torch.float32 if value.device.type == "mps" else torch.float64
-        return value.detach().reshape(()).to(dtype, copy=True)
+        scalar = value.detach()
+        if scalar.dim():
+            scalar = scalar.reshape(())
+        return scalar.to(dtype, copy=True)
     try:
         return float(value)
     except (TypeError, ValueError):

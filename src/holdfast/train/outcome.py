@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-EndReason = Literal["goal", "max_time", "stopped"]
+from holdfast.engine.stop import REQUEUE_EXIT_CODE
 
-REQUEUE_EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: nothing is wrong, run it again."""
+EndReason = Literal["goal", "max_time", "signal", "stopped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,13 +15,15 @@ class Outcome:
     """How a `fit` ended."""
 
     reason: EndReason
-    """The goal was reached, the time was over, or a callback asked to stop."""
+    """The goal was reached, the time was over, a signal came, or a callback asked to stop.
+
+    After a signal nobody but callbacks sees it: `fit` raises what ends the program."""
     step: int
     """Steps of the whole run that are done."""
     detail: str = ""
-    """What the callback gave as its reason."""
+    """What the callback gave as its reason, or the signal's name."""
 
     @property
     def exit_code(self) -> int:
         """For `sys.exit`: 75 where running the script again goes on, else 0."""
-        return REQUEUE_EXIT_CODE if self.reason == "max_time" else 0
+        return REQUEUE_EXIT_CODE if self.reason in ("max_time", "signal") else 0

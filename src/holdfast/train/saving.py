@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any
 
 from holdfast.engine.checkpoint import PendingSave
-from holdfast.errors import SaveFailed, UsageError
+from holdfast.errors import SaveFailed, SaveSkipped, UsageError
 from holdfast.events import Event as Told
 from holdfast.manager import CheckpointManager
 from holdfast.policy.classes import Due
+from holdfast.policy.schedule import covers, together
 from holdfast.policy.triggers import Event
-from holdfast.store.base import Store
 from holdfast.train.callbacks import Callbacks
 from holdfast.train.counters import Counters
-from holdfast.train.health import UnhealthyState
 from holdfast.train.hooks import Callback
 from holdfast.train.training import Metrics
 
@@ -26,100 +22,30 @@ logger = logging.getLogger("holdfast")
 
 MAX_FAILURES_IN_A_ROW = 3
 
-BeforeSave = Callable[[int, Mapping[str, float]], None]
 
+class Between:
+    """Whether training stands between two steps, where all parts of the state belong together."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
-    """A save whose end nobody was told of yet."""
-
-    pending: PendingSave
-    due: Due
-    is_own: bool
-    """Whether the Trainer began it, and no callback."""
-
-
-class TrainingManager(CheckpointManager):
-    """A manager that lets the training prepare itself before each save, whoever asks for it, and
-    remembers each of them."""
-
-    def __init__(
-        self,
-        root: str | os.PathLike[str] | Store,
-        state: Mapping[str, Any],
-        *,
-        counters: Counters,
-        before_save: BeforeSave,
-        skips_unhealthy: bool,
-        **options: Any,
-    ) -> None:
-        """`before_save` is called with the step and the metrics of each save; what it raises
-        keeps the save from being made."""
-        super().__init__(root, state, **options)
-        self.begun: list[Begun] = []
-        """Saves whose end is still to be told, in their order."""
-        self.is_between_steps = False
-        """Whether all parts of the state belong to the same step."""
+    def __init__(self, counters: Counters) -> None:
+        self.is_here = False
         self._counters = counters
-        self._before_save = before_save
-        self._skips_unhealthy = skips_unhealthy
-
-    def save(self, step: int, **options: Any) -> PendingSave:
-        """As for any manager, of the present step and between steps only.
-
-        When the state is not healthy and such states are skipped, nothing is saved, and waiting
-        for the save raises `UnhealthyState`.
-
-        Raises:
-            UsageError: it is called within a step, a validation or a save, or for another step.
-        """
-        return self._begin(step, options, is_own=False)
-
-    def save_own(self, due: Due, metrics: Metrics) -> PendingSave:
-        """A save that the Trainer makes by itself."""
-        options = {"metrics": metrics, "reason": due.reason, "save_class": due.save_class}
-        return self._begin(self._counters.step, options, is_own=True)
-
-    def due(self, events: Sequence[Event], metrics: Metrics, vetoes: Collection[str]) -> Due | None:
-        """The save of the highest class that is due at one of the events of this step."""
-        now = self._counters
-        stamp = self._now(now.step, now.epoch, now.samples, now.tokens)
-        if self._every is None:
-            return None
-        every, previous, self._previous = self._every, self._previous, stamp
-        return highest(
-            every.decide(previous, self._saved, stamp, metrics, event, vetoes=vetoes)
-            for event in events
-        )
 
     @contextmanager
-    def not_between_steps(self) -> Iterator[None]:
+    def left(self) -> Iterator[None]:
         """No save can be begun in the block."""
-        before, self.is_between_steps = self.is_between_steps, False
+        before, self.is_here = self.is_here, False
         try:
             yield
         finally:
-            self.is_between_steps = before
+            self.is_here = before
 
-    def _begin(self, step: int, options: dict[str, Any], *, is_own: bool) -> PendingSave:
-        self._check_moment(step)
-        try:
-            with self.not_between_steps():
-                self._before_save(step, options.get("metrics") or {})
-        except UnhealthyState as error:
-            if not self._skips_unhealthy:
-                raise
-            logger.warning("%s\nno checkpoint is made of it", error)
-            return _left_out(step, error)
-        now = self._counters
-        counted = {"epoch": now.epoch, "samples": now.samples, "tokens": now.tokens}
-        pending = super().save(step, **{**counted, **options})
-        due = Due(options.get("save_class", "permanent"), options.get("reason", "manual"))
-        self.begun.append(Begun(pending=pending, due=due, is_own=is_own))
-        return pending
+    def check(self, step: int) -> None:
+        """Let a save of the present step pass.
 
-    def _check_moment(self, step: int) -> None:
-        if not self.is_between_steps:
+        Raises:
+            UsageError: it is within a step, a validation or a save, or of another step.
+        """
+        if not self.is_here:
             raise UsageError(
                 "a checkpoint can be made between steps only, where all parts of the state belong "
                 "together: in fit_start, step_end, epoch_end, log or fit_end, and in none of them "
@@ -127,26 +53,6 @@ class TrainingManager(CheckpointManager):
             )
         if step != self._counters.step:
             raise UsageError(f"step={step!r}: the state is that of step {self._counters.step}")
-
-    def _wait_for_the_save_before(self) -> None:
-        with suppress(SaveFailed):  # it is in `begun`, and told of by the next look
-            super()._wait_for_the_save_before()
-
-
-def highest(dues: Iterable[Due | None]) -> Due | None:
-    """The first one of the highest class."""
-    return max((due for due in dues if due is not None), key=_rank, default=None)
-
-
-def _rank(due: Due) -> int:
-    return ("ephemeral", "permanent").index(due.save_class)
-
-
-def _left_out(step: int, error: UnhealthyState) -> PendingSave:
-    pending = PendingSave(step, timeout_s=0.0)
-    pending.staged.set_exception(error)
-    pending.committed.set_exception(error)
-    return pending
 
 
 class SaveCosts:
@@ -178,19 +84,26 @@ class Saver:
 
     def __init__(
         self,
-        manager: TrainingManager,
+        manager: CheckpointManager,
+        begun: list[PendingSave],
+        between: Between,
         counters: Counters,
         callbacks: Callbacks,
         costs: SaveCosts,
         *,
         saved_step: int | None,
     ) -> None:
-        """`saved_step` is the step of which there is a permanent checkpoint already."""
+        """`begun` gets every save of the manager, in order; `saved_step` is the step of which
+        there is a permanent checkpoint already."""
         self._manager = manager
+        self._begun = begun
+        self._between = between
         self._counters = counters
         self._callbacks = callbacks
         self._costs = costs
         self._saved_step = saved_step
+        self._own: PendingSave | None = None
+        """The newest that no callback began."""
         self._num_failures = 0
         self._retry: Due | None = None
         self._failed_step: int | None = None
@@ -204,10 +117,7 @@ class Saver:
         """
         self._look()
         vetoes = self._callbacks.vetoes
-        due = self._manager.due(events, metrics, vetoes)
-        wanted = highest([self._due_again(vetoes), due])
-        if wanted is not None:
-            self._save(wanted, metrics)
+        self._save(events, metrics, self._due_again(vetoes), vetoes)
         self._look()
 
     def finish(self, metrics: Metrics, reason: str) -> None:
@@ -218,9 +128,33 @@ class Saver:
         """
         self._await()
         while self._saved_step != self._counters.step:
-            if not self._save(Due("permanent", reason), metrics):
+            if not self._save(["end"], metrics, Due("permanent", reason)):
                 return
             self._await()
+
+    def stop(self, events: Sequence[Event], metrics: Metrics) -> None:
+        """Return when the present step is durable, in whatever class, after a signal.
+
+        Raises:
+            SaveFailed, UnhealthyState: as for `at`.
+        """
+        self.at([*events, "signal"], metrics)
+        self.settle(metrics)
+
+    def again(self, due: Due, metrics: Metrics) -> None:
+        """Save the present step once more, because more is known of it now.
+
+        Raises:
+            SaveFailed, UnhealthyState: as for `at`.
+        """
+        self._save([], metrics, due)
+        self._look()
+
+    def newest(self) -> str | None:
+        """The newest checkpoint, when the save under way has ended."""
+        with suppress(SaveFailed):
+            self._manager.wait()
+        return next((checkpoint.folder for checkpoint in self._manager.list()), None)
 
     def settle(self, metrics: Metrics) -> None:
         """Return when no save is under way, and none is to be made up for.
@@ -229,13 +163,22 @@ class Saver:
             SaveFailed, UnhealthyState: as for `at`.
         """
         self._await()
-        while self._retry is not None and self._save(self._retry, metrics):
+        while self._retry is not None and self._save([], metrics, self._retry):
             self._await()
 
-    def _save(self, due: Due, metrics: Metrics) -> bool:
+    def _save(
+        self,
+        events: Sequence[Event],
+        metrics: Metrics,
+        wanted: Due | None,
+        vetoes: Collection[str] = (),
+    ) -> bool:
         """Whether a save was begun; it is not when the state is to be passed over."""
-        pending = self._manager.save_own(due, metrics)
-        return not isinstance(pending.failure(), UnhealthyState)
+        pending = self._manager.maybe_save(
+            self._counters.step, metrics=metrics, event=events, vetoes=vetoes, wanted=wanted
+        )
+        self._own = pending if pending is not None else self._own
+        return pending is not None and not isinstance(pending.failure(), SaveSkipped)
 
     def _due_again(self, vetoes: Collection[str]) -> Due | None:
         """What failed at an earlier step, unless a save under way makes up for it."""
@@ -244,8 +187,7 @@ class Saver:
             return None
         if vetoes and again.save_class == "ephemeral":
             return None
-        is_covered = any(_rank(begun.due) >= _rank(again) for begun in self._manager.begun)
-        return None if is_covered else again
+        return None if any(covers(begun.due, again) for begun in self._begun) else again
 
     def _await(self) -> None:
         with suppress(SaveFailed):
@@ -255,28 +197,28 @@ class Saver:
 
     def _look(self) -> None:
         """Tell of the saves that have ended; an owner's error is raised as it is."""
-        under_way = self._manager.begun
-        while under_way and under_way[0].pending.done():
-            begun = under_way.pop(0)
+        while self._begun and self._begun[0].done():
+            begun = self._begun.pop(0)
             try:
-                checkpoint = begun.pending.wait()
+                checkpoint = begun.wait()
             except SaveFailed as error:
-                self._failed_step = begun.pending.step
+                self._failed_step = begun.step
                 self._failed(begun.due, error)
                 continue
             self._num_failures = 0
-            if self._retry is not None and _rank(begun.due) >= _rank(self._retry):
+            if self._retry is not None and covers(begun.due, self._retry):
                 self._retry = None
-            if begun.is_own and checkpoint.save_class == "permanent":
+            is_whole = begun.due.components is None
+            if begun is self._own and is_whole and checkpoint.save_class == "permanent":
                 self._saved_step = checkpoint.step
-            cost = self._costs.of(begun.pending, checkpoint.nbytes)
-            with self._manager.not_between_steps():
+            cost = self._costs.of(begun, checkpoint.nbytes)
+            with self._between.left():
                 self._callbacks.tell(Callback.checkpoint_saved, checkpoint, cost)
 
     def _failed(self, due: Due, error: SaveFailed) -> None:
         self._num_failures += 1
-        self._retry = highest([self._retry, due])
-        with self._manager.not_between_steps():
+        self._retry = together([due] if self._retry is None else [self._retry, due])
+        with self._between.left():
             self._callbacks.tell(Callback.checkpoint_failed, error)
         if self._num_failures >= MAX_FAILURES_IN_A_ROW:
             raise error

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from holdfast.errors import UsageError
 
@@ -44,7 +44,8 @@ def make_schedulers(given: Any, optimizer: torch.optim.Optimizer) -> dict[str, A
     """The schedulers that an argument means, by the names of their components.
 
     Raises:
-        UsageError: one has no `step`, or steps on a metric.
+        UsageError: one has no `step`, or steps on a metric, or two set the learning rate of the
+            same group of parameters.
     """
     if given is None:
         return {}
@@ -52,6 +53,7 @@ def make_schedulers(given: Any, optimizer: torch.optim.Optimizer) -> dict[str, A
     made = [_make(item, optimizer) for item in (given if several else [given])]
     if not several:
         return {"scheduler": made[0]}
+    _check_apart(made, len(optimizer.param_groups))
     return {f"scheduler-{number}": scheduler for number, scheduler in enumerate(made)}
 
 
@@ -67,19 +69,35 @@ def _make(item: Any, optimizer: torch.optim.Optimizer) -> Any:
     return scheduler
 
 
+def _check_apart(schedulers: list[Any], num_groups: int) -> None:
+    """What has torch's base class sets the learning rate of all groups that it sees."""
+    taken: dict[int, int] = {}
+    for number, scheduler in enumerate(schedulers):
+        if not isinstance(scheduler, LRScheduler):
+            continue
+        sees = scheduler.optimizer
+        for group in [sees.group] if isinstance(sees, _OneGroup) else range(num_groups):
+            first = taken.setdefault(group, number)
+            if first != number:
+                raise UsageError(
+                    f"scheduler: numbers {first} and {number} both set the learning rate of group "
+                    f"{group}; combine them in torch's ChainedScheduler or SequentialLR"
+                )
+
+
 class _OneGroup(torch.optim.Optimizer):
     """An optimizer as schedulers see it, with one group of another's."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: int) -> None:
         # Not the base's: it would take the group over, and this one only looks at it.
         self._optimizer = optimizer
-        self._group = group
+        self.group = group
         self.defaults = optimizer.defaults
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """Asked for each time: a load may put new groups into the optimizer."""
-        return [self._optimizer.param_groups[self._group]]
+        return [self._optimizer.param_groups[self.group]]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Nothing: the optimizer itself steps."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Logger):
-    """Writes what is logged, and what saves cost, as scalars of their steps.
+    """Writes what is logged, and what saves and loads cost, as scalars of their steps.
 
     When training begins or goes on, TensorBoard is told to forget what it was shown of later
     steps, which will be done again.
@@ -38,6 +38,10 @@ class TensorBoard(Logger):
     def log(self, training: Training, metrics: Metrics) -> None:
         """Write the metrics of the step."""
         self._write(metrics, training.present_step)
+
+    def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
+        """Write what the load took."""
+        self._write(cost, checkpoint.step)
 
     def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
         """Write what the save cost, and have the file written out."""

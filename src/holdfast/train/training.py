@@ -13,6 +13,7 @@ from holdfast.train.counters import Counters
 
 if TYPE_CHECKING:
     from holdfast.manager import CheckpointManager
+    from holdfast.train.ema import Average
 
 Metrics = Mapping[str, float]
 
@@ -23,6 +24,10 @@ class Training(Protocol):
     @property
     def model(self) -> nn.Module:
         """The module that is trained."""
+
+    @property
+    def ema(self) -> Average | None:
+        """The average of the weights, if one is kept."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

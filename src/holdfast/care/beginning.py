@@ -1,0 +1,82 @@
+"""What must hold before a manager's first save: no accident, room on the store, and the claim."""
+
+from __future__ import annotations
+
+from holdfast.care.preflight import preflight
+from holdfast.engine.catalog import Catalog, Entry
+from holdfast.engine.claim import Choice
+from holdfast.engine.owner import Ownership
+from holdfast.engine.resume import Settled
+from holdfast.errors import UsageError
+from holdfast.policy.retention import Rule, quota
+from holdfast.state.capture import Captured
+from holdfast.store.base import Store
+
+
+class Beginning:
+    """Lets a run begin to save, or says why not."""
+
+    def __init__(self, store: Store, owner: Ownership, keep: Rule, *, preflight: bool) -> None:
+        self._store = store
+        self._owner = owner
+        self._keep = keep
+        self.preflight_due = preflight
+        """Whether the next save is to check space and rights first."""
+
+    def expect(self, captured: Captured, standing: Entry | None, *, is_rollback: bool) -> None:
+        """Return when the run is claimed and a save can be made.
+
+        Raises:
+            OwnedElsewhere: a live process owns the run.
+            UsageError: the root holds a run that was neither resumed nor loaded.
+            PreflightFailed: a save would fail.
+        """
+        if self._owner.claim is None:
+            self._owner.check()
+            self._refuse_accidental_restart(standing)
+        if self.preflight_due:
+            self._check_room(captured)
+            self.preflight_due = False
+        if self._owner.claim is None:
+            self._owner.take(
+                Settled(standing, is_rollback=is_rollback)
+                if standing is not None
+                else self._choose_a_fresh_start
+            )
+
+    def refuse_existing(self, step: int, standing: Entry | None) -> None:
+        """Raise `UsageError` where there is a checkpoint of this step, in whatever lineage.
+
+        But for the one on which the run stands, which may turn out to be unchanged.
+        """
+        if standing is not None and standing.step == step:
+            return
+        there = [e.folder for e in Catalog(self._store).checkpoints() if e.step == step]
+        if there:
+            raise UsageError(
+                f'{self._store.url}: on_existing="error", and there is a checkpoint of step '
+                f"{step} already: {', '.join(there)}"
+            )
+
+    def _choose_a_fresh_start(self) -> Choice:
+        self._refuse_accidental_restart(None)
+        return Choice(point=None)
+
+    def _refuse_accidental_restart(self, standing: Entry | None) -> None:
+        """Saving from scratch into a root with checkpoints would let retention eat them."""
+        if standing is None and Catalog(self._store).ever_committed():
+            raise UsageError(
+                f"{self._store.url} holds the checkpoints of a run. Call resume() to go on with "
+                "it, load() one of them whole to start from there (part of one is not enough), or "
+                "give this run a root of its own"
+            )
+
+    def _check_room(self, captured: Captured) -> None:
+        specs = [spec for part in captured.components.values() for spec in part.specs]
+        trees = sum(len(part.tree) for part in captured.components.values())
+        preflight(
+            self._store,
+            nbytes_per_save=sum(spec.nbytes for spec in specs) + 2 * trees + 200 * len(specs),
+            saves_kept=quota(self._keep),
+            num_files=2 * len(captured.components) + 2,
+        )

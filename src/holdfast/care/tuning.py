@@ -1,0 +1,88 @@
+"""Keeps `every="auto"` told: what the root records, and what saves and resumes cost meanwhile.
+
+Owns when it is told what, and in which thread. What follows is for `holdfast.policy.auto`.
+"""
+
+from __future__ import annotations
+
+from holdfast.care.advise import gather
+from holdfast.engine.catalog import Entry
+from holdfast.engine.owner import Ownership
+from holdfast.errors import HoldfastError
+from holdfast.events import Emitter
+from holdfast.format.manifest import Timestamp
+from holdfast.policy.auto import Auto
+from holdfast.policy.measured import SaveCost
+from holdfast.store.base import Store
+
+
+class Tuning:
+    """Serves one manager. Without an `Auto` every method does nothing."""
+
+    def __init__(self, store: Store, owner: Ownership, emit: Emitter, auto: Auto | None) -> None:
+        self._store = store
+        self._owner = owner
+        self._emit = emit
+        self._auto = auto
+        self._learnt_epoch: int | None = None
+        self._last_id = ""
+
+    # In the background
+
+    def after_claim(self) -> None:
+        """Read what the run has recorded, once per claim: every manifest and claim of the root."""
+        claim = self._owner.claim
+        if self._auto is None or claim is None:
+            return
+        try:
+            history = gather(self._store).history
+        except HoldfastError as error:
+            # The next commit tries again; until then what is known from this process counts.
+            self._emit("housekeeping_failed", f'every="auto" cannot read the record: {error}')
+            return
+        self._auto.learn(history)
+        self._learnt_epoch = claim.epoch
+        self._tell()
+
+    def after_commit(self, entry: Entry) -> None:
+        """Take in what this save cost, unless it is one that was there already."""
+        manifest = entry.manifest
+        if self._auto is None or manifest.left_out or manifest.save_id == self._last_id:
+            return
+        self._last_id = manifest.save_id
+        if self._learnt_epoch != manifest.epoch:
+            self.after_claim()
+            if self._learnt_epoch == manifest.epoch:
+                return  # this save is in the record already
+        cost = SaveCost.read(manifest.timings, is_first=manifest.sequence == 1)
+        if cost is not None:
+            self._auto.observe(cost, manifest.timestamp)
+            self._tell()
+
+    # In the thread that trains
+
+    def look(self, now: Timestamp, *, is_writing: bool) -> None:
+        """Training is at `now`; `is_writing`: the newest save is not committed yet."""
+        if self._auto is not None:
+            self._auto.look(now, is_writing=is_writing)
+
+    def saved(self, stall_s: float) -> None:
+        """A save has just stopped training for so long, and is being written."""
+        if self._auto is not None:
+            self._auto.saved(stall_s)
+
+    def resumed(self, resume_s: float) -> None:
+        """Training goes on from a checkpoint, which took so long to load."""
+        if self._auto is not None:
+            self._auto.restarted(resume_s)
+
+    def timings(self) -> dict[str, float]:
+        """What the next save of the whole state is to record beside its own cost, in seconds."""
+        return {} if self._auto is None else self._auto.timings()
+
+    def _tell(self) -> None:
+        if self._auto is None:
+            return
+        text, plan = self._auto.news(), self._auto.plan
+        if text is not None and plan is not None:
+            self._emit("interval", text, interval_s=plan.interval_s, limit=plan.limit)

@@ -1,0 +1,212 @@
+"""`holdfast save`: ask the process that owns a run for a checkpoint, and wait for it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import typer
+
+from holdfast.cli.output import Answer, printable
+from holdfast.cli.target import open_root
+from holdfast.engine.catalog import Catalog
+from holdfast.engine.claim import WATCH_S, is_closed
+from holdfast.engine.documents import read_if_there
+from holdfast.engine.process import liveness
+from holdfast.engine.requests import answer_to, ask, is_open, withdraw
+from holdfast.errors import (
+    DeadlineExceeded,
+    FormatError,
+    NotOwned,
+    RequestFailed,
+    StoreError,
+    TransientStoreError,
+)
+from holdfast.format import layout
+from holdfast.format.manifest import Manifest
+from holdfast.format.records import AnswerRecord, Writer, decode_alive
+from holdfast.policy.clock import Unit, parse
+from holdfast.store.base import Store, refresh_folder
+
+_LOOK_S = 0.2
+"""Seconds between two looks for the answer."""
+_OWNER_S = 2.0
+"""Seconds between two looks at the owner."""
+
+
+def save(root: str, *, tags: Sequence[str], reason: str, timeout: str) -> Answer:
+    """Ask the owner of the run in `root` to save at its next step, and wait for the checkpoint.
+
+    Raises:
+        UsageError: an option is not allowed.
+        NoCheckpoint: not a root.
+        NotOwned: no live process owns the run.
+        RequestFailed: the save failed, or the owner ended before it saved.
+        DeadlineExceeded: no answer within `timeout`; the request was withdrawn.
+    """
+    timeout_s = float(parse(timeout, what="--timeout", units={Unit.SECOND}).value)
+    store = open_root(root)
+    owner = _Owner(store)
+    owner.look()
+    began = time.monotonic()
+    name = ask(store, reason=reason, tags=tags)
+    try:
+        with _waiting(owner):
+            answer = _wait(store, name, owner, timeout_s=timeout_s)
+    except KeyboardInterrupt:
+        _say("the request is withdrawn; a save that has begun goes on")
+        raise
+    finally:
+        # However the waiting ended: nobody waits any more.
+        with suppress(StoreError):
+            withdraw(store, name)
+    if answer.folder is None:
+        raise RequestFailed(f"{store.url}: not saved: {answer.error}")
+    return _saved(store, answer.folder, tags, waited_s=time.monotonic() - began)
+
+
+def _saved(store: Store, folder: str, tags: Sequence[str], *, waited_s: float) -> Answer:
+    step = _step(store, folder)
+    document = {
+        "root": store.url,
+        "folder": folder,
+        "step": step,
+        "tags": list(tags),
+        "waited_s": waited_s,
+    }
+    told = "" if step is None else f"  step {step}"
+    return Answer(document=document, parts=[f"{folder}{told}"])
+
+
+def _step(store: Store, folder: str) -> int | None:
+    """The step of the new checkpoint; None where retention was faster than we are."""
+    with suppress(FormatError, StoreError):
+        register = Catalog(store).read(folder)
+        if isinstance(register, Manifest):
+            return register.timestamp.step
+    return None
+
+
+def _wait(store: Store, name: str, owner: _Owner, *, timeout_s: float) -> AnswerRecord:
+    deadline = time.monotonic() + timeout_s
+    next_look = time.monotonic() + _OWNER_S
+    pause = threading.Event()
+    while True:
+        # First whether it is open: who answers puts the answer before removing the request.
+        was_open = is_open(store, name)
+        answer = _answer(store, name)
+        if answer is not None:
+            return answer
+        if not was_open:
+            raise RequestFailed(f"{store.url}: the request was removed without an answer")
+        now = time.monotonic()
+        if now >= deadline:
+            raise DeadlineExceeded(
+                f"{store.url}: not saved within {timeout_s:g} s by {owner.text}: is it in a long "
+                "step, or does its loop not call maybe_save? The request is withdrawn"
+            )
+        if now >= next_look:
+            answer = _look_at_owner(store, name, owner)
+            if answer is not None:
+                return answer
+            next_look = now + _OWNER_S
+        pause.wait(min(_LOOK_S, deadline - now))
+
+
+def _look_at_owner(store: Store, name: str, owner: _Owner) -> AnswerRecord | None:
+    """The answer that came just before the owner ended; None while the owner may live."""
+    with suppress(TransientStoreError):
+        refresh_folder(store, layout.REQUESTS)
+    try:
+        owner.look()
+    except NotOwned as error:
+        answer = _answer(store, name)
+        if answer is not None:
+            return answer
+        raise RequestFailed(f"{error}. It ended before it saved") from error
+    return None
+
+
+def _answer(store: Store, name: str) -> AnswerRecord | None:
+    try:
+        return answer_to(store, name)
+    except FormatError as error:
+        raise RequestFailed(f"the answer cannot be read: {error}") from error
+
+
+class _Owner:
+    """What is known of the process that owns the run; a later owner takes over requests, too."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._epoch = 0
+        self._beat = 0
+        self._beat_seen = 0.0
+        self.text = ""
+        """Who it is."""
+
+    def look(self) -> None:
+        """Raise `NotOwned` when it is known that no live process owns the run."""
+        epoch = Catalog(self._store).highest_epoch()
+        try:
+            writer = Catalog(self._store).writer(epoch) if epoch else None
+        except FormatError as error:
+            raise NotOwned(f"nobody can be asked to save: {error}") from error
+        if writer is None:
+            raise NotOwned(f"{self._store.url}: no process owns this run, so none can save it")
+        is_new, self._epoch = epoch != self._epoch, epoch
+        process = writer.process
+        self.text = f"process {process.pid} on {process.host} (writer {epoch})"
+        if is_closed(self._store, epoch):
+            raise self._gone(writer, "has ended cleanly")
+        state = liveness(process)
+        if state == "dead":
+            raise self._gone(writer, "is gone")
+        if state == "unknown":
+            self._watch(writer, is_new=is_new)
+
+    def _watch(self, writer: Writer, *, is_new: bool) -> None:
+        """Of a process on another host only the heartbeat is known."""
+        now = time.monotonic()
+        beat = _beat(self._store, writer.epoch)
+        if is_new or beat != self._beat:
+            self._beat, self._beat_seen = beat, now
+        elif now - self._beat_seen > WATCH_S:
+            raise self._gone(writer, f"has shown no sign of life for {WATCH_S:.0f} s")
+        if is_new:
+            _say(f"{self.text}: whether it lives cannot be seen from here; asking it all the same")
+
+    def _gone(self, writer: Writer, what: str) -> NotOwned:
+        return NotOwned(
+            f"{self._store.url}: {self.text}, which has owned this run since {writer.created}, "
+            f"{what}, so nobody can save it"
+        )
+
+
+def _beat(store: Store, epoch: int) -> int:
+    try:
+        alive = read_if_there(store, layout.alive_key(epoch), decode_alive)
+    except FormatError:
+        return 0
+    return alive.beat if alive is not None else 0
+
+
+@contextmanager
+def _waiting(owner: _Owner) -> Iterator[None]:
+    """Show on a terminal that and for what the command waits."""
+    text = f"asked {owner.text}; Ctrl-C withdraws"
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    with Console(stderr=True).status(Text(printable(text))):
+        yield
+
+
+def _say(text: str) -> None:
+    typer.echo(printable(f"holdfast: {text}"), err=True)

@@ -1,0 +1,30 @@
+"""What a training may do around saves and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from holdfast.engine.checkpoint import PendingSave
+from holdfast.format.manifest import Timestamp
+from holdfast.state.edits import StateView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateHooks:
+    """Functions that a manager calls around each save and load, in the caller's thread.
+
+    What one raises is raised by the call that it was made in, before anything was written or
+    applied.
+    """
+
+    before_save: Callable[[Timestamp, Mapping[str, float]], Sequence[str] | None] | None = None
+    """Called before the state is looked at, with the metrics of the save. What it returns are
+    reasons why this state should not be gone on from; they are recorded. Raises `SaveSkipped` to
+    leave the save out."""
+    edit_save: Callable[[StateView], None] | None = None
+    """May change what will be stored. The live state cannot be reached through the view."""
+    save_begun: Callable[[PendingSave], None] | None = None
+    """Called when the state was copied."""
+    edit_load: Callable[[StateView], None] | None = None
+    """May change what will be applied, before it is checked against the live state."""

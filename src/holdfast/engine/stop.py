@@ -1,0 +1,394 @@
+"""Signals that ask a training to stop, or to save: noted at once, obeyed at the next boundary.
+
+Owns handlers of signals and the deadline after the first of them. Knows nothing of states and
+checkpoints: who saves asks here whether it is time. Without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import TimeoutError as FutureTimeout
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+from holdfast.engine.workers import Workers
+from holdfast.errors import UsageError
+from holdfast.policy.clock import Time, Unit, parse
+
+logger = logging.getLogger("holdfast")
+
+REQUEUE_EXIT_CODE = 75
+"""EX_TEMPFAIL of sysexits.h: nothing is wrong, run it again."""
+INTERRUPT_EXIT_CODE = 130
+"""What shells report of a program that SIGINT has ended."""
+
+Promote = Callable[[float], str]
+"""Waits, at most so many seconds, until what was staged last is committed; says which checkpoint is
+the newest durable one. Called on a thread of its own."""
+
+_RESERVE_PART, _RESERVE_MAX_S = 0.2, 30.0
+_SAME_REQUEST_S = 0.5
+_REFUSED = frozenset({"SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGCHLD"})
+
+_active: Stop | None = None
+
+
+class Interrupted(BaseException):
+    """A stop was requested inside `Stop.interruptible()`; never leaves the code that waits."""
+
+
+class Stop:
+    """Notes signals that ask to stop, so that a training ends where its state is whole.
+
+        with Stop(grace="4min") as stop, CheckpointManager(…, stop=stop) as manager:
+            for batch in batches:
+                …
+                manager.maybe_save(step)
+                if stop.requested:
+                    break
+
+    Leaving the block after a request raises what ends the program as its scheduler expects:
+    `SystemExit(75)`, or `KeyboardInterrupt` after SIGINT. So what closes and saves belongs inside.
+
+    The second signal of a kind does what it did before the block; the second Ctrl-C ends at once.
+    Sent again within half a second it counts as the same one, because some senders address both a
+    process and its group. Forked children have the former handlers. Signals that were ignored, as
+    under `nohup`, stay ignored. One Stop is active at a time; entering it again inside its own
+    block is fine. Outside the main thread it does nothing, and says so once.
+    """
+
+    def __init__(
+        self,
+        *,
+        signals: Iterable[str] = ("SIGTERM", "SIGINT", "SIGUSR1"),
+        save_signals: Iterable[str] = ("SIGUSR2",),
+        grace: str | Time | None = None,
+    ) -> None:
+        """Nothing is changed before the block.
+
+        Args:
+            signals: ask to save and stop.
+            save_signals: ask to save and go on.
+            grace: how long after the first signal the program is killed, such as "4min". When it
+                has not ended by itself shortly before (a fifth of the time, at most 30 s), the
+                save under way is waited for and the process ended. None: it may take its time.
+
+        Raises:
+            UsageError: a signal is unknown, named twice, or cannot be handled; `grace` is no time
+                by the clock.
+        """
+        self._stops = _numbers("signals", signals)
+        self._saves = _numbers("save_signals", save_signals)
+        both = [signal.Signals(number).name for number in self._stops if number in self._saves]
+        if both:
+            raise UsageError(f"signals and save_signals both name {', '.join(both)}")
+        self._grace_s = _seconds(grace)
+        if grace is not None and not self._stops:
+            raise UsageError(f"grace={str(grace)!r}: there are no signals that ask to stop")
+        self._former: dict[int, Any] = {}
+        self._promotes: list[Promote] = []
+        self._depth = 0
+        self._pid = self._thread = -1
+        self._watch: _Watch | None = None
+        self._has_said = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._requested: int | None = None
+        self._first_s: dict[int, float] = {}
+        self._is_save_asked = self._is_armed = False
+
+    @property
+    def requested(self) -> str | None:
+        """The signal that asked to stop first, such as "SIGTERM"; after the block, too."""
+        return None if self._requested is None else signal.Signals(self._requested).name
+
+    @property
+    def exit_code(self) -> int:
+        """What the program is to end with: 75 (run it again), 130 after SIGINT, 0 if not asked."""
+        return 0 if self._requested is None else _exit_code(self._requested)
+
+    def take_save_request(self) -> bool:
+        """Whether one of `save_signals` came since the last call."""
+        asked, self._is_save_asked = self._is_save_asked, False
+        return asked
+
+    def interruptible(self) -> _Interruptible:
+        """A block in which a stop raises `Interrupted`, also one that was requested before it.
+
+        For waits that can be given up: whatever was begun in the block is to be thrown away,
+        also when its last line was done. Not to be nested. It never raises in other threads.
+        """
+        return _Interruptible(self)
+
+    def register(self, promote: Promote) -> None:
+        """Have `promote` called when the grace is nearly over."""
+        self._promotes.append(promote)
+
+    def forget(self, promote: Promote) -> None:
+        """Take back a `register`."""
+        if promote in self._promotes:
+            self._promotes.remove(promote)
+
+    def __enter__(self) -> Stop:
+        """Install the handlers.
+
+        Raises:
+            UsageError: another Stop is active.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            if not self._has_said:
+                logger.warning("Stop: signals reach the main thread only; here they are not seen")
+            self._has_said = True
+            if self._depth == 0:
+                self._begin()
+            return self
+        if _active not in (None, self):
+            raise UsageError("another Stop is active: use that one, as in Trainer(stop=stop)")
+        if self._depth == 0:
+            self._begin()
+            self._install()
+        self._depth += 1
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Put the former handlers back, and end the program if that was asked for.
+
+        Raises:
+            SystemExit: with status 75, after a request.
+            KeyboardInterrupt: SIGINT asked first.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            self._uninstall()
+        if error is None and self._requested is not None:
+            if self._requested == signal.SIGINT:
+                raise KeyboardInterrupt
+            raise SystemExit(REQUEUE_EXIT_CODE)
+
+    def _install(self) -> None:
+        global _active
+        self._pid, self._thread = os.getpid(), threading.get_ident()
+        for number in (*self._stops, *self._saves):
+            former = signal.getsignal(number)
+            if former is signal.SIG_IGN:
+                continue
+            if former is None:
+                logger.warning("Stop: %s is handled by other code", signal.Signals(number).name)
+                continue
+            self._former[number] = former
+        _active = self
+        if self._grace_s is not None:
+            self._watch = _Watch(self._stops, self._grace_s, self._promotes)
+        for number in self._former:
+            signal.signal(number, self._handle)
+
+    def _uninstall(self) -> None:
+        global _active
+        self._put_back()
+        _active = None
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.end()
+
+    def _put_back(self) -> None:
+        for number, former in self._former.items():
+            signal.signal(number, former)
+        self._former = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Runs in the main thread, between any two of its instructions: it takes no lock."""
+        if os.getpid() != self._pid:
+            self._pass_on(number, frame)
+        elif number in self._saves:
+            self._is_save_asked = True
+        elif number in self._first_s:
+            if time.monotonic() - self._first_s[number] > _SAME_REQUEST_S:
+                self._pass_on(number, frame)
+        else:
+            self._first_s[number] = time.monotonic()
+            if self._requested is None:
+                self._requested = number
+            if self._is_armed:
+                # Before it is raised: it may come where the block's own end is not reached.
+                self._is_armed = False
+                raise Interrupted
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        former = self._former.get(number, signal.SIG_DFL)
+        if callable(former):
+            former(number, frame)
+        else:
+            signal.signal(number, former)
+            signal.raise_signal(number)
+
+
+class _Interruptible:
+    """The block of `Stop.interruptible`; no generator, whose frame could be left hanging."""
+
+    def __init__(self, stop: Stop) -> None:
+        self._stop = stop
+
+    def __enter__(self) -> None:
+        stop = self._stop
+        if stop._depth == 0 or threading.get_ident() != stop._thread:
+            return
+        stop._is_armed = True
+        if stop._requested is not None:
+            stop._is_armed = False
+            raise Interrupted
+
+    def __exit__(self, *exception: object) -> None:
+        if threading.get_ident() == self._stop._thread:
+            self._stop._is_armed = False
+
+
+class _Watch:
+    """Ends the process when the grace is nearly over.
+
+    It learns of signals from the pipe into which the C level writes their numbers, because
+    Python's own handlers wait until the main thread leaves the call in which it may hang.
+    """
+
+    def __init__(self, stops: Iterable[int], grace_s: float, promotes: list[Promote]) -> None:
+        self._stops = frozenset(stops)
+        self._reserve_s = min(grace_s * _RESERVE_PART, _RESERVE_MAX_S)
+        self._free_s = grace_s - self._reserve_s
+        self._grace_s = grace_s
+        self._promotes = promotes
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._former = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._workers = Workers(1, "holdfast-stop")
+        self._watching = self._workers.submit(self._run)
+
+    def end(self) -> None:
+        """The run has ended by itself. Waits for the watcher, which may be about to end it."""
+        signal.set_wakeup_fd(self._former)
+        os.write(self._writer, b"\0")
+        os.close(self._writer)
+        with contextlib.suppress(FutureTimeout):  # it then ends the process itself
+            self._watching.result(timeout=self._reserve_s)
+        self._workers.close()
+
+    def _run(self) -> None:
+        try:
+            number = self._first_stop()
+            if number is not None and not self._has_ended(self._free_s):
+                self._end_by_force(number)
+        finally:
+            os.close(self._reader)
+
+    def _first_stop(self) -> int | None:
+        """The first signal that asks to stop; None when the run ends without."""
+        while True:
+            numbers = self._read()
+            if 0 in numbers:
+                return None
+            for number in numbers:
+                if number in self._stops:
+                    return number
+
+    def _has_ended(self, timeout_s: float) -> bool:
+        """Whether the run ends by itself within the time."""
+        until = time.monotonic() + timeout_s
+        while select.select([self._reader], [], [], max(0.0, until - time.monotonic()))[0]:
+            if 0 in self._read():
+                return True
+        return False
+
+    def _read(self) -> bytes:
+        numbers = os.read(self._reader, 512)
+        if self._former != -1:
+            with contextlib.suppress(OSError):  # theirs may be full or closed, as without us
+                os.write(self._former, numbers.replace(b"\0", b""))
+        return numbers
+
+    def _end_by_force(self, number: int) -> None:
+        began = time.monotonic()
+        until = began + 0.9 * self._reserve_s
+        found = [_promoted(promote, until - time.monotonic()) for promote in [*self._promotes]]
+        # A run that has just saved by itself also gives its claim back, if it is let.
+        if not self._has_ended(began + 0.5 * self._reserve_s - time.monotonic()):
+            _exit(number, self._grace_s, found)
+
+
+def _promoted(promote: Promote, timeout_s: float) -> str:
+    try:
+        return promote(max(0.0, timeout_s))
+    except Exception as error:  # noqa: BLE001 - there is nobody else left to tell
+        return f"the newest checkpoint is not known: {error!r}"
+
+
+def _exit(number: int, grace_s: float, found: list[str]) -> NoReturn:
+    said = (
+        f"holdfast: {signal.Signals(number).name}: the grace of {grace_s:g} s is nearly over and "
+        f"the program has not ended; {'; '.join(found) or 'nothing is known of checkpoints'}\n"
+    )
+    # Not through sys.stderr: the main thread may hang while it holds its lock.
+    with contextlib.suppress(OSError):
+        os.write(2, said.encode())
+    os._exit(_exit_code(number))
+
+
+def _exit_code(number: int) -> int:
+    return INTERRUPT_EXIT_CODE if number == signal.SIGINT else REQUEUE_EXIT_CODE
+
+
+def _numbers(what: str, names: Iterable[str]) -> tuple[int, ...]:
+    given = [names] if isinstance(names, str) else list(names)
+    wrong = [
+        f"{name!r}"
+        for name in given
+        if not isinstance(name, str)
+        or name in _REFUSED
+        or not name.startswith("SIG")
+        or name not in signal.Signals.__members__
+    ]
+    if wrong or isinstance(names, str):
+        raise UsageError(
+            f"{what}={names!r}: {', '.join(wrong) or 'a text'} will not do; give names of signals "
+            "that can be handled, such as ('SIGTERM', 'SIGINT')"
+        )
+    numbers = [int(signal.Signals[name]) for name in given]
+    if len(set(numbers)) < len(numbers):
+        raise UsageError(f"{what}={tuple(given)}: one is named twice")
+    return tuple(numbers)
+
+
+def _seconds(grace: str | Time | None) -> float | None:
+    if grace is None:
+        return None
+    duration = parse(grace, what="grace")
+    if duration.unit is not Unit.SECOND:
+        raise UsageError(f"grace={str(grace)!r}: must be a time by the clock, such as '4min'")
+    return float(duration.value)
+
+
+def _leave_children_alone() -> None:
+    """In a forked child: signals do there what they did before the block."""
+    global _active
+    stop, _active = _active, None
+    if stop is not None:
+        if stop._watch is not None:
+            signal.set_wakeup_fd(-1)  # or its signals would be taken for the parent's
+        stop._put_back()
+        stop._depth = 0
+        stop._watch = None
+
+
+os.register_at_fork(after_in_child=_leave_children_alone)

@@ -1,0 +1,166 @@
+"""What a run has measured of itself: what its saves and resumes cost, and how often it failed.
+
+Records and their medians. `holdfast advise` takes them from the manifests, `Auto` also from the
+saves as they are made; both get the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from holdfast.policy.simulate import Costs
+
+CAPTURE_S, STAGE_S, WRITE_S = "capture_s", "stage_s", "write_s"
+DELAY_S = "delay_s"
+"""Timing of a manifest: by how much the writing of the save before delayed training."""
+RESUME_S = "resume_s"
+"""Timing of the manifest that is the first of its start: how long the resume before it took."""
+
+NUM_RECENT = 32
+"""How many of the newest saves count: one slow save does not matter, a slower store soon does."""
+ASSUMED_RESTART_S = 120.0
+"""Until a resume was measured. No interval depends on it, only what is expected of failures."""
+MAX_S = 1e10
+"""Three centuries: no clock has measured what is beyond."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveCost:
+    """What one save took, in seconds. None is what was not measured."""
+
+    stall_s: float
+    """How long training stood still."""
+    write_s: float | None = None
+    """How long it was written after that."""
+    delay_s: float | None = None
+    """By how much a save, while it was written, delayed training."""
+    resume_s: float | None = None
+    """How long the resume took after which it was the first save."""
+    is_first: bool = False
+    """The first save of a start also pays for the memory of the copy."""
+
+    @classmethod
+    def read(cls, timings: Mapping[str, float], *, is_first: bool) -> SaveCost | None:
+        """What the timings of a manifest say; None where they do not tell the stall."""
+        capture_s, stage_s = timing(timings, CAPTURE_S), timing(timings, STAGE_S)
+        if capture_s is None or stage_s is None:
+            return None
+        return cls(
+            stall_s=capture_s + stage_s,
+            write_s=timing(timings, WRITE_S),
+            delay_s=timing(timings, DELAY_S),
+            resume_s=timing(timings, RESUME_S),
+            is_first=is_first,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """What a run has recorded: its saves and its resumes, oldest first, and its failures."""
+
+    saves: tuple[SaveCost, ...] = ()
+    resumes_s: tuple[float, ...] = ()
+    num_failures: int = 0
+    trained_s: float = 0.0
+    """The training time in which these failures were seen."""
+
+
+def timing(timings: Mapping[str, float], name: str) -> float | None:
+    """One of the timings of a manifest; None where it is missing, or no time at all."""
+    seconds = timings.get(name)
+    return seconds if seconds is not None and 0 <= seconds < MAX_S else None
+
+
+def recent(saves: Sequence[SaveCost]) -> tuple[SaveCost, ...]:
+    """Those of `saves` that count: the newest that are not the first of a start, if there are any.
+
+    What it leaves out never counts again when more saves follow.
+    """
+    warm = [save for save in saves if not save.is_first]
+    return tuple((warm or saves)[-NUM_RECENT:])
+
+
+def typical_costs(saves: Sequence[SaveCost], resumes_s: Sequence[float] = ()) -> Costs | None:
+    """Medians over the recent of `saves` and `resumes_s`; None where no save was measured.
+
+    What was never measured beside a stall counts as nothing, a resume as two minutes. A write
+    delays training by no more than its own length.
+    """
+    counted = recent(saves)
+    if not counted:
+        return None
+    write_s = _median(save.write_s for save in counted) or 0.0
+    return Costs(
+        stall_s=median(save.stall_s for save in counted),
+        background_s=min(_median(save.delay_s for save in counted) or 0.0, write_s),
+        commit_s=write_s,
+        restart_s=median(resumes_s[-NUM_RECENT:]) if resumes_s else ASSUMED_RESTART_S,
+    )
+
+
+class Pace:
+    """Finds out by how much the writing of a save delays training, from the times of the steps.
+
+    The time of the steps during which a save was written is compared with that of as many steps
+    without one. Used from one thread.
+    """
+
+    _MIN_QUIET = 8
+    """Steps without a save that must have been seen before anything is said."""
+    _NUM_QUIET = 64
+
+    def __init__(self) -> None:
+        self._quiet: deque[float] = deque(maxlen=self._NUM_QUIET)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget where training was: the next look is not a step after the one before."""
+        self._last: tuple[int, float] | None = None
+        self._stall_s = 0.0
+        self._is_writing = False
+        self._busy_steps, self._busy_s = 0, 0.0
+
+    def save(self, stall_s: float) -> None:
+        """A save has just stopped training for so long, and is being written now."""
+        self._stall_s += stall_s
+        self._is_writing = True
+
+    def look(self, step: int, wall_s: float, *, is_writing: bool) -> float | None:
+        """Training is at `step` after `wall_s` seconds; is the last save still being written?
+
+        Gives the delay in seconds, at least 0, at the first look after a write.
+        """
+        last, self._last = self._last, (step, wall_s)
+        stall_s, self._stall_s = self._stall_s, 0.0
+        was_writing, self._is_writing = self._is_writing, is_writing
+        num_steps = step - last[0] if last is not None else 0
+        work_s = wall_s - last[1] - stall_s if last is not None else 0.0
+        if not was_writing:
+            if num_steps > 0 and work_s >= 0:
+                self._quiet.append(work_s / num_steps)
+            return None
+        self._busy_steps += num_steps
+        self._busy_s += work_s
+        return None if is_writing else self._delay_s()
+
+    def _delay_s(self) -> float | None:
+        steps, busy_s = self._busy_steps, self._busy_s
+        self._busy_steps, self._busy_s = 0, 0.0
+        if steps <= 0 or len(self._quiet) < self._MIN_QUIET:
+            return None
+        return max(0.0, busy_s - steps * _trimmed_mean(self._quiet))
+
+
+def _trimmed_mean(values: Iterable[float]) -> float:
+    """Without the tenth at each end: steps with an evaluation between them are no measure."""
+    ordered = sorted(values)
+    cut = len(ordered) // 10
+    return fmean(ordered[cut : len(ordered) - cut])
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None

@@ -1,0 +1,81 @@
+"""Several savers on one run: each with what it saves, when, and what of it is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from holdfast.errors import UsageError
+from holdfast.format.layout import check_component
+from holdfast.policy.classes import SavePolicy
+from holdfast.policy.clock import Time
+from holdfast.policy.rules import MAIN, All, BySaver, Rule, named_components
+from holdfast.policy.triggers import SaveFunction, Trigger
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class SideSaver:
+    """Saves some components at times of its own, beside the saver of the whole state.
+
+        SideSaver("weights", every="1h", components=["model"], keep=Last(24))
+
+    A run cannot go on from what it saves, unless that happens to be everything; loading the
+    components by name works, and so does `load_weights`. Where several savers are due at one
+    step, one checkpoint holds what any of them saves.
+
+    Raises:
+        UsageError: a name that is taken or none, nothing to save, or a wrong interval or rule.
+    """
+
+    name: str
+    policy: SavePolicy
+    components: tuple[str, ...]
+    keep: Rule
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        every: str | Time | Trigger | SaveFunction | SavePolicy,
+        components: Collection[str],
+        keep: Rule | None = None,
+    ) -> None:
+        check_component(name)
+        if name == MAIN:
+            raise UsageError(f"SideSaver: {MAIN!r} is the saver of the whole state")
+        if isinstance(components, str) or not components:
+            raise UsageError(f"SideSaver {name}: components={components!r} must be some names")
+        if keep is not None and not isinstance(keep, Rule):
+            raise UsageError(f"SideSaver {name}: keep={keep!r} must be a rule such as Last(3)")
+        policy = every if isinstance(every, SavePolicy) else SavePolicy(permanent=every)
+        if policy.auto is not None:
+            raise UsageError(f'SideSaver {name}: "auto" weighs saves of the whole state only')
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "policy", policy)
+        object.__setattr__(self, "components", tuple(dict.fromkeys(components)))
+        object.__setattr__(self, "keep", keep if keep is not None else All())
+
+
+def combined_rule(
+    keep: Rule | None, savers: Sequence[SideSaver], components: Collection[str]
+) -> Rule:
+    """What the main saver and all others keep, in one rule; `components` are those of the state.
+
+    Raises:
+        UsageError: no rule, no saver, or components that the state does not have.
+    """
+    if keep is not None and not isinstance(keep, Rule):
+        raise UsageError(f"keep={keep!r} must be a rule such as Last(3), or None for all")
+    for saver in savers:
+        if not isinstance(saver, SideSaver):
+            raise UsageError(f"savers: {saver!r} is not a SideSaver")
+        unknown = [name for name in saver.components if name not in components]
+        if unknown:
+            raise UsageError(f"savers: {saver.name} is to save {unknown}, which are not there")
+    rule: Rule = keep if keep is not None else All()
+    if savers:
+        rule = BySaver({MAIN: rule} | {saver.name: saver.keep for saver in savers})
+    lost = named_components(rule).difference(components)
+    if lost:
+        raise UsageError(f"keep={rule}: the state has no {', '.join(sorted(lost))} to drop")
+    return rule

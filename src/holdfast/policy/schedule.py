@@ -1,0 +1,185 @@
+"""What is to be saved at a step: the answers of all savers of a run put together into one save."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from holdfast.errors import UsageError
+from holdfast.format.manifest import Timestamp
+from holdfast.policy.classes import Due, SaveClass, Saved, SavePolicy
+from holdfast.policy.clock import Time
+from holdfast.policy.rules import MAIN, join_reasons
+from holdfast.policy.savers import SideSaver
+from holdfast.policy.triggers import NO_METRICS, Event, Metrics, SaveFunction, Trigger
+
+_ASKED: tuple[Event, ...] = ("signal", "demand")
+"""Events at which somebody waits for a save, whatever the policy says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What a committed checkpoint says of its place in the schedule."""
+
+    savers: tuple[str, ...]
+    save_class: SaveClass
+    timestamp: Timestamp
+
+
+class Schedule:
+    """When a run saves. Remembers where it was asked last, and where each saver last saved."""
+
+    def __init__(
+        self,
+        every: str | Time | Trigger | SaveFunction | SavePolicy | None,
+        sides: Sequence[SideSaver] = (),
+        *,
+        max_duration: Time | None = None,
+    ) -> None:
+        """`every` is about the whole state, `max_duration` what fractions of the run are of.
+
+        Raises:
+            UsageError: two savers of one name, or a fraction without a length.
+        """
+        twice = sorted({s.name for s in sides if sum(o.name == s.name for o in sides) > 1})
+        if twice:
+            raise UsageError(f"savers: two are named {twice[0]!r}")
+        policies = {side.name: side.policy for side in sides}
+        if every is not None:
+            main = every if isinstance(every, SavePolicy) else SavePolicy(permanent=every)
+            policies = {MAIN: main, **policies}
+        self.policies: dict[str, SavePolicy] = {
+            name: policy.resolve(max_duration) for name, policy in policies.items()
+        }
+        self._components = {side.name: side.components for side in sides}
+        self._previous: Timestamp | None = None
+        self._saved: dict[str, Saved] = {}
+
+    @property
+    def has_sides(self) -> bool:
+        """Whether there are savers beside the main one."""
+        return bool(self._components)
+
+    def due(
+        self,
+        now: Timestamp,
+        metrics: Metrics = NO_METRICS,
+        events: Sequence[Event] = ("step",),
+        *,
+        vetoes: Collection[str] = (),
+        wanted: Due | None = None,
+    ) -> Due | None:
+        """The save to make at `now`, if any: what all savers want at any of the events.
+
+        `wanted` is to be saved in any case. Counts as a look: a crossing fires once.
+
+        Raises:
+            UsageError: a trigger looks at a counter that the loop does not tell.
+        """
+        previous, self._previous = self._previous, now
+        found = [] if wanted is None else [self._named(wanted)]
+        for name, policy in self.policies.items():
+            answers = (
+                policy.decide(previous, self._of(name), now, metrics, event, vetoes=vetoes)
+                for event in events
+            )
+            best = highest(answers)
+            if best is not None and not (wanted and _is_as_good(wanted, name, best)):
+                found.append(self._by(name, best))
+        if not any(due.components is None for due in found):
+            found += self._asked_for(now, events)
+        return together(found)
+
+    def began(self, due: Due, now: Timestamp) -> None:
+        """A save was begun."""
+        for name in due.savers or (MAIN,):
+            self._saved[name] = self._of(name).plus(due.save_class, now)
+
+    def stand_on(self, timestamp: Timestamp, records: Iterable[Record]) -> None:
+        """Go on from a checkpoint; `records` are it and those before it, newest first."""
+        self._previous = timestamp
+        self._saved = {}
+        for record in records:
+            for name in record.savers or (MAIN,):
+                saved = self._of(name)
+                if getattr(saved, record.save_class) is None:
+                    self._saved[name] = saved.plus(record.save_class, record.timestamp)
+
+    def looks_back(self) -> bool:
+        """Whether it matters what was saved before the checkpoint that is gone on from."""
+        return self.has_sides or any(p.ephemeral is not None for p in self.policies.values())
+
+    def is_saved(self, now: Timestamp) -> bool:
+        """Whether a save of the whole state was begun at this very step."""
+        latest = self._of(MAIN).latest
+        return latest is not None and latest.step == now.step
+
+    def asked_class(self) -> SaveClass:
+        """The class of saves that somebody asks for: the lowest that the main saver makes."""
+        policy = self.policies.get(MAIN)
+        return "ephemeral" if policy is not None and policy.ephemeral is not None else "permanent"
+
+    def _of(self, name: str) -> Saved:
+        return self._saved.get(name, Saved())
+
+    def _by(self, name: str, due: Due) -> Due:
+        if not self.has_sides:
+            return due
+        reason = due.reason if name == MAIN else f"{name} {due.reason}"
+        components = self._components.get(name)
+        return Due(due.save_class, reason, savers=(name,), components=components)
+
+    def _named(self, due: Due) -> Due:
+        return replace(due, savers=(MAIN,)) if self.has_sides and not due.savers else due
+
+    def _asked_for(self, now: Timestamp, events: Sequence[Event]) -> list[Due]:
+        """A save for those who wait for one, unless the policy has an opinion of its own."""
+        asked = [event for event in events if event in _ASKED]
+        if not asked or self.is_saved(now):
+            return []
+        return [self._named(Due(self.asked_class(), asked[0]))]
+
+
+def together(dues: Sequence[Due]) -> Due | None:
+    """One save for all: of the highest class, with all that any of them holds."""
+    if not dues:
+        return None
+    best = highest(dues)
+    assert best is not None
+    whole = any(due.components is None for due in dues)
+    return Due(
+        best.save_class,
+        join_reasons(*_each(due.reason for due in dues)),
+        savers=_each(name for due in dues for name in due.savers),
+        components=None if whole else _each(c for due in dues for c in due.components or ()),
+        tags=_each(tag for due in dues for tag in due.tags),
+    )
+
+
+def highest(dues: Iterable[Due | None]) -> Due | None:
+    """The first one of the highest class."""
+    return max((due for due in dues if due is not None), key=rank, default=None)
+
+
+def covers(done: Due, wanted: Due) -> bool:
+    """Whether one save makes another one needless: it holds as much, in as high a class, and has
+    its tags."""
+    if rank(done) < rank(wanted) or not set(wanted.tags) <= set(done.tags):
+        return False
+    if done.components is None:
+        return True
+    return wanted.components is not None and set(wanted.components) <= set(done.components)
+
+
+def rank(due: Due) -> int:
+    """Higher for the higher class."""
+    return ("ephemeral", "permanent").index(due.save_class)
+
+
+def _is_as_good(wanted: Due, name: str, due: Due) -> bool:
+    """Whether a save is one of this saver's own, so that its next one needs no second reason."""
+    return name in (wanted.savers or (MAIN,)) and rank(wanted) >= rank(due)
+
+
+def _each(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))

@@ -1,0 +1,192 @@
+"""Edits of what is stored, and of what will be applied; the live state is out of reach.
+
+A hook gets a `StateView`. Components that it does not look at cost nothing; those that it does
+not change stay byte for byte what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from holdfast.errors import UsageError
+from holdfast.state.apply import StoredComponent
+from holdfast.state.capture import Captured, CapturedComponent
+from holdfast.state.views import ComponentView, OptimizerView, Source
+
+__all__ = ["ComponentView", "EditedLoad", "StateView", "edited", "edited_load"]
+
+
+class StateView(Mapping[str, ComponentView]):
+    """Component -> its leaves; `del view["optimizer"]` leaves the whole component out."""
+
+    def __init__(self, sources: Mapping[str, Source]) -> None:
+        self._sources = dict(sources)
+        self._views: dict[str, ComponentView] = {}
+        self._left_out: list[str] = []
+
+    def __getitem__(self, name: str) -> ComponentView:
+        """The view of one component."""
+        source = self._sources[name]
+        if name not in self._views:
+            kind = OptimizerView if source.kind == "optimizer" else ComponentView
+            self._views[name] = kind(source)
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._sources))
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Refuse it: a component that the state does not have could never be loaded."""
+        raise UsageError(
+            f"{name}: assign to the paths of a component, as in view[{name!r}][path] = value; "
+            "a new component belongs into the state of the manager"
+        )
+
+    def __delitem__(self, name: str) -> None:
+        """Leave a component out."""
+        del self._sources[name]
+        view = self._views.pop(name, None)
+        if view is not None:
+            view.close()
+        self._left_out.append(name)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Components that were left out, in that order."""
+        return tuple(self._left_out)
+
+    def close(self) -> None:
+        """Make all views unusable, so that nobody edits what was stored already."""
+        for name in self._sources:
+            self[name].close()
+
+
+Edit: TypeAlias = Callable[[StateView], None]
+"""What a hook is: it changes the view that it gets."""
+
+
+def edited(captured: Captured, edit: Edit) -> Captured:
+    """What will be stored after `edit`; neither the live state nor `captured` changes.
+
+    Raises:
+        UsageError: an edit that cannot be, or nothing is left.
+        UnsupportedState: a value that the format cannot hold was assigned.
+    """
+    view = StateView({name: _captured(part) for name, part in captured.components.items()})
+    with closing(view):
+        edit(view)
+        if not view:
+            raise UsageError("the edit leaves out every component; nothing is left to be saved")
+        components = {name: _recaptured(captured.components[name], view[name]) for name in view}
+    left_out = (*captured.left_out, *view.left_out)
+    return replace(captured, components=components, left_out=left_out)
+
+
+def _captured(part: CapturedComponent) -> Source:
+    return Source(
+        name=part.name,
+        kind=part.kind,
+        tree=part.tree,
+        specs={spec.key: spec for spec in part.specs},
+        fetch=lambda: part.tensors,
+        what=f"tree of {part.name}",
+    )
+
+
+def _recaptured(part: CapturedComponent, view: ComponentView) -> CapturedComponent:
+    if not view.is_changed:
+        return part
+    changed = view.changed()
+    tensors = {spec.key: _either(spec.key, changed.new, part.tensors) for spec in changed.specs}
+    return replace(part, tree=changed.tree, tensors=tensors, specs=changed.specs)
+
+
+def _either(key: str, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> Tensor:
+    return new[key] if key in new else old[key]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EditedLoad:
+    """A stored state after an edit."""
+
+    components: Mapping[str, StoredComponent]
+    """What is left, for `prepare`."""
+
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    """By component and key: what was assigned, and what was read for the edit. These need not,
+    and those that were assigned must not, be read from the checkpoint."""
+
+
+def edited_load(
+    stored: Mapping[str, StoredComponent],
+    edit: Edit,
+    *,
+    where: str,
+    read: Callable[[str], Mapping[str, Tensor]],
+) -> EditedLoad:
+    """What will be applied after `edit`; called before anything is compared with the live state.
+
+    `read(component)` gives all tensors of a component, verified, on the CPU; it is called when
+    the first of them is read. `where` names the checkpoint.
+
+    Raises:
+        UsageError: an edit that cannot be.
+        UnsupportedState: a value that the format cannot hold was assigned.
+        FormatError: what is stored is damaged.
+    """
+    were_read: dict[str, Mapping[str, Tensor]] = {}
+
+    @cache
+    def fetch(name: str) -> Mapping[str, Tensor]:
+        were_read[name] = read(name)
+        return were_read[name]
+
+    view = StateView({name: _stored(part, where, fetch) for name, part in stored.items()})
+    components: dict[str, StoredComponent] = {}
+    tensors: dict[str, Mapping[str, Tensor]] = {}
+    with closing(view):
+        edit(view)
+        for name in view:
+            components[name], new = _restored(stored[name], view[name])
+            tensors[name] = {**were_read.get(name, {}), **new}
+    return EditedLoad(components=components, tensors=tensors)
+
+
+def _stored(
+    part: StoredComponent, where: str, fetch: Callable[[str], Mapping[str, Tensor]]
+) -> Source:
+    return Source(
+        name=part.name,
+        kind=part.kind,
+        tree=part.tree,
+        specs=part.tensors,
+        fetch=lambda: fetch(part.name),
+        what=f"{where}: tree of {part.name}",
+    )
+
+
+def _restored(
+    part: StoredComponent, view: ComponentView
+) -> tuple[StoredComponent, dict[str, Tensor]]:
+    if not view.is_changed:
+        return part, {}
+    changed = view.changed()
+    specs = {spec.key: spec for spec in changed.specs}
+    new = {key: _packed(tensor) for key, tensor in changed.new.items()}
+    return replace(part, tree=changed.tree, tensors=specs), new
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """As a reader would give it: on the CPU, row-major, in memory of its own."""
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)

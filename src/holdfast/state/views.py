@@ -1,0 +1,443 @@
+"""A stored component as a mapping from paths to values, from which nothing live can be reached.
+
+The tree is decoded when it is first looked at; tensors stay nodes of it. What is read is a copy,
+what is assigned is copied at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from holdfast.errors import UnsupportedState, UsageError
+from holdfast.format.objects import ArrayRef, TensorRef, decode_tree, join
+from holdfast.format.tensors import TensorSpec
+from holdfast.state.leaves import Leaves
+from holdfast.state.optimizers import check_tree
+from holdfast.state.selection import names_of_keys
+from holdfast.state.trees import Lifting, Skeleton, decode_skeleton, encode, keys_in
+
+_WHOLE = "value"
+_SLOTS, _GROUPS, _EXTRA = "slots", "param_groups", "extra"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One component as it was captured, or as a checkpoint holds it."""
+
+    name: str
+    kind: str
+
+    tree: bytes
+    """The typed tree."""
+
+    specs: Mapping[str, TensorSpec]
+    """Key -> what the tensor is."""
+
+    fetch: Callable[[], Mapping[str, Tensor]]
+    """Gives the tensors by key; called when the first one is read."""
+
+    what: str
+    """The tree's name, for messages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """A component after an edit."""
+
+    tree: bytes
+    """The typed tree."""
+
+    specs: tuple[TensorSpec, ...]
+    """One for each tensor that the tree names, in its order."""
+
+    new: Mapping[str, Tensor]
+    """The tensors that were assigned, by key; the others are the source's."""
+
+
+class ComponentView(MutableMapping[str, Any]):
+    """Path -> value for the leaves of one component.
+
+    Iterating gives leaves: tensors, numbers, texts, tuples, sets, … A dict or a list can be read,
+    replaced and left out as a whole under its own path. Reading gives a copy. A value that is
+    assigned replaces what is there, or becomes a new key of the dict in which its path ends.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._specs = dict(source.specs)
+        self._new: dict[str, Tensor] = {}
+        self._skeleton: Skeleton | None = None
+        self._holder: dict[str, Any] = {}
+        self._places: dict[str, tuple[Any, Any]] | None = None
+        self._uses: Counter[str] = Counter()
+        self._is_changed = False
+        self._is_open = True
+
+    # What a mapping can do
+
+    def __getitem__(self, path: str) -> Any:
+        """A copy of what is at `path`; tensors are detached, on their device of then."""
+        container, key = self._place(path)
+        return self._copy(container[key])
+
+    def __iter__(self) -> Iterator[str]:
+        places = self._opened()
+        return iter([path for path, (box, key) in places.items() if _is_leaf(box[key])])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._opened()
+
+    def __setitem__(self, path: str, value: Any) -> None:
+        """Replace what is at `path`, or add it.
+
+        Raises:
+            UnsupportedState: the format has no place for such a value.
+            UsageError: nothing can be added there.
+        """
+        container, key = self._opened().get(path) or self._place_for_new(path)
+        old = _peek(container, key)
+        container[key] = new = self._adopted(path, value, old)
+        self._is_changed = True
+        if old is None or not (_is_leaf(old) and _is_leaf(new)):
+            self._places = None
+
+    def __delitem__(self, path: str) -> None:
+        """Leave out what is at `path`.
+
+        Raises:
+            UsageError: it is one item of a list, or all that there is.
+        """
+        container, key = self._place(path)
+        if container is self._holder:
+            raise UsageError(f"{self._at(path)}: leave out the component itself")
+        if isinstance(container, list):
+            raise UsageError(f"{self._at(path)}: one item of a list; assign the list without it")
+        self._release(container.pop(key))
+        self._is_changed = True
+        self._places = None
+
+    def __repr__(self) -> str:
+        return f"<component {self._source.name}: {self._source.kind}>"
+
+    # What becomes of it
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether anything was assigned or left out."""
+        return self._is_changed
+
+    def close(self) -> None:
+        """Make it unusable: what is assigned from now on would be lost."""
+        self._is_open = False
+
+    def changed(self) -> Changed:
+        """The component as it is now.
+
+        Raises:
+            UnsupportedState: it became too large or too deep.
+        """
+        source, (tree, skeleton) = self._source, self._decoded()
+        leaves = Leaves(component=source.name)
+        data = encode(tree[_WHOLE], leaves, versions=skeleton.versions)
+        if leaves.offenders:
+            raise UnsupportedState(leaves.offenders)
+        order: dict[str, None] = {}
+
+        def note(node: Any) -> Any:
+            if isinstance(node, TensorRef | ArrayRef):
+                order[node.key] = None
+            return node
+
+        decode_tree(data, lift=note, what=source.what)
+        return Changed(
+            tree=data,
+            specs=tuple(self._specs[key] for key in order),
+            new={key: self._new[key] for key in order if key in self._new},
+        )
+
+    # Looking
+
+    def _decoded(self) -> tuple[dict[str, Any], Skeleton]:
+        if not self._is_open:
+            raise UsageError(f"{self._source.name}: a view is of use only inside its hook")
+        if self._skeleton is None:
+            source = self._source
+            self._skeleton = decode_skeleton(source.tree, source.specs, what=source.what)
+            self._holder = {_WHOLE: self._skeleton.value}
+            self._uses.update(_refs_in(self._holder))
+        return self._holder, self._skeleton
+
+    def _opened(self) -> dict[str, tuple[Any, Any]]:
+        """Path -> (container, key) of every leaf and container, in the order of the tree."""
+        holder, _ = self._decoded()
+        if self._places is None:
+            self._places = {}
+            self._look(holder)
+        return self._places
+
+    def _look(self, holder: dict[str, Any]) -> None:
+        """Find all places."""
+        whole = holder[_WHOLE]
+        if isinstance(whole, dict | list):
+            self._walk(whole, "")
+        else:
+            self._add(_WHOLE, holder, _WHOLE)
+
+    def _walk(self, container: Any, path: str) -> None:
+        names: dict[Any, str] = (
+            names_of_keys(container)
+            if isinstance(container, dict)
+            else {i: str(i) for i in range(len(container))}
+        )
+        for key, name in names.items():
+            here = self._add(join(path, name), container, key)
+            if isinstance(container[key], dict | list):
+                self._walk(container[key], here)
+
+    def _add(self, path: str, container: Any, key: Any) -> str:
+        assert self._places is not None
+        here, number = path, 1
+        while here in self._places:
+            # Keys may have dots: {"a.b": 1, "a": {"b": 2}}.
+            number += 1
+            here = f"{path}#{number}"
+        self._places[here] = (container, key)
+        return here
+
+    def _place(self, path: str) -> tuple[Any, Any]:
+        place = self._opened().get(path)
+        if place is None:
+            raise KeyError(self._at(path))
+        return place
+
+    def _at(self, path: str) -> str:
+        return join(self._source.name, path)
+
+    # Copying out and in
+
+    def _copy(self, value: Any) -> Any:
+        keys = keys_in(value)
+        tensors = {key: self._tensor(key).detach().clone() for key in keys}
+        return _Copying(tensors).lift_tree(value)
+
+    def _tensor(self, key: str) -> Tensor:
+        return self._new[key] if key in self._new else self._source.fetch()[key]
+
+    def _adopted(self, path: str, value: Any, old: Any) -> Any:
+        """`value` as part of the tree, its tensors copied."""
+        with self._freed(old), torch.no_grad():
+            leaves = Leaves(
+                component=self._source.name,
+                key_of=lambda inner: path + inner.removeprefix(_WHOLE),
+                taken=self._specs.keys(),
+            )
+            data = encode({_WHOLE: value}, leaves)
+            if leaves.offenders:
+                raise UnsupportedState(leaves.offenders)
+            new = {key: tensor.clone() for key, tensor in leaves.tensors.items()}
+            specs = {spec.key: spec for spec in leaves.specs}
+            node = decode_skeleton(data, specs, what=self._at(path)).value[_WHOLE]
+        self._release(old)
+        self._new.update(new)
+        self._specs.update(specs)
+        self._uses.update(_refs_in({_WHOLE: node}))
+        return self._as_before(node, old)
+
+    @contextmanager
+    def _freed(self, old: Any) -> Iterator[None]:
+        """For as long as it lasts, the key of a leaf that goes may be given anew."""
+        is_alone = isinstance(old, TensorRef | ArrayRef) and self._uses[old.key] == 1
+        kept = {old.key: self._specs.pop(old.key)} if is_alone else {}
+        try:
+            yield
+        finally:
+            self._specs.update(kept)
+
+    def _release(self, old: Any) -> None:
+        """Forget a leaf that goes, and its tensor if nothing else names it."""
+        if not isinstance(old, TensorRef | ArrayRef):
+            return
+        self._uses[old.key] -= 1
+        if not self._uses[old.key]:
+            self._specs.pop(old.key, None)
+            self._new.pop(old.key, None)
+
+    def _as_before(self, node: Any, old: Any) -> Any:
+        """A tensor in the place of a tensor: where it was, and a parameter if that was one."""
+        if not isinstance(node, TensorRef):
+            return node
+        if self._source.kind == "module":
+            device = old.device if isinstance(old, TensorRef) else node.device
+            return TensorRef(node.key, device, order=node.order)
+        if not isinstance(old, TensorRef):
+            return node
+        grad = old.grad and self._can_have_grad(node.key)
+        return TensorRef(node.key, old.device, grad, old.parameter, node.order)
+
+    def _can_have_grad(self, key: str) -> bool:
+        tensor = self._new[key]
+        return tensor.is_floating_point() or tensor.is_complex()
+
+    # Adding
+
+    def _place_for_new(self, path: str) -> tuple[Any, Any]:
+        container, name = self._parent(path)
+        if not isinstance(container, dict):
+            raise UsageError(f"{self._at(path)}: nothing can be added there; assign the whole")
+        if container and not any(type(key) is str for key in container):
+            raise UsageError(
+                f"{self._at(path)}: the keys there are not text; assign the whole dict"
+            )
+        has_dots = self._source.kind == "module" or any("." in str(key) for key in container)
+        if "." in name and not has_dots:
+            raise UsageError(f"{self._at(path)}: there is no {path.rpartition('.')[0]!r}")
+        return container, name
+
+    def _parent(self, path: str) -> tuple[Any, str]:
+        """The innermost container on the way to `path`, and what is left of it."""
+        whole = self._decoded()[0][_WHOLE]
+        if self._source.kind == "module":
+            return whole, path
+        places, parts = self._opened(), path.split(".")
+        for i in range(len(parts) - 1, 0, -1):
+            place = places.get(".".join(parts[:i]))
+            if place is not None:
+                return place[0][place[1]], ".".join(parts[i:])
+        return whole, path
+
+
+class OptimizerView(ComponentView):
+    """An optimizer: `<parameter>.<slot>`, `param_groups.<n>.<option>`, `extra.<name>`.
+
+    Leaving out a parameter leaves out its name too. A slot of its parameter's shape that gets
+    another shape says that the parameter has it; then its other slots must follow.
+    """
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source)
+        self._shapes_before: dict[str, tuple[int, ...]] = {}
+        self._is_checked = False
+
+    def __setitem__(self, path: str, value: Any) -> None:
+        before = self._shape_at(path)
+        super().__setitem__(path, value)
+        parameter = self._parameter_of(path)
+        after = self._shape_at(path)
+        if parameter is None or not before or after is None or before == after:
+            return
+        known = self._shapes_before.get(parameter, tuple(self._member("shapes")[parameter]))
+        if before == known:
+            self._shapes_before[parameter] = known
+            self._member("shapes")[parameter] = list(after)
+
+    def __delitem__(self, path: str) -> None:
+        if path not in self._member("shapes"):
+            super().__delitem__(path)
+            return
+        for member in (_SLOTS, "shapes", "devices"):
+            self._member(member).pop(path, None)
+        for group in self._member("groups"):
+            if path in group:
+                group.remove(path)
+        self._is_changed = True
+        self._places = None
+
+    def changed(self) -> Changed:
+        """See `ComponentView.changed`.
+
+        Raises:
+            UsageError: some slots of a parameter got another shape and others did not.
+        """
+        for parameter, before in self._shapes_before.items():
+            self._check_shapes(parameter, before)
+        return super().changed()
+
+    def _check_shapes(self, parameter: str, before: tuple[int, ...]) -> None:
+        slots = self._member(_SLOTS).get(parameter)
+        for slot, ref in slots.items() if isinstance(slots, dict) else ():
+            if isinstance(ref, TensorRef) and self._specs[ref.key].shape == before:
+                now = self._member("shapes")[parameter]
+                raise UsageError(
+                    f"{self._at(parameter)}.{slot}: still {list(before)}, and another slot of "
+                    f"this parameter became {now}; all must follow, or leave the parameter out"
+                )
+
+    def _look(self, holder: dict[str, Any]) -> None:
+        self._walk(self._member(_SLOTS), "")
+        for member in (_GROUPS, _EXTRA):
+            if self._member(member):
+                self._walk(self._member(member), member)
+
+    def _parent(self, path: str) -> tuple[Any, str]:
+        parameter = self._parameter_of(path)
+        if parameter is not None:
+            slots = self._member(_SLOTS).setdefault(parameter, {})
+            return slots, path.removeprefix(parameter + ".")
+        first, _, rest = path.partition(".")
+        if first == _EXTRA and rest:
+            return self._member(_EXTRA), rest
+        container, name = super()._parent(path)
+        if container is self._decoded()[0][_WHOLE]:
+            raise UsageError(f"{self._at(path)}: no parameter and no option has this path")
+        return container, name
+
+    def _parameter_of(self, path: str) -> str | None:
+        """The parameter whose slot is at `path`."""
+        parts = path.split(".")
+        heads = (".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1))
+        return next((head for head in heads if head in self._member("shapes")), None)
+
+    def _shape_at(self, path: str) -> tuple[int, ...] | None:
+        container, key = self._opened().get(path, (None, None))
+        value = None if container is None else container[key]
+        return self._specs[value.key].shape if isinstance(value, TensorRef) else None
+
+    def _member(self, name: str) -> Any:
+        tree = self._decoded()[0][_WHOLE]
+        if not self._is_checked:
+            check_tree(tree, self._source.what)
+            self._is_checked = True
+        return tree[name]
+
+
+class _Copying(Lifting):
+    """Copies for reading: tensors without a wish for gradients, as they are data here."""
+
+    def lift(self, node: Any) -> Any:
+        if isinstance(node, TensorRef):
+            node = TensorRef(node.key, node.device, order=node.order)
+        return super().lift(node)
+
+
+def _peek(container: Any, key: Any) -> Any:
+    return dict.get(container, key) if isinstance(container, dict) else container[key]
+
+
+def _is_leaf(value: Any) -> bool:
+    return not (isinstance(value, dict | list) and value)
+
+
+def _refs_in(value: Any) -> Iterator[str]:
+    """The key of each tensor of a decoded tree, as often as it is named."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, TensorRef | ArrayRef):
+            yield item.key
+        elif isinstance(item, dict | list | tuple | set | frozenset):
+            if id(item) not in seen:
+                seen.add(id(item))
+                waiting += item.values() if isinstance(item, dict) else item
+        else:
+            yield from keys_in(item)

@@ -1,0 +1,85 @@
+"""The state between two steps, kept while something may change it before its next save.
+
+What is given up half-way (a fetch, a validation, a step that failed before its update) leaves
+traces: the data has moved on, generators too, callbacks have counted, buffers were updated.
+Putting the boundary back makes the state that of the last step again, so that it can be saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.data import randomness
+from holdfast.state.apply import StoredComponent, prepare
+from holdfast.state.capture import capture
+
+
+class Boundary:
+    """What `put_back` restores. Parameters and optimizers are not in it: an update changes them."""
+
+    def __init__(
+        self,
+        *,
+        data: Any = None,
+        components: Mapping[str, Any] | None = None,
+        modules: Iterable[nn.Module] = (),
+    ) -> None:
+        """Keep the position of `data`, all of the small `components` and with them the global
+        generators, and the buffers of `modules`."""
+        self._depth = randomness.depth()
+        self._data = data
+        self._position = None if data is None else data.state_dict()
+        self._components = None if components is None else _Components(components)
+        self._buffers = [
+            (buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers()
+        ]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Make all of it what it was."""
+        randomness.end_blocks(self._depth)
+        for buffer, kept in self._buffers:
+            buffer.copy_(kept)
+        if self._data is not None:
+            self._data.load_state_dict(self._position)
+        if self._components is not None:
+            self._components.put_back()
+
+
+class _Components:
+    """Components as a checkpoint would hold them, in memory."""
+
+    def __init__(self, components: Mapping[str, Any]) -> None:
+        captured = capture(components).components
+        self._live = components
+        self._stored = {
+            name: StoredComponent(
+                name=name,
+                kind=part.kind,
+                tree=part.tree,
+                tensors=dict(zip(part.tensors, part.specs, strict=True)),
+            )
+            for name, part in captured.items()
+        }
+        self._tensors = {
+            name: {key: tensor.to("cpu", copy=True) for key, tensor in part.tensors.items()}
+            for name, part in captured.items()
+        }
+
+    def put_back(self) -> None:
+        ready = prepare(self._live, self._stored, where="the state before the step")
+        ready.apply(self._tensors)
+
+
+def small(state: Mapping[str, Any], *without: str) -> dict[str, Any]:
+    """The components that are neither modules nor optimizers, such as callbacks and schedules."""
+    large = (nn.Module, torch.optim.Optimizer)
+    return {
+        name: value
+        for name, value in state.items()
+        if name not in without and not isinstance(value, large)
+    }

@@ -1,0 +1,146 @@
+"""Several savers, one save a step."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.errors import UsageError
+from holdfast.format.manifest import Timestamp
+from holdfast.policy.classes import Due, SavePolicy
+from holdfast.policy.retention import BySaver, Last
+from holdfast.policy.savers import SideSaver, combined_rule
+from holdfast.policy.schedule import Record, Schedule, covers, together
+from holdfast.policy.triggers import On
+
+WEIGHTS = SideSaver("weights", every="2step", components=["model"], keep=Last(9))
+
+
+def at(step: int) -> Timestamp:
+    return Timestamp(step=step, wall_s=float(step))
+
+
+def played(schedule: Schedule, last: int, first: int = 1) -> dict[int, Due]:
+    """The saves of a training, by their steps."""
+    found = {}
+    for step in range(first, last + 1):
+        due = schedule.due(at(step))
+        if due is not None:
+            schedule.began(due, at(step))
+            found[step] = due
+    return found
+
+
+def test_each_saver_keeps_its_own_time_and_one_save_holds_all() -> None:
+    """A4: one save a step, with all that is wanted."""
+    saves = played(Schedule("3step", [WEIGHTS]), 7)
+    assert {step: due.savers for step, due in saves.items()} == {
+        2: ("weights",),
+        3: ("main",),
+        4: ("weights",),
+        6: ("main", "weights"),
+    }
+    assert saves[2] == Due(
+        "permanent", "weights every 2step", savers=("weights",), components=("model",)
+    )
+    assert saves[6].components is None
+
+
+def test_the_highest_class_wins_and_all_reasons_are_told() -> None:
+    both = together(
+        [
+            Due("ephemeral", "every 2step", savers=("main",)),
+            Due("permanent", "weights every 1h", savers=("weights",), components=("model",)),
+        ]
+    )
+    assert both == Due(
+        "permanent", "every 2step, weights every 1h", savers=("main", "weights"), components=None
+    )
+
+
+def test_two_side_savers_share_one_checkpoint_of_both_their_components() -> None:
+    average = SideSaver("average", every="4step", components=["ema", "model"])
+    due = played(Schedule(None, [WEIGHTS, average]), 4)[4]
+    assert due.components == ("model", "ema")
+    assert due.savers == ("weights", "average")
+
+
+def test_a_resume_rebuilds_where_each_saver_last_saved() -> None:
+    """D34, D54: cadences go on from what the records say."""
+    hours = SideSaver("weights", every="5s", components=["model"])
+    straight = Schedule("4step", [hours])
+    expected = played(straight, 20)
+    for cut in (4, 8, 12):
+        resumed = Schedule("4step", [hours])
+        records = [
+            Record(savers=due.savers, save_class=due.save_class, timestamp=at(step))
+            for step, due in sorted(expected.items(), reverse=True)
+            if step <= cut
+        ]
+        resumed.stand_on(at(cut), records)
+        later = {step: due for step, due in expected.items() if step > cut}
+        assert played(resumed, 20, first=cut + 1) == later
+
+
+@pytest.mark.parametrize("event", ["signal", "demand"])
+def test_somebody_who_asks_gets_a_whole_save_whatever_the_policy(event: str) -> None:
+    bare, weights = Schedule(None), Schedule("100step", [WEIGHTS])
+    assert bare.due(at(1), events=["step", event]) == Due("permanent", event)  # type: ignore[list-item]
+    due = weights.due(at(2), events=["step", event])  # type: ignore[list-item]
+    assert due is not None
+    assert due.components is None
+    weights.began(due, at(2))
+    assert weights.due(at(2), events=[event]) is None  # type: ignore[list-item]
+
+
+def test_what_is_asked_for_is_of_the_lowest_class_unless_a_trigger_says_more() -> None:
+    two = Schedule(SavePolicy(permanent="10step", ephemeral="2step"))
+    assert two.due(at(1), events=["step", "signal"]) == Due("ephemeral", "signal")
+    says = Schedule(SavePolicy(permanent=On("signal"), ephemeral="2step"))
+    assert says.due(at(1), events=["step", "signal"]) == Due("permanent", "signal")
+
+
+def test_what_is_wanted_is_saved_once_with_its_own_reason() -> None:
+    schedule = Schedule("2step", [WEIGHTS])
+    final = schedule.due(at(2), wanted=Due("permanent", "final", tags=("end",)))
+    assert final == Due(
+        "permanent",
+        "final, weights every 2step",
+        savers=("main", "weights"),
+        components=None,
+        tags=("end",),
+    )
+
+
+def test_a_save_covers_what_is_less() -> None:
+    whole, part = Due("ephemeral", "a"), Due("ephemeral", "b", components=("model",))
+    assert covers(whole, part)
+    assert not covers(part, whole)
+    assert not covers(whole, Due("permanent", "c"))
+    assert covers(part, Due("ephemeral", "d", components=("model",)))
+    assert not covers(part, Due("ephemeral", "e", components=("ema",)))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: SideSaver("main", every="1h", components=["model"]), "main"),
+        (lambda: SideSaver("a/b", every="1h", components=["model"]), "a/b"),
+        (lambda: SideSaver("w", every="1h", components=[]), "components"),
+        (lambda: SideSaver("w", every="1h", components="model"), "components"),
+        (lambda: SideSaver("w", every="1", components=["model"]), "unit"),
+        (lambda: SideSaver("w", every="1h", components=["model"], keep=3), "keep"),  # type: ignore[arg-type]
+        (lambda: Schedule(None, [WEIGHTS, WEIGHTS]), "two are named"),
+        (lambda: combined_rule(None, [WEIGHTS], ["optimizer"]), "not there"),
+        (lambda: combined_rule(None, ["weights"], ["model"]), "SideSaver"),  # type: ignore[list-item]
+    ],
+)
+def test_what_would_do_nothing_is_refused(make: object, says: str) -> None:
+    """D47."""
+    with pytest.raises(UsageError, match=says):
+        make()  # type: ignore[operator]
+
+
+def test_the_rules_of_all_savers_are_one_rule() -> None:
+    assert combined_rule(Last(2), [WEIGHTS], ["model"]) == BySaver(
+        {"main": Last(2), "weights": Last(9)}
+    )

@@ -1,0 +1,103 @@
+"""The examples run as a user runs them, and say in the end what they set out to show."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent.parent / "examples"
+FILES = sorted(path.name for path in FOLDER.glob("*.py"))
+
+SAYS = {
+    "accumulate_mixed.py": [
+        "undisturbed: ended with status 0",
+        "killed: ended with status -9",
+        "killed: ended with status 0",
+        "weights and averaged weights are the same bits",
+    ],
+    "fine_tune.py": [
+        r"small, on code: \d\.\d\d",
+        r"large, on documentation: \d\.\d\d, and \d\.\d\d from nothing",
+        "what the small model knew helps the large one",
+    ],
+    "plain_loop.py": [
+        "undisturbed: begins at step 0",
+        "interrupted: begins at step 0",
+        "interrupted: begins at step 200",
+        "both runs end with the same bits",
+    ],
+    "preemption.py": [
+        "undisturbed: nothing was sent, the status is 0",
+        "preempted: begins at step 0",
+        "preempted: SIGTERM was sent, the status is 75",
+        r"preempted: begins at step 1\d\d",
+        "preempted: SIGUSR1 was sent, the status is 75",
+        r"preempted: begins at step [234]\d\d",
+        "preempted: nothing was sent, the status is 0",
+        "the job that was preempted twice ends with the same bits",
+    ],
+    "several_savers.py": [
+        "step 400: .*optimizer",
+        "step 360: model",
+        r"the average of the newest four has a loss of \d\.\d\d",
+        "weights of many steps are left, and the whole state of two",
+    ],
+    "trainer_best.py": [
+        "goal reached at step 600",
+        r"12 validations, the best at step \d+: \d\.\d{3}",
+        "the best checkpoint is still there, and gives the same loss again",
+    ],
+}
+"""What each prints, among other lines, in this order."""
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_it_runs_from_anywhere_and_says_what_it_shows(name: str, tmp_path: Path) -> None:
+    """Invariant 7, R1: those that are killed or preempted compare the bits themselves."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", FOLDER / name],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = iter(done.stdout.splitlines())
+    missing = [
+        wanted
+        for wanted in SAYS[name]
+        if not any(re.fullmatch(wanted, line) is not None for line in lines)
+    ]
+    assert missing == [], done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_example_is_listed() -> None:
+    listed = re.findall(r"^\| \[(\w+\.py)\]\(\1\) \|", (FOLDER / "README.md").read_text(), re.M)
+    assert sorted(listed) == FILES == sorted(SAYS)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_it_says_how_to_run_it_and_is_short(name: str) -> None:
+    text = (FOLDER / name).read_text("utf-8")
+    assert f"\n    python examples/{name}\n" in (ast.get_docstring(ast.parse(text)) or "")
+    assert len(text.splitlines()) <= 110
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_it_needs_nothing_that_holdfast_does_not(name: str) -> None:
+    tree = ast.parse((FOLDER / name).read_text("utf-8"))
+    names = [
+        *(a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names),
+        *(str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)),
+    ]
+    known = {*sys.stdlib_module_names, "torch", "holdfast"}
+    assert {name.split(".")[0] for name in names} <= known
+    assert not any(name.startswith("holdfast.demo") for name in names)

@@ -1,0 +1,213 @@
+"""Several savers on one run, older checkpoints of a step, and hooks: on a real folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast import SideSaver, StateHooks, load_weights
+from holdfast.errors import MismatchError, NoCheckpoint, SaveFailed, SaveSkipped, UsageError
+from holdfast.policy.retention import Last
+from runs import Run, new_run
+
+WEIGHTS = SideSaver("weights", every="2step", components=["model"], keep=Last(2))
+
+
+def steps_of(manager: Any) -> list[tuple[int, tuple[str, ...]]]:
+    return [(checkpoint.step, checkpoint.left_out) for checkpoint in manager.list()]
+
+
+def trained(run: Run, manager: Any, until: int, first: int = 1) -> None:
+    for step in range(first, until + 1):
+        run.train()
+        manager.maybe_save(step)
+        manager.wait()
+
+
+PART = ("optimizer", "scheduler", "counters", "rng")
+
+
+def test_weights_are_saved_beside_the_whole_state_and_kept_by_their_own_rule(
+    tmp_path: Path,
+) -> None:
+    run = new_run()
+    with run.manager(tmp_path, every="5step", keep=Last(1), savers=[WEIGHTS]) as manager:
+        manager.resume()
+        trained(run, manager, 9)
+        assert steps_of(manager) == [(8, PART), (6, PART), (5, ())]
+        trained(run, manager, 10, first=10)
+        # One save for both: the whole state has the weights in it.
+        assert steps_of(manager) == [(10, ()), (8, PART)]
+        assert manager.list()[0].savers == ("main", "weights")
+
+
+def test_a_resume_passes_over_what_has_no_optimizer_and_says_so(tmp_path: Path) -> None:
+    run = new_run()
+    with run.manager(tmp_path, every="5step", savers=[WEIGHTS]) as manager:
+        trained(run, manager, 8)
+        weights = [p.clone() for p in run.model.parameters()]
+    again = new_run(seed=3)
+    with again.manager(tmp_path, every="5step", savers=[WEIGHTS]) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.step == 5
+        assert [reason.count("optimizer") for _, reason in found.rejected] == [1, 1]
+        assert (tmp_path / "latest").resolve().name == found.folder
+    other = new_run(seed=4)
+    load_weights(f"{tmp_path}@step=8", other.model)
+    assert all(map(torch.equal, other.model.parameters(), weights))
+
+
+def test_the_resumed_run_saves_when_the_undisturbed_one_would(tmp_path: Path) -> None:
+    def saves(root: Path, cuts: list[int]) -> dict[int, tuple[str, ...]]:
+        found: dict[int, tuple[str, ...]] = {}
+        hooks = StateHooks(save_begun=lambda begun: found.update({begun.step: begun.due.savers}))
+        for last in (*cuts, 12):
+            run = new_run()
+            with run.manager(root, every="4step", savers=[WEIGHTS], hooks=hooks) as manager:
+                resumed = manager.resume()
+                trained(run, manager, last, first=1 if resumed is None else resumed.step + 1)
+        return found
+
+    assert saves(tmp_path / "cut", [4, 7, 8]) == saves(tmp_path / "straight", [])
+
+
+@pytest.mark.parametrize("on_existing", ["keep", "replace", "error"])
+def test_a_second_checkpoint_of_a_step(tmp_path: Path, on_existing: str) -> None:
+    """A12: it lies beside the older one, takes its place once it is committed, or is refused."""
+    run = new_run()
+    with run.manager(tmp_path) as manager:
+        for step in (1, 2, 3):
+            run.train()
+            manager.save(step, tags=["mine"] if step == 3 else []).wait()
+    again = new_run()
+    with again.manager(tmp_path, on_existing=on_existing) as manager:
+        manager.resume(1)
+        again.train()
+        torch.rand(1)  # another history than the one before
+        if on_existing == "error":
+            with pytest.raises(UsageError, match="step 2 already"):
+                manager.save(2)
+            assert len(manager.list()) == 3
+            return
+        manager.save(2).wait()
+        manager.save(3).wait()
+        manager.wait()
+        expected = [3, 2, 3, 2, 1] if on_existing == "keep" else [3, 2, 3, 1]
+        assert [c.step for c in manager.list()] == expected  # a tagged one stays
+
+
+def test_saving_the_present_step_again_unchanged_is_no_second_one(tmp_path: Path) -> None:
+    run = new_run()
+    with run.manager(tmp_path, on_existing="error") as manager:
+        first = manager.save(1).wait()
+        assert manager.save(1).wait() == first
+
+
+def test_hooks_see_a_detached_view_and_can_refuse(tmp_path: Path) -> None:
+    """D22: whatever a hook does to the view, training goes on with what it had."""
+    run, begun = new_run(), []
+    run.train()
+    before = run.bits()
+
+    def edit(view: Any) -> None:
+        name = next(iter(view["model"]))
+        view["model"][name].zero_()  # a copy
+        view["model"][name] = torch.full_like(view["model"][name], 7.0)
+        del view["scheduler"]
+
+    def check(now: Any, metrics: Any) -> list[str]:
+        if now.step == 2:
+            raise SaveSkipped("not this one")
+        return ["looks odd"] if metrics.get("loss") == 1.0 else []
+
+    hooks = StateHooks(before_save=check, edit_save=edit, save_begun=begun.append)
+    with run.manager(tmp_path, hooks=hooks) as manager:
+        saved = manager.save(1, metrics={"loss": 1.0}).wait()
+        assert run.bits() == before
+        assert saved.left_out == ("scheduler",)
+        assert saved.unhealthy == ("looks odd",)
+        skipped = manager.save(2)
+        with pytest.raises(SaveSkipped, match="not this one"):
+            skipped.wait()
+        assert [pending.step for pending in begun] == [1]
+    other = new_run(seed=2)
+    load_weights(tmp_path, other.model, component="model")
+    assert next(other.model.parameters()).eq(7.0).all()
+
+
+def test_an_edit_at_load_is_checked_like_what_was_stored(tmp_path: Path) -> None:
+    run = new_run()
+    run.train(2)
+    with run.manager(tmp_path) as manager:
+        manager.save(2).wait()
+    name = next(iter(dict(run.model.named_parameters())))
+
+    def with_value(value: torch.Tensor) -> StateHooks:
+        def edit(view: Any) -> None:
+            view["model"][name] = value
+
+        return StateHooks(edit_load=edit)
+
+    shape = run.model.get_parameter(name).shape
+    bad = new_run(seed=1)
+    before = bad.bits()
+    with (
+        bad.manager(tmp_path, hooks=with_value(torch.zeros(1, 1, 1))) as manager,
+        pytest.raises(MismatchError),
+    ):
+        manager.resume()
+    assert bad.bits() == before
+    good = new_run(seed=1)
+    with good.manager(tmp_path, hooks=with_value(torch.full(shape, 3.0))) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert good.model.get_parameter(name).eq(3.0).all()
+        good.train()
+        manager.save(3).wait()
+        assert manager.list()[0].step == 3
+
+
+def test_counters_fill_what_a_call_does_not_tell(tmp_path: Path) -> None:
+    run = new_run()
+    told = {"epoch": 1, "samples": 40}
+    with run.manager(tmp_path, counters=lambda: told) as manager:
+        now = manager.save(4, tokens=7).wait().timestamp
+    assert (now.epoch, now.samples, now.tokens, now.step_in_epoch) == (1, 40, 7, 0)
+
+
+def test_a_failure_that_is_only_warned_of_does_not_stop_the_next_save(tmp_path: Path) -> None:
+    run = new_run()
+    with run.manager(tmp_path, on_failure="warn") as manager:
+        manager.save(1).wait()
+        hidden = tmp_path.with_name("hidden")
+        tmp_path.rename(hidden)
+        tmp_path.write_text("in the way")
+        failed = manager.save(2)
+        with pytest.raises(SaveFailed):
+            failed.wait()
+        tmp_path.unlink()
+        hidden.rename(tmp_path)
+        assert manager.save(3).wait().step == 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"on_existing": "overwrite"}, {"on_failure": "ignore"}, {"savers": ["weights"]}],
+)
+def test_wrong_choices_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        new_run().manager(tmp_path, **options)
+
+
+def test_a_part_cannot_be_gone_on_from(tmp_path: Path) -> None:
+    run = new_run()
+    only = SideSaver("weights", every="1step", components=["model"])
+    with run.manager(tmp_path, savers=[only]) as manager:
+        trained(run, manager, 1)
+    again = new_run()
+    with again.manager(tmp_path, savers=[only]) as manager, pytest.raises(NoCheckpoint):
+        manager.resume(1)

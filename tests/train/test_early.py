@@ -1,0 +1,149 @@
+"""Ends before the goal: the same whether a run was resumed or not, and once for all."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from holdfast.errors import UsageError
+from holdfast.store.memory import MemoryStore
+from holdfast.train import Callback, EarlyStopping, HookFailed, StopWhen, Training, Validation
+from train.small import make
+
+
+def course(values: list[float]) -> Validation:
+    """A validation at each step, whose loss is the value of that step."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return torch.tensor(values[int(model.at.step.item()) - 1])  # type: ignore[operator, union-attr]
+
+    return Validation(data=[torch.zeros(1, 4)], every="1step", loss=loss)
+
+
+class At(nn.Module):
+    """Tells the loss function at which step it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
+
+
+class Follow(Callback):
+    priority = 1
+
+    def step_end(self, training: Training, metrics: Any) -> None:
+        training.model.at.step.fill_(training.counters.step)  # type: ignore[operator, union-attr]
+
+
+def trainer(root: Any, values: list[float], *callbacks: Callback) -> Any:
+    model = nn.Sequential(nn.Linear(4, 1))
+    model.at = At()
+
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        return model[0](batch).square().mean()  # type: ignore[no-any-return]
+
+    return make(
+        root,
+        model=model,
+        loss=loss,
+        every="1step",
+        validate=course(values),
+        callbacks=[Follow(), *callbacks],
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "expected"),
+    [
+        ([5, 4, 4, 4, 1, 1, 1], {"patience": 2}, (4, "stopped")),
+        ([5, 4, 4, 3, 3, 2, 9], {"patience": 2}, (7, "goal")),
+        ([5, 4.5, 4.2, 3, 3, 3, 3], {"patience": 2, "min_delta": 0.9}, (3, "stopped")),
+        ([1, 2, 3, 3, 2, 9, 9], {"patience": 2, "mode": "max"}, (5, "stopped")),
+        ([math.nan, math.nan, 1, 1, 1, 1, 1], {"patience": 2}, (2, "stopped")),
+        ([math.nan, 2, math.nan, 1, 1, 1, 1], {"patience": 3}, (7, "goal")),
+        ([1.0] * 7, {"metric": "val/other"}, (7, "goal")),
+    ],
+)
+def test_it_ends_when_the_metric_has_become_no_better(
+    values: list[float], options: dict[str, Any], expected: tuple[int, str]
+) -> None:
+    """K46."""
+    outcome = trainer(MemoryStore(), values, EarlyStopping(**options)).fit(7)
+    assert (outcome.step, outcome.reason) == expected
+
+
+def test_it_ends_where_it_would_without_a_resume(tmp_path: Path) -> None:
+    """K46, D55: the best value and the count are in the checkpoint."""
+
+    class Ends(Callback):
+        def before_data(self, training: Training) -> None:
+            if training.counters.step == 3:
+                raise RuntimeError
+
+    values = [5.0, 4.0, 4.5, 4.1, 4.2, 1.0]
+    with pytest.raises(HookFailed):
+        trainer(tmp_path, values, EarlyStopping(), Ends()).fit(6)
+    stopping = EarlyStopping()
+    outcome = trainer(tmp_path, values, stopping).fit(6)
+    assert (outcome.step, outcome.reason, stopping.best) == (5, "stopped", 4.0)
+    assert "no better than 4.0 in 3 validations" in outcome.detail
+
+
+def test_what_was_ended_stays_so_until_there_is_more_patience(tmp_path: Path) -> None:
+    """K46: once true stays true."""
+    values = [5.0, 5.0, 5.0, 4.0, 4.0, 4.0]
+    for _ in range(2):
+        outcome = trainer(tmp_path, values, EarlyStopping(patience=2)).fit(6)
+        assert (outcome.step, outcome.reason) == (3, "stopped")
+    assert trainer(tmp_path, values, EarlyStopping(patience=3)).fit(6).reason == "goal"
+
+
+def test_a_metric_that_is_never_there_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        trainer(MemoryStore(), [1.0, 1.0], EarlyStopping("val/lss")).fit(2)
+    assert "no validation gave 'val/lss'; there were val/loss" in caplog.text
+
+
+def test_a_validation_outside_of_fit_does_not_count() -> None:
+    stopping = EarlyStopping(patience=1)
+    made = trainer(MemoryStore(), [1.0], stopping)
+    for _ in range(3):
+        made.validate()
+    assert (stopping.best, stopping.num_waited) == (None, 0)
+
+
+def test_a_condition_ends_it_after_the_step_and_again_in_a_rerun(tmp_path: Path) -> None:
+    """K46: asked about steps, validations and the checkpoint."""
+
+    def until(loss: float) -> StopWhen:
+        return StopWhen(lambda training, metrics: metrics.get("val/loss", 9.0) < loss, "is good")
+
+    values = [5.0, 4.0, 3.0, 2.0, 1.0]
+    for _ in range(2):
+        outcome = trainer(tmp_path, values, until(3.5)).fit(5)
+        assert (outcome.step, outcome.reason, outcome.detail) == (3, "stopped", "is good")
+    assert trainer(tmp_path, values, until(2.5)).fit(5).step == 4
+    at_two = StopWhen(lambda training, metrics: training.counters.step >= 2)
+    assert trainer(MemoryStore(), values, at_two).fit(5).step == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "best"}, {"patience": 0}, {"patience": True}, {"min_delta": -1}, {"min_delta": "x"}],
+)
+def test_what_cannot_work_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="EarlyStopping"):
+        EarlyStopping(**options)
+
+
+def test_what_is_no_condition_or_state_is_refused() -> None:
+    with pytest.raises(UsageError, match="cannot be called"):
+        StopWhen("val/loss < 1")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="not the state"):
+        EarlyStopping().load_state_dict({})

@@ -1,0 +1,102 @@
+"""MLflow, into a database in a folder: one run over all resumes, each step once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.data import Loader
+from holdfast.errors import UsageError
+from holdfast.train import Callback, HookFailed, MLflow, Training, Validation
+from train.small import Noisy, make
+
+# Its own use of SQLAlchemy.
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
+
+
+@pytest.fixture(autouse=True)
+def _no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    pytest.importorskip("mlflow")
+
+
+class Ends(Callback):
+    """Raises within the step after `step`, when it has logged something of it."""
+
+    def __init__(self, step: int, error: type[BaseException] = RuntimeError) -> None:
+        self.step = step
+        self.error = error
+
+    def before_optimizer_step(self, training: Training) -> None:
+        training.log({"within": 1.0})
+
+    def before_zero_grad(self, training: Training) -> None:
+        if training.counters.step == self.step:
+            raise self.error
+
+
+def train(root: Path, until: int, ends: Ends) -> None:
+    logger = MLflow("mine", tracking_uri=f"sqlite:///{root}/runs.db", run_name="first")
+    plan = Validation(data=Loader(Noisy(), batch_size=5), every="3step")
+    make(root / "run", every="3step", validate=plan, callbacks=[logger, ends]).fit(until)
+
+
+def client(root: Path) -> Any:
+    import mlflow
+
+    return mlflow.MlflowClient(tracking_uri=f"sqlite:///{root}/runs.db")
+
+
+def runs(root: Path) -> list[Any]:
+    found = client(root)
+    experiment = found.get_experiment_by_name("mine")
+    return list(found.search_runs([experiment.experiment_id]))
+
+
+def test_a_resumed_run_goes_on_and_has_each_step_once(tmp_path: Path) -> None:
+    """K45, D55: also what is logged within a step, and what was logged beyond the checkpoint."""
+    with pytest.raises(HookFailed):
+        train(tmp_path, 8, Ends(5))
+    (run,) = runs(tmp_path)
+    assert run.info.status == "FAILED"
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, 8, Ends(4, KeyboardInterrupt))
+    assert runs(tmp_path)[0].info.status == "KILLED"
+    train(tmp_path, 8, Ends(99))
+    (run,) = runs(tmp_path)
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "first")
+    found = client(tmp_path)
+    steps = {
+        name: [item.step for item in found.get_metric_history(run.info.run_id, name)]
+        for name in run.data.metrics
+    }
+    each = [*range(1, 9)]
+    assert {name: sorted(several) for name, several in steps.items()} == {
+        **dict.fromkeys(("loss", "draw", "within"), each),
+        **dict.fromkeys(("val/loss", "val/draw"), [3, 6, 8]),
+        **dict.fromkeys(("save/stall_s", "save/duration_s", "save/nbytes"), [3, 6, 8]),
+        **dict.fromkeys(("load/duration_s", "load/nbytes"), [3, 3]),
+    }
+
+
+def test_a_validation_alone_makes_no_run(tmp_path: Path) -> None:
+    logger = MLflow(tracking_uri=f"sqlite:///{tmp_path}/runs.db")
+    trainer = make(tmp_path / "run", validate=Loader(Noisy(), batch_size=5), callbacks=[logger])
+    trainer.validate()
+    trainer.log({"mine": 1.0}, to=["mlflow"])
+    assert not (tmp_path / "runs.db").exists()
+
+
+@pytest.mark.parametrize("state", [{}, {"id": 5}, {"id": "a", "more": 1}])
+def test_what_is_no_state_is_refused(state: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="not the state"):
+        MLflow().load_state_dict(state)
+
+
+def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(UsageError, match=r"holdfast\[mlflow\]"):
+        MLflow()
