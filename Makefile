@@ -38,8 +38,9 @@ check: $(WITH)-test $(WITH)-check  ## Format, lint, types, layers, doctests
 	$(BIN)/mypy
 	$(PYTEST) tests/test_layers.py tests/test_doctests.py $(ARGS)
 
-bench: $(WITH)-bench  ## Measure saves and loads beside torch.save and safetensors
+bench: $(WITH)-bench  ## Measure saves and loads beside torch.save and safetensors, and the Trainer
 	$(BIN)/python -m bench.local $(ARGS)
+	$(BIN)/python -m bench.trainer
 
 docs: $(WITH)-docs  ## Build the documents into build/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/docs $(ARGS)

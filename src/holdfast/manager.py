@@ -14,9 +14,11 @@ from typing import Any, Literal, get_args
 
 from holdfast.care.beginning import Beginning
 from holdfast.care.housekeeping import Housekeeper
+from holdfast.care.tuning import Tuning
 from holdfast.engine import exits
 from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.checkpoint import Checkpoint, PendingSave, describe
+from holdfast.engine.claim import Settled
 from holdfast.engine.fingerprint import differences, environment, numerics
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.notes import annotate, checked_metrics, checked_tags
@@ -30,7 +32,6 @@ from holdfast.engine.resume import (
     Reader,
     Rename,
     Search,
-    Settled,
     Unhealthy,
 )
 from holdfast.engine.save import SaveRequest
@@ -76,7 +77,7 @@ class CheckpointManager:
         state: the named components: modules, optimizers, schedulers, generators, anything with
             `state_dict` and `load_state_dict`, dicts and lists of plain values and tensors.
             Generator states of Python, NumPy and torch are added as `rng`.
-        every: when `maybe_save` saves: "500step", "30min", a trigger, a function, or a
+        every: when `maybe_save` saves: "500step", "30min", "auto", a trigger, a function, or a
             `SavePolicy` of permanent and ephemeral saves. None: never by itself.
         max_duration: how long the run is to be, for intervals such as "0.1dur".
         keep: what retention keeps of the whole states. None: everything.
@@ -151,13 +152,14 @@ class CheckpointManager:
         self._housekeeper = Housekeeper(
             self.store, self._owner, rule, self._emit, replaces=on_existing == "replace"
         )
+        self._tuning = Tuning(self.store, self._owner, self._emit, self._schedule.auto)
         self._outside = Outside(Requests(self.store, emit=self._emit), stop, self._promote)
         self._saver = Saver(
             self.store,
             self._owner,
             self._emit,
             timeout_s=save_timeout_s,
-            after_commit=self._housekeeper.after_commit,
+            after_commit=self._after_commit,
             on_failure=lambda: exits.hold(self),
         )
         self._pid = os.getpid()
@@ -228,13 +230,15 @@ class CheckpointManager:
         now = self._now(step, epoch=epoch, cycle=cycle, samples=samples, tokens=tokens)
         self._check_usable()
         self._raise_failure()
-        events, asked = self._outside.look(event)
+        pending = self._saver.pending
+        self._tuning.look(now, is_writing=pending is not None and not pending.done())
+        events, asked = self._outside.look(event, is_owner=self.is_owner)
         # As they are: to read a tensor's value would make every step wait for the device.
         due = self._schedule.due(now, metrics or {}, events, vetoes=vetoes, wanted=wanted)
-        if due is None:
-            self._answer_with_what_is_there(asked)
-            return None
-        return self._save_as_asked(asked, now, due, metrics)
+        if due is None and asked.requests:
+            # The present step is saved already: who asks gets that checkpoint, with their tags.
+            due = Due(self._schedule.asked_class(), "demand")
+        return None if due is None else self._save_as_asked(asked, now, due, metrics)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until no save and no housekeeping is under way; raise what went wrong.
@@ -266,6 +270,7 @@ class CheckpointManager:
             MismatchError: the checkpoint does not fit the live state; nothing was changed.
             FormatError: a checkpoint that was named explicitly is damaged.
         """
+        began = time.perf_counter()
         self._check_process()
         self._drain()
         reader = self._reader()
@@ -275,10 +280,11 @@ class CheckpointManager:
             self._owner.take(search)
         found = search.found
         search.announce(self._emit, reject=self._housekeeper.reject)
-        self._saver.later(self._housekeeper.after_claim)
+        self._saver.later(self._after_claim)
         if found is None:
             return None
         self._apply(found, is_rollback=which != "latest")
+        self._tuning.resumed(time.perf_counter() - began)
         self._emit(
             "resumed",
             f"resumed {found.entry.folder}",
@@ -457,6 +463,8 @@ class CheckpointManager:
         with collector_paused():
             staged = self._saver.stage(captured)
         timings = {"capture_s": captured_s, "stage_s": time.perf_counter() - staging}
+        if due.components is None:
+            timings |= self._tuning.timings()
         claim = self._owner.claim
         assert claim is not None, "the beginning has claimed the run"
         request = SaveRequest(
@@ -478,9 +486,18 @@ class CheckpointManager:
         self._schedule.began(due, now)
         pending = self._saver.start(staged, request, due)
         pending.stall_s = time.perf_counter() - began
+        self._tuning.saved(pending.stall_s)
         if self._hooks.save_begun is not None:
             self._hooks.save_begun(pending)
         return pending
+
+    def _after_claim(self) -> None:
+        self._housekeeper.after_claim()
+        self._tuning.after_claim()
+
+    def _after_commit(self, entry: Entry) -> None:
+        self._tuning.after_commit(entry)
+        self._housekeeper.after_commit(entry)
 
     def _capture(self, due: Due) -> Captured:
         with collector_paused():
@@ -498,17 +515,6 @@ class CheckpointManager:
             raise
         self._outside.tell(asked, pending.committed)
         return pending
-
-    def _answer_with_what_is_there(self, asked: Asked) -> None:
-        """The present step is saved, or being saved, already."""
-        pending, standing = self._saver.pending, self._saver.standing
-        if not asked.requests:
-            return
-        if pending is not None and pending.due.components is None:
-            self._outside.tell(asked, pending.committed)
-        elif standing is not None:
-            annotate(self.store, standing, add_tags=asked.tags)
-            self._outside.point_to(asked, standing.folder)
 
     def _promote(self, timeout_s: float) -> str:
         """For a stop whose time is over: finish the save under way; says what is the newest."""
@@ -610,8 +616,9 @@ class CheckpointManager:
         return [entry, *before]
 
     def _notes(self, found: Candidate) -> tuple[str, ...]:
-        recorded = found.entry.manifest.numerics
-        return (*found.prepared.notes, *differences(recorded, numerics()))
+        manifest = found.entry.manifest
+        unhealthy = (f"the state was not healthy: {why}" for why in manifest.unhealthy)
+        return (*found.prepared.notes, *unhealthy, *differences(manifest.numerics, numerics()))
 
 
 def _record(entry: Entry) -> Record:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from holdfast.engine.checkpoint import Checkpoint, describe
-from holdfast.engine.locate import locate
+from holdfast.engine.locate import located
 from holdfast.engine.resume import LoadOptions, Reader, Rename
 from holdfast.engine.workers import Workers
 from holdfast.state.edits import Edit
@@ -42,11 +42,6 @@ def load_weights(
         FormatError: it is damaged.
         MismatchError: it does not fit the model; nothing was changed.
     """
-    store, entry = locate(source)
-    workers = Workers(min(os.cpu_count() or 1, 4), "holdfast-io")
-    reader = Reader(
-        store=store, state={component: model}, workers=workers, timeout_s=READ_TIMEOUT_S
-    )
     options = LoadOptions(
         components=(component,),
         strict=strict,
@@ -56,9 +51,14 @@ def load_weights(
         edit=edit,
         rng=False,
     )
+    workers = Workers(min(os.cpu_count() or 1, 4), "holdfast-io")
     try:
-        found = reader.read(entry, options)
+        with located(source) as (store, kept):
+            reader = Reader(
+                store=store, state={component: model}, workers=workers, timeout_s=READ_TIMEOUT_S
+            )
+            found = reader.read(kept.entry, options)
     finally:
         workers.close()
     found.prepared.apply(found.tensors)
-    return describe(store, entry, notes=found.prepared.notes)
+    return describe(store, kept.entry, notes=(*kept.notes, *found.prepared.notes))

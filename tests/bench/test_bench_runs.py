@@ -1,4 +1,4 @@
-"""The benchmark runs and prints every row. It asserts no time."""
+"""The benchmarks run and print every row. They assert no time."""
 
 from __future__ import annotations
 
@@ -56,4 +56,24 @@ def test_every_row_of_both_states_is_measured_and_printed(tmp_path: Path) -> Non
     assert done.stdout.count("| dcp.save, thread_count=2 |") == 2
     assert done.stdout.count("| holdfast, every byte verified |") == 2
     assert "failed" not in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+
+
+def test_every_loop_around_a_step_is_measured_and_printed(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "bench.trainer", "--rounds", "2", "--steps", "20"),
+            *("--folder", str(tmp_path), "--json", str(figures)),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    measured = json.loads(figures.read_text())["step_s"]
+    assert [len(step_s) for step_s in measured.values()] == [2, 2, 2, 2]
+    assert all(second > 0 for step_s in measured.values() for second in step_s)
+    assert all(f"| {loop} |" in done.stdout for loop in measured)
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]

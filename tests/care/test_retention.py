@@ -1,8 +1,10 @@
-"""Any sequence of saves, failures, restarts and changes of rule, on the real manager."""
+"""Any sequence of saves of several savers, healthy or not, of failures, restarts and changes of
+rule, on the real manager."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -22,10 +24,13 @@ from hypothesis.stateful import (
 from holdfast import errors
 from holdfast.care.retention import candidate, plan
 from holdfast.engine import commit
-from holdfast.engine.catalog import Catalog
+from holdfast.engine.catalog import Catalog, Entry
+from holdfast.engine.hooks import StateHooks
 from holdfast.manager import CheckpointManager
 from holdfast.policy import retention as policy
 from holdfast.policy.retention import All, Best, ByClass, Daily, EveryNth, Last, Rule, Within
+from holdfast.policy.savers import SideSaver, combined_rule
+from holdfast.state.edits import StateView
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
@@ -51,6 +56,8 @@ RULES: tuple[Rule, ...] = (
 )
 LOSSES = st.sampled_from([0.5, 1.0, 2.0, math.nan, math.inf])
 KEEPS = st.sampled_from(RULES)
+SIDE_KEEPS = st.sampled_from((Last(1), Last(2), EveryNth("2step"), All()))
+KINDS = st.sampled_from(["good", "good", "ill", "part"])
 OPS = st.sampled_from(["put", "delete", "get", "children", "head", None])
 
 
@@ -63,59 +70,96 @@ class Histories(RuleBasedStateMachine):
         self.tree: dict[str, Any] = {"tensor": torch.zeros(2), "step": 0}
         self.manager: CheckpointManager | None = None
         self.keep: Rule = All()
-        self.newest: str | None = None
-        """The folder at which the run stands, as people were told."""
+        self.side_keep: Rule = All()
+        self.kind = "good"
+        self.line: list[tuple[str, str]] = []
+        """(folder, kind) of what people were told of, oldest first, down to where the run began."""
+        self.point: str | None = None
+        """What the process at work went on from, until it has saved."""
+        self.last: str | None = None
+        """The folder that people were told of last."""
         self.pinned: set[str] = set()
 
-    @initialize(keep=KEEPS)
-    def begin(self, keep: Rule) -> None:
+    @property
+    def newest(self) -> str | None:
+        """The folder from which a run must go on, as far as people were told."""
+        for kind in ("good", "ill"):
+            found = [folder for folder, its_kind in self.line if its_kind == kind]
+            if found:
+                return found[-1]
+        return None
+
+    @initialize(keep=KEEPS, side_keep=SIDE_KEEPS)
+    def begin(self, keep: Rule, side_keep: Rule) -> None:
         for key, data in FOREIGN.items():
             self.store.put(key, data)
-        self.restart(keep)
+        self.restart(keep, side_keep)
 
-    @rule(keep=KEEPS)
-    def restart(self, keep: Rule) -> None:
-        """Another process with another rule goes on from the newest."""
+    @rule(keep=KEEPS, side_keep=SIDE_KEEPS)
+    def restart(self, keep: Rule, side_keep: Rule) -> None:
+        """Another process with another rule goes on from the newest that is whole and healthy."""
         self._close()
-        manager = self._open(self.store, keep)
+        manager = self._open(self.store, keep, side_keep)
         found = manager.resume()
-        assert (found.folder if found is not None else None) == self.newest
+        self.point = found.folder if found is not None else None
+        assert self.point == self.newest
 
-    @rule(loss=LOSSES)
-    def save(self, loss: float) -> None:
+    @rule(loss=LOSSES, kind=KINDS)
+    def save(self, loss: float, kind: str) -> None:
         """After it the rule has nothing more to say, whatever the rule was before (D49)."""
         assert self.manager is not None
         before = self._losses()
+        self.kind = kind if self.newest is not None else "good"
         self.tree["step"] += 1
         done = self.manager.save(self.tree["step"], metrics={"loss": loss}).wait()
-        self.newest, before[done.folder] = done.folder, loss
+        self._told(done.folder, self.kind)
+        if self.kind == "good":
+            before[done.folder] = loss
         self.manager.wait()
-        for item in plan(Catalog(self.store), self.keep, epoch=10**6, resumed_from=None):
-            assert item.decision.keep, item.decision
-            assert item.decision.drop == (), item.decision
+        self._expect_nothing_left_to_do()
         finite = {folder: loss for folder, loss in before.items() if math.isfinite(loss)}
         if finite and str(BEST) in str(self.keep):
             assert min(finite.values()) in self._losses().values()
+
+    @precondition(lambda self: self.newest is not None)
+    @rule()
+    def save_beside(self) -> None:
+        """The side saver saves its part at even steps."""
+        assert self.manager is not None
+        self.kind = "good"
+        self.tree["step"] += 1
+        pending = self.manager.maybe_save(self.tree["step"], metrics={"loss": 1.0})
+        if pending is not None:
+            done = pending.wait()
+            assert (done.savers, done.left_out) == (("side",), ("extra", "rng"))
+            self._told(done.folder, "part")
+            self.manager.wait()
+            self._expect_nothing_left_to_do()
 
     @rule(keep=KEEPS, op=OPS, at=st.integers(0, 60), loss=LOSSES)
     def fail(self, keep: Rule, op: Any, at: int, loss: float) -> None:
         """A process in which a few operations of the store fail, somewhere in its life."""
         self._close()
+        self.kind = "good"
+        before = self.newest
         faulty = FaultyStore(self.store, [Fault(kind="fail", op=op, at=at, times=3)])
-        manager = self._open(faulty, keep)
+        manager = self._open(faulty, keep, self.side_keep)
         with suppress(errors.HoldfastError):
             manager.resume()
             self.tree["step"] += 1
             saved = manager.save(self.tree["step"], metrics={"loss": loss}).wait()
-            self.newest = saved.folder
+            before = saved.folder
             manager.wait()
         self._close()
-        found = self._open(self.store, keep).resume()
-        if self.newest is not None:
+        found = self._open(self.store, keep, self.side_keep).resume()
+        if before is not None:
             assert found is not None
             orders = {e.folder: e.order for e in Catalog(self.store).checkpoints()}
-            assert orders[found.folder] >= orders[self.newest]
-        self.newest = found.folder if found is not None else None
+            assert orders[found.folder] >= orders[before]
+        self.point = found.folder if found is not None else None
+        self.last = None
+        entries = Catalog(self.store).lineage_entries()
+        self.line = [(e.folder, _kind_of(e)) for e in entries][::-1]
 
     @precondition(lambda self: self.newest is not None)
     @rule()
@@ -129,6 +173,7 @@ class Histories(RuleBasedStateMachine):
     def what_must_stay_is_there(self) -> None:
         entries = {entry.folder: entry for entry in Catalog(self.store).checkpoints()}
         assert self.pinned <= set(entries)
+        assert {self.last} - {None} <= set(entries)
         for folder in {*self.pinned, self.newest} - {None}:
             assert candidate(self.store, entries[folder]).dropped == ()
 
@@ -140,11 +185,44 @@ class Histories(RuleBasedStateMachine):
     def teardown(self) -> None:
         self._close()
 
-    def _open(self, store: Store, keep: Rule) -> CheckpointManager:
+    def _open(self, store: Store, keep: Rule, side_keep: Rule) -> CheckpointManager:
         state = {"tree": self.tree, "extra": {"n": 1}}
-        self.keep = keep
-        self.manager = CheckpointManager(store, state, keep=keep, sinks=(), preflight=False)
+        self.keep, self.side_keep = keep, side_keep
+        self.manager = CheckpointManager(
+            store,
+            state,
+            keep=keep,
+            savers=[self._side()],
+            hooks=StateHooks(before_save=self._health, edit_save=self._leave_out),
+            sinks=(),
+            preflight=False,
+        )
         return self.manager
+
+    def _side(self) -> SideSaver:
+        return SideSaver("side", every="2step", components=["tree"], keep=self.side_keep)
+
+    def _health(self, *_: object) -> Sequence[str]:
+        return ["it is ill"] if self.kind == "ill" else ()
+
+    def _leave_out(self, view: StateView) -> None:
+        if self.kind == "part":
+            del view["extra"]
+
+    def _told(self, folder: str, kind: str) -> None:
+        """A commit makes the line that of its process: what was passed over is left behind."""
+        if self.point is not None:
+            folders = [name for name, _ in self.line]
+            del self.line[folders.index(self.point) + 1 :]
+            self.point = None
+        self.line.append((folder, kind))
+        self.last = folder
+
+    def _expect_nothing_left_to_do(self) -> None:
+        whole = combined_rule(self.keep, [self._side()], {"tree", "extra", "rng"})
+        for item in plan(Catalog(self.store), whole, epoch=10**6, resumed_from=None):
+            assert item.decision.keep, item.decision
+            assert item.decision.drop == (), item.decision
 
     def _close(self) -> None:
         if self.manager is not None:
@@ -153,7 +231,13 @@ class Histories(RuleBasedStateMachine):
 
     def _losses(self) -> dict[str, float]:
         found = Catalog(self.store).checkpoints()
-        return {e.folder: e.manifest.metrics["loss"] for e in found}
+        return {e.folder: e.manifest.metrics["loss"] for e in found if _kind_of(e) == "good"}
+
+
+def _kind_of(entry: Entry) -> str:
+    if entry.manifest.left_out:
+        return "part"
+    return "ill" if entry.manifest.unhealthy else "good"
 
 
 def play(num_examples: int, **options: Any) -> None:

@@ -274,6 +274,9 @@ def test_what_auto_records_is_measured_for_the_advice(holdfast: Command, run: Re
     run.save(100, 100, timings={**costs, "stage_s": 9.0, "resume_s": 45.0})
     run.save(200, 200, timings={**costs, "delay_s": 3.0})
     run.save(300, 300, timings={**costs, "delay_s": 5.0})
+    two = inputs(holdfast("advise", run.store.url, "--json").document)
+    assert two["background_s"] == (0, "assumed")
+    run.save(400, 400, timings={**costs, "delay_s": 4.0})
     assert {
         name: found
         for name, found in inputs(holdfast("advise", run.store.url, "--json").document).items()

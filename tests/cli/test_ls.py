@@ -37,6 +37,7 @@ def test_json_has_every_member_that_the_page_promises(holdfast: Command, root: P
         "root",
         "head",
         "owner",
+        "readers",
         "checkpoints",
         "damaged",
         "unfinished",

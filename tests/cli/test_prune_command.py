@@ -100,11 +100,22 @@ def test_json_has_every_member_that_the_page_promises(holdfast: Command, root: P
         "deleted",
         "thinned",
         "failed",
+        "postponed",
         "damaged",
         "nbytes",
     ]
     for entry in document["checkpoints"]:
-        assert list(entry) == ["folder", "step", "action", "drop", "why", "nbytes"]
+        assert list(entry) == [
+            "folder",
+            "step",
+            "action",
+            "drop",
+            "why",
+            "nbytes",
+            "savers",
+            "left_out",
+            "unhealthy",
+        ]
 
 
 def test_the_run_stands_where_it_stood(

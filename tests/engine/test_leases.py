@@ -6,8 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from tests.crash.test_every_operation import Stores, Tiny, opened, stores  # noq
 import holdfast
 from holdfast import errors
 from holdfast.care.gc import collect
+from holdfast.care.prune import prune
 from holdfast.care.verify import verify
 from holdfast.engine import leases
 from holdfast.engine.catalog import Catalog
@@ -140,12 +140,12 @@ def test_a_reader_gives_way_to_a_deletion_that_has_begun(tmp_path: Path) -> None
             manager.save(step).wait()
         mark = encode_retired(Retired(by="writer 1", reason="a test"))
         store.put(f"{folder_at(store, 2)}/{layout.retired_name(1)}", mark)
-        with pytest.raises(BeingDeleted, match="its deletion has begun"):
-            with leased(store, folder_at(store, 2)):
-                pass
-        with pytest.raises(errors.NoCheckpoint, match="its deletion has begun"):
-            with holdfast.reading(f"{tmp_path}@step=2"):
-                pass
+        begun = "its deletion has begun"
+        with pytest.raises(BeingDeleted, match=begun), leased(store, folder_at(store, 2)):
+            pass
+        named = f"{tmp_path}@step=2"
+        with pytest.raises(errors.NoCheckpoint, match=begun), holdfast.reading(named):
+            pass
         with holdfast.reading(tmp_path) as checkpoint:
             assert checkpoint.step == 1
         assert keys(store) == []
@@ -166,7 +166,6 @@ def test_a_copy_of_a_checkpoint_needs_no_lease(tmp_path: Path) -> None:
     make(LocalStore(tmp_path / "root"), 1)
     source = folder_at(LocalStore(tmp_path / "root"), 1)
     for name in (source, "best"):
-        (tmp_path / "root" / source).copy(tmp_path / "copies" / name) if False else None
         copy_folder(tmp_path / "root" / source, tmp_path / "copies" / name)
         with holdfast.reading(tmp_path / "copies" / name) as checkpoint:
             assert (checkpoint.step, checkpoint.notes) == (1, ())
@@ -185,23 +184,30 @@ def test_who_may_not_write_reads_without_a_lease(
     error: type[errors.StoreError], store: MemoryStore
 ) -> None:
     """A note, not an error."""
-    faulty = FaultyStore(store, [Fault(kind="error", op="put", key="readers/*", error=error("no"))])
+    faulty = FaultyStore(store, [Fault(kind="fail", op="put", key="readers/*", error=error("no"))])
     with leased(faulty, folder_at(store, 1)) as refused:
         assert refused.startswith("read without a lease")
         assert keys(store) == []
 
 
-def test_reading_a_root_that_nobody_may_write_gives_a_note(tmp_path: Path) -> None:
-    if os.geteuid() == 0:
-        pytest.skip("nothing is denied to root")
-    make(LocalStore(tmp_path))
-    tmp_path.chmod(0o555)
-    try:
-        with holdfast.reading(tmp_path) as checkpoint:
-            (note,) = checkpoint.notes
-        assert "read without a lease" in note
-    finally:
-        tmp_path.chmod(0o755)
+@pytest.mark.parametrize("kind", ["file", "link", "dangling link"])
+def test_other_things_in_place_of_the_folder_stop_nobody(kind: str, tmp_path: Path) -> None:
+    """R28: nothing is put behind a link, retention goes on, and the reader is told."""
+    store = make(LocalStore(tmp_path / "root"))
+    place = tmp_path / "root" / layout.READERS
+    (tmp_path / "outside").mkdir()
+    if kind == "file":
+        place.write_bytes(b"")
+    else:
+        place.symlink_to(tmp_path / ("outside" if kind == "link" else "nothing"))
+    with holdfast.reading(tmp_path / "root") as checkpoint:
+        (note,) = checkpoint.notes
+        assert note.startswith("read without a lease")
+    assert list(find_leases(store)) == []
+    assert {where for where, _ in collect(store).failed} <= {layout.READERS}
+    assert prune(store, Last(1), emit=Emitter(())).failed == []
+    assert steps(store) == [3]
+    assert list((tmp_path / "outside").iterdir()) == []
 
 
 def test_a_checkpoint_that_went_all_the_same_is_told_of(tmp_path: Path) -> None:
@@ -254,7 +260,7 @@ def test_the_dead_read_nothing(start: str, store: MemoryStore) -> None:
 def hostile_leases() -> Iterator[bytes]:
     yield b""
     yield b"{}"
-    yield b"\x80\x04\x95" + os.urandom(50)
+    yield b"\x80\x04\x95" + bytes(range(50))
     yield b"[" * 60_000
     yield b" " * 100_000
     record = Lease(nonce="cd" * 16, beat=1, created="", process=ELSEWHERE)
@@ -262,7 +268,7 @@ def hostile_leases() -> Iterator[bytes]:
     yield encode_retired(Retired(by="writer 1", reason="not a lease"))
 
 
-@pytest.mark.parametrize("data", hostile_leases(), ids=lambda data: f"{len(data)} bytes")
+@pytest.mark.parametrize("data", tuple(hostile_leases()), ids=lambda data: f"{len(data)} bytes")
 def test_a_hostile_lease_is_reported_and_holds_nothing_for_ever(
     data: bytes, store: MemoryStore
 ) -> None:
@@ -300,7 +306,13 @@ def test_other_things_than_files_bind_nobody_for_ever(kind: str, tmp_path: Path)
 
 def test_names_that_are_no_leases_are_ignored(store: MemoryStore) -> None:
     folder = folder_at(store, 1)
-    for name in ("now", "x.json", f"{folder}.json", f"{folder}.ABCDEFABCDEFABCD.json", f"{folder}.tmp"):
+    for name in (
+        "now",
+        "x.json",
+        f"{folder}.json",
+        f"{folder}.ABCDEFABCDEFABCD.json",
+        f"{folder}.tmp",
+    ):
         store.put(f"readers/{name}", b"")
     assert list(find_leases(store)) == []
     assert collect(store).removed == []
@@ -393,14 +405,20 @@ def test_a_killed_reader_keeps_nothing(tmp_path: Path, recorder: Recorder) -> No
     assert keys(LocalStore(tmp_path)) == []
 
 
-def test_the_silent_lease_of_another_host_ends(tmp_path: Path, recorder: Recorder) -> None:
+def test_the_silent_lease_of_another_host_ends(
+    tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner remembers since when it has not moved."""
     with training(tmp_path, recorder) as save:
         save(1)
         put_lease(LocalStore(tmp_path), folder_at(LocalStore(tmp_path), 1))
         assert save(2) == [2, 1]
-        # The owner remembers since when it has not moved; its own clock is put forward.
-        save.__closure__  # noqa: B018
         assert save(3) == [3, 1]
+        monkeypatch.setattr(leases, "SILENT_S", 0.0)
+        assert save(4) == [4]
+    (event,) = recorder.of("postponed")
+    assert "node-7" in event.message
+    assert keys(LocalStore(tmp_path)) == []
 
 
 def scenario(store: Store, acknowledged: list[int]) -> None:
@@ -412,7 +430,7 @@ def scenario(store: Store, acknowledged: list[int]) -> None:
         for step in range(last + 1, last + 4):
             tiny.become(step)
             entry = Catalog(store).head()
-            with leased(store, entry.folder) if entry is not None else suppress():
+            with leased(store, entry.folder) if entry is not None else nullcontext():
                 acknowledged.append(manager.save(step).wait().step)
                 manager.wait()
                 if entry is not None:
@@ -479,4 +497,3 @@ def test_watching_ends_when_a_lease_moves_and_after_silence(store: MemoryStore) 
     readers.watch({folder}, wait=clock.wait, emit=Emitter((recorder,)))
     assert readers.of(folder) == ()
     assert all("node-7" in event.message for event in recorder.of("warning"))
-    assert replace is not None

@@ -186,7 +186,7 @@ def pickle_cases() -> Iterator[Case]:
                 is_refused=True,
             )
         for name in others:
-            for folder in ("", "FOLDER/", "writers/"):
+            for folder in ("", "FOLDER/", "writers/", "readers/"):
                 yield Case(
                     name=f"{kind} beside, {folder}{name}",
                     change=partial(_put_other, key=f"{folder}{name}", data=content),
@@ -457,7 +457,8 @@ def kind_of_file_cases() -> Iterator[Case]:
     keys = [f"FOLDER/{name}" for name in inside]
     keys += ["FOLDER/notes-0001.json", "writers/00000001.json", "writers/00000001.closed.json"]
     for kind, put in KINDS.items():
-        for key in (*keys, "FOLDER", "writers", "latest", "FOLDER/retired-00000001.json"):
+        others = ("FOLDER", "writers", "readers", "latest", "FOLDER/retired-00000001.json")
+        for key in (*keys, *others):
             is_refused = key in keys[:5] and kind != "hard link"
             yield Case(
                 name=f"{kind} in place of {key}",

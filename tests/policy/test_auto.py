@@ -229,13 +229,16 @@ def test_one_slow_save_does_not_matter_and_a_slower_store_does() -> None:
 # When it fires
 
 
-def test_the_interval_runs_from_the_end_of_the_stall() -> None:
+def test_what_a_save_costs_is_no_part_of_the_interval() -> None:
     """Else saves would take more of the time than the cap."""
     auto = told(Auto(mtbf="1h"), SaveCost(stall_s=20))
     saved = at(100, 1000.0)
     assert auto.due(None, saved, at(200, 1000 + 380 + 19.9)) is None
     assert auto.due(None, saved, at(200, 1000 + 380 + 20.1)) == "every 6.33 min (auto)"
     assert auto.due(None, saved, at(100, 5000.0)) is None
+    delayed = told(Auto(mtbf="1h"), *[SaveCost(stall_s=12, delay_s=8, write_s=60)] * 3)
+    assert delayed.due(None, saved, at(200, 1000 + 380 + 19.9)) is None
+    assert delayed.due(None, saved, at(200, 1000 + 380 + 20.1))
 
 
 def test_a_permanent_save_puts_the_ephemeral_one_off() -> None:
@@ -307,9 +310,9 @@ def test_the_delay_by_a_write_is_measured_and_recorded_once() -> None:
 
 
 def test_a_delay_counts_as_a_cost_but_not_beyond_the_write() -> None:
-    delayed = told(Auto(mtbf="1d"), SaveCost(stall_s=2, write_s=30, delay_s=6))
+    delayed = told(Auto(mtbf="1d"), *[SaveCost(stall_s=2, write_s=30, delay_s=6)] * 3)
     assert interval_s(delayed) == pytest.approx(daly_interval_s(8, DAY))
-    bounded = told(Auto(mtbf="1d"), SaveCost(stall_s=2, write_s=30, delay_s=600))
+    bounded = told(Auto(mtbf="1d"), *[SaveCost(stall_s=2, write_s=30, delay_s=600)] * 3)
     assert interval_s(bounded) == pytest.approx(daly_interval_s(32, DAY))
 
 
@@ -339,7 +342,7 @@ def test_a_resume_is_recorded_with_the_next_save_and_counts_as_the_restart() -> 
 def test_no_fixed_interval_is_2_percent_better_on_an_exponential_trace(
     cost: SaveCost, mtbf_s: float
 ) -> None:
-    auto = told(Auto(mtbf=f"{mtbf_s}s"), cost)
+    auto = told(Auto(mtbf=f"{mtbf_s}s"), *[cost] * 3)
     assert auto.plan is not None
     costs, over_s = auto.plan.advice.costs, 4000 * mtbf_s
     failures = exponential_failures(mtbf_s, over_s=over_s, seed=11)

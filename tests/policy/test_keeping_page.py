@@ -17,7 +17,7 @@ from holdfast.store.local import LocalStore
 from runs import new_run
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "keeping.md").read_text("utf-8")
-LOOP, OWN_RULE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+LOOP, _, OWN_RULE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 ROWS = re.findall(r"^\| (`.*?`) \| (`.*?`) \| ", PAGE, re.MULTILINE)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from holdfast.policy.retention import (
     Best,
     Budget,
     ByClass,
+    BySaver,
     Candidate,
     Daily,
     Decision,
@@ -27,7 +29,9 @@ from holdfast.policy.retention import (
     Within,
     decide,
     quota,
+    stands_in,
 )
+from holdfast.policy.rules import MAIN, picks_of
 
 
 def candidate(
@@ -49,7 +53,7 @@ def survivors(decisions: Sequence[Decision]) -> list[Candidate]:
 
 def is_whole(decision: Decision) -> bool:
     """Whether a run can resume from it afterwards."""
-    return decision.entry.counts and not (decision.entry.dropped or decision.drop)
+    return decision.entry.is_resumable and decision.entry.healthy and not decision.drop
 
 
 metrics = st.dictionaries(
@@ -72,8 +76,34 @@ candidates = st.builds(
     nbytes=st.integers(0, 30),
     components=st.just(("model", "optimizer")),
     dropped=st.sampled_from([(), (), (), ("optimizer",)]),
+    healthy=st.integers(0, 4).map(lambda n: n > 0),
+    savers=st.sampled_from([(), (), ("weights",), ("main", "weights"), ("ema",)]),
 )
-histories = st.lists(candidates, max_size=20, unique_by=lambda entry: entry.order)
+
+
+def in_part(entry: Candidate) -> Candidate:
+    """The same, saved without its optimizer."""
+    return replace(entry, components=("model",), dropped=(), left_out=("optimizer",))
+
+
+def with_a_steady_clock(entries: list[Candidate]) -> list[Candidate]:
+    """The same, saved in the order of their dates.
+
+    Where a clock was set back, a rule of the calendar may need two passes to come to its end.
+    """
+    dates = sorted(entry.created for entry in entries)
+    orders = sorted(entry.order for entry in entries)
+    date_of = dict(zip(orders, dates, strict=True))
+    return [replace(entry, created=date_of[entry.order]) for entry in entries]
+
+
+def unique(parts: st.SearchStrategy[Candidate]) -> st.SearchStrategy[list[Candidate]]:
+    found = st.lists(parts, max_size=20, unique_by=lambda entry: entry.order)
+    return found.map(with_a_steady_clock)
+
+
+whole_histories = unique(candidates)
+histories = unique(candidates | candidates | candidates.map(in_part))
 simple = st.one_of(
     st.builds(Last, st.integers(1, 5)),
     st.builds(
@@ -98,35 +128,46 @@ def any_of(parts: st.SearchStrategy[Rule]) -> st.SearchStrategy[Rule]:
     )
 
 
-rules = any_of(simple)
-budgets = any_of(simple | st.builds(Budget, st.integers(1, 200)))
+def by_saver(parts: st.SearchStrategy[Rule]) -> st.SearchStrategy[Rule]:
+    """One rule for all, or one for some of the savers."""
+    savers = st.sampled_from(["main", "weights"])
+    return parts | st.dictionaries(savers, parts, min_size=1).map(BySaver)
+
+
+rules = by_saver(any_of(simple))
+budgets = by_saver(any_of(simple | st.builds(Budget, st.integers(1, 200))))
 
 
 @given(histories, budgets)
 def test_something_newer_stays_for_everything_that_goes(
     entries: list[Candidate], rule: Rule
 ) -> None:
-    """R20, D1, D2: nothing is dropped unless a usable, newer one is kept whole."""
+    """R20, D1, D2: nothing is dropped unless a usable, newer one is kept that gives the same."""
     decisions = decide(entries, rule)
-    usable = [d.entry.order for d in decisions if d.keep and is_whole(d)]
     for decision in decisions:
-        assert decision.keep or max(usable) > decision.entry.order
+        newer = (d for d in decisions if d.keep and d.entry.order > decision.entry.order)
+        assert decision.keep or any(
+            stands_in(d.entry, decision.entry, drop=d.drop)
+            and (is_whole(d) or decision.entry.left_out)
+            for d in newer
+        )
 
 
 @given(histories, budgets)
 def test_the_newest_that_resume_has_not_rejected_stays(
     entries: list[Candidate], rule: Rule
 ) -> None:
-    """R20, D6: and it stays whole; the newest that is still whole does."""
+    """R20, D6: and it stays whole; the newest that is still whole does, and the newest healthy."""
     decisions = decide(entries, rule)
     unrejected = [entry for entry in entries if not entry.rejected]
     if unrejected:
         assert max(unrejected, key=lambda entry: entry.order) in survivors(decisions)
-    usable = [d for d in decisions if d.entry.counts and not d.entry.dropped]
-    if usable:
-        newest = max(usable, key=lambda decision: decision.entry.order)
-        assert newest.keep
-        assert not newest.drop
+    resumable = [d for d in decisions if d.entry.is_resumable]
+    for kind in (resumable, [d for d in resumable if d.entry.healthy]):
+        if kind:
+            newest = max(kind, key=lambda decision: decision.entry.order)
+            assert newest.keep
+            assert not newest.drop
 
 
 @given(histories, budgets)
@@ -190,7 +231,7 @@ def test_every_decision_has_its_reason(entries: list[Candidate], rule: Rule) -> 
     assert all(decision.reason for decision in decisions)
 
 
-@given(histories, rules, rules)
+@given(whole_histories, any_of(simple), any_of(simple))
 def test_either_of_two_rules_is_enough(entries: list[Candidate], a: Rule, b: Rule) -> None:
     both = {entry.order for entry in survivors(decide(entries, a | b)) if not entry.rejected}
     alone = {
@@ -412,7 +453,7 @@ def test_what_one_rule_keeps_whole_stays_whole(
 ) -> None:
     decisions = decide(entries, other.then_drop("optimizer") | whole)
     newest_first = [decision.entry for decision in decisions]
-    for position in whole.picks(newest_first):
+    for position in picks_of(whole, MAIN, newest_first):
         assert not decisions[position].drop
 
 
@@ -478,3 +519,138 @@ def test_a_rule_that_picks_what_is_not_there_is_an_error() -> None:
     entry = Candidate(order=(1, 1), timestamp=Timestamp(step=1))
     with pytest.raises(UsageError, match="-1"):
         decide([entry], Odd(1))
+
+
+# What is not healthy, and what was saved in part
+
+
+def test_unhealthy_ones_fill_no_place_and_go_when_a_newer_one_is_well() -> None:
+    """Three good ones stay of the last three; what is wrong, until something newer is right."""
+    entries = [candidate(n, healthy=n not in (3, 5)) for n in range(1, 7)]
+    assert kept(entries, Last(3)) == [2, 4, 6]
+    assert kept(entries[:5], Last(2)) == [2, 4, 5]
+    assert kept(entries, All()) == [1, 2, 3, 4, 5, 6]
+    entries[2] = candidate(3, healthy=False, pinned=True)
+    assert kept(entries, Last(1)) == [3, 6]
+
+
+def test_an_unhealthy_one_is_never_best() -> None:
+    metrics = {"val": 0.1}
+    entries = [candidate(1, metrics=metrics, healthy=False), candidate(2, metrics={"val": 0.5})]
+    assert kept([*entries, candidate(3)], Best("val")) == [2, 3]
+
+
+def test_while_nothing_is_well_nothing_goes() -> None:
+    entries = [candidate(n, healthy=False) for n in (1, 2, 3)]
+    assert kept(entries, Last(1)) == [1, 2, 3]
+    reasons = [d.reason for d in decide([candidate(1), *entries[1:]], Last(1))]
+    assert reasons == [
+        "newest",
+        "nothing newer stays to resume from",
+        "newest healthy to resume from, last 1",
+    ]
+
+
+def test_the_newest_that_is_well_stays_beside_newer_ones_that_are_not() -> None:
+    entries = [candidate(1), candidate(2), candidate(3, healthy=False), candidate(4)]
+    assert kept(entries[:3], Last(1)) == [2, 3]
+    assert kept(entries, Last(1)) == [4]
+    reasons = {d.entry.order[1]: d.reason for d in decide(entries, Last(1))}
+    assert reasons[3] == "not healthy, and a newer one is"
+
+
+def partial(sequence: int, *savers: str, **more: object) -> Candidate:
+    return candidate(
+        sequence, savers=savers, components=("model",), left_out=("optimizer",), **more
+    )
+
+
+def full(sequence: int, *savers: str, **more: object) -> Candidate:
+    return candidate(sequence, savers=savers, components=("model", "optimizer"), **more)
+
+
+def test_each_saver_has_its_own_places() -> None:
+    entries = [
+        full(1, "main"),
+        partial(2, "weights"),
+        full(3, "main", "weights"),
+        partial(4, "weights"),
+        full(5, "main"),
+        partial(6, "weights"),
+    ]
+    rule = BySaver({"main": Last(1), "weights": Last(2)})
+    assert kept(entries, rule) == [4, 5, 6]
+    assert kept(entries, BySaver({"main": Last(1), "weights": Last(3)})) == [3, 4, 5, 6]
+    assert kept(entries, BySaver({"main": Last(2), "weights": Last(1)})) == [3, 5, 6]
+    reasons = {d.entry.order[1]: d.reason for d in decide(entries, rule)}
+    assert reasons[6] == "newest, weights: last 2"
+    assert reasons[5] == "newest to resume from, last 1"
+
+
+def test_a_saver_without_a_rule_keeps_everything() -> None:
+    """A rule that names no saver is one for `main`."""
+    entries = [partial(1, "weights"), full(2), full(3), partial(4, "weights"), full(5)]
+    assert kept(entries, Last(1)) == [1, 4, 5]
+    assert kept(entries, BySaver({"weights": Last(1)})) == [2, 3, 4, 5]
+    assert kept(entries, BySaver({"weights": Last(1)}) | Last(2)) == [3, 4, 5]
+    reasons = [d.reason for d in decide(entries, Last(1))]
+    assert reasons[1] == "weights: all are kept"
+
+
+def test_partial_ones_of_the_main_saver_are_judged_apart() -> None:
+    """An edit left something out: so many whole ones stay all the same."""
+    entries = [full(1), full(2), partial(3), partial(4), partial(5)]
+    assert kept(entries, Last(2)) == [1, 2, 4, 5]
+
+
+def test_weights_go_without_any_whole_checkpoint_for_weights_that_stay() -> None:
+    entries = [partial(n, "weights") for n in range(1, 6)]
+    assert kept(entries, BySaver({"weights": Last(2)})) == [4, 5]
+    entries[4] = partial(5, "weights", healthy=False)
+    assert kept(entries, BySaver({"weights": Last(2)})) == [3, 4, 5]
+    other = candidate(6, savers=("ema",), components=("ema",), left_out=("model", "optimizer"))
+    only_other = BySaver({"weights": EveryNth("1000step"), "ema": Last(1)})
+    assert kept([*entries[:4], other], only_other) == [1, 2, 3, 4, 6]
+
+
+def test_a_side_saver_may_thin_what_the_main_one_lets_go() -> None:
+    entries = [full(n, "main", "weights") for n in (1, 2, 3)]
+    rule = BySaver({"main": Last(1), "weights": Last(2).then_drop("optimizer")})
+    assert [(d.keep, d.drop) for d in decide(entries, rule)] == [
+        (True, ()),
+        (True, ("optimizer",)),
+        (False, ()),
+    ]
+
+
+def test_rules_by_saver_show_themselves_and_know_their_room() -> None:
+    rule = BySaver({"main": Last(3) | Best("loss"), "weights": Last(24).then_drop("ema")})
+    assert str(rule) == "main: (last 3 | best loss (min)), weights: last 24 without ema"
+    assert quota(rule) == 4
+    assert quota(BySaver({"weights": Last(3)})) is None
+    assert rule.picks([full(1, "main", "weights")]) == {0: "last 3, weights: last 24 without ema"}
+
+
+def test_rules_by_saver_are_checked_at_construction() -> None:
+    """D47."""
+    for rules, match in (
+        ({}, "at least one saver"),
+        ([("main", Last(1))], "at least one saver"),
+        ({"Weights": Last(1)}, "'Weights'"),
+        ({"weights": 3}, "weights=3 must be a rule"),
+        ({"weights": BySaver({"main": Last(1)})}, "names savers itself"),
+        ({"weights": Last(1) | BySaver({"main": Last(1)})}, "names savers itself"),
+    ):
+        with pytest.raises(UsageError, match=match):
+            BySaver(rules)  # type: ignore[arg-type]
+
+
+@given(histories, rules)
+def test_as_many_healthy_whole_ones_stay_as_asked(entries: list[Candidate], other: Rule) -> None:
+    """Neither unhealthy nor partial ones take a place of the last three."""
+    good = sorted(
+        (e.order for e in entries if e.counts and not e.left_out and MAIN in (e.savers or (MAIN,))),
+        reverse=True,
+    )
+    stayed = {entry.order for entry in survivors(decide(entries, Last(3) | other))}
+    assert set(good[:3]) <= stayed

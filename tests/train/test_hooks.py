@@ -79,7 +79,7 @@ def test_the_order_of_a_whole_training(tmp_path: Path) -> None:
         *(*last, "log"),
         "epoch_start",
         *(*STEP, *VALIDATION, "log"),
-        *("before_save", "checkpoint_saved", "fit_end", "close"),
+        *("before_save", "edit_save", "checkpoint_saved", "fit_end", "close"),
     ]
 
 
@@ -89,21 +89,23 @@ def test_the_order_of_a_resume_and_of_a_rerun(tmp_path: Path) -> None:
     trainer(tmp_path, []).fit(1)
     made = trainer(tmp_path, calls)
     made.fit(2)
-    assert calls[:7] == [
-        *("model_made", "setup", "before_load", "resumed", "fit_start", "checkpoint_loaded"),
+    assert calls[:8] == [
+        *("model_made", "setup", "before_load", "edit_load", "resumed"),
+        *("fit_start", "checkpoint_loaded"),
         *STEP[:1],
     ]
     calls.clear()
     made.fit(2)
-    assert calls == ["before_load", "resumed", "already_done", "close"]
+    assert calls == ["before_load", "edit_load", "resumed", "already_done", "close"]
 
 
 def test_the_order_of_a_save_that_fails(tmp_path: Path) -> None:
     calls: list[str] = []
     fault = Fault(kind="fail", op="put", key="*/manifest.json", times=1)
     trainer(FaultyStore(MemoryStore(), [fault]), calls).fit(1)
-    assert calls[-6:] == [
-        *("before_save", "checkpoint_failed", "before_save", "checkpoint_saved"),
+    assert calls[-8:] == [
+        *("before_save", "edit_save", "checkpoint_failed"),
+        *("before_save", "edit_save", "checkpoint_saved"),
         *("fit_end", "close"),
     ]
 
@@ -142,7 +144,7 @@ def test_an_error_in_any_hook_ends_in_exception_and_close(hook: str) -> None:
             callbacks=callbacks,
         )
 
-    if hook in ("resumed", "already_done", "checkpoint_loaded"):
+    if hook in ("edit_load", "resumed", "already_done", "checkpoint_loaded"):
         short().fit(3 if hook == "checkpoint_loaded" else 4)
     made = short(recorder(calls), Fails())
     with pytest.raises(HookFailed, match=rf"Fails\.{hook} failed: RuntimeError\('mine'\)"):

@@ -20,6 +20,7 @@ def test_its_snippets_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     model = nn.Linear(4, 1)
     inputs = torch.randn(64, 4)
     names: dict[str, Any] = {
+        "torch": torch,
         "model": model,
         "optimizer": torch.optim.AdamW(model.parameters()),
         "dataset": TensorDataset(inputs, inputs.sum(1, keepdim=True)),

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from holdfast import Last
 from holdfast.data import Loader
 from holdfast.engine.catalog import Catalog
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.policy.classes import SavePolicy
+from holdfast.state.edits import StateView
 from holdfast.store import open_store
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.resume import leaf_digests
@@ -211,6 +213,7 @@ def test_a_checkpoint_can_be_validated_without_claiming_anything(tmp_path: Path)
     first, again = (Validation(data=held_out(), every="2step") for _ in range(2))
     make(tmp_path, validate=first, callbacks=[seen], ema=0.5).fit(4)
     other = make(tmp_path, validate=again, ema=0.5)
+    (tmp_path / "readers").mkdir(exist_ok=True)  # where a reader's lease lies while it reads
     before = sorted(path.name for path in tmp_path.rglob("*"))
     generators = torch.get_rng_state()
     found = [other.validate(which) for which in ("step=4", "step=2", "latest")]
@@ -473,3 +476,34 @@ def test_weights_come_back_when_a_validation_of_checkpoints_fails(tmp_path: Path
     with pytest.raises(RuntimeError, match="in validation"):
         other.validate_all()
     assert leaf_digests({"model": other.model}) == before
+
+
+def test_checkpoints_under_validation_are_not_deleted(tmp_path: Path) -> None:
+    """The last of several is still there when its turn comes, whatever retention does meanwhile."""
+    make(tmp_path, every="1step").fit(3)
+    seen = Seen()
+
+    class Trains(Callback):
+        def validation_start(self, training: Training, name: str) -> None:
+            if not seen.steps:
+                with torch.enable_grad():
+                    make(tmp_path, every="1step", keep=Last(1), log=False).fit(4)
+
+    other = make(tmp_path, validate=held_out(), callbacks=[Trains(), seen], log=False)
+    assert [item.checkpoint.step for item in other.validate_all("step=*")] == [1, 2, 3]
+
+
+def test_what_is_stored_may_be_edited_before_it_is_validated(tmp_path: Path) -> None:
+    """D22: as for a resume."""
+    make(tmp_path).fit(2)
+
+    class Zero(Callback):
+        def edit_load(self, training: Training, view: StateView) -> None:
+            for path, weight in view["model"].items():
+                view["model"][path] = torch.zeros_like(weight)
+
+    plain, edited = (
+        make(tmp_path, validate=held_out(), callbacks=callbacks) for callbacks in ([], [Zero()])
+    )
+    assert plain.validate("latest")["val/loss"] > 0
+    assert edited.validate("latest")["val/loss"] == 0

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from holdfast.care.preflight import preflight
 from holdfast.engine.catalog import Catalog, Entry
-from holdfast.engine.claim import Choice
+from holdfast.engine.claim import Choice, Settled
 from holdfast.engine.owner import Ownership
-from holdfast.engine.resume import Settled
 from holdfast.errors import UsageError
 from holdfast.policy.retention import Rule, quota
-from holdfast.state.capture import Captured
 from holdfast.store.base import Store
+
+if TYPE_CHECKING:
+    from holdfast.state.capture import Captured
 
 
 class Beginning:

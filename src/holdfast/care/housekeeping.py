@@ -38,7 +38,7 @@ class Housekeeper:
         )
 
     def after_commit(self, entry: Entry) -> None:
-        """Move `latest`, if a run can go on from this one, then delete what the rule drops."""
+        """Move `latest`, if a run would go on from this one, then delete what the rule drops."""
         if not entry.manifest.left_out:
             self._try("latest", partial(self._point_latest, entry))
         self._try("retention", self._retain)
@@ -59,9 +59,8 @@ class Housekeeper:
         self._try("rejected mark", partial(reject, self._store, folder, by=by, reason=reason))
 
     def _point_latest(self, entry: Entry) -> None:
-        is_doubtful = bool(entry.manifest.left_out or entry.manifest.unhealthy)
-        newest = Catalog(self._store).latest() if is_doubtful else entry
-        if newest is None or newest.folder != entry.folder:
+        latest = Catalog(self._store).latest() if entry.manifest.unhealthy else entry
+        if latest is None or latest.folder != entry.folder:
             return
         if isinstance(self._store, Points):
             self._store.point(layout.LATEST, entry.folder)

@@ -228,10 +228,10 @@ class Deleter:
 
 
 def _is_base(base: Planned, item: Planned) -> bool:
-    """Whether `base` stays as it is, is newer, and so `item` may go because of it."""
-    if not base.decision.keep or base.decision.drop or base.entry.order <= item.entry.order:
+    """Whether `base` stays, is newer and gives what `item` gives, which may go because of it."""
+    if not base.decision.keep or base.entry.order <= item.entry.order:
         return False
-    return stands_in(base.decision.entry, item.decision.entry)
+    return stands_in(base.decision.entry, item.decision.entry, drop=base.decision.drop)
 
 
 def may_remove_whole(store: Store, claim: Claim, epoch: int) -> bool:

@@ -28,7 +28,7 @@ from holdfast.policy.advisor import (
 )
 from holdfast.policy.auto import Auto, Plan
 from holdfast.policy.clock import Time, Unit, parse
-from holdfast.policy.measured import ASSUMED_RESTART_S, typical_costs
+from holdfast.policy.measured import ASSUMED_RESTART_S, MIN_DELAYS, typical_costs
 from holdfast.policy.simulate import Costs
 
 Source: TypeAlias = Literal["measured", "given", "assumed"]
@@ -208,7 +208,7 @@ def _costs(facts: Facts) -> list[_Input]:
     if costs is not None and facts.stall is not None and len(facts.saves) >= MIN_SAVES:
         basis = f"{_median(facts.stall, 'save')}: capture_s + stage_s"
         inputs.append(_cost("stall_s", "a save stops training", costs.stall_s, basis))
-    if costs is not None and facts.delay is not None:
+    if costs is not None and facts.delay is not None and facts.delay.count >= MIN_DELAYS:
         basis = f"{_median(facts.delay, 'save')}: delay_s"
         inputs.append(_cost("background_s", "it delays training more", costs.background_s, basis))
     if costs is not None and facts.write is not None:

@@ -29,7 +29,7 @@ class _Contents:
     head: str | None
     unfinished: Sequence[str]
     owner: Mapping[str, Any] | None
-    readers: Sequence[Mapping[str, Any]]
+    readers: Sequence[FoundLease]
 
 
 def list_root(root: str) -> Answer:
@@ -46,7 +46,7 @@ def list_root(root: str) -> Answer:
         "root": store.url,
         "head": contents.head,
         "owner": contents.owner,
-        "readers": contents.readers,
+        "readers": [_reader(found) for found in contents.readers],
         "checkpoints": [
             {**checkpoint_document(store, entry), "in_lineage": entry.folder in contents.lineage}
             for entry in contents.entries
@@ -73,7 +73,7 @@ def _read(store: Store) -> _Contents:
         head=None if latest is None else latest.folder,
         unfinished=[name for name in others if name not in unread and catalog.read(name) is None],
         owner=_owner(store, catalog),
-        readers=[_reader(lease) for lease in find_leases(store) if lease.state != "dead"],
+        readers=[found for found in find_leases(store) if found.state != "dead"],
     )
 
 
@@ -128,11 +128,7 @@ def _parts(store: Store, contents: _Contents) -> list[str | Table]:
             f"writer {owner['epoch']}: process {owner['pid']} on {owner['host']} "
             f"since {owner['since']} ({owner['state']})"
         )
-    parts += [
-        f"{reader['folder']} is read by process {reader['pid']} on {reader['host']} "
-        f"since {reader['since']} ({reader['state']})"
-        for reader in contents.readers
-    ]
+    parts += [f"{found.folder} is read by {found.who}" for found in contents.readers]
     return parts
 
 

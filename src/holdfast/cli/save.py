@@ -16,7 +16,7 @@ from holdfast.engine.catalog import Catalog
 from holdfast.engine.claim import WATCH_S, is_closed
 from holdfast.engine.documents import read_if_there
 from holdfast.engine.process import liveness
-from holdfast.engine.requests import answer_to, ask, is_open, withdraw
+from holdfast.engine.requests import answer_to, ask, is_open, new_id, withdraw
 from holdfast.errors import (
     DeadlineExceeded,
     FormatError,
@@ -52,8 +52,10 @@ def save(root: str, *, tags: Sequence[str], reason: str, timeout: str) -> Answer
     owner = _Owner(store)
     owner.look()
     began = time.monotonic()
-    name = ask(store, reason=reason, tags=tags)
+    request_id = new_id()
+    name = layout.request_name(request_id)
     try:
+        ask(store, request_id, reason=reason, tags=tags)
         with _waiting(owner):
             answer = _wait(store, name, owner, timeout_s=timeout_s)
     except KeyboardInterrupt:

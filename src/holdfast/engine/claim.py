@@ -12,13 +12,20 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from holdfast.engine.catalog import Catalog, Marks
+from holdfast.engine.catalog import Catalog, Entry, Marks
 from holdfast.engine.commit import put_once, settle
 from holdfast.engine.documents import read_if_there
 from holdfast.engine.parts import parts_of
 from holdfast.engine.process import liveness, this_process, utc_now
 from holdfast.engine.workers import Workers
-from holdfast.errors import CommitConflict, FormatError, OwnedElsewhere, StoreError, UsageError
+from holdfast.errors import (
+    CommitConflict,
+    FormatError,
+    NoCheckpoint,
+    OwnedElsewhere,
+    StoreError,
+    UsageError,
+)
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.manifest import Manifest, Reference
@@ -265,6 +272,29 @@ def put_closed(store: Store, claim: Claim) -> None:
     record = Closed(epoch=claim.epoch, nonce=claim.nonce)
     put_once(store, layout.closed_key(claim.epoch), encode_closed(record))
     store.delete(layout.alive_key(claim.epoch))
+
+
+class Settled:
+    """A choice that was made already. When it no longer holds, that is an error."""
+
+    def __init__(self, entry: Entry, *, is_rollback: bool) -> None:
+        self._entry = entry
+        self._is_rollback = is_rollback
+        self._asked = False
+
+    def __call__(self) -> Choice:
+        """See `claim_run`.
+
+        Raises:
+            NoCheckpoint: it is asked for the second time.
+        """
+        if self._asked:
+            raise NoCheckpoint(
+                f"{self._entry.folder}: it is being deleted, or the run went on from a newer one "
+                "meanwhile; resume again"
+            )
+        self._asked = True
+        return Choice(point=self._entry.reference, is_rollback=self._is_rollback)
 
 
 class Heartbeat:

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
-from holdfast.engine.catalog import Catalog
+from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.claim import Wait, is_being_deleted
 from holdfast.engine.commit import put_once
 from holdfast.engine.documents import read_document
@@ -28,6 +28,7 @@ from holdfast.errors import (
     NotFound,
     StoreError,
     StoreFull,
+    TransientStoreError,
     UnsupportedStore,
 )
 from holdfast.events import Emitter
@@ -84,6 +85,53 @@ def leased(store: Store, folder: str, *, emit: Emitter | None = None) -> Iterato
         lease.give_back()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A checkpoint that stays while somebody reads it, with its marks as they are by then."""
+
+    entry: Entry
+    notes: tuple[str, ...]
+    """Why it may go all the same; empty where it cannot."""
+
+
+@contextmanager
+def kept(store: Store, which: str | int, *, emit: Emitter | None = None) -> Iterator[Kept]:
+    """The checkpoint that `which` names (see `Catalog.resolve`), under a lease.
+
+    When it is replaced meanwhile, what the name means by then; "latest" passes over those whose
+    deletion has begun.
+
+    Raises:
+        NoCheckpoint: nothing answers, or its deletion has begun.
+        FormatError: its manifest is damaged.
+    """
+    passed_over: list[str] = []
+    with ExitStack() as stack:
+        while True:
+            entry = _find(store, which, passed_over)
+            try:
+                refused = stack.enter_context(leased(store, entry.folder, emit=emit))
+                break
+            except NoCheckpoint:
+                passed_over.append(entry.folder)
+                if _find(store, which, passed_over).folder in passed_over:
+                    raise
+        fresh = Catalog(store).entry(entry.name)
+        if fresh is None:
+            raise NoCheckpoint(f"{store.url}/{entry.folder}: it was deleted")
+        yield Kept(entry=fresh, notes=(refused,) if refused else ())
+
+
+def _find(store: Store, which: str | int, but: Collection[str]) -> Entry:
+    catalog = Catalog(store)
+    if which == "latest" and but:
+        others = (entry for entry in catalog.lineage_entries() if entry.folder not in but)
+        found = catalog.latest(others)
+        if found is not None:
+            return found
+    return catalog.resolve(which)
+
+
 def _expect_standing(store: Store, folder: str) -> None:
     # Marks first: a deleter that is done has removed its mark, but then the tombstone is there.
     catalog = Catalog(store)
@@ -124,6 +172,12 @@ class _HeldLease:
             StoreError: it failed in another way.
         """
         try:
+            make_folder(self._store, layout.READERS)
+        except TransientStoreError:
+            raise
+        except StoreError as error:
+            return str(error)
+        try:
             self._put_first()
             # What others put is looked for next, and must not be hidden by a cache of names.
             refresh_folder(self._store, self._folder)
@@ -156,7 +210,6 @@ class _HeldLease:
             self._workers.close()
 
     def _put_first(self) -> None:
-        make_folder(self._store, layout.READERS)
         try:
             put_once(self._store, self._key, self._document())
         except NotFound:  # somebody has just tidied the folder away
@@ -212,14 +265,23 @@ class FoundLease:
 
 def find_leases(store: Store, *, folder: str | None = None) -> Iterator[FoundLease]:
     """The leases of a root, or those on one checkpoint. Those of the dead are among them."""
-    refresh_folder(store, layout.READERS)
-    for name in store.children(layout.READERS):
+    for name in _names(store):
         parsed = layout.parse_lease(name)
         if parsed is None or folder not in (None, str(parsed[0])):
             continue
         found = _read_lease(store, f"{layout.READERS}/{name}", *parsed)
         if found is not None:
             yield found
+
+
+def _names(store: Store) -> tuple[str, ...]:
+    try:
+        refresh_folder(store, layout.READERS)
+        return store.children(layout.READERS)
+    except StoreError:
+        if f"{layout.READERS}/" in store.children():
+            raise
+        return ()  # a link, say, in which nobody can have put a lease
 
 
 def _read_lease(store: Store, key: str, name: AttemptName, nonce: str) -> FoundLease | None:

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from holdfast.engine.catalog import Catalog, Entry, standalone
-from holdfast.engine.leases import leased
-from holdfast.errors import NoCheckpoint
+from holdfast.engine.leases import Kept, kept, leased
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.store import open_store
 from holdfast.store.base import Store
-
-_MAX_LOOKS = 10
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Located:
-    """A checkpoint that stays while somebody reads it."""
-
-    store: Store
-    entry: Entry
-    notes: tuple[str, ...]
-    """Why it may go all the same; empty where it cannot."""
 
 
 def split_source(source: str | os.PathLike[str]) -> tuple[str, str | None]:
@@ -39,65 +25,43 @@ def split_source(source: str | os.PathLike[str]) -> tuple[str, str | None]:
 
 
 def locate(source: str | os.PathLike[str]) -> tuple[Store, Entry]:
-    """The store and the checkpoint that a source names; of a root, its newest.
+    """The store and the checkpoint that a source names; of a root, its newest. Keeps nothing.
 
     Raises:
         NoCheckpoint: nothing there answers.
         FormatError: its manifest is damaged.
     """
-    store, find = _finder(source)
-    return store, find(())
+    store, which, folder = _place(source)
+    entry = standalone(store, folder) if folder else Catalog(store).resolve(which)
+    return store, entry
 
 
 @contextmanager
-def located(source: str | os.PathLike[str], *, emit: Emitter | None = None) -> Iterator[Located]:
-    """The checkpoint that a source names, kept while the block lasts.
+def located(
+    source: str | os.PathLike[str], *, emit: Emitter | None = None
+) -> Iterator[tuple[Store, Kept]]:
+    """The store and the checkpoint that a source names, kept while the block lasts.
 
-    Of a root the newest whose deletion has not begun. When a named one is replaced meanwhile,
-    what the name means by then.
+    Of a root the newest whose deletion has not begun.
 
     Raises:
         NoCheckpoint: nothing there answers, or its deletion has begun.
         FormatError: its manifest is damaged.
     """
-    store, find = _finder(source)
-    passed_over: list[str] = []
-    with ExitStack() as stack:
-        while True:
-            entry = find(passed_over)
-            try:
-                notes = stack.enter_context(leased(store, entry.folder, emit=emit))
-            except NoCheckpoint:
-                passed_over.append(entry.folder)
-                if len(passed_over) == _MAX_LOOKS or find(passed_over).folder in passed_over:
-                    raise
-            else:
-                break
-        # Marks that were read before the lease may be outdated.
-        fresh = Catalog(store).entry(entry.name) if entry.folder == str(entry.name) else entry
-        if fresh is None:
-            raise NoCheckpoint(f"{store.url}/{entry.folder}: it was deleted")
-        yield Located(store=store, entry=fresh, notes=(notes,) if notes else ())
+    store, which, folder = _place(source)
+    if folder:
+        with leased(store, folder, emit=emit) as refused:
+            notes = (refused,) if refused else ()
+            yield store, Kept(entry=standalone(store, folder), notes=notes)
+        return
+    with kept(store, which, emit=emit) as found:
+        yield store, found
 
 
-def _finder(
-    source: str | os.PathLike[str],
-) -> tuple[Store, Callable[[Collection[str]], Entry]]:
-    """The store, and how to find the checkpoint; of a root the newest but for some folders."""
+def _place(source: str | os.PathLike[str]) -> tuple[Store, str, str]:
+    """(store, which, folder): the folder of one checkpoint, or nothing and what is asked for."""
     root, which = split_source(source)
     if which is None and os.path.isfile(os.path.join(root, layout.MANIFEST)):
         parent, folder = os.path.split(os.path.abspath(root))
-        store = open_store(parent)
-        return store, lambda _: standalone(store, folder)
-    store = open_store(root)
-    catalog = Catalog(store)
-
-    def find(but: Collection[str]) -> Entry:
-        if which in (None, "latest") and but:
-            others = (entry for entry in catalog.lineage_entries() if entry.folder not in but)
-            found = catalog.latest(others)
-            if found is not None:
-                return found
-        return catalog.resolve("latest" if which is None else which)
-
-    return store, find
+        return open_store(parent), "", folder
+    return open_store(root), "latest" if which is None else which, ""

@@ -45,10 +45,13 @@ class Outside:
         if stop is not None:
             stop.register(promote)
 
-    def look(self, event: Event | Sequence[Event]) -> tuple[list[Event], Asked]:
-        """What triggers are to look at beside `event`, and the requests that are new."""
+    def look(self, event: Event | Sequence[Event], *, is_owner: bool) -> tuple[list[Event], Asked]:
+        """What triggers are to look at beside `event`, and the requests that are new.
+
+        Only the owner looks for requests: nobody else can do what they ask for.
+        """
         events: list[Event] = [event] if isinstance(event, str) else list(event)
-        requests = self._requests.poll()
+        requests = self._requests.poll() if is_owner else ()
         is_asked = bool(requests)
         if self._stop is not None:
             if self._stop.requested is not None:
@@ -68,11 +71,6 @@ class Outside:
         for request in asked.requests:
             self._requests.answer(request, error=str(error) or repr(error))
 
-    def point_to(self, asked: Asked, folder: str) -> None:
-        """Tell those who asked that it was saved already."""
-        for request in asked.requests:
-            self._requests.answer(request, folder=folder)
-
     def close(self) -> None:
         """Look no more."""
         if self._stop is not None:
@@ -83,5 +81,6 @@ class Outside:
         error = ended.exception()
         if error is not None:
             self.refuse(asked, error)
-        else:
-            self.point_to(asked, ended.result().folder)
+            return
+        for request in asked.requests:
+            self._requests.answer(request, folder=ended.result().folder)

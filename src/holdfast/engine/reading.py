@@ -8,9 +8,10 @@ from contextlib import contextmanager
 
 from holdfast.engine.catalog import Catalog
 from holdfast.engine.checkpoint import Checkpoint, describe
-from holdfast.engine.locate import Located, located
+from holdfast.engine.locate import located
 from holdfast.errors import FormatError, NoCheckpoint
 from holdfast.format.manifest import Manifest
+from holdfast.store.base import Store
 
 
 @contextmanager
@@ -27,19 +28,19 @@ def reading(source: str | os.PathLike[str]) -> Iterator[Checkpoint]:
             that it was deleted all the same.
         FormatError: its manifest is damaged.
     """
-    with located(source) as found:
-        yield describe(found.store, found.entry, notes=found.notes)
-        _expect_there(found)
+    with located(source) as (store, found):
+        yield describe(store, found.entry, notes=found.notes)
+        _expect_there(store, found.entry.folder)
 
 
-def _expect_there(found: Located) -> None:
+def _expect_there(store: Store, folder: str) -> None:
     """Without a lease, or when this process slept for long, it may have been deleted."""
     try:
-        is_there = isinstance(Catalog(found.store).read(found.entry.folder), Manifest)
+        is_there = isinstance(Catalog(store).read(folder), Manifest)
     except FormatError:
         return  # renamed by a person, or damaged: not deleted
     if not is_there:
         raise NoCheckpoint(
-            f"{found.store.url}/{found.entry.folder}: it was deleted while it was read; what was "
-            "read may be incomplete"
+            f"{store.url}/{folder}: it was deleted while it was read; what was read may be "
+            "incomplete"
         )

@@ -276,13 +276,22 @@ class _Tray:
         return True
 
 
-def ask(store: Store, *, reason: str = "", tags: Iterable[str] = ()) -> str:
+def new_id() -> str:
+    """The id of a request that is to be put."""
+    return os.urandom(16).hex()
+
+
+def ask(
+    store: Store, request_id: str | None = None, *, reason: str = "", tags: Iterable[str] = ()
+) -> str:
     """Put a request; returns its name inside `requests/`.
+
+    Who may be interrupted meanwhile gives the id, so as to know what to withdraw.
 
     Raises:
         UsageError: the reason or a tag is not allowed.
     """
-    request_id = os.urandom(16).hex()
+    request_id = request_id if request_id is not None else new_id()
     record = RequestRecord(
         id=request_id,
         who=_user(),

@@ -6,13 +6,15 @@ a checkpoint that was named explicitly is taken or the damage is raised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args
 
 from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.claim import Choice, dropped, is_being_deleted
+from holdfast.engine.leases import kept
 from holdfast.engine.load import Opened, Tensors, open_checkpoint, read_tensors
 from holdfast.engine.workers import Workers
 from holdfast.errors import (
@@ -116,6 +118,10 @@ class Reader:
     timeout_s: float
     passed_over: dict[str, HoldfastError] = field(default_factory=dict)
     """Folder → why the walk did not take it, newest first."""
+    keeps: bool = False
+    """Whether a lease keeps what is named while it is read; the owner of the run needs none."""
+    notes: tuple[str, ...] = ()
+    """Why what is read is not kept."""
 
     @property
     def rejected(self) -> tuple[tuple[str, str], ...]:
@@ -207,13 +213,22 @@ class Reader:
         """
         catalog = Catalog(self.store)
         for _ in range(_MAX_LOOKS):
-            entry = catalog.resolve(which)
-            try:
-                return self.read(entry, options)
-            except (FormatError, NotFound):
-                if catalog.entry(entry.name) is not None:
-                    raise
+            with self._kept(which) as entry:
+                try:
+                    return self.read(entry, options)
+                except (FormatError, NotFound):
+                    if catalog.entry(entry.name) is not None:
+                        raise
         raise NoCheckpoint(f"{self.store.url}: {which!r} was deleted while it was read")
+
+    @contextmanager
+    def _kept(self, which: str | int) -> Iterator[Entry]:
+        if not self.keeps:
+            yield Catalog(self.store).resolve(which)
+            return
+        with kept(self.store, which) as found:
+            self.notes = found.notes
+            yield found.entry
 
     def walk(self, options: LoadOptions, *, unhealthy: Unhealthy = "avoid") -> Candidate | None:
         """The newest usable checkpoint of the lineage; None when nothing was ever committed.
@@ -380,29 +395,6 @@ class Search:
                 f"the run goes on from {entry.folder}, which is not healthy: {reasons}",
                 folder=entry.folder,
             )
-
-
-class Settled:
-    """A choice that was made already. When it no longer holds, that is an error."""
-
-    def __init__(self, entry: Entry, *, is_rollback: bool) -> None:
-        self._entry = entry
-        self._is_rollback = is_rollback
-        self._asked = False
-
-    def __call__(self) -> Choice:
-        """See `engine.claim.claim_run`.
-
-        Raises:
-            NoCheckpoint: it is asked for the second time.
-        """
-        if self._asked:
-            raise NoCheckpoint(
-                f"{self._entry.folder}: it is being deleted, or the run went on from a newer one "
-                "meanwhile; resume again"
-            )
-        self._asked = True
-        return Choice(point=self._entry.reference, is_rollback=self._is_rollback)
 
 
 def is_damage(error: HoldfastError) -> bool:

@@ -57,14 +57,14 @@ class Plan:
     """An interval that was decided on, and what decided."""
 
     interval_s: float
-    """Work between two saves; the stall of the first is not in it."""
+    """Work between two saves; what the first of them costs is not in it."""
     limit: Bound
     advice: Advice
 
     @property
     def cycle_s(self) -> float:
-        """From the beginning of a save to that of the next one."""
-        return self.interval_s + self.advice.costs.stall_s
+        """From the beginning of a save to that of the next one, with what the save costs."""
+        return self.advice.costs.cycle_s(self.interval_s)
 
     def __str__(self) -> str:
         costs, failures = self.advice.costs, self.advice.failures

@@ -21,6 +21,8 @@ RESUME_S = "resume_s"
 
 NUM_RECENT = 32
 """How many of the newest saves count: one slow save does not matter, a slower store soon does."""
+MIN_DELAYS = 3
+"""A step may take longer for any reason: so many delays must have been measured to count."""
 ASSUMED_RESTART_S = 120.0
 """Until a resume was measured. No interval depends on it, only what is expected of failures."""
 MAX_S = 1e10
@@ -93,9 +95,10 @@ def typical_costs(saves: Sequence[SaveCost], resumes_s: Sequence[float] = ()) ->
     if not counted:
         return None
     write_s = _median(save.write_s for save in counted) or 0.0
+    delay_s = _median((save.delay_s for save in counted), at_least=MIN_DELAYS) or 0.0
     return Costs(
         stall_s=median(save.stall_s for save in counted),
-        background_s=min(_median(save.delay_s for save in counted) or 0.0, write_s),
+        background_s=min(delay_s, write_s),
         commit_s=write_s,
         restart_s=median(resumes_s[-NUM_RECENT:]) if resumes_s else ASSUMED_RESTART_S,
     )
@@ -161,6 +164,6 @@ def _trimmed_mean(values: Iterable[float]) -> float:
     return fmean(ordered[cut : len(ordered) - cut])
 
 
-def _median(values: Iterable[float | None]) -> float | None:
+def _median(values: Iterable[float | None], *, at_least: int = 1) -> float | None:
     known = [value for value in values if value is not None]
-    return median(known) if known else None
+    return median(known) if len(known) >= at_least else None

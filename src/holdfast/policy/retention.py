@@ -126,7 +126,7 @@ def stands_in(base: Candidate, entry: Candidate, *, drop: Collection[str] = ()) 
         return False
     if entry.left_out:
         return set(entry.components) <= set(base.components).difference(drop)
-    return base.is_resumable
+    return base.is_resumable and not drop
 
 
 def _newest(newest_first: Sequence[Candidate]) -> dict[int, str]:

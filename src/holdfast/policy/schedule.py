@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
+from holdfast.policy.auto import Auto
 from holdfast.policy.classes import Due, SaveClass, Saved, SavePolicy
 from holdfast.policy.clock import Time
 from holdfast.policy.rules import MAIN, join_reasons
@@ -54,6 +55,12 @@ class Schedule:
         self._components = {side.name: side.components for side in sides}
         self._previous: Timestamp | None = None
         self._saved: dict[str, Saved] = {}
+
+    @property
+    def auto(self) -> Auto | None:
+        """The main saver's trigger that wants to be told what saves cost, if it has one."""
+        policy = self.policies.get(MAIN)
+        return None if policy is None else policy.auto
 
     @property
     def has_sides(self) -> bool:

@@ -269,7 +269,7 @@ class ModulePlan:
         old_names = {new: old for old, new in renamed.items()}
         left = {
             name
-            for name in {**old_names, **live.entries}
+            for name in {**live.entries, **old_names}
             if wishes.selection.leaves(component, name, old_names.get(name, name))
         }
         wanted = {new: stored.value[old] for old, new in renamed.items() if new not in left}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from holdfast.engine.catalog import Catalog, Entry, is_root
 from holdfast.engine.checkpoint import Checkpoint, describe
+from holdfast.engine.leases import leased
 from holdfast.engine.locate import locate, split_source
 from holdfast.engine.resume import LoadOptions, Reader
 from holdfast.engine.workers import Workers
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.format import layout
+from holdfast.state.edits import Edit
 from holdfast.store import open_store
 from holdfast.store.base import Store
 
@@ -47,8 +49,10 @@ class Target:
         """By step, then as they were made."""
         return (self.entry.step, self.entry.order, self.store.url)
 
-    def load(self, weights: Mapping[str, nn.Module]) -> Checkpoint:
+    def load(self, weights: Mapping[str, nn.Module], edit: Edit | None) -> Checkpoint:
         """Load modules by the names of their components, verified; claims nothing.
+
+        `edit` may change what is stored before it is compared with the modules.
 
         Raises:
             FormatError: the checkpoint is damaged.
@@ -56,8 +60,9 @@ class Target:
         """
         workers = Workers(min(os.cpu_count() or 1, 4), "holdfast-io")
         reader = Reader(store=self.store, state=weights, workers=workers, timeout_s=READ_TIMEOUT_S)
+        options = LoadOptions(components=tuple(weights), rng=False, edit=edit)
         try:
-            found = reader.read(self.entry, LoadOptions(components=tuple(weights), rng=False))
+            found = reader.read(self.entry, options)
         finally:
             workers.close()
         found.prepared.apply(found.tensors)
@@ -93,6 +98,19 @@ def select(
         for target in _meant(own, item):
             found.setdefault((target.store.url, target.entry.folder), target)
     return sorted(found.values(), key=lambda target: target.order)
+
+
+@contextmanager
+def kept_all(targets: Iterable[Target]) -> Iterator[None]:
+    """Keep all of them from being deleted while the block lasts.
+
+    Raises:
+        NoCheckpoint: the deletion of one has begun.
+    """
+    with ExitStack() as leases:
+        for target in targets:
+            leases.enter_context(leased(target.store, target.entry.folder))
+        yield
 
 
 @contextmanager

@@ -45,7 +45,7 @@ from holdfast.train.precision import Numerics, Precision, checked_precision
 from holdfast.train.saving import Between, SaveCosts, Saver
 from holdfast.train.schedulers import make_schedulers
 from holdfast.train.skipping import WithoutSteps
-from holdfast.train.targets import Target, Validated, Which, borrowed, select
+from holdfast.train.targets import Target, Validated, Which, borrowed, kept_all, select
 from holdfast.train.training import Metrics, Training
 from holdfast.train.validation import Part, Validations, Validator, plans_of, size_of
 from holdfast.train.wayback import WayBack
@@ -192,6 +192,8 @@ class Trainer:
         self._looked_step: int | None = None
         self._begun = self.counters.timestamp
         """Where the step began that is under way, or was the last one."""
+        self._metrics = LazyMetrics({})
+        """What is known of the last step that was done."""
         self.state = self._components(state or {})
         check_state(self.state)
         self._way_back = WayBack(
@@ -281,7 +283,8 @@ class Trainer:
         """Validate checkpoints, one after the other, on all that there is to validate on.
 
         Each is loaded once, into the model (and its average), which have their own weights again
-        afterwards. Nothing is claimed, and nothing is logged.
+        afterwards. Nothing is claimed or logged, and none of them is deleted meanwhile.
+        `edit_load` sees these components alone.
 
         Args:
             which: one checkpoint or several: "latest", a step, a folder, a tag or a label of this
@@ -403,6 +406,7 @@ class Trainer:
         metrics, now, is_over = LazyMetrics({}), self.counters.timestamp, False
         begun_at, before = now.step, now
         known: Metrics = {} if found is None else found.metrics
+        self._metrics = LazyMetrics(known)
         self._validations.begin(self.goal, begun_at, known)
         if any(name.startswith("val/") for name in known):
             self._validated_step = begun_at
@@ -446,7 +450,6 @@ class Trainer:
                     with self._way_back.fetching():
                         window = next_window(batches, self._accumulate)
                 except Interrupted:
-                    self._way_back.go()
                     break
                 if window:
                     yield self._step(window, batches)
@@ -458,6 +461,8 @@ class Trainer:
                     # Unless training is over, a resume from the step before comes by here again.
                     self._is_within_step = not self._is_done()
                     tell(Callback.epoch_end)
+        if not self._between.is_here:
+            self._way_back.go()  # it ended where a step had begun
         self._mark(is_within_step=False)
 
     def _begin_step(self) -> None:
@@ -484,6 +489,7 @@ class Trainer:
         is_over = len(window) < self._accumulate or self._ends_now(batches)
         if is_over:
             self.counters.end_epoch()
+        self._metrics = metrics
         self._mark(is_within_step=False)
         tell(Callback.step_end, metrics)
         if is_over:
@@ -524,7 +530,8 @@ class Trainer:
             return metrics
         self.counters.unvalidated = []
         self._validated_step = self.counters.step
-        return metrics.joined(found)
+        self._metrics = metrics.joined(found)
+        return self._metrics
 
     def _made_up(self, saver: Saver, found: Checkpoint) -> Metrics:
         """Do the validation that a signal or an error kept from the checkpoint's step.
@@ -555,7 +562,7 @@ class Trainer:
                 )
                 return
             self._mark(is_within_step=False)
-            step, metrics = self.counters.step, LazyMetrics({})
+            step, metrics = self.counters.step, self._metrics
             if self._looked_step != step and step > self._begun.step:
                 parts = self._validations.due(self._begun, self.counters.timestamp, is_last=False)
                 self.counters.unvalidated = [part.name for part in parts]
@@ -586,9 +593,9 @@ class Trainer:
     def _validate_each(self, targets: Sequence[Target]) -> tuple[Validated, ...]:
         weights = {"model": self.model, **({} if self.ema is None else {"ema": self.ema.model})}
         found = []
-        with self._closing(), self._managed(None), borrowed(weights):
+        with self._closing(), self._managed(None), kept_all(targets), borrowed(weights):
             for target in targets:
-                checkpoint = target.load(weights)
+                checkpoint = target.load(weights, self._editing(Callback.edit_load))
                 metrics = self._validated(self._validations.parts)
                 found.append(Validated(checkpoint=checkpoint, metrics=metrics))
         return tuple(found)
