@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast import data, errors, events, testing, train
     from holdfast.engine.checkpoint import Checkpoint, PendingSave
+    from holdfast.engine.hooks import StateHooks
     from holdfast.engine.reading import reading
     from holdfast.engine.stop import Stop
-    from holdfast.engine.hooks import StateHooks
     from holdfast.manager import CheckpointManager
     from holdfast.policy.auto import Auto
     from holdfast.policy.classes import SavePolicy
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         Best,
         Budget,
         ByClass,
+        BySaver,
         Daily,
         EveryNth,
         Hourly,
@@ -45,6 +46,7 @@ __all__ = [
     "Best",
     "Budget",
     "ByClass",
+    "BySaver",
     "Checkpoint",
     "CheckpointManager",
     "Daily",
@@ -82,6 +84,7 @@ _NAMES = {
     "Best": "holdfast.policy.retention",
     "Budget": "holdfast.policy.retention",
     "ByClass": "holdfast.policy.retention",
+    "BySaver": "holdfast.policy.retention",
     "Checkpoint": "holdfast.engine.checkpoint",
     "CheckpointManager": "holdfast.manager",
     "Daily": "holdfast.policy.retention",

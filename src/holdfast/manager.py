@@ -337,8 +337,10 @@ class CheckpointManager:
             verify=verify,
             edit=edit if edit is not None else self._hooks.edit_load,
         )
+        reader = self._reader()
+        reader.keeps = not self.is_owner
         with collector_paused():
-            found = self._reader().named(which, options)
+            found = reader.named(which, options)
         is_rollback = which != "latest"
         if options.is_full and self.is_owner:
             self._owner.take(Settled(found.entry, is_rollback=is_rollback))
@@ -349,7 +351,8 @@ class CheckpointManager:
             step=found.entry.step,
             folder=found.entry.folder,
         )
-        return describe(self.store, found.entry, notes=self._notes(found))
+        notes = (*reader.notes, *self._notes(found))
+        return describe(self.store, found.entry, notes=notes)
 
     # Looking and marking
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.engine.test_leases import Clock, folder_at, keys, make, put_lease, steps
 
-from holdfast import errors, load_weights
+from holdfast import errors, load_weights, reading
 from holdfast.care.prune import prune
 from holdfast.care.verify import verify, verify_root
 from holdfast.engine.catalog import Catalog
@@ -84,6 +84,17 @@ def test_thinning_waits_too() -> None:
     for key in keys(store):
         store.delete(key)
     assert prune(store, rule, emit=QUIET).thinned == [folder]
+
+
+def test_who_reads_a_thinned_checkpoint_is_told_what_is_gone(tmp_path: Path) -> None:
+    with new_run().manager(tmp_path, sinks=()) as manager:
+        for step in (1, 2):
+            manager.save(step).wait()
+    prune(LocalStore(tmp_path), Last(1) | All().then_drop("optimizer"), emit=QUIET)
+    with reading(f"{tmp_path}@step=1") as checkpoint:
+        assert checkpoint.notes == ("retention has dropped optimizer of it",)
+    with reading(f"{tmp_path}@step=2") as checkpoint:
+        assert checkpoint.notes == ()
 
 
 def test_a_prune_watches_a_reader_on_another_host(

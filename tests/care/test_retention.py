@@ -28,7 +28,17 @@ from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.hooks import StateHooks
 from holdfast.manager import CheckpointManager
 from holdfast.policy import retention as policy
-from holdfast.policy.retention import All, Best, ByClass, Daily, EveryNth, Last, Rule, Within
+from holdfast.policy.retention import (
+    All,
+    Best,
+    ByClass,
+    Candidate,
+    Daily,
+    EveryNth,
+    Last,
+    Rule,
+    Within,
+)
 from holdfast.policy.savers import SideSaver, combined_rule
 from holdfast.state.edits import StateView
 from holdfast.store.base import Store
@@ -264,5 +274,13 @@ def test_a_retention_that_forgets_the_pins_is_noticed(monkeypatch: pytest.Monkey
     """The test above sees what it is for."""
     monkeypatch.setattr(policy, "_protection", lambda entry, resumed_from: "")
     monkeypatch.setattr(commit, "is_held", lambda manifest, marks: False)
+    with pytest.raises((AssertionError, KeyError)):
+        play(200, phases=[Phase.generate], report_multiple_bugs=False)
+
+
+def test_a_retention_that_counts_the_unhealthy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, for the health of what fills a quota and of what others go for."""
+    monkeypatch.setattr(policy, "_newest", lambda newest_first: {0: "newest"})
+    monkeypatch.setattr(Candidate, "counts", Candidate.is_usable)
     with pytest.raises((AssertionError, KeyError)):
         play(200, phases=[Phase.generate], report_multiple_bugs=False)

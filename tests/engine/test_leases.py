@@ -161,6 +161,23 @@ def test_what_is_gone_cannot_be_kept(store: MemoryStore) -> None:
     assert keys(store) == []
 
 
+def leases_put(store: FaultyStore) -> int:
+    return sum(op == "put" and key.startswith("readers/") for op, key in store.ops)
+
+
+def test_a_manager_that_does_not_own_the_run_loads_under_a_lease(store: MemoryStore) -> None:
+    """The owner needs none: its own retention waits for it."""
+    tiny = Tiny()
+    watched = FaultyStore(store)
+    with opened(watched, tiny) as manager:
+        assert manager.load("step=1").step == 1
+        assert leases_put(watched) == 1
+        manager.resume()
+        manager.load("step=2", components=["tiny"])
+        assert leases_put(watched) == 1
+    assert keys(store) == []
+
+
 def test_a_copy_of_a_checkpoint_needs_no_lease(tmp_path: Path) -> None:
     """Invariant 10: nothing is written where nobody ever claimed a run."""
     make(LocalStore(tmp_path / "root"), 1)
@@ -422,12 +439,12 @@ def test_the_silent_lease_of_another_host_ends(
 
 
 def scenario(store: Store, acknowledged: list[int]) -> None:
-    """Resume, and three saves of which one is kept; in between the oldest is read."""
+    """Resume, and two saves of which one is kept; meanwhile what was the newest is read."""
     tiny = Tiny()
     with opened(store, tiny, keep=Last(1)) as manager:
         found = manager.resume()
         last = found.step if found is not None else 0
-        for step in range(last + 1, last + 4):
+        for step in range(last + 1, last + 3):
             tiny.become(step)
             entry = Catalog(store).head()
             with leased(store, entry.folder) if entry is not None else nullcontext():

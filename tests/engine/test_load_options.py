@@ -247,7 +247,7 @@ def test_an_edit_of_one_load_stands_in_for_the_hook(tmp_path: Path) -> None:
 
 
 def test_what_a_hook_leaves_out_of_a_save_is_recorded(tmp_path: Path) -> None:
-    """D22, D59: a checkpoint says what it does not hold."""
+    """D22: a checkpoint says what it does not hold."""
 
     def edit(view: StateView) -> None:
         del view["optimizer"]

@@ -60,6 +60,8 @@ _RUNS_CODE = (
     *("pty.", "socket.", "ctypes.", "urllib.", "http.", "ftplib.", "webbrowser.", "shutil."),
     *("cpython.run_", "mmap.__new__.file", "os.chmod", "os.chown", "os.putenv", "os.kill"),
 )
+_HARMLESS = ("socket.gethostname", "ctypes.create_string_buffer")
+"""Who we are, and of which kind the file system of an open folder is."""
 _TAKES_PATHS = ("os.scandir", "os.listdir", "os.remove", "os.rename", "os.mkdir", "os.rmdir")
 _TAKES_PATHS += ("os.link", "os.symlink", "os.truncate", "os.utime", "os.chdir")
 _SYSTEM = ("/proc/", "/sys/devices/system/cpu")
@@ -84,7 +86,7 @@ class Watch:
         sys.addaudithook(self._hook)
 
     def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if not self.is_on or event == "socket.gethostname":
+        if not self.is_on or event in _HARMLESS:
             return
         if event.startswith(_RUNS_CODE):
             self.events.append(f"{event} {arguments!r}"[:200])

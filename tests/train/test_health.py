@@ -15,6 +15,7 @@ from holdfast.errors import SaveSkipped, UsageError
 from holdfast.store import open_store
 from holdfast.store.memory import MemoryStore
 from holdfast.train import Callback, Training, UnhealthyState
+from holdfast.train.health import HealthGate
 from train.small import make
 
 
@@ -51,6 +52,32 @@ def test_a_state_that_is_not_finite_is_warned_of_and_saved(
     assert "step 2 is not healthy:\n  weight 0.weight is not finite" in caplog.text
     assert "step 3" not in caplog.text
     assert steps_saved(tmp_path) == [2, 3]
+    recorded = [e.manifest.unhealthy for e in Catalog(open_store(tmp_path)).checkpoints()]
+    assert recorded == [(), ("weight 0.weight is not finite",)]
+
+
+def test_a_resume_goes_back_to_where_the_weights_were_finite(tmp_path: Path) -> None:
+    make(tmp_path, callbacks=[Spoil(4)]).fit(4)
+    assert steps_saved(tmp_path) == [2, 4]
+    make(tmp_path).fit(6)
+    parents = [
+        entry.manifest.parent.order
+        for entry in Catalog(open_store(tmp_path)).lineage_entries()
+        if entry.manifest.parent is not None
+    ]
+    assert set(parents) == {(1, 1)}
+    assert steps_saved(tmp_path) == [2, 4, 4, 6]
+
+
+def test_only_the_first_of_many_reasons_are_recorded() -> None:
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(8)))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.fill_(float("nan"))
+    reasons = HealthGate("warn").check(1, model, {"loss": float("nan")})
+    assert reasons[0] == "the loss is nan"
+    assert (len(reasons), reasons[-1]) == (11, "and 7 more")
+    assert HealthGate("warn").check(1, nn.Linear(1, 1), {}) == ()
 
 
 def test_it_may_be_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""The page on the Trainer: its snippets run, one after the other."""
+"""The pages on the Trainer and on stops: their snippets run, one after the other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 PAGES = Path(__file__).resolve().parent.parent.parent / "docs"
 
 
-@pytest.mark.parametrize("page", ["trainer.md", "hooks.md"])
+@pytest.mark.parametrize("page", ["trainer.md", "hooks.md", "running.md"])
 def test_its_snippets_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = nn.Linear(4, 1)

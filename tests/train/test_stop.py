@@ -316,8 +316,8 @@ QUICK = [
     for nth in numbers
 ]
 LONG = [
-    *(("train step", "train", nth) for nth in range(1, 21)),
-    *(("data wait", "data", nth) for nth in range(2, 42, 2)),
+    *(("train step", "train", 1 + nth % 14) for nth in range(20)),
+    *(("data wait", "data", 1 + nth) for nth in range(26)),
     *(("evaluation", "evaluation", nth) for nth in range(1, 13)),
     *(("data of an evaluation", "validation data", nth) for nth in range(1, 40, 4)),
     *(("hook of an evaluation", "validation_batch_end", nth) for nth in range(1, 13)),
@@ -587,9 +587,62 @@ def test_a_goal_that_was_reached_is_an_outcome_and_the_program_still_ends(tmp_pa
     assert saved(tmp_path / "run")[0].reason == "final"
 
 
-def test_on_signal_without_a_stop_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="handles no signals"):
-        trainer(tmp_path, None, every=On("signal"), stop=None)
+class AtInstruction(Callback):
+    """Sends SIGTERM before the n-th instruction that borrows or returns the generators for a fetch
+    of the fourth step."""
+
+    def __init__(self, nth: int) -> None:
+        self.left = nth
+
+    def before_data(self, training: Training) -> None:
+        if training.counters.step == 3:
+            sys.settrace(self._trace)
+
+    def step_start(self, training: Training) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: Any, event: str, argument: object) -> Any:
+        if not frame.f_code.co_filename.endswith(("randomness.py", "contextlib.py")):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return self._trace
+
+
+def check_interrupted_borrowing(folder: Path, nth: int) -> None:
+    torch.set_num_threads(2)
+    options: dict[str, Any] = {"validate": None, "ema": None, "scheduler": None}
+    straight = trainer(folder / "straight", None, **options)
+    straight.fit(6)
+    tracing = AtInstruction(nth)
+    try:
+        stopped(trainer(folder / "run", None, callbacks=[tracing], **options), 6)
+    finally:
+        sys.settrace(None)
+    assert tracing.left <= 0
+    assert torch.get_num_threads() == 2
+    assert saved(folder / "run")[0].step == 3
+    again = trainer(folder / "run", None, **options)
+    again.fit(6)
+    assert leaf_digests(again.state) == leaf_digests(straight.state)
+
+
+@pytest.mark.parametrize("nth", range(3, 400, 31))
+def test_a_fetch_may_be_interrupted_while_it_borrows_the_global_generators(
+    tmp_path: Path, nth: int
+) -> None:
+    """Invariant 7: what it does not come to put back is put back."""
+    check_interrupted_borrowing(tmp_path, nth)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nth", range(1, 400))
+def test_a_fetch_may_be_interrupted_at_any_instruction(tmp_path: Path, nth: int) -> None:
+    """Invariant 7."""
+    check_interrupted_borrowing(tmp_path, nth)
 
 
 class Fails:

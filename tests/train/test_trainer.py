@@ -677,8 +677,9 @@ def test_beginning_an_iteration_leaves_the_global_generators_alone(tmp_path: Pat
         ({"every": SavePolicy(permanent="9step", ephemeral="2step", cooldown="1tok")}, "cooldown"),
         ({"every": "2cycle"}, "no cycles"),
         ({"validate": Validation(data=[torch.ones(2, 4)], every="2cycle")}, "no cycles"),
-        ({"every": On("signal", "exception")}, "no event 'signal', 'exception'"),
-        ({"every": SavePolicy(permanent=On("epoch") | On("demand"))}, "no event 'demand'"),
+        ({"every": On("signal", "cycle")}, "no event 'cycle'"),
+        ({"every": SavePolicy(permanent=On("epoch") | On("cycle"))}, "no event 'cycle'"),
+        ({"every": On("signal"), "stop": None}, "handles no signals"),
     ],
 )
 def test_what_cannot_work_is_refused_at_construction(

@@ -421,7 +421,9 @@ def test_a_model_has_its_own_weights_after_the_validation_of_a_checkpoint(tmp_pa
     assert leaf_digests(other.state) == before
 
 
-def test_checkpoints_are_validated_by_step_each_once(tmp_path: Path) -> None:
+def test_checkpoints_are_validated_by_step_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """K14, D63: whatever names them, in whichever order, on all loaders."""
     seen = Seen()
     plan = Validation(data=held_out(), every="1step")
@@ -444,6 +446,8 @@ def test_checkpoints_are_validated_by_step_each_once(tmp_path: Path) -> None:
     assert found(f"{tmp_path}/*/*@step=[34]") == [3, 4]
     assert found([root, 1]) == [1, 4]
     assert found(f"{tmp_path}/runs/*") == [1, 4]
+    monkeypatch.chdir(tmp_path / "runs")
+    assert found(["two@latest", "./two", Path("two"), Path("t*")]) == [1]
     assert found([f"{root}/step-*3.*", next(root.glob("step-*2.*")), root / "log"][:2]) == [2, 3]
     with pytest.raises(UsageError, match="2 checkpoints; use validate_all"):
         other.validate("step=[12]")

@@ -8,6 +8,7 @@ it counts the batches that the loop has taken, not those that workers have fetch
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -99,6 +100,7 @@ class Loader:
             persistent_workers=persistent_workers,
             prefetch_factor=prefetch_factor,
             multiprocessing_context=multiprocessing_context,
+            worker_init_fn=_outlive_signals,
         )
 
     @property
@@ -279,6 +281,26 @@ class _Fetcher(torch.utils.data.Dataset[Any]):
         if fetch_many is not None:
             return list(fetch_many(indices))
         return [self._dataset[index] for index in indices]
+
+
+def _outlive_signals(worker: int) -> None:
+    """Let a worker live when its whole process group is signalled, as supervisors do.
+
+    The signals are for the training, which ends its workers itself. One that is ended by them is an
+    error there, in whatever line the training is.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, _ignore)
+    # The second one is from the training, for a worker that hangs.
+    signal.signal(signal.SIGTERM, _ignore_once)
+
+
+def _ignore(number: int, frame: Any) -> None:
+    """Not SIG_IGN, which what a worker starts would inherit."""
+
+
+def _ignore_once(number: int, frame: Any) -> None:
+    signal.signal(number, signal.SIG_DFL)
 
 
 def _as_it_is(batch: Any) -> Any:

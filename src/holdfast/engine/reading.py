@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from holdfast.engine.catalog import Catalog
 from holdfast.engine.checkpoint import Checkpoint, describe
+from holdfast.engine.claim import dropped
 from holdfast.engine.locate import located
 from holdfast.errors import FormatError, NoCheckpoint
 from holdfast.format.manifest import Manifest
@@ -21,7 +22,7 @@ def reading(source: str | os.PathLike[str]) -> Iterator[Checkpoint]:
     `source` is what `load_weights` takes: a root (its newest checkpoint), `root@step=1000`,
     `root@tag`, or the folder of one checkpoint. Other programs may read the files at `path` as
     long as the block lasts. Where this process may not write there is no such promise, and
-    `notes` says so.
+    `notes` says so, as it names components that retention has dropped before.
 
     Raises:
         NoCheckpoint: nothing there answers, or its deletion has begun; at the end of the block,
@@ -29,8 +30,11 @@ def reading(source: str | os.PathLike[str]) -> Iterator[Checkpoint]:
         FormatError: its manifest is damaged.
     """
     with located(source) as (store, found):
-        yield describe(store, found.entry, notes=found.notes)
-        _expect_there(store, found.entry.folder)
+        entry = found.entry
+        lost = dropped(store, entry.folder, entry.manifest, entry.marks)
+        gone = (f"retention has dropped {', '.join(lost)} of it",) if lost else ()
+        yield describe(store, entry, notes=(*found.notes, *gone))
+        _expect_there(store, entry.folder)
 
 
 def _expect_there(store: Store, folder: str) -> None:

@@ -145,8 +145,10 @@ class SavePolicy:
         why = self.permanent and self.permanent.due(previous, saved.permanent, now, metrics, event)
         if why and is_elsewhere(saved.permanent, now):
             return Due("permanent", why)
+        if self.ephemeral is None:
+            return None
         latest = saved.latest
-        why = self.ephemeral and self.ephemeral.due(previous, latest, now, metrics, event)
+        why = self.ephemeral.due(previous, latest, now, metrics, event)
         if why and not vetoes and is_elsewhere(latest, now) and not self._is_cooling(latest, now):
             return Due("ephemeral", why)
         return None

@@ -33,6 +33,9 @@ class Unit(Enum):
     DURATION = "dur"
     """The length of the whole run; a Time in this unit is a fraction of it."""
 
+    # Units are looked up after each step of a training, and Enum's own hash is Python code.
+    __hash__ = object.__hash__
+
 
 ALL_UNITS = frozenset(Unit)
 PLAIN_UNITS = ALL_UNITS - {Unit.CYCLE, Unit.DURATION}

@@ -16,6 +16,7 @@ from holdfast.policy.triggers import NO_METRICS, Event, Metrics, SaveFunction, T
 
 _ASKED: tuple[Event, ...] = ("signal", "demand")
 """Events at which somebody waits for a save, whatever the policy says."""
+_NEVER = Saved()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +87,10 @@ class Schedule:
         previous, self._previous = self._previous, now
         found = [] if wanted is None else [self._named(wanted)]
         for name, policy in self.policies.items():
-            answers = (
-                policy.decide(previous, self._of(name), now, metrics, event, vetoes=vetoes)
-                for event in events
+            saved = self._of(name)
+            best = highest(
+                [policy.decide(previous, saved, now, metrics, e, vetoes=vetoes) for e in events]
             )
-            best = highest(answers)
             if best is not None and not (wanted and _is_as_good(wanted, name, best)):
                 found.append(self._by(name, best))
         if not any(due.components is None for due in found):
@@ -127,7 +127,7 @@ class Schedule:
         return "ephemeral" if policy is not None and policy.ephemeral is not None else "permanent"
 
     def _of(self, name: str) -> Saved:
-        return self._saved.get(name, Saved())
+        return self._saved.get(name, _NEVER)
 
     def _by(self, name: str, due: Due) -> Due:
         if not self.has_sides:
@@ -165,7 +165,8 @@ def together(dues: Sequence[Due]) -> Due | None:
 
 def highest(dues: Iterable[Due | None]) -> Due | None:
     """The first one of the highest class."""
-    return max((due for due in dues if due is not None), key=rank, default=None)
+    found = [due for due in dues if due is not None]
+    return max(found, key=rank) if found else None
 
 
 def covers(done: Due, wanted: Due) -> bool:

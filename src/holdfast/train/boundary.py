@@ -54,6 +54,7 @@ class _Components:
     """Components as a checkpoint would hold them, in memory."""
 
     def __init__(self, components: Mapping[str, Any]) -> None:
+        components = components or {"nothing": {}}  # generators come with any component
         captured = capture(components).components
         self._live = components
         self._stored = {

@@ -16,6 +16,9 @@ logger = logging.getLogger("holdfast")
 
 Policy = Literal["warn", "skip", "raise"]
 
+# So many the manifest records of a model of which every weight may be wrong.
+_MAX_REASONS = 10
+
 
 class UnhealthyState(HoldfastError):
     """What was to be saved is not finite; nothing was saved."""
@@ -37,9 +40,7 @@ class HealthGate:
             raise UsageError(f"unhealthy={policy!r}: must be one of {get_args(Policy)}")
         self.policy: Policy = policy
 
-    def check(
-        self, step: int, model: nn.Module, metrics: Mapping[str, float]
-    ) -> tuple[str, ...]:
+    def check(self, step: int, model: nn.Module, metrics: Mapping[str, float]) -> tuple[str, ...]:
         """Let a healthy state pass; gives the reasons why it is not, for the record.
 
         Raises:
@@ -52,7 +53,8 @@ class HealthGate:
         if self.policy != "warn":
             raise error
         logger.warning("%s", error)
-        return found
+        more = (f"and {len(found) - _MAX_REASONS} more",) if len(found) > _MAX_REASONS else ()
+        return found[:_MAX_REASONS] + more
 
 
 def _wrong_loss(metrics: Mapping[str, float]) -> list[str]:

@@ -16,6 +16,8 @@ from holdfast.train.training import Metrics, Training
 if TYPE_CHECKING:
     from holdfast.engine.checkpoint import Checkpoint
 
+_encode = json.JSONEncoder(allow_nan=False).encode
+
 
 class JsonLines(Logger):
     """One JSON object for each step that is logged: one consistent history of the run.
@@ -72,7 +74,7 @@ class JsonLines(Logger):
             "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
             "metrics": {name: _finite(value) for name, value in metrics.items()},
         }
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.write(_encode(line) + "\n")
         self._file.flush()
 
 

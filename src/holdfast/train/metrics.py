@@ -75,7 +75,7 @@ def number(name: str, value: Any) -> Tensor | float:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise UsageError(f"metric {name!r} is a tensor of {value.numel()} numbers, not of one")
-        dtype = torch.float32 if value.device.type == "mps" else torch.float64
+        dtype = torch.float32 if value.is_mps else torch.float64
         scalar = value.detach()
         if scalar.dim():
             scalar = scalar.reshape(())

@@ -6,6 +6,7 @@ import glob
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -75,8 +76,8 @@ def select(
     """The checkpoints that are meant, by step and then as they were made, each of them once.
 
     Each of `which` (None: the newest of `root`) is what `CheckpointManager.load` takes: "latest",
-    a step, a folder, a tag or a label of `root`; or a path: `other/root`, `other/root@which`, the
-    folder of one checkpoint. Names may be patterns of `fnmatch`, which are matched with folder,
+    a step, a folder, a tag or a label of `root`; or a path (a `Path`, or a text with a slash or an
+    @ in it): `other/root`, `other/root@which`, the folder of one checkpoint. Names may be patterns of `fnmatch`, which are matched with folder,
     label, tags and `step=<n>`; every part of a path may be one, and roots in which nothing fits
     are passed over then.
 
@@ -126,7 +127,7 @@ def borrowed(weights: Mapping[str, nn.Module]) -> Iterator[None]:
 
 def _copied(module: nn.Module) -> dict[str, object]:
     return {
-        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else deepcopy(value)
         for name, value in module.state_dict().items()
     }
 
@@ -134,10 +135,9 @@ def _copied(module: nn.Module) -> dict[str, object]:
 def _meant(own: Store, item: Which) -> list[Target]:
     if isinstance(item, int):
         return [Target(store=own, entry=Catalog(own).resolve(item))]
-    text = os.fspath(item)
-    if "@" in text or os.sep in text:
-        return _at_path(text)
-    return _named(own, text)
+    if not isinstance(item, str) or "@" in item or os.sep in item:
+        return _at_path(os.fspath(item))
+    return _named(own, item)
 
 
 def _named(store: Store, which: str) -> list[Target]:

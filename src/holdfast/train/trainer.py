@@ -673,8 +673,9 @@ class Trainer:
         now.tokens = None if self._count_tokens is None else now.tokens or 0
 
     def _is_at_goal(self) -> bool:
-        value: int | None = getattr(self.counters, argument_name(self.goal.unit))
-        return value is not None and value >= self.goal.value
+        goal = self.goal
+        value: int | None = getattr(self.counters, argument_name(goal.unit))
+        return value is not None and value >= goal.value
 
     def _is_done(self) -> bool:
         """Whether training ends here; once it does, it stays so, whatever the clock says."""

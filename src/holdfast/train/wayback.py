@@ -32,7 +32,7 @@ class WayBack:
         self._data = data
         self._can_interrupt = stop is not None and isinstance(data, Loader)
         self._has_hooks = callbacks.are_told("epoch_start", "before_data")
-        self._small = small(state, "data", "progress")
+        self._small = small(state, "data")
         self._modules = [value for value in state.values() if isinstance(value, nn.Module)]
         self._boundary: Boundary | None = None
         self._is_validating = False
