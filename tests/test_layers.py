@@ -32,7 +32,7 @@ LAYERS = (
 )
 RANK = {folder: rank for rank, folders in enumerate(LAYERS) for folder in folders}
 WITHOUT_TORCH = ("errors", "events", "store", "format", "policy", "care", "cli")
-WITHOUT_TORCH_MODULES = ("holdfast.engine.catalog",)
+WITHOUT_TORCH_MODULES = ("holdfast.engine.catalog", "holdfast.engine.stop")
 
 # The package's own lazy table may name everything; whoever drives a whole job may use it.
 ROOT_USERS = ("cli", "demo", "testing")

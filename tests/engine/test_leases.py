@@ -131,7 +131,7 @@ def test_a_lease_is_renewed(store: MemoryStore, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_reader_gives_way_to_a_deletion_that_has_begun(tmp_path: Path) -> None:
-    """R22: the mark was there first; a root's newest is then another one."""
+    """R11: the mark was there first; a root's newest is then another one."""
     tiny = Tiny()
     store = LocalStore(tmp_path)
     with opened(store, tiny) as manager:
@@ -205,6 +205,31 @@ def test_who_may_not_write_reads_without_a_lease(
     with leased(faulty, folder_at(store, 1)) as refused:
         assert refused.startswith("read without a lease")
         assert keys(store) == []
+
+
+def test_a_lost_reply_is_read_back(store: MemoryStore) -> None:
+    faulty = FaultyStore(store, [Fault(kind="lose_reply", op="put", key="readers/*")])
+    with leased(faulty, folder_at(store, 1)) as refused:
+        assert refused == ""
+        assert len(keys(store)) == 1
+    assert keys(store) == []
+
+
+def test_a_lease_that_could_not_be_put_is_an_error_and_leaves_nothing(store: MemoryStore) -> None:
+    """R6: a storage that fails is another thing than one that refuses."""
+    faulty = FaultyStore(store, [Fault(kind="fail", op="put", key="readers/*", times=None)])
+    with pytest.raises(errors.StoreError), leased(faulty, folder_at(store, 1)):
+        pass
+    assert keys(store) == []
+
+
+def test_a_lease_that_cannot_be_taken_back_is_told(store: MemoryStore) -> None:
+    """Invariant 8: what was read was read; the lease ends with the process."""
+    recorder = Recorder()
+    faulty = FaultyStore(store, [Fault(kind="fail", op="delete", key="readers/*")])
+    with leased(faulty, folder_at(store, 1), emit=Emitter((recorder,))):
+        pass
+    assert len(keys(store)) == len(recorder.of("housekeeping_failed")) == 1
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "dangling link"])
@@ -490,7 +515,7 @@ def check(store: Store, newest: int) -> None:
 
 
 def test_a_component_that_goes_is_given_up_by_the_reader(store: MemoryStore) -> None:
-    """R22: the entry of a reader is read after its lease, with the marks of thinners."""
+    """R11: the entry of a reader is read after its lease, with the marks of thinners."""
     folder = folder_at(store, 1)
     mark = encode_thinned(Thinned(by="writer 9", component="tiny", reason="a test"))
     with leased(store, folder):

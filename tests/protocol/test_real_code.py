@@ -205,7 +205,7 @@ def test_a_lease_that_one_side_does_not_look_for_is_caught(
     mutant: Callable[[pytest.MonkeyPatch], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """R22: each breaks our own code; the test above must notice."""
+    """R11: each breaks our own code; the test above must notice."""
     mutant(monkeypatch)
     with pytest.raises(AssertionError, match="V13"):
         interrupt_anywhere(name)

@@ -346,6 +346,32 @@ def test_a_view_lists_its_leaves_as_messages_name_them() -> None:
     assert edited(captured, edit).components == captured.components
 
 
+def test_the_paths_of_a_view_follow_its_edits() -> None:
+    shared = {"x": 1, "y": 2}
+    state = {"data": {"one": shared, "two": shared, "rest": {"p": 1, "q": 2}}, "other": {"p": 1}}
+
+    def edit(view: StateView) -> None:
+        data, other = view["data"], view["other"]
+        del data["one.x"]
+        assert list(data) == ["one.y", "two.y", "rest.p", "rest.q"]
+        del data["rest.p"], data["rest.q"]
+        assert list(data)[2:] == ["rest"]
+        assert data["rest"] == {}
+        data["two.y"] = 5
+        assert data["one.y"] == 5
+        other["q"] = 2
+        other["r"] = {"s": 3}
+        del other["p"]
+        other["p"] = 4
+        assert list(other) == ["q", "r.s", "p"]
+
+    resumed: dict[str, Any] = {"data": {}, "other": {}}
+    Image(edited(capture(state), edit)).load(resumed)
+    assert resumed["data"] == {"one": {"y": 5}, "two": {"y": 5}, "rest": {}}
+    assert resumed["data"]["one"] is resumed["data"]["two"]
+    assert resumed["other"] == {"q": 2, "r": {"s": 3}, "p": 4}
+
+
 # On load
 
 

@@ -30,6 +30,20 @@ def test_what_are_no_counters_is_refused_and_changes_nothing(change: dict[str, A
     assert counters == Counters(step=3)
 
 
+def test_what_is_still_to_be_validated_is_stored_only_if_there_is_any() -> None:
+    """So that older checkpoints have counters, too."""
+    counters = Counters(step=5)
+    assert "unvalidated" not in counters.state_dict()
+    counters.unvalidated = ["", "long"]
+    again = Counters()
+    again.load_state_dict(counters.state_dict())
+    assert again.unvalidated == ["", "long"]
+    again.load_state_dict(Counters(step=6).state_dict())
+    assert again.unvalidated == []
+    with pytest.raises(UsageError, match="unvalidated"):
+        again.load_state_dict({**counters.state_dict(), "unvalidated": "all"})
+
+
 def test_an_epochs_end_begins_the_next_one() -> None:
     counters = Counters(batch=7)
     counters.end_epoch()

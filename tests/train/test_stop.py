@@ -35,7 +35,7 @@ from holdfast.errors import OwnedElsewhere
 from holdfast.store.local import LocalStore
 from holdfast.testing import Fault, FaultyStore
 from holdfast.testing.resume import leaf_digests
-from holdfast.train import Callback, HookFailed, Metrics, Trainer, Training, Validation
+from holdfast.train import Callback, Counters, HookFailed, Metrics, Trainer, Training, Validation
 from train.small import Noisy, mean_square, network
 
 pytestmark = [
@@ -366,6 +366,78 @@ def test_a_stop_in_any_phase_many_times(
     check_stop_and_resume(tmp_path / "run", undisturbed, phase, place, nth)
 
 
+def test_stops_in_life_after_life_go_on_bit_for_bit(
+    tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    """Invariant 7: also while a validation is made up for, and right after it."""
+    root = tmp_path / "run"
+    for place, nth in [
+        ("evaluation", 5),
+        ("evaluation", 2),
+        ("validation data", 3),
+        ("data", 1),
+        ("train", 1),
+        ("before_save", 1),
+        ("validation_start", 1),
+    ]:
+        process = Process(root, place, nth)
+        process.step_at_pause()
+        process.send(signal.SIGTERM)
+        process.go_on()
+        assert process.status() == 75
+    last = Process(root)
+    assert last.status() == 0
+    assert json.loads(last.result.read_text()) == undisturbed.digests
+    assert lines(root) == undisturbed.lines
+    assert undisturbed.best.items() <= measured(root).items()
+
+
+def loop(root: str, result: str, pause: Pause | None) -> None:
+    """A loop of one's own, as the page on stops shows it."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = Loader(Noisy(), batch_size=2)
+    state = {"model": model, "optimizer": optimizer, "data": data}
+    with Stop() as stop, CheckpointManager(root, state, every="4step", stop=stop) as manager:
+        found = manager.resume()
+        step = found.step if found else 0
+        for batch in data.until(10, start=step):
+            mean_square(model, batch)[0].backward()
+            if pause is not None:
+                pause.counters = Counters(step=step)
+                pause.at("train")
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            manager.maybe_save(step)
+            if pause is not None:
+                pause.at("saved")
+            if stop.requested:
+                break
+        manager.save(step, reason="end")
+    Path(result).write_text(json.dumps(leaf_digests(state)))
+
+
+@pytest.mark.parametrize("place", ["train", "saved"])
+@pytest.mark.parametrize("nth", [1, 4, 6])
+def test_a_loop_of_ones_own_is_saved_and_goes_on_bit_for_bit(
+    tmp_path: Path, place: str, nth: int
+) -> None:
+    """Invariant 7, R1: also when the signal comes between the save and the look for it."""
+    straight = Process(tmp_path / "straight", target=loop)
+    stopped = Process(tmp_path / "run", place, nth, target=loop)
+    stopped.step_at_pause()
+    stopped.send(signal.SIGTERM)
+    stopped.go_on()
+    assert stopped.status() == 75
+    assert saved(tmp_path / "run")[0].step == nth
+    resumed = Process(tmp_path / "run", target=loop)
+    assert resumed.status() == straight.status() == 0
+    assert json.loads(resumed.result.read_text()) == json.loads(straight.result.read_text())
+
+
 @pytest.mark.parametrize(
     ("number", "status"),
     [(signal.SIGINT, 130), (signal.SIGUSR1, 75)],
@@ -579,6 +651,22 @@ def test_with_data_of_others_the_window_is_trained_before_the_stop(tmp_path: Pat
     again = trainer(tmp_path / "run", None, data=Foreign(0))
     again.fit(STEPS)
     assert leaf_digests(again.state) == leaf_digests(straight.state)
+
+
+def test_the_validation_of_the_end_is_made_up_for(tmp_path: Path) -> None:
+    """The goal is reached, and yet not all that belongs to it is done."""
+    validate = Validation(data=Loader(Noisy(), batch_size=4, seed=3), every="3step")
+    sends = Sends("validation_batch_end", STEPS)
+    stopped(trainer(tmp_path / "run", None, validate=validate, callbacks=[sends]))
+    newest = saved(tmp_path / "run")[0]
+    assert (newest.step, newest.reason) == (STEPS, "final")
+    assert "val/loss" not in newest.metrics
+    trainer(tmp_path / "run", None, validate=validate).fit(STEPS)
+    newest = saved(tmp_path / "run")[0]
+    assert (newest.step, newest.reason) == (STEPS, "final")
+    assert "val/loss" in newest.metrics
+    assert "loss" in newest.metrics
+    assert lines(tmp_path / "run")[-1][2].keys() == newest.metrics.keys()
 
 
 def test_a_goal_that_was_reached_is_an_outcome_and_the_program_still_ends(tmp_path: Path) -> None:

@@ -73,14 +73,12 @@ def leased(store: Store, folder: str, *, emit: Emitter | None = None) -> Iterato
         yield ""
         return
     lease = _HeldLease(store, folder, emit or Emitter())
-    refused = lease.take()
-    if refused:
-        yield f"read without a lease, so that retention may delete it meanwhile: {refused}"
-        return
     try:
-        _expect_standing(store, folder)
-        lease.keep_up()
-        yield ""
+        refused = lease.take()
+        if not refused:
+            _expect_standing(store, folder)
+            lease.keep_up()
+        yield refused
     finally:
         lease.give_back()
 
@@ -161,12 +159,13 @@ class _HeldLease:
         self._process = this_process()
         self._created = utc_now()
         self._beat = 1
+        self._may_be_there = False
         self._stop = threading.Event()
         self._workers = Workers(1, "holdfast-lease")
         self._done: Future[None] | None = None
 
     def take(self) -> str:
-        """Put it. Returns why the storage refuses one, or nothing.
+        """Put it. Returns what to tell a person when the storage refuses one, or nothing.
 
         Raises:
             StoreError: it failed in another way.
@@ -176,14 +175,15 @@ class _HeldLease:
         except TransientStoreError:
             raise
         except StoreError as error:
-            return str(error)
+            return self._refused(error)
         try:
+            self._may_be_there = True
             self._put_first()
             # What others put is looked for next, and must not be hidden by a cache of names.
             refresh_folder(self._store, self._folder)
         except (AccessDenied, StoreFull, UnsupportedStore) as error:
             self._remove_quietly()
-            return str(error)
+            return self._refused(error)
         except StoreError:
             self._remove_quietly()
             raise
@@ -195,7 +195,7 @@ class _HeldLease:
 
     def give_back(self) -> None:
         """Remove it; what fails is told. A child that was forked leaves its parent's alone."""
-        if os.getpid() != self._process.pid:
+        if os.getpid() != self._process.pid or not self._may_be_there:
             return
         self._stop.set()
         try:
@@ -232,6 +232,10 @@ class _HeldLease:
     def _remove_quietly(self) -> None:
         with suppress(StoreError):
             self._store.delete(self._key)
+        self._may_be_there = False
+
+    def _refused(self, error: StoreError) -> str:
+        return f"read without a lease, so that retention may delete it meanwhile: {error}"
 
 
 # The deleter's side ------------------------------------------------------------------------------

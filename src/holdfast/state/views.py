@@ -76,6 +76,7 @@ class ComponentView(MutableMapping[str, Any]):
         self._skeleton: Skeleton | None = None
         self._holder: dict[str, Any] = {}
         self._places: dict[str, tuple[Any, Any]] | None = None
+        self._has_shared = False
         self._uses: Counter[str] = Counter()
         self._is_changed = False
         self._is_open = True
@@ -104,12 +105,17 @@ class ComponentView(MutableMapping[str, Any]):
             UnsupportedState: the format has no place for such a value.
             UsageError: nothing can be added there.
         """
-        container, key = self._opened().get(path) or self._place_for_new(path)
+        places = self._opened()
+        place = places.get(path) or self._place_for_new(path)
+        container, key = place
         old = _peek(container, key)
         container[key] = new = self._adopted(path, value, old)
         self._is_changed = True
-        if old is None or not (_is_leaf(old) and _is_leaf(new)):
+        if path not in places and container is self._holder[_WHOLE] and _is_leaf(new):
+            places[path] = place
+        elif path not in places or not (_is_leaf(old) and _is_leaf(new)):
             self._places = None
+            self._has_shared = self._has_shared or _has_shared(new)
 
     def __delitem__(self, path: str) -> None:
         """Leave out what is at `path`.
@@ -122,9 +128,13 @@ class ComponentView(MutableMapping[str, Any]):
             raise UsageError(f"{self._at(path)}: leave out the component itself")
         if isinstance(container, list):
             raise UsageError(f"{self._at(path)}: one item of a list; assign the list without it")
-        self._release(container.pop(key))
+        value = container.pop(key)
+        self._release(value)
         self._is_changed = True
-        self._places = None
+        if _is_leaf(value) and not self._has_shared and f"{path}#2" not in self._opened():
+            del self._opened()[path]
+        else:
+            self._places = None
 
     def __repr__(self) -> str:
         return f"<component {self._source.name}: {self._source.kind}>"
@@ -175,6 +185,7 @@ class ComponentView(MutableMapping[str, Any]):
             self._skeleton = decode_skeleton(source.tree, source.specs, what=source.what)
             self._holder = {_WHOLE: self._skeleton.value}
             self._uses.update(_refs_in(self._holder))
+            self._has_shared = _has_shared(self._holder)
         return self._holder, self._skeleton
 
     def _opened(self) -> dict[str, tuple[Any, Any]]:
@@ -425,6 +436,20 @@ def _peek(container: Any, key: Any) -> Any:
 
 def _is_leaf(value: Any) -> bool:
     return not (isinstance(value, dict | list) and value)
+
+
+def _has_shared(value: Any) -> bool:
+    """Whether a dict or list of a decoded tree can be reached in two ways."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict | list):
+            if id(item) in seen:
+                return True
+            seen.add(id(item))
+            waiting += item.values() if isinstance(item, dict) else item
+    return False
 
 
 def _refs_in(value: Any) -> Iterator[str]:

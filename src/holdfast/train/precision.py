@@ -14,6 +14,7 @@ from holdfast.errors import UsageError
 Name = Literal["fp32", "bf16", "fp16"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AS_IT_IS = nullcontext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,7 @@ class Numerics:
     def __init__(self, precision: Precision, device_type: str) -> None:
         self.precision = precision
         self._device_type = device_type
+        self._dtype = _DTYPES.get(precision.dtype)
         self.scaler: torch.amp.GradScaler | None = None
         """A component of the state, with fp16; its step waits for the accelerator."""
         if precision.dtype == "fp16":
@@ -59,8 +61,9 @@ class Numerics:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """What a forward pass runs in."""
-        dtype = _DTYPES.get(self.precision.dtype)
-        return torch.autocast(self._device_type, dtype=dtype) if dtype else nullcontext()
+        if self._dtype is None:
+            return _AS_IT_IS
+        return torch.autocast(self._device_type, dtype=self._dtype)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a loss, scaled if there is a scaler."""

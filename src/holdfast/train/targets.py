@@ -77,9 +77,9 @@ def select(
 
     Each of `which` (None: the newest of `root`) is what `CheckpointManager.load` takes: "latest",
     a step, a folder, a tag or a label of `root`; or a path (a `Path`, or a text with a slash or an
-    @ in it): `other/root`, `other/root@which`, the folder of one checkpoint. Names may be patterns of `fnmatch`, which are matched with folder,
-    label, tags and `step=<n>`; every part of a path may be one, and roots in which nothing fits
-    are passed over then.
+    @ in it): `other/root`, `other/root@which`, the folder of one checkpoint. Names may be patterns
+    of `fnmatch`, which are matched with folder, label, tags and `step=<n>`; every part of a path
+    may be one, and roots in which nothing fits are passed over then.
 
     Raises:
         NoCheckpoint: nothing answers one of them.
