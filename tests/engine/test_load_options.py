@@ -85,6 +85,8 @@ def test_the_format_version_is_checked_before_anything_is_chosen(
     manifest.write_bytes(body + f'"digest": "blake3:{block_digest(body).hex()}"}}\n'.encode())
     with new_run(1).manager(tmp_path) as manager, pytest.raises(UnsupportedVersion):
         manager.load(folder.name, **parts)
+    with new_run(1).manager(tmp_path) as manager, pytest.raises(UnsupportedVersion):
+        manager.load("latest", **parts)  # the older one does not quietly take its place
 
 
 def test_the_index_is_checked_before_anything_is_chosen(tmp_path: Path) -> None:

@@ -27,12 +27,11 @@ def generator(entropy: bytes) -> torch.Generator:
 
 
 class _Before:
-    """The generators, and the intra-op threads, as they are now."""
+    """The generators as they are now."""
 
     def __init__(self) -> None:
         self._python, self._cpu = random.getstate(), torch.default_generator.get_state()
         self._numpy = np.random.get_state(legacy=False)
-        self.num_threads = torch.get_num_threads()
 
     def put_back(self) -> None:
         random.setstate(self._python)
@@ -68,10 +67,7 @@ def end_blocks(depth: int) -> None:
     For who interrupts a fetch: the exception may have come in the middle of a block's own end.
     """
     if len(_open) > depth:
-        before = _open[depth]
-        before.put_back()
-        if torch.get_num_threads() != before.num_threads:
-            torch.set_num_threads(before.num_threads)
+        _open[depth].put_back()
         del _open[depth:]
 
 

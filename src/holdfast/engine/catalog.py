@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from holdfast.engine.documents import read_if_there
-from holdfast.errors import CorruptData, FormatError, NoCheckpoint, listing
+from holdfast.errors import CorruptData, FormatError, NoCheckpoint, UnsupportedVersion, listing
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import (
@@ -302,7 +302,9 @@ class Catalog:
 
     def _search(self, wanted: str) -> Entry | None:
         if wanted == "latest":
-            return self.latest()
+            entry = self.latest()
+            self._expect_readable_after(entry)
+            return entry
         step = re.fullmatch(r"step=(\d{1,18})", wanted, re.ASCII)
         by_label: Entry | None = None
         for entry in self.lineage_entries():
@@ -313,6 +315,18 @@ class Catalog:
             if by_label is None and wanted == entry.name.label:
                 by_label = entry
         return by_label
+
+    def _expect_readable_after(self, entry: Entry | None) -> None:
+        """Raise `UnsupportedVersion` where a newer Holdfast has committed after `entry`."""
+        for name in self.lineage():
+            if entry is not None and name.order <= entry.order:
+                return
+            try:
+                self.entry(name)
+            except UnsupportedVersion:
+                raise
+            except FormatError:
+                continue  # damaged: what is before it serves
 
     def _nothing_matches(self, wanted: str) -> str:
         entries, damaged = self.survey()

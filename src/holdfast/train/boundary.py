@@ -30,7 +30,7 @@ class Boundary:
     ) -> None:
         """Keep the position of `data`, all of the small `components` and with them the global
         generators, and the buffers of `modules`."""
-        self._depth = randomness.depth()
+        self._depth, self._num_threads = randomness.depth(), torch.get_num_threads()
         self._data = data
         self._position = None if data is None else data.state_dict()
         self._components = None if components is None else _Components(components)
@@ -42,6 +42,8 @@ class Boundary:
     def put_back(self) -> None:
         """Make all of it what it was."""
         randomness.end_blocks(self._depth)
+        if torch.get_num_threads() != self._num_threads:  # a fetch runs with one
+            torch.set_num_threads(self._num_threads)
         for buffer, kept in self._buffers:
             buffer.copy_(kept)
         if self._data is not None:

@@ -17,7 +17,7 @@ class Outcome:
     reason: EndReason
     """The goal was reached, the time was over, a signal came, or a callback asked to stop.
 
-    After a signal nobody but callbacks sees it: `fit` raises what ends the program."""
+    After a signal `fit` raises what ends the program, and this is not seen."""
     step: int
     """Steps of the whole run that are done."""
     detail: str = ""
