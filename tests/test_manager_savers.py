@@ -203,6 +203,22 @@ def test_wrong_choices_are_refused(tmp_path: Path, options: dict[str, Any]) -> N
         new_run().manager(tmp_path, **options)
 
 
+def test_a_part_can_be_saved_by_hand(tmp_path: Path) -> None:
+    run = new_run()
+    with run.manager(tmp_path) as manager:
+        manager.save(1).wait()
+        run.train()
+        part = manager.save(1, components=["model"]).wait()
+        assert part.left_out == PART
+        with pytest.raises(UsageError, match="weights"):
+            manager.save(2, components=["weights"])
+        with pytest.raises(UsageError, match="must be some of"):
+            manager.save(2, components=[])
+    other = new_run(seed=1)
+    load_weights(f"{tmp_path}/{part.folder}", other.model)
+    assert all(map(torch.equal, other.model.parameters(), run.model.parameters()))
+
+
 def test_a_part_cannot_be_gone_on_from(tmp_path: Path) -> None:
     run = new_run()
     only = SideSaver("weights", every="1step", components=["model"])

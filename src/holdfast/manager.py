@@ -183,6 +183,7 @@ class CheckpointManager:
         cycle: int | None = None,
         samples: int | None = None,
         tokens: int | None = None,
+        components: Iterable[str] | None = None,
         reason: str = "manual",
         save_class: SaveClass = "permanent",
     ) -> PendingSave:
@@ -191,6 +192,7 @@ class CheckpointManager:
         `step` counts completed optimizer windows, `epoch` and `cycle` those that have ended;
         `samples` and `tokens` are totals of the run.
         `save_class` says whether later saves may replace it; retention obeys what was recorded.
+        `components` names what it is to hold (default: all); a run cannot go on from a part.
         Saving again at the step of the checkpoint on which the run stands, with not one byte
         changed, gives that checkpoint and writes nothing.
 
@@ -202,7 +204,9 @@ class CheckpointManager:
             DeadlineExceeded: the save before this one hangs.
         """
         now = self._now(step, epoch=epoch, cycle=cycle, samples=samples, tokens=tokens)
-        return self._save(now, Due(save_class, reason, tags=checked_tags(tags)), metrics)
+        only = None if components is None else self._checked(components)
+        due = Due(save_class, reason, components=only, tags=checked_tags(tags))
+        return self._save(now, due, metrics)
 
     def maybe_save(
         self,
@@ -502,6 +506,13 @@ class CheckpointManager:
         self._tuning.after_commit(entry)
         self._housekeeper.after_commit(entry)
 
+    def _checked(self, components: Iterable[str]) -> tuple[str, ...]:
+        names = (components,) if isinstance(components, str) else tuple(components)
+        unknown = [name for name in names if name not in {*self.state, RNG}]
+        if unknown or not names:
+            raise UsageError(f"components={components!r}: must be some of {[*self.state, RNG]}")
+        return names
+
     def _capture(self, due: Due) -> Captured:
         with collector_paused():
             captured = capture(self.state, due.components)
@@ -627,7 +638,9 @@ class CheckpointManager:
 def _record(entry: Entry) -> Record:
     manifest = entry.manifest
     return Record(
-        savers=manifest.savers, save_class=manifest.save_class, timestamp=manifest.timestamp
+        savers=manifest.savers or (() if manifest.left_out else (MAIN,)),
+        save_class=manifest.save_class,
+        timestamp=manifest.timestamp,
     )
 
 

@@ -26,6 +26,7 @@ from holdfast.care.retention import candidate, plan
 from holdfast.engine import commit
 from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.hooks import StateHooks
+from holdfast.events import Event
 from holdfast.manager import CheckpointManager
 from holdfast.policy import retention as policy
 from holdfast.policy.retention import (
@@ -284,3 +285,30 @@ def test_a_retention_that_counts_the_unhealthy_is_noticed(monkeypatch: pytest.Mo
     monkeypatch.setattr(Candidate, "counts", Candidate.is_usable)
     with pytest.raises((AssertionError, KeyError)):
         play(200, phases=[Phase.generate], report_multiple_bugs=False)
+
+
+@pytest.mark.parametrize("op", ["put", "delete"])
+def test_a_deletion_that_fails_anywhere_is_ended_after_the_next_save(op: Any) -> None:
+    """D43, invariant 8: also when the manifest is gone by then, and only files are left."""
+    store = MemoryStore()
+    fails = Fault(kind="fail", op=op, key="step-00000001*", at=_puts_of_a_save() * (op == "put"))
+    events: list[Event] = []
+    with CheckpointManager(
+        FaultyStore(store, [fails]), {"a": {"b": 1}}, keep=Last(1), sinks=[events.append]
+    ) as manager:
+        first = manager.save(1).wait().folder
+        manager.save(2).wait()
+        manager.wait()
+        assert [e.step for e in events if e.kind == "housekeeping_failed"] == [1]
+        assert [*store.list(f"{first}/")]
+        manager.save(3).wait()
+        manager.wait()
+        assert not [*store.list(f"{first}/")]
+    assert [e.step for e in events if e.kind == "retracted"] == [1, 2]
+
+
+def _puts_of_a_save() -> int:
+    store = FaultyStore(MemoryStore())
+    with CheckpointManager(store, {"a": {"b": 1}}) as manager:
+        folder = manager.save(1).wait().folder
+    return sum(op == "put" and key.startswith(folder) for op, key in store.ops)

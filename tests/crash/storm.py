@@ -93,7 +93,10 @@ def clean_up(root: Path) -> None:
     committed = {entry.folder: entry.manifest for entry in Catalog(store).checkpoints()}
     if not 1 <= len(committed) <= 3:
         raise AssertionError(f"{len(committed)} checkpoints")
-    junk = set(os.listdir(root)) - set(committed) - {layout.WRITERS, layout.LATEST}
+    junk = set(os.listdir(root)) - set(committed)
+    junk -= {layout.WRITERS, layout.READERS, layout.LATEST}
+    if (root / layout.READERS).exists():  # whoever has loaded something has made it
+        junk |= set(os.listdir(root / layout.READERS))
     for folder, manifest in committed.items():
         junk |= set(os.listdir(root / folder)) - set(manifest.files) - {layout.MANIFEST}
     junk |= {name for name in os.listdir(root / layout.WRITERS) if name.startswith(".")}

@@ -347,6 +347,45 @@ def test_a_position_in_mid_epoch_is_refused_by_an_epoch_of_another_shape(
     assert differing.state_dict() == before
 
 
+@pytest.mark.parametrize("per_epoch", [1, 4, 6, 9])
+@pytest.mark.parametrize("taken", [0, 1, 4, 9, 11])
+def test_batches_per_epoch_moves_the_ends_of_epochs_and_nothing_else(
+    straight: list[torch.Tensor], per_epoch: int, taken: int
+) -> None:
+    """Invariant 7: a resume at any place, also at an end, gives the batches of whole laps."""
+    first, second = (augmented(batches_per_epoch=per_epoch) for _ in range(2))
+    begun = list(islice(epochs_of(first), taken))
+    second.load_state_dict(first.state_dict())
+    assert_same(begun + list(islice(epochs_of(second), 12 - taken)), straight)
+    assert second.epoch * per_epoch + second.batch == 12
+    assert len(second) == per_epoch
+    assert second.at_epoch_end is (12 % per_epoch == 0)
+
+
+def test_batches_per_epoch_counts_over_the_ends_of_laps(straight: list[torch.Tensor]) -> None:
+    loader = augmented(2, batches_per_epoch=9)
+    assert_same(list(loader), straight[:9])
+    assert (loader.epoch, loader.batch) == (1, 0)
+    assert_same(list(loader.until(3)), straight[9:])
+    assert (loader.epoch, loader.batch) == (1, 3)
+
+
+@pytest.mark.parametrize("per_epoch", [None, 2])
+@pytest.mark.parametrize("taken", [1, 3, 6])
+def test_epochs_of_another_length_mean_another_place_and_are_refused(
+    per_epoch: int | None, taken: int
+) -> None:
+    loader = Loader(range(10), batch_size=4, batches_per_epoch=3)
+    other = Loader(range(10), batch_size=4, batches_per_epoch=per_epoch)
+    other.load_state_dict(loader.state_dict())
+    list(islice(epochs_of(loader), taken))
+    with pytest.raises(UsageError, match=f"batches_per_epoch: stored 3, here {per_epoch}"):
+        other.load_state_dict(loader.state_dict())
+    list(islice(epochs_of(other), taken))
+    with pytest.raises(UsageError, match=f"batches_per_epoch: stored {per_epoch}, here 3"):
+        loader.load_state_dict(other.state_dict())
+
+
 @pytest.mark.parametrize(("taken", "batch"), [(0, 0), (3, 10)])
 def test_the_begin_and_the_end_of_an_epoch_mean_the_same_in_any_shape(
     taken: int, batch: int
@@ -377,6 +416,10 @@ def test_a_stored_seed_wins_and_is_reported(caplog: pytest.LogCaptureFixture) ->
         {"seed": None},
         {"num_samples": 0},
         {"num_samples": 3, "drop_last": True, "batch": 0},
+        {"num_samples": 3, "drop_last": True, "batch": 0, "batches_per_epoch": 2},
+        {"batches_per_epoch": 0},
+        {"batches_per_epoch": True},
+        {"batches_per_epoch": 2, "batch": 3},
         {"shuffle": 1},
         {"extra": 1},
     ],
@@ -406,6 +449,11 @@ class Endless(IterableDataset[int]):
         ({"batch_size": True}, "batch_size=True"),
         ({"seed": -1}, "seed=-1"),
         ({"seed": 0.5}, "seed=0.5"),
+        ({"batches_per_epoch": 0}, "batches_per_epoch=0"),
+        (
+            {"dataset": [1], "drop_last": True, "batches_per_epoch": 5},
+            "leaves no batch",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_at_construction(

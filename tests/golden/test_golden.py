@@ -134,7 +134,7 @@ def test_the_run_is_resumed(tmp_path: Path, which: str, step: int) -> None:
 def test_the_weights_alone_are_loaded(tmp_path: Path) -> None:
     """R21: from the root and from a copied folder."""
     copied = shutil.copytree(folder_of("run", 20), tmp_path / "best")
-    for source in (V1 / "run", copied):
+    for source in (copy_of("run", tmp_path), copied):
         run = make.Run()
         assert load_weights(source, run.model).step == 20
         assert run.model.state_dict()["0.bias"].tolist() == [120.0, 121.0]

@@ -92,6 +92,12 @@ def test_somebody_who_asks_gets_a_whole_save_whatever_the_policy(event: str) -> 
     assert weights.due(at(2), events=[event]) is None  # type: ignore[list-item]
 
 
+def test_a_part_saved_by_hand_puts_nothing_off() -> None:
+    schedule = Schedule("2step")
+    schedule.began(Due("permanent", "manual", components=("model",)), at(2))
+    assert schedule.due(at(2)) == Due("permanent", "every 2step")
+
+
 def test_what_is_asked_for_is_of_the_lowest_class_unless_a_trigger_says_more() -> None:
     two = Schedule(SavePolicy(permanent="10step", ephemeral="2step"))
     assert two.due(at(1), events=["step", "signal"]) == Due("ephemeral", "signal")

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +300,23 @@ def test_a_goal_in_epochs_ends_with_the_epoch(tmp_path: Path) -> None:
     assert (last.step, last.timestamp.epoch, last.reason) == (10, 2, "final")
     assert (trainer.data.epoch, trainer.data.batch) == (2, 0)
     assert hooks.of("epoch_end") == ["1", "2"]
+
+
+def test_an_epoch_may_be_so_many_batches_and_a_resume_is_in_the_same_one(tmp_path: Path) -> None:
+    """K35: five batches a lap, three an epoch, with a stop at each of its places."""
+    straight, resumed = Hooks(), Hooks()
+    options = {"every": "1ep", "ema": 0.5}
+    data = partial(Loader, Noisy(), batch_size=2, batches_per_epoch=3)
+    whole = make(tmp_path / "straight", data=data(), callbacks=[straight], **options)
+    whole.fit("3ep")
+    for step in (1, 3, 5, 7, 9):
+        parts = make(tmp_path / "parts", data=data(), callbacks=[resumed], **options)
+        parts.fit(step)
+    assert straight.of("epoch_end") == resumed.of("epoch_end") == ["1", "2", "3"]
+    assert [found.step for found in checkpoints(tmp_path / "straight")] == [3, 6, 9]
+    assert (parts.data.epoch, parts.data.batch, parts.counters.step) == (3, 0, 9)
+    for name, weight in whole.model.state_dict().items():
+        assert torch.equal(parts.model.state_dict()[name], weight)
 
 
 def test_goals_and_triggers_in_samples_and_tokens(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from holdfast.engine.leases import Readers
 from holdfast.engine.notes import reject
 from holdfast.engine.parts import parts_of
 from holdfast.errors import CorruptData, HoldfastError, Superseded
+from holdfast.format.manifest import Deleted
 from holdfast.policy.retention import Candidate, Decision, Rule, decide, stands_in
 from holdfast.store.base import Store
 
@@ -115,6 +116,8 @@ class Deleter:
         self._readers = readers if readers is not None else Readers(store)
         self._told: set[str] = set()
         self._verified: set[str] = set()
+        self._failures: dict[str, Planned] = {}
+        """By folder: what could not be done, or not to its end."""
 
     def trust(self, entry: Entry) -> None:
         """Every byte of this one was read and found right."""
@@ -135,6 +138,7 @@ class Deleter:
         planned = plan(
             catalog, self._rule, epoch=claim.epoch, resumed_from=keep, replaces=self._replaces
         )
+        self._finish(claim, catalog)
         wanted = (
             item for item in reversed(planned) if item.decision.drop or not item.decision.keep
         )
@@ -151,6 +155,12 @@ class Deleter:
                 settled.add(base.folder)
             self._do(claim, item)
         return planned
+
+    def _finish(self, claim: Claim, catalog: Catalog) -> None:
+        """Remove what is left of those that are no checkpoints any more; no plan has them."""
+        for folder, item in [*self._failures.items()]:
+            if isinstance(catalog.read(folder), Deleted):
+                self._do(claim, item)
 
     def _proven_base(
         self, item: Planned, planned: Sequence[Planned], damaged: set[str]
@@ -183,6 +193,7 @@ class Deleter:
         return False
 
     def _do(self, claim: Claim, item: Planned) -> None:
+        self._failures.pop(item.entry.folder, None)
         try:
             if item.decision.keep:
                 self._thin(claim, item.entry, item.decision)
@@ -191,6 +202,7 @@ class Deleter:
         except Superseded:
             raise
         except HoldfastError as error:
+            self._failures[item.entry.folder] = item
             self._failed(item.entry, error)
 
     def _retract(self, claim: Claim, entry: Entry, reason: str) -> None:

@@ -1,7 +1,7 @@
 """A DataLoader whose position is exact (docs/design.md, section 6).
 
-The order of samples is a pure function of (seed, epoch), and each batch is fetched under global
-generators seeded from (seed, epoch, batch). So the position, two numbers, says everything, and
+The order of samples is a pure function of (seed, lap), and each batch is fetched under global
+generators seeded from (seed, lap, batch). So the position, two numbers, says everything, and
 it counts the batches that the loop has taken, not those that workers have fetched ahead.
 """
 
@@ -22,15 +22,17 @@ logger = logging.getLogger("holdfast")
 
 _Spec = tuple[int, int, Sequence[int]]
 _SHAPE = ("num_samples", "batch_size", "shuffle", "drop_last")
+_PER_EPOCH = "batches_per_epoch"
+"""Stored only where it is given."""
 
 
 class Loader:
     """Batches of a map-style dataset, in an order and with a position that resume exactly.
 
     `for batch in loader` gives the rest of the current epoch, then stops; the next loop gives
-    the next epoch. The epoch ends when the loop asks for a batch beyond its last one: a position
-    saved after the last batch is still in that epoch, so that whatever a loop does at the end of
-    an epoch is also done after a resume.
+    the next epoch: one lap through the data, or `batches_per_epoch` batches of it. It ends when
+    the loop asks for a batch beyond its last one: a position saved after the last batch is still
+    in that epoch, so that whatever a loop does at the end of an epoch is also done after a resume.
 
     As a component of the state it stores its position. One iterator is alive at a time: beginning
     another one, or `load_state_dict`, ends the former, whose next item raises `UsageError`.
@@ -55,6 +57,7 @@ class Loader:
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
+        batches_per_epoch: int | None = None,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
@@ -68,8 +71,10 @@ class Loader:
             dataset: has `__len__`, and `__getitem__` or `__getitems__`.
             batch_size: samples a batch.
             seed: of the order and of what a fetch draws; zero or above.
-            shuffle: draw a new order in each epoch; otherwise the dataset's own.
-            drop_last: leave out an epoch's last batch when it is not full.
+            shuffle: draw a new order for each lap through the data; otherwise the dataset's own.
+            drop_last: leave out a lap's last batch when it is not full.
+            batches_per_epoch: an epoch is so many batches, fewer or more than a lap, and the next
+                one goes on where it ended; None: one lap.
 
         Raises:
             UsageError: an iterable, an empty dataset, or one with no full batch to give.
@@ -77,11 +82,15 @@ class Loader:
         _check_dataset(dataset)
         _check_whole("batch_size", batch_size, at_least=1)
         _check_whole("seed", seed, at_least=0)
+        if batches_per_epoch is not None:
+            _check_whole("batches_per_epoch", batches_per_epoch, at_least=1)
         self.dataset = dataset
         self._num_samples = len(dataset)
         self._batch_size = batch_size
         self._shuffle = bool(shuffle)
         self._drop_last = bool(drop_last)
+        self._batches_per_lap = _num_batches(self._num_samples, batch_size, self._drop_last)
+        self._batches_per_epoch = batches_per_epoch
         self._check_not_empty()
         self._seed = seed
         self._epoch = 0
@@ -125,7 +134,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Batches an epoch."""
-        return _num_batches(self._num_samples, self._batch_size, self._drop_last)
+        return self._batches_per_epoch or self._batches_per_lap
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of this epoch."""
@@ -168,7 +177,8 @@ class Loader:
 
         Raises:
             UsageError: not a position, or one inside an epoch that has another length, batch
-                size or order here. Nothing is changed then.
+                size or order here; with `batches_per_epoch`, also one at the end of such an epoch.
+                Nothing is changed then.
         """
         stored = _checked(state)
         batch = self._translated(stored)
@@ -202,42 +212,48 @@ class Loader:
                 )
 
     def _specs(self, epoch: int, batch: int, count: int) -> Iterator[tuple[bytes, _Spec]]:
-        order = self._order(epoch)
-        for _ in range(count):
-            if batch == len(self):
-                epoch, batch = epoch + 1, 0
-                order = self._order(epoch)
-            indices = order[batch * self._batch_size : (batch + 1) * self._batch_size].tolist()
-            yield randomness.derive(self._seed, "batch", epoch, batch), (epoch, batch, indices)
-            batch += 1
+        first = epoch * len(self) + batch
+        order, ordered_lap = torch.empty(0), -1
+        for number in range(first, first + count):
+            lap, place = divmod(number, self._batches_per_lap)
+            if lap != ordered_lap:
+                order, ordered_lap = self._order(lap), lap
+            indices = order[place * self._batch_size : (place + 1) * self._batch_size].tolist()
+            # Not of the epoch: what a batch is does not depend on where epochs end.
+            entropy = randomness.derive(self._seed, "batch", lap, place)
+            yield entropy, (*divmod(number, len(self)), indices)
 
-    def _order(self, epoch: int) -> torch.Tensor:
+    def _order(self, lap: int) -> torch.Tensor:
         if not self._shuffle:
             return torch.arange(self._num_samples)
-        own = randomness.generator(randomness.derive(self._seed, "order", epoch))
+        own = randomness.generator(randomness.derive(self._seed, "order", lap))
         return torch.randperm(self._num_samples, generator=own)
 
     def _shape(self) -> dict[str, int | bool]:
-        return {
+        shape: dict[str, int | bool] = {
             "num_samples": self._num_samples,
             "batch_size": self._batch_size,
             "shuffle": self._shuffle,
             "drop_last": self._drop_last,
         }
+        if self._batches_per_epoch is not None:
+            shape[_PER_EPOCH] = self._batches_per_epoch
+        return shape
 
     def _translated(self, stored: Mapping[str, int]) -> int:
-        """The stored batch in this loader's terms: an epoch's begin and end are those of any."""
-        batch = stored["batch"]
-        if batch == _num_batches(
-            stored["num_samples"], stored["batch_size"], bool(stored["drop_last"])
-        ):
-            return len(self)
+        """The stored batch in this loader's terms: begin and end of a lap are those of any."""
+        batch, shape = stored["batch"], self._shape()
         differing = [
-            f"{name}: stored {stored[name]}, here {here}"
-            for name, here in self._shape().items()
-            if stored[name] != here
+            f"{name}: stored {stored.get(name)}, here {shape.get(name)}"
+            for name in (*_SHAPE, _PER_EPOCH)
+            if stored.get(name) != shape.get(name)
         ]
-        if batch and differing:
+        if not differing or stored["epoch"] == batch == 0:
+            return batch
+        are_laps = _PER_EPOCH not in stored and _PER_EPOCH not in shape
+        if are_laps and batch == _epoch_length(stored):
+            return len(self)
+        if batch or not are_laps:
             raise UsageError(
                 f"the position is batch {batch} of epoch {stored['epoch']}, and means nothing in "
                 "an epoch of another shape:\n" + listing(differing)
@@ -247,7 +263,7 @@ class Loader:
     def _check_not_empty(self) -> None:
         if self._num_samples == 0:
             raise UsageError("the dataset is empty")
-        if len(self) == 0:
+        if self._batches_per_lap == 0:
             raise UsageError(
                 f"batch_size={self._batch_size} with drop_last leaves no batch of "
                 f"{self._num_samples} samples"
@@ -311,6 +327,13 @@ def _num_batches(num_samples: int, batch_size: int, drop_last: bool) -> int:
     return num_samples // batch_size if drop_last else -(-num_samples // batch_size)
 
 
+def _epoch_length(stored: Mapping[str, int]) -> int:
+    num_batches = _num_batches(
+        stored["num_samples"], stored["batch_size"], bool(stored["drop_last"])
+    )
+    return stored.get(_PER_EPOCH, num_batches) if num_batches else 0
+
+
 def _check_dataset(dataset: Any) -> None:
     if isinstance(dataset, IterableDataset):
         raise UsageError(
@@ -331,6 +354,8 @@ def _check_whole(name: str, value: Any, *, at_least: int) -> None:
 def _checked(state: Mapping[str, Any]) -> dict[str, int]:
     """The members of a stored position, each of its type and possible."""
     least = {"epoch": 0, "batch": 0, "seed": 0, "num_samples": 1, "batch_size": 1}
+    if _PER_EPOCH in state:
+        least[_PER_EPOCH] = 1
     if set(state) != {*least, *_SHAPE}:
         raise UsageError(f"not the position of a Loader: it has {sorted(state)}")
     for name, at_least in least.items():
@@ -338,7 +363,7 @@ def _checked(state: Mapping[str, Any]) -> dict[str, int]:
     for name in ("shuffle", "drop_last"):
         if not isinstance(state[name], bool):
             raise UsageError(f"stored {name}={state[name]!r}: must be true or false")
-    num_batches = _num_batches(state["num_samples"], state["batch_size"], state["drop_last"])
+    num_batches = _epoch_length(state)
     if not 0 < num_batches >= state["batch"]:
         raise UsageError(f"stored batch={state['batch']}: its epoch has {num_batches} batches")
     return dict(state)

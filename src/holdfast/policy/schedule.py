@@ -98,8 +98,8 @@ class Schedule:
         return together(found)
 
     def began(self, due: Due, now: Timestamp) -> None:
-        """A save was begun."""
-        for name in due.savers or (MAIN,):
+        """A save was begun. A part that was saved by hand is no saver's own."""
+        for name in due.savers or ((MAIN,) if due.components is None else ()):
             self._saved[name] = self._of(name).plus(due.save_class, now)
 
     def stand_on(self, timestamp: Timestamp, records: Iterable[Record]) -> None:
@@ -107,7 +107,7 @@ class Schedule:
         self._previous = timestamp
         self._saved = {}
         for record in records:
-            for name in record.savers or (MAIN,):
+            for name in record.savers:
                 saved = self._of(name)
                 if getattr(saved, record.save_class) is None:
                     self._saved[name] = saved.plus(record.save_class, record.timestamp)
