@@ -196,11 +196,25 @@ def test_a_failure_that_is_only_warned_of_does_not_stop_the_next_save(tmp_path: 
 
 @pytest.mark.parametrize(
     "options",
-    [{"on_existing": "overwrite"}, {"on_failure": "ignore"}, {"savers": ["weights"]}],
+    [
+        {"on_existing": "overwrite"},
+        {"on_failure": "ignore"},
+        {"savers": ["weights"]},
+        {"takeover": "no"},
+        {"preflight": "no"},
+        {"stop": True},
+        {"hooks": print},
+        {"label": "{nothing}"},
+    ],
 )
 def test_wrong_choices_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         new_run().manager(tmp_path, **options)
+
+
+def test_a_hook_that_cannot_be_called_is_refused() -> None:
+    with pytest.raises(UsageError, match="before_save=3"):
+        StateHooks(before_save=3)  # type: ignore[arg-type]
 
 
 def test_a_part_can_be_saved_by_hand(tmp_path: Path) -> None:

@@ -215,6 +215,16 @@ class DeadlineExceeded(HoldfastError, TimeoutError):
     """A wait took longer than it may; the message says what was waited for."""
 
 
+def is_damage(error: BaseException) -> bool:
+    """Whether an error speaks of a checkpoint's bytes, so that an older one may serve.
+
+    A newer format, a state that does not fit, missing rights and passing failures are not damage.
+    """
+    if isinstance(error, UnsupportedVersion | AccessDenied | TransientStoreError):
+        return False
+    return isinstance(error, FormatError | StoreError)
+
+
 def listing(items: Iterable[str], limit: int = 10) -> str:
     """The first `limit` items as indented lines, then how many more there are."""
     everything = list(items)

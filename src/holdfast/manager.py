@@ -21,7 +21,7 @@ from holdfast.engine.checkpoint import Checkpoint, PendingSave, describe
 from holdfast.engine.claim import Settled
 from holdfast.engine.fingerprint import differences, environment, numerics
 from holdfast.engine.hooks import StateHooks
-from holdfast.engine.notes import annotate, checked_metrics, checked_tags
+from holdfast.engine.notes import annotate, checked_metrics, checked_reasons, checked_tags
 from holdfast.engine.outside import Asked, Outside
 from holdfast.engine.owner import Ownership
 from holdfast.engine.pause import collector_paused
@@ -128,12 +128,23 @@ class CheckpointManager:
         preflight: bool = True,
     ) -> None:
         check_state(state)
+        check_options(
+            state,
+            keep=keep,
+            savers=savers,
+            on_existing=on_existing,
+            label=label,
+            run_name=run_name,
+            takeover=takeover,
+            stop=stop,
+        )
         rule = combined_rule(keep, savers, {*state, RNG})
         for name, value in (("save_timeout_s", save_timeout_s), ("exit_timeout_s", exit_timeout_s)):
             if not value > 0:
                 raise UsageError(f"{name}={value!r} must be a positive number of seconds")
-        _check_choice("on_existing", on_existing, OnExisting)
         _check_choice("on_failure", on_failure, OnFailure)
+        _check_is("preflight", preflight, bool)
+        _check_is("hooks", hooks, StateHooks | None)
         self.store = open_store(root)
         self.state = state
         length = None if max_duration is None else parse(max_duration, what="max_duration")
@@ -233,16 +244,23 @@ class CheckpointManager:
         """
         now = self._now(step, epoch=epoch, cycle=cycle, samples=samples, tokens=tokens)
         self._check_usable()
-        self._raise_failure()
         pending = self._saver.pending
+        if pending is not None and pending.failure() is not None:
+            self._schedule.failed()
+        self._raise_failure()
         self._tuning.look(now, is_writing=pending is not None and not pending.done())
         events, asked = self._outside.look(event, is_owner=self.is_owner)
-        # As they are: to read a tensor's value would make every step wait for the device.
-        due = self._schedule.due(now, metrics or {}, events, vetoes=vetoes, wanted=wanted)
-        if due is None and asked.requests:
-            # The present step is saved already: who asks gets that checkpoint, with their tags.
-            due = Due(self._schedule.asked_class(), "demand")
-        return None if due is None else self._save_as_asked(asked, now, due, metrics)
+        try:
+            # As they are: to read a tensor's value would make every step wait for the device.
+            due = self._schedule.due(now, metrics or {}, events, vetoes=vetoes, wanted=wanted)
+            if due is None and asked.requests:
+                # The present step is saved already: who asks gets that checkpoint, with their tags.
+                due = Due(self._schedule.asked_class(), "demand")
+            return None if due is None else self._save_as_asked(asked, now, due, metrics)
+        except BaseException as error:
+            self._schedule.not_begun()
+            self._outside.refuse(asked, error)
+            raise
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until no save and no housekeeping is under way; raise what went wrong.
@@ -455,7 +473,8 @@ class CheckpointManager:
         measured = checked_metrics(metrics)
         self._check_usable()
         try:
-            unhealthy = self._hooks.before_save and self._hooks.before_save(now, measured)
+            hook = self._hooks.before_save
+            unhealthy = checked_reasons(None if hook is None else hook(now, measured))
         except SaveSkipped as error:
             self._emit("save_skipped", str(error), step=now.step)
             return PendingSave.skipped(now.step, due, error)
@@ -487,7 +506,7 @@ class CheckpointManager:
             environment=environment(),
             savers=due.savers or ((MAIN,) if self._schedule.has_sides else ()),
             left_out=tuple(n for n in (*self.state, RNG) if n not in captured.components),
-            unhealthy=tuple(unhealthy or ()),
+            unhealthy=unhealthy,
             timings=timings,
         )
         self._schedule.began(due, now)
@@ -522,11 +541,7 @@ class CheckpointManager:
     def _save_as_asked(
         self, asked: Asked, now: Timestamp, due: Due, metrics: Mapping[str, float] | None
     ) -> PendingSave:
-        try:
-            pending = self._save(now, asked.added_to(due), metrics)
-        except BaseException as error:
-            self._outside.refuse(asked, error)
-            raise
+        pending = self._save(now, asked.added_to(due), metrics)
         self._outside.tell(asked, pending.committed)
         return pending
 
@@ -642,6 +657,34 @@ def _record(entry: Entry) -> Record:
         save_class=manifest.save_class,
         timestamp=manifest.timestamp,
     )
+
+
+def check_options(
+    state: Mapping[str, Any],
+    *,
+    keep: Rule | None,
+    savers: Sequence[SideSaver],
+    on_existing: OnExisting,
+    label: str | LabelFunction,
+    run_name: str | None,
+    takeover: bool,
+    stop: Stop | None,
+) -> None:
+    """Let pass what a manager of this state would take.
+
+    Raises:
+        UsageError: one of them is wrong.
+    """
+    combined_rule(keep, savers, {*state, RNG})
+    compile_label(label, run_name=run_name)
+    _check_choice("on_existing", on_existing, OnExisting)
+    _check_is("takeover", takeover, bool)
+    _check_is("stop", stop, Stop | None)
+
+
+def _check_is(name: str, value: object, kind: Any) -> None:
+    if not isinstance(value, kind):
+        raise UsageError(f"{name}={value!r}: must be {getattr(kind, '__name__', kind)}")
 
 
 def _check_choice(name: str, value: object, choices: Any) -> None:

@@ -50,16 +50,23 @@ class Beginning:
     def refuse_existing(self, step: int, standing: Entry | None) -> None:
         """Raise `UsageError` where there is a checkpoint of this step, in whatever lineage.
 
-        But for the one on which the run stands, which may turn out to be unchanged.
+        But for the one on which the run stands, which may turn out to be unchanged, and for parts
+        that another saver has saved at this step.
         """
         if standing is not None and standing.step == step:
             return
-        there = [e.folder for e in Catalog(self._store).checkpoints() if e.step == step]
+        found = [entry for entry in Catalog(self._store).checkpoints() if entry.step == step]
+        there = [entry.folder for entry in found if not self._is_part_of_this_pass(entry)]
         if there:
             raise UsageError(
                 f'{self._store.url}: on_existing="error", and there is a checkpoint of step '
                 f"{step} already: {', '.join(there)}"
             )
+
+    def _is_part_of_this_pass(self, entry: Entry) -> bool:
+        """Whether another saver of this very process has just saved a part of the state."""
+        claim = self._owner.claim
+        return claim is not None and entry.name.epoch == claim.epoch and bool(entry.manifest.left_out)
 
     def _choose_a_fresh_start(self) -> Choice:
         self._refuse_accidental_restart(None)

@@ -19,6 +19,8 @@ class Problem:
     """Keys of the tensors that have bytes in the damaged stretch."""
     expected: str = ""
     found: str = ""
+    is_damage: bool = True
+    """Whether bytes are wrong; else they could not be read, and nothing is known of them."""
 
     def __str__(self) -> str:
         place = "" if self.block is None else f" block {self.block} (byte {self.start})"

@@ -15,7 +15,7 @@ from holdfast.engine.commit import retract, settle, thin
 from holdfast.engine.leases import Readers
 from holdfast.engine.notes import reject
 from holdfast.engine.parts import parts_of
-from holdfast.errors import CorruptData, HoldfastError, Superseded
+from holdfast.errors import CorruptData, HoldfastError, StoreError, Superseded
 from holdfast.format.manifest import Deleted
 from holdfast.policy.retention import Candidate, Decision, Rule, decide, stands_in
 from holdfast.store.base import Store
@@ -188,6 +188,10 @@ class Deleter:
             self.trust(entry)
             return True
         problems = "; ".join(str(problem) for problem in report.problems[:3])
+        if not any(problem.is_damage for problem in report.problems):
+            # A mark would stay; what could not be read may well be read the next time.
+            self._failed(entry, StoreError(f"it cannot be read back now: {problems}"))
+            return False
         self._failed(entry, CorruptData(f"read back, it is damaged: {problems}"))
         reject(self._store, entry.folder, by="retention", reason=f"read back: {problems}")
         return False

@@ -19,7 +19,14 @@ from holdfast.engine.catalog import Catalog
 from holdfast.engine.documents import read_document
 from holdfast.engine.leases import leased
 from holdfast.engine.parts import Parts, parts_of
-from holdfast.errors import FormatError, NoCheckpoint, NotFound, StoreError
+from holdfast.errors import (
+    FormatError,
+    HoldfastError,
+    NoCheckpoint,
+    NotFound,
+    StoreError,
+    is_damage,
+)
 from holdfast.format import layout
 from holdfast.format.blocks import DIGEST_NBYTES, digest_blocks, file_digest, split
 from holdfast.format.index import Index, decode_index
@@ -213,7 +220,7 @@ class _Inspection:
         except NotFound:
             raise NoCheckpoint(f"{self._folder}: not committed") from None
         except (FormatError, StoreError) as error:
-            self._problem(layout.MANIFEST, str(error))
+            self._problem(layout.MANIFEST, error)
             return None
         if not isinstance(register, Manifest):
             state = "given up" if isinstance(register, Aborted) else "deleted"
@@ -252,7 +259,7 @@ class _Inspection:
         except NotFound:
             self._problem(layout.INDEX, "is missing")
         except (FormatError, StoreError) as error:
-            self._problem(layout.INDEX, str(error))
+            self._problem(layout.INDEX, error)
         finally:
             self._advance(listed.nbytes)
         return None
@@ -316,7 +323,7 @@ class _Inspection:
             self._problem(file, "is missing", tensors=self._tensors(file, 0, listed.nbytes))
             return 0
         except StoreError as error:
-            self._problem(file, str(error), tensors=self._tensors(file, 0, listed.nbytes))
+            self._problem(file, error, tensors=self._tensors(file, 0, listed.nbytes))
             return 0
         if nbytes != listed.nbytes:
             start = min(nbytes, listed.nbytes) // block_nbytes * block_nbytes
@@ -367,7 +374,7 @@ class _Inspection:
                     else:
                         self._header(file, manifest.files[file].nbytes, index, name)
                 except (FormatError, StoreError) as error:
-                    self._problem(file, str(error))
+                    self._problem(file, error)
 
     def _tree(self, file: str, keys: frozenset[str]) -> None:
         wanted: set[str] = set()
@@ -407,7 +414,7 @@ class _Inspection:
                 except NotFound:
                     continue
                 except (FormatError, StoreError) as error:
-                    self._problem(name, str(error))
+                    self._problem(name, error)
             elif manifest is not None and name not in (layout.MANIFEST, *manifest.files):
                 self._notes.append(f"{name} is not listed in the manifest")
 
@@ -417,9 +424,10 @@ class _Inspection:
         first = bisect_right(places, start, key=lambda place: place[1])
         return tuple(key for begin, _, key in places[first:] if begin < stop)
 
-    def _problem(self, file: str, message: str, **more: Any) -> None:
-        message = message.removeprefix(f"{file}: ")
-        self._problems.append(Problem(file=file, message=message, **more))
+    def _problem(self, file: str, what: str | HoldfastError, **more: Any) -> None:
+        message = str(what).removeprefix(f"{file}: ")
+        damage = isinstance(what, str) or is_damage(what)
+        self._problems.append(Problem(file=file, message=message, is_damage=damage, **more))
 
     def _transient(self, file: str, start: int, stop: int) -> None:
         self._notes.append(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from holdfast.engine.checkpoint import PendingSave
+from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.state.edits import StateView
 
@@ -28,3 +29,9 @@ class StateHooks:
     """Called when the state was copied."""
     edit_load: Callable[[StateView], None] | None = None
     """May change what will be applied, before it is checked against the live state."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            hook = getattr(self, item.name)
+            if hook is not None and not callable(hook):
+                raise UsageError(f"hooks: {item.name}={hook!r} cannot be called")

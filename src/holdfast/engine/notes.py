@@ -60,6 +60,21 @@ def checked_tags(tags: Iterable[str]) -> tuple[str, ...]:
     return checked
 
 
+def checked_reasons(reasons: Any) -> tuple[str, ...]:
+    """What `before_save` returned: reasons why a state is unhealthy; None: there are none.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    given = () if reasons is None else reasons
+    if isinstance(given, list | tuple) and all(isinstance(reason, str) for reason in given):
+        return tuple(given)
+    raise UsageError(
+        f"before_save returned {reasons!r}: return a list of reasons, each a text, why the state "
+        "should not be gone on from, or None"
+    )
+
+
 def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """The metrics as floats; one-element tensors and NumPy scalars are taken, too.
 

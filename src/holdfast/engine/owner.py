@@ -30,7 +30,7 @@ class Ownership:
         self._sequence = 0
         self.claim: Claim | None = None
         self.has_committed = False
-        """Whether this claim has a commit of its own."""
+        """Whether this claim has a commit of its own from which the run would go on."""
         self.is_clean = True
         """Whether every put of this claim is known to have ended."""
 

@@ -18,7 +18,6 @@ from holdfast.engine.leases import kept
 from holdfast.engine.load import Opened, Tensors, open_checkpoint, read_tensors
 from holdfast.engine.workers import Workers
 from holdfast.errors import (
-    AccessDenied,
     CorruptData,
     FormatError,
     HoldfastError,
@@ -26,9 +25,8 @@ from holdfast.errors import (
     NotFound,
     NoUsableCheckpoint,
     StoreError,
-    TransientStoreError,
-    UnsupportedVersion,
     UsageError,
+    is_damage,
 )
 from holdfast.events import Emitter, Kind
 from holdfast.format.layout import AttemptName
@@ -395,13 +393,3 @@ class Search:
                 f"the run goes on from {entry.folder}, which is not healthy: {reasons}",
                 folder=entry.folder,
             )
-
-
-def is_damage(error: HoldfastError) -> bool:
-    """Whether an error speaks of this checkpoint's bytes, so that an older one may serve.
-
-    A newer format, a state that does not fit, missing rights and passing failures are not damage.
-    """
-    if isinstance(error, UnsupportedVersion | AccessDenied | TransientStoreError):
-        return False
-    return isinstance(error, FormatError | StoreError)

@@ -24,7 +24,9 @@ from holdfast.engine.workers import Workers
 from holdfast.errors import DeadlineExceeded, OutcomeUnknown, OwnershipError, SaveFailed
 from holdfast.events import Emitter
 from holdfast.format import blocks, layout
+from holdfast.format.manifest import Manifest
 from holdfast.policy.classes import Due
+from holdfast.policy.rules import MAIN
 from holdfast.state.capture import Captured
 from holdfast.store.base import Store
 
@@ -159,7 +161,9 @@ class Saver:
         except (OutcomeUnknown, DeadlineExceeded):
             self._owner.is_clean = False
             raise
-        self._owner.has_committed = True
+        # What the run went on from stays until there is something newer to go on from.
+        is_good = not (manifest.left_out or manifest.unhealthy)
+        self._owner.has_committed = self._owner.has_committed or is_good
         return Entry(name=attempt.name, folder=attempt.folder, manifest=manifest, marks=Marks())
 
     def _unchanged(self, staged: Staged, request: SaveRequest) -> Entry | None:
@@ -168,9 +172,7 @@ class Saver:
         if entry is None or entry.step != request.timestamp.step:
             return None
         stored = entry.manifest
-        if not set(request.metrics.items()) <= set(stored.metrics.items()):
-            return None
-        if (stored.save_class, request.save_class) == ("ephemeral", "permanent"):
+        if not _records_all(stored, request):
             return None
         digests = digest_staged(staged, self.workers, timeout_s=self.timeout_s)
         sizes = staged.sizes
@@ -178,13 +180,25 @@ class Saver:
         recorded = {
             name: file.digest for name, file in stored.files.items() if name != layout.INDEX
         }
-        if roots != recorded or Catalog(self._store).entry(entry.name) is None:
+        found = Catalog(self._store).entry(entry.name) if roots == recorded else None
+        if found is None or found.marks.rejected or found.marks.retired:
             return None
         check_fence(self._store, request.claim.epoch, committed=False)
         new_tags = tuple(tag for tag in request.tags if tag not in entry.tags)
         if new_tags:
             annotate(self._store, entry, add_tags=new_tags)
         return with_tags(entry, new_tags)
+
+
+def _records_all(stored: Manifest, request: SaveRequest) -> bool:
+    """Whether a checkpoint says all that a save of the same bytes would say, and stays as long."""
+    if not set(request.savers or (MAIN,)) <= set(stored.savers or (MAIN,)):
+        return False
+    if (stored.save_class, request.save_class) == ("ephemeral", "permanent"):
+        return False
+    if stored.unhealthy != request.unhealthy:
+        return False
+    return set(request.metrics.items()) <= set(stored.metrics.items())
 
 
 def as_failure(error: BaseException, step: int) -> BaseException:

@@ -167,6 +167,7 @@ class Stager:
         if self._specs.get(component.name) == component.specs:
             return
         self._images.pop(component.name, None)
+        self._specs.pop(component.name, None)  # there may be no memory for new ones
         self._images[component.name] = tuple(
             _new_image(file) for file in lay_out(component.name, component.specs)
         )

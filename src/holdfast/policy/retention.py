@@ -90,7 +90,7 @@ def decide(
     the order of the checkpoint at which the lineage stands. A rejected one stays until all that
     the rule keeps is newer; anything else goes only when something newer stays that stands in
     for it (`stands_in`). With `replaces` the rule does not see what a newer one of the same step
-    stands in for.
+    stands in for, if it is of the same savers and of no lower class.
     """
     ordered = sorted(entries, key=lambda entry: entry.order, reverse=True)
     replaced = _replaced(ordered) if replaces else frozenset()
@@ -198,15 +198,26 @@ def _protection(entry: Candidate, resumed_from: _Order | None) -> str:
 
 
 def _replaced(newest_first: Sequence[Candidate]) -> frozenset[int]:
-    """Positions of those for which a newer one of the same step stands in."""
+    """Positions of those in whose place a newer one of the same step is."""
     return frozenset(
         position
         for position, entry in enumerate(newest_first)
         if any(
-            newer.timestamp.step == entry.timestamp.step and stands_in(newer, entry)
+            newer.timestamp.step == entry.timestamp.step and _replaces(newer, entry)
             for newer in newest_first[:position]
         )
     )
+
+
+def _replaces(newer: Candidate, entry: Candidate) -> bool:
+    """Whether rules need not see `entry`: `newer` gives what it gives, to each of its savers, and
+    is of its class at least."""
+    savers = set(newer.savers or (MAIN,))
+    if not savers.issuperset(entry.savers or (MAIN,)):
+        return False
+    if (entry.save_class, newer.save_class) == ("permanent", "ephemeral"):
+        return False
+    return stands_in(newer, entry)
 
 
 def _unpicked(entry: Candidate, kept: Sequence[_Order], why: str) -> Decision:

@@ -55,7 +55,9 @@ class Schedule:
         }
         self._components = {side.name: side.components for side in sides}
         self._previous: Timestamp | None = None
+        self._before: Timestamp | None = None
         self._saved: dict[str, Saved] = {}
+        self._undo: tuple[Timestamp | None, dict[str, Saved]] | None = None
 
     @property
     def auto(self) -> Auto | None:
@@ -84,7 +86,8 @@ class Schedule:
         Raises:
             UsageError: a trigger looks at a counter that the loop does not tell.
         """
-        previous, self._previous = self._previous, now
+        previous = self._before = self._previous
+        self._previous = now
         found = [] if wanted is None else [self._named(wanted)]
         for name, policy in self.policies.items():
             saved = self._of(name)
@@ -99,13 +102,27 @@ class Schedule:
 
     def began(self, due: Due, now: Timestamp) -> None:
         """A save was begun. A part that was saved by hand is no saver's own."""
+        self._undo, self._before = (self._before, dict(self._saved)), self._previous
         for name in due.savers or ((MAIN,) if due.components is None else ()):
             self._saved[name] = self._of(name).plus(due.save_class, now)
 
+    def not_begun(self) -> None:
+        """What was due at the last look could not be begun: it is due at the next one."""
+        self._previous = self._before
+
+    def failed(self) -> None:
+        """The save that was begun last did not commit: what is due is as if it had not been tried.
+
+        To be told twice does no harm.
+        """
+        if self._undo is not None:
+            (self._previous, self._saved), self._undo = self._undo, None
+            self._before = self._previous
+
     def stand_on(self, timestamp: Timestamp, records: Iterable[Record]) -> None:
         """Go on from a checkpoint; `records` are it and those before it, newest first."""
-        self._previous = timestamp
-        self._saved = {}
+        self._previous = self._before = timestamp
+        self._saved, self._undo = {}, None
         for record in records:
             for name in record.savers:
                 saved = self._of(name)

@@ -18,18 +18,19 @@ from holdfast.policy.triggers import (
     parts_of,
 )
 
-EVENTS = ("start", "step", "epoch", "evaluation", "exception", "signal", "demand")
-"""The events at which the Trainer asks triggers; `signal` only if it handles signals."""
+EVENTS = ("start", "step", "epoch", "cycle", "evaluation", "exception", "signal", "demand")
+"""The events at which the Trainer asks triggers; `signal` only if it handles signals, `cycle` only
+if it has cycles."""
 
 
 def check_counted(unit: Unit, what: str, extra: Collection[Unit]) -> None:
-    """Let a unit pass that a Trainer counts; `extra` are those of samples and tokens.
+    """Let a unit pass that a Trainer counts; `extra` are those beside steps and epochs.
 
     Raises:
         UsageError: it does not.
     """
-    if unit is Unit.CYCLE:
-        raise UsageError(f"{what}: the Trainer has no cycles")
+    if unit is Unit.CYCLE and unit not in extra:
+        raise UsageError(f"{what}: the Trainer has no cycles; give cycle, the length of one")
     if unit in (Unit.SAMPLE, Unit.TOKEN) and unit not in extra:
         name = argument_name(unit)
         raise UsageError(f"{what}: {name} are not counted; give count_{name}")
@@ -80,6 +81,8 @@ def _check(part: Trigger, extra: Collection[Unit]) -> None:
             check_counted(time.unit, f"every: {part}", extra)
     elif isinstance(part, On):
         never = [event for event in part.events if event not in EVENTS]
+        if Unit.CYCLE not in extra:
+            never += [event for event in part.events if event == "cycle"]
         if never:
             raise UsageError(
                 f"every: {part}: the Trainer has no event {', '.join(map(repr, never))}; the "

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
+from holdfast.policy.clock import Time, argument_name
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,16 +27,37 @@ class Counters:
     """Tokens trained on; None when nobody counts them."""
     unvalidated: list[str] = field(default_factory=list)
     """Names of validations that are due at this step and are not done; stored only if any are."""
+    cycle_length: Time | None = None
+    """How long a cycle is, in something that is counted. Not stored: what is counted says it."""
+
+    @property
+    def cycle(self) -> int | None:
+        """Cycles that have ended; None when the training has none."""
+        if self.cycle_length is None:
+            return None
+        count: int | None = getattr(self, argument_name(self.cycle_length.unit))
+        return (count or 0) // int(self.cycle_length.value)
 
     @property
     def timestamp(self) -> Timestamp:
         """The counters as a checkpoint's manifest records them."""
-        return Timestamp(step=self.step, epoch=self.epoch, samples=self.samples, tokens=self.tokens)
+        return Timestamp(
+            step=self.step,
+            epoch=self.epoch,
+            samples=self.samples,
+            tokens=self.tokens,
+            cycle=self.cycle,
+        )
 
     @property
     def totals(self) -> dict[str, int | None]:
         """What a save records beside its step."""
-        return {"epoch": self.epoch, "samples": self.samples, "tokens": self.tokens}
+        return {
+            "epoch": self.epoch,
+            "cycle": self.cycle,
+            "samples": self.samples,
+            "tokens": self.tokens,
+        }
 
     def add_step(self, num_batches: int, samples: int | None, tokens: int | None) -> None:
         """Count a step that is done. A count that is not None adds to a total that is not None."""
@@ -52,10 +74,8 @@ class Counters:
 
     def state_dict(self) -> dict[str, Any]:
         """Every counter by its name."""
-        state = asdict(self)
-        if not self.unvalidated:
-            del state["unvalidated"]
-        return state
+        state: dict[str, Any] = {name: getattr(self, name) for name in _STORED}
+        return {**state, "unvalidated": list(self.unvalidated)} if self.unvalidated else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over stored counters.
@@ -63,8 +83,7 @@ class Counters:
         Raises:
             UsageError: one is missing, unknown or not a count; nothing is changed then.
         """
-        names = {item.name for item in fields(self)}
-        if {*state, "unvalidated"} != names:
+        if set(state) - {"unvalidated"} != set(_STORED):
             raise UsageError(f"not the counters of a Trainer: {sorted(state)}")
         unvalidated = state.get("unvalidated", [])
         if not _are_texts(unvalidated):
@@ -76,6 +95,9 @@ class Counters:
                 raise UsageError(f"stored {name}={value!r}: must be a whole number, 0 or above")
         for name, value in {**state, "unvalidated": list(unvalidated)}.items():
             setattr(self, name, value)
+
+
+_STORED = ("step", "epoch", "batch", "samples", "tokens")
 
 
 def _are_texts(value: Any) -> bool:

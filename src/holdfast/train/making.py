@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from holdfast.data.randomness import preserved
 from holdfast.errors import UsageError
 from holdfast.policy.clock import Time, Unit, parse
 from holdfast.store.base import Store
+from holdfast.train.asked import check_counted
 from holdfast.train.hooks import Logger
 from holdfast.train.loggers import JsonLines
 from holdfast.train.progress import ProgressBar
@@ -135,6 +136,23 @@ def checked_goal(until: str | int) -> Time:
             "to end by the clock, give max_time"
         )
     return goal
+
+
+def checked_cycle(length: str | Time | None, counted: Collection[Unit]) -> Time | None:
+    """How long a cycle is.
+
+    Raises:
+        UsageError: it is no length, or of what is not counted.
+    """
+    if length is None:
+        return None
+    time = parse(length, what="cycle")
+    if time.unit is Unit.SECOND:
+        raise UsageError(
+            f"cycle={length!r}: by the clock it would not be the same after a resume"
+        )
+    check_counted(time.unit, f"cycle={str(time)!r}", counted)
+    return time
 
 
 def checked_max_time_s(max_time: str | Time | None) -> float:

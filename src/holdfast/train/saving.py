@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 from holdfast.engine.checkpoint import PendingSave
-from holdfast.errors import SaveFailed, SaveSkipped, UsageError
+from holdfast.errors import SaveFailed, SaveSkipped
 from holdfast.events import Event as Told
 from holdfast.manager import CheckpointManager
 from holdfast.policy.classes import Due
@@ -16,43 +16,12 @@ from holdfast.policy.triggers import Event
 from holdfast.train.callbacks import Callbacks
 from holdfast.train.counters import Counters
 from holdfast.train.hooks import Callback
+from holdfast.train.place import Place
 from holdfast.train.training import Metrics
 
 logger = logging.getLogger("holdfast")
 
 MAX_FAILURES_IN_A_ROW = 3
-
-
-class Between:
-    """Whether training stands between two steps, where all parts of the state belong together."""
-
-    def __init__(self, counters: Counters) -> None:
-        self.is_here = False
-        self._counters = counters
-
-    @contextmanager
-    def left(self) -> Iterator[None]:
-        """No save can be begun in the block."""
-        before, self.is_here = self.is_here, False
-        try:
-            yield
-        finally:
-            self.is_here = before
-
-    def check(self, step: int) -> None:
-        """Let a save of the present step pass.
-
-        Raises:
-            UsageError: it is within a step, a validation or a save, or of another step.
-        """
-        if not self.is_here:
-            raise UsageError(
-                "a checkpoint can be made between steps only, where all parts of the state belong "
-                "together: in fit_start, step_end, epoch_end, log or fit_end, and in none of them "
-                "within a validation"
-            )
-        if step != self._counters.step:
-            raise UsageError(f"step={step!r}: the state is that of step {self._counters.step}")
 
 
 class SaveCosts:
@@ -86,7 +55,7 @@ class Saver:
         self,
         manager: CheckpointManager,
         begun: list[PendingSave],
-        between: Between,
+        place: Place,
         counters: Counters,
         callbacks: Callbacks,
         costs: SaveCosts,
@@ -97,7 +66,7 @@ class Saver:
         there is a permanent checkpoint already."""
         self._manager = manager
         self._begun = begun
-        self._between = between
+        self._place = place
         self._counters = counters
         self._callbacks = callbacks
         self._costs = costs
@@ -212,13 +181,13 @@ class Saver:
             if begun is self._own and is_whole and checkpoint.save_class == "permanent":
                 self._saved_step = checkpoint.step
             cost = self._costs.of(begun, checkpoint.nbytes)
-            with self._between.left():
+            with self._place.left():
                 self._callbacks.tell(Callback.checkpoint_saved, checkpoint, cost)
 
     def _failed(self, due: Due, error: SaveFailed) -> None:
         self._num_failures += 1
         self._retry = together([due] if self._retry is None else [self._retry, due])
-        with self._between.left():
+        with self._place.left():
             self._callbacks.tell(Callback.checkpoint_failed, error)
         if self._num_failures >= MAX_FAILURES_IN_A_ROW:
             raise error

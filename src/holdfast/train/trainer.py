@@ -1,13 +1,12 @@
 """The Trainer: a training loop that resumes by itself and saves where it is safe to.
 
-It owns the order of things in a run; what a step is, is in `loop`, when to save, in `saving`.
+It puts together what its arguments say; one fit of it is in `fitting`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -15,19 +14,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.data.randomness import preserved
-from holdfast.engine.checkpoint import Checkpoint, PendingSave
+from holdfast.engine.checkpoint import PendingSave
 from holdfast.engine.hooks import StateHooks
-from holdfast.engine.stop import Interrupted, Stop
-from holdfast.errors import OwnershipError, SaveSkipped, UsageError
+from holdfast.engine.stop import Stop
+from holdfast.errors import SaveSkipped, UsageError
 from holdfast.events import log_event
 from holdfast.format.manifest import Timestamp
-from holdfast.manager import CheckpointManager, OnExisting
-from holdfast.policy.classes import Due, SaveClass, SavePolicy
-from holdfast.policy.clock import Time, Unit, argument_name
+from holdfast.manager import CheckpointManager, OnExisting, check_options
+from holdfast.policy.classes import SavePolicy
+from holdfast.policy.clock import Time, Unit
+from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction
 from holdfast.policy.retention import Rule
 from holdfast.policy.savers import SideSaver
-from holdfast.policy.triggers import Event, SaveFunction, Trigger
+from holdfast.policy.triggers import SaveFunction, Trigger
 from holdfast.state.capture import check_state
 from holdfast.state.edits import StateView
 from holdfast.store.base import Store
@@ -36,13 +35,15 @@ from holdfast.train.asked import asks_for, check_counted, checked_every
 from holdfast.train.callbacks import Callbacks, HookFailed
 from holdfast.train.counters import Counters
 from holdfast.train.ema import Average
+from holdfast.train.ending import Ending
+from holdfast.train.fitting import Fit, Gear
 from holdfast.train.health import HealthGate, Policy, UnhealthyState
 from holdfast.train.hooks import Callback
-from holdfast.train.loop import Clip, LossFunction, Update, next_window
-from holdfast.train.metrics import LazyMetrics
-from holdfast.train.outcome import EndReason, Outcome
+from holdfast.train.loop import Clip, LossFunction, Update
+from holdfast.train.outcome import Outcome
+from holdfast.train.place import Place
 from holdfast.train.precision import Numerics, Precision, checked_precision
-from holdfast.train.saving import Between, SaveCosts, Saver
+from holdfast.train.saving import SaveCosts
 from holdfast.train.schedulers import make_schedulers
 from holdfast.train.skipping import WithoutSteps
 from holdfast.train.targets import Target, Validated, Which, borrowed, kept_all, select
@@ -80,6 +81,8 @@ class Trainer:
         keep: Rule | None = None,
         savers: Sequence[SideSaver] = (),
         on_existing: OnExisting = "keep",
+        label: str | LabelFunction = DEFAULT_LABEL,
+        run_name: str | None = None,
         takeover: bool = False,
         stop: Stop | None = Stop(),
         validate: Any = None,
@@ -95,6 +98,7 @@ class Trainer:
         callbacks: Iterable[Callback] = (),
         count_samples: Callable[[Any], int] | None = None,
         count_tokens: Callable[[Any], int] | None = None,
+        cycle: str | Time | None = None,
         log: bool | str | os.PathLike[str] = True,
         log_every: int = 10,
         progress: bool = True,
@@ -109,8 +113,9 @@ class Trainer:
                 `state_dict` and `load_state_dict` whose iteration gives the rest of an epoch.
             loss: called with the model and a batch; gives the batch's mean loss, or that and a
                 dict of metrics.
-            root, every, keep, savers, on_existing, takeover: as for `CheckpointManager`; the last
-                step is always saved, and fractions of the run in `every` are those of the goal.
+            root, every, keep, savers, on_existing, label, run_name, takeover: as for
+                `CheckpointManager`; the last step is always saved, and fractions of the run in
+                `every` are those of the goal.
             stop: the signals that end `fit`, or make it save; None: it handles none.
             state: further components to save.
             validate: a loader, loaders by name, or one `Validation` or a list of them.
@@ -125,6 +130,7 @@ class Trainer:
             device: where the model and batches are moved; None: not at all.
             callbacks: see `Callback`.
             count_samples, count_tokens: how many a batch has, for goals and triggers in them.
+            cycle: the length of a cycle, such as "2ep", for triggers that count cycles.
             log: write JSON lines to the root's `log/train.jsonl` or the file named.
             log_every: steps between two calls of `log`, each of which may wait for the device.
             progress: show a progress bar on a terminal.
@@ -154,18 +160,22 @@ class Trainer:
             for unit, count in ((Unit.SAMPLE, count_samples), (Unit.TOKEN, count_tokens))
             if count is not None
         }
+        self.counters.cycle_length = making.checked_cycle(cycle, self._counted)
+        if cycle is not None:
+            self._counted.add(Unit.CYCLE)
         self._every = checked_every(every, self._counted, handles_signals=stop is not None)
-        self._keep = keep
-        self._savers = tuple(savers)
-        self._on_existing: OnExisting = on_existing
-        self._takeover = takeover
+        self._options: dict[str, Any] = {
+            "keep": keep,
+            "savers": tuple(savers),
+            "on_existing": on_existing,
+            "label": label,
+            "run_name": run_name,
+            "takeover": takeover,
+            "stop": stop,
+        }
         self._stop = stop
-        self._between = Between(self.counters)
-        self._accumulate = accumulate
-        self._seed = seed
-        self._log_every = log_every
+        self._place = Place(self.counters)
         self._count_samples = count_samples
-        self._count_tokens = count_tokens
         self._gate = HealthGate(unhealthy)
         self._numerics = Numerics(checked_precision(precision), making.device_type(self.model, on))
         self._way_back: WayBack
@@ -180,28 +190,34 @@ class Trainer:
             callbacks=self._callbacks,
             begin_update=lambda: self._way_back.begin_update(),
         )
-        self._train_on = WithoutSteps.of(skip_steps, self._update, self)
         self._validations = self._make_validations(validate)
-        self._goal: Time | None = None
-        self._has_begun = self._is_within_step = False
-        self._stop_reason: str | None = None
-        self._ending: EndReason | None = None
-        self._ends_at_s = float("inf")
-        self._validated_step: int | None = None
-        self._logged_step: int | None = None
-        self._looked_step: int | None = None
-        self._begun = self.counters.timestamp
-        """Where the step began that is under way, or was the last one."""
-        self._metrics = LazyMetrics({})
-        """What is known of the last step that was done."""
+        self._ending: Ending | None = None
         self.state = self._components(state or {})
         check_state(self.state)
+        check_options(self.state, **self._options)
         self._way_back = WayBack(
             stop=stop,
             is_exact=asks_for(self._every, "exception"),
             data=data,
             state=self.state,
             callbacks=self._callbacks,
+        )
+        self._gear = Gear(
+            model=self.model,
+            ema=self.ema,
+            data=data,
+            counters=self.counters,
+            place=self._place,
+            callbacks=self._callbacks,
+            train_on=WithoutSteps.of(skip_steps, self._update, self),
+            validations=self._validations,
+            validated=self._validated,
+            way_back=self._way_back,
+            accumulate=accumulate,
+            log_every=log_every,
+            seed=seed,
+            count_samples=count_samples,
+            count_tokens=count_tokens,
         )
         self._callbacks.tell(Callback.setup)
 
@@ -232,13 +248,15 @@ class Trainer:
         """
         goal = making.checked_goal(until)
         check_counted(goal.unit, f"until={until!r}", self._counted)
-        self._ends_at_s = time.monotonic() + making.checked_max_time_s(max_time)
-        self._goal = goal
-        self._is_within_step = False
-        self._stop_reason = self._ending = None
-        self._validated_step = self._logged_step = self._looked_step = None
+        self._ending = ending = Ending(
+            goal,
+            self.counters,
+            stop=self._stop,
+            max_time_s=making.checked_max_time_s(max_time),
+        )
+        self._place.is_under_way = False
         with self._stop or nullcontext():
-            return self._fit_to(goal)
+            return self._fit_to(ending)
 
     @property
     def goal(self) -> Time:
@@ -247,14 +265,14 @@ class Trainer:
         Raises:
             UsageError: there was none yet.
         """
-        if self._goal is None:
+        if self._ending is None:
             raise UsageError("there is no goal before fit is called")
-        return self._goal
+        return self._ending.goal
 
     @property
     def present_step(self) -> int:
         """The step that is under way, or between steps the last one that was done."""
-        return self.counters.step + self._is_within_step
+        return self._place.present_step
 
     def validate(self, which: Which | None = None) -> dict[str, float]:
         """Validate now, whatever is due; gives the metrics, as a checkpoint would get them.
@@ -304,7 +322,8 @@ class Trainer:
 
     def request_stop(self, reason: str) -> None:
         """End `fit` after the present step, which is saved. Requests cannot be taken back."""
-        self._stop_reason = self._stop_reason or reason or "a request"
+        if self._ending is not None:
+            self._ending.ask(reason)
 
     def log(self, metrics: Metrics, *, to: Collection[str] | None = None) -> None:
         """Give metrics of the present step to the loggers, or to those named in `to`.
@@ -315,7 +334,7 @@ class Trainer:
         """
         self._callbacks.tell_loggers(metrics, to)
 
-    def _fit_to(self, goal: Time) -> Outcome:
+    def _fit_to(self, ending: Ending) -> Outcome:
         costs, begun = SaveCosts(), list[PendingSave]()
         hooks = StateHooks(
             before_save=self._before_save,
@@ -328,257 +347,15 @@ class Trainer:
                 self.root,
                 self.state,
                 every=self._every,
-                max_duration=goal,
-                keep=self._keep,
-                savers=self._savers,
-                on_existing=self._on_existing,
+                max_duration=ending.goal,
                 on_failure="warn",
                 hooks=hooks,
                 counters=lambda: self.counters.totals,
-                takeover=self._takeover,
-                stop=self._stop,
                 sinks=(log_event, costs),
+                **self._options,
             )
             with manager, self._managed(manager):
-                return self._fit(manager, costs, begun)
-
-    def _fit(
-        self, manager: CheckpointManager, costs: SaveCosts, begun: list[PendingSave]
-    ) -> Outcome:
-        tell = self._callbacks.tell
-        tell(Callback.before_load)
-        began_s = time.monotonic()
-        found = manager.resume()
-        load_s = time.monotonic() - began_s
-        if found is None:
-            self._begin_afresh()
-        self._begin_counting()
-        self._between.is_here = True
-        if found is not None:
-            tell(Callback.resumed, found)
-        is_complete = (
-            found is not None and found.save_class == "permanent" and not self.counters.unvalidated
-        )
-        if self._is_at_goal():
-            logger.info("%s is reached already, at step %d", self.goal, self.counters.step)
-            if is_complete:
-                tell(Callback.already_done)
-                return self._outcome("goal")
-        saver = Saver(
-            manager,
-            begun,
-            self._between,
-            self.counters,
-            self._callbacks,
-            costs,
-            saved_step=self.counters.step if is_complete else None,
-        )
-        tell(Callback.fit_start)
-        if found is not None:
-            cost = {"load/duration_s": load_s, "load/nbytes": float(found.nbytes)}
-            tell(Callback.checkpoint_loaded, found, cost)
-        self.model.train()
-        if found is None:
-            saver.at(["start"], {})
-        try:
-            self._train(saver, found)
-        except Exception as error:
-            if self._way_back.is_exact and not isinstance(error, OwnershipError):
-                self._save_after(error, saver)
-            raise
-        return self._outcome(self._ending or "goal")
-
-    def _begin_afresh(self) -> None:
-        if self._has_begun:
-            raise UsageError(
-                f"this Trainer has trained before, to step {self.counters.step}, and nothing of it "
-                "was saved: there is nothing to go on from. Make a new Trainer"
-            )
-        making.seed_generators(self._seed)
-        if self.ema is not None:
-            self.ema.begin(self.model)
-
-    def _train(self, saver: Saver, found: Checkpoint | None) -> None:
-        """Do the steps up to the goal, and after each of them what it is time for.
-
-        `found` is the checkpoint from which training goes on.
-        """
-        metrics, now, is_over = LazyMetrics({}), self.counters.timestamp, False
-        begun_at, before = now.step, now
-        known: Metrics = {} if found is None else found.metrics
-        self._metrics = LazyMetrics(known)
-        self._validations.begin(self.goal, begun_at, known)
-        if any(name.startswith("val/") for name in known):
-            self._validated_step = begun_at
-        if found is not None and self.counters.unvalidated:
-            known = self._made_up(saver, found)
-        for step_metrics in self._steps():
-            before, now = now, self.counters.timestamp
-            is_over = self._is_done()
-            metrics = self._looked(step_metrics, before, is_over)
-            if not is_over:
-                saver.at(self._events(before, now), metrics)
-        if not is_over:
-            # It ended after the look at the last step: by its hooks, or as the data came to an end.
-            metrics = self._looked(metrics, now, is_over=True)
-        if self.counters.step == begun_at:
-            metrics = LazyMetrics(known).joined(metrics)
-        if self._ending == "signal":
-            saver.stop(self._events(before, now) if now.step > begun_at else [], metrics)
-        else:
-            saver.finish(metrics, "final" if self._ending == "goal" else str(self._ending))
-        self._callbacks.tell(Callback.fit_end)
-        saver.settle(metrics)  # what was saved in that hook
-
-    def _steps(self) -> Iterator[LazyMetrics]:
-        """Do the steps up to the goal; gives the metrics of each when it is done and counted."""
-        tell = self._callbacks.tell
-        while not self._is_done():
-            begun_at = self.counters.batch
-            self._begin_step()
-            if begun_at == 0:
-                tell(Callback.epoch_start)
-            with preserved():
-                # Beginning an iteration of torch's own loaders draws from the global generator.
-                batches = iter(self.data)
-            epoch = self.counters.epoch
-            while not self._is_done() and self.counters.epoch == epoch:
-                self._begin_step()
-                tell(Callback.before_data)
-                self._has_begun = True
-                try:
-                    with self._way_back.fetching():
-                        window = next_window(batches, self._accumulate)
-                except Interrupted:
-                    break
-                if window:
-                    yield self._step(window, batches)
-                elif begun_at == self.counters.batch == 0:
-                    raise UsageError("data gave no batch in a whole epoch")
-                else:
-                    self.counters.end_epoch()
-                    self._mark(is_within_step=False)
-                    # Unless training is over, a resume from the step before comes by here again.
-                    self._is_within_step = not self._is_done()
-                    tell(Callback.epoch_end)
-        if not self._between.is_here:
-            self._way_back.go()  # it ended where a step had begun
-        self._mark(is_within_step=False)
-
-    def _begin_step(self) -> None:
-        if self._between.is_here:
-            self._begun = self.counters.timestamp
-            self._way_back.begin_step()
-            self._mark(is_within_step=True)
-
-    def _mark(self, *, is_within_step: bool) -> None:
-        """Note where training is, for the stamps of logs and for saves."""
-        self._is_within_step = is_within_step
-        self._between.is_here = not is_within_step
-
-    def _step(self, window: list[Any], batches: Iterator[Any]) -> LazyMetrics:
-        tell = self._callbacks.tell
-        tell(Callback.step_start)
-        metrics = self._train_on(window)
-        if self.ema is not None:
-            self.ema.follow(self.model)
-        self.counters.add_step(
-            len(window), _total(self._count_samples, window), _total(self._count_tokens, window)
-        )
-        # What is saved after the epoch's last step is to say that the epoch is over.
-        is_over = len(window) < self._accumulate or self._ends_now(batches)
-        if is_over:
-            self.counters.end_epoch()
-        self._metrics = metrics
-        self._mark(is_within_step=False)
-        tell(Callback.step_end, metrics)
-        if is_over:
-            tell(Callback.epoch_end)
-        return metrics
-
-    def _ends_now(self, batches: Iterator[Any]) -> bool:
-        """Ends the epoch of data that knows its end; asking for more than the last batch does."""
-        if not getattr(self.data, "at_epoch_end", False):
-            return False
-        return next(batches, None) is None
-
-    def _looked(self, metrics: LazyMetrics, before: Timestamp, is_over: bool) -> LazyMetrics:
-        """Validate and log what is due at this step; gives all its metrics."""
-        step, due = self.counters.step, []
-        self._looked_step = step
-        if self._validations:
-            is_last = is_over and self._ending == "goal"
-            due = self._validations.due(before, self.counters.timestamp, is_last=is_last)
-        if due:
-            metrics = self._joined(metrics, due)
-        if self.counters.unvalidated:
-            return metrics  # logged by the resume that validates
-        # A run that is stopped is to have the log of one that is not.
-        is_due = step % self._log_every == 0 or (is_over and self._ending != "signal")
-        if due or (is_due and metrics and self._logged_step != step):
-            self._logged_step = step
-            self._callbacks.tell(Callback.log, metrics)
-        return metrics
-
-    def _joined(self, metrics: LazyMetrics, parts: Sequence[Part]) -> LazyMetrics:
-        """The metrics with those of these validations, or without when a signal cuts them short."""
-        self.counters.unvalidated = [part.name for part in parts]
-        try:
-            with self._way_back.validating():
-                found = self._validated(parts)
-        except Interrupted:
-            return metrics
-        self.counters.unvalidated = []
-        self._validated_step = self.counters.step
-        self._metrics = metrics.joined(found)
-        return self._metrics
-
-    def _made_up(self, saver: Saver, found: Checkpoint) -> Metrics:
-        """Do the validation that a signal or an error kept from the checkpoint's step.
-
-        The checkpoint is then made once more, for those who look for the best one.
-        """
-        step = self.counters.step
-        parts = self._validations.made_up(self.counters.unvalidated, step)
-        metrics = self._joined(LazyMetrics(found.metrics), parts)
-        if self.counters.unvalidated:
-            return metrics
-        self._logged_step = step
-        self._callbacks.tell(Callback.log, metrics)
-        if not self._is_done():
-            save_class: SaveClass = "permanent" if found.save_class == "permanent" else "ephemeral"
-            saver.again(Due(save_class, found.reason), metrics)
-        return metrics
-
-    def _save_after(self, error: Exception, saver: Saver) -> None:
-        """Save the state of the last boundary; the error is raised whatever becomes of it."""
-        try:
-            if not self._between.is_here and not self._way_back.go():
-                logger.error(
-                    "step %d failed in its update, so nothing of it can be saved; the newest "
-                    "checkpoint is %s",
-                    self.present_step,
-                    saver.newest() or "none",
-                )
-                return
-            self._mark(is_within_step=False)
-            step, metrics = self.counters.step, self._metrics
-            if self._looked_step != step and step > self._begun.step:
-                parts = self._validations.due(self._begun, self.counters.timestamp, is_last=False)
-                self.counters.unvalidated = [part.name for part in parts]
-            saver.at(["exception"], metrics)
-            saver.settle(metrics)
-        except Exception as failure:
-            logger.exception("after %r the state could not be saved: %s", error, failure)
-
-    def _events(self, before: Timestamp, now: Timestamp) -> list[Event]:
-        """What has happened at this step, for triggers."""
-        events: list[Event] = ["step"]
-        if now.epoch != before.epoch:
-            events.append("epoch")
-        if self._validated_step == now.step:
-            events.append("evaluation")
-        return events
+                return Fit(self._gear, ending, manager, begun).run(costs)
 
     def _check_validates(self) -> None:
         if not self._validations:
@@ -604,7 +381,7 @@ class Trainer:
         """The metrics of each part, of the weights that it is to validate."""
         found: dict[str, float] = {}
         # Within them, modes and generators are not those of training.
-        with self._between.left():
+        with self._place.left():
             for part in parts:
                 use_average = self.ema is not None and part.plan.use_ema
                 model = self.ema.model if self.ema is not None and use_average else self.model
@@ -619,15 +396,15 @@ class Trainer:
             return None
 
         def edit(view: StateView) -> None:
-            with self._between.left():
+            with self._place.left():
                 self._callbacks.tell(hook, view)
 
         return edit
 
     def _before_save(self, now: Timestamp, metrics: Metrics) -> tuple[str, ...]:
         """Prepare everybody for a save; gives the reasons why its state is unhealthy."""
-        self._between.check(now.step)
-        with self._between.left():
+        self._place.check(now.step)
+        with self._place.left():
             try:
                 found = self._gate.check(now.step, self.model, metrics)
             except UnhealthyState as error:
@@ -646,7 +423,7 @@ class Trainer:
             self._callbacks.tell_exception(error)
             raise
         finally:
-            self.manager, self._between.is_here = None, False
+            self.manager, self._place.is_between = None, False
 
     @contextmanager
     def _closing(self) -> Iterator[None]:
@@ -660,41 +437,6 @@ class Trainer:
                 logger.error("%s", error)
             raise
         self._callbacks.close()
-
-    def _begin_counting(self) -> None:
-        now = self.counters
-        for name, count, total in (
-            ("samples", self._count_samples, now.samples),
-            ("tokens", self._count_tokens, now.tokens),
-        ):
-            if count is not None and total is None and now.step:
-                logger.warning("%s were not counted before step %d", name, now.step)
-        now.samples = None if self._count_samples is None else now.samples or 0
-        now.tokens = None if self._count_tokens is None else now.tokens or 0
-
-    def _is_at_goal(self) -> bool:
-        goal = self.goal
-        value: int | None = getattr(self.counters, argument_name(goal.unit))
-        return value is not None and value >= goal.value
-
-    def _is_done(self) -> bool:
-        """Whether training ends here; once it does, it stays so, whatever the clock says."""
-        if self._ending is None:
-            if self._is_at_goal():
-                self._ending = "goal"
-            elif self._stop is not None and self._stop.requested is not None:
-                self._ending = "signal"
-            elif self._stop_reason is not None:
-                self._ending = "stopped"
-            elif time.monotonic() >= self._ends_at_s:
-                self._ending = "max_time"
-        return self._ending is not None
-
-    def _outcome(self, reason: EndReason) -> Outcome:
-        detail = self._stop_reason if reason == "stopped" else None
-        if reason == "signal" and self._stop is not None:
-            detail = self._stop.requested
-        return Outcome(reason=reason, step=self.counters.step, detail=detail or "")
 
     def _make_validations(self, given: Any) -> Validations:
         plans = plans_of(given)
@@ -726,7 +468,3 @@ class Trainer:
         if taken:
             raise UsageError(f"state: the Trainer has components named {taken} itself")
         return own | dict(extra)
-
-
-def _total(count: Callable[[Any], int] | None, window: list[Any]) -> int | None:
-    return None if count is None else sum(map(count, window))

@@ -1,0 +1,342 @@
+"""One fit: from the resume to the last checkpoint, in the order that docs/trainer.md tells.
+
+What a step does is in `loop`, when to save in `saving`, when to end in `ending`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from holdfast.data.randomness import preserved
+from holdfast.engine.checkpoint import Checkpoint, PendingSave
+from holdfast.engine.stop import Interrupted
+from holdfast.errors import OwnershipError, UsageError
+from holdfast.format.manifest import Timestamp
+from holdfast.manager import CheckpointManager
+from holdfast.policy.classes import Due, SaveClass
+from holdfast.policy.triggers import Event
+from holdfast.train import making
+from holdfast.train.callbacks import Callbacks
+from holdfast.train.counters import Counters
+from holdfast.train.ema import Average
+from holdfast.train.ending import Ending
+from holdfast.train.hooks import Callback
+from holdfast.train.loop import next_window
+from holdfast.train.metrics import LazyMetrics
+from holdfast.train.outcome import Outcome
+from holdfast.train.place import Place
+from holdfast.train.saving import SaveCosts, Saver
+from holdfast.train.skipping import Train
+from holdfast.train.training import Metrics
+from holdfast.train.validation import Part, Validations
+from holdfast.train.wayback import WayBack
+
+logger = logging.getLogger("holdfast")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gear:
+    """What every fit of a Trainer uses."""
+
+    model: nn.Module
+    ema: Average | None
+    data: Any
+    counters: Counters
+    place: Place
+    callbacks: Callbacks
+    train_on: Train
+    validations: Validations
+    validated: Callable[[Sequence[Part]], dict[str, float]]
+    """Validates, and gives the metrics."""
+    way_back: WayBack
+    accumulate: int
+    """Batches of a step."""
+    log_every: int
+    """Steps between two logs."""
+    seed: int
+    count_samples: Callable[[Any], int] | None
+    count_tokens: Callable[[Any], int] | None
+
+
+class Fit:
+    """Trains with a manager until the end. Used once."""
+
+    def __init__(
+        self, gear: Gear, ending: Ending, manager: CheckpointManager, begun: list[PendingSave]
+    ) -> None:
+        """`begun` gets every save that the manager begins."""
+        self._gear = gear
+        self._ending = ending
+        self._manager = manager
+        self._begun_saves = begun
+        self._counters = gear.counters
+        self._place = gear.place
+        self._way_back = gear.way_back
+        self._tell = gear.callbacks.tell
+        self._validated_step: int | None = None
+        self._logged_step: int | None = None
+        self._looked_step: int | None = None
+        self._begun = gear.counters.timestamp
+        """Where the step began that is under way, or was the last one."""
+        self._metrics = LazyMetrics({})
+        """What is known of the last step that was done."""
+
+    def run(self, costs: SaveCosts) -> Outcome:
+        """Resume, train and save; see `Trainer.fit`. `costs` hears of the manager's events."""
+        self._tell(Callback.before_load)
+        began_s = time.monotonic()
+        found = self._manager.resume()
+        load_s = time.monotonic() - began_s
+        if found is None:
+            self._begin_afresh()
+        self._begin_counting()
+        self._place.leave_step()
+        if found is not None:
+            self._tell(Callback.resumed, found)
+        is_complete = (
+            found is not None and found.save_class == "permanent" and not self._counters.unvalidated
+        )
+        if self._ending.is_at_goal():
+            logger.info("%s is reached already, at step %d", self._ending.goal, self._counters.step)
+            if is_complete:
+                self._tell(Callback.already_done)
+                return self._ending.outcome()
+        saver = Saver(
+            self._manager,
+            self._begun_saves,
+            self._place,
+            self._counters,
+            self._gear.callbacks,
+            costs,
+            saved_step=self._counters.step if is_complete else None,
+        )
+        self._tell(Callback.fit_start)
+        if found is not None:
+            cost = {"load/duration_s": load_s, "load/nbytes": float(found.nbytes)}
+            self._tell(Callback.checkpoint_loaded, found, cost)
+        self._gear.model.train()
+        if found is None:
+            saver.at(["start"], {})
+        try:
+            self._train(saver, found)
+        except Exception as error:
+            if self._way_back.is_exact and not isinstance(error, OwnershipError):
+                self._save_after(error, saver)
+            raise
+        return self._ending.outcome()
+
+    def _begin_afresh(self) -> None:
+        if self._place.has_begun:
+            raise UsageError(
+                f"this Trainer has trained before, to step {self._counters.step}, and nothing of "
+                "it was saved: there is nothing to go on from. Make a new Trainer"
+            )
+        making.seed_generators(self._gear.seed)
+        if self._gear.ema is not None:
+            self._gear.ema.begin(self._gear.model)
+
+    def _begin_counting(self) -> None:
+        now, gear = self._counters, self._gear
+        for name, count, total in (
+            ("samples", gear.count_samples, now.samples),
+            ("tokens", gear.count_tokens, now.tokens),
+        ):
+            if count is not None and total is None and now.step:
+                logger.warning("%s were not counted before step %d", name, now.step)
+        now.samples = None if gear.count_samples is None else now.samples or 0
+        now.tokens = None if gear.count_tokens is None else now.tokens or 0
+
+    def _train(self, saver: Saver, found: Checkpoint | None) -> None:
+        """Do the steps up to the goal, and after each of them what it is time for.
+
+        `found` is the checkpoint from which training goes on.
+        """
+        metrics, now, is_over = LazyMetrics({}), self._counters.timestamp, False
+        begun_at, before = now.step, now
+        known: Metrics = {} if found is None else found.metrics
+        self._metrics = LazyMetrics(known)
+        self._gear.validations.begin(self._ending.goal, begun_at, known)
+        if any(name.startswith("val/") for name in known):
+            self._validated_step = begun_at
+        if found is not None and self._counters.unvalidated:
+            known = self._made_up(saver, found)
+        for step_metrics in self._steps():
+            before, now = now, self._counters.timestamp
+            is_over = self._ending.is_here()
+            metrics = self._looked(step_metrics, before, is_over)
+            if not is_over:
+                saver.at(self._events(before, now), metrics)
+        if not is_over:
+            # It ended after the look at the last step: by its hooks, or as the data came to an end.
+            metrics = self._looked(metrics, now, is_over=True)
+        if self._counters.step == begun_at:
+            metrics = LazyMetrics(known).joined(metrics)
+        if self._ending.reason == "signal":
+            saver.stop(self._events(before, now) if now.step > begun_at else [], metrics)
+        else:
+            saver.finish(
+                metrics, "final" if self._ending.reason == "goal" else str(self._ending.reason)
+            )
+        self._tell(Callback.fit_end)
+        saver.settle(metrics)  # what was saved in that hook
+
+    def _steps(self) -> Iterator[LazyMetrics]:
+        """Do the steps up to the goal; gives the metrics of each when it is done and counted."""
+        tell = self._tell
+        while not self._ending.is_here():
+            begun_at = self._counters.batch
+            self._begin_step()
+            if begun_at == 0:
+                tell(Callback.epoch_start)
+            with preserved():
+                # Beginning an iteration of torch's own loaders draws from the global generator.
+                batches = iter(self._gear.data)
+            epoch = self._counters.epoch
+            while not self._ending.is_here() and self._counters.epoch == epoch:
+                self._begin_step()
+                tell(Callback.before_data)
+                self._place.has_begun = True
+                try:
+                    with self._way_back.fetching():
+                        window = next_window(batches, self._gear.accumulate)
+                except Interrupted:
+                    break
+                if window:
+                    yield self._step(window, batches)
+                elif begun_at == self._counters.batch == 0:
+                    raise UsageError("data gave no batch in a whole epoch")
+                else:
+                    self._counters.end_epoch()
+                    self._place.leave_step()
+                    # Unless training is over, a resume from the step before comes by here again.
+                    self._place.is_under_way = not self._ending.is_here()
+                    tell(Callback.epoch_end)
+        if not self._place.is_between:
+            self._way_back.go()  # it ended where a step had begun
+        self._place.leave_step()
+
+    def _begin_step(self) -> None:
+        if self._place.is_between:
+            self._begun = self._counters.timestamp
+            self._way_back.begin_step()
+            self._place.enter_step()
+
+    def _step(self, window: list[Any], batches: Iterator[Any]) -> LazyMetrics:
+        tell = self._tell
+        tell(Callback.step_start)
+        metrics = self._gear.train_on(window)
+        if self._gear.ema is not None:
+            self._gear.ema.follow(self._gear.model)
+        self._counters.add_step(
+            len(window),
+            _total(self._gear.count_samples, window),
+            _total(self._gear.count_tokens, window),
+        )
+        # What is saved after the epoch's last step is to say that the epoch is over.
+        is_over = len(window) < self._gear.accumulate or self._ends_now(batches)
+        if is_over:
+            self._counters.end_epoch()
+        self._metrics = metrics
+        self._place.leave_step()
+        tell(Callback.step_end, metrics)
+        if is_over:
+            tell(Callback.epoch_end)
+        return metrics
+
+    def _ends_now(self, batches: Iterator[Any]) -> bool:
+        """Ends the epoch of data that knows its end; asking for more than the last batch does."""
+        if not getattr(self._gear.data, "at_epoch_end", False):
+            return False
+        return next(batches, None) is None
+
+    def _looked(self, metrics: LazyMetrics, before: Timestamp, is_over: bool) -> LazyMetrics:
+        """Validate and log what is due at this step; gives all its metrics."""
+        step, due = self._counters.step, []
+        self._looked_step = step
+        if self._gear.validations:
+            is_last = is_over and self._ending.reason == "goal"
+            due = self._gear.validations.due(before, self._counters.timestamp, is_last=is_last)
+        if due:
+            metrics = self._joined(metrics, due)
+        if self._counters.unvalidated:
+            return metrics  # logged by the resume that validates
+        # A run that is stopped is to have the log of one that is not.
+        is_due = step % self._gear.log_every == 0 or (is_over and self._ending.reason != "signal")
+        if due or (is_due and metrics and self._logged_step != step):
+            self._logged_step = step
+            self._tell(Callback.log, metrics)
+        return metrics
+
+    def _joined(self, metrics: LazyMetrics, parts: Sequence[Part]) -> LazyMetrics:
+        """The metrics with those of these validations, or without when a signal cuts them short."""
+        self._counters.unvalidated = [part.name for part in parts]
+        try:
+            with self._way_back.validating():
+                found = self._gear.validated(parts)
+        except Interrupted:
+            return metrics
+        self._counters.unvalidated = []
+        self._validated_step = self._counters.step
+        self._metrics = metrics.joined(found)
+        return self._metrics
+
+    def _made_up(self, saver: Saver, found: Checkpoint) -> Metrics:
+        """Do the validation that a signal or an error kept from the checkpoint's step.
+
+        The checkpoint is then made once more, for those who look for the best one.
+        """
+        step = self._counters.step
+        parts = self._gear.validations.made_up(self._counters.unvalidated, step)
+        metrics = self._joined(LazyMetrics(found.metrics), parts)
+        if self._counters.unvalidated:
+            return metrics
+        self._logged_step = step
+        self._tell(Callback.log, metrics)
+        if not self._ending.is_here():
+            save_class: SaveClass = "permanent" if found.save_class == "permanent" else "ephemeral"
+            saver.again(Due(save_class, found.reason), metrics)
+        return metrics
+
+    def _save_after(self, error: Exception, saver: Saver) -> None:
+        """Save the state of the last boundary; the error is raised whatever becomes of it."""
+        try:
+            if not self._place.is_between and not self._way_back.go():
+                logger.error(
+                    "step %d failed in its update, so nothing of it can be saved; the newest "
+                    "checkpoint is %s",
+                    self._place.present_step,
+                    saver.newest() or "none",
+                )
+                return
+            self._place.leave_step()
+            step, metrics = self._counters.step, self._metrics
+            if self._looked_step != step and step > self._begun.step:
+                parts = self._gear.validations.due(
+                    self._begun, self._counters.timestamp, is_last=False
+                )
+                self._counters.unvalidated = [part.name for part in parts]
+            saver.at(["exception"], metrics)
+            saver.settle(metrics)
+        except Exception as failure:
+            logger.exception("after %r the state could not be saved: %s", error, failure)
+
+    def _events(self, before: Timestamp, now: Timestamp) -> list[Event]:
+        """What has happened at this step, for triggers."""
+        events: list[Event] = ["step"]
+        if now.epoch != before.epoch:
+            events.append("epoch")
+        if now.cycle != before.cycle:
+            events.append("cycle")
+        if self._validated_step == now.step:
+            events.append("evaluation")
+        return events
+
+
+def _total(count: Callable[[Any], int] | None, window: list[Any]) -> int | None:
+    return None if count is None else sum(map(count, window))

@@ -1,0 +1,59 @@
+"""Where a training is between its steps, for saves and for the stamps of logs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from holdfast.errors import UsageError
+from holdfast.train.counters import Counters
+
+
+class Place:
+    """Whether training stands between two steps, where all parts of the state belong together."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self.is_between = False
+        """Whether a save can be begun."""
+        self.is_under_way = False
+        """Whether what is logged belongs to the next step."""
+        self.has_begun = False
+        """Whether any data was taken since the Trainer was made."""
+
+    @property
+    def present_step(self) -> int:
+        """The step that is under way, or between steps the last one that was done."""
+        return self._counters.step + self.is_under_way
+
+    def enter_step(self) -> None:
+        """A step is under way."""
+        self.is_between, self.is_under_way = False, True
+
+    def leave_step(self) -> None:
+        """All parts of the state belong to the step that is counted."""
+        self.is_between, self.is_under_way = True, False
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """No save can be begun in the block."""
+        before, self.is_between = self.is_between, False
+        try:
+            yield
+        finally:
+            self.is_between = before
+
+    def check(self, step: int) -> None:
+        """Let a save of the present step pass.
+
+        Raises:
+            UsageError: it is within a step, a validation or a save, or of another step.
+        """
+        if not self.is_between:
+            raise UsageError(
+                "a checkpoint can be made between steps only, where all parts of the state belong "
+                "together: in fit_start, step_end, epoch_end, log or fit_end, and in none of them "
+                "within a validation"
+            )
+        if step != self._counters.step:
+            raise UsageError(f"step={step!r}: the state is that of step {self._counters.step}")
