@@ -9,8 +9,21 @@ import pytest
 import torch
 
 from holdfast import SideSaver, StateHooks, load_weights
-from holdfast.errors import MismatchError, NoCheckpoint, SaveFailed, SaveSkipped, UsageError
-from holdfast.policy.retention import Last
+from holdfast.engine import stage
+from holdfast.engine.notes import reject
+from holdfast.errors import (
+    MismatchError,
+    NoCheckpoint,
+    OutOfMemory,
+    SaveFailed,
+    SaveSkipped,
+    UsageError,
+)
+from holdfast.manager import CheckpointManager
+from holdfast.policy.retention import All, Last
+from holdfast.policy.triggers import AtEnd, Every, On
+from holdfast.store import open_store
+from holdfast.testing import Fault, FaultyStore
 from runs import Run, new_run
 
 WEIGHTS = SideSaver("weights", every="2step", components=["model"], keep=Last(2))
@@ -241,3 +254,129 @@ def test_a_part_cannot_be_gone_on_from(tmp_path: Path) -> None:
     again = new_run()
     with again.manager(tmp_path, savers=[only]) as manager, pytest.raises(NoCheckpoint):
         manager.resume(1)
+
+
+@pytest.mark.parametrize("first", ["unhealthy", "a part"])
+def test_after_a_rollback_its_target_stays_until_there_is_better(
+    tmp_path: Path, first: str
+) -> None:
+    """Invariant 4: newer ones of the branch that was left behind are no reason to delete it."""
+    run = new_run()
+    with run.manager(tmp_path) as manager:
+        for step in (1, 2, 3):
+            run.train()
+            manager.save(step).wait()
+    hooks = StateHooks(before_save=lambda now, _: ["nan"] if first == "unhealthy" else None)
+    again = new_run()
+    with again.manager(tmp_path, keep=Last(1), savers=[WEIGHTS], hooks=hooks) as manager:
+        manager.resume(1)
+        trained(again, manager, 2, first=2)
+        if first == "unhealthy":
+            manager.save(3).wait()
+    with new_run().manager(tmp_path) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.step == 1
+
+
+def test_what_another_saver_asks_for_is_its_own_also_when_nothing_changed(tmp_path: Path) -> None:
+    run = new_run()
+    everything = [*run.state, "rng"]
+    archive = SideSaver("archive", every=On("epoch"), components=everything, keep=All())
+    with run.manager(tmp_path, every="1step", keep=Last(1), savers=[archive]) as manager:
+        for step in (1, 2):
+            run.train()
+            manager.maybe_save(step)
+            pending = manager.maybe_save(step, event="epoch")
+            assert pending is not None
+            assert pending.wait().savers == ("archive",)
+        manager.wait()
+        found = [(c.step, c.savers) for c in manager.list()]
+    assert found == [(2, ("archive",)), (2, ("main",)), (1, ("archive",))]
+
+
+def test_a_checkpoint_that_was_rejected_or_is_unhealthy_is_saved_again(tmp_path: Path) -> None:
+    run, reasons = new_run(), [["nan"], []]
+    hooks = StateHooks(before_save=lambda now, _: reasons.pop(0) if reasons else [])
+    with run.manager(tmp_path, hooks=hooks) as manager:
+        ill = manager.save(1).wait()
+        well = manager.save(1).wait()
+        assert (ill.unhealthy, well.unhealthy) == (("nan",), ())
+        reject(manager.store, well.folder, by="retention", reason="damaged")
+        assert manager.save(1).wait().folder not in (ill.folder, well.folder)
+
+
+def test_a_part_of_this_step_is_no_reason_to_refuse_the_whole(tmp_path: Path) -> None:
+    run = new_run()
+    with run.manager(tmp_path, savers=[WEIGHTS], on_existing="error", every=AtEnd()) as manager:
+        trained(run, manager, 2)
+        final = manager.maybe_save(2, event="end")
+        assert final is not None
+        assert final.wait().left_out == ()
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "warn"])
+def test_a_save_that_failed_does_not_count_as_made(tmp_path: Path, on_failure: str) -> None:
+    run = new_run()
+    fails = Fault(kind="fail", op="put", key="*/manifest.json")
+    store = FaultyStore(open_store(tmp_path), [fails])
+    with run.manager(store, every=Every("2step") | AtEnd(), on_failure=on_failure) as manager:
+        run.train()
+        assert manager.maybe_save(1) is None
+        pending = manager.maybe_save(2)
+        assert pending is not None
+        with pytest.raises(SaveFailed):
+            pending.wait()
+        run.train()
+        retried = manager.maybe_save(3)
+        assert retried is not None
+        assert retried.wait().step == 3
+        assert manager.maybe_save(3, event="end") is None
+
+
+def test_what_was_due_and_could_not_be_begun_is_due_at_the_next_look(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def refuse_once(now: Any, metrics: Any) -> None:
+        asked.append(now.step)
+        if len(asked) == 1:
+            raise ValueError("not yet")
+
+    run = new_run()
+    hooks = StateHooks(before_save=refuse_once)
+    with run.manager(tmp_path, every="2step", hooks=hooks) as manager:
+        assert manager.maybe_save(1) is None
+        with pytest.raises(ValueError, match="not yet"):
+            manager.maybe_save(2)
+        later = manager.maybe_save(3)
+        assert later is not None
+        assert later.wait().step == 3
+        assert manager.maybe_save(4) is not None
+    assert asked == [2, 3, 4]
+
+
+@pytest.mark.parametrize("reasons", ["loss is nan", True, [ValueError("nan")]])
+def test_reasons_that_are_no_list_of_texts_are_refused(tmp_path: Path, reasons: Any) -> None:
+    hooks = StateHooks(before_save=lambda now, _: reasons)
+    with new_run().manager(tmp_path, hooks=hooks) as manager:
+        with pytest.raises(UsageError, match="list of reasons"):
+            manager.save(1)
+
+
+def test_memory_that_was_not_to_be_had_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"tree": {"tensor": torch.zeros(2)}}
+    with CheckpointManager(tmp_path, state) as manager:
+        manager.save(1).wait()
+        with monkeypatch.context() as patched:
+            patched.setattr(stage, "Arena", _no_memory)
+            state["tree"]["tensor"] = torch.zeros(3)
+            with pytest.raises(OutOfMemory):
+                manager.save(2)
+        state["tree"]["tensor"] = torch.zeros(2)
+        assert manager.save(3).wait().step == 3
+
+
+def _no_memory(nbytes: int) -> None:
+    raise OutOfMemory(f"{nbytes} bytes")

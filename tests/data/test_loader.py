@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.utils.data import IterableDataset
 
 from holdfast.data import Loader
 from holdfast.errors import UsageError
+from holdfast.manager import CheckpointManager
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -487,3 +489,18 @@ def test_an_error_in_a_worker_reaches_the_loop_and_the_batch_is_not_counted() ->
     with pytest.raises(OSError, match="no such sample"):
         list(loader)
     assert loader.batch == 1
+
+
+def test_a_position_that_does_not_fit_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    """Invariant 6, D18: the weights are not those of a checkpoint whose position is not taken."""
+    weights = torch.zeros(3)
+    loader = Loader(range(10), batch_size=2)
+    with CheckpointManager(tmp_path, {"weights": {"w": weights}, "data": loader}) as manager:
+        next(iter(loader))
+        manager.save(1).wait()
+    live = torch.ones(3)
+    state = {"weights": {"w": live}, "data": Loader(range(10), batch_size=5)}
+    with CheckpointManager(tmp_path, state) as manager:
+        with pytest.raises(UsageError, match="batch"):
+            manager.resume()
+        assert live.tolist() == [1.0, 1.0, 1.0]

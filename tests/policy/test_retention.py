@@ -654,3 +654,23 @@ def test_as_many_healthy_whole_ones_stay_as_asked(entries: list[Candidate], othe
     )
     stayed = {entry.order for entry in survivors(decide(entries, Last(3) | other))}
     assert set(good[:3]) <= stayed
+
+
+def test_replacing_takes_nothing_from_another_saver_and_nothing_permanent() -> None:
+    """A12: a newer one of the step takes the place of what is no more than it."""
+
+    def stay(older: Mapping[str, object], newer: Mapping[str, object]) -> list[int]:
+        entries = [candidate(1, 100, **older), candidate(2, 100, **newer), candidate(3, 200)]
+        rule = BySaver({MAIN: Last(2), "weights": All()})
+        return [d.entry.order[1] for d in decide(entries, rule, replaces=True) if d.keep][::-1]
+
+    weights = {"savers": ("weights",), "components": ("model",), "left_out": ("optimizer",)}
+    whole = {"components": ("model", "optimizer")}
+    assert stay(weights, {**whole, "savers": (MAIN,)}) == [1, 2, 3]
+    assert stay(weights, {**whole, "savers": (MAIN, "weights")}) == [2, 3]
+    entries = [
+        candidate(1, 100),
+        candidate(2, 100, save_class="ephemeral"),
+        candidate(3, 200, save_class="ephemeral"),
+    ]
+    assert kept(entries, ByClass(), replaces=True) == [1, 3]  # type: ignore[arg-type]

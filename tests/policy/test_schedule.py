@@ -150,3 +150,24 @@ def test_the_rules_of_all_savers_are_one_rule() -> None:
     assert combined_rule(Last(2), [WEIGHTS], ["model"]) == BySaver(
         {"main": Last(2), "weights": Last(9)}
     )
+
+
+def test_a_save_that_failed_or_was_not_begun_is_due_again() -> None:
+    schedule = Schedule("3step", [WEIGHTS])
+    assert played(schedule, 5).keys() == {2, 3, 4}
+    schedule.failed()
+    again = schedule.due(at(5))
+    assert again is not None
+    assert again.savers == ("weights",)
+    schedule.began(again, at(5))
+    schedule.not_begun()  # a begun one stays begun
+    assert schedule.due(at(5)) is None
+    assert schedule.due(at(6)) is not None
+    schedule.not_begun()
+    both = schedule.due(at(7))
+    assert both is not None
+    assert both.savers == ("main", "weights")
+    schedule.began(both, at(7))
+    schedule.stand_on(at(7), [])
+    schedule.failed()  # an earlier one is of no interest any more
+    assert schedule.due(at(7)) is None

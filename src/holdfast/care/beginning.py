@@ -66,7 +66,8 @@ class Beginning:
     def _is_part_of_this_pass(self, entry: Entry) -> bool:
         """Whether another saver of this very process has just saved a part of the state."""
         claim = self._owner.claim
-        return claim is not None and entry.name.epoch == claim.epoch and bool(entry.manifest.left_out)
+        is_ours = claim is not None and entry.name.epoch == claim.epoch
+        return is_ours and bool(entry.manifest.left_out)
 
     def _choose_a_fresh_start(self) -> Choice:
         self._refuse_accidental_restart(None)

@@ -172,6 +172,10 @@ class Loader:
             **self._shape(),
         }
 
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise what `load_state_dict` would; a load asks before it changes anything."""
+        self._translated(_checked(state))
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a stored position. A stored seed that differs from this one wins, with a warning.
 

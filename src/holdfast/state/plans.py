@@ -128,8 +128,11 @@ class ObjectPlan:
         return keys_in(self._stored)
 
     def prepare(self, tensors: Mapping[str, Tensor], claims: Claims) -> None:
-        """Make the whole state_dict."""
+        """Make the whole state_dict; an object that can tell whether it fits is asked now."""
         self._value = Lifting(tensors).lift_tree(self._stored)
+        check = getattr(self._live, "check_state_dict", None)
+        if self._is_wanted and callable(check):
+            check(self._value)
 
     def apply(self) -> None:
         """Nothing of ours is in there."""

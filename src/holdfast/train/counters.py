@@ -77,12 +77,8 @@ class Counters:
         state: dict[str, Any] = {name: getattr(self, name) for name in _STORED}
         return {**state, "unvalidated": list(self.unvalidated)} if self.unvalidated else state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over stored counters.
-
-        Raises:
-            UsageError: one is missing, unknown or not a count; nothing is changed then.
-        """
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise `UsageError` where a stored counter is missing, unknown or not a count."""
         if set(state) - {"unvalidated"} != set(_STORED):
             raise UsageError(f"not the counters of a Trainer: {sorted(state)}")
         unvalidated = state.get("unvalidated", [])
@@ -93,7 +89,15 @@ class Counters:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise UsageError(f"stored {name}={value!r}: must be a whole number, 0 or above")
-        for name, value in {**state, "unvalidated": list(unvalidated)}.items():
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over stored counters.
+
+        Raises:
+            UsageError: they are none; nothing is changed then.
+        """
+        self.check_state_dict(state)
+        for name, value in {**state, "unvalidated": [*state.get("unvalidated", [])]}.items():
             setattr(self, name, value)
 
 
