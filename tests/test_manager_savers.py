@@ -358,9 +358,9 @@ def test_what_was_due_and_could_not_be_begun_is_due_at_the_next_look(tmp_path: P
 @pytest.mark.parametrize("reasons", ["loss is nan", True, [ValueError("nan")]])
 def test_reasons_that_are_no_list_of_texts_are_refused(tmp_path: Path, reasons: Any) -> None:
     hooks = StateHooks(before_save=lambda now, _: reasons)
-    with new_run().manager(tmp_path, hooks=hooks) as manager:
-        with pytest.raises(UsageError, match="list of reasons"):
-            manager.save(1)
+    manager = new_run().manager(tmp_path, hooks=hooks)
+    with manager, pytest.raises(UsageError, match="list of reasons"):
+        manager.save(1)
 
 
 def test_memory_that_was_not_to_be_had_is_asked_for_again(
