@@ -255,7 +255,7 @@ class CheckpointManager:
             due = self._schedule.due(now, metrics or {}, events, vetoes=vetoes, wanted=wanted)
             if due is None and asked.requests:
                 # The present step is saved already: who asks gets that checkpoint, with their tags.
-                due = Due(self._schedule.asked_class(), "demand")
+                due = Due(self._schedule.asked_class(vetoes), "demand")
             return None if due is None else self._save_as_asked(asked, now, due, metrics)
         except BaseException as error:
             self._schedule.not_begun()
@@ -504,7 +504,7 @@ class CheckpointManager:
             metrics=measured,
             numerics=numerics(),
             environment=environment(),
-            savers=due.savers or ((MAIN,) if self._schedule.has_sides else ()),
+            savers=self._schedule.savers_of(due),
             left_out=tuple(n for n in (*self.state, RNG) if n not in captured.components),
             unhealthy=unhealthy,
             timings=timings,

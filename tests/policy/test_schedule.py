@@ -152,6 +152,20 @@ def test_the_rules_of_all_savers_are_one_rule() -> None:
     )
 
 
+def test_who_asks_under_a_veto_gets_a_permanent_one() -> None:
+    schedule = Schedule(SavePolicy(permanent="100step", ephemeral="10step"))
+    for event in ("signal", "demand"):
+        assert schedule.due(at(1), events=[event]) == Due("ephemeral", event)
+        assert schedule.due(at(1), events=[event], vetoes={"merging"}) == Due("permanent", event)
+
+
+def test_a_part_by_hand_is_nobodys_in_the_manifest_too() -> None:
+    schedule = Schedule("3step", [WEIGHTS])
+    assert schedule.savers_of(Due("permanent", "manual", components=("model",))) == ()
+    assert schedule.savers_of(Due("permanent", "manual")) == ("main",)
+    assert Schedule("3step").savers_of(Due("permanent", "manual")) == ()
+
+
 def test_a_save_that_failed_or_was_not_begun_is_due_again() -> None:
     schedule = Schedule("3step", [WEIGHTS])
     assert played(schedule, 5).keys() == {2, 3, 4}

@@ -97,7 +97,7 @@ class Schedule:
             if best is not None and not (wanted and _is_as_good(wanted, name, best)):
                 found.append(self._by(name, best))
         if not any(due.components is None for due in found):
-            found += self._asked_for(now, events)
+            found += self._asked_for(now, events, vetoes)
         return together(found)
 
     def began(self, due: Due, now: Timestamp) -> None:
@@ -138,10 +138,16 @@ class Schedule:
         latest = self._of(MAIN).latest
         return latest is not None and latest.step == now.step
 
-    def asked_class(self) -> SaveClass:
-        """The class of saves that somebody asks for: the lowest that the main saver makes."""
+    def savers_of(self, due: Due) -> tuple[str, ...]:
+        """What a manifest says of who asked for a save; see `began`."""
+        by_main = self.has_sides and due.components is None
+        return due.savers or ((MAIN,) if by_main else ())
+
+    def asked_class(self, vetoes: Collection[str] = ()) -> SaveClass:
+        """The class of saves that somebody asks for: the lowest that may be made."""
         policy = self.policies.get(MAIN)
-        return "ephemeral" if policy is not None and policy.ephemeral is not None else "permanent"
+        has_ephemeral = policy is not None and policy.ephemeral is not None
+        return "ephemeral" if has_ephemeral and not vetoes else "permanent"
 
     def _of(self, name: str) -> Saved:
         return self._saved.get(name, _NEVER)
@@ -156,12 +162,14 @@ class Schedule:
     def _named(self, due: Due) -> Due:
         return replace(due, savers=(MAIN,)) if self.has_sides and not due.savers else due
 
-    def _asked_for(self, now: Timestamp, events: Sequence[Event]) -> list[Due]:
+    def _asked_for(
+        self, now: Timestamp, events: Sequence[Event], vetoes: Collection[str]
+    ) -> list[Due]:
         """A save for those who wait for one, unless the policy has an opinion of its own."""
         asked = [event for event in events if event in _ASKED]
         if not asked or self.is_saved(now):
             return []
-        return [self._named(Due(self.asked_class(), asked[0]))]
+        return [self._named(Due(self.asked_class(vetoes), asked[0]))]
 
 
 def together(dues: Sequence[Due]) -> Due | None:
