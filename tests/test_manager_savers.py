@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,9 @@ def test_a_second_checkpoint_of_a_step(tmp_path: Path, on_existing: str) -> None
 def test_saving_the_present_step_again_unchanged_is_no_second_one(tmp_path: Path) -> None:
     run = new_run()
     with run.manager(tmp_path, on_existing="error") as manager:
-        first = manager.save(1).wait()
-        assert manager.save(1).wait() == first
+        first = manager.save(1, metrics={"loss": math.nan}).wait()
+        again = manager.save(1, metrics={"loss": math.nan}).wait()
+        assert again.folder == first.folder
 
 
 def test_hooks_see_a_detached_view_and_can_refuse(tmp_path: Path) -> None:
@@ -244,6 +246,51 @@ def test_a_part_can_be_saved_by_hand(tmp_path: Path) -> None:
     other = new_run(seed=1)
     load_weights(f"{tmp_path}/{part.folder}", other.model)
     assert all(map(torch.equal, other.model.parameters(), run.model.parameters()))
+
+
+def test_parts_alone_are_no_start_and_do_not_stand_in_the_way_of_one(tmp_path: Path) -> None:
+    """A crash after weights were saved, and before the first whole checkpoint was."""
+    weights = SideSaver("weights", every="1step", components=["model"])
+    run = new_run()
+    with run.manager(tmp_path, every="5step", savers=[weights]) as manager:
+        assert manager.resume() is None
+        trained(run, manager, 3)
+    accidental = new_run()
+    with accidental.manager(tmp_path) as manager, pytest.raises(UsageError, match="resume"):
+        manager.save(1)
+    again = new_run()
+    with again.manager(tmp_path, every="5step", savers=[weights]) as manager:
+        assert manager.resume() is None
+        trained(again, manager, 6)
+    third = new_run()
+    with third.manager(tmp_path, every="5step", savers=[weights]) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.step == 5
+
+
+def test_a_rollback_has_something_to_fall_back_on(tmp_path: Path) -> None:
+    """D30, D31: what was left behind fills no place that the run itself needs."""
+    run = new_run()
+    with run.manager(tmp_path, keep=Last(9)) as manager:
+        for step in range(1, 6):
+            run.train()
+            manager.save(step).wait()
+    again = new_run()
+    with again.manager(tmp_path, keep=Last(2)) as manager:
+        assert manager.resume(2) is not None
+        again.train()
+        torch.rand(1)
+        newest = manager.save(3).wait()
+        manager.wait()
+    damaged = next((tmp_path / newest.folder).glob("model-*.safetensors"))
+    damaged.chmod(0o600)
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    third = new_run()
+    with third.manager(tmp_path, keep=Last(2)) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.step == 2
 
 
 def test_a_part_cannot_be_gone_on_from(tmp_path: Path) -> None:

@@ -178,14 +178,11 @@ def test_resume_passes_over_what_was_saved_in_part_and_its_components_load() -> 
     assert story.recorder.of("warning") == []
 
 
-def test_a_run_with_nothing_but_parts_has_nothing_to_resume() -> None:
+def test_a_run_with_nothing_but_parts_begins_afresh() -> None:
     story = Story()
     story.tell("part", "part")
-    with story.open() as manager, pytest.raises(errors.NoUsableCheckpoint) as caught:
-        manager.resume()
-    assert ["saved without optimizer" in reason for _, reason in caught.value.rejected] == [
-        True
-    ] * 2
+    with story.open() as manager:
+        assert manager.resume() is None
     assert story.marked() == []
     assert Catalog(story.store).resolve("latest").step == 2
 

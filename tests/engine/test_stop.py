@@ -98,6 +98,15 @@ def test_a_request_to_save_is_taken_once_and_ends_nothing() -> None:
     assert stop.requested is None
 
 
+@pytest.mark.parametrize("nth", range(1, 20))
+def test_a_request_to_save_that_comes_while_one_is_taken_is_not_lost(nth: int) -> None:
+    with Stop() as stop:
+        with _signal_at_instruction(nth, signal.SIGUSR2) as has_come:
+            taken = stop.take_save_request()
+        if has_come():
+            assert taken or stop.take_save_request()
+
+
 def test_former_handlers_are_back_after_the_block(heard: list[int]) -> None:
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     with Stop():
@@ -234,10 +243,13 @@ def _waited(stop: Stop) -> list[str]:
 
 
 class _signal_at_instruction:
-    """Sends SIGTERM before the n-th instruction of the functions called in the block."""
+    """Sends a signal before the n-th instruction of the functions called in the block."""
 
-    def __init__(self, at: int) -> None:
+    _FUNCTIONS = ("_waited", "__enter__", "__exit__", "interruptible", "take_save_request")
+
+    def __init__(self, at: int, number: signal.Signals = signal.SIGTERM) -> None:
         self._left = at
+        self._number = number
 
     def __enter__(self) -> Callable[[], bool]:
         self._former = sys.gettrace()
@@ -248,13 +260,13 @@ class _signal_at_instruction:
         sys.settrace(self._former)
 
     def _trace(self, frame: Any, event: str, argument: object) -> Any:
-        if frame.f_code.co_name not in ("_waited", "__enter__", "__exit__", "interruptible"):
+        if frame.f_code.co_name not in self._FUNCTIONS:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
             self._left -= 1
             if self._left == -1:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), self._number)
         return self._trace
 
 
@@ -351,8 +363,13 @@ def test_a_watch_leaves_the_wakeup_pipe_of_others_in_use() -> None:
 
 
 HANG = """
-import ctypes, os, sys, time
+import ctypes, os, resource, sys, time
 from holdfast import Stop
+
+if sys.argv[1] == "has many files open":
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2000, most))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
 
 def promote(timeout_s):
     print("promoted", timeout_s <= 0.2, flush=True)
@@ -366,7 +383,7 @@ with Stop(grace="1s") as stop:
     if how == "calls C":
         while True:
             ctypes.CDLL(None).poll(None, 0, 60_000)
-    elif how == "swallows":
+    elif how != "ends":
         while True:
             try:
                 with stop.interruptible():
@@ -392,7 +409,7 @@ def _started(script: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-@pytest.mark.parametrize("how", ["calls C", "swallows"])
+@pytest.mark.parametrize("how", ["calls C", "swallows", "has many files open"])
 def test_a_run_that_hangs_is_ended_when_the_grace_is_nearly_over(
     how: str, number: signal.Signals, status: int
 ) -> None:

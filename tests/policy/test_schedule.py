@@ -166,6 +166,18 @@ def test_a_part_by_hand_is_nobodys_in_the_manifest_too() -> None:
     assert Schedule("3step").savers_of(Due("permanent", "manual")) == ()
 
 
+@pytest.mark.parametrize("sides", [[], [WEIGHTS]])
+def test_a_part_that_is_wanted_takes_the_place_of_no_whole_one(sides: list[SideSaver]) -> None:
+    schedule = Schedule("3step", sides)
+    part = Due("permanent", "manual", components=("model",))
+    alone = schedule.due(at(1), wanted=part)
+    assert alone == part
+    both = schedule.due(at(3), wanted=part)
+    assert both is not None
+    assert both.components is None
+    assert both.savers == (("main", "weights") if sides else ())
+
+
 def test_a_save_that_failed_or_was_not_begun_is_due_again() -> None:
     schedule = Schedule("3step", [WEIGHTS])
     assert played(schedule, 5).keys() == {2, 3, 4}

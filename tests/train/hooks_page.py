@@ -31,7 +31,8 @@ class StopWhenGood(Callback):
 ```
 
 * Callbacks run by `priority`, higher first, then as they were given. A `Logger` runs after all
-  others. What the Trainer itself does between two hooks has a fixed place.
+  others, but before them in `fit_start`, so that it is there for what they log. What the Trainer
+  itself does between two hooks has a fixed place.
 * A method that is no hook but looks like one (`on_…`, or misspelt), or takes other arguments, is
   refused when the Trainer is made.
 * What a hook raises ends the training as `HookFailed`, which names class and hook; the error is
@@ -42,7 +43,8 @@ class StopWhenGood(Callback):
   `log` and `fit_end`; elsewhere the parts of the state do not belong to one step, and it is
   refused. While `vetoes_ephemeral` is True, the Trainer makes no ephemeral checkpoints.
 * The save of a step comes after its validation and its log, so that callbacks, metrics and log
-  of that step are complete when it is made.
+  of that step are complete when it is made. A run that goes on from one that was made in `step_end`
+  makes up for the validation; the hooks after it are not called again for that step.
 """
 
 

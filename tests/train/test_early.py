@@ -147,3 +147,16 @@ def test_what_is_no_condition_or_state_is_refused() -> None:
         StopWhen("val/loss < 1")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="not the state"):
         EarlyStopping().load_state_dict({})
+
+
+def test_a_condition_is_not_asked_about_a_checkpoint_of_which_nothing_is_known() -> None:
+    """Such as that of a run that was stopped before its first step."""
+
+    class Stops(Callback):
+        def fit_start(self, training: Training) -> None:
+            training.request_stop("no time")
+
+    store = MemoryStore()
+    condition = lambda training, metrics: metrics["loss"] < -1  # noqa: E731
+    make(store, callbacks=[StopWhen(condition), Stops()]).fit(3)
+    assert make(store, callbacks=[StopWhen(condition)]).fit(3).reason == "goal"

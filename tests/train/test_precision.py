@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from holdfast.errors import UsageError
 from holdfast.store.memory import MemoryStore
-from holdfast.train import Callback, Precision, Training
+from holdfast.train import Callback, HookFailed, Precision, Training
 from train.small import make, network
 
 LOW = Precision(dtype="fp16", loss_scale=8.0)
@@ -158,3 +158,26 @@ def test_what_is_no_scale_is_refused(options: dict[str, Any]) -> None:
 def test_the_network_of_these_tests_is_the_same_each_time() -> None:
     left, right = network().state_dict(), network().state_dict()
     assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_an_update_that_an_error_cut_short_does_not_stand_in_the_way_of_the_next(
+    tmp_path: Path,
+) -> None:
+    """Between the unscaling of its gradients and its end, and in the same process."""
+
+    class Fails(Callback):
+        times = 0
+
+        def before_optimizer_step(self, training: Training) -> None:
+            self.times += 1
+            if self.times == 4:
+                raise RuntimeError
+
+    straight = make(tmp_path / "straight", precision=LOW)
+    straight.fit(6)
+    trainer = make(tmp_path / "run", precision=LOW, callbacks=[Fails()])
+    with pytest.raises(HookFailed):
+        trainer.fit(6)
+    assert trainer.fit(6).reason == "goal"
+    for left, right in zip(straight.model.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(left, right)

@@ -31,6 +31,15 @@ def test_each_record_is_made_once_whatever_happened(
     assert made == records[: len(made)]
 
 
+def test_what_is_logged_once_more_of_the_step_that_was_resumed_is_new() -> None:
+    """Such as a validation that the process before did not come to, after a record of the step."""
+    before = Replays()
+    assert before.is_new(3)
+    after = Replays(before.position, resumed_step=3)
+    assert after.is_new(3)
+    assert after.is_new(4)
+
+
 @pytest.mark.parametrize("position", ["", "5", "5/", "-1/2", "1/2/3", "a/b", "1/2\n"])
 def test_what_is_no_position_is_refused(position: str) -> None:
     with pytest.raises(FormatError, match="no position"):

@@ -16,6 +16,7 @@ from holdfast.data import Loader
 from holdfast.engine.catalog import Catalog
 from holdfast.errors import SaveFailed, UsageError
 from holdfast.policy.classes import SavePolicy
+from holdfast.policy.savers import SideSaver
 from holdfast.policy.triggers import On
 from holdfast.store import open_store
 from holdfast.store.memory import MemoryStore
@@ -125,8 +126,8 @@ def test_a_stop_asked_for_where_an_epoch_begins_is_saved() -> None:
             training.request_stop("enough")
 
     store = MemoryStore()
-    assert make(store, callbacks=[Stops()]).fit(3).step == 0
-    assert saves(store) == [(0, "permanent", "stopped")]
+    assert make(store, callbacks=[Stops()]).fit(3).step == 1
+    assert saves(store) == [(1, "permanent", "stopped")]
 
 
 class Failures(Callback):
@@ -377,3 +378,42 @@ def test_an_unhealthy_save_is_warned_of_once_a_step(caplog: pytest.LogCaptureFix
 
 def short() -> Loader[Any]:
     return Loader(Noisy(), batch_size=10)
+
+
+class Kills(Callback):
+    """Saves in the end of a step, before the step is validated, and fails."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def step_end(self, training: Training, metrics: Metrics) -> None:
+        if training.counters.step == self.step:
+            save_now(training).wait()
+            raise RuntimeError("killed")
+
+
+@pytest.mark.parametrize(("every", "step"), [("2step", 2), ("100step", 5)])
+def test_a_save_before_the_validation_of_its_step_says_that_it_is_to_come(
+    tmp_path: Path, every: str, step: int
+) -> None:
+    """Also at the goal, where a rerun would have nothing else to do."""
+    options: dict[str, Any] = {"every": None, "log_every": 100}
+    options["validate"] = Validation(data=Loader(Noisy(), batch_size=5), every=every)
+    validated: list[int] = []
+
+    class Watch(Callback):
+        def validation_end(self, training: Training, name: str, metrics: Metrics) -> None:
+            validated.append(training.counters.step)
+
+    with pytest.raises(HookFailed):
+        make(tmp_path, callbacks=[Watch(), Kills(step)], **options).fit(5)
+    make(tmp_path, callbacks=[Watch()], **options).fit(5)
+    assert validated == ([5] if step == 5 else [2, 4, 5])
+
+
+def test_at_the_last_step_a_side_saver_sees_what_has_happened(tmp_path: Path) -> None:
+    """Here that an epoch has ended, as after any other step."""
+    side = SideSaver("weights", every=On("epoch"), components=["model"])
+    make(tmp_path, every=None, savers=[side]).fit(10)
+    found = [entry.manifest for entry in Catalog(open_store(tmp_path)).checkpoints()]
+    assert {item.timestamp.step for item in found if "weights" in item.savers} == {5, 10}

@@ -137,3 +137,10 @@ def test_modules_are_those_with_a_weight() -> None:
 def test_what_cannot_work_is_refused(amounts: Any, method: Any) -> None:
     with pytest.raises(UsageError, match="Pruning"):
         Pruning(amounts, method=method)
+
+
+def test_what_is_pruned_before_the_first_step_is_logged(tmp_path: Path) -> None:
+    make(tmp_path, callbacks=[Pruning({0: 0.5})], every=None).fit(1)
+    first = (tmp_path / "log" / "train.jsonl").read_text().splitlines()[0]
+    assert '"step": 0' in first
+    assert '"sparsity": 0.5' in first

@@ -28,6 +28,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from holdfast import At, CheckpointManager, Every, On, SavePolicy, Stop
 from holdfast.data import Loader
@@ -664,6 +665,77 @@ def test_with_data_of_others_the_window_is_trained_before_the_stop(tmp_path: Pat
     assert leaf_digests(again.state) == leaf_digests(straight.state)
 
 
+class Begins(Callback):
+    """Counts the epochs that begin."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def epoch_start(self, training: Training) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+@pytest.mark.filterwarnings("ignore:data")
+def test_an_epoch_of_data_of_others_begins_once_although_it_is_stopped_there(
+    tmp_path: Path,
+) -> None:
+    options: dict[str, Any] = {"is_meddled_with": False, "data": Foreign(0)}
+    stopped(
+        trainer(tmp_path, None, callbacks=[Begins(), Sends("epoch_start", 0)], **options), steps=2
+    )
+    begins = Begins()
+    trainer(tmp_path, None, callbacks=[begins], **{**options, "data": Foreign(0)}).fit(2)
+    assert begins.count == 1
+
+
+class Hanging:
+    """Its fetches beyond the first ones send the signal, and end when they are allowed to."""
+
+    def __init__(self) -> None:
+        self.may_end = multiprocessing.get_context("fork").Event()
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index >= 4:
+            os.kill(os.getppid(), signal.SIGTERM)
+            self.may_end.wait()
+        return torch.full((4,), float(index))
+
+
+def test_the_save_does_not_wait_for_workers_that_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no time for both."""
+    order: list[str] = []
+    workers: Any = _MultiProcessingDataLoaderIter
+    shut_down, data = workers._shutdown_workers, Hanging()
+
+    def shut_down_and_tell(self: Any) -> None:
+        order.append("workers")
+        shut_down(self)
+
+    class Watch(Callback):
+        def checkpoint_saved(self, training: Training, *_: Any) -> None:
+            order.append("saved")
+            data.may_end.set()
+
+    monkeypatch.setattr(workers, "_shutdown_workers", shut_down_and_tell)
+    loader = Loader(
+        data, batch_size=2, shuffle=False, num_workers=1, multiprocessing_context="fork"
+    )
+    stopped(trainer(tmp_path, None, data=loader, accumulate=1, every=None, callbacks=[Watch()]))
+    assert order[0] == "saved"
+    assert "workers" in order
+
+
 def test_the_validation_of_the_end_is_made_up_for(tmp_path: Path) -> None:
     """The goal is reached, and yet not all that belongs to it is done."""
     validate = Validation(data=Loader(Noisy(), batch_size=4, seed=3), every="3step")
@@ -769,6 +841,7 @@ FAILURES = [
     ("before_data", 5, 4),
     ("epoch_start", 2, 3),
     ("validation_batch_end", 5, 4),
+    ("step_end", 3, 3),
     ("step_end", 4, 4),
     ("step_end", 5, 5),
 ]
@@ -792,6 +865,19 @@ def test_after_an_error_the_last_boundary_is_saved_where_that_is_asked_for(
     again.fit(STEPS)
     assert leaf_digests(again.state) == leaf_digests(straight.state)
     assert lines(tmp_path / "run") == lines(tmp_path / "straight")
+
+
+def test_after_an_error_at_the_goal_the_validation_of_the_end_is_made_up_for(
+    tmp_path: Path,
+) -> None:
+    validate = Validation(data=Loader(Noisy(), batch_size=4, seed=3), every="100step")
+    failing: Any = Fails("step_end", STEPS)
+    with pytest.raises(HookFailed):
+        trainer(tmp_path / "run", failing, every=On("exception"), validate=validate).fit(STEPS)
+    trainer(tmp_path / "run", None, every=On("exception"), validate=validate).fit(STEPS)
+    newest = saved(tmp_path / "run")[0]
+    assert (newest.step, newest.reason) == (STEPS, "final")
+    assert "val/loss" in newest.metrics
 
 
 class BrokenAdam(torch.optim.AdamW):
@@ -829,6 +915,27 @@ def test_an_error_is_not_masked_by_the_save_after_it(
     with pytest.raises(ZeroDivisionError):
         trainer(tmp_path / "log", failing, root=store, every=On("exception")).fit(STEPS)
     assert "the state could not be saved" in caplog.text
+
+
+class CannotGoBack(Callback):
+    """A callback whose state can be saved and not be loaded."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize("every", [FAILING, Every("3step")])
+def test_an_error_in_a_validation_is_not_masked_by_a_callback_that_cannot_go_back(
+    tmp_path: Path, every: Any
+) -> None:
+    """And what is no boundary is not saved."""
+    failing: Any = Fails("evaluation", 6)
+    with pytest.raises(ZeroDivisionError):
+        trainer(tmp_path, failing, every=every, callbacks=[CannotGoBack()]).fit(STEPS)
+    assert saved(tmp_path)[0].step == 3
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OwnedElsewhere])

@@ -54,6 +54,7 @@ def plan(
         [candidate(catalog.store, entry) for entry in by_order.values()],
         rule,
         resumed_from=resumed_from,
+        lineage={name.order for name in catalog.lineage()},
         replaces=replaces,
     )
     return tuple(

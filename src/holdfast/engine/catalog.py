@@ -265,13 +265,18 @@ class Catalog:
             raise NoCheckpoint(self._nothing_matches(wanted))
         return entry
 
-    def ever_committed(self) -> bool:
-        """Whether anything was ever committed here: then a fresh start would be a lie."""
+    def ever_committed(self, *, whole: bool = False) -> bool:
+        """Whether anything was ever committed here: then a fresh start would be a lie.
+
+        With `whole`, something that a run could have gone on from, as far as is known.
+        """
         for name in self.attempts():
             try:
                 register = self.read(str(name))
             except FormatError:
                 return True
+            if isinstance(register, Manifest) and whole and register.left_out:
+                continue
             if isinstance(register, Manifest | Deleted):
                 return True
         claims = (self._claim_or_none(epoch) for epoch in self.claims())

@@ -229,7 +229,7 @@ class Reader:
             yield found.entry
 
     def walk(self, options: LoadOptions, *, unhealthy: Unhealthy = "avoid") -> Candidate | None:
-        """The newest usable checkpoint of the lineage; None when nothing was ever committed.
+        """The newest usable checkpoint of the lineage; None when nothing whole was committed yet.
 
         Unless `unhealthy` is "accept", an unhealthy one is taken only when no other can be used.
 
@@ -251,8 +251,8 @@ class Reader:
                 return found
             if _registers(catalog) == before:
                 break
-        if not self.rejected and not catalog.ever_committed():
-            return None
+        if not catalog.ever_committed(whole=True):
+            return None  # parts that side savers saved before the first whole one are no start
         raise NoUsableCheckpoint(
             f"{self.store.url}: this run has committed checkpoints and none can be used. "
             "Nothing was changed; name another one explicitly, or use another root",

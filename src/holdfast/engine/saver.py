@@ -198,7 +198,8 @@ def _records_all(stored: Manifest, request: SaveRequest) -> bool:
         return False
     if stored.unhealthy != request.unhealthy:
         return False
-    return set(request.metrics.items()) <= set(stored.metrics.items())
+    # As text, in which nan is what it is.
+    return set(map(str, request.metrics.items())) <= set(map(str, stored.metrics.items()))
 
 
 def as_failure(error: BaseException, step: int) -> BaseException:

@@ -117,8 +117,11 @@ class Stop:
 
     def take_save_request(self) -> bool:
         """Whether one of `save_signals` came since the last call."""
-        asked, self._is_save_asked = self._is_save_asked, False
-        return asked
+        # Not read and cleared in any case: a signal in between would be lost.
+        if not self._is_save_asked:
+            return False
+        self._is_save_asked = False
+        return True
 
     def interruptible(self) -> _Interruptible:
         """A block in which a stop raises `Interrupted`, also one that was requested before it.
@@ -306,7 +309,9 @@ class _Watch:
     def _has_ended(self, timeout_s: float) -> bool:
         """Whether the run ends by itself within the time."""
         until = time.monotonic() + timeout_s
-        while select.select([self._reader], [], [], max(0.0, until - time.monotonic()))[0]:
+        waiting = select.poll()  # `select` itself takes no descriptor above 1023
+        waiting.register(self._reader, select.POLLIN)
+        while waiting.poll(1000 * max(0.0, until - time.monotonic())):
             if 0 in self._read():
                 return True
         return False

@@ -81,13 +81,15 @@ def decide(
     rule: Rule,
     *,
     resumed_from: _Order | None = None,
+    lineage: Collection[_Order] | None = None,
     replaces: bool = False,
 ) -> tuple[Decision, ...]:
     """One decision for each entry, newest first.
 
     Whatever the rule says, these stay, and whole: pinned and tagged ones, the newest, the newest
-    from which a run can resume, the newest healthy one of these, and the one at `resumed_from`,
-    the order of the checkpoint at which the lineage stands. A rejected one stays until all that
+    from which a run can resume, the newest healthy one of these, the same of `lineage` (the orders
+    that the run is on; None: all), and the one at `resumed_from`, the order of the checkpoint at
+    which the lineage stands. A rejected one stays until all that
     the rule keeps is newer; anything else goes only when something newer stays that stands in
     for it (`stands_in`). With `replaces` the rule does not see what a newer one of the same step
     stands in for, if it is of the same savers and of no lower class.
@@ -96,7 +98,7 @@ def decide(
     replaced = _replaced(ordered) if replaces else frozenset()
     seen = [position for position in range(len(ordered)) if position not in replaced]
     picks = {seen[p]: pick for p, pick in _picks([ordered[p] for p in seen], rule).items()}
-    for position, why in _newest(ordered).items():
+    for position, why in _newest_of(ordered, lineage).items():
         reason = join_reasons(why, picks[position].reason if position in picks else None)
         picks[position] = _Pick(reason, _NOTHING)
     stay = [(ordered[position], pick.drop) for position, pick in sorted(picks.items())]
@@ -127,6 +129,24 @@ def stands_in(base: Candidate, entry: Candidate, *, drop: Collection[str] = ()) 
     if entry.left_out:
         return set(entry.components) <= set(base.components).difference(drop)
     return base.is_resumable and not drop
+
+
+def _newest_of(
+    newest_first: Sequence[Candidate], lineage: Collection[_Order] | None
+) -> dict[int, str]:
+    """See `_newest`: of all, and of the line that the run is on, which a rollback leaves behind
+    newer ones for."""
+    found = _newest(newest_first)
+    if lineage is not None:
+        own = [p for p, entry in enumerate(newest_first) if entry.order in lineage]
+        for position, why in _newest([newest_first[p] for p in own]).items():
+            found.setdefault(own[position], f"{why} of the run's own line")
+        usable = [p for p in own if newest_first[p].is_resumable and newest_first[p].healthy]
+        between = range(usable[0], usable[1]) if len(usable) > 1 else range(0)
+        if any(p not in own and newest_first[p].counts for p in between):
+            # Quotas are full of what was left behind, and resume does not go back to that.
+            found.setdefault(usable[1], "the one before it on the run's own line")
+    return found
 
 
 def _newest(newest_first: Sequence[Candidate]) -> dict[int, str]:

@@ -103,7 +103,7 @@ class Schedule:
     def began(self, due: Due, now: Timestamp) -> None:
         """A save was begun. A part that was saved by hand is no saver's own."""
         self._undo, self._before = (self._before, dict(self._saved)), self._previous
-        for name in due.savers or ((MAIN,) if due.components is None else ()):
+        for name in _owners(due):
             self._saved[name] = self._of(name).plus(due.save_class, now)
 
     def not_begun(self) -> None:
@@ -140,8 +140,7 @@ class Schedule:
 
     def savers_of(self, due: Due) -> tuple[str, ...]:
         """What a manifest says of who asked for a save; see `began`."""
-        by_main = self.has_sides and due.components is None
-        return due.savers or ((MAIN,) if by_main else ())
+        return _owners(due) if self.has_sides else due.savers
 
     def asked_class(self, vetoes: Collection[str] = ()) -> SaveClass:
         """The class of saves that somebody asks for: the lowest that may be made."""
@@ -160,7 +159,7 @@ class Schedule:
         return Due(due.save_class, reason, savers=(name,), components=components)
 
     def _named(self, due: Due) -> Due:
-        return replace(due, savers=(MAIN,)) if self.has_sides and not due.savers else due
+        return replace(due, savers=_owners(due)) if self.has_sides else due
 
     def _asked_for(
         self, now: Timestamp, events: Sequence[Event], vetoes: Collection[str]
@@ -209,9 +208,14 @@ def rank(due: Due) -> int:
     return ("ephemeral", "permanent").index(due.save_class)
 
 
+def _owners(due: Due) -> tuple[str, ...]:
+    """Whose save it is: what names nobody is the main saver's, unless it is a part."""
+    return due.savers or ((MAIN,) if due.components is None else ())
+
+
 def _is_as_good(wanted: Due, name: str, due: Due) -> bool:
     """Whether a save is one of this saver's own, so that its next one needs no second reason."""
-    return name in (wanted.savers or (MAIN,)) and rank(wanted) >= rank(due)
+    return name in _owners(wanted) and rank(wanted) >= rank(due)
 
 
 def _each(names: Iterable[str]) -> tuple[str, ...]:

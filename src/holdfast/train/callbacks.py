@@ -46,6 +46,8 @@ class Callbacks:
         self._names = _names(given)
         self._all = sorted(given, key=lambda item: (isinstance(item, Logger), -item.priority))
         self._told = {hook: [item for item in self._all if _has(item, hook)] for hook in HOOKS}
+        # There for what others log as they start.
+        self._told["fit_start"].sort(key=lambda item: not isinstance(item, Logger))
 
     @property
     def components(self) -> dict[str, Any]:

@@ -45,8 +45,9 @@ class StopWhen(Callback):
         self._reason = reason
 
     def resumed(self, training: Training, checkpoint: Checkpoint) -> None:
-        """Ask about the step from which training would go on."""
-        self._ask(training, checkpoint.metrics)
+        """Ask about the step from which training would go on, if anything is known of it."""
+        if checkpoint.metrics:
+            self._ask(training, checkpoint.metrics)
 
     def step_end(self, training: Training, metrics: Metrics) -> None:
         """Ask about the step."""

@@ -22,7 +22,7 @@ from holdfast.manager import CheckpointManager
 from holdfast.policy.classes import Due, SaveClass
 from holdfast.policy.triggers import Event
 from holdfast.train import making
-from holdfast.train.callbacks import Callbacks
+from holdfast.train.callbacks import Callbacks, HookFailed
 from holdfast.train.counters import Counters
 from holdfast.train.ema import Average
 from holdfast.train.ending import Ending
@@ -82,8 +82,11 @@ class Fit:
         self._validated_step: int | None = None
         self._logged_step: int | None = None
         self._looked_step: int | None = None
-        self._begun = gear.counters.timestamp
-        """Where the step began that is under way, or was the last one."""
+        self._before = self._now = gear.counters.timestamp
+        """Where the last step that was done began and ended."""
+        self._batches: Iterator[Any] = iter(())
+        self._given_up: Interrupted | None = None
+        """Both are kept to the end: it may take long to end workers, and the save comes first."""
         self._metrics = LazyMetrics({})
         """What is known of the last step that was done."""
 
@@ -129,6 +132,8 @@ class Fit:
             if self._way_back.is_exact and not isinstance(error, OwnershipError):
                 self._save_after(error, saver)
             raise
+        finally:
+            self._batches, self._given_up = iter(()), None
         return self._ending.outcome()
 
     def _begin_afresh(self) -> None:
@@ -157,8 +162,9 @@ class Fit:
 
         `found` is the checkpoint from which training goes on.
         """
-        metrics, now, is_over = LazyMetrics({}), self._counters.timestamp, False
-        begun_at, before = now.step, now
+        metrics, is_over = LazyMetrics({}), False
+        self._before = self._now = self._counters.timestamp
+        begun_at = self._now.step
         known: Metrics = {} if found is None else found.metrics
         self._metrics = LazyMetrics(known)
         self._gear.validations.begin(self._ending.goal, begun_at, known)
@@ -167,22 +173,21 @@ class Fit:
         if found is not None and self._counters.unvalidated:
             known = self._made_up(saver, found)
         for step_metrics in self._steps():
-            before, now = now, self._counters.timestamp
             is_over = self._ending.is_here()
-            metrics = self._looked(step_metrics, before, is_over)
+            metrics = self._looked(step_metrics, self._before, is_over)
             if not is_over:
-                saver.at(self._events(before, now), metrics)
+                saver.at(self._events(), metrics)
         if not is_over:
             # It ended after the look at the last step: by its hooks, or as the data came to an end.
-            metrics = self._looked(metrics, now, is_over=True)
+            metrics = self._looked(metrics, self._now, is_over=True)
+        events = self._events() if self._counters.step > begun_at else []
         if self._counters.step == begun_at:
             metrics = LazyMetrics(known).joined(metrics)
         if self._ending.reason == "signal":
-            saver.stop(self._events(before, now) if now.step > begun_at else [], metrics)
+            saver.stop(events, metrics)
         else:
-            saver.finish(
-                metrics, "final" if self._ending.reason == "goal" else str(self._ending.reason)
-            )
+            reason = "final" if self._ending.reason == "goal" else str(self._ending.reason)
+            saver.finish(events, metrics, reason)
         self._tell(Callback.fit_end)
         saver.settle(metrics)  # what was saved in that hook
 
@@ -196,16 +201,17 @@ class Fit:
                 tell(Callback.epoch_start)
             with preserved():
                 # Beginning an iteration of torch's own loaders draws from the global generator.
-                batches = iter(self._gear.data)
-            epoch = self._counters.epoch
-            while not self._ending.is_here() and self._counters.epoch == epoch:
+                batches = self._batches = iter(self._gear.data)
+            epoch, goes_on = self._counters.epoch, True
+            while goes_on:  # at least one step: `epoch_start` is not to be called for it again
                 self._begin_step()
                 tell(Callback.before_data)
                 self._place.has_begun = True
                 try:
                     with self._way_back.fetching():
                         window = next_window(batches, self._gear.accumulate)
-                except Interrupted:
+                except Interrupted as error:
+                    self._given_up = error
                     break
                 if window:
                     yield self._step(window, batches)
@@ -217,13 +223,13 @@ class Fit:
                     # Unless training is over, a resume from the step before comes by here again.
                     self._place.is_under_way = not self._ending.is_here()
                     tell(Callback.epoch_end)
+                goes_on = not self._ending.is_here() and self._counters.epoch == epoch
         if not self._place.is_between:
             self._way_back.go()  # it ended where a step had begun
         self._place.leave_step()
 
     def _begin_step(self) -> None:
         if self._place.is_between:
-            self._begun = self._counters.timestamp
             self._way_back.begin_step()
             self._place.enter_step()
 
@@ -243,6 +249,11 @@ class Fit:
         if is_over:
             self._counters.end_epoch()
         self._metrics = metrics
+        self._before, self._now = self._now, self._counters.timestamp
+        # For saves in the hooks that follow, and for errors in them.
+        self._counters.unvalidated = self._gear.validations.names_due(
+            self._before, self._now, is_last=self._ending.is_at_goal()
+        )
         self._place.leave_step()
         tell(Callback.step_end, metrics)
         if is_over:
@@ -275,11 +286,13 @@ class Fit:
 
     def _joined(self, metrics: LazyMetrics, parts: Sequence[Part]) -> LazyMetrics:
         """The metrics with those of these validations, or without when a signal cuts them short."""
-        self._counters.unvalidated = [part.name for part in parts]
+        names = [*self._counters.unvalidated, *(part.name for part in parts)]
+        self._counters.unvalidated = list(dict.fromkeys(names))
         try:
             with self._way_back.validating():
                 found = self._gear.validated(parts)
-        except Interrupted:
+        except Interrupted as error:
+            self._given_up = error
             return metrics
         self._counters.unvalidated = []
         self._validated_step = self._counters.step
@@ -315,19 +328,25 @@ class Fit:
                 )
                 return
             self._place.leave_step()
-            step, metrics = self._counters.step, self._metrics
-            if self._looked_step != step and step > self._begun.step:
-                parts = self._gear.validations.due(
-                    self._begun, self._counters.timestamp, is_last=False
-                )
-                self._counters.unvalidated = [part.name for part in parts]
-            saver.at(["exception"], metrics)
-            saver.settle(metrics)
+            self._log_after_error()
+            saver.at(["exception"], self._metrics)
+            saver.settle(self._metrics)
         except Exception as failure:
             logger.exception("after %r the state could not be saved: %s", error, failure)
 
-    def _events(self, before: Timestamp, now: Timestamp) -> list[Event]:
+    def _log_after_error(self) -> None:
+        """Log the last step, if it is due and the error came before; nobody does it later."""
+        step = self._counters.step
+        is_new = self._now.step > self._before.step and self._looked_step != step
+        if is_new and step % self._gear.log_every == 0 and not self._counters.unvalidated:
+            try:
+                self._tell(Callback.log, self._metrics)
+            except HookFailed as failure:
+                logger.error("%s", failure)
+
+    def _events(self) -> list[Event]:
         """What has happened at this step, for triggers."""
+        before, now = self._before, self._now
         events: list[Event] = ["step"]
         if now.epoch != before.epoch:
             events.append("epoch")

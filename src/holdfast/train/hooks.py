@@ -191,4 +191,5 @@ class Callback:
 
 
 class Logger(Callback):
-    """A callback that only records; it runs after those that are not loggers."""
+    """A callback that only records; it runs after those that are not loggers, except in
+    `fit_start`, so that it is there for what they log."""

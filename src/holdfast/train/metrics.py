@@ -75,6 +75,8 @@ def number(name: str, value: Any) -> Tensor | float:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise UsageError(f"metric {name!r} is a tensor of {value.numel()} numbers, not of one")
+        if value.is_cpu and not value.is_complex():
+            return float(value.item())  # nobody has to wait for it
         dtype = torch.float32 if value.is_mps else torch.float64
         scalar = value.detach()
         if scalar.dim():

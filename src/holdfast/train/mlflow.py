@@ -58,7 +58,7 @@ class MLflow(Logger):
             else:
                 self._client.update_run(self._id, status="RUNNING")
             tags = self._client.get_run(self._id).data.tags
-        self._replays = Replays(tags.get(_POSITION, "0/0"))
+        self._replays = Replays(tags.get(_POSITION, "0/0"), resumed_step=training.counters.step)
         self._status = "FINISHED"
 
     def log(self, training: Training, metrics: Metrics) -> None:

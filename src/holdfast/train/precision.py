@@ -58,6 +58,7 @@ class Numerics:
                 init_scale=precision.loss_scale,
                 growth_interval=precision.growth_interval,
             )
+        self._is_unscaled = False
 
     def autocast(self) -> AbstractContextManager[Any]:
         """What a forward pass runs in."""
@@ -72,8 +73,12 @@ class Numerics:
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the gradients those of the loss itself."""
-        if self.scaler is not None:
-            self.scaler.unscale_(optimizer)
+        if self.scaler is None:
+            return
+        if self._is_unscaled:  # an error cut that update short, and the scaler remembers it
+            self.scaler.update(self.scaler.get_scale())
+        self._is_unscaled = True
+        self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Step the optimizer, unless the scaler finds that the gradients are not finite."""
@@ -82,6 +87,7 @@ class Numerics:
             return
         self.scaler.step(optimizer)
         self.scaler.update(None if self.precision.dynamic else self.precision.loss_scale)
+        self._is_unscaled = False
 
 
 def checked_precision(value: str | Precision) -> Precision:

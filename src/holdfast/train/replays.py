@@ -24,8 +24,9 @@ class Replays:
     [False, False, True, True]
     """
 
-    def __init__(self, position: str = "0/0") -> None:
-        """`position` is that of an earlier process.
+    def __init__(self, position: str = "0/0", *, resumed_step: int = 0) -> None:
+        """`position` is that of an earlier process; `resumed_step` is done and will not be done
+        again, so that what is still logged of it is new.
 
         Raises:
             FormatError: it is none.
@@ -34,7 +35,7 @@ class Replays:
         if found is None:
             raise FormatError(f"{position!r} is no position of a log such as '120/2'")
         self._reached = (int(found[1]), int(found[2]))
-        self._now = (0, 0)
+        self._now = self._reached if self._reached[0] == resumed_step else (0, 0)
 
     @property
     def position(self) -> str:

@@ -89,7 +89,7 @@ class Saver:
         self._save(events, metrics, self._due_again(vetoes), vetoes)
         self._look()
 
-    def finish(self, metrics: Metrics, reason: str) -> None:
+    def finish(self, events: Sequence[Event], metrics: Metrics, reason: str) -> None:
         """Return when the present step is durable. It is saved once, also when a trigger was due.
 
         Raises:
@@ -97,7 +97,7 @@ class Saver:
         """
         self._await()
         while self._saved_step != self._counters.step:
-            if not self._save(["end"], metrics, Due("permanent", reason)):
+            if not self._save([*events, "end"], metrics, Due("permanent", reason)):
                 return
             self._await()
 

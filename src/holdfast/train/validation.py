@@ -273,19 +273,26 @@ class Validations:
 
         A part is due when a multiple of its interval was reached or passed since `before`.
         """
-        found = [
-            at
-            for at in range(len(self.parts))
-            if self._done.get(at) != now.step and self._is_due(at, before, now, is_last)
-        ]
+        found = self._found(before, now, is_last)
         self._done.update(dict.fromkeys(found, now.step))
         return [self.parts[at] for at in found]
+
+    def names_due(self, before: Timestamp, now: Timestamp, *, is_last: bool) -> list[str]:
+        """The names of what `due` would give."""
+        return [self.parts[at].name for at in self._found(before, now, is_last)]
 
     def made_up(self, names: Sequence[str], step: int) -> list[Part]:
         """The parts of these names, as `due` would give them at `step`."""
         found = [at for at, part in enumerate(self.parts) if part.name in names]
         self._done.update(dict.fromkeys(found, step))
         return [self.parts[at] for at in found]
+
+    def _found(self, before: Timestamp, now: Timestamp, is_last: bool) -> list[int]:
+        return [
+            at
+            for at in range(len(self.parts))
+            if self._done.get(at) != now.step and self._is_due(at, before, now, is_last)
+        ]
 
     def _is_due(self, at: int, before: Timestamp, now: Timestamp, is_last: bool) -> bool:
         part, (unit, size) = self.parts[at], self._intervals[at]

@@ -47,7 +47,7 @@ class WeightsAndBiases(Logger):
         self._id = self._id or uuid.uuid4().hex[:12]
         with preserved():
             self._run = self._library.init(**self._settings, id=self._id, resume="allow")
-        self._replays = self._replays_of_before()
+        self._replays = self._replays_of_before(training.counters.step)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -98,11 +98,12 @@ class WeightsAndBiases(Logger):
         aside.write_text(self._replays.position, "utf-8")
         aside.replace(self._position_file)
 
-    def _replays_of_before(self) -> Replays:
+    def _replays_of_before(self, resumed_step: int) -> Replays:
         try:
-            return Replays(self._position_file.read_text("utf-8"))
+            position = self._position_file.read_text("utf-8")
         except FileNotFoundError:
             return Replays()
+        return Replays(position, resumed_step=resumed_step)
 
     def _log(self, metrics: Metrics, step: int) -> None:
         self._run.log({**metrics, "step": step})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -12,6 +13,8 @@ from holdfast.data import Loader
 from holdfast.engine.stop import Interrupted, Stop
 from holdfast.train.boundary import Boundary, small
 from holdfast.train.callbacks import Callbacks
+
+logger = logging.getLogger("holdfast")
 
 
 class WayBack:
@@ -80,11 +83,24 @@ class WayBack:
         self._is_validating = self._stop is not None
         try:
             yield
-        except (Interrupted, Exception):
+        except Interrupted:
             kept.put_back()
+            raise
+        except Exception:
+            self._after_error(kept)
             raise
         finally:
             self._is_validating = False
+
+    def _after_error(self, kept: Boundary) -> None:
+        """Put the state back where it will be saved; the error is raised whatever becomes of it."""
+        if not self.is_exact:
+            return
+        try:
+            kept.put_back()
+        except Exception:
+            self.is_exact = False
+            logger.exception("the state before the validation cannot be put back, nor saved")
 
     def _interruptible(self) -> AbstractContextManager[None]:
         assert self._stop is not None
