@@ -99,7 +99,7 @@ class ComponentView(MutableMapping[str, Any]):
         return path in self._opened()
 
     def __setitem__(self, path: str, value: Any) -> None:
-        """Replace what is at `path`, or add it.
+        """Replace what is at `path`, or add it. Tied weights of a module are one and change together.
 
         Raises:
             UnsupportedState: the format has no place for such a value.
@@ -109,13 +109,25 @@ class ComponentView(MutableMapping[str, Any]):
         place = places.get(path) or self._place_for_new(path)
         container, key = place
         old = _peek(container, key)
+        is_tied = isinstance(old, TensorRef) and self._uses[old.key] > 1
         container[key] = new = self._adopted(path, value, old)
         self._is_changed = True
+        if is_tied and self._source.kind == "module":
+            self._follow(old, new)
         if path not in places and container is self._holder[_WHOLE] and _is_leaf(new):
             places[path] = place
         elif path not in places or not (_is_leaf(old) and _is_leaf(new)):
             self._places = None
             self._has_shared = self._has_shared or _has_shared(new)
+
+    def _follow(self, old: TensorRef, new: Any) -> None:
+        """Put `new` wherever else the tensor `old` was: one parameter has one value."""
+        for box, key in self._opened().values():
+            tied = box[key]
+            if isinstance(tied, TensorRef) and tied.key == old.key:
+                box[key] = new
+                self._release(old)
+                self._uses.update(_refs_in({_WHOLE: new}))
 
     def __delitem__(self, path: str) -> None:
         """Leave out what is at `path`.
