@@ -555,16 +555,36 @@ class CheckpointManager:
         newest = f"the newest checkpoint is {standing.folder}" if standing else "nothing was saved"
         return f"{self.store.url}: {newest}"
 
-    def _now(self, step: int, **given: int | None) -> Timestamp:
+    def _now(
+        self,
+        step: int,
+        *,
+        epoch: int | None,
+        cycle: int | None,
+        samples: int | None,
+        tokens: int | None,
+    ) -> Timestamp:
         known = self._counters()
-        counters = {name: known.get(name) if n is None else n for name, n in given.items()}
-        for name, value in (("step", step), *counters.items()):
-            if value is None and name != "step":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise UsageError(f"{name}={value!r} must be a whole number, at least 0")
-        wall_s = self._wall_before_s + time.monotonic() - self._started
-        return self._odometer.look(Timestamp(step=step, wall_s=wall_s, **counters))
+        if known:
+            epoch = known.get("epoch") if epoch is None else epoch
+            cycle = known.get("cycle") if cycle is None else cycle
+            samples = known.get("samples") if samples is None else samples
+            tokens = known.get("tokens") if tokens is None else tokens
+        if not _is_count(step):
+            raise _no_count("step", step)
+        for value in (epoch, cycle, samples, tokens):
+            if value is not None and not _is_count(value):
+                given = {"epoch": epoch, "cycle": cycle, "samples": samples, "tokens": tokens}
+                raise _no_count(next(n for n, v in given.items() if v is value), value)
+        now = Timestamp(
+            step=step,
+            epoch=epoch,
+            cycle=cycle,
+            samples=samples,
+            tokens=tokens,
+            wall_s=self._wall_before_s + time.monotonic() - self._started,
+        )
+        return self._odometer.look(now)
 
     def _check_process(self) -> None:
         if self._closed:
@@ -680,6 +700,14 @@ def check_options(
     _check_choice("on_existing", on_existing, OnExisting)
     _check_is("takeover", takeover, bool)
     _check_is("stop", stop, Stop | None)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value >= 0 and not isinstance(value, bool)
+
+
+def _no_count(name: str, value: object) -> UsageError:
+    return UsageError(f"{name}={value!r} must be a whole number, at least 0")
 
 
 def _check_is(name: str, value: object, kind: Any) -> None:

@@ -34,6 +34,9 @@ class Asked:
         )
 
 
+_BY_NOBODY = Asked()
+
+
 class Outside:
     """The signals and the requests of one manager."""
 
@@ -59,7 +62,7 @@ class Outside:
             is_asked = self._stop.take_save_request() or is_asked
         if is_asked:
             events.append("demand")
-        return events, Asked(requests=requests)
+        return events, Asked(requests=requests) if requests else _BY_NOBODY
 
     def tell(self, asked: Asked, outcome: Future[Checkpoint]) -> None:
         """Tell those who asked what became of the save, when that is known."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from holdfast.format.manifest import Timestamp
 
 
@@ -42,13 +40,18 @@ class Odometer:
             self._cycle = now
         began = self._epoch
         counts = now.epoch is not None
-        return replace(
-            now,
+        return Timestamp(
+            step=now.step,
+            epoch=now.epoch,
+            samples=now.samples,
+            tokens=now.tokens,
+            wall_s=now.wall_s,
             step_in_epoch=max(now.step - began.step, 0) if counts else None,
             samples_in_epoch=_within(now.samples, began.samples) if counts else None,
             tokens_in_epoch=_within(now.tokens, began.tokens) if counts else None,
             epoch_wall_s=max(now.wall_s - began.wall_s, 0.0) if counts else None,
             step_wall_s=self._step_wall_s,
+            cycle=now.cycle,
             step_in_cycle=None if now.cycle is None else max(now.step - self._cycle.step, 0),
         )
 

@@ -98,7 +98,7 @@ class Schedule:
                 found.append(self._by(name, best))
         if not any(due.components is None for due in found):
             found += self._asked_for(now, events, vetoes)
-        return together(found)
+        return together(found) if found else None
 
     def began(self, due: Due, now: Timestamp) -> None:
         """A save was begun. A part that was saved by hand is no saver's own."""

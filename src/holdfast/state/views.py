@@ -99,7 +99,7 @@ class ComponentView(MutableMapping[str, Any]):
         return path in self._opened()
 
     def __setitem__(self, path: str, value: Any) -> None:
-        """Replace what is at `path`, or add it. Tied weights of a module are one and change together.
+        """Replace what is at `path`, or add it; tied weights of a module change together.
 
         Raises:
             UnsupportedState: the format has no place for such a value.

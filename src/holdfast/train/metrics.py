@@ -66,6 +66,11 @@ class Mean:
         }
 
 
+def is_at_hand(value: Tensor) -> bool:
+    """Whether a number can be taken out of a tensor without waiting for a device."""
+    return value.is_cpu
+
+
 def number(name: str, value: Any) -> Tensor | float:
     """A metric as a number of its own: of double precision where the device has it.
 
@@ -75,8 +80,8 @@ def number(name: str, value: Any) -> Tensor | float:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise UsageError(f"metric {name!r} is a tensor of {value.numel()} numbers, not of one")
-        if value.is_cpu and not value.is_complex():
-            return float(value.item())  # nobody has to wait for it
+        if is_at_hand(value) and not value.is_complex():
+            return float(value.item())
         dtype = torch.float32 if value.is_mps else torch.float64
         scalar = value.detach()
         if scalar.dim():
