@@ -570,7 +570,7 @@ def test_each_class_goes_on_from_its_own_last_save(tmp_path: Path) -> None:
         manager.save(2, save_class="ephemeral").wait()
     with run.manager(tmp_path, every=policy) as manager:
         manager.resume()
-        manager._wall_before_s += 5.0
+        manager._moments._wall_before_s += 5.0
         run.train()
         pending = manager.maybe_save(3)
         assert pending is not None

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any
 
 from holdfast.care.beginning import Beginning
 from holdfast.care.housekeeping import Housekeeper
@@ -21,7 +21,9 @@ from holdfast.engine.checkpoint import Checkpoint, PendingSave, describe
 from holdfast.engine.claim import Settled
 from holdfast.engine.fingerprint import differences, environment, numerics
 from holdfast.engine.hooks import StateHooks
+from holdfast.engine.moments import Counters, Moments
 from holdfast.engine.notes import annotate, checked_metrics, checked_reasons, checked_tags
+from holdfast.engine.options import OnExisting, OnFailure, check_choice, check_is, check_options
 from holdfast.engine.outside import Asked, Outside
 from holdfast.engine.owner import Ownership
 from holdfast.engine.pause import collector_paused
@@ -51,10 +53,9 @@ from holdfast.format.manifest import Timestamp
 from holdfast.policy.classes import Due, SaveClass, SavePolicy
 from holdfast.policy.clock import Time, parse
 from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction, compile_label
-from holdfast.policy.odometer import Odometer
-from holdfast.policy.rules import MAIN, Rule
+from holdfast.policy.rules import Rule
 from holdfast.policy.savers import SideSaver, combined_rule
-from holdfast.policy.schedule import Record, Schedule
+from holdfast.policy.schedule import Schedule
 from holdfast.policy.triggers import Event as TriggerEvent
 from holdfast.policy.triggers import SaveFunction, Trigger
 from holdfast.state.capture import Captured, capture, check_state
@@ -63,10 +64,6 @@ from holdfast.state.edits import Edit, edited
 from holdfast.state.selection import listed
 from holdfast.store import open_store
 from holdfast.store.base import Store
-
-OnExisting = Literal["keep", "replace", "error"]
-OnFailure = Literal["raise", "warn"]
-Counters = Callable[[], Mapping[str, int | None]]
 
 
 class CheckpointManager:
@@ -129,7 +126,7 @@ class CheckpointManager:
     ) -> None:
         check_state(state)
         check_options(
-            state,
+            {*state, RNG},
             keep=keep,
             savers=savers,
             on_existing=on_existing,
@@ -142,22 +139,21 @@ class CheckpointManager:
         for name, value in (("save_timeout_s", save_timeout_s), ("exit_timeout_s", exit_timeout_s)):
             if not value > 0:
                 raise UsageError(f"{name}={value!r} must be a positive number of seconds")
-        _check_choice("on_failure", on_failure, OnFailure)
-        _check_is("preflight", preflight, bool)
-        _check_is("hooks", hooks, StateHooks | None)
+        check_choice("on_failure", on_failure, OnFailure)
+        check_is("preflight", preflight, bool)
+        check_is("hooks", hooks, StateHooks | None)
         self.store = open_store(root)
         self.state = state
         length = None if max_duration is None else parse(max_duration, what="max_duration")
         self._schedule = Schedule(every, savers, max_duration=length)
-        self._odometer = Odometer()
         self._hooks = hooks if hooks is not None else StateHooks()
-        self._counters: Counters = counters if counters is not None else dict
         self._refuses_existing = on_existing == "error"
         self._raises_failures = on_failure == "raise"
         self._label = compile_label(label, run_name=run_name)
         self._exit_timeout_s = exit_timeout_s
         self._emit = Emitter(tuple(sinks))
         self._catalog = Catalog(self.store)
+        self._moments = Moments(self._catalog, self._schedule, counters)
         self._owner = Ownership(self.store, takeover=takeover, emit=self._emit)
         self._beginning = Beginning(self.store, self._owner, rule, preflight=preflight)
         self._housekeeper = Housekeeper(
@@ -178,8 +174,6 @@ class CheckpointManager:
         self._half_loaded: str | None = None
         self._is_rollback = False
         self._not_saved_due = True
-        self._wall_before_s = 0.0
-        self._started = time.monotonic()
         exits.register(self)
 
     # Saving
@@ -214,7 +208,7 @@ class CheckpointManager:
             PreflightFailed: the first save would fail; every problem is listed.
             DeadlineExceeded: the save before this one hangs.
         """
-        now = self._now(step, epoch=epoch, cycle=cycle, samples=samples, tokens=tokens)
+        now = self._moments.now(step, epoch=epoch, cycle=cycle, samples=samples, tokens=tokens)
         only = None if components is None else self._checked(components)
         due = Due(save_class, reason, components=only, tags=checked_tags(tags))
         return self._save(now, due, metrics)
@@ -242,7 +236,7 @@ class CheckpointManager:
             SaveFailed: an earlier background save failed.
             UsageError: `every` counts something that is not given here.
         """
-        now = self._now(step, epoch=epoch, cycle=cycle, samples=samples, tokens=tokens)
+        now = self._moments.now(step, epoch=epoch, cycle=cycle, samples=samples, tokens=tokens)
         self._check_usable()
         pending = self._saver.pending
         if pending is not None and pending.failure() is not None:
@@ -555,37 +549,6 @@ class CheckpointManager:
         newest = f"the newest checkpoint is {standing.folder}" if standing else "nothing was saved"
         return f"{self.store.url}: {newest}"
 
-    def _now(
-        self,
-        step: int,
-        *,
-        epoch: int | None,
-        cycle: int | None,
-        samples: int | None,
-        tokens: int | None,
-    ) -> Timestamp:
-        known = self._counters()
-        if known:
-            epoch = known.get("epoch") if epoch is None else epoch
-            cycle = known.get("cycle") if cycle is None else cycle
-            samples = known.get("samples") if samples is None else samples
-            tokens = known.get("tokens") if tokens is None else tokens
-        if not _is_count(step):
-            raise _no_count("step", step)
-        for value in (epoch, cycle, samples, tokens):
-            if value is not None and not _is_count(value):
-                given = {"epoch": epoch, "cycle": cycle, "samples": samples, "tokens": tokens}
-                raise _no_count(next(n for n, v in given.items() if v is value), value)
-        now = Timestamp(
-            step=step,
-            epoch=epoch,
-            cycle=cycle,
-            samples=samples,
-            tokens=tokens,
-            wall_s=self._wall_before_s + time.monotonic() - self._started,
-        )
-        return self._odometer.look(now)
-
     def _check_process(self) -> None:
         if self._closed:
             raise ManagerUnusable(f"{self.store.url}: this manager is closed")
@@ -652,69 +615,9 @@ class CheckpointManager:
 
     def _stand_on(self, entry: Entry, *, is_rollback: bool) -> None:
         self._saver.standing, self._is_rollback = entry, is_rollback
-        now = entry.manifest.timestamp
-        self._odometer.stand_on(now)
-        self._schedule.stand_on(now, map(_record, self._saves_up_to(entry)))
-        self._wall_before_s, self._started = now.wall_s, time.monotonic()
-
-    def _saves_up_to(self, entry: Entry) -> Iterable[Entry]:
-        """A checkpoint and, where cadences of their own depend on them, those before it."""
-        if not self._schedule.looks_back():
-            return [entry]
-        before = (e for e in self._catalog.lineage_entries() if e.order < entry.order)
-        return [entry, *before]
+        self._moments.stand_on(entry)
 
     def _notes(self, found: Candidate) -> tuple[str, ...]:
         manifest = found.entry.manifest
         unhealthy = (f"the state was not healthy: {why}" for why in manifest.unhealthy)
         return (*found.prepared.notes, *unhealthy, *differences(manifest.numerics, numerics()))
-
-
-def _record(entry: Entry) -> Record:
-    manifest = entry.manifest
-    return Record(
-        savers=manifest.savers or (() if manifest.left_out else (MAIN,)),
-        save_class=manifest.save_class,
-        timestamp=manifest.timestamp,
-    )
-
-
-def check_options(
-    state: Mapping[str, Any],
-    *,
-    keep: Rule | None,
-    savers: Sequence[SideSaver],
-    on_existing: OnExisting,
-    label: str | LabelFunction,
-    run_name: str | None,
-    takeover: bool,
-    stop: Stop | None,
-) -> None:
-    """Let pass what a manager of this state would take.
-
-    Raises:
-        UsageError: one of them is wrong.
-    """
-    combined_rule(keep, savers, {*state, RNG})
-    compile_label(label, run_name=run_name)
-    _check_choice("on_existing", on_existing, OnExisting)
-    _check_is("takeover", takeover, bool)
-    _check_is("stop", stop, Stop | None)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and value >= 0 and not isinstance(value, bool)
-
-
-def _no_count(name: str, value: object) -> UsageError:
-    return UsageError(f"{name}={value!r} must be a whole number, at least 0")
-
-
-def _check_is(name: str, value: object, kind: Any) -> None:
-    if not isinstance(value, kind):
-        raise UsageError(f"{name}={value!r}: must be {getattr(kind, '__name__', kind)}")
-
-
-def _check_choice(name: str, value: object, choices: Any) -> None:
-    if value not in get_args(choices):
-        raise UsageError(f"{name}={value!r} must be one of {get_args(choices)}")

@@ -86,3 +86,17 @@ def test_values_that_are_not_finite_stay_json(tmp_path: Path) -> None:
     log.close(now)  # type: ignore[arg-type]
     line = json.loads((tmp_path / "train.jsonl").read_text(), parse_constant=pytest.fail)
     assert line["metrics"] == {"loss": "nan", "top": "inf", "x": 0.5}
+
+
+def test_a_validation_that_is_still_to_be_done_is_not_logged_twice(tmp_path: Path) -> None:
+    """A process may be killed between the log of a validation made up for and its save."""
+    path = tmp_path / "train.jsonl"
+    lines = [
+        {"step": 2, "metrics": {"val/loss": 1.0}},
+        {"step": 3, "metrics": {"sparsity": 0.5}},
+        {"step": 3, "metrics": {"loss": 1.0, "val/loss": 1.0}},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert drop_beyond(path, 3) == 0
+    assert drop_beyond(path, 3, is_validated=False) == 1
+    assert [json.loads(line) for line in path.read_text().splitlines()] == lines[:2]

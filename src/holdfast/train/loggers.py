@@ -7,7 +7,7 @@ import math
 import os
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from holdfast.format.manifest import Timestamp
 from holdfast.train.hooks import Logger
@@ -39,7 +39,8 @@ class JsonLines(Logger):
     def fit_start(self, training: Training) -> None:
         """Drop what will be done again, and open the file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        drop_beyond(self.path, training.counters.step)
+        now = training.counters
+        drop_beyond(self.path, now.step, is_validated=not now.unvalidated)
         self._file = self.path.open("a", encoding="utf-8")
 
     def log(self, training: Training, metrics: Metrics) -> None:
@@ -78,15 +79,17 @@ class JsonLines(Logger):
         self._file.flush()
 
 
-def drop_beyond(path: Path, step: int) -> int:
+def drop_beyond(path: Path, step: int, *, is_validated: bool = True) -> int:
     """Leave out the lines of steps beyond `step`, and what is no line; gives how many there were.
 
+    A validation of `step` that is still to be done (not `is_validated`) was logged already where
+    a process was killed between this and its save; it will be logged again.
     The file is replaced as a whole, or stays as it is when there is nothing to leave out.
     """
     if not path.exists():
         return 0
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _is_up_to(line, step)]
+    kept = [line for line in lines if _is_up_to(line, step, is_validated)]
     if len(kept) == len(lines):
         return 0
     aside = path.with_name(f".{path.name}.new")
@@ -98,13 +101,20 @@ def drop_beyond(path: Path, step: int) -> int:
     return len(lines) - len(kept)
 
 
-def _is_up_to(line: bytes, step: int) -> bool:
+def _is_up_to(line: bytes, step: int, is_validated: bool) -> bool:
     try:
         found = json.loads(line)
     except ValueError:
         return False
     number = found.get("step") if isinstance(found, dict) else None
-    return line.endswith(b"\n") and isinstance(number, int) and number <= step
+    if not (line.endswith(b"\n") and isinstance(number, int) and number <= step):
+        return False
+    return is_validated or number < step or not any(name.startswith("val/") for name in _of(found))
+
+
+def _of(line: dict[str, Any]) -> dict[str, Any]:
+    metrics = line.get("metrics")
+    return metrics if isinstance(metrics, dict) else {}
 
 
 def _finite(value: float) -> float | str:

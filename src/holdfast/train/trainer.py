@@ -16,11 +16,12 @@ from torch import nn
 
 from holdfast.engine.checkpoint import PendingSave
 from holdfast.engine.hooks import StateHooks
+from holdfast.engine.options import OnExisting, check_options
 from holdfast.engine.stop import Stop
 from holdfast.errors import SaveSkipped, UsageError
 from holdfast.events import log_event
 from holdfast.format.manifest import Timestamp
-from holdfast.manager import CheckpointManager, OnExisting, check_options
+from holdfast.manager import CheckpointManager
 from holdfast.policy.classes import SavePolicy
 from holdfast.policy.clock import Time, Unit
 from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction
@@ -28,6 +29,7 @@ from holdfast.policy.retention import Rule
 from holdfast.policy.savers import SideSaver
 from holdfast.policy.triggers import SaveFunction, Trigger
 from holdfast.state.capture import check_state
+from holdfast.state.components import RNG
 from holdfast.state.edits import StateView
 from holdfast.store.base import Store
 from holdfast.train import making
@@ -194,7 +196,7 @@ class Trainer:
         self._ending: Ending | None = None
         self.state = self._components(state or {})
         check_state(self.state)
-        check_options(self.state, **self._options)
+        check_options({*self.state, RNG}, **self._options)
         self._way_back = WayBack(
             stop=stop,
             is_exact=asks_for(self._every, "exception"),

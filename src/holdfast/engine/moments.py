@@ -1,0 +1,95 @@
+"""Where a run is: its counters at a moment, and where each of its savers last saved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from holdfast.engine.catalog import Catalog, Entry
+from holdfast.errors import UsageError
+from holdfast.format.manifest import Timestamp
+from holdfast.policy.odometer import Odometer
+from holdfast.policy.rules import MAIN
+from holdfast.policy.schedule import Record, Schedule
+
+Counters = Callable[[], Mapping[str, int | None]]
+"""Gives `epoch`, `cycle`, `samples` and `tokens` where a call does not."""
+
+
+class Moments:
+    """The clock of one manager. Training time goes on from what a checkpoint recorded."""
+
+    def __init__(self, catalog: Catalog, schedule: Schedule, counters: Counters | None) -> None:
+        self._catalog = catalog
+        self._schedule = schedule
+        self._counters: Counters = counters if counters is not None else dict
+        self._odometer = Odometer()
+        self._wall_before_s = 0.0
+        self._started = time.monotonic()
+
+    def now(
+        self,
+        step: int,
+        *,
+        epoch: int | None,
+        cycle: int | None,
+        samples: int | None,
+        tokens: int | None,
+    ) -> Timestamp:
+        """All counters, with those within the epoch and the cycle.
+
+        Raises:
+            UsageError: one is no count.
+        """
+        known = self._counters()
+        if known:
+            epoch = known.get("epoch") if epoch is None else epoch
+            cycle = known.get("cycle") if cycle is None else cycle
+            samples = known.get("samples") if samples is None else samples
+            tokens = known.get("tokens") if tokens is None else tokens
+        if not _is_count(step):
+            raise _no_count("step", step)
+        for value in (epoch, cycle, samples, tokens):
+            if value is not None and not _is_count(value):
+                given = {"epoch": epoch, "cycle": cycle, "samples": samples, "tokens": tokens}
+                raise _no_count(next(n for n, v in given.items() if v is value), value)
+        now = Timestamp(
+            step=step,
+            epoch=epoch,
+            cycle=cycle,
+            samples=samples,
+            tokens=tokens,
+            wall_s=self._wall_before_s + time.monotonic() - self._started,
+        )
+        return self._odometer.look(now)
+
+    def stand_on(self, entry: Entry) -> None:
+        """Go on from a checkpoint."""
+        now = entry.manifest.timestamp
+        self._odometer.stand_on(now)
+        self._schedule.stand_on(now, map(_record, self._saves_up_to(entry)))
+        self._wall_before_s, self._started = now.wall_s, time.monotonic()
+
+    def _saves_up_to(self, entry: Entry) -> Iterable[Entry]:
+        """A checkpoint and, where cadences of their own depend on them, those before it."""
+        if not self._schedule.looks_back():
+            return [entry]
+        before = (e for e in self._catalog.lineage_entries() if e.order < entry.order)
+        return [entry, *before]
+
+
+def _record(entry: Entry) -> Record:
+    manifest = entry.manifest
+    return Record(
+        savers=manifest.savers or (() if manifest.left_out else (MAIN,)),
+        save_class=manifest.save_class,
+        timestamp=manifest.timestamp,
+    )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value >= 0 and not isinstance(value, bool)
+
+
+def _no_count(name: str, value: object) -> UsageError:
+    return UsageError(f"{name}={value!r} must be a whole number, at least 0")

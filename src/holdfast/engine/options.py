@@ -1,0 +1,50 @@
+"""The options that a manager shares with who makes one, and what they may be."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, get_args
+
+from holdfast.engine.stop import Stop
+from holdfast.errors import UsageError
+from holdfast.policy.naming import LabelFunction, compile_label
+from holdfast.policy.rules import Rule
+from holdfast.policy.savers import SideSaver, combined_rule
+
+OnExisting = Literal["keep", "replace", "error"]
+OnFailure = Literal["raise", "warn"]
+
+
+def check_options(
+    components: Collection[str],
+    *,
+    keep: Rule | None,
+    savers: Sequence[SideSaver],
+    on_existing: OnExisting,
+    label: str | LabelFunction,
+    run_name: str | None,
+    takeover: bool,
+    stop: Stop | None,
+) -> None:
+    """Let pass what a manager of a state with these components would take.
+
+    Raises:
+        UsageError: one of them is wrong.
+    """
+    combined_rule(keep, savers, components)
+    compile_label(label, run_name=run_name)
+    check_choice("on_existing", on_existing, OnExisting)
+    check_is("takeover", takeover, bool)
+    check_is("stop", stop, Stop | None)
+
+
+def check_is(name: str, value: object, kind: Any) -> None:
+    """Raise `UsageError` unless an option is of this type."""
+    if not isinstance(value, kind):
+        raise UsageError(f"{name}={value!r}: must be {getattr(kind, '__name__', kind)}")
+
+
+def check_choice(name: str, value: object, choices: Any) -> None:
+    """Raise `UsageError` unless an option is one of a `Literal`'s."""
+    if value not in get_args(choices):
+        raise UsageError(f"{name}={value!r} must be one of {get_args(choices)}")
