@@ -18,7 +18,8 @@ from holdfast.policy.auto import Auto
 from holdfast.policy.classes import Due, Saved, SavePolicy
 from holdfast.policy.measured import History, SaveCost
 from holdfast.policy.simulate import Costs, exponential_failures, simulate
-from holdfast.policy.triggers import AnyOf, Every, as_trigger
+from holdfast.policy.spoken import as_trigger
+from holdfast.policy.triggers import AnyOf, Every
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 COST = SaveCost(stall_s=2.0, write_s=30.0)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.clock import Time, Unit, parse
+from holdfast.policy.spoken import as_trigger
 from holdfast.policy.triggers import (
     At,
     AtEnd,
@@ -24,7 +25,6 @@ from holdfast.policy.triggers import (
     Trigger,
     WallClock,
     When,
-    as_trigger,
 )
 
 

@@ -14,6 +14,7 @@ from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.auto import Auto
 from holdfast.policy.clock import ALL_UNITS, Time, Unit, counted, parse, reading
+from holdfast.policy.spoken import as_trigger
 from holdfast.policy.triggers import (
     NO_METRICS,
     Event,
@@ -21,7 +22,6 @@ from holdfast.policy.triggers import (
     Metrics,
     SaveFunction,
     Trigger,
-    as_trigger,
     is_elsewhere,
     parts_of,
 )

@@ -337,25 +337,6 @@ class AnyOf(Trigger):
         return AnyOf(tuple(part.resolve(max_duration) for part in self.triggers))
 
 
-def as_trigger(value: str | Time | Trigger | SaveFunction, *, what: str = "every") -> Trigger:
-    """A trigger as it is, "auto" as `Auto`, an interval as `Every`, a function as `When`.
-
-    Raises:
-        UsageError: it is none of these.
-    """
-    if isinstance(value, Trigger):
-        return value
-    if callable(value):
-        return When(value)
-    if isinstance(value, str) and value.strip().lower() == "auto":
-        from holdfast.policy.auto import Auto  # it is a trigger itself
-
-        return Auto()
-    if isinstance(value, str | Time):
-        return Every(value)
-    raise UsageError(f"{what}={value!r}: must be an interval with a unit, a trigger or a function")
-
-
 def parts_of(trigger: Trigger) -> tuple[Trigger, ...]:
     """Those that `|` has put together; a trigger by itself is the only one."""
     return trigger.triggers if isinstance(trigger, AnyOf) else (trigger,)

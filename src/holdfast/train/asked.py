@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from holdfast.errors import UsageError
 from holdfast.policy.classes import SavePolicy
 from holdfast.policy.clock import Time, Unit, argument_name
+from holdfast.policy.spoken import as_trigger
 from holdfast.policy.triggers import (
     At,
     Event,
@@ -14,7 +15,6 @@ from holdfast.policy.triggers import (
     On,
     SaveFunction,
     Trigger,
-    as_trigger,
     parts_of,
 )
 

@@ -1,0 +1,25 @@
+"""From what people write for a trigger to the trigger."""
+
+from __future__ import annotations
+
+from holdfast.errors import UsageError
+from holdfast.policy.auto import Auto
+from holdfast.policy.clock import Time
+from holdfast.policy.triggers import Every, SaveFunction, Trigger, When
+
+
+def as_trigger(value: str | Time | Trigger | SaveFunction, *, what: str = "every") -> Trigger:
+    """A trigger as it is, "auto" as `Auto`, an interval as `Every`, a function as `When`.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    if isinstance(value, Trigger):
+        return value
+    if callable(value):
+        return When(value)
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return Auto()
+    if isinstance(value, str | Time):
+        return Every(value)
+    raise UsageError(f"{what}={value!r}: must be an interval with a unit, a trigger or a function")
