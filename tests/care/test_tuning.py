@@ -12,6 +12,7 @@ from tests.care.recorded import RecordedRun, three_failures
 
 import holdfast.manager
 from holdfast.care.advise import gather
+from holdfast.engine import moments
 from holdfast.engine import save as save_module
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
@@ -44,6 +45,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(holdfast.manager, "time", clock)
+    monkeypatch.setattr(moments, "time", clock)
     monkeypatch.setattr(save_module, "time", clock)
     return clock
 

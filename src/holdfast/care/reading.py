@@ -11,7 +11,7 @@ from functools import partial
 
 from holdfast.engine.documents import read_document
 from holdfast.engine.workers import Workers
-from holdfast.errors import DeadlineExceeded, FormatError, StoreError
+from holdfast.errors import DeadlineExceeded, FormatError, HoldfastError, StoreError
 from holdfast.format.blocks import block_digest
 from holdfast.format.tensors import header_nbytes
 from holdfast.store.base import Store
@@ -38,13 +38,13 @@ class Seen:
 
     block: Block
     digest: bytes = b""
-    error: str = ""
+    error: HoldfastError | None = None
     was_transient: bool = False
 
     @property
     def is_right(self) -> bool:
         """Whether these are the bytes that were written, as far as the index tells."""
-        return not self.error and self.block.expected in (b"", self.digest)
+        return self.error is None and self.block.expected in (b"", self.digest)
 
 
 class FolderReader:
@@ -86,7 +86,7 @@ class FolderReader:
                 f"{self._folder}/{block.file}", block.start, block.stop - block.start
             )
         except (StoreError, FormatError) as error:
-            return Seen(block=block, error=str(error))
+            return Seen(block=block, error=error)
         return Seen(block=block, digest=block_digest(data))
 
 

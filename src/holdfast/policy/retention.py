@@ -98,7 +98,7 @@ def decide(
     replaced = _replaced(ordered) if replaces else frozenset()
     seen = [position for position in range(len(ordered)) if position not in replaced]
     picks = {seen[p]: pick for p, pick in _picks([ordered[p] for p in seen], rule).items()}
-    for position, why in _newest_of(ordered, lineage).items():
+    for position, why in _newest_of(ordered, lineage, picks).items():
         reason = join_reasons(why, picks[position].reason if position in picks else None)
         picks[position] = _Pick(reason, _NOTHING)
     stay = [(ordered[position], pick.drop) for position, pick in sorted(picks.items())]
@@ -132,7 +132,9 @@ def stands_in(base: Candidate, entry: Candidate, *, drop: Collection[str] = ()) 
 
 
 def _newest_of(
-    newest_first: Sequence[Candidate], lineage: Collection[_Order] | None
+    newest_first: Sequence[Candidate],
+    lineage: Collection[_Order] | None,
+    picked: Collection[int],
 ) -> dict[int, str]:
     """See `_newest`: of all, and of the line that the run is on, which a rollback leaves behind
     newer ones for."""
@@ -143,7 +145,8 @@ def _newest_of(
             found.setdefault(own[position], f"{why} of the run's own line")
         usable = [p for p in own if newest_first[p].is_resumable and newest_first[p].healthy]
         between = range(usable[0], usable[1]) if len(usable) > 1 else range(0)
-        if any(p not in own and newest_first[p].counts for p in between):
+        left_behind = (p for p in between if p in picked and p not in own)
+        if any(newest_first[p].is_resumable for p in left_behind):
             # Quotas are full of what was left behind, and resume does not go back to that.
             found.setdefault(usable[1], "the one before it on the run's own line")
     return found
