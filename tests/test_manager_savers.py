@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from holdfast import SideSaver, StateHooks, load_weights
+from holdfast import SideSaver, StateHooks, Stop, load_weights
 from holdfast.engine import stage
 from holdfast.engine.notes import reject
 from holdfast.errors import (
@@ -427,3 +428,23 @@ def test_memory_that_was_not_to_be_had_is_asked_for_again(
 
 def _no_memory(nbytes: int) -> None:
     raise OutOfMemory(f"{nbytes} bytes")
+
+
+def test_a_quiet_step_has_nothing_to_save(tmp_path: Path) -> None:
+    """Whatever could be due, asked for or have failed makes the next look a real one."""
+    run, stop = new_run(), Stop()
+    with stop, run.manager(tmp_path, every="4step", stop=stop) as manager:
+        assert not manager.is_quiet(1)
+        manager.maybe_save(1)
+        assert [manager.is_quiet(step) for step in (2, 3, 4)] == [True, True, False]
+        signal.raise_signal(signal.SIGUSR2)
+        assert not manager.is_quiet(2)
+        assert manager.maybe_save(2) is not None
+        assert not manager.is_quiet(3)
+        manager.wait()
+        manager.maybe_save(3)
+        assert manager.is_quiet(3)
+        manager.save(3).wait()
+        assert not manager.is_quiet(3)
+        manager.load()
+        assert not manager.is_quiet(3)

@@ -27,7 +27,7 @@ from holdfast.engine.options import OnExisting, OnFailure, check_choice, check_i
 from holdfast.engine.outside import Asked, Outside
 from holdfast.engine.owner import Ownership
 from holdfast.engine.pause import collector_paused
-from holdfast.engine.requests import Requests
+from holdfast.engine.requests import POLL_S, Requests
 from holdfast.engine.resume import (
     Candidate,
     LoadOptions,
@@ -64,6 +64,8 @@ from holdfast.state.edits import Edit, edited
 from holdfast.state.selection import listed
 from holdfast.store import open_store
 from holdfast.store.base import Store
+
+_NEVER_QUIET = (0, 0.0)
 
 
 class CheckpointManager:
@@ -174,6 +176,7 @@ class CheckpointManager:
         self._half_loaded: str | None = None
         self._is_rollback = False
         self._not_saved_due = True
+        self._quiet = _NEVER_QUIET
         exits.register(self)
 
     # Saving
@@ -236,6 +239,7 @@ class CheckpointManager:
             SaveFailed: an earlier background save failed.
             UsageError: `every` counts something that is not given here.
         """
+        self._quiet = _NEVER_QUIET
         now = self._moments.now(step, epoch=epoch, cycle=cycle, samples=samples, tokens=tokens)
         self._check_usable()
         pending = self._saver.pending
@@ -250,11 +254,24 @@ class CheckpointManager:
             if due is None and asked.requests:
                 # The present step is saved already: who asks gets that checkpoint, with their tags.
                 due = Due(self._schedule.asked_class(vetoes), "demand")
-            return None if due is None else self._save_as_asked(asked, now, due, metrics)
+            if due is not None:
+                return self._save_as_asked(asked, now, due, metrics)
         except BaseException as error:
             self._schedule.not_begun()
             self._outside.refuse(asked, error)
             raise
+        if pending is None or pending.done():
+            self._quiet = (self._schedule.quiet_until(now), time.monotonic() + POLL_S)
+        return None
+
+    def is_quiet(self, step: int) -> bool:
+        """Whether `maybe_save(step)` would surely find nothing to do, for loops of short steps.
+
+        Nothing is due by then, no save is under way, no signal has come, and requests were looked
+        for less than a second ago.
+        """
+        before_step, before_s = self._quiet
+        return step < before_step and time.monotonic() < before_s and not self._outside.has_signal
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until no save and no housekeeping is under way; raise what went wrong.
@@ -464,6 +481,7 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
     ) -> PendingSave:
         began = time.perf_counter()
+        self._quiet = _NEVER_QUIET
         measured = checked_metrics(metrics)
         self._check_usable()
         try:
@@ -614,6 +632,7 @@ class CheckpointManager:
                 self._housekeeper.trust(found.entry)
 
     def _stand_on(self, entry: Entry, *, is_rollback: bool) -> None:
+        self._quiet = _NEVER_QUIET
         self._saver.standing, self._is_rollback = entry, is_rollback
         self._moments.stand_on(entry)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from holdfast.errors import UsageError
@@ -10,7 +12,7 @@ from holdfast.policy.classes import Due, SavePolicy
 from holdfast.policy.retention import BySaver, Last
 from holdfast.policy.savers import SideSaver, combined_rule
 from holdfast.policy.schedule import Record, Schedule, covers, together
-from holdfast.policy.triggers import On
+from holdfast.policy.triggers import At, AtEnd, Every, On
 
 WEIGHTS = SideSaver("weights", every="2step", components=["model"], keep=Last(9))
 
@@ -197,3 +199,29 @@ def test_a_save_that_failed_or_was_not_begun_is_due_again() -> None:
     schedule.stand_on(at(7), [])
     schedule.failed()  # an earlier one is of no interest any more
     assert schedule.due(at(7)) is None
+
+
+@pytest.mark.parametrize(
+    ("every", "step", "first"),
+    [
+        ("5step", 0, 5),
+        ("5step", 4, 5),
+        ("5step", 5, 10),
+        (Every("5step") | On("epoch") | AtEnd(), 7, 10),
+        (SavePolicy(permanent="10step", ephemeral="4step"), 9, 10),
+        (Every("0.3dur", max_duration="10step"), 3, 6),
+        ("2ep", 3, 4),
+        ("30min", 3, 4),
+        (lambda now, metrics, event: False, 3, 4),
+        (At(steps=[100]), 3, 4),
+        (On("signal"), 3, 2**62),
+        (None, 3, 2**62),
+    ],
+)
+def test_it_is_known_until_when_nothing_can_be_due(every: Any, step: int, first: int) -> None:
+    """And what is said to be quiet really is, step by step."""
+    schedule = Schedule(every)
+    assert schedule.quiet_until(at(step)) == first
+    schedule.stand_on(at(step), [])
+    for later in range(step + 1, min(first, step + 20)):
+        assert schedule.due(at(later)) is None

@@ -48,6 +48,11 @@ class Outside:
         if stop is not None:
             stop.register(promote)
 
+    @property
+    def has_signal(self) -> bool:
+        """Whether a signal waits for an answer."""
+        return self._stop is not None and self._stop.is_asked
+
     def look(self, event: Event | Sequence[Event], *, is_owner: bool) -> tuple[list[Event], Asked]:
         """What triggers are to look at beside `event`, and the requests that are new.
 

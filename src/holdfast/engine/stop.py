@@ -115,6 +115,11 @@ class Stop:
         """What the program is to end with: 75 (run it again), 130 after SIGINT, 0 if not asked."""
         return 0 if self._requested is None else _exit_code(self._requested)
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether a signal came that nobody has answered yet."""
+        return self._is_save_asked or self._requested is not None
+
     def take_save_request(self) -> bool:
         """Whether one of `save_signals` came since the last call."""
         # Not read and cleared in any case: a signal in between would be lost.

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import ceil, inf
 
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.auto import Auto
 from holdfast.policy.classes import Due, SaveClass, Saved, SavePolicy
-from holdfast.policy.clock import Time
+from holdfast.policy.clock import Time, Unit
 from holdfast.policy.rules import MAIN, join_reasons
 from holdfast.policy.savers import SideSaver
-from holdfast.policy.triggers import NO_METRICS, Event, Metrics, SaveFunction, Trigger
+from holdfast.policy.triggers import (
+    NO_METRICS,
+    AtEnd,
+    AtStart,
+    Event,
+    Every,
+    Metrics,
+    On,
+    SaveFunction,
+    Trigger,
+    parts_of,
+)
 
 _ASKED: tuple[Event, ...] = ("signal", "demand")
 """Events at which somebody waits for a save, whatever the policy says."""
@@ -99,6 +111,22 @@ class Schedule:
         if not any(due.components is None for due in found):
             found += self._asked_for(now, events, vetoes)
         return together(found) if found else None
+
+    def quiet_until(self, now: Timestamp) -> int:
+        """The first step after `now` at which something may be due at the event `step`.
+
+        The very next one where that cannot be told.
+        """
+        first: float = inf
+        for policy in self.policies.values():
+            for trigger in (policy.permanent, policy.ephemeral):
+                for part in parts_of(trigger) if trigger is not None else ():
+                    if isinstance(part, On | AtStart | AtEnd):
+                        continue  # at other events
+                    if not isinstance(part, Every) or part.unit is not Unit.STEP:
+                        return now.step + 1
+                    first = min(first, ceil((now.step // part.size + 1) * part.size))
+        return int(min(first, 2**62))
 
     def began(self, due: Due, now: Timestamp) -> None:
         """A save was begun. A part that was saved by hand is no saver's own."""

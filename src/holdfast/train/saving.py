@@ -22,6 +22,7 @@ from holdfast.train.training import Metrics
 logger = logging.getLogger("holdfast")
 
 MAX_FAILURES_IN_A_ROW = 3
+_PLAIN: Sequence[Event] = ["step"]
 
 
 class SaveCosts:
@@ -84,6 +85,9 @@ class Saver:
             SaveFailed: the third save in a row failed.
             UnhealthyState: the state is not to be saved, and not to be passed over either.
         """
+        is_plain = events == _PLAIN and not self._begun and self._retry is None
+        if is_plain and self._manager.is_quiet(self._counters.step):
+            return
         self._look()
         vetoes = self._callbacks.vetoes
         self._save(events, metrics, self._due_again(vetoes), vetoes)

@@ -17,6 +17,9 @@ from holdfast.train.callbacks import Callbacks
 logger = logging.getLogger("holdfast")
 
 
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()
+
+
 class WayBack:
     """Keeps the last boundary between steps for as long as the state can go back to it."""
 
@@ -39,6 +42,10 @@ class WayBack:
         self._modules = [value for value in state.values() if isinstance(value, nn.Module)]
         self._boundary: Boundary | None = None
         self._is_validating = False
+        # One block for all waits: it keeps nothing of its own.
+        self._interruptible: AbstractContextManager[None] = (
+            _AS_IT_IS if stop is None else stop.interruptible()
+        )
 
     def begin_step(self) -> None:
         """The state is that of a boundary, and does not stay so."""
@@ -63,11 +70,11 @@ class WayBack:
 
     def fetching(self) -> AbstractContextManager[None]:
         """A block around a fetch, which a stop interrupts if the data can go back."""
-        return self._interruptible() if self._can_interrupt else nullcontext()
+        return self._interruptible if self._can_interrupt else _AS_IT_IS
 
     def waiting(self) -> AbstractContextManager[None]:
         """A block around a part of a validation, which a stop interrupts in `validating`."""
-        return self._interruptible() if self._is_validating else nullcontext()
+        return self._interruptible if self._is_validating else _AS_IT_IS
 
     @contextmanager
     def validating(self) -> Iterator[None]:
@@ -101,7 +108,3 @@ class WayBack:
         except Exception:
             self.is_exact = False
             logger.exception("the state before the validation cannot be put back, nor saved")
-
-    def _interruptible(self) -> AbstractContextManager[None]:
-        assert self._stop is not None
-        return self._stop.interruptible()
