@@ -9,6 +9,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import msgspec
+
 from holdfast.format.manifest import Timestamp
 from holdfast.train.hooks import Logger
 from holdfast.train.training import Metrics, Training
@@ -16,7 +18,7 @@ from holdfast.train.training import Metrics, Training
 if TYPE_CHECKING:
     from holdfast.engine.checkpoint import Checkpoint
 
-_encode = json.JSONEncoder(allow_nan=False).encode
+_encode = msgspec.json.Encoder().encode
 
 
 class JsonLines(Logger):
@@ -34,14 +36,14 @@ class JsonLines(Logger):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
 
     def fit_start(self, training: Training) -> None:
         """Drop what will be done again, and open the file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         now = training.counters
         drop_beyond(self.path, now.step, is_validated=not now.unvalidated)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("ab")
 
     def log(self, training: Training, metrics: Metrics) -> None:
         """Write the line of the step; outside of `fit` there is no history to add to."""
@@ -75,7 +77,7 @@ class JsonLines(Logger):
             "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
             "metrics": {name: _finite(value) for name, value in metrics.items()},
         }
-        self._file.write(_encode(line) + "\n")
+        self._file.write(_encode(line) + b"\n")
         self._file.flush()
 
 
