@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -17,6 +18,9 @@ from holdfast.train.training import Metrics, Training
 
 if TYPE_CHECKING:
     from holdfast.engine.checkpoint import Checkpoint
+
+FLUSH_S = 0.5
+"""Lines of fast steps are written together, at most so many seconds later."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -37,6 +41,7 @@ class JsonLines(Logger):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._file: IO[bytes] | None = None
+        self._next_flush_s = 0.0
 
     def fit_start(self, training: Training) -> None:
         """Drop what will be done again, and open the file."""
@@ -51,6 +56,10 @@ class JsonLines(Logger):
             return
         self._write(training.present_step, training.counters.timestamp, metrics)
 
+    def before_save(self, training: Training) -> None:
+        """Let no checkpoint be made before the lines of its steps have left this process."""
+        self._flush()
+
     def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
         """Write what the load took."""
         self._write(checkpoint.step, checkpoint.timestamp, cost)
@@ -59,6 +68,7 @@ class JsonLines(Logger):
         """Write what the save took, and bring all to stable storage, as the checkpoint is."""
         assert self._file is not None
         self._write(checkpoint.step, checkpoint.timestamp, cost)
+        self._flush()
         os.fsync(self._file.fileno())
 
     def close(self, training: Training) -> None:
@@ -78,7 +88,13 @@ class JsonLines(Logger):
             "metrics": {name: _finite(value) for name, value in metrics.items()},
         }
         self._file.write(_encode(line) + b"\n")
-        self._file.flush()
+        if time.monotonic() >= self._next_flush_s:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            self._next_flush_s = time.monotonic() + FLUSH_S
 
 
 def drop_beyond(path: Path, step: int, *, is_validated: bool = True) -> int:

@@ -148,9 +148,7 @@ def checked_cycle(length: str | Time | None, counted: Collection[Unit]) -> Time 
         return None
     time = parse(length, what="cycle")
     if time.unit is Unit.SECOND:
-        raise UsageError(
-            f"cycle={length!r}: by the clock it would not be the same after a resume"
-        )
+        raise UsageError(f"cycle={length!r}: by the clock it would not be the same after a resume")
     check_counted(time.unit, f"cycle={str(time)!r}", counted)
     return time
 
