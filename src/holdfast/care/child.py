@@ -128,7 +128,9 @@ class ChildProcess:
 
     def _signals(self, timeout_s: float | None) -> Iterator[int]:
         """Signals that asked to stop since the last call; waits for the first of any kind."""
-        ready, _, _ = select.select([self._reader], [], [], timeout_s)
+        waiting = select.poll()  # `select` itself takes no descriptor above 1023
+        waiting.register(self._reader, select.POLLIN)
+        ready = waiting.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
         data = os.read(self._reader, 4096) if ready else b""
         return (number for number in data if number != signal.SIGCHLD)
 
