@@ -31,3 +31,11 @@ def ram_path() -> Iterator[Path]:
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=base) as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """A folder that everybody may enter, as nobody else may those of pytest."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)

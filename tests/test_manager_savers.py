@@ -363,6 +363,18 @@ def test_a_part_of_this_step_is_no_reason_to_refuse_the_whole(tmp_path: Path) ->
         assert final.wait().left_out == ()
 
 
+@pytest.mark.parametrize("end", ["wait", "close"])
+@pytest.mark.parametrize("on_failure", ["raise", "warn"])
+def test_the_failure_of_the_last_save_is_raised(tmp_path: Path, on_failure: str, end: str) -> None:
+    fails = Fault(kind="fail", op="put", key="*/manifest.json")
+    store = FaultyStore(open_store(tmp_path), [fails])
+    manager = new_run().manager(store, on_failure=on_failure)
+    manager.save(1)
+    with pytest.raises(SaveFailed):
+        getattr(manager, end)()
+    manager.close()
+
+
 @pytest.mark.parametrize("on_failure", ["raise", "warn"])
 def test_a_save_that_failed_does_not_count_as_made(tmp_path: Path, on_failure: str) -> None:
     run = new_run()

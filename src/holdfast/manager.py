@@ -53,7 +53,7 @@ from holdfast.format.manifest import Timestamp
 from holdfast.policy.classes import Due, SaveClass, SavePolicy
 from holdfast.policy.clock import Time, parse
 from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction, compile_label
-from holdfast.policy.rules import Rule
+from holdfast.policy.rule import Rule
 from holdfast.policy.savers import SideSaver, combined_rule
 from holdfast.policy.schedule import Schedule
 from holdfast.policy.triggers import Event as TriggerEvent
@@ -84,8 +84,9 @@ class CheckpointManager:
         on_existing: what a save means for older checkpoints of the same step, which a run has
             that went back: "keep" them, "replace" them once the newer one is committed (pinned
             and tagged ones stay), or refuse the save with an "error".
-        on_failure: whether a failed save is raised by the next call ("raise"), or only told as an
-            event and by `PendingSave.wait` ("warn").
+        on_failure: what the saves after a failed one do: "raise" its error, or go on ("warn"),
+            so that only an event and `PendingSave.wait` told it. The failure of the last save is
+            raised by `wait` and `close` in either case.
         hooks: functions to call around saves and loads; see `StateHooks`.
         stop: the signals that end the run; `maybe_save` saves when there was one.
         counters: gives `epoch`, `cycle`, `samples` and `tokens` where a call does not.
@@ -283,7 +284,7 @@ class CheckpointManager:
         self._check_process()
         self._saver.settle(timeout_s if timeout_s is not None else self._saver.timeout_s)
         exits.told(self)
-        self._raise_failure()
+        self._saver.raise_failure()
 
     # Loading
 
@@ -472,7 +473,7 @@ class CheckpointManager:
             self._saver.close()
             self._owner.release()
             self._emit("closed", f"{self.store.url}: closed")
-        self._raise_failure()
+        self._saver.raise_failure()
 
     def _save(
         self,

@@ -13,6 +13,7 @@ from holdfast.store.base import Buffer, FreeSpace, Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
+from rights import read_only
 from runs import new_run
 
 MIB = 1024 * 1024
@@ -199,13 +200,9 @@ def test_a_root_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
     assert all("not a folder" in problem for problem in found)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    try:
-        found = problems(LocalStore(tmp_path / "root"))
-    finally:
-        tmp_path.chmod(0o700)
+def test_a_folder_without_permission_is_refused(open_path: Path) -> None:
+    with read_only(open_path):
+        found = problems(LocalStore(open_path / "root"))
     assert len(found) == 1
     assert "EACCES" in found[0]
 

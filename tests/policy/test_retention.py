@@ -28,10 +28,9 @@ from holdfast.policy.retention import (
     Rule,
     Within,
     decide,
-    quota,
     stands_in,
 )
-from holdfast.policy.rules import MAIN, picks_of
+from holdfast.policy.rule import MAIN, picks_of
 
 
 def candidate(
@@ -398,10 +397,10 @@ def test_rules_join_flat_and_show_themselves() -> None:
 
 
 def test_the_room_that_a_rule_needs_is_known_where_it_has_a_limit() -> None:
-    assert quota(Last(3)) == 3
-    assert quota(Last(3) | Best("loss", n=2) | Best("accuracy", mode="max")) == 6
-    assert quota(All()) is None
-    assert quota(Last(3) | EveryNth("1000step")) is None
+    assert Last(3).quota() == 3
+    assert (Last(3) | Best("loss", n=2) | Best("accuracy", mode="max")).quota() == 6
+    assert All().quota() is None
+    assert (Last(3) | EveryNth("1000step")).quota() is None
 
 
 @pytest.mark.parametrize("n", [0, -1, True, 1.5, "3", None])
@@ -626,8 +625,8 @@ def test_a_side_saver_may_thin_what_the_main_one_lets_go() -> None:
 def test_rules_by_saver_show_themselves_and_know_their_room() -> None:
     rule = BySaver({"main": Last(3) | Best("loss"), "weights": Last(24).then_drop("ema")})
     assert str(rule) == "main: (last 3 | best loss (min)), weights: last 24 without ema"
-    assert quota(rule) == 4
-    assert quota(BySaver({"weights": Last(3)})) is None
+    assert rule.quota() == 4
+    assert BySaver({"weights": Last(3)}).quota() is None
     assert rule.picks([full(1, "main", "weights")]) == {0: "last 3, weights: last 24 without ema"}
 
 

@@ -8,17 +8,8 @@ from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
-from holdfast.policy.rules import (
-    Budget,
-    ByClass,
-    Candidate,
-    Daily,
-    Hourly,
-    Last,
-    Rule,
-    Within,
-    quota,
-)
+from holdfast.policy.rule import Candidate, Rule
+from holdfast.policy.rules import Budget, ByClass, Daily, Hourly, Last, Within
 
 
 def saved_at(*times: str) -> list[Candidate]:
@@ -150,10 +141,10 @@ def test_rules_that_were_rejected_or_are_going_fill_no_bucket() -> None:
 
 
 def test_the_room_that_a_rule_needs_is_known_where_it_has_a_limit() -> None:
-    assert quota(Hourly(24) | Daily(7)) == 31
-    assert quota(Last(3) | Last(2).then_drop("optimizer")) == 5
+    assert (Hourly(24) | Daily(7)).quota() == 31
+    assert (Last(3) | Last(2).then_drop("optimizer")).quota() == 5
     for rule in (Hourly(), Within("1h"), Budget(5), ByClass()):
-        assert quota(rule) is None
+        assert rule.quota() is None
 
 
 def test_bad_settings_are_refused_at_construction() -> None:

@@ -5,19 +5,8 @@ from __future__ import annotations
 import pytest
 
 from holdfast.errors import UsageError
-from holdfast.policy.rules import (
-    All,
-    Best,
-    Budget,
-    ByClass,
-    BySaver,
-    Daily,
-    EveryNth,
-    Hourly,
-    Last,
-    Rule,
-    Within,
-)
+from holdfast.policy.rule import BySaver, Rule
+from holdfast.policy.rules import All, Best, Budget, ByClass, Daily, EveryNth, Hourly, Last, Within
 from holdfast.policy.spelling import parse_rule
 
 

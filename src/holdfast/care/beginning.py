@@ -9,7 +9,7 @@ from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.claim import Choice, Settled
 from holdfast.engine.owner import Ownership
 from holdfast.errors import UsageError
-from holdfast.policy.retention import Rule, quota
+from holdfast.policy.retention import Rule
 from holdfast.store.base import Store
 
 if TYPE_CHECKING:
@@ -88,6 +88,6 @@ class Beginning:
         preflight(
             self._store,
             nbytes_per_save=sum(spec.nbytes for spec in specs) + 2 * trees + 200 * len(specs),
-            saves_kept=quota(self._keep),
+            saves_kept=self._keep.quota(),
             num_files=2 * len(captured.components) + 2,
         )

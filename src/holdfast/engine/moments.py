@@ -9,7 +9,7 @@ from holdfast.engine.catalog import Catalog, Entry
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.odometer import Odometer
-from holdfast.policy.rules import MAIN
+from holdfast.policy.rule import MAIN
 from holdfast.policy.schedule import Record, Schedule
 
 Counters = Callable[[], Mapping[str, int | None]]

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from holdfast.engine.stop import Stop
 from holdfast.errors import UsageError
 from holdfast.policy.naming import LabelFunction, compile_label
-from holdfast.policy.rules import Rule
+from holdfast.policy.rule import Rule
 from holdfast.policy.savers import SideSaver, combined_rule
 
 OnExisting = Literal["keep", "replace", "error"]

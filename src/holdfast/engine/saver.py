@@ -26,7 +26,7 @@ from holdfast.events import Emitter
 from holdfast.format import blocks, layout
 from holdfast.format.manifest import Manifest
 from holdfast.policy.classes import Due
-from holdfast.policy.rules import MAIN
+from holdfast.policy.rule import MAIN
 from holdfast.state.capture import Captured
 from holdfast.store.base import Store
 

@@ -9,28 +9,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from holdfast.policy.rules import (
+from holdfast.policy.rule import (
     MAIN,
-    All,
     AnyOf,
-    Best,
-    Budget,
-    ByClass,
     BySaver,
     Candidate,
-    Daily,
-    EveryNth,
-    Hourly,
-    Last,
     Rule,
     ThenDrop,
-    Within,
     join_reasons,
     picks_of,
     picks_of_others,
-    quota,
     savers_of,
 )
+from holdfast.policy.rules import All, Best, Budget, ByClass, Daily, EveryNth, Hourly, Last, Within
 
 __all__ = [
     "All",
@@ -49,7 +40,6 @@ __all__ = [
     "ThenDrop",
     "Within",
     "decide",
-    "quota",
     "stands_in",
 ]
 

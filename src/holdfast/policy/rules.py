@@ -1,113 +1,43 @@
-"""Rules of retention: each picks checkpoints to keep, and says why.
+"""The rules of retention: each picks checkpoints to keep, and says why.
 
-A rule is a pure function of what the manifests recorded: no clock, no file time and no setting of
-today's run is looked at. Order is the recorded (epoch, sequence) and nothing else.
+A new one is a class in this file; its `spelled` and `parse` bring it to the command line.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Literal, get_args
+from typing import ClassVar, Literal, cast, get_args
 
 from holdfast.errors import UsageError
-from holdfast.format.layout import check_component
-from holdfast.format.manifest import Timestamp
+from holdfast.policy.amounts import number_of_bytes, whole_number
 from holdfast.policy.clock import Time, parse, reading
+from holdfast.policy.rule import Candidate, Rule, counting
 
 Mode = Literal["min", "max"]
 Removal = Literal["ephemeral_only", "all_non_permanent", "never"]
-
-MAIN = "main"
-"""The saver of the whole state, to which everything belongs that names no saver."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """What the rules may know of one committed checkpoint, all of it as it was recorded."""
-
-    order: tuple[int, int]
-    """(epoch, sequence) as recorded; decides which one is newer."""
-    timestamp: Timestamp
-    created: str = ""
-    """When it was saved, ISO 8601; for the rules that count by the calendar."""
-    save_class: str = "permanent"
-    """`permanent` or `ephemeral`, as decided when it was saved."""
-    nbytes: int = 0
-    """Bytes of the files that are left."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    tags: tuple[str, ...] = ()
-    pinned: bool = False
-    rejected: bool = False
-    """Resume could not use it."""
-    retired: bool = False
-    """Its deletion was begun."""
-    components: tuple[str, ...] = ()
-    """Components whose files are all there."""
-    begun: tuple[str, ...] = ()
-    """Components of which some files were dropped and some are left."""
-    dropped: tuple[str, ...] = ()
-    """Components that cannot be loaded any more; with any of these, nobody can resume from it."""
-    healthy: bool = True
-    """Nothing was known to be wrong with the state."""
-    savers: tuple[str, ...] = ()
-    """Which savers of the run asked for it; none: `main`."""
-    left_out: tuple[str, ...] = ()
-    """Components that were not saved; with any of these, nobody can resume from it."""
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether nothing speaks against its bytes."""
-        return not (self.rejected or self.retired)
-
-    @property
-    def counts(self) -> bool:
-        """Whether it may fill a quota."""
-        return self.is_usable and self.healthy
-
-    @property
-    def is_resumable(self) -> bool:
-        """Whether a run could go on from it, be it healthy or not."""
-        return self.is_usable and not (self.dropped or self.left_out)
-
-    @property
-    def is_held(self) -> bool:
-        """Whether a person asked to keep it."""
-        return self.pinned or bool(self.tags)
-
-
-class Rule(ABC):
-    """Picks checkpoints to keep. `a | b` keeps what either of them picks."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
-        """Position of every pick, with the reason."""
-
-    def __or__(self, other: Rule) -> Rule:
-        if not isinstance(other, Rule):
-            return NotImplemented
-        return AnyOf((*_parts(self), *_parts(other)))
-
-    def then_drop(self, *components: str) -> Rule:
-        """This rule, but what it picks loses `components`, such as `optimizer`, to save room.
-
-        What another rule picks as well keeps what that rule does not drop.
-        """
-        return ThenDrop(self, tuple(sorted(set(components))))
+_BEST = re.compile(r"(?P<metric>.+?)(?::(?P<mode>min|max))?(?::(?P<n>[0-9]{1,18}))?")
 
 
 @dataclass(frozen=True, slots=True)
 class All(Rule):
     """Keep every checkpoint, also those that resume rejected."""
 
+    spelled: ClassVar[str] = "all"
+
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
         """Every position."""
         return dict.fromkeys(range(len(newest_first)), "all are kept")
+
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        """`all`, with nothing behind it."""
+        if text:
+            raise UsageError(f"all:{text}: nothing stands behind 'all'")
+        return cls()
 
     def __str__(self) -> str:
         return "all"
@@ -117,6 +47,8 @@ class All(Rule):
 class Last(Rule):
     """Keep the `n` newest."""
 
+    spelled: ClassVar[str] = "last"
+
     n: int
 
     def __post_init__(self) -> None:
@@ -125,6 +57,15 @@ class Last(Rule):
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
         """The first `n` that count."""
         return dict.fromkeys(counting(newest_first)[: self.n], str(self))
+
+    def quota(self) -> int | None:
+        """`n`."""
+        return self.n
+
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        """`last:3`."""
+        return cls(whole_number(text))
 
     def __str__(self) -> str:
         return f"last {self.n}"
@@ -136,6 +77,8 @@ class Best(Rule):
 
     A checkpoint without that metric, or where it is not a finite number, is never among them.
     """
+
+    spelled: ClassVar[str] = "best"
 
     metric: str
     n: int = 1
@@ -159,6 +102,18 @@ class Best(Rule):
         ]
         return {position: str(self) for _, _, position in sorted(scores)[: self.n]}
 
+    def quota(self) -> int | None:
+        """`n`."""
+        return self.n
+
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        """`best:METRIC`, `best:METRIC:max`, `best:METRIC:min:3`."""
+        match = _BEST.fullmatch(text)
+        if match is None:
+            raise UsageError(f"best:{text}: expected best:METRIC:min:3, or a part of it")
+        return cls(match["metric"], int(match["n"] or 1), cast(Mode, match["mode"] or "min"))
+
     def __str__(self) -> str:
         many = "" if self.n == 1 else f"{self.n} "
         return f"best {many}{self.metric} ({self.mode})"
@@ -172,6 +127,8 @@ class EveryNth(Rule):
     went back and passed a multiple twice at the same count, the newer one is kept. Hours and the
     like are hours of training; see `Hourly` and `Daily` for the calendar.
     """
+
+    spelled: ClassVar[str] = "every"
 
     interval: Time
 
@@ -189,6 +146,11 @@ class EveryNth(Rule):
             first[multiple] = min(first.get(multiple, (count, position)), (count, position))
         return {position: str(self) for _, position in first.values()}
 
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        """`every:1000step`."""
+        return cls(text)
+
     def __str__(self) -> str:
         return f"every {self.interval}"
 
@@ -200,6 +162,8 @@ class Hourly(Rule):
     The hour is the one that was recorded when it was saved.
     """
 
+    spelled: ClassVar[str] = "hourly"
+
     n: int | None = None
 
     def __post_init__(self) -> None:
@@ -209,6 +173,15 @@ class Hourly(Rule):
         """One for each hour, among those that count."""
         hours = _first_of_each(newest_first, lambda at: int(at.timestamp() // 3600))
         return dict.fromkeys(hours[: self.n], str(self))
+
+    def quota(self) -> int | None:
+        """`n`."""
+        return self.n
+
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        """`hourly`, `hourly:24`."""
+        return cls(whole_number(text) if text else None)
 
     def __str__(self) -> str:
         return "hourly" if self.n is None else f"hourly {self.n}"
@@ -221,6 +194,8 @@ class Daily(Rule):
     The day is the one that was recorded when it was saved.
     """
 
+    spelled: ClassVar[str] = "daily"
+
     n: int | None = None
 
     def __post_init__(self) -> None:
@@ -230,6 +205,15 @@ class Daily(Rule):
         """One for each day, among those that count."""
         days = _first_of_each(newest_first, lambda at: at.toordinal())
         return dict.fromkeys(days[: self.n], str(self))
+
+    def quota(self) -> int | None:
+        """`n`."""
+        return self.n
+
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        """`daily`, `daily:7`."""
+        return cls(whole_number(text) if text else None)
 
     def __str__(self) -> str:
         return "daily" if self.n is None else f"daily {self.n}"
@@ -241,6 +225,8 @@ class Within(Rule):
 
     No clock is looked at, so a run that pauses for a week loses nothing.
     """
+
+    spelled: ClassVar[str] = "within"
 
     span: Time
 
@@ -260,6 +246,11 @@ class Within(Rule):
         near = [p for p, count in counts.items() if newest - count < self.span.value]
         return dict.fromkeys(near, str(self))
 
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        """`within:500step`."""
+        return cls(text)
+
     def __str__(self) -> str:
         return f"within {self.span}"
 
@@ -271,6 +262,8 @@ class Budget(Rule):
     What a person pinned or tagged takes its room first. The newest stays also when it is larger.
     Rules beside this one may keep more.
     """
+
+    spelled: ClassVar[str] = "budget"
 
     nbytes: int
 
@@ -289,6 +282,11 @@ class Budget(Rule):
                 chosen.append(position)
         return dict.fromkeys(chosen, str(self))
 
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        """`budget:500GB`."""
+        return cls(number_of_bytes(text))
+
     def __str__(self) -> str:
         return f"budget {self.nbytes} bytes"
 
@@ -300,6 +298,8 @@ class ByClass(Rule):
     `ephemeral_only` keeps the permanent ones and the newest ephemeral one; `all_non_permanent`
     keeps the permanent ones alone; `never` removes none.
     """
+
+    spelled: ClassVar[str] = "remove"
 
     remove: Removal = "ephemeral_only"
 
@@ -319,175 +319,13 @@ class ByClass(Rule):
             chosen |= dict.fromkeys(ephemeral[:1], "newest ephemeral")
         return chosen
 
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        """`remove:ephemeral_only`."""
+        return cls(cast(Removal, text or "ephemeral_only"))
+
     def __str__(self) -> str:
         return f"remove {self.remove}"
-
-
-@dataclass(frozen=True, slots=True)
-class AnyOf(Rule):
-    """Keep what any of `rules` picks."""
-
-    rules: tuple[Rule, ...]
-
-    def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
-        """Every rule's picks, with all their reasons."""
-        reasons: dict[int, str] = {}
-        for rule in self.rules:
-            for position, reason in rule.picks(newest_first).items():
-                reasons[position] = join_reasons(reasons.get(position), reason)
-        return reasons
-
-    def __str__(self) -> str:
-        return " | ".join(str(rule) for rule in self.rules)
-
-
-@dataclass(frozen=True, slots=True)
-class ThenDrop(Rule):
-    """Keep what `rule` picks, without `components`; made by `Rule.then_drop`."""
-
-    rule: Rule
-    components: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        if not self.components:
-            raise UsageError("then_drop: name at least one component")
-        for component in self.components:
-            check_component(component)
-
-    def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
-        """The picks of `rule`; what they lose stands in their reasons."""
-        suffix = f"without {', '.join(self.components)}"
-        return {p: f"{reason} {suffix}" for p, reason in self.rule.picks(newest_first).items()}
-
-    def __str__(self) -> str:
-        return f"{_grouped(self.rule)} without {', '.join(self.components)}"
-
-
-@dataclass(frozen=True, slots=True, init=False)
-class BySaver(Rule):
-    """Each saver of the run has its own rule, which sees what that saver asked for and no more.
-
-        BySaver({"main": Last(3), "weights": Last(24)})
-
-    What several savers asked for stays while one of their rules keeps it. A saver without a rule
-    keeps everything. A rule that is not in a `BySaver` is one for `main`.
-    """
-
-    rules: tuple[tuple[str, Rule], ...]
-
-    def __init__(self, rules: Mapping[str, Rule]) -> None:
-        if not isinstance(rules, Mapping) or not rules:
-            raise UsageError(f"BySaver: rules={rules!r} must name a rule for at least one saver")
-        for saver, rule in rules.items():
-            check_component(saver)
-            if not isinstance(rule, Rule):
-                raise UsageError(f"BySaver: {saver}={rule!r} must be a rule such as Last(3)")
-            if _names_savers(rule):
-                raise UsageError(f"BySaver: the rule for {saver} names savers itself: {rule}")
-        object.__setattr__(self, "rules", tuple(rules.items()))
-
-    def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
-        """What the rule of one of its savers keeps."""
-        reasons = picks_of_others(newest_first, savers_of(self))
-        for saver, rule in self.rules:
-            for position, reason in picks_of(rule, saver, newest_first).items():
-                reasons[position] = join_reasons(reasons.get(position), reason)
-        return reasons
-
-    def __str__(self) -> str:
-        return ", ".join(f"{saver}: {_grouped(rule)}" for saver, rule in self.rules)
-
-
-def picks_of(rule: Rule, saver: str, newest_first: Sequence[Candidate]) -> dict[int, str]:
-    """What a rule picks of one saver's checkpoints; of `main` the partial ones are judged apart.
-
-    So three whole ones stay of the last three, however many beside them cannot be resumed from.
-    """
-    picks: dict[int, str] = {}
-    for positions in _groups(newest_first, saver):
-        group = [newest_first[position] for position in positions]
-        for position, reason in rule.picks(group).items():
-            if position not in range(len(group)):
-                raise UsageError(f"rule {rule}: picks position {position} of {len(group)}")
-            picks[positions[position]] = reason if saver == MAIN else f"{saver}: {reason}"
-    return picks
-
-
-def picks_of_others(newest_first: Sequence[Candidate], savers: frozenset[str]) -> dict[int, str]:
-    """What a saver asked for that has no rule, beside the rules of `savers`."""
-    others = (
-        (position, [name for name in entry.savers or (MAIN,) if name not in savers])
-        for position, entry in enumerate(newest_first)
-    )
-    return {position: f"{names[0]}: all are kept" for position, names in others if names}
-
-
-def savers_of(rule: Rule) -> frozenset[str]:
-    """The savers that a rule speaks for."""
-    if isinstance(rule, BySaver):
-        return frozenset(saver for saver, _ in rule.rules)
-    if isinstance(rule, ThenDrop):
-        return savers_of(rule.rule)
-    if isinstance(rule, AnyOf):
-        return frozenset().union(*(savers_of(part) for part in rule.rules))
-    return frozenset((MAIN,))
-
-
-def _names_savers(rule: Rule) -> bool:
-    if isinstance(rule, ThenDrop):
-        return _names_savers(rule.rule)
-    if isinstance(rule, AnyOf):
-        return any(_names_savers(part) for part in rule.rules)
-    return isinstance(rule, BySaver)
-
-
-def _groups(newest_first: Sequence[Candidate], saver: str) -> Iterator[list[int]]:
-    """Positions of a saver's checkpoints, in the groups that are judged apart."""
-    own = [p for p, entry in enumerate(newest_first) if saver in (entry.savers or (MAIN,))]
-    if saver != MAIN:
-        yield own
-        return
-    yield [position for position in own if not newest_first[position].left_out]
-    yield [position for position in own if newest_first[position].left_out]
-
-
-def quota(rule: Rule) -> int | None:
-    """How many checkpoints a rule keeps at most, as far as one can tell; None: no limit.
-
-    Of rules by saver only that of `main` is looked at: what others save has another size.
-    """
-    if isinstance(rule, BySaver):
-        main = dict(rule.rules).get(MAIN)
-        return quota(main) if main is not None else None
-    if isinstance(rule, Last | Best | Hourly | Daily):
-        return rule.n
-    if isinstance(rule, ThenDrop):
-        return quota(rule.rule)
-    if isinstance(rule, AnyOf):
-        parts = [quota(part) for part in rule.rules]
-        return None if None in parts else sum(part for part in parts if part is not None)
-    return None
-
-
-def named_components(rule: Rule) -> frozenset[str]:
-    """The components that a rule would drop somewhere."""
-    if isinstance(rule, ThenDrop):
-        return named_components(rule.rule).union(rule.components)
-    if isinstance(rule, AnyOf):
-        return frozenset().union(*(named_components(part) for part in rule.rules))
-    if isinstance(rule, BySaver):
-        return frozenset().union(*(named_components(part) for _, part in rule.rules))
-    return frozenset()
-
-
-def counting(newest_first: Sequence[Candidate]) -> list[int]:
-    """Positions of those that may fill a quota."""
-    return [position for position, entry in enumerate(newest_first) if entry.counts]
-
-
-def join_reasons(*reasons: str | None) -> str:
-    """The reasons that there are, as one text."""
-    return ", ".join(reason for reason in reasons if reason)
 
 
 def _first_of_each(
@@ -513,15 +351,6 @@ def _recorded_time(created: str) -> datetime | None:
         return moment.astimezone(timezone.utc) if moment.tzinfo is not None else None
     except (ValueError, OverflowError):
         return None
-
-
-def _grouped(rule: Rule) -> str:
-    """A rule in words, as one thing beside others."""
-    return f"({rule})" if isinstance(rule, AnyOf | BySaver) else str(rule)
-
-
-def _parts(rule: Rule) -> tuple[Rule, ...]:
-    return rule.rules if isinstance(rule, AnyOf) else (rule,)
 
 
 def _check_quota(rule: str, n: int) -> None:

@@ -9,7 +9,8 @@ from holdfast.errors import UsageError
 from holdfast.format.layout import check_component
 from holdfast.policy.classes import SavePolicy
 from holdfast.policy.clock import Time
-from holdfast.policy.rules import MAIN, All, BySaver, Rule, named_components
+from holdfast.policy.rule import MAIN, BySaver, Rule, named_components
+from holdfast.policy.rules import All
 from holdfast.policy.triggers import SaveFunction, Trigger
 
 

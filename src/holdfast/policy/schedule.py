@@ -11,7 +11,7 @@ from holdfast.format.manifest import Timestamp
 from holdfast.policy.auto import Auto
 from holdfast.policy.classes import Due, SaveClass, Saved, SavePolicy
 from holdfast.policy.clock import Time, Unit
-from holdfast.policy.rules import MAIN, join_reasons
+from holdfast.policy.rule import MAIN, join_reasons
 from holdfast.policy.savers import SideSaver
 from holdfast.policy.triggers import (
     NO_METRICS,

@@ -3,35 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import cast
 
+import holdfast.policy.rules  # noqa: F401 - so that they are known
 from holdfast.errors import UsageError
-from holdfast.policy.rules import (
-    MAIN,
-    All,
-    Best,
-    Budget,
-    ByClass,
-    BySaver,
-    Daily,
-    EveryNth,
-    Hourly,
-    Last,
-    Mode,
-    Removal,
-    Rule,
-    Within,
-)
+from holdfast.policy.rule import MAIN, BySaver, Rule
 
-_SIZES = {
-    **dict.fromkeys(("", "B"), 1),
-    **{unit: 1000**power for power, unit in enumerate(("kB", "MB", "GB", "TB"), start=1)},
-    **{unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), start=1)},
-}
-_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)", re.ASCII)
 _SAVER = re.compile(r"(?P<saver>[^:= ]*)\s*=(?P<rule>.*)", re.DOTALL)
-_BEST = re.compile(r"(?P<metric>.+?)(?::(?P<mode>min|max))?(?::(?P<n>[0-9]{1,18}))?")
 
 
 def parse_rule(text: str) -> Rule:
@@ -69,39 +46,7 @@ def _part(text: str) -> Rule:
 
 def _simple(text: str) -> Rule:
     name, colon, value = text.partition(":")
-    if name not in _RULES or (name == "all" and colon):
-        raise UsageError(f"{text!r}: no rule; there are {', '.join(_RULES)}, as in 'last:3'")
-    return _RULES[name](value)
-
-
-def _best(text: str) -> Rule:
-    match = _BEST.fullmatch(text)
-    if match is None:
-        raise UsageError(f"best:{text}: expected best:METRIC, best:METRIC:max or best:METRIC:min:3")
-    return Best(match["metric"], int(match["n"] or 1), cast(Mode, match["mode"] or "min"))
-
-
-def _budget(text: str) -> Rule:
-    match = _SIZE.fullmatch(text)
-    if match is None or match[2] not in _SIZES:
-        raise UsageError(f"budget:{text}: expected a size such as 500GB or 1.5TiB")
-    return Budget(int(float(match[1]) * _SIZES[match[2]]))
-
-
-def _number(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,18}", text, re.ASCII):
-        raise UsageError(f"{text!r}: expected a whole number, as in 'last:3'")
-    return int(text)
-
-
-_RULES: Mapping[str, Callable[[str], Rule]] = {
-    "all": lambda value: All(),
-    "last": lambda value: Last(_number(value)),
-    "best": _best,
-    "every": EveryNth,
-    "hourly": lambda value: Hourly(_number(value) if value else None),
-    "daily": lambda value: Daily(_number(value) if value else None),
-    "within": Within,
-    "budget": _budget,
-    "remove": lambda value: ByClass(cast(Removal, value or "ephemeral_only")),
-}
+    known = {rule.spelled: rule for rule in Rule.__subclasses__() if rule.spelled}
+    if name not in known or (colon and not value):
+        raise UsageError(f"{text!r}: no rule; there are {', '.join(known)}, as in 'last:3'")
+    return known[name].parse(value)

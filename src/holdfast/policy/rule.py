@@ -1,0 +1,283 @@
+"""What a rule of retention is, and rules that are made of others.
+
+A rule is a pure function of what the manifests recorded: no clock, no file time and no setting of
+today's run is looked at. Order is the recorded (epoch, sequence) and nothing else.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from holdfast.errors import UsageError
+from holdfast.format.layout import check_component
+from holdfast.format.manifest import Timestamp
+
+MAIN = "main"
+"""The saver of the whole state, to which everything belongs that names no saver."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """What the rules may know of one committed checkpoint, all of it as it was recorded."""
+
+    order: tuple[int, int]
+    """(epoch, sequence) as recorded; decides which one is newer."""
+    timestamp: Timestamp
+    created: str = ""
+    """When it was saved, ISO 8601; for the rules that count by the calendar."""
+    save_class: str = "permanent"
+    """`permanent` or `ephemeral`, as decided when it was saved."""
+    nbytes: int = 0
+    """Bytes of the files that are left."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+    pinned: bool = False
+    rejected: bool = False
+    """Resume could not use it."""
+    retired: bool = False
+    """Its deletion was begun."""
+    components: tuple[str, ...] = ()
+    """Components whose files are all there."""
+    begun: tuple[str, ...] = ()
+    """Components of which some files were dropped and some are left."""
+    dropped: tuple[str, ...] = ()
+    """Components that cannot be loaded any more; with any of these, nobody can resume from it."""
+    healthy: bool = True
+    """Nothing was known to be wrong with the state."""
+    savers: tuple[str, ...] = ()
+    """Which savers of the run asked for it; none: `main`."""
+    left_out: tuple[str, ...] = ()
+    """Components that were not saved; with any of these, nobody can resume from it."""
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether nothing speaks against its bytes."""
+        return not (self.rejected or self.retired)
+
+    @property
+    def counts(self) -> bool:
+        """Whether it may fill a quota."""
+        return self.is_usable and self.healthy
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether a run could go on from it, be it healthy or not."""
+        return self.is_usable and not (self.dropped or self.left_out)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a person asked to keep it."""
+        return self.pinned or bool(self.tags)
+
+
+class Rule(ABC):
+    """Picks checkpoints to keep. `a | b` keeps what either of them picks."""
+
+    __slots__ = ()
+
+    spelled: ClassVar[str] = ""
+    """What it is called in texts such as `last:3`; empty: it cannot be written as a text."""
+
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        """The rule that `text`, what stands behind its name and a colon, makes of it.
+
+        Raises:
+            UsageError: it makes none.
+        """
+        raise UsageError(f"{cls.__name__} cannot be written as a text")
+
+    @abstractmethod
+    def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
+        """Position of every pick, with the reason."""
+
+    def quota(self) -> int | None:
+        """How many checkpoints it keeps at most, as far as one can tell; None: no limit."""
+        return None
+
+    def __or__(self, other: Rule) -> Rule:
+        if not isinstance(other, Rule):
+            return NotImplemented
+        return AnyOf((*_parts(self), *_parts(other)))
+
+    def then_drop(self, *components: str) -> Rule:
+        """This rule, but what it picks loses `components`, such as `optimizer`, to save room.
+
+        What another rule picks as well keeps what that rule does not drop.
+        """
+        return ThenDrop(self, tuple(sorted(set(components))))
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf(Rule):
+    """Keep what any of `rules` picks."""
+
+    rules: tuple[Rule, ...]
+
+    def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
+        """Every rule's picks, with all their reasons."""
+        reasons: dict[int, str] = {}
+        for rule in self.rules:
+            for position, reason in rule.picks(newest_first).items():
+                reasons[position] = join_reasons(reasons.get(position), reason)
+        return reasons
+
+    def quota(self) -> int | None:
+        """The sum of theirs."""
+        parts = [rule.quota() for rule in self.rules]
+        return None if None in parts else sum(part for part in parts if part is not None)
+
+    def __str__(self) -> str:
+        return " | ".join(str(rule) for rule in self.rules)
+
+
+@dataclass(frozen=True, slots=True)
+class ThenDrop(Rule):
+    """Keep what `rule` picks, without `components`; made by `Rule.then_drop`."""
+
+    rule: Rule
+    components: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.components:
+            raise UsageError("then_drop: name at least one component")
+        for component in self.components:
+            check_component(component)
+
+    def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
+        """The picks of `rule`; what they lose stands in their reasons."""
+        suffix = f"without {', '.join(self.components)}"
+        return {p: f"{reason} {suffix}" for p, reason in self.rule.picks(newest_first).items()}
+
+    def quota(self) -> int | None:
+        """That of the rule."""
+        return self.rule.quota()
+
+    def __str__(self) -> str:
+        return f"{_grouped(self.rule)} without {', '.join(self.components)}"
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class BySaver(Rule):
+    """Each saver of the run has its own rule, which sees what that saver asked for and no more.
+
+        BySaver({"main": Last(3), "weights": Last(24)})
+
+    What several savers asked for stays while one of their rules keeps it. A saver without a rule
+    keeps everything. A rule that is not in a `BySaver` is one for `main`.
+    """
+
+    rules: tuple[tuple[str, Rule], ...]
+
+    def __init__(self, rules: Mapping[str, Rule]) -> None:
+        if not isinstance(rules, Mapping) or not rules:
+            raise UsageError(f"BySaver: rules={rules!r} must name a rule for at least one saver")
+        for saver, rule in rules.items():
+            check_component(saver)
+            if not isinstance(rule, Rule):
+                raise UsageError(f"BySaver: {saver}={rule!r} must be a rule such as Last(3)")
+            if _names_savers(rule):
+                raise UsageError(f"BySaver: the rule for {saver} names savers itself: {rule}")
+        object.__setattr__(self, "rules", tuple(rules.items()))
+
+    def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
+        """What the rule of one of its savers keeps."""
+        reasons = picks_of_others(newest_first, savers_of(self))
+        for saver, rule in self.rules:
+            for position, reason in picks_of(rule, saver, newest_first).items():
+                reasons[position] = join_reasons(reasons.get(position), reason)
+        return reasons
+
+    def quota(self) -> int | None:
+        """That of `main`: what others save has another size."""
+        main = dict(self.rules).get(MAIN)
+        return main.quota() if main is not None else None
+
+    def __str__(self) -> str:
+        return ", ".join(f"{saver}: {_grouped(rule)}" for saver, rule in self.rules)
+
+
+def picks_of(rule: Rule, saver: str, newest_first: Sequence[Candidate]) -> dict[int, str]:
+    """What a rule picks of one saver's checkpoints; of `main` the partial ones are judged apart.
+
+    So three whole ones stay of the last three, however many beside them cannot be resumed from.
+    """
+    picks: dict[int, str] = {}
+    for positions in _groups(newest_first, saver):
+        group = [newest_first[position] for position in positions]
+        for position, reason in rule.picks(group).items():
+            if position not in range(len(group)):
+                raise UsageError(f"rule {rule}: picks position {position} of {len(group)}")
+            picks[positions[position]] = reason if saver == MAIN else f"{saver}: {reason}"
+    return picks
+
+
+def picks_of_others(newest_first: Sequence[Candidate], savers: frozenset[str]) -> dict[int, str]:
+    """What a saver asked for that has no rule, beside the rules of `savers`."""
+    others = (
+        (position, [name for name in entry.savers or (MAIN,) if name not in savers])
+        for position, entry in enumerate(newest_first)
+    )
+    return {position: f"{names[0]}: all are kept" for position, names in others if names}
+
+
+def savers_of(rule: Rule) -> frozenset[str]:
+    """The savers that a rule speaks for."""
+    if isinstance(rule, BySaver):
+        return frozenset(saver for saver, _ in rule.rules)
+    if isinstance(rule, ThenDrop):
+        return savers_of(rule.rule)
+    if isinstance(rule, AnyOf):
+        return frozenset().union(*(savers_of(part) for part in rule.rules))
+    return frozenset((MAIN,))
+
+
+def named_components(rule: Rule) -> frozenset[str]:
+    """The components that a rule would drop somewhere."""
+    if isinstance(rule, ThenDrop):
+        return named_components(rule.rule).union(rule.components)
+    if isinstance(rule, AnyOf):
+        return frozenset().union(*(named_components(part) for part in rule.rules))
+    if isinstance(rule, BySaver):
+        return frozenset().union(*(named_components(part) for _, part in rule.rules))
+    return frozenset()
+
+
+def counting(newest_first: Sequence[Candidate]) -> list[int]:
+    """Positions of those that may fill a quota."""
+    return [position for position, entry in enumerate(newest_first) if entry.counts]
+
+
+def join_reasons(*reasons: str | None) -> str:
+    """The reasons that there are, as one text."""
+    return ", ".join(reason for reason in reasons if reason)
+
+
+def _names_savers(rule: Rule) -> bool:
+    if isinstance(rule, ThenDrop):
+        return _names_savers(rule.rule)
+    if isinstance(rule, AnyOf):
+        return any(_names_savers(part) for part in rule.rules)
+    return isinstance(rule, BySaver)
+
+
+def _groups(newest_first: Sequence[Candidate], saver: str) -> Iterator[list[int]]:
+    """Positions of a saver's checkpoints, in the groups that are judged apart."""
+    own = [p for p, entry in enumerate(newest_first) if saver in (entry.savers or (MAIN,))]
+    if saver != MAIN:
+        yield own
+        return
+    yield [position for position in own if not newest_first[position].left_out]
+    yield [position for position in own if newest_first[position].left_out]
+
+
+def _grouped(rule: Rule) -> str:
+    """A rule in words, as one thing beside others."""
+    return f"({rule})" if isinstance(rule, AnyOf | BySaver) else str(rule)
+
+
+def _parts(rule: Rule) -> tuple[Rule, ...]:
+    return rule.rules if isinstance(rule, AnyOf) else (rule,)
