@@ -17,6 +17,7 @@ from holdfast.engine.commit import Attempt, abandon, begin, commit
 from holdfast.engine.process import utc_now
 from holdfast.engine.stage import Image, Staged
 from holdfast.engine.workers import Workers, gather
+from holdfast.engine.writing import FileToWrite, Phase, write_files
 from holdfast.errors import HoldfastError, OutcomeUnknown, StoreError
 from holdfast.format import blocks, layout
 from holdfast.format.index import encode_index
@@ -26,7 +27,7 @@ from holdfast.format.manifest import (
     Manifest,
     Timestamp,
 )
-from holdfast.store.base import BlockWriter, Store, WritesBlocks
+from holdfast.store.base import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +48,6 @@ class SaveRequest:
     left_out: tuple[str, ...] = ()
     unhealthy: tuple[str, ...] = ()
     timings: dict[str, float] = field(default_factory=dict)
-
-
-class Phase:
-    """What a save is doing now, for the errors of those who wait for it."""
-
-    def __init__(self) -> None:
-        self.text = "waiting to start"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +81,7 @@ def write(
     request: SaveRequest,
     *,
     workers: Workers,
+    writers: Workers,
     phase: Phase,
     timeout_s: float,
 ) -> tuple[Attempt, Manifest]:
@@ -106,7 +101,7 @@ def write(
     )
     try:
         began = time.perf_counter()
-        written = _write_files(store, attempt, staged, workers, phase, timeout_s)
+        written = _write_files(store, attempt, staged, workers, writers, phase, timeout_s)
         request.timings["write_s"] = time.perf_counter() - began
         manifest = _manifest(attempt, staged, request, written)
         phase.text = f"committing {attempt.folder}"
@@ -139,23 +134,18 @@ def _write_files(
     attempt: Attempt,
     staged: Staged,
     workers: Workers,
+    writers: Workers,
     phase: Phase,
     timeout_s: float,
 ) -> Written:
-    digests: dict[str, bytes] = {}
-    nbytes: dict[str, int] = {}
-    for image in _images(staged):
-        name = image.file.name
-        phase.text = f"writing {attempt.folder}/{name}"
-        digests[name] = _write_image(store, attempt, image, workers, timeout_s)
-        nbytes[name] = image.file.nbytes
-    for component, tree in staged.trees.items():
-        name = layout.tree_file(component)
-        phase.text = f"writing {attempt.folder}/{name}"
-        store.put(f"{attempt.folder}/{name}", tree)
-        digests[name], nbytes[name] = blocks.digest_blocks(tree), len(tree)
-    files = {name: [image.file for image in images] for name, images in staged.images.items()}
-    index = encode_index(files, digests)
+    files = _files(attempt, staged)
+    found = write_files(
+        store, files, workers=workers, writers=writers, phase=phase, timeout_s=timeout_s
+    )
+    digests = {key.rpartition("/")[2]: digest for key, digest in found.items()}
+    nbytes = staged.sizes
+    plans = {name: [image.file for image in images] for name, images in staged.images.items()}
+    index = encode_index(plans, digests)
     phase.text = f"writing {attempt.folder}/{layout.INDEX}"
     store.put(f"{attempt.folder}/{layout.INDEX}", index)
     digests[layout.INDEX], nbytes[layout.INDEX] = blocks.digest_blocks(index), len(index)
@@ -168,33 +158,13 @@ def _write_files(
     return Written(entries=entries, digests=digests)
 
 
-def _write_image(
-    store: Store, attempt: Attempt, image: Image, workers: Workers, timeout_s: float
-) -> bytes:
-    """Write one tensor file; returns its block digests, taken from the staged bytes."""
-    key = f"{attempt.folder}/{image.file.name}"
-    memory = image.arena.memory
-    if not isinstance(store, WritesBlocks):
-        store.put(key, memory)
-        return blocks.digest_blocks(memory)
-    writer = store.create(key, image.file.nbytes)
-    try:
-        jobs = [
-            workers.submit(partial(_write_block, writer, start, memory[start:stop]))
-            for start, stop in blocks.split(image.file.nbytes)
-        ]
-        digests = gather(jobs, timeout_s=timeout_s, what=key)
-        writer.finish()
-    except BaseException:
-        writer.abort()
-        raise
-    return b"".join(digests)
-
-
-def _write_block(writer: BlockWriter, start: int, data: memoryview) -> bytes:
-    digest = blocks.block_digest(data)
-    writer.write(start, data)
-    return digest
+def _files(attempt: Attempt, staged: Staged) -> list[FileToWrite]:
+    tensors = {image.file.name: image.arena.memory for image in _images(staged)}
+    trees = {layout.tree_file(name): memoryview(tree) for name, tree in staged.trees.items()}
+    return [
+        FileToWrite(key=f"{attempt.folder}/{name}", memory=memory)
+        for name, memory in (tensors | trees).items()
+    ]
 
 
 def _check_sizes(store: Store, attempt: Attempt, nbytes: Mapping[str, int]) -> None:

@@ -21,6 +21,7 @@ from holdfast.engine.owner import Ownership
 from holdfast.engine.save import SaveRequest, digest_staged, write
 from holdfast.engine.stage import Staged, Stager
 from holdfast.engine.workers import Workers
+from holdfast.engine.writing import NUM_WRITERS
 from holdfast.errors import DeadlineExceeded, OutcomeUnknown, OwnershipError, SaveFailed
 from holdfast.events import Emitter
 from holdfast.format import blocks, layout
@@ -54,7 +55,8 @@ class Saver:
         self._stager = Stager()
         self._job: Future[None] | None = None
         self.workers = Workers(min(os.cpu_count() or 1, 4), "holdfast-io")
-        """Threads for digests, reads and writes of blocks."""
+        """Threads for copies, digests and reads of blocks."""
+        self._writers = Workers(NUM_WRITERS, "holdfast-write")
         self.timeout_s = timeout_s
         self.pending: PendingSave | None = None
         self.standing: Entry | None = None
@@ -66,6 +68,7 @@ class Saver:
     def start(self, staged: Staged, request: SaveRequest, due: Due) -> PendingSave:
         """Hand a staged state to the background."""
         self.workers.start()
+        self._writers.start()
         pending = PendingSave(request.timestamp.step, due, timeout_s=self.timeout_s)
         self.pending = pending
         pending.staged.set_result(None)
@@ -121,6 +124,7 @@ class Saver:
             self._owner.is_clean = False
         self._background.close()
         self.workers.close()
+        self._writers.close()
 
     def _run(self, pending: PendingSave, staged: Staged, request: SaveRequest) -> None:
         began = time.perf_counter()
@@ -155,6 +159,7 @@ class Saver:
                 staged,
                 request,
                 workers=self.workers,
+                writers=self._writers,
                 phase=pending.phase,
                 timeout_s=self.timeout_s,
             )
