@@ -22,6 +22,7 @@ from holdfast.engine.owner import Ownership
 from holdfast.engine.save import SaveRequest, digest_staged, write
 from holdfast.engine.stage import Staged, Stager
 from holdfast.engine.workers import Workers
+from holdfast.engine.writing import NUM_WRITERS
 from holdfast.errors import DeadlineExceeded, OutcomeUnknown, OwnershipError, SaveFailed
 from holdfast.events import Emitter
 from holdfast.format import blocks, layout
@@ -57,7 +58,8 @@ class Saver:
         self._links = Links(store, kept=kept, failed=partial(emit, "warning"))
         self._job: Future[None] | None = None
         self.workers = Workers(min(os.cpu_count() or 1, 4), "holdfast-io")
-        """Threads for digests, reads and writes of blocks."""
+        """Threads for copies, digests and reads of blocks."""
+        self._writers = Workers(NUM_WRITERS, "holdfast-write")
         self.timeout_s = timeout_s
         self.pending: PendingSave | None = None
         self.standing: Entry | None = None
@@ -69,6 +71,7 @@ class Saver:
     def start(self, staged: Staged, request: SaveRequest, due: Due) -> PendingSave:
         """Copy the state, while the background begins to write what is there."""
         self.workers.start()
+        self._writers.start()
         pending = PendingSave(request.timestamp.step, due, timeout_s=self.timeout_s)
         self.pending = pending
         self._job = self._background.submit(partial(self._run, pending, staged, request))
@@ -78,6 +81,8 @@ class Saver:
             pending.staged.set_exception(error)
             pending.delivered = True
             raise
+        if not staged.copying.copied.done():
+            self.workers.submit(staged.copying.run_later)
         pending.staged.set_result(None)
         self._emit("staged", f"staged step {pending.step}", step=pending.step, nbytes=staged.nbytes)
         return pending
@@ -130,6 +135,7 @@ class Saver:
             self._owner.is_clean = False
         self._background.close()
         self.workers.close()
+        self._writers.close()
 
     def _run(self, pending: PendingSave, staged: Staged, request: SaveRequest) -> None:
         began = time.perf_counter()
@@ -140,6 +146,8 @@ class Saver:
             self._stager.committed(staged)
         except BaseException as error:  # noqa: BLE001 - the future carries it to the caller
             failure = as_failure(error, step)
+            for image in staged.files:
+                image.doubt()
             self._emit("save_failed", str(failure), step=step)
             pending.committed.set_exception(failure)
             self._on_failure()
@@ -166,6 +174,7 @@ class Saver:
                 request,
                 links=self._links,
                 workers=self.workers,
+                writers=self._writers,
                 phase=pending.phase,
                 timeout_s=self.timeout_s,
             )
