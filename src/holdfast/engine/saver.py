@@ -6,7 +6,6 @@ the interpreter's exit.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -21,7 +20,7 @@ from holdfast.engine.notes import annotate
 from holdfast.engine.owner import Ownership
 from holdfast.engine.save import SaveRequest, digest_staged, write
 from holdfast.engine.stage import Staged, Stager
-from holdfast.engine.workers import Workers
+from holdfast.engine.workers import Workers, num_cores
 from holdfast.engine.writing import NUM_WRITERS
 from holdfast.errors import DeadlineExceeded, OutcomeUnknown, OwnershipError, SaveFailed
 from holdfast.events import Emitter
@@ -57,7 +56,7 @@ class Saver:
         self._stager = Stager()
         self._links = Links(store, kept=kept, failed=partial(emit, "warning"))
         self._job: Future[None] | None = None
-        self.workers = Workers(min(os.cpu_count() or 1, 4), "holdfast-io")
+        self.workers = Workers(min(num_cores(), 4), "holdfast-io")
         """Threads for copies, digests and reads of blocks."""
         self._writers = Workers(NUM_WRITERS, "holdfast-write")
         self.timeout_s = timeout_s
@@ -76,7 +75,9 @@ class Saver:
         self.pending = pending
         self._job = self._background.submit(partial(self._run, pending, staged, request))
         try:
-            staged.copying.run_now()
+            for _ in range(num_cores() // 2 - 1):
+                self.workers.submit(staged.copying.help_now)
+            staged.copying.run_now(self.timeout_s)
         except BaseException as error:
             pending.staged.set_exception(error)
             pending.delivered = True
