@@ -38,11 +38,17 @@ import os, time
 from holdfast.engine import save
 real_commit, held = save.commit, []
 
-def write_image(store, attempt, image, workers, timeout_s):
-    data = bytes(image.arena.memory)
-    store.put(f"{attempt.folder}/{image.file.name}", bytes(len(data)))
-    held.append((os.path.join(store.url, attempt.folder, image.file.name), data))
-    return save.blocks.digest_blocks(data)
+def write_files(store, files, **others):
+    digests = {}
+    for file in files:
+        data = bytes(file.memory)
+        digests[file.key] = save.blocks.digest_blocks(data)
+        if file.is_document:
+            store.put(file.key, data)
+            continue
+        store.put(file.key, bytes(len(data)))
+        held.append((os.path.join(store.url, file.key), data))
+    return digests
 
 def commit(*args):
     real_commit(*args)
@@ -53,7 +59,7 @@ def commit(*args):
             file.write(data)
     held.clear()
 
-save._write_image, save.commit = write_image, commit
+save.write_files, save.commit = write_files, commit
 """
 
 

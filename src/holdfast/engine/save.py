@@ -159,12 +159,19 @@ def _write_files(
 
 
 def _files(attempt: Attempt, staged: Staged) -> list[FileToWrite]:
-    tensors = {image.file.name: image.arena.memory for image in _images(staged)}
-    trees = {layout.tree_file(name): memoryview(tree) for name, tree in staged.trees.items()}
-    return [
-        FileToWrite(key=f"{attempt.folder}/{name}", memory=memory)
-        for name, memory in (tensors | trees).items()
+    tensors = [
+        FileToWrite(key=f"{attempt.folder}/{image.file.name}", memory=image.arena.memory)
+        for image in _images(staged)
     ]
+    trees = [
+        FileToWrite(
+            key=f"{attempt.folder}/{layout.tree_file(name)}",
+            memory=memoryview(tree),
+            is_document=True,
+        )
+        for name, tree in staged.trees.items()
+    ]
+    return tensors + trees
 
 
 def _check_sizes(store: Store, attempt: Attempt, nbytes: Mapping[str, int]) -> None:

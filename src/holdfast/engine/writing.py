@@ -15,7 +15,6 @@ from functools import partial
 from holdfast.engine.workers import Workers, cancel, gather
 from holdfast.errors import DeadlineExceeded
 from holdfast.format import blocks
-from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.store.base import BlockWriter, Store, WritesBlocks
 
 NUM_WRITERS = 8
@@ -38,12 +37,14 @@ class FileToWrite:
     """One file of an attempt.
 
     `digests` has an item for each block, None where the digest is still to be taken; without
-    items, no block has one. `memory` must not change before the write is over.
+    items, no block has one. `memory` must not change before the write is over. A file is written
+    in pieces where the store can do that, unless it `is_document`: small, and put as a whole.
     """
 
     key: str
     memory: memoryview
     digests: Sequence[bytes | None] = ()
+    is_document: bool = False
 
 
 def write_files(
@@ -108,7 +109,7 @@ class _Batch:
             raise
 
     def _begin(self, file: FileToWrite, writers: Workers) -> None:
-        if not isinstance(self._store, WritesBlocks) or len(file.memory) < BLOCK_NBYTES:
+        if file.is_document or not isinstance(self._store, WritesBlocks):
             whole = partial(self._store.put, file.key, file.memory)
             self._writes[file.key] = [writers.submit(whole)]
             return
