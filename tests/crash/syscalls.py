@@ -417,10 +417,9 @@ def main() -> int:
     parser.add_argument("--mutant", choices=sorted(MUTANTS))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    # One queue for several threads: who takes which write would differ from life to life.
-    saver_module.NUM_WRITERS = 1
-    # One thread for input and output: with several, who takes a job would be chance.
+    # One thread for each kind of work: with several, who takes a job would be chance.
     os.cpu_count = lambda: 1
+    saver_module.NUM_WRITERS = 1
     if options.mutant:
         MUTANTS[options.mutant]()
     environment()  # asks git once; a process of its own has no place among the calls

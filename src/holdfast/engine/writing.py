@@ -125,7 +125,7 @@ class _Batch:
             self._hashes[file.key], timeout_s=self._timeout_s, what=f"digest of {file.key}"
         )
         if file.key in self._syncs:
-            self._phase.text = f"syncing {file.key}"
+            self._phase.text = f"writing {file.key} to stable storage"
             self._wait(file.key, [self._syncs[file.key]])
         new = iter(found)
         known = file.digests or [None] * len(found)

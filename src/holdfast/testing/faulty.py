@@ -33,6 +33,7 @@ from holdfast.store.base import (
     FreeSpace,
     ObjectInfo,
     Points,
+    Probes,
     ReadsInto,
     Store,
     TellsSpace,
@@ -60,6 +61,7 @@ OpName = Literal[
     "abort",
     "point",
     "free_space",
+    "probe",
 ]
 _CARRIES_DATA = frozenset({"put", "write", "get", "read_into"})
 
@@ -309,6 +311,12 @@ class _FaultyTellsSpace(FaultyStore):
         return self._do("free_space", "", lambda: cast(FreeSpace, self.inner.free_space()))
 
 
+class _FaultyProbes(FaultyStore):
+    def probe(self) -> str:
+        """See `Probes.probe`."""
+        return self._do("probe", "", lambda: cast(str, self.inner.probe()))
+
+
 class _FaultyBlockWriter:
     def __init__(self, store: FaultyStore, key: str, inner: BlockWriter) -> None:
         self._store = store
@@ -336,6 +344,7 @@ _MIXINS: tuple[tuple[Any, type[FaultyStore]], ...] = (
     (WritesBlocks, _FaultyWritesBlocks),
     (Points, _FaultyPoints),
     (TellsSpace, _FaultyTellsSpace),
+    (Probes, _FaultyProbes),
 )
 
 
