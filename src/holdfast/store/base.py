@@ -180,6 +180,21 @@ class TellsSpace(Protocol):
         ...
 
 
+@runtime_checkable
+class Probes(Protocol):
+    """Stores that find out by trying how they have to work."""
+
+    def probe(self) -> str:
+        """Try in the root, which exists, what saves need, and leave nothing behind.
+
+        Says, for people, how large objects will be written from now on.
+
+        Raises:
+            UnsupportedStore: something is lacking; the message says what.
+        """
+        ...
+
+
 def check_key(key: str) -> None:
     """Raise `InvalidKey` unless `key` is one that every store accepts (docs/format.md)."""
     if len(key) > MAX_KEY_BYTES or not key.isascii():

@@ -232,11 +232,10 @@ class LocalStore:
         with Reporting("free space of", self._root):
             return oserrors.free_space(self._root)
 
-    def probe(self) -> None:
-        """Try in the root what every commit needs, and leave nothing behind.
+    def probe(self) -> str:
+        """See `Probes.probe`: a commit, and a direct write beside an unaligned tail.
 
         Raises:
-            UnsupportedStore: the file system lacks it; the message says what.
             StoreError: it cannot be tried, for instance because the root does not exist.
         """
         report = Reporting("probe", self._root)
@@ -248,6 +247,7 @@ class LocalStore:
                 report.effect = "none"
             finally:
                 localfiles.remove_quietly(root_fd, name)
+            return self._direct.choose(root_fd)
 
     def _path(self, key: str) -> str:
         return os.path.join(self._root, key) if key else self._root

@@ -34,6 +34,7 @@ from holdfast.store.base import (
     LinksFiles,
     ObjectInfo,
     Points,
+    Probes,
     ReadsInto,
     Store,
     TellsSpace,
@@ -62,6 +63,7 @@ OpName = Literal[
     "link",
     "point",
     "free_space",
+    "probe",
 ]
 _CARRIES_DATA = frozenset({"put", "write", "get", "read_into"})
 
@@ -317,6 +319,12 @@ class _FaultyTellsSpace(FaultyStore):
         return self._do("free_space", "", lambda: cast(FreeSpace, self.inner.free_space()))
 
 
+class _FaultyProbes(FaultyStore):
+    def probe(self) -> str:
+        """See `Probes.probe`."""
+        return self._do("probe", "", lambda: cast(str, self.inner.probe()))
+
+
 class _FaultyBlockWriter:
     def __init__(self, store: FaultyStore, key: str, inner: BlockWriter) -> None:
         self._store = store
@@ -345,6 +353,7 @@ _MIXINS: tuple[tuple[Any, type[FaultyStore]], ...] = (
     (LinksFiles, _FaultyLinksFiles),
     (Points, _FaultyPoints),
     (TellsSpace, _FaultyTellsSpace),
+    (Probes, _FaultyProbes),
 )
 
 
