@@ -58,7 +58,7 @@ from holdfast.policy.savers import SideSaver, combined_rule
 from holdfast.policy.schedule import Schedule
 from holdfast.policy.triggers import Event as TriggerEvent
 from holdfast.policy.triggers import SaveFunction, Trigger
-from holdfast.state.capture import Captured, capture, check_state
+from holdfast.state.capture import Captured, Capturer, check_state
 from holdfast.state.components import RNG
 from holdfast.state.edits import Edit, edited
 from holdfast.state.selection import listed
@@ -147,6 +147,7 @@ class CheckpointManager:
         check_is("hooks", hooks, StateHooks | None)
         self.store = open_store(root)
         self.state = state
+        self._capturer = Capturer(state)
         length = None if max_duration is None else parse(max_duration, what="max_duration")
         self._schedule = Schedule(every, savers, max_duration=length)
         self._hooks = hooks if hooks is not None else StateHooks()
@@ -547,7 +548,7 @@ class CheckpointManager:
 
     def _capture(self, due: Due) -> Captured:
         with collector_paused():
-            captured = capture(self.state, due.components)
+            captured = self._capturer.capture(due.components)
             edit = self._hooks.edit_save
             return captured if edit is None else edited(captured, edit)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ def begin_copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[DeviceCopy]:
 
 
 def _begin(device: torch.device, pairs: list[tuple[Tensor, Tensor]]) -> DeviceCopy:
-    stream, event = _side_stream(device), torch.cuda.Event()
+    stream, event = _side_stream(device), torch.cuda.Event()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(stream):
         for to, source in pairs:
@@ -68,9 +68,9 @@ def _begin(device: torch.device, pairs: list[tuple[Tensor, Tensor]]) -> DeviceCo
     return DeviceCopy(event, device)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def pin(memory: Tensor, owner: object) -> bool:

@@ -188,13 +188,13 @@ class Fence:
         own = weakref.ref(self)
 
         # A graph that is compiled calls it as it is: the wait must not become part of the graph.
-        @torch.compiler.disable
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             fence = own()
             if fence is not None:
                 fence.before_step(optimizer)
 
-        self._handle = register_optimizer_step_pre_hook(before_step)
+        hook = torch.compiler.disable(before_step)  # type: ignore[no-untyped-call]
+        self._handle = register_optimizer_step_pre_hook(hook)
         weakref.finalize(self, self._handle.remove)
 
     def before_step(self, optimizer: Optimizer) -> None:
