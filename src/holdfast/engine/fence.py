@@ -232,18 +232,3 @@ class Fence:
         """Let optimizers be."""
         if self._handle is not None:
             self._handle.remove()
-
-
-def why_not(state: Mapping[str, Any], fence: Fence) -> str | None:
-    """Why the copy of this state must not run beside training; None when it may."""
-    if fence.has_seen_capture:
-        return "an optimizer's step was captured in a CUDA graph, and replays call no hooks"
-    for name, value in state.items():
-        if not isinstance(value, Optimizer):
-            if hasattr(value, "param_groups") and callable(getattr(value, "step", None)):
-                return f"{name} is an optimizer that is not torch's, so no hook sees its steps"
-        elif not getattr(type(value).step, "hooked", False):
-            return f"{name}: the step of {type(value).__name__} calls no hooks of torch"
-        elif any(group.get("capturable") for group in value.param_groups):
-            return f"{name} is capturable: its steps may be replayed in a graph, without hooks"
-    return None

@@ -1,0 +1,91 @@
+"""Overlap: which copies run beside training, and the fence around them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from holdfast.engine.fence import Copying, Fence, Guarded, guard
+from holdfast.engine.stage import Staged
+from holdfast.events import Emitter
+from holdfast.state.capture import Captured
+
+Mode: TypeAlias = Literal[True, False, "check"]
+"""Whether saves overlap with training, and whether samples of the bytes are compared too."""
+
+
+class Overlap:
+    """Chooses what overlaps, and holds training back until it is copied."""
+
+    def __init__(self, mode: Mode, emit: Emitter, *, timeout_s: float) -> None:
+        """`timeout_s` is the longest that an optimizer waits for a copy, in seconds."""
+        self._mode = mode
+        self._emit = emit
+        self._told: set[str] = set()
+        self.fence = Fence(timeout_s=timeout_s)
+        if mode:
+            # From the start, and not for each copy: compiled steps are traced with it.
+            self.fence.watch()
+
+    def guard(self, state: Mapping[str, Any], captured: Captured) -> tuple[Guarded, ...]:
+        """The tensors whose copies need not be waited for, as they are now.
+
+        None where something changes tensors that cannot be held back; the first time an event
+        says what.
+        """
+        if not self._mode:
+            return ()
+        reason = why_not(state, self.fence)
+        if reason is not None:
+            self._tell(f"saves do not overlap with training: {reason}")
+            return ()
+        overlapped = (
+            (component.name, key, component.tensors[key])
+            for component in captured.components.values()
+            for key in component.may_overlap
+        )
+        return guard(
+            (item for item in overlapped if not item[2].is_inference()),
+            takes_samples=self._mode == "check",
+        )
+
+    def begin(self, guarded: Sequence[Guarded], staged: Staged, step: int) -> Copying | None:
+        """Put the fence up until the copy of the guarded tensors is done; None when it is."""
+        if not staged.copying:
+            return None
+        copies = _copies(staged) if self._mode == "check" else {}
+        copying = Copying(guarded, staged.copying, step=step, copies=copies)
+        self.fence.put_up(copying)
+        return copying
+
+    def _tell(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            self._emit("warning", message)
+
+
+def why_not(state: Mapping[str, Any], fence: Fence) -> str | None:
+    """Why the copy of this state must not run beside training; None when it may."""
+    if fence.has_seen_capture:
+        return "an optimizer's step was captured in a CUDA graph, and replays call no hooks"
+    for name, value in state.items():
+        if not isinstance(value, Optimizer):
+            if hasattr(value, "param_groups") and callable(getattr(value, "step", None)):
+                return f"{name} is an optimizer that is not torch's, so no hook sees its steps"
+        elif not getattr(type(value).step, "hooked", False):
+            return f"{name}: the step of {type(value).__name__} calls no hooks of torch"
+        elif any(group.get("capturable") for group in value.param_groups):
+            return f"{name} is capturable: its steps may be replayed in a graph, without hooks"
+    return None
+
+
+def _copies(staged: Staged) -> dict[tuple[str, str], Tensor]:
+    return {
+        (component, spec.key): view
+        for component, images in staged.images.items()
+        for image in images
+        for spec, view in zip(image.file.specs, image.views, strict=True)
+    }
