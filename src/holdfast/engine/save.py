@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 from holdfast.engine.claim import Claim, expect_claim
 from holdfast.engine.commit import Attempt, abandon, begin, commit
+from holdfast.engine.image import Image
+from holdfast.engine.links import Links
 from holdfast.engine.process import utc_now
-from holdfast.engine.stage import Image, Staged
+from holdfast.engine.stage import Staged
 from holdfast.engine.workers import Workers, gather
 from holdfast.errors import HoldfastError, OutcomeUnknown, StoreError
 from holdfast.format import blocks, layout
@@ -66,19 +67,21 @@ class Written:
 
 def digest_staged(staged: Staged, workers: Workers, *, timeout_s: float) -> dict[str, bytes]:
     """Block digests of every file that a save of `staged` would write, but the index."""
-    jobs: dict[str, list[Future[bytes]]] = {}
-    for image in _images(staged):
-        jobs[image.file.name] = [
-            workers.submit(partial(blocks.block_digest, image.arena.memory[start:stop]))
-            for start, stop in blocks.split(image.file.nbytes)
-        ]
-    digests: dict[str, bytes] = {}
-    for name, parts in jobs.items():
-        found = gather(parts, timeout_s=timeout_s, what=f"digest of {name}")
-        digests[name] = b"".join(found)
+    digests = {
+        image.file.name: _digest_image(staged, image, workers, timeout_s) for image in staged.files
+    }
     for component, tree in staged.trees.items():
         digests[layout.tree_file(component)] = blocks.digest_blocks(tree)
     return digests
+
+
+def _digest_image(staged: Staged, image: Image, workers: Workers, timeout_s: float) -> bytes:
+    for number in range(len(image.digests)):
+        staged.copying.wait(image, number, timeout_s)
+    unknown = [number for number, digest in enumerate(image.digests) if digest is None]
+    jobs = [workers.submit(partial(image.digest, number)) for number in unknown]
+    gather(jobs, timeout_s=timeout_s, what=f"digest of {image.file.name}")
+    return image.all_digests()
 
 
 def write(
@@ -86,6 +89,7 @@ def write(
     staged: Staged,
     request: SaveRequest,
     *,
+    links: Links,
     workers: Workers,
     phase: Phase,
     timeout_s: float,
@@ -106,8 +110,9 @@ def write(
     )
     try:
         began = time.perf_counter()
-        written = _write_files(store, attempt, staged, workers, phase, timeout_s)
+        written = _write_files(store, attempt, staged, links, workers, phase, timeout_s)
         request.timings["write_s"] = time.perf_counter() - began
+        request.timings["stage_s"] += staged.copying.now_s
         manifest = _manifest(attempt, staged, request, written)
         phase.text = f"committing {attempt.folder}"
         commit(store, attempt, manifest)
@@ -130,25 +135,24 @@ def _clean_up(store: Store, attempt: Attempt, error: BaseException) -> None:
         error.__context__ = leftover
 
 
-def _images(staged: Staged) -> list[Image]:
-    return [image for images in staged.images.values() for image in images]
-
-
 def _write_files(
     store: Store,
     attempt: Attempt,
     staged: Staged,
+    links: Links,
     workers: Workers,
     phase: Phase,
     timeout_s: float,
 ) -> Written:
     digests: dict[str, bytes] = {}
     nbytes: dict[str, int] = {}
-    for image in _images(staged):
+    links.begin()
+    for image in staged.files:
         name = image.file.name
         phase.text = f"writing {attempt.folder}/{name}"
-        digests[name] = _write_image(store, attempt, image, workers, timeout_s)
-        nbytes[name] = image.file.nbytes
+        if not _link_image(attempt, staged, image, links, workers, timeout_s):
+            _write_image(store, attempt, staged, image, workers, timeout_s)
+        digests[name], nbytes[name] = image.all_digests(), image.file.nbytes
     for component, tree in staged.trees.items():
         name = layout.tree_file(component)
         phase.text = f"writing {attempt.folder}/{name}"
@@ -168,33 +172,56 @@ def _write_files(
     return Written(entries=entries, digests=digests)
 
 
+def _link_image(
+    attempt: Attempt,
+    staged: Staged,
+    image: Image,
+    links: Links,
+    workers: Workers,
+    timeout_s: float,
+) -> bool:
+    """Share the file of the checkpoint before, when not one byte of it has changed."""
+    name, nbytes = image.file.name, image.file.nbytes
+    if not links.may_have(name, nbytes):
+        return False
+    for number in range(len(image.digests)):
+        staged.copying.wait(image, number, timeout_s)
+        if image.differs:
+            return False
+    digests = _digest_image(staged, image, workers, timeout_s)
+    entry = FileEntry(nbytes=nbytes, digest=blocks.file_digest(nbytes, digests))
+    return links.link(name, attempt.folder, entry, digests)
+
+
 def _write_image(
-    store: Store, attempt: Attempt, image: Image, workers: Workers, timeout_s: float
-) -> bytes:
-    """Write one tensor file; returns its block digests, taken from the staged bytes."""
+    store: Store,
+    attempt: Attempt,
+    staged: Staged,
+    image: Image,
+    workers: Workers,
+    timeout_s: float,
+) -> None:
     key = f"{attempt.folder}/{image.file.name}"
-    memory = image.arena.memory
     if not isinstance(store, WritesBlocks):
-        store.put(key, memory)
-        return blocks.digest_blocks(memory)
+        _digest_image(staged, image, workers, timeout_s)
+        store.put(key, image.arena.memory)
+        return
     writer = store.create(key, image.file.nbytes)
     try:
-        jobs = [
-            workers.submit(partial(_write_block, writer, start, memory[start:stop]))
-            for start, stop in blocks.split(image.file.nbytes)
-        ]
-        digests = gather(jobs, timeout_s=timeout_s, what=key)
+        jobs = []
+        for number in range(len(image.digests)):
+            staged.copying.wait(image, number, timeout_s)
+            jobs.append(workers.submit(partial(_write_block, writer, image, number)))
+        gather(jobs, timeout_s=timeout_s, what=key)
         writer.finish()
     except BaseException:
         writer.abort()
         raise
-    return b"".join(digests)
 
 
-def _write_block(writer: BlockWriter, start: int, data: memoryview) -> bytes:
-    digest = blocks.block_digest(data)
-    writer.write(start, data)
-    return digest
+def _write_block(writer: BlockWriter, image: Image, number: int) -> None:
+    image.digest(number)
+    writer.write(number * layout.BLOCK_NBYTES, image.block(number))
 
 
 def _check_sizes(store: Store, attempt: Attempt, nbytes: Mapping[str, int]) -> None:
