@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.engine.device import DeviceCopy, is_capturing
-from holdfast.engine.workers import raise_from
+from holdfast.engine.workers import Workers
 from holdfast.errors import DeadlineExceeded, UsageError, listing
 
 SAMPLE_ITEMS = 4096
@@ -82,71 +82,109 @@ def sampled(tensor: Tensor) -> bytes:
     return some.view(torch.uint8).numpy().tobytes()
 
 
-class Copying:
-    """The copy of the guarded tensors of one save, until it is done and they were looked at."""
+class Copies(Protocol):
+    """Copies that several threads can make."""
+
+    def run_later(self) -> None:
+        """Take part, until all of them are made or being made."""
+        ...
+
+
+class Overlapped:
+    """The copy of the guarded tensors of one save, made beside training."""
 
     def __init__(
         self,
         guarded: Sequence[Guarded],
-        jobs: Sequence[Future[None]],
+        copies: Copies,
         *,
         step: int,
-        copies: Mapping[tuple[str, str], Tensor] | None = None,
+        on_device: Sequence[DeviceCopy] = (),
+        places: Mapping[tuple[str, str], Tensor] | None = None,
+        tell: Callable[[], None] = lambda: None,
     ) -> None:
-        """`copies` has the places to which samples are compared."""
+        """`on_device` has those of `copies` that a device makes; `places` is where they go, if
+        samples of them are to be compared too; `tell` is called when all went well."""
         self.step = step
+        self.copied: Future[None] = Future()
+        """Resolves when all is copied and nothing was changed meanwhile, or with the error."""
+        self.copied.set_running_or_notify_cancel()
         self._guarded = tuple(guarded)
-        self._jobs = tuple(jobs)
-        self._on_device = tuple(job for job in jobs if isinstance(job, DeviceCopy))
-        self._copies = copies or {}
+        self._copies = copies
+        self._on_device = tuple(on_device)
+        self._is_all_on_device = all(item.tensor.is_cuda for item in guarded)
+        self._places = places or {}
+        self._tell = tell
         self._lock = threading.Lock()
+        self._num_parts = 0
+        self._error: BaseException | None = None
         self._was_looked_at = False
         self._changed: list[str] = []
-        self.is_done = False
-        """Whether nobody need wait any more."""
+
+    def start(self, workers: Workers, num_threads: int) -> None:
+        """Begin to copy, on so many of the workers."""
+        self._num_parts = num_threads
+        for _ in range(num_threads):
+            workers.submit(self._take_part)
 
     def pass_by(self, who: str, timeout_s: float) -> None:
-        """Return when training may change the tensors: on a device what the current stream does
-        next comes after the copy, and the host does not wait for it.
+        """Return when training may change the tensors. Where all of them are on a device, what
+        the current stream does next comes after the copy, and the host does not wait.
 
         Raises:
             DeadlineExceeded: after `timeout_s` seconds; says who waited for what.
         """
-        for job in self._on_device:
-            job.hold_current_stream()
-        self._await([job for job in self._jobs if job not in self._on_device], who, timeout_s)
-        self._look()
-        self.is_done = self.is_done or not self._on_device
+        for copy in self._on_device:
+            copy.hold_current_stream()
+        if self._on_device and self._is_all_on_device:
+            self._look()
+        else:
+            self.settle(who, timeout_s)
 
-    def finish(self, timeout_s: float) -> None:
-        """Return when all is copied as it was at the save.
+    def settle(self, who: str, timeout_s: float) -> None:
+        """Return when nothing is being copied any more, whatever became of it.
 
         Raises:
-            UsageError: tensors were changed meanwhile; names them.
-            DeadlineExceeded: the copy was not done in time.
+            DeadlineExceeded: as for `pass_by`.
         """
-        who = "the save"
-        self._await(self._jobs, who, timeout_s)
-        self._look()
-        self._compare_copies()
-        self.is_done, self._guarded = True, ()
-        failed = next((job for job in self._jobs if job.exception() is not None), None)
-        if failed is not None:
-            raise_from(failed)
-        if self._changed:
-            raise UsageError(
+        if wait([self.copied], timeout=timeout_s).not_done:
+            raise DeadlineExceeded(
+                f"{who} waits for the copy of {len(self._guarded)} tensors that the save of step "
+                f"{self.step} overlaps with training: not done after {timeout_s:.0f} s"
+            )
+
+    def _take_part(self) -> None:
+        error: BaseException | None = None
+        try:
+            self._copies.run_later()
+        except BaseException as found:  # noqa: BLE001 - the future carries it to its owner
+            error = found
+        with self._lock:
+            self._error = self._error or error
+            self._num_parts -= 1
+            is_last = self._num_parts == 0
+        if is_last:
+            self._end()
+
+    def _end(self) -> None:
+        try:
+            self._look()
+            self._compare_copies()
+        except BaseException as found:  # noqa: BLE001 - the future carries it to its owner
+            self._error = self._error or found
+        if self._error is None and self._changed:
+            self._error = UsageError(
                 f"{len(self._changed)} tensors were not left alone while they were copied for the "
                 f"save of step {self.step}; call fence() of the manager before you change weights "
                 "or optimizer state other than by a torch optimizer's step:\n"
                 + listing(self._changed)
             )
-
-    def _await(self, jobs: Collection[Future[None]], who: str, timeout_s: float) -> None:
-        if wait(jobs, timeout=timeout_s).not_done:
-            raise DeadlineExceeded(
-                f"{who} waits for the copy of {len(self._guarded)} tensors that the save of step "
-                f"{self.step} overlaps with training: not done after {timeout_s:.0f} s"
-            )
+        self._guarded = ()
+        if self._error is None:
+            self._tell()
+            self.copied.set_result(None)
+        else:
+            self.copied.set_exception(self._error)
 
     def _look(self) -> None:
         """Compare the tensors with what they were, once: before the first who may change them."""
@@ -159,9 +197,9 @@ class Copying:
 
     def _compare_copies(self) -> None:
         """Find what was changed and changed back while it was copied."""
-        for item in self._guarded:
-            copied = self._copies.get((item.component, item.key))
-            if copied is not None and sampled(copied) != item.sample and not self._changed:
+        for item in () if self._changed else self._guarded:
+            place = self._places.get((item.component, item.key))
+            if place is not None and sampled(place) != item.sample:
                 self._changed.append(f"{item.name} was changed, and changed back")
 
 
@@ -175,7 +213,7 @@ class Fence:
     def __init__(self, *, timeout_s: float) -> None:
         """`timeout_s` is the longest that an optimizer waits, in seconds."""
         self._timeout_s = timeout_s
-        self._copying: Copying | None = None
+        self._overlapped: Overlapped | None = None
         self._pid = os.getpid()
         self._handle: Any = None
         self.has_seen_capture = False
@@ -207,12 +245,12 @@ class Fence:
             # Torch has waited for all of the device before; and here nobody may.
             self.has_seen_capture = True
             return
-        if self._copying is not None:
+        if self._overlapped is not None:
             self.wait(f"step() of {type(optimizer).__name__}")
 
-    def put_up(self, copying: Copying) -> None:
+    def put_up(self, overlapped: Overlapped) -> None:
         """Hold back who comes, until this copy is done."""
-        self._copying = copying
+        self._overlapped = overlapped
 
     def wait(self, who: str = "fence()") -> None:
         """Return when parameters and optimizer slots may be changed. From any thread.
@@ -220,13 +258,13 @@ class Fence:
         Raises:
             DeadlineExceeded: the copy was not done in time; says who waited.
         """
-        copying = self._copying
+        overlapped = self._overlapped
         # A forked child has its own memory, and none of the threads that copy.
-        if copying is None or os.getpid() != self._pid:
+        if overlapped is None or os.getpid() != self._pid:
             return
-        copying.pass_by(who, self._timeout_s)
-        if copying.is_done and self._copying is copying:
-            self._copying = None
+        overlapped.pass_by(who, self._timeout_s)
+        if overlapped.copied.done() and self._overlapped is overlapped:
+            self._overlapped = None
 
     def close(self) -> None:
         """Let optimizers be."""

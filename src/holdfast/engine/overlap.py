@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from holdfast.engine.fence import Copying, Fence, Guarded, guard
+from holdfast.engine.fence import Fence, Guarded, Overlapped, guard
+from holdfast.engine.image import LARGE_NBYTES
+from holdfast.engine.options import check_choice
 from holdfast.engine.stage import Staged
+from holdfast.engine.workers import Workers
 from holdfast.events import Emitter
 from holdfast.state.capture import Captured
 
@@ -17,12 +20,24 @@ Mode: TypeAlias = Literal[True, False, "check"]
 """Whether saves overlap with training, and whether samples of the bytes are compared too."""
 
 
+NUM_THREADS = 2
+"""Threads that copy beside training: one does not fill the memory's bandwidth."""
+
+
 class Overlap:
     """Chooses what overlaps, and holds training back until it is copied."""
 
-    def __init__(self, mode: Mode, emit: Emitter, *, timeout_s: float) -> None:
-        """`timeout_s` is the longest that an optimizer waits for a copy, in seconds."""
+    def __init__(
+        self, mode: Mode, state: Mapping[str, Any], emit: Emitter, *, timeout_s: float
+    ) -> None:
+        """`timeout_s` is the longest that an optimizer waits for a copy, in seconds.
+
+        Raises:
+            UsageError: there is no such mode.
+        """
+        check_choice("overlap", mode, Mode)
         self._mode = mode
+        self._state = state
         self._emit = emit
         self._told: set[str] = set()
         self.fence = Fence(timeout_s=timeout_s)
@@ -30,15 +45,15 @@ class Overlap:
             # From the start, and not for each copy: compiled steps are traced with it.
             self.fence.watch()
 
-    def guard(self, state: Mapping[str, Any], captured: Captured) -> tuple[Guarded, ...]:
+    def guard(self, captured: Captured) -> tuple[Guarded, ...]:
         """The tensors whose copies need not be waited for, as they are now.
 
-        None where something changes tensors that cannot be held back; the first time an event
-        says what.
+        None of them where something that cannot be held back changes tensors; the first time an
+        event says what.
         """
         if not self._mode:
             return ()
-        reason = why_not(state, self.fence)
+        reason = why_not(self._state, self.fence)
         if reason is not None:
             self._tell(f"saves do not overlap with training: {reason}")
             return ()
@@ -48,18 +63,35 @@ class Overlap:
             for key in component.may_overlap
         )
         return guard(
-            (item for item in overlapped if not item[2].is_inference()),
+            (item for item in overlapped if _is_worth_it(item[2])),
             takes_samples=self._mode == "check",
         )
 
-    def begin(self, guarded: Sequence[Guarded], staged: Staged, step: int) -> Copying | None:
-        """Put the fence up until the copy of the guarded tensors is done; None when it is."""
-        if not staged.copying:
+    def begin(
+        self,
+        guarded: Sequence[Guarded],
+        staged: Staged,
+        workers: Workers,
+        step: int,
+        tell: Callable[[], None],
+    ) -> Overlapped | None:
+        """Copy the guarded tensors on the workers, and put the fence up until it is done.
+
+        `tell` is called when it is. None where nothing is guarded.
+        """
+        if not guarded:
             return None
-        copies = _copies(staged) if self._mode == "check" else {}
-        copying = Copying(guarded, staged.copying, step=step, copies=copies)
-        self.fence.put_up(copying)
-        return copying
+        overlapped = Overlapped(
+            guarded,
+            staged.copying,
+            step=step,
+            on_device=staged.on_device,
+            places=_places(staged) if self._mode == "check" else None,
+            tell=tell,
+        )
+        self.fence.put_up(overlapped)
+        overlapped.start(workers, NUM_THREADS)
+        return overlapped
 
     def _tell(self, message: str) -> None:
         if message not in self._told:
@@ -82,10 +114,16 @@ def why_not(state: Mapping[str, Any], fence: Fence) -> str | None:
     return None
 
 
-def _copies(staged: Staged) -> dict[tuple[str, str], Tensor]:
+def _places(staged: Staged) -> dict[tuple[str, str], Tensor]:
     return {
         (component, spec.key): view
         for component, images in staged.images.items()
         for image in images
         for spec, view in zip(image.file.specs, image.views, strict=True)
     }
+
+
+def _is_worth_it(tensor: Tensor) -> bool:
+    """Whether a copy takes longer than to say that it may be made later."""
+    is_large = tensor.is_cuda or tensor.nbytes >= LARGE_NBYTES
+    return is_large and not tensor.is_inference()
