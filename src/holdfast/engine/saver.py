@@ -183,7 +183,7 @@ class Saver:
             )
             self._stager.committed(staged)
         except BaseException as error:  # noqa: BLE001 - the future carries it to the caller
-            self._end_copy(staged, overlapped, error)
+            self._end_copy(overlapped)
             failure = as_failure(error, step)
             self._emit("save_failed", str(failure), step=step)
             pending.committed.set_exception(failure)
@@ -209,12 +209,9 @@ class Saver:
             overlapped.settle("the save", self.timeout_s)
             overlapped.copied.result()
 
-    def _end_copy(
-        self, staged: Staged, overlapped: Overlapped | None, error: BaseException
-    ) -> None:
+    def _end_copy(self, overlapped: Overlapped | None) -> None:
         """Before it is told that the save failed: the next one takes the same memory."""
         if overlapped is not None:
-            staged.copying.fail(error)
             with suppress(DeadlineExceeded):  # the next save waits for it again, and says so
                 overlapped.settle("the save", self.timeout_s)
 
