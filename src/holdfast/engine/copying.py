@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -116,10 +117,15 @@ class Copying:
         now, later = list(now), list(later)
         self._now: Iterator[Piece] = iter(now)
         self._later: Iterator[Piece] = iter(later)
-        self._sources: Sequence[Tensor] = sources
+        self._sources: Sequence[Tensor] = sources if later else ()
         self._left: dict[tuple[str, int], int] = {}
         self._changed = threading.Condition()
         self._error: BaseException | None = None
+        self._num_later = len(later)
+        self.copied: Future[None] = Future()
+        """Resolves when the last of the later copies was made, or one failed."""
+        if not later:
+            self.copied.set_result(None)
         self.now_s = 0.0
         """Seconds that training waited for copies."""
         for piece in (*now, *later):
@@ -135,13 +141,15 @@ class Copying:
 
     def run_later(self) -> None:
         """Take part in the others."""
-        self._run(self._later)
+        self._run(self._later, is_later=True)
 
     def fail(self, error: BaseException) -> None:
         """Nobody is to wait for blocks any more."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
+            if not self.copied.done():
+                self.copied.set_exception(self._error)
 
     def wait(self, image: Image, number: int, timeout_s: float) -> None:
         """Block until a block is staged.
@@ -161,20 +169,24 @@ class Copying:
                 f"staging block {number} of {image.file.name}: not done after {timeout_s:.0f} s"
             )
 
-    def _run(self, pieces: Iterator[Piece]) -> None:
+    def _run(self, pieces: Iterator[Piece], *, is_later: bool = False) -> None:
         try:
             for piece in pieces:
                 if self._error is not None:
                     raise self._error
                 piece.copy()
-                self._made(piece)
+                self._made(piece, is_later=is_later)
         except BaseException as error:
             self.fail(error)
             raise
 
-    def _made(self, piece: Piece) -> None:
+    def _made(self, piece: Piece, *, is_later: bool) -> None:
         name = piece.image.file.name
         with self._changed:
             for number in piece.blocks:
                 self._left[name, number] -= 1
             self._changed.notify_all()
+            self._num_later -= is_later
+            if is_later and not self._num_later and not self.copied.done():
+                self.copied.set_result(None)
+                self._sources = ()

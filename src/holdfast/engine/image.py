@@ -121,10 +121,16 @@ class Image:
 
     def digest(self, number: int) -> bytes:
         """The digest of a block, computed unless it is known."""
-        known = self.digests[number]
+        digests = self.digests
+        known = digests[number]
         if known is None:
-            known = self.digests[number] = blocks.block_digest(self.block(number))
+            known = digests[number] = blocks.block_digest(self.block(number))
         return known
+
+    def doubt(self) -> None:
+        """A save failed: nothing is known, also when one of its threads should still go on."""
+        self.digests = [None] * len(self.digests)
+        self.differs = True
 
     def all_digests(self) -> bytes:
         """The digests of all blocks, one after the other; every one must be known."""

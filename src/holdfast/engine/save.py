@@ -6,7 +6,7 @@ The order is invariant 2: every file durable and of its planned size before the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -16,8 +16,9 @@ from holdfast.engine.commit import Attempt, abandon, begin, commit
 from holdfast.engine.image import Image
 from holdfast.engine.links import Links
 from holdfast.engine.process import utc_now
-from holdfast.engine.stage import Staged
+from holdfast.engine.stage import Staged, StagedImage
 from holdfast.engine.workers import Workers, gather
+from holdfast.engine.writing import FileToWrite, Held, Phase, write_files
 from holdfast.errors import HoldfastError, OutcomeUnknown, StoreError
 from holdfast.format import blocks, layout
 from holdfast.format.index import encode_index
@@ -27,7 +28,7 @@ from holdfast.format.manifest import (
     Manifest,
     Timestamp,
 )
-from holdfast.store.base import BlockWriter, Store, WritesBlocks
+from holdfast.store.base import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +49,6 @@ class SaveRequest:
     left_out: tuple[str, ...] = ()
     unhealthy: tuple[str, ...] = ()
     timings: dict[str, float] = field(default_factory=dict)
-
-
-class Phase:
-    """What a save is doing now, for the errors of those who wait for it."""
-
-    def __init__(self) -> None:
-        self.text = "waiting to start"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +85,7 @@ def write(
     *,
     links: Links,
     workers: Workers,
+    writers: Workers,
     phase: Phase,
     timeout_s: float,
     expect_staged: Callable[[], None] = lambda: None,
@@ -113,7 +108,7 @@ def write(
     )
     try:
         began = time.perf_counter()
-        written = _write_files(store, attempt, staged, links, workers, phase, timeout_s)
+        written = _write_files(store, attempt, staged, links, workers, writers, phase, timeout_s)
         request.timings["write_s"] = time.perf_counter() - began
         request.timings["stage_s"] += staged.copying.now_s
         phase.text = "waiting for the copy"
@@ -146,25 +141,21 @@ def _write_files(
     staged: Staged,
     links: Links,
     workers: Workers,
+    writers: Workers,
     phase: Phase,
     timeout_s: float,
 ) -> Written:
-    digests: dict[str, bytes] = {}
-    nbytes: dict[str, int] = {}
     links.begin()
+    files = _files(attempt, staged, links, workers, timeout_s)
+    found = write_files(
+        store, files, workers=workers, writers=writers, phase=phase, timeout_s=timeout_s
+    )
+    digests = {key.rpartition("/")[2]: digest for key, digest in found.items()}
     for image in staged.files:
-        name = image.file.name
-        phase.text = f"writing {attempt.folder}/{name}"
-        if not _link_image(attempt, staged, image, links, workers, timeout_s):
-            _write_image(store, attempt, staged, image, workers, timeout_s)
-        digests[name], nbytes[name] = image.all_digests(), image.file.nbytes
-    for component, tree in staged.trees.items():
-        name = layout.tree_file(component)
-        phase.text = f"writing {attempt.folder}/{name}"
-        store.put(f"{attempt.folder}/{name}", tree)
-        digests[name], nbytes[name] = blocks.digest_blocks(tree), len(tree)
-    files = {name: [image.file for image in images] for name, images in staged.images.items()}
-    index = encode_index(files, digests)
+        digests.setdefault(image.file.name, image.all_digests())
+    nbytes = staged.sizes
+    plans = {name: [image.file for image in images] for name, images in staged.images.items()}
+    index = encode_index(plans, digests)
     phase.text = f"writing {attempt.folder}/{layout.INDEX}"
     store.put(f"{attempt.folder}/{layout.INDEX}", index)
     digests[layout.INDEX], nbytes[layout.INDEX] = blocks.digest_blocks(index), len(index)
@@ -177,6 +168,19 @@ def _write_files(
     return Written(entries=entries, digests=digests)
 
 
+def _files(
+    attempt: Attempt, staged: Staged, links: Links, workers: Workers, timeout_s: float
+) -> Iterator[FileToWrite]:
+    """What is to be written; a file of which not one byte has changed is shared instead."""
+    for component, tree in staged.trees.items():
+        key = f"{attempt.folder}/{layout.tree_file(component)}"
+        yield FileToWrite(key=key, content=Held(tree))
+    for image in staged.files:
+        if not _link_image(attempt, staged, image, links, workers, timeout_s):
+            key = f"{attempt.folder}/{image.file.name}"
+            yield FileToWrite(key=key, content=StagedImage(image, staged.copying))
+
+
 def _link_image(
     attempt: Attempt,
     staged: Staged,
@@ -185,7 +189,6 @@ def _link_image(
     workers: Workers,
     timeout_s: float,
 ) -> bool:
-    """Share the file of the checkpoint before, when not one byte of it has changed."""
     name, nbytes = image.file.name, image.file.nbytes
     if not links.may_have(name, nbytes):
         return False
@@ -196,37 +199,6 @@ def _link_image(
     digests = _digest_image(staged, image, workers, timeout_s)
     entry = FileEntry(nbytes=nbytes, digest=blocks.file_digest(nbytes, digests))
     return links.link(name, attempt.folder, entry, digests)
-
-
-def _write_image(
-    store: Store,
-    attempt: Attempt,
-    staged: Staged,
-    image: Image,
-    workers: Workers,
-    timeout_s: float,
-) -> None:
-    key = f"{attempt.folder}/{image.file.name}"
-    if not isinstance(store, WritesBlocks):
-        _digest_image(staged, image, workers, timeout_s)
-        store.put(key, image.arena.memory)
-        return
-    writer = store.create(key, image.file.nbytes)
-    try:
-        jobs = []
-        for number in range(len(image.digests)):
-            staged.copying.wait(image, number, timeout_s)
-            jobs.append(workers.submit(partial(_write_block, writer, image, number)))
-        gather(jobs, timeout_s=timeout_s, what=key)
-        writer.finish()
-    except BaseException:
-        writer.abort()
-        raise
-
-
-def _write_block(writer: BlockWriter, image: Image, number: int) -> None:
-    image.digest(number)
-    writer.write(number * layout.BLOCK_NBYTES, image.block(number))
 
 
 def _check_sizes(store: Store, attempt: Attempt, nbytes: Mapping[str, int]) -> None:

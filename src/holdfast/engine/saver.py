@@ -25,6 +25,7 @@ from holdfast.engine.owner import Ownership
 from holdfast.engine.save import SaveRequest, digest_staged, write
 from holdfast.engine.stage import Staged, Stager
 from holdfast.engine.workers import Workers
+from holdfast.engine.writing import NUM_WRITERS
 from holdfast.errors import DeadlineExceeded, OutcomeUnknown, OwnershipError, SaveFailed
 from holdfast.events import Emitter
 from holdfast.format import blocks, layout
@@ -64,7 +65,8 @@ class Saver:
         self._links = Links(store, kept=kept, failed=partial(emit, "warning"))
         self._job: Future[None] | None = None
         self.workers = Workers(min(os.cpu_count() or 1, 4), "holdfast-io")
-        """Threads for digests, reads and writes of blocks."""
+        """Threads for copies, digests and reads of blocks."""
+        self._writers = Workers(NUM_WRITERS, "holdfast-write")
         self.timeout_s = timeout_s
         self.pending: PendingSave | None = None
         self.standing: Entry | None = None
@@ -88,6 +90,7 @@ class Saver:
         What overlaps may still be being copied when this returns, behind the fence.
         """
         self.workers.start()
+        self._writers.start()
         pending = PendingSave(request.timestamp.step, due, timeout_s=self.timeout_s)
         self.pending = pending
         tell = partial(
@@ -165,6 +168,7 @@ class Saver:
             self._owner.is_clean = False
         self._background.close()
         self.workers.close()
+        self._writers.close()
 
     def _run(
         self,
@@ -185,6 +189,8 @@ class Saver:
         except BaseException as error:  # noqa: BLE001 - the future carries it to the caller
             self._end_copy(overlapped)
             failure = as_failure(error, step)
+            for image in staged.files:
+                image.doubt()
             self._emit("save_failed", str(failure), step=step)
             pending.committed.set_exception(failure)
             self._on_failure()
@@ -229,6 +235,7 @@ class Saver:
                 request,
                 links=self._links,
                 workers=self.workers,
+                writers=self._writers,
                 phase=pending.phase,
                 timeout_s=self.timeout_s,
                 expect_staged=expect_copied,

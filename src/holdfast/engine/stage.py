@@ -55,6 +55,31 @@ class Staged:
         return sum(self.sizes.values())
 
 
+class StagedImage:
+    """An image as the content of a file that is written while it is staged."""
+
+    def __init__(self, image: Image, copying: Copying) -> None:
+        self._image = image
+        self._copying = copying
+
+    @property
+    def nbytes(self) -> int:
+        """See `Content.nbytes`."""
+        return self._image.file.nbytes
+
+    def block(self, number: int, timeout_s: float) -> memoryview:
+        """See `Content.block`."""
+        self._copying.wait(self._image, number, timeout_s)
+        return self._image.block(number)
+
+    def digest(self, number: int) -> bytes:
+        """See `Content.digest`."""
+        return self._image.digest(number)
+
+    def written(self, number: int) -> None:
+        """See `Content.written`; the memory stays."""
+
+
 class Stager:
     """Copies captured states into images that it keeps. Not thread-safe; one state at a time."""
 
