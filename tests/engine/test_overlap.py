@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -392,7 +393,8 @@ def test_a_step_that_waits_too_long_says_for_what(tmp_path: Path, gate: Gate) ->
     with pytest.raises(DeadlineExceeded, match=r"step\(\) of AdamW .* save of step 1"):
         optimizer.step()
     gate.open()
-    manager.close()
+    with suppress(SaveFailed):  # its own wait may be over too
+        manager.close()
 
 
 def test_a_save_that_failed_leaves_no_copy_under_way(
