@@ -218,6 +218,10 @@ def tree_transposed(state: State) -> None:
     tensors["b"] = torch.ones(3, 2).t()
 
 
+def tree_complex(state: State) -> None:
+    state["tree"]["tensors"]["complex"] = torch.ones(2, dtype=torch.complex64)
+
+
 def tree_renamed(state: State) -> None:
     tensors = state["tree"]["tensors"]
     tensors["c"] = tensors.pop("b")
@@ -272,6 +276,7 @@ CHANGES: dict[str, Callable[[State], None]] = {
             tree_tie,
             tree_transposed,
             tree_renamed,
+            tree_complex,
         )
     },
 }
@@ -369,6 +374,18 @@ def test_a_negative_view_is_resolved_each_time() -> None:
         found = capturer.capture().components["tree"].tensors["tensors.b"]
         assert not found.is_neg()
         assert torch.equal(found, -content)
+
+
+def test_a_conjugate_view_is_resolved_each_time() -> None:
+    state = new_state()
+    tensors = state["tree"]["tensors"]
+    tensors["b"] = torch.full((2,), 1 + 2j)
+    capturer = Capturer(state)
+    for expected in (1 + 2j, 1 - 2j, 1 + 2j):
+        found = capturer.capture().components["tree"].tensors["tensors.b"]
+        assert not found.is_conj()
+        assert torch.equal(found, torch.full((2,), expected))
+        tensors["b"] = tensors["b"].conj()
 
 
 def test_a_tree_that_contains_itself_is_refused_also_later() -> None:

@@ -57,13 +57,13 @@ class Overlap:
         if reason is not None:
             self._tell(f"saves do not overlap with training: {reason}")
             return ()
-        overlapped = (
-            (component.name, key, component.tensors[key])
-            for component in captured.components.values()
-            for key in component.may_overlap
-        )
         return guard(
-            (item for item in overlapped if _is_worth_it(item[2])),
+            (
+                (component.name, key, tensor)
+                for component in captured.components.values()
+                for key, tensor in component.tensors.items()
+                if _is_worth_it(tensor) and key in component.may_overlap
+            ),
             takes_samples=self._mode == "check",
         )
 
@@ -125,5 +125,6 @@ def _places(staged: Staged) -> dict[tuple[str, str], Tensor]:
 
 def _is_worth_it(tensor: Tensor) -> bool:
     """Whether a copy takes longer than to say that it may be made later."""
-    is_large = tensor.is_cuda or tensor.nbytes >= LARGE_NBYTES
-    return is_large and not tensor.is_inference()
+    if tensor.nbytes < LARGE_NBYTES and not tensor.is_cuda:
+        return False
+    return not tensor.is_inference()

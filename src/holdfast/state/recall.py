@@ -124,6 +124,8 @@ class Recollection:
         """
         walk = Walk(value)
         self._outline, self._stamp = walk.outline, stamp
+        if any(tensor.is_complex() for tensor in walk.tensors):
+            raise Irregular  # they may be conjugate views, and to ask all others takes its time
         self._facts, self._partition = _facts(walk.tensors), _partition(walk.tensors)
         self._keys = tuple(leaves.tensors)
         self._specs = tuple(leaves.specs)
@@ -184,7 +186,7 @@ class Recollection:
 def _facts(tensors: list[Tensor]) -> list[Any]:
     """Everything about the tensors but where they are and what is in them."""
     try:
-        if any(map(Tensor.is_neg, tensors)) or any(map(Tensor.is_conj, tensors)):
+        if any(map(Tensor.is_neg, tensors)):
             raise Irregular
         return [*map(_ATTRIBUTES, tensors), *map(Tensor.stride, tensors)]
     except RuntimeError as error:  # layouts without shapes or strides
