@@ -126,7 +126,7 @@ def test_a_hundred_saves_hold_the_state_of_their_call(
 
     def prepare_late(stager: Stager, captured: Captured) -> Staged:
         staged = prepare(stager, captured)
-        late.append(lambda: staged.copying.run_now() or prepare(stager, captured))
+        late.append(lambda: staged.copying.run_now(60) or prepare(stager, captured))
         return staged
 
     monkeypatch.setattr(Stager, "prepare", prepare_late)

@@ -371,7 +371,7 @@ def written(state: dict[str, Any]) -> dict[str, bytes]:
     """The trees and tensor files that a save of `state` writes, by name."""
     workers = Workers(1, "test")
     staged = Stager().prepare(capture(state))
-    staged.copying.run_now()
+    staged.copying.run_now(60)
     workers.close()
     files = {f"{name}-00000.json": tree for name, tree in staged.trees.items()}
     images = [image for images in staged.images.values() for image in images]

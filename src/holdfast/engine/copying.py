@@ -121,11 +121,12 @@ class Copying:
         self._left: dict[tuple[str, int], int] = {}
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._num_later = len(later)
+        self._num_now, self._num_later = len(now), len(later)
         self.copied: Future[None] = Future()
         """Resolves when the last of the later copies was made, or one failed."""
         if not later:
             self.copied.set_result(None)
+        self._is_staged = threading.Event()
         self.now_s = 0.0
         """Seconds that training waited for copies."""
         for piece in (*now, *later):
@@ -133,11 +134,37 @@ class Copying:
                 place = (piece.image.file.name, number)
                 self._left[place] = self._left.get(place, 0) + 1
 
-    def run_now(self) -> None:
-        """Take part in the copies that training waits for."""
+    def run_now(self, timeout_s: float) -> None:
+        """Make the copies that training waits for, or what nobody else has made of them.
+
+        Raises:
+            DeadlineExceeded: another thread is still copying. Otherwise what a copy failed with.
+        """
         began = time.perf_counter()
         self._run(self._now)
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or not self._num_now, timeout_s)
+            if self._error is not None:
+                raise self._error
+        if self._num_now:
+            late = DeadlineExceeded(f"staging: not done after {timeout_s:.0f} s")
+            self.fail(late)
+            raise late
         self.now_s = time.perf_counter() - began
+        self._is_staged.set()
+
+    def help_now(self) -> None:
+        """Take part in them from another thread."""
+        self._run(self._now)
+
+    def wait_staged(self, timeout_s: float) -> None:
+        """Block until training goes on. What needs memory and cores, but no disk, waits for it.
+
+        Raises:
+            DeadlineExceeded: it was not in time.
+        """
+        if not self._is_staged.wait(timeout_s):
+            raise DeadlineExceeded(f"staging: not done after {timeout_s:.0f} s")
 
     def run_later(self) -> None:
         """Take part in the others."""
@@ -147,6 +174,7 @@ class Copying:
         """Nobody is to wait for blocks any more."""
         with self._changed:
             self._error = self._error or error
+            self._is_staged.set()
             self._changed.notify_all()
             if not self.copied.done():
                 self.copied.set_exception(self._error)
@@ -187,6 +215,7 @@ class Copying:
                 self._left[name, number] -= 1
             self._changed.notify_all()
             self._num_later -= is_later
+            self._num_now -= not is_later
             if is_later and not self._num_later and not self.copied.done():
                 self.copied.set_result(None)
                 self._sources = ()

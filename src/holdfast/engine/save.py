@@ -178,7 +178,9 @@ def _files(
     for image in staged.files:
         if not _link_image(attempt, staged, image, links, workers, timeout_s):
             key = f"{attempt.folder}/{image.file.name}"
-            yield FileToWrite(key=key, content=StagedImage(image, staged.copying))
+            yield FileToWrite(
+                key=key, content=StagedImage(image, staged.copying, timeout_s=timeout_s)
+            )
 
 
 def _link_image(

@@ -6,7 +6,6 @@ the interpreter's exit.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -24,7 +23,7 @@ from holdfast.engine.overlap import Overlap
 from holdfast.engine.owner import Ownership
 from holdfast.engine.save import SaveRequest, digest_staged, write
 from holdfast.engine.stage import Staged, Stager
-from holdfast.engine.workers import Workers
+from holdfast.engine.workers import Workers, num_cores
 from holdfast.engine.writing import NUM_WRITERS
 from holdfast.errors import DeadlineExceeded, OutcomeUnknown, OwnershipError, SaveFailed
 from holdfast.events import Emitter
@@ -64,7 +63,7 @@ class Saver:
         self._overlapped: Overlapped | None = None
         self._links = Links(store, kept=kept, failed=partial(emit, "warning"))
         self._job: Future[None] | None = None
-        self.workers = Workers(min(os.cpu_count() or 1, 4), "holdfast-io")
+        self.workers = Workers(min(num_cores(), 4), "holdfast-io")
         """Threads for copies, digests and reads of blocks."""
         self._writers = Workers(NUM_WRITERS, "holdfast-write")
         self.timeout_s = timeout_s
@@ -109,7 +108,9 @@ class Saver:
             partial(self._run, pending, staged, request, overlapped)
         )
         try:
-            staged.copying.run_now()
+            for _ in range(num_cores() // 2 - 1):
+                self.workers.submit(staged.copying.help_now)
+            staged.copying.run_now(self.timeout_s)
         except BaseException as error:
             if overlapped is None:
                 pending.staged.set_exception(error)

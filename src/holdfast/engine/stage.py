@@ -56,11 +56,16 @@ class Staged:
 
 
 class StagedImage:
-    """An image as the content of a file that is written while it is staged."""
+    """An image as the content of a file that is written while it is staged.
 
-    def __init__(self, image: Image, copying: Copying) -> None:
+    Blocks go to the disk as they come; hashing them, which takes memory and cores from the copy
+    that training waits for, comes after it.
+    """
+
+    def __init__(self, image: Image, copying: Copying, *, timeout_s: float) -> None:
         self._image = image
         self._copying = copying
+        self._timeout_s = timeout_s
 
     @property
     def nbytes(self) -> int:
@@ -74,6 +79,7 @@ class StagedImage:
 
     def digest(self, number: int) -> bytes:
         """See `Content.digest`."""
+        self._copying.wait_staged(self._timeout_s)
         return self._image.digest(number)
 
     def written(self, number: int) -> None:
