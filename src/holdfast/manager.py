@@ -25,6 +25,7 @@ from holdfast.engine.moments import Counters, Moments
 from holdfast.engine.notes import annotate, checked_metrics, checked_reasons, checked_tags
 from holdfast.engine.options import OnExisting, OnFailure, check_choice, check_is, check_options
 from holdfast.engine.outside import Asked, Outside
+from holdfast.engine.overlap import Mode, Overlap
 from holdfast.engine.owner import Ownership
 from holdfast.engine.pause import collector_paused
 from holdfast.engine.requests import POLL_S, Requests
@@ -58,7 +59,7 @@ from holdfast.policy.savers import SideSaver, combined_rule
 from holdfast.policy.schedule import Schedule
 from holdfast.policy.triggers import Event as TriggerEvent
 from holdfast.policy.triggers import SaveFunction, Trigger
-from holdfast.state.capture import Captured, capture, check_state
+from holdfast.state.capture import Captured, Capturer, check_state
 from holdfast.state.components import RNG
 from holdfast.state.edits import Edit, edited
 from holdfast.state.selection import listed
@@ -87,6 +88,9 @@ class CheckpointManager:
         on_failure: what the saves after a failed one do: "raise" its error, or go on ("warn"),
             so that only an event and `PendingSave.wait` told it. The failure of the last save is
             raised by `wait` and `close` in either case.
+        overlap: whether `save` returns before parameters and optimizer slots are copied. Call
+            `fence` before they are changed other than by a torch optimizer's step
+            (docs/saving.md); "check" also looks for such changes where torch does not count them.
         hooks: functions to call around saves and loads; see `StateHooks`.
         stop: the signals that end the run; `maybe_save` saves when there was one.
         counters: gives `epoch`, `cycle`, `samples` and `tokens` where a call does not.
@@ -116,6 +120,7 @@ class CheckpointManager:
         savers: Sequence[SideSaver] = (),
         on_existing: OnExisting = "keep",
         on_failure: OnFailure = "raise",
+        overlap: Mode = False,
         hooks: StateHooks | None = None,
         stop: Stop | None = None,
         counters: Counters | None = None,
@@ -147,6 +152,7 @@ class CheckpointManager:
         check_is("hooks", hooks, StateHooks | None)
         self.store = open_store(root)
         self.state = state
+        self._capturer = Capturer(state)
         length = None if max_duration is None else parse(max_duration, what="max_duration")
         self._schedule = Schedule(every, savers, max_duration=length)
         self._hooks = hooks if hooks is not None else StateHooks()
@@ -164,12 +170,14 @@ class CheckpointManager:
         )
         self._tuning = Tuning(self.store, self._owner, self._emit, self._schedule.auto)
         self._outside = Outside(Requests(self.store, emit=self._emit), stop, self._promote)
+        self._overlap = Overlap(overlap, state, self._emit, timeout_s=save_timeout_s)
         self._saver = Saver(
             self.store,
             self._owner,
             self._emit,
             timeout_s=save_timeout_s,
             kept=rule.quota(),
+            overlap=self._overlap,
             after_commit=self._after_commit,
             on_failure=lambda: exits.hold(self),
         )
@@ -197,7 +205,8 @@ class CheckpointManager:
         reason: str = "manual",
         save_class: SaveClass = "permanent",
     ) -> PendingSave:
-        """Save now. Returns when the state was copied; the rest happens in the background.
+        """Save now. Returns when the state was copied (with `overlap`, all but parameters and
+        optimizer slots); the rest happens in the background.
 
         `step` counts completed optimizer windows, `epoch` and `cycle` those that have ended;
         `samples` and `tokens` are totals of the run.
@@ -286,6 +295,17 @@ class CheckpointManager:
         self._saver.settle(timeout_s if timeout_s is not None else self._saver.timeout_s)
         exits.told(self)
         self._saver.raise_failure()
+
+    def fence(self) -> None:
+        """Return when parameters and optimizer slots may be changed, with `overlap`.
+
+        Steps of torch optimizers, `resume` and `load` wait by themselves. On CUDA what the current
+        stream does next may change them, and the host does not wait.
+
+        Raises:
+            DeadlineExceeded: the copy of a save under way hangs.
+        """
+        self._overlap.fence.wait()
 
     # Loading
 
@@ -471,6 +491,7 @@ class CheckpointManager:
             self._closed = True
             self._outside.close()
             exits.forget(self)
+            self._overlap.fence.close()
             self._saver.close()
             self._owner.release()
             self._emit("closed", f"{self.store.url}: closed")
@@ -548,7 +569,7 @@ class CheckpointManager:
 
     def _capture(self, due: Due) -> Captured:
         with collector_paused():
-            captured = capture(self.state, due.components)
+            captured = self._capturer.capture(due.components)
             edit = self._hooks.edit_save
             return captured if edit is None else edited(captured, edit)
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from holdfast.engine.device import DeviceCopy, begin_copies
 from holdfast.engine.image import Image
 from holdfast.errors import DeadlineExceeded
 from holdfast.format.layout import BLOCK_NBYTES
@@ -23,7 +24,7 @@ class Piece(Protocol):
     """A copy that is to be made."""
 
     image: Image
-    blocks: range
+    blocks: Sequence[int]
     """Numbers of the blocks that it fills, or a part of them."""
 
     def copy(self) -> None:
@@ -37,7 +38,7 @@ class Bytes:
 
     image: Image
     key: str
-    blocks: range
+    blocks: Sequence[int]
     start: int
     source: int
     nbytes: int
@@ -53,12 +54,33 @@ class Whole:
 
     image: Image
     position: int
-    blocks: range
+    blocks: Sequence[int]
     source: Tensor
 
     def copy(self) -> None:
         """See `Piece.copy`."""
         self.image.overwrite(self.position, self.source)
+
+
+@dataclass(slots=True)
+class Arrival:
+    """Tensors that a device copies, all at once."""
+
+    image: Image
+    blocks: Sequence[int]
+    device_copy: DeviceCopy
+
+    def copy(self) -> None:
+        """See `Piece.copy`; it was begun before, and is waited for."""
+        self.device_copy.arrive()
+        self.device_copy.result()
+
+
+def arrivals_of(image: Image, sources: Mapping[int, Tensor]) -> list[Arrival]:
+    """Begin the copies that bring tensors, by position, from CUDA devices to their places."""
+    blocks = sorted({number for position in sources for number in image.blocks_of(position)})
+    begun = begin_copies(image.overwritten_by_device(*pair) for pair in sources.items())
+    return [Arrival(image, blocks, device_copy) for device_copy in begun]
 
 
 def pieces_of(image: Image, position: int, source: Tensor) -> Iterator[Piece]:

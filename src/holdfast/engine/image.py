@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from holdfast.engine.arena import Arena
+from holdfast.engine.device import pin
 from holdfast.format import blocks
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.tensors import TensorFile
@@ -56,6 +57,7 @@ class Image:
         self._small_keys = [file.specs[i].key for i in small]
         self._small_views = [self.views[i] for i in small]
         self._small_blocks = sorted({number for i in small for number in self.blocks_of(i)})
+        self._is_pinned: bool | None = None
         self._committed: list[bytes | None] | None = None
         self._versions: dict[int, tuple[int, int]] = {}
         self._committed_versions: dict[int, tuple[int, int]] = {}
@@ -81,18 +83,36 @@ class Image:
             _memcpy(target, source, nbytes)
 
     def overwrite_small(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy all small tensors in one call."""
+        """Copy all small tensors in one call, but those on a CUDA device."""
         self._versions = {}
-        if self._small:
+        sources = [tensors[key] for key in self._small_keys]
+        if sources:
             self.forget(self._small_blocks)
-            torch._foreach_copy_(self._small_views, [tensors[key] for key in self._small_keys])
+            views = self._small_views
+            if any(source.is_cuda for source in sources):
+                pairs = zip(views, sources, strict=True)
+                here = [(view, source) for view, source in pairs if not source.is_cuda]
+                views, sources = [view for view, _ in here], [source for _, source in here]
+            torch._foreach_copy_(views, sources)
+
+    def overwritten_by_device(self, position: int, source: Tensor) -> tuple[Tensor, Tensor]:
+        """The copy, (to, from), of a tensor that a device will make."""
+        if self._is_pinned is None:
+            self._is_pinned = pin(torch.frombuffer(self.arena.memory, dtype=torch.uint8), self)
+        if self.file.specs[position].nbytes >= LARGE_NBYTES:
+            self._note_version(position, source)
+        self.forget(self.blocks_of(position))
+        return self.views[position], source
 
     def overwrite(self, position: int, source: Tensor) -> None:
         """Copy a tensor of any strides, on any device."""
-        version = -1 if source.is_inference() else source._version
-        self._versions[position] = (source.data_ptr(), version)
+        self._note_version(position, source)
         self.forget(self.blocks_of(position))
         self.views[position].copy_(source)
+
+    def _note_version(self, position: int, source: Tensor) -> None:
+        version = -1 if source.is_inference() else source._version
+        self._versions[position] = (source.data_ptr(), version)
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Something was, or will be, copied into these blocks."""

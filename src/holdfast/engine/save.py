@@ -6,7 +6,7 @@ The order is invariant 2: every file durable and of its planned size before the 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -88,8 +88,11 @@ def write(
     writers: Workers,
     phase: Phase,
     timeout_s: float,
+    expect_staged: Callable[[], None] = lambda: None,
 ) -> tuple[Attempt, Manifest]:
     """Write and commit one checkpoint.
+
+    `expect_staged` is called before the commit, and raises unless the copy is that of one state.
 
     A failure before the manifest put removes what was written; after it, the outcome is known or
     the error says that it is not.
@@ -108,6 +111,8 @@ def write(
         written = _write_files(store, attempt, staged, links, workers, writers, phase, timeout_s)
         request.timings["write_s"] = time.perf_counter() - began
         request.timings["stage_s"] += staged.copying.now_s
+        phase.text = "waiting for the copy"
+        expect_staged()
         manifest = _manifest(attempt, staged, request, written)
         phase.text = f"committing {attempt.folder}"
         commit(store, attempt, manifest)

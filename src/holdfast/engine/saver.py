@@ -10,13 +10,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from functools import partial
 
 from holdfast.engine.catalog import Catalog, Entry, Marks, with_tags
 from holdfast.engine.checkpoint import PendingSave, describe
 from holdfast.engine.commit import check_fence
+from holdfast.engine.fence import Guarded, Overlapped
 from holdfast.engine.links import Links
 from holdfast.engine.notes import annotate
+from holdfast.engine.overlap import Overlap
 from holdfast.engine.owner import Ownership
 from holdfast.engine.save import SaveRequest, digest_staged, write
 from holdfast.engine.stage import Staged, Stager
@@ -44,6 +47,7 @@ class Saver:
         *,
         timeout_s: float,
         kept: int | None,
+        overlap: Overlap,
         after_commit: Callable[[Entry], None],
         on_failure: Callable[[], None],
     ) -> None:
@@ -54,6 +58,9 @@ class Saver:
         self._on_failure = on_failure
         self._background = Workers(1, "holdfast-save")
         self._stager = Stager()
+        self._overlap = overlap
+        self._guarded: tuple[Guarded, ...] = ()
+        self._overlapped: Overlapped | None = None
         self._links = Links(store, kept=kept, failed=partial(emit, "warning"))
         self._job: Future[None] | None = None
         self.workers = Workers(min(num_cores(), 4), "holdfast-io")
@@ -64,28 +71,54 @@ class Saver:
         self.standing: Entry | None = None
 
     def prepare(self, captured: Captured) -> Staged:
-        """Make room for the captured state. No save may be under way."""
-        return self._stager.prepare(captured)
+        """Make room for the captured state. No save may be under way.
+
+        Raises:
+            OutOfMemory: there is none.
+            DeadlineExceeded: the copy of the save before, which failed, is not done yet.
+        """
+        if self._overlapped is not None:
+            self._overlapped.settle("the next save", self.timeout_s)
+        self._guarded = self._overlap.guard(captured)
+        places = {(item.component, item.key) for item in self._guarded}
+        return self._stager.prepare(captured, overlapped=places)
 
     def start(self, staged: Staged, request: SaveRequest, due: Due) -> PendingSave:
-        """Copy the state, while the background begins to write what is there."""
+        """Copy the state, while the background begins to write what is there.
+
+        What overlaps may still be being copied when this returns, behind the fence.
+        """
         self.workers.start()
         self._writers.start()
         pending = PendingSave(request.timestamp.step, due, timeout_s=self.timeout_s)
         self.pending = pending
-        self._job = self._background.submit(partial(self._run, pending, staged, request))
+        tell = partial(
+            self._emit,
+            "staged",
+            f"staged step {pending.step}",
+            step=pending.step,
+            nbytes=staged.nbytes,
+        )
+        guarded, self._guarded = self._guarded, ()
+        overlapped = self._overlap.begin(guarded, staged, self.workers, pending.step, tell)
+        self._overlapped = overlapped
+        if overlapped is not None:
+            pending.staged = overlapped.copied
+        self._job = self._background.submit(
+            partial(self._run, pending, staged, request, overlapped)
+        )
         try:
             for _ in range(num_cores() // 2 - 1):
                 self.workers.submit(staged.copying.help_now)
             staged.copying.run_now(self.timeout_s)
         except BaseException as error:
-            pending.staged.set_exception(error)
+            if overlapped is None:
+                pending.staged.set_exception(error)
             pending.delivered = True
             raise
-        if not staged.copying.copied.done():
-            self.workers.submit(staged.copying.run_later)
-        pending.staged.set_result(None)
-        self._emit("staged", f"staged step {pending.step}", step=pending.step, nbytes=staged.nbytes)
+        if overlapped is None:
+            pending.staged.set_result(None)
+            tell()
         return pending
 
     def later(self, job: Callable[[], None]) -> None:
@@ -138,14 +171,24 @@ class Saver:
         self.workers.close()
         self._writers.close()
 
-    def _run(self, pending: PendingSave, staged: Staged, request: SaveRequest) -> None:
+    def _run(
+        self,
+        pending: PendingSave,
+        staged: Staged,
+        request: SaveRequest,
+        overlapped: Overlapped | None,
+    ) -> None:
         began = time.perf_counter()
         step = pending.step
         self._emit("save_started", f"saving step {step}", step=step)
         try:
-            entry = self._unchanged(staged, request) or self._write(pending, staged, request)
+            expect_copied = partial(self._expect_copied, overlapped)
+            entry = self._unchanged(staged, request, expect_copied) or self._write(
+                pending, staged, request, expect_copied
+            )
             self._stager.committed(staged)
         except BaseException as error:  # noqa: BLE001 - the future carries it to the caller
+            self._end_copy(overlapped)
             failure = as_failure(error, step)
             for image in staged.files:
                 image.doubt()
@@ -167,7 +210,25 @@ class Saver:
         pending.committed.set_result(describe(self._store, entry))
         self._after_commit(entry)
 
-    def _write(self, pending: PendingSave, staged: Staged, request: SaveRequest) -> Entry:
+    def _expect_copied(self, overlapped: Overlapped | None) -> None:
+        """Wait for the copy beside training; raises unless it is that of one state."""
+        if overlapped is not None:
+            overlapped.settle("the save", self.timeout_s)
+            overlapped.copied.result()
+
+    def _end_copy(self, overlapped: Overlapped | None) -> None:
+        """Before it is told that the save failed: the next one takes the same memory."""
+        if overlapped is not None:
+            with suppress(DeadlineExceeded):  # the next save waits for it again, and says so
+                overlapped.settle("the save", self.timeout_s)
+
+    def _write(
+        self,
+        pending: PendingSave,
+        staged: Staged,
+        request: SaveRequest,
+        expect_copied: Callable[[], None],
+    ) -> Entry:
         try:
             attempt, manifest = write(
                 self._store,
@@ -178,6 +239,7 @@ class Saver:
                 writers=self._writers,
                 phase=pending.phase,
                 timeout_s=self.timeout_s,
+                expect_staged=expect_copied,
             )
         except (OutcomeUnknown, DeadlineExceeded):
             self._owner.is_clean = False
@@ -188,7 +250,9 @@ class Saver:
         self._owner.has_committed = self._owner.has_committed or is_good
         return Entry(name=attempt.name, folder=attempt.folder, manifest=manifest, marks=Marks())
 
-    def _unchanged(self, staged: Staged, request: SaveRequest) -> Entry | None:
+    def _unchanged(
+        self, staged: Staged, request: SaveRequest, expect_copied: Callable[[], None]
+    ) -> Entry | None:
         """The checkpoint on which the run stands, when this save would write it once more."""
         entry = self.standing
         if entry is None or entry.step != request.timestamp.step:
@@ -197,6 +261,7 @@ class Saver:
         if not _records_all(stored, request):
             return None
         digests = digest_staged(staged, self.workers, timeout_s=self.timeout_s)
+        expect_copied()
         sizes = staged.sizes
         roots = {name: blocks.file_digest(sizes[name], digests[name]) for name in digests}
         recorded = {

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from holdfast.engine.copying import Copying, Piece, pieces_of
+from holdfast.engine.copying import Arrival, Copying, Piece, arrivals_of, pieces_of
+from holdfast.engine.device import DeviceCopy
 from holdfast.engine.grouping import Grouping
 from holdfast.engine.image import Image
 from holdfast.format.layout import tree_file
@@ -34,6 +35,8 @@ class Staged:
     trees: Mapping[str, bytes]
     kinds: Mapping[str, str]
     copying: Copying
+    on_device: tuple[DeviceCopy, ...] = ()
+    """Those of the copies beside training that a device makes."""
 
     @property
     def files(self) -> list[Image]:
@@ -108,17 +111,26 @@ class Stager:
         later: list[Piece] = []
         with torch.inference_mode(False), torch.no_grad():
             for name, component in components.items():
+                keys = {key for owner, key in overlapped if owner == name}
                 for image in self._images[name]:
                     image.overwrite_small(component.tensors)
                     for position in image.large:
                         key = image.file.specs[position].key
-                        pieces = later if (name, key) in overlapped else now
-                        pieces += pieces_of(image, position, component.tensors[key])
+                        if not component.tensors[key].is_cuda:
+                            pieces = later if key in keys else now
+                            pieces += pieces_of(image, position, component.tensors[key])
+                    sources = _on_cuda(image, component.tensors)
+                    for pieces, is_later in ((now, False), (later, True)):
+                        pieces += arrivals_of(
+                            image,
+                            {i: t for i, (key, t) in sources.items() if (key in keys) is is_later},
+                        )
         return Staged(
             images={name: self._images[name] for name in components},
             trees={name: component.tree for name, component in components.items()},
             kinds={name: component.kind for name, component in components.items()},
             copying=Copying(now, later, [*_tensors(captured)]),
+            on_device=tuple(one.device_copy for one in later if isinstance(one, Arrival)),
         )
 
     def committed(self, staged: Staged) -> None:
@@ -143,6 +155,14 @@ class Stager:
             for file in lay_out(name, specs, apart=apart)
         )
         self._specs[name] = specs
+
+
+def _on_cuda(image: Image, tensors: Mapping[str, Tensor]) -> dict[int, tuple[str, Tensor]]:
+    """By position: key and source of what a CUDA device has to copy."""
+    if not torch.cuda.is_available():
+        return {}
+    keyed = ((spec.key, tensors[spec.key]) for spec in image.file.specs)
+    return {i: pair for i, pair in enumerate(keyed) if pair[1].is_cuda}
 
 
 def _tensors(captured: Captured) -> Iterator[Tensor]:

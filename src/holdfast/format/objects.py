@@ -35,6 +35,7 @@ from holdfast.store.base import Buffer
 __all__ = [
     "ArrayRef",
     "DeviceName",
+    "Document",
     "DtypeName",
     "EnumValue",
     "GeneratorState",
@@ -43,6 +44,7 @@ __all__ = [
     "TensorRef",
     "decode_beside",
     "decode_tree",
+    "document",
     "encode_tree",
     "join",
 ]
@@ -50,6 +52,8 @@ __all__ = [
 MAX_TREE_NBYTES = 64 * 1024 * 1024
 MAX_TREE_VALUES = 4_000_000
 MAX_OTHER_KEYS = 100_000
+# It takes more bytes than this to hold too many values.
+_SURELY_FINE_NBYTES = 1024 * 1024
 
 _MAX_LEVEL = strictjson.MAX_DEPTH - 5  # a dict takes three levels, a leaf in it two
 
@@ -71,6 +75,53 @@ def encode_tree(
     where: str = "",
     beside: Mapping[str, Any] | None = None,
 ) -> bytes:
+    """`tree` as the bytes of a document; see `document`."""
+    return document(tree, lower=lower, where=where, beside=beside).data
+
+
+class Document:
+    """A tree as nodes and as bytes. Numbers among the nodes may be changed, and written anew."""
+
+    def __init__(self, node: Any, beside: Mapping[str, Any], where: str) -> None:
+        """Raises `UnsupportedState` where it is too large."""
+        self.node = node
+        self._beside = beside
+        self._where = where
+        self.data = self._written()
+        self._check(self.data)
+
+    def write(self) -> None:
+        """Make `data` that of the nodes.
+
+        Raises:
+            UnsupportedState: it is too large.
+        """
+        data = self._written()
+        if len(data) > _SURELY_FINE_NBYTES:
+            self._check(data)
+        self.data = data
+
+    def _written(self) -> bytes:
+        content = {"holdfast": FORMAT_VERSION, "tree": self.node, **self._beside}
+        return msgspec.json.encode(content)
+
+    def _check(self, data: bytes) -> None:
+        try:
+            strictjson.check_limits(
+                data, what=self._where, max_nbytes=MAX_TREE_NBYTES, max_values=MAX_TREE_VALUES
+            )
+        except LimitExceeded as err:
+            advice = "large data belongs into tensors or arrays"
+            raise UnsupportedState([(self._where or "the tree", f"{err}; {advice}")]) from err
+
+
+def document(
+    tree: Any,
+    *,
+    lower: Lower | None = None,
+    where: str = "",
+    beside: Mapping[str, Any] | None = None,
+) -> Document:
     """`tree` as a document, with plain values beside it under the names in `beside`.
 
     `lower(object, path)` is asked about every object that is not of an exact type of the
@@ -83,15 +134,7 @@ def encode_tree(
     node = encoder.encode(tree, where, 1)
     if encoder.offenders:
         raise UnsupportedState(encoder.offenders)
-    data = msgspec.json.encode({"holdfast": FORMAT_VERSION, "tree": node, **(beside or {})})
-    try:
-        strictjson.check_limits(
-            data, what=where, max_nbytes=MAX_TREE_NBYTES, max_values=MAX_TREE_VALUES
-        )
-    except LimitExceeded as err:
-        advice = "large data belongs into tensors or arrays"
-        raise UnsupportedState([(where or "the tree", f"{err}; {advice}")]) from err
-    return data
+    return Document(node, beside or {}, where)
 
 
 def decode_tree(data: Buffer, *, lift: Lift | None = None, what: str) -> Any:

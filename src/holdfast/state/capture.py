@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.errors import UnsupportedState
+from holdfast.format.objects import Document
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import modules, optimizers
 from holdfast.state.components import RNG, Kind, check_state, kind_of
 from holdfast.state.generators import global_generators
 from holdfast.state.leaves import Leaves
-from holdfast.state.names import ParameterNames, parameter_names
-from holdfast.state.trees import encode
+from holdfast.state.names import ParameterNames, parameter_names, structure, unwrap
+from holdfast.state.recall import Irregular, Recollection
+from holdfast.state.trees import encoded
 
-__all__ = ["Captured", "CapturedComponent", "capture", "check_state"]
+__all__ = ["Captured", "CapturedComponent", "Capturer", "capture", "check_state"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,9 @@ class CapturedComponent:
     specs: tuple[TensorSpec, ...]
     """One for each tensor, in the same order."""
 
+    may_overlap: frozenset[str] = frozenset()
+    """Keys of the tensors that only steps of a torch optimizer change."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
@@ -44,44 +51,163 @@ class Captured:
 
     components: Mapping[str, CapturedComponent]
 
-    not_saved: tuple[str, ...]
-    """What the state holds on purpose outside of checkpoints, one line each."""
+    look_for_not_saved: Callable[[], list[str]]
+    """Looks for `not_saved`."""
 
     left_out: tuple[str, ...] = ()
     """Components that an edit left out."""
 
+    @property
+    def not_saved(self) -> tuple[str, ...]:
+        """What the state holds on purpose outside of checkpoints, one line each."""
+        return tuple(self.look_for_not_saved())
+
 
 def capture(state: Mapping[str, Any], only: Collection[str] | None = None) -> Captured:
-    """Name every leaf of `state`, and add the global random generators as `rng`.
-
-    `only` names the components that are wanted; None: all.
-
-    Objects are asked for their `state_dict` in the order of the mapping; the generators are read
-    last, so that what those calls draw is in the checkpoint too.
-
-    Raises:
-        UsageError: a component's name or type is wrong.
-        UnsupportedState: lists every leaf of every component that cannot be saved.
-    """
-    check_state(state)
-    names = parameter_names(
-        (name, value) for name, value in state.items() if isinstance(value, nn.Module)
-    )
-    offenders: list[tuple[str, str]] = []
-    wanted = {*state, RNG} if only is None else set(only)
-    components = {
-        name: _capture_one(name, value, names, offenders)
-        for name, value in state.items()
-        if name in wanted
-    }
-    if RNG not in state and RNG in wanted:
-        components[RNG] = _capture_rng(offenders)
-    if offenders:
-        raise UnsupportedState(offenders)
-    return Captured(components=components, not_saved=tuple(_left_out(state, names)))
+    """Capture a state once; see `Capturer.capture`."""
+    return Capturer(state).capture(only)
 
 
-def _left_out(state: Mapping[str, Any], names: ParameterNames) -> list[str]:
+class Capturer:
+    """Captures one state again and again, and keeps what follows from its structure alone."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._state = state
+        self._structures: dict[str, list[Any]] = {}
+        self._names = ParameterNames(homes={})
+        self._namings: dict[str, optimizers.Naming] = {}
+        self._recollections: dict[str, Recollection] = {}
+        self._offenders: list[tuple[str, str]] = []
+
+    def capture(self, only: Collection[str] | None = None) -> Captured:
+        """Name every leaf of the state, and add the global random generators as `rng`.
+
+        `only` names the components that are wanted; None: all.
+
+        Objects are asked for their `state_dict` in the order of the mapping; the generators are
+        read last, so that what those calls draw is in the checkpoint too.
+
+        Raises:
+            UsageError: a component's name or type is wrong.
+            UnsupportedState: lists every leaf of every component that cannot be saved.
+        """
+        check_state(self._state)
+        self._name_parameters()
+        self._offenders = []
+        wanted = {*self._state, RNG} if only is None else set(only)
+        components = {
+            name: self._component(name, value)
+            for name, value in self._state.items()
+            if name in wanted
+        }
+        if RNG not in self._state and RNG in wanted:
+            components[RNG] = self._rng()
+        if self._offenders:
+            raise UnsupportedState(self._offenders)
+        look = partial(_not_saved, self._state, self._names)
+        return Captured(components=components, look_for_not_saved=look)
+
+    def _name_parameters(self) -> None:
+        found = {name: value for name, value in self._state.items() if isinstance(value, nn.Module)}
+        structures = {name: structure(module) for name, module in found.items()}
+        if structures != self._structures:
+            self._names = parameter_names(found.items())
+            self._structures = structures
+
+    def _component(self, name: str, value: Any) -> CapturedComponent:
+        kind = kind_of(value)
+        if kind == "module":
+            return self._module(name, value)
+        if kind == "optimizer":
+            return self._optimizer(name, value)
+        content = value.state_dict() if kind == "object" else value
+        walked = None if kind == "generator" else content
+        return self._captured(name, kind, walked, None, partial(encoded, content))
+
+    def _module(self, name: str, module: nn.Module) -> CapturedComponent:
+        state = unwrap(module).state_dict()
+        tensors = list(state.values())
+        are_all = all(isinstance(tensor, Tensor) for tensor in tensors)
+        component = self._captured(
+            name,
+            "module",
+            tensors if are_all else None,
+            (self._structures[name], modules.stamp(state)),
+            partial(modules.capture_module, module, state),
+        )
+        return replace(component, may_overlap=self._stepped(component))
+
+    def _stepped(self, component: CapturedComponent) -> frozenset[str]:
+        """Keys of the parameters of a module that an optimizer of the state has."""
+        found = []
+        for value in self._state.values():
+            for group in value.param_groups if isinstance(value, Optimizer) else ():
+                for parameter in group["params"]:
+                    home, key = self._names.home(parameter) or ("", "")
+                    captured = component.tensors.get(key) if home == component.name else None
+                    if captured is not None and captured.data_ptr() == parameter.data_ptr():
+                        found.append(key)
+        return frozenset(found)
+
+    def _optimizer(self, name: str, optimizer: Optimizer) -> CapturedComponent:
+        live = self._namings.setdefault(name, optimizers.Naming()).of(optimizer, self._names)
+        return self._captured(
+            name,
+            "optimizer",
+            optimizers.options_and_slots(live),
+            optimizers.stamp(live),
+            partial(optimizers.capture_optimizer, live),
+            key_of=optimizers.slot_path,
+            stepped=partial(optimizers.stepped, live),
+        )
+
+    def _captured(
+        self,
+        name: str,
+        kind: Kind,
+        walked: Any,
+        stamp: Any,
+        encode: Callable[[Leaves], Document | None],
+        *,
+        key_of: Callable[[str], str] | None = None,
+        stepped: Callable[[Leaves], frozenset[str]] = lambda _: frozenset(),
+    ) -> CapturedComponent:
+        """A component, recalled where `walked` and `stamp` are as they were, or encoded."""
+        known = self._recollections.get(name)
+        found = None if known is None or walked is None else known.recall(walked, (kind, stamp))
+        if found is not None:
+            return CapturedComponent(
+                name=name,
+                kind=kind,
+                tree=found.tree,
+                tensors=found.tensors,
+                specs=found.specs,
+                may_overlap=found.may_overlap,
+            )
+        self._recollections.pop(name, None)
+        leaves = Leaves(component=name) if key_of is None else Leaves(component=name, key_of=key_of)
+        document = encode(leaves)
+        self._offenders += leaves.offenders
+        may_overlap = stepped(leaves)
+        if document is not None and walked is not None and not leaves.offenders:
+            with suppress(Irregular):
+                self._recollections[name] = Recollection(
+                    walked, (kind, stamp), document, leaves, may_overlap=may_overlap
+                )
+        return CapturedComponent(
+            name=name,
+            kind=kind,
+            tree=b"" if document is None else document.data,
+            tensors=leaves.tensors,
+            specs=tuple(leaves.specs),
+            may_overlap=may_overlap,
+        )
+
+    def _rng(self) -> CapturedComponent:
+        return self._captured(RNG, "rng", None, None, partial(encoded, global_generators()))
+
+
+def _not_saved(state: Mapping[str, Any], names: ParameterNames) -> list[str]:
     elsewhere = {id(value) for value in state.values()}
     lines = []
     for name, value in state.items():
@@ -90,36 +216,3 @@ def _left_out(state: Mapping[str, Any], names: ParameterNames) -> list[str]:
         elif isinstance(value, Optimizer):
             lines += optimizers.not_saved(name, value, names)
     return lines
-
-
-def _capture_one(
-    name: str, value: Any, names: ParameterNames, offenders: list[tuple[str, str]]
-) -> CapturedComponent:
-    kind = kind_of(value)
-    leaves = Leaves(component=name)
-    if kind == "module":
-        tree = modules.capture_module(value, leaves)
-    elif kind == "optimizer":
-        leaves.key_of = optimizers.slot_path
-        tree = optimizers.capture_optimizer(value, names, leaves)
-    else:
-        tree = encode(value.state_dict() if kind == "object" else value, leaves)
-    return _finished(kind, tree, leaves, offenders)
-
-
-def _capture_rng(offenders: list[tuple[str, str]]) -> CapturedComponent:
-    leaves = Leaves(component=RNG)
-    return _finished("rng", encode(global_generators(), leaves), leaves, offenders)
-
-
-def _finished(
-    kind: Kind, tree: bytes, leaves: Leaves, offenders: list[tuple[str, str]]
-) -> CapturedComponent:
-    offenders += leaves.offenders
-    return CapturedComponent(
-        name=leaves.component,
-        kind=kind,
-        tree=tree,
-        tensors=leaves.tensors,
-        specs=tuple(leaves.specs),
-    )

@@ -108,7 +108,10 @@ def _recaptured(part: CapturedComponent, view: ComponentView) -> CapturedCompone
         return part
     changed = view.changed()
     tensors = {spec.key: _either(spec.key, changed.new, part.tensors) for spec in changed.specs}
-    return replace(part, tree=changed.tree, tensors=tensors, specs=changed.specs)
+    same = part.may_overlap & (tensors.keys() - changed.new.keys())
+    return replace(
+        part, tree=changed.tree, tensors=tensors, specs=changed.specs, may_overlap=frozenset(same)
+    )
 
 
 def _either(key: str, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> Tensor:

@@ -97,9 +97,10 @@ class Leaves:
     offenders: list[tuple[str, str]] = field(default_factory=list)
     """(path with the component's name, reason) of everything that cannot be saved."""
 
+    originals: list[Tensor] = field(default_factory=list)
+    """As they were met, one for each of `tensors`, which may be copies of them."""
+
     _refs: dict[Hashable, TensorRef] = field(default_factory=dict)
-    # An identity holds only while the tensor lives, and those in `tensors` may be copies.
-    _originals: list[Tensor] = field(default_factory=list)
 
     def add(self, tensor: Tensor, path: str) -> TensorRef | Refused:
         """The reference of `tensor`, one for each distinct memory, or why there is none."""
@@ -107,7 +108,7 @@ class Leaves:
         if reason is not None:
             return Refused(reason)
         # Not `is_set_to`: it is False for a conjugate view and itself.
-        who = identity(tensor)
+        who = identity(tensor)  # holds while the tensor lives, in `originals`
         ref = self._refs.get(who)
         if ref is None:
             ref = self._refs[who] = self._new(tensor, path)
@@ -115,7 +116,7 @@ class Leaves:
 
     def _new(self, tensor: Tensor, path: str) -> TensorRef:
         key = self._unique(path)
-        self._originals.append(tensor)
+        self.originals.append(tensor)
         plain = tensor.detach() if tensor.requires_grad else tensor
         if plain.is_conj() or plain.is_neg():
             plain = plain.resolve_conj().resolve_neg()

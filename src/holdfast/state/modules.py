@@ -16,14 +16,14 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from holdfast.errors import FormatError
-from holdfast.format.objects import TensorRef
+from holdfast.format.objects import Document, TensorRef
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import enumerations, generators
 from holdfast.state.leaves import Leaves, identity, refusal
 from holdfast.state.merge import Claims, copy_tensors, is_writable_in_place
 from holdfast.state.names import Cleaner, cleaner_of, unwrap
 from holdfast.state.problems import Problems, Wishes
-from holdfast.state.trees import Lifting, Skeleton, encode, keys_in, owned
+from holdfast.state.trees import Lifting, Skeleton, encoded, keys_in, owned
 
 # Their own loading only mends what torch saved before 1.0.
 _LOADS_PLAINLY = frozenset(
@@ -77,11 +77,11 @@ class LiveModule:
         return bool(self.own_loading) or not self.entries.keys() <= known
 
 
-def inspect(wrapped: nn.Module) -> LiveModule:
-    """Look at a live module; runs its `state_dict`, changes nothing."""
+def inspect(wrapped: nn.Module, state: Mapping[str, Any] | None = None) -> LiveModule:
+    """Look at a live module; changes nothing. `state` is its `state_dict()`, if it was asked."""
     module = unwrap(wrapped)
     cleaner = cleaner_of(module)
-    state = module.state_dict()
+    state = module.state_dict() if state is None else state
     paths = tuple(
         (raw, cleaner.clean(raw)) for raw, _ in module.named_modules(remove_duplicate=False)
     )
@@ -226,9 +226,17 @@ def _lost_attributes(inner: nn.Module, elsewhere: Collection[int]) -> Iterator[t
             yield name, "a random generator; make it a component of the state"
 
 
-def capture_module(module: nn.Module, leaves: Leaves) -> bytes:
-    """The tree of a module: clean name -> tensor or extra state."""
-    live = inspect(module)
+def stamp(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a module's tree follows from beside its structure and the values in its state."""
+    metadata = getattr(state, "_metadata", None)
+    if not isinstance(metadata, Mapping):
+        return (tuple(state), None)
+    return (tuple(state), {raw: entry.get("version") for raw, entry in metadata.items()})
+
+
+def capture_module(module: nn.Module, state: Mapping[str, Any], leaves: Leaves) -> Document | None:
+    """The tree of a module: clean name -> tensor or extra state. `state` is its state dict."""
+    live = inspect(module, state)
     for name in live.collisions:
         leaves.refuse(name, _COLLISION)
     for key in live.strange_keys:
@@ -238,7 +246,7 @@ def capture_module(module: nn.Module, leaves: Leaves) -> bytes:
         for path, version in (live.versions or {}).items()
         if version != 1 and path not in live.of_torch
     }
-    return encode(dict(live.entries), leaves, versions=versions)
+    return encoded(dict(live.entries), leaves, versions=versions)
 
 
 class ModulePlan:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -77,3 +78,20 @@ def parameter_names(modules: Iterable[tuple[str, nn.Module]]) -> ParameterNames:
         for raw, parameter in module.named_parameters():
             homes.setdefault(id(parameter), (component, cleaner.clean(raw)))
     return ParameterNames(homes=homes)
+
+
+def structure(wrapped: nn.Module) -> list[Any]:
+    """Submodules with their types and parameters: what the names of parameters follow from.
+
+    Equal for two calls only when all of it is the same. Holds no tensors.
+    """
+    module = unwrap(wrapped)
+    if type(module).named_parameters is not nn.Module.named_parameters:
+        return [object()]  # names of its own making
+    found: list[Any] = []
+    for raw, inner in module.named_modules(remove_duplicate=False):
+        parameters = inner._parameters
+        if not isinstance(parameters, dict):
+            return [object()]  # a scripted module's are made anew each time
+        found += (raw, type(inner), *parameters, *map(id, parameters.values()))
+    return found

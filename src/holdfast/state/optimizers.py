@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,14 +17,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from holdfast.errors import FormatError
-from holdfast.format.objects import TensorRef
+from holdfast.format.objects import Document, TensorRef
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.state import enumerations
 from holdfast.state.leaves import Leaves, refusal
 from holdfast.state.merge import Claims, Merge, Place
 from holdfast.state.names import ParameterNames
 from holdfast.state.problems import Problems, Wishes
-from holdfast.state.trees import Skeleton, encode, keys_in, owned
+from holdfast.state.trees import Skeleton, encoded, keys_in, nodes_in, owned
 
 # Positions in the live group's list, so they stay with the live group.
 _NOT_OPTIONS = frozenset({"params", "param_names"})
@@ -96,25 +97,91 @@ def slot_path(path: str) -> str:
     return path.removeprefix("slots.")
 
 
-def capture_optimizer(optimizer: Optimizer, names: ParameterNames, leaves: Leaves) -> bytes:
-    """The tree of an optimizer (see `_Stored`)."""
-    live = inspect(optimizer, names)
-    slots, extra = _state_by_name(live, leaves)
-    options = [
+class Naming:
+    """Names the parameters of one optimizer again and again."""
+
+    def __init__(self) -> None:
+        self._names: ParameterNames | None = None
+        self._ids: list[list[int]] = []
+        self._flat: tuple[str, ...] = ()
+        self._groups: tuple[tuple[str, ...], ...] = ()
+        self._modules: tuple[str, ...] = ()
+
+    def of(self, optimizer: Optimizer, names: ParameterNames) -> LiveOptimizer:
+        """As `inspect`, with what it found before where the parameters are the same."""
+        ids = [list(map(id, group["params"])) for group in optimizer.param_groups]
+        if self._names is not names or ids != self._ids:
+            live = inspect(optimizer, names)
+            self._names, self._ids, self._flat = names, ids, tuple(live.parameters)
+            self._groups, self._modules = live.groups, live.modules
+            return live
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        return LiveOptimizer(
+            optimizer=optimizer,
+            groups=self._groups,
+            parameters=dict(zip(self._flat, parameters, strict=True)),
+            modules=self._modules,
+        )
+
+
+_SHAPE_AND_DEVICE = attrgetter("shape", "device")
+
+
+def stamp(live: LiveOptimizer) -> tuple[Any, ...]:
+    """What an optimizer's tree follows from beside its options and slots."""
+    where = list(map(_SHAPE_AND_DEVICE, live.parameters.values()))
+    return (type(live.optimizer).__name__, live.groups, live.modules, where)
+
+
+def options_and_slots(live: LiveOptimizer) -> dict[str, Any] | None:
+    """The two members of the tree that change; None where there is more than slots."""
+    state = live.optimizer.state
+    slots = {name: state[p] for name, p in live.parameters.items() if p in state}
+    if len(slots) != len(state):
+        return None
+    return {_GROUPS: _options(live.optimizer), "slots": slots}
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [
         {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
         for group in optimizer.param_groups
     ]
+
+
+def capture_optimizer(live: LiveOptimizer, leaves: Leaves) -> Document | None:
+    """The tree of an optimizer (see `_Stored`)."""
+    slots, extra = _state_by_name(live, leaves)
     tree = {
-        "type": type(optimizer).__name__,
+        "type": type(live.optimizer).__name__,
         "modules": list(live.modules),
         "groups": [list(group) for group in live.groups],
         "shapes": {name: list(p.shape) for name, p in live.parameters.items()},
         "devices": {name: str(p.device) for name, p in live.parameters.items() if not p.is_cpu},
-        _GROUPS: options,
+        _GROUPS: _options(live.optimizer),
         "slots": slots,
         "extra": extra,
     }
-    return encode(tree, leaves)
+    return encoded(tree, leaves)
+
+
+def stepped(live: LiveOptimizer, leaves: Leaves) -> frozenset[str]:
+    """Keys of the captured tensors that are slots, and nothing else, of this optimizer."""
+    state: dict[Any, Any] = live.optimizer.state
+    slots = {
+        id(value)
+        for key, found in state.items()
+        if isinstance(key, Tensor) and isinstance(found, dict)
+        for value in found.values()
+        if isinstance(value, Tensor)
+    }
+    extra = [value for key, value in state.items() if isinstance(key, str)]
+    slots -= {id(value) for value in nodes_in([_options(live.optimizer), extra])}
+    return frozenset(
+        key
+        for (key, tensor), original in zip(leaves.tensors.items(), leaves.originals, strict=True)
+        if id(original) in slots and tensor.is_set_to(original)
+    )
 
 
 def _state_by_name(live: LiveOptimizer, leaves: Leaves) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -21,6 +21,7 @@ from holdfast.errors import FormatError, UnsupportedState
 from holdfast.format.objects import (
     ArrayRef,
     DeviceName,
+    Document,
     DtypeName,
     EnumValue,
     GeneratorState,
@@ -29,7 +30,7 @@ from holdfast.format.objects import (
     TensorRef,
     decode_beside,
     decode_tree,
-    encode_tree,
+    document,
 )
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import dtypes, generators
@@ -37,21 +38,30 @@ from holdfast.state.leaves import Leaves
 
 
 def encode(tree: Any, leaves: Leaves, *, versions: Mapping[str, int] | None = None) -> bytes:
+    """The typed tree of `tree` as bytes; see `encoded`."""
+    found = encoded(tree, leaves, versions=versions)
+    return b"" if found is None else found.data
+
+
+def encoded(
+    tree: Any, leaves: Leaves, *, versions: Mapping[str, int] | None = None
+) -> Document | None:
     """The typed tree of `tree`; its tensors, and all that cannot be saved, go into `leaves`.
 
-    `versions` stand beside the tree of a module (see `Skeleton`).
+    `versions` stand beside the tree of a module (see `Skeleton`). None where something cannot be
+    saved.
     """
     lowering = _Lowering(leaves)
     beside = {_VERSIONS: versions} if versions else {}
     try:
-        return encode_tree(tree, lower=lowering.lower, beside=beside)
+        return document(tree, lower=lowering.lower, beside=beside)
     except UnsupportedState as err:
         for path, reason in err.offenders:
             leaves.refuse("" if path == _WHOLE else path, reason)
-        return b""
+        return None
 
 
-# What `encode_tree` calls the root when it has no name.
+# What `document` calls the root when it has no name.
 _WHOLE = "the tree"
 _VERSIONS = "versions"
 

@@ -15,6 +15,8 @@ from torch import nn
 
 from holdfast.data.foreign import describe_inexact
 from holdfast.data.randomness import preserved
+from holdfast.engine.options import check_choice
+from holdfast.engine.overlap import Mode
 from holdfast.errors import UsageError
 from holdfast.policy.clock import Time, Unit, parse
 from holdfast.store.base import Store
@@ -93,6 +95,19 @@ def device_type(model: nn.Module, device: torch.device | None) -> str:
         return device.type
     first = next(model.parameters(), None)
     return "cpu" if first is None else first.device.type
+
+
+def checked_overlap(given: Mode | None, device_type: str) -> Mode:
+    """Whether saves overlap with a training on such a device.
+
+    Raises:
+        UsageError: there is no such mode.
+    """
+    if given is None:
+        # On a CPU the copy would take the cores and the memory from the training beside it.
+        return device_type != "cpu"
+    check_choice("overlap", given, Mode)
+    return given
 
 
 def check_data(data: Any) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from holdfast.engine.checkpoint import PendingSave
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.options import OnExisting, check_options
+from holdfast.engine.overlap import Mode
 from holdfast.engine.stop import Stop
 from holdfast.errors import SaveSkipped, UsageError
 from holdfast.events import log_event
@@ -86,6 +87,7 @@ class Trainer:
         label: str | LabelFunction = DEFAULT_LABEL,
         run_name: str | None = None,
         takeover: bool = False,
+        overlap: Mode | None = None,
         stop: Stop | None = Stop(),
         validate: Any = None,
         skip_steps: Iterable[range] = (),
@@ -118,6 +120,8 @@ class Trainer:
             root, every, keep, savers, on_existing, label, run_name, takeover: as for
                 `CheckpointManager`; the last step is always saved, and fractions of the run in
                 `every` are those of the goal.
+            overlap: as for `CheckpointManager`; None: on accelerators only. `fit` calls `fence`
+                before each update and each validation.
             stop: the signals that end `fit`, or make it save; None: it handles none.
             state: further components to save.
             validate: a loader, loaders by name, or one `Validation` or a list of them.
@@ -166,6 +170,7 @@ class Trainer:
         if cycle is not None:
             self._counted.add(Unit.CYCLE)
         self._every = checked_every(every, self._counted, handles_signals=stop is not None)
+        self._overlap = making.checked_overlap(overlap, making.device_type(self.model, on))
         self._options: dict[str, Any] = {
             "keep": keep,
             "savers": tuple(savers),
@@ -190,7 +195,7 @@ class Trainer:
             numerics=self._numerics,
             device=on,
             callbacks=self._callbacks,
-            begin_update=lambda: self._way_back.begin_update(),
+            begin_update=self._begin_update,
         )
         self._validations = self._make_validations(validate)
         self._ending: Ending | None = None
@@ -354,6 +359,7 @@ class Trainer:
                 hooks=hooks,
                 counters=lambda: self.counters.totals,
                 sinks=(log_event, costs),
+                overlap=self._overlap,
                 **self._options,
             )
             with manager, self._managed(manager):
@@ -382,6 +388,8 @@ class Trainer:
     def _validated(self, parts: Iterable[Part]) -> dict[str, float]:
         """The metrics of each part, of the weights that it is to validate."""
         found: dict[str, float] = {}
+        if self.manager is not None:
+            self.manager.fence()  # hooks of a validation may put other weights into the model
         # Within them, modes and generators are not those of training.
         with self._place.left():
             for part in parts:
@@ -389,6 +397,12 @@ class Trainer:
                 model = self.ema.model if self.ema is not None and use_average else self.model
                 found |= part.on(model, self.model)
         return found
+
+    def _begin_update(self) -> None:
+        """Weights are changed next, by the optimizer or by whoever is told of the step."""
+        self._way_back.begin_update()
+        if self.manager is not None:
+            self.manager.fence()
 
     def _editing(
         self, hook: Callable[[Callback, Training, StateView], None]

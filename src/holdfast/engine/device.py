@@ -1,0 +1,89 @@
+"""Copies from CUDA devices into host memory, on streams of their own.
+
+Tensors of other accelerators are copied as torch does it. Nothing in this module touches a device
+before it is given a tensor that is on one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from concurrent.futures import Future
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_capturing() -> bool:
+    """Whether what the current stream is given is recorded into a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+class DeviceCopy(Future[None]):
+    """Copies that a stream does; resolved when they have arrived in host memory."""
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        """`event` comes after the copies on a stream of `device`."""
+        super().__init__()
+        self._event = event
+        self._device = device
+
+    def hold_current_stream(self) -> None:
+        """What the current stream is given from now on comes after the copies."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def arrive(self) -> None:
+        """Wait for the copies and resolve; for a thread that has the time."""
+        if not self.set_running_or_notify_cancel():
+            return
+        try:
+            self._event.synchronize()
+        except BaseException as error:  # noqa: BLE001 - the future carries it to its owner
+            self.set_exception(error)
+        else:
+            self.set_result(None)
+
+
+def begin_copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[DeviceCopy]:
+    """Begin to copy (to, from) from CUDA devices, after what their current streams do now.
+
+    One `DeviceCopy` for each device; somebody has to let it arrive. Both tensors must live, and
+    neither may be changed but on a stream that was held, until then.
+    """
+    by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+    for to, source in pairs:
+        by_device.setdefault(source.device, []).append((to, source))
+    return [_begin(device, found) for device, found in by_device.items()]
+
+
+def _begin(device: torch.device, pairs: list[tuple[Tensor, Tensor]]) -> DeviceCopy:
+    stream, event = _side_stream(device), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(stream):
+        for to, source in pairs:
+            to.copy_(source, non_blocking=True)
+        event.record(stream)
+    return DeviceCopy(event, device)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def pin(memory: Tensor, owner: object) -> bool:
+    """Let CUDA devices write to host memory by themselves until `owner` goes; whether they do.
+
+    Without it copies are slower and wait for the host; that is all, so a refusal is no error.
+    """
+    if memory.numel() == 0:
+        return False
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    address = memory.data_ptr()
+    if int(runtime.cudaHostRegister(address, memory.nbytes, 0)) != 0:
+        return False
+    # At exit the driver does it, and may be gone before.
+    weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False
+    return True
