@@ -17,12 +17,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-import numpy as np
-
 from holdfast.errors import NotFound, StoreError, UnsupportedStore, UsageError
 from holdfast.store.localfiles import (
     FILE_MODE,
     NEW_FILE,
+    address_of,
     flat,
     remove_quietly,
     temporary_name,
@@ -271,7 +270,7 @@ class LocalBlockWriter:
         direct = self._direct
         if direct is None or len(piece) < direct.offset:
             return 0
-        if not direct.takes(_address(piece), start):
+        if not direct.takes(address_of(piece), start):
             return 0
         stop = len(piece) - len(piece) % direct.offset
         done = 0
@@ -284,9 +283,3 @@ class LocalBlockWriter:
                     raise
                 break
         return done
-
-
-def _address(piece: memoryview) -> int:
-    # ctypes would need a writable buffer.
-    address: int = np.frombuffer(piece, dtype=np.uint8).__array_interface__["data"][0]
-    return address

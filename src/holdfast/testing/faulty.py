@@ -39,6 +39,7 @@ from holdfast.store.base import (
     Store,
     TellsSpace,
     WritesBlocks,
+    ignore,
 )
 
 T = TypeVar("T")
@@ -284,14 +285,24 @@ class _FaultyFolders(FaultyStore):
 
 
 class _FaultyReadsInto(FaultyStore):
-    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+    def read_into(
+        self,
+        key: str,
+        start: int,
+        buffer: memoryview,
+        *,
+        seen: Callable[[memoryview], object] = ignore,
+        afresh: bool = False,
+    ) -> None:
         """See `ReadsInto.read_into`; not exact under `truncate`."""
         data = bytearray(buffer.nbytes)
         with _Operation(self, "read_into", key) as op:
-            self.inner.read_into(key, start, memoryview(data))
+            self.inner.read_into(key, start, memoryview(data), afresh=afresh)
         damaged = op.damaged(bytes(data))
         if damaged:
             buffer.cast("B")[: len(damaged)] = damaged
+        if data:
+            seen(buffer.cast("B"))
 
 
 class _FaultyWritesBlocks(FaultyStore):
