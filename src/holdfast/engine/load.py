@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from holdfast.engine.stage import Arena
+from holdfast.engine.arena import Arena
 from holdfast.engine.workers import Workers, gather
 from holdfast.errors import CorruptData, FormatError, LimitExceeded, NotFound
 from holdfast.format import blocks, layout

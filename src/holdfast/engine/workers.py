@@ -7,6 +7,7 @@ about their work holds its Future and waits for it.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -19,6 +20,13 @@ from holdfast.errors import DeadlineExceeded
 T = TypeVar("T")
 _Job = tuple["Future[Any]", Callable[[], Any]]
 _Queue = SimpleQueue["_Job | None"]
+
+
+def num_cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class Workers:

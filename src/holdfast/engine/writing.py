@@ -7,14 +7,18 @@ than the other way round. Knows keys and bytes, nothing of a state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from typing import Protocol
 
 from holdfast.engine.workers import Workers, cancel, gather
 from holdfast.errors import DeadlineExceeded
 from holdfast.format import blocks
+from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.store.base import BlockWriter, Store, WritesBlocks
 
 NUM_WRITERS = 8
@@ -32,24 +36,66 @@ class Phase:
         self.text = "waiting to start"
 
 
+class Content(Protocol):
+    """The bytes of a file, which may come to be while the file is written."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        ...
+
+    def block(self, number: int, timeout_s: float) -> memoryview:
+        """The memory of a block, when it is there; asked for once, and in order.
+
+        Raises:
+            DeadlineExceeded: it was not in time.
+        """
+        ...
+
+    def digest(self, number: int) -> bytes:
+        """The digest of a block that is there, from any thread."""
+        ...
+
+    def written(self, number: int) -> None:
+        """The memory of a block is not read any more for writing."""
+        ...
+
+
+class Held:
+    """A file whose bytes are there and stay."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
+
+    @property
+    def nbytes(self) -> int:
+        """See `Content.nbytes`."""
+        return self._data.nbytes
+
+    def block(self, number: int, timeout_s: float) -> memoryview:
+        """See `Content.block`."""
+        return self._data[number * BLOCK_NBYTES : (number + 1) * BLOCK_NBYTES]
+
+    def digest(self, number: int) -> bytes:
+        """See `Content.digest`."""
+        return blocks.block_digest(self.block(number, 0))
+
+    def written(self, number: int) -> None:
+        """See `Content.written`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileToWrite:
-    """One file of an attempt.
-
-    `digests` has an item for each block, None where the digest is still to be taken; without
-    items, no block has one. `memory` must not change before the write is over. A file is written
-    in pieces where the store can do that, unless it `is_document`: small, and put as a whole.
-    """
+    """One file of an attempt. A small one that `is_document` is put whole, not in pieces."""
 
     key: str
-    memory: memoryview
-    digests: Sequence[bytes | None] = ()
+    content: Content
     is_document: bool = False
 
 
 def write_files(
     store: Store,
-    files: Sequence[FileToWrite],
+    files: Iterable[FileToWrite],
     *,
     workers: Workers,
     writers: Workers,
@@ -58,49 +104,54 @@ def write_files(
 ) -> dict[str, bytes]:
     """Write `files`, which are durable when this returns; gives their block digests by key.
 
-    `workers` hash and `writers` write. After an error nobody writes any more, unless the error is
-    that some call would not end; what was written is for the caller to remove.
+    The next file is asked for while those before it are under way. `workers` hash and `writers`
+    write. After an error nobody writes any more, unless the error is that some call would not
+    end; what was written is for the caller to remove.
 
     Raises:
         StoreError: a file could not be written; a sync that failed is not tried again.
         DeadlineExceeded: some file was not done after `timeout_s` seconds.
     """
     digests: dict[str, bytes] = {}
-    for first in range(0, len(files), FILES_AT_ONCE):
-        batch = _Batch(store, files[first : first + FILES_AT_ONCE], phase, timeout_s)
-        digests |= batch.write(workers, writers)
-    return digests
+    rest = iter(files)
+    while True:
+        batch = _Batch(store, phase, timeout_s)
+        found = batch.write(islice(rest, FILES_AT_ONCE), workers, writers)
+        digests |= found
+        if len(found) < FILES_AT_ONCE:
+            return digests
 
 
 class _Batch:
     """Files that are written at once."""
 
-    def __init__(
-        self, store: Store, files: Sequence[FileToWrite], phase: Phase, timeout_s: float
-    ) -> None:
+    def __init__(self, store: Store, phase: Phase, timeout_s: float) -> None:
         self._store = store
-        self._files = files
         self._phase = phase
         self._timeout_s = timeout_s
         self._open: dict[str, BlockWriter] = {}
         self._writes: dict[str, list[Future[None]]] = {}
         self._syncs: dict[str, Future[None]] = {}
         self._hashes: dict[str, list[Future[bytes]]] = {}
+        self._failed = False
 
-    def write(self, workers: Workers, writers: Workers) -> dict[str, bytes]:
+    def write(
+        self, files: Iterable[FileToWrite], workers: Workers, writers: Workers
+    ) -> dict[str, bytes]:
         """Everything, or nothing."""
         try:
-            for file in self._files:
-                self._hashes[file.key] = [workers.submit(job) for job in _hashing(file)]
-                self._phase.text = f"creating {file.key}"
-                self._begin(file, writers)
-            for file in self._files:
+            for file in files:
                 self._phase.text = f"writing {file.key}"
-                self._wait(file.key, self._writes[file.key])
-                if file.key in self._open:
+                self._begin(file, workers, writers)
+                if self._failed:
+                    break
+            for key, writes in self._writes.items():
+                self._phase.text = f"writing {key}"
+                gather(writes, timeout_s=self._timeout_s, what=key)
+                if key in self._open:
                     # Behind the writes of all files: one journal commit can serve many syncs.
-                    self._syncs[file.key] = writers.submit(self._open[file.key].finish)
-            return {file.key: self._end(file) for file in self._files}
+                    self._syncs[key] = writers.submit(self._open[key].finish)
+            return {key: self._end(key) for key in self._writes}
         except DeadlineExceeded:
             self._give_up(timeout_s=0)
             raise
@@ -108,31 +159,51 @@ class _Batch:
             self._give_up(timeout_s=self._timeout_s)
             raise
 
-    def _begin(self, file: FileToWrite, writers: Workers) -> None:
-        if file.is_document or not isinstance(self._store, WritesBlocks):
-            whole = partial(self._store.put, file.key, file.memory)
-            self._writes[file.key] = [writers.submit(whole)]
-            return
-        writer = self._open[file.key] = self._store.create(file.key, len(file.memory))
-        self._writes[file.key] = [
-            writers.submit(partial(writer.write, start, file.memory[start:stop]))
-            for start, stop in blocks.split(len(file.memory))
-        ]
+    def _begin(self, file: FileToWrite, workers: Workers, writers: Workers) -> None:
+        content = file.content
+        hashes = self._hashes[file.key] = []
+        writes = self._writes[file.key] = []
+        write = self._writer(file)
+        for number in range(blocks.num_blocks(content.nbytes)):
+            memory = content.block(number, self._timeout_s)
+            hashes.append(workers.submit(partial(content.digest, number)))
+            writes.append(writers.submit(partial(self._write, write, content, number, memory)))
+            if self._failed:
+                return  # the error is in one of the futures
+        if not writes:
+            writes.append(writers.submit(partial(self._store.put, file.key, b"")))
 
-    def _end(self, file: FileToWrite) -> bytes:
-        self._phase.text = f"digesting {file.key}"
-        found = gather(
-            self._hashes[file.key], timeout_s=self._timeout_s, what=f"digest of {file.key}"
-        )
-        if file.key in self._syncs:
-            self._phase.text = f"writing {file.key} to stable storage"
-            self._wait(file.key, [self._syncs[file.key]])
-        new = iter(found)
-        known = file.digests or [None] * len(found)
-        return b"".join(next(new) if digest is None else digest for digest in known)
+    def _writer(self, file: FileToWrite) -> Callable[[int, memoryview], None]:
+        nbytes = file.content.nbytes
+        if nbytes <= BLOCK_NBYTES and (file.is_document or nbytes == 0):
+            return lambda start, memory: self._store.put(file.key, memory)
+        if not isinstance(self._store, WritesBlocks):
+            return _Gathered(self._store, file.key, nbytes).write
+        writer = self._open[file.key] = self._store.create(file.key, nbytes)
+        return writer.write
 
-    def _wait(self, key: str, jobs: Sequence[Future[None]]) -> None:
-        gather(jobs, timeout_s=self._timeout_s, what=key)
+    def _write(
+        self,
+        write: Callable[[int, memoryview], None],
+        content: Content,
+        number: int,
+        memory: memoryview,
+    ) -> None:
+        try:
+            write(number * BLOCK_NBYTES, memory)
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            content.written(number)
+
+    def _end(self, key: str) -> bytes:
+        self._phase.text = f"digesting {key}"
+        found = gather(self._hashes[key], timeout_s=self._timeout_s, what=f"digest of {key}")
+        if key in self._syncs:
+            self._phase.text = f"writing {key} to stable storage"
+            gather([self._syncs[key]], timeout_s=self._timeout_s, what=key)
+        return b"".join(found)
 
     def _give_up(self, *, timeout_s: float) -> None:
         jobs: list[Future[bytes] | Future[None]] = [*self._syncs.values()]
@@ -145,8 +216,21 @@ class _Batch:
             writer.abort()
 
 
-def _hashing(file: FileToWrite) -> Iterator[partial[bytes]]:
-    """A job for each block without a digest."""
-    for number, (start, stop) in enumerate(blocks.split(len(file.memory))):
-        if not file.digests or file.digests[number] is None:
-            yield partial(blocks.block_digest, file.memory[start:stop])
+class _Gathered:
+    """A file for a store that takes only whole objects."""
+
+    def __init__(self, store: Store, key: str, nbytes: int) -> None:
+        self._store = store
+        self._key = key
+        self._data = bytearray(nbytes)
+        self._left = nbytes
+        self._lock = threading.Lock()
+
+    def write(self, start: int, memory: memoryview) -> None:
+        """Keep a block; the last one to come sends them all."""
+        self._data[start : start + len(memory)] = memory
+        with self._lock:
+            self._left -= len(memory)
+            is_last = self._left == 0
+        if is_last:
+            self._store.put(self._key, self._data)

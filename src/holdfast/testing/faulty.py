@@ -31,6 +31,7 @@ from holdfast.store.base import (
     Buffer,
     Folders,
     FreeSpace,
+    LinksFiles,
     ObjectInfo,
     Points,
     Probes,
@@ -59,6 +60,7 @@ OpName = Literal[
     "write",
     "finish",
     "abort",
+    "link",
     "point",
     "free_space",
     "probe",
@@ -299,6 +301,12 @@ class _FaultyWritesBlocks(FaultyStore):
         return _FaultyBlockWriter(self, key, cast(BlockWriter, writer))
 
 
+class _FaultyLinksFiles(FaultyStore):
+    def link(self, source: str, key: str) -> bool:
+        """See `LinksFiles.link`."""
+        return self._do("link", key, lambda: cast(bool, self.inner.link(source, key)))
+
+
 class _FaultyPoints(FaultyStore):
     def point(self, name: str, target: str) -> None:
         """See `Points.point`."""
@@ -342,6 +350,7 @@ _MIXINS: tuple[tuple[Any, type[FaultyStore]], ...] = (
     (Folders, _FaultyFolders),
     (ReadsInto, _FaultyReadsInto),
     (WritesBlocks, _FaultyWritesBlocks),
+    (LinksFiles, _FaultyLinksFiles),
     (Points, _FaultyPoints),
     (TellsSpace, _FaultyTellsSpace),
     (Probes, _FaultyProbes),
