@@ -1,7 +1,8 @@
-"""Unchanged files are shared between checkpoints, and every checkpoint stands alone all the same."""
+"""Unchanged files are shared between checkpoints, and each of these stands alone all the same."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -37,9 +38,7 @@ def step(state: dict[str, Any]) -> None:
 
 
 def links_of(folder: Path) -> dict[str, int]:
-    return {
-        path.name: path.stat().st_nlink for path in folder.iterdir() if path.suffix == ".safetensors"
-    }
+    return {path.name: path.stat().st_nlink for path in folder.glob("*.safetensors")}
 
 
 def bytes_written(root: Path) -> list[int]:
@@ -82,7 +81,7 @@ def test_a_frozen_base_is_written_now_and_then(tmp_path: Path, budget: Any) -> N
     # Twice to learn what stands still, once with it apart; then every eighth, at most.
     assert full[:3] == [1, 2, 3] or full[:2] == [1, 2]
     assert len(full) <= 5
-    assert max(after - before for before, after in zip(full, full[1:], strict=False)) <= 8
+    assert max(after - before for before, after in itertools.pairwise(full)) <= 8
     assert min(written) < 0.02 * nbytes
     newest = max(path for path in tmp_path.iterdir() if path.name.startswith("step"))
     alone = Path(shutil.copytree(newest, tmp_path / "elsewhere" / newest.name))
@@ -192,7 +191,7 @@ def test_a_save_whose_link_fails_does_not_commit_and_the_next_is_whole(tmp_path:
         save(manager, state, 5)
         expected = {name: tensor.clone() for name, tensor in state.items()}
     with CheckpointManager(tmp_path, {"model": lora()}) as manager:
-        assert [c.step for c in manager.list()][0] == 5
+        assert next(c.step for c in manager.list()) == 5
         manager.load("step=5")
         found = manager.state["model"]
     assert all(torch.equal(found[name], expected[name]) for name in expected)
