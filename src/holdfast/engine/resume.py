@@ -16,6 +16,7 @@ from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.claim import Choice, dropped, is_being_deleted
 from holdfast.engine.leases import kept
 from holdfast.engine.load import Opened, Tensors, open_checkpoint, read_tensors
+from holdfast.engine.pause import collector_paused
 from holdfast.engine.workers import Workers
 from holdfast.errors import (
     CorruptData,
@@ -152,6 +153,10 @@ class Reader:
             raise
 
     def _read(self, entry: Entry, options: LoadOptions, components: list[str]) -> Candidate:
+        with collector_paused():
+            return self._read_at_once(entry, options, components)
+
+    def _read_at_once(self, entry: Entry, options: LoadOptions, components: list[str]) -> Candidate:
         opened = open_checkpoint(
             self.store, entry.folder, entry.manifest, components=components, verify=options.verify
         )
@@ -322,6 +327,8 @@ def _completed(
     read: Callable[[Mapping[str, Iterable[str]]], Tensors],
 ) -> Tensors:
     """The needed tensors: those that an edit has brought, and the rest from the checkpoint."""
+    if not found:
+        return read(needed)
     there = {
         name: {key: found[name][key] for key in keys if key in found.get(name, {})}
         for name, keys in needed.items()

@@ -111,6 +111,9 @@ class TensorTable(Mapping[str, TensorEntry]):
     def __len__(self) -> int:
         return len(self.specs)
 
+    def __repr__(self) -> str:
+        return f"TensorTable({dict(self)!r})"
+
     @cached_property
     def _numbers(self) -> Mapping[str, int]:
         return {key: number for number, key in enumerate(self.specs)}

@@ -10,6 +10,7 @@ import enum
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import methodcaller
 from typing import Any, TypeAlias
 
 import msgspec
@@ -296,6 +297,9 @@ class _Decoder:
         self._weight += 1
         type_ = type(node)
         if type_ is dict:
+            # By far the most frequent node has a way of its own, for the time that it takes.
+            if len(node) == 1 and not self._key_depth and type(node.get("$tensor")) is str:
+                return self._lifted(TensorRef(node["$tensor"]))
             return self._object(node)
         if type_ is list:
             return self._container(self._items, node)
@@ -359,7 +363,7 @@ class _Decoder:
 
     def _plain_dict(self, node: dict[str, Any]) -> dict[str, Any]:
         decode = self.decode
-        if any(name[:1] == "$" for name in node):
+        if any(map(_is_node_name, node)):
             raise self._error("an object that is neither a node nor a dict")
         return {name: decode(item) for name, item in node.items()}
 
@@ -480,6 +484,7 @@ def _why_not(value: Any) -> str:
     return f"{name} is not a type that can be saved"
 
 
+_is_node_name = methodcaller("startswith", "$")
 _OTHER_KEYS_LIMIT = f"{MAX_OTHER_KEYS:,} keys that are not text; keep such data in a tensor"
 
 _CONTAINERS: dict[type, Callable[[_Encoder, Any, str, int], Any]] = {

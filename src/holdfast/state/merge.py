@@ -7,20 +7,23 @@ into, containers refilled, generators set. Two stored values never end in one li
 from __future__ import annotations
 
 from bisect import bisect, insort
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import Parameter
 
 from holdfast.errors import MismatchError
 from holdfast.format.objects import ArrayRef, EnumValue, GeneratorState, TensorRef, join
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
-from holdfast.state.dtypes import DTYPE_NAMES
+from holdfast.state.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from holdfast.state.leaves import identity, refusal
 from holdfast.state.trees import (
     Lifting,
@@ -67,6 +70,13 @@ _OF_MODULE = "is the memory of a module here, so it got memory of its own"
 _MOVED = "saved on another device, copied to where the live tensor is"
 _MAX_NAMED = 3
 
+_MANY = 16
+_traits_of_ref = attrgetter("device", "grad", "parameter", "order")
+_PLAIN_REF = ("cpu", False, False, ())
+_traits = attrgetter("is_cpu", "is_nested", "layout")
+_PLAIN = (True, False, torch.strided)
+_shape_and_dtype = attrgetter("shape", "dtype")
+
 
 class Claims:
     """What already takes a stored value; shared by all components of one load.
@@ -102,6 +112,17 @@ class Claims:
         claim = (tensor, component, key)
         owner = self._owners.setdefault(storage, claim)
         return None if owner is claim else self._take_part(storage, owner, claim)
+
+    def take_memories(self, tensors: Sequence[Tensor], component: str, keys: Sequence[str]) -> bool:
+        """As `take_memory` for all of them, when each is the first in a storage; else for none."""
+        storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+        taken = {*storages}
+        if len(taken) < len(storages) or not taken.isdisjoint(self._protected):
+            return False
+        if not taken.isdisjoint(self._owners):
+            return False
+        self._owners.update(zip(storages, zip(tensors, repeat(component), keys), strict=True))
+        return True
 
     def _take_part(
         self, storage: int, owner: tuple[Tensor, str, str], claim: tuple[Tensor, str, str]
@@ -195,6 +216,20 @@ def is_writable_in_place(tensor: Tensor) -> bool:
     if refusal(tensor) is not None or tensor.is_inference():
         return False
     return tensor.is_contiguous() or torch._debug_has_internal_overlap(tensor) != 1
+
+
+def are_plain(values: Sequence[Any]) -> bool:
+    """Whether all are contiguous CPU tensors that can be written in place; some that can are not.
+
+    Costs a fraction of `is_writable_in_place` for each.
+    """
+    return (
+        {*map(type, values)} <= {Tensor, Parameter}
+        and {*map(_traits, values)} == {_PLAIN}
+        and all(map(Tensor.is_contiguous, values))
+        and not any(map(Tensor.is_inference, values))
+        and all(tensor.untyped_storage().nbytes() for tensor in values if tensor.numel())
+    )
 
 
 class Merge:
@@ -296,15 +331,44 @@ class Merge:
     def _fill_items(self, live: Any, target: Any, stored: Any, place: Place) -> None:
         if isinstance(stored, dict):
             there = live if isinstance(live, dict) else {}
-            items = {k: self.merge(_peek(there, k), v, place) for k, v in stored.items()}
+            here = [_peek(there, key) for key in stored]
+            values = self._plain_tensors(here, [*stored.values()], place) or [
+                self.merge(known, value, place)
+                for known, value in zip(here, stored.values(), strict=True)
+            ]
+            items = dict(zip(stored, values, strict=True))
             self._edits.append(lambda: _refill_dict(target, items))
         else:
-            known = live if isinstance(live, list) else []
-            values = [
-                self.merge(known[i] if i < len(known) else None, value, place)
-                for i, value in enumerate(stored)
+            known = live[: len(stored)] if isinstance(live, list) else []
+            here = [*known, *[None] * (len(stored) - len(known))]
+            values = self._plain_tensors(here, stored, place) or [
+                self.merge(known, value, place) for known, value in zip(here, stored, strict=True)
             ]
             self._edits.append(lambda: _refill_list(target, values))
+
+    def _plain_tensors(
+        self, live: Sequence[Any], stored: Sequence[Any], place: Place
+    ) -> Sequence[Any] | None:
+        """What `merge` gives for many plain tensors that all fit, in a few passes over them.
+
+        None, and nothing is noted, when there is anything to be decided about any of them.
+        """
+        is_worth_it = len(stored) >= _MANY and place is _STORED_PLACE
+        if not is_worth_it or {*map(type, stored)} != {TensorRef}:
+            return None
+        keys = [ref.key for ref in stored]
+        if {*map(_traits_of_ref, stored)} != {_PLAIN_REF} or len({*keys}) < len(keys):
+            return None
+        if not self._made_tensors.keys().isdisjoint(keys) or not are_plain(live):
+            return None
+        specs = map(self._specs.__getitem__, keys)
+        if [*map(_shape_and_dtype, live)] != [(s.shape, TORCH_DTYPES[s.dtype]) for s in specs]:
+            return None
+        if not self._claims.take_memories(live, self._component, keys):
+            return None
+        self._made_tensors.update(zip(keys, live, strict=True))
+        self._copies += zip(live, map(self._tensors.__getitem__, keys), strict=True)
+        return live
 
     def _immutable(self, live: Any, stored: Any, place: Place) -> Any:
         if type(stored) not in (tuple, set, frozenset):

@@ -5,7 +5,6 @@ Knows tensors, arrays, dtypes, devices and generators. Containers are `format.ob
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, Flag
@@ -212,9 +211,10 @@ class _Checking:
     def lift(self, node: Any) -> Any:
         if isinstance(node, TensorRef):
             self._spec(node.key)
-            if present_device(node.device).type == "cpu" != node.device:
+            if node.device != "cpu" and present_device(node.device).type == "cpu":
                 self.absent_devices[node.device] = None
-        elif isinstance(node, ArrayRef):
+            return node
+        if isinstance(node, ArrayRef):
             self._array(node.key)
         elif isinstance(node, GeneratorState):
             self._generator(node)
@@ -291,13 +291,15 @@ def _combination(kind: type[Flag], stored: EnumValue) -> Any:
     return member if is_it else stored
 
 
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+
+
 def nodes_in(value: Any) -> Iterator[Any]:
     """Everything in a decoded tree, containers included, each container once."""
     seen: set[int] = set()
-    waiting: deque[Any] = deque([value])
-    while waiting:
-        item = waiting.popleft()
-        if isinstance(item, dict | list | tuple | set | frozenset):
+    waiting: list[Any] = [value]
+    for item in waiting:  # which grows meanwhile
+        if type(item) is not TensorRef and isinstance(item, _CONTAINERS):
             if id(item) in seen:
                 continue
             seen.add(id(item))
@@ -309,10 +311,11 @@ def keys_in(value: Any) -> tuple[str, ...]:
     """Keys of the tensors that a decoded tree names, those of generators too, each once."""
     keys: dict[str, None] = {}
     for node in nodes_in(value):
-        if isinstance(node, GeneratorState):
-            keys.update(dict.fromkeys(keys_in(dict(node.members))))
-        elif isinstance(node, TensorRef | ArrayRef):
+        type_ = type(node)
+        if type_ is TensorRef or type_ is ArrayRef:
             keys[node.key] = None
+        elif type_ is GeneratorState:
+            keys.update(dict.fromkeys(keys_in(dict(node.members))))
     return tuple(keys)
 
 
