@@ -16,7 +16,6 @@ from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.claim import Choice, dropped, is_being_deleted
 from holdfast.engine.leases import kept
 from holdfast.engine.load import Opened, Tensors, open_checkpoint, read_tensors
-from holdfast.engine.pause import collector_paused
 from holdfast.engine.workers import Workers
 from holdfast.errors import (
     CorruptData,
@@ -153,10 +152,6 @@ class Reader:
             raise
 
     def _read(self, entry: Entry, options: LoadOptions, components: list[str]) -> Candidate:
-        with collector_paused():
-            return self._read_at_once(entry, options, components)
-
-    def _read_at_once(self, entry: Entry, options: LoadOptions, components: list[str]) -> Candidate:
         opened = open_checkpoint(
             self.store, entry.folder, entry.manifest, components=components, verify=options.verify
         )

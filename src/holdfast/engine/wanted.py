@@ -88,9 +88,10 @@ def wanted_by_file(index: Index, needed: Mapping[str, Iterable[str]]) -> dict[st
         places = table.places
         if places is None:
             raise FormatError(f"{component}.{keys[0]}: sharded tensors need a newer Holdfast")
-        if keys != [*table]:
-            places = places.of(table.numbers(keys))
-        specs = [table.specs[key] for key in keys]
+        specs = [*table.specs.values()]
+        if keys != [*table.specs]:
+            numbers = table.numbers(keys)
+            places, specs = places.of(numbers), [specs[number] for number in numbers.tolist()]
         for number in np.unique(places.file).tolist():
             here = np.flatnonzero(places.file == number)
             found[places.files[number]] = Wanted(

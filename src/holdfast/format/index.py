@@ -262,8 +262,10 @@ def _decode_component(
 def _tensor_sizes(component: _Component, *, what: str) -> list[int]:
     """The bytes of each tensor."""
     sizes = _Sizes()
-    columns = zip(component.names, component.dtypes, component.shapes, strict=True)
-    return [sizes.of(dtype, shape, name, what=what) for name, dtype, shape in columns]
+    kinds = [*zip(component.dtypes, component.shapes, strict=True)]
+    names = dict(zip(reversed(kinds), reversed(component.names), strict=True))
+    known = {kind: sizes.of(*kind, name, what=what) for kind, name in names.items()}
+    return [*map(known.__getitem__, kinds)]
 
 
 class _Sizes:

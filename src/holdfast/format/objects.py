@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from operator import methodcaller
+from itertools import repeat
+from operator import contains, itemgetter, methodcaller
 from typing import Any, TypeAlias
 
 import msgspec
@@ -63,6 +64,7 @@ class Refused(msgspec.Struct, frozen=True):
 
 Lower: TypeAlias = Callable[[Any, str], Any]
 Lift: TypeAlias = Callable[[Any], Any]
+LiftTensors: TypeAlias = Callable[[Sequence[str]], Sequence[Any]]
 
 
 def encode_tree(
@@ -95,8 +97,17 @@ def encode_tree(
     return data
 
 
-def decode_tree(data: Buffer, *, lift: Lift | None = None, what: str) -> Any:
+def decode_tree(
+    data: Buffer,
+    *,
+    lift: Lift | None = None,
+    lift_tensors: LiftTensors | None = None,
+    what: str,
+) -> Any:
     """The tree in `data`. `lift(node)` gives the object of a node; without it nodes stay.
+
+    `lift_tensors(keys)`, where it is given, does the same at once for all members of a dict that
+    are tensors of which nothing but the key is said.
 
     A container that was shared is shared again, so what comes back need not be a tree; walking
     it naively costs at most 4 million steps. Errors of `lift` pass through.
@@ -111,7 +122,7 @@ def decode_tree(data: Buffer, *, lift: Lift | None = None, what: str) -> Any:
     if "tree" not in document:
         raise FormatError(f"{what}: has no `tree`")
     try:
-        return _Decoder(lift, what).decode(document["tree"])
+        return _Decoder(lift, lift_tensors, what).decode(document["tree"])
     except RecursionError as err:
         raise LimitExceeded(f"{what}: nested too deeply for the stack that is left") from err
 
@@ -284,8 +295,9 @@ class _Encoder:
 
 
 class _Decoder:
-    def __init__(self, lift: Lift | None, what: str) -> None:
+    def __init__(self, lift: Lift | None, lift_tensors: LiftTensors | None, what: str) -> None:
         self._lift = lift
+        self._lift_tensors = lift_tensors
         self._what = what
         self._containers: list[Any] = []
         self._weights: list[int | None] = []  # None: not finished
@@ -297,9 +309,6 @@ class _Decoder:
         self._weight += 1
         type_ = type(node)
         if type_ is dict:
-            # By far the most frequent node has a way of its own, for the time that it takes.
-            if len(node) == 1 and not self._key_depth and type(node.get("$tensor")) is str:
-                return self._lifted(TensorRef(node["$tensor"]))
             return self._object(node)
         if type_ is list:
             return self._container(self._items, node)
@@ -365,6 +374,10 @@ class _Decoder:
         decode = self.decode
         if any(map(_is_node_name, node)):
             raise self._error("an object that is neither a node nor a dict")
+        if self._lift_tensors is not None and _are_plain_tensors(node.values()):
+            self._weight += len(node)
+            keys = [*map(_KEY, node.values())]
+            return dict(zip(node, self._lift_tensors(keys), strict=True))
         return {name: decode(item) for name, item in node.items()}
 
     def read_tuple(self, nodes: list[Any]) -> Any:
@@ -449,6 +462,13 @@ class _Decoder:
         return self._lifted(GeneratorState(node["kind"], members))
 
 
+def _are_plain_tensors(nodes: Collection[Any]) -> bool:
+    """Whether there are several, and all are `$tensor` nodes with a key and no other member."""
+    if len(nodes) < 2 or {*map(type, nodes)} != {dict} or {*map(len, nodes)} != {1}:
+        return False
+    return all(map(contains, nodes, repeat("$tensor"))) and {*map(type, map(_KEY, nodes))} == {str}
+
+
 def _num_other_keys(nodes: Sequence[Any]) -> int:
     """How many keys are not text; none where they are 0, 1, 2, … in order.
 
@@ -484,6 +504,7 @@ def _why_not(value: Any) -> str:
     return f"{name} is not a type that can be saved"
 
 
+_KEY = itemgetter("$tensor")
 _is_node_name = methodcaller("startswith", "$")
 _OTHER_KEYS_LIMIT = f"{MAX_OTHER_KEYS:,} keys that are not text; keep such data in a tensor"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ from holdfast.state.trees import (
     revived,
     with_flags,
 )
+
+_T = TypeVar("_T")
 
 
 class Place(Protocol):
@@ -73,9 +75,10 @@ _MAX_NAMED = 3
 _MANY = 16
 _traits_of_ref = attrgetter("device", "grad", "parameter", "order")
 _PLAIN_REF = ("cpu", False, False, ())
-_traits = attrgetter("is_cpu", "is_nested", "layout")
+_TYPES = frozenset({Tensor, Parameter})
+_kind = attrgetter("shape", "dtype", "is_cpu", "is_nested", "layout")
+_kind_of_spec = attrgetter("shape", "dtype")
 _PLAIN = (True, False, torch.strided)
-_shape_and_dtype = attrgetter("shape", "dtype")
 
 
 class Claims:
@@ -114,14 +117,22 @@ class Claims:
         return None if owner is claim else self._take_part(storage, owner, claim)
 
     def take_memories(self, tensors: Sequence[Tensor], component: str, keys: Sequence[str]) -> bool:
-        """As `take_memory` for all of them, when each is the first in a storage; else for none."""
-        storages = [tensor.untyped_storage()._cdata for tensor in tensors]
-        taken = {*storages}
-        if len(taken) < len(storages) or not taken.isdisjoint(self._protected):
+        """As `take_memory` for all of them, when each has a storage of its own; else for none.
+
+        Contiguous and ordinary they must be too, so that each byte is written once.
+        """
+        owners: list[int] = []
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if not tensor.is_contiguous() or tensor.is_inference() or not storage.nbytes():
+                return False
+            owners.append(storage._cdata)
+        taken = {*owners}
+        if len(taken) < len(owners) or not taken.isdisjoint(self._protected):
             return False
         if not taken.isdisjoint(self._owners):
             return False
-        self._owners.update(zip(storages, zip(tensors, repeat(component), keys), strict=True))
+        self._owners.update(zip(owners, zip(tensors, repeat(component), keys), strict=True))
         return True
 
     def _take_part(
@@ -199,7 +210,9 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 def copy_tensors(pairs: list[tuple[Tensor, Tensor]]) -> None:
     """Copy the second of each pair into the first; shapes and dtypes are equal."""
     # `_foreach_copy_` raises for a view that negates or conjugates, after it wrote others.
-    odd = [pair for pair in pairs if pair[0].is_neg() or pair[0].is_conj()]
+    targets = [target for target, _ in pairs]
+    has_odd = any(map(Tensor.is_neg, targets)) or any(map(Tensor.is_conj, targets))
+    odd = [pair for pair in pairs if pair[0].is_neg() or pair[0].is_conj()] if has_odd else []
     plain = (
         [pair for pair in pairs if not (pair[0].is_neg() or pair[0].is_conj())] if odd else pairs
     )
@@ -216,20 +229,6 @@ def is_writable_in_place(tensor: Tensor) -> bool:
     if refusal(tensor) is not None or tensor.is_inference():
         return False
     return tensor.is_contiguous() or torch._debug_has_internal_overlap(tensor) != 1
-
-
-def are_plain(values: Sequence[Any]) -> bool:
-    """Whether all are contiguous CPU tensors that can be written in place; some that can are not.
-
-    Costs a fraction of `is_writable_in_place` for each.
-    """
-    return (
-        {*map(type, values)} <= {Tensor, Parameter}
-        and {*map(_traits, values)} == {_PLAIN}
-        and all(map(Tensor.is_contiguous, values))
-        and not any(map(Tensor.is_inference, values))
-        and all(tensor.untyped_storage().nbytes() for tensor in values if tensor.numel())
-    )
 
 
 class Merge:
@@ -359,15 +358,17 @@ class Merge:
         keys = [ref.key for ref in stored]
         if {*map(_traits_of_ref, stored)} != {_PLAIN_REF} or len({*keys}) < len(keys):
             return None
-        if not self._made_tensors.keys().isdisjoint(keys) or not are_plain(live):
+        if not self._made_tensors.keys().isdisjoint(keys) or not {*map(type, live)} <= _TYPES:
             return None
-        specs = map(self._specs.__getitem__, keys)
-        if [*map(_shape_and_dtype, live)] != [(s.shape, TORCH_DTYPES[s.dtype]) for s in specs]:
+        # Few pairs differ from each other, and none of the many is kept.
+        specs = _values(self._specs, keys)
+        kinds = {*zip(map(_kind, live), map(_kind_of_spec, specs), strict=True)}
+        if any(kind != (shape, TORCH_DTYPES[dtype], *_PLAIN) for kind, (shape, dtype) in kinds):
             return None
         if not self._claims.take_memories(live, self._component, keys):
             return None
         self._made_tensors.update(zip(keys, live, strict=True))
-        self._copies += zip(live, map(self._tensors.__getitem__, keys), strict=True)
+        self._copies += zip(live, _values(self._tensors, keys), strict=True)
         return live
 
     def _immutable(self, live: Any, stored: Any, place: Place) -> Any:
@@ -491,6 +492,11 @@ def _same_state(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return np.array_equal(one, other)
     return type(one) is type(other) and bool(one == other)
+
+
+def _values(of: Mapping[str, _T], keys: Sequence[str]) -> Iterable[_T]:
+    """The values of these keys; most often they are all, in the same order."""
+    return of.values() if [*of] == keys else map(of.__getitem__, keys)
 
 
 def _require_grad(tensor: Tensor) -> None:

@@ -5,7 +5,7 @@ Knows tensors, arrays, dtypes, devices and generators. Containers are `format.ob
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, Flag
 from functools import cached_property, lru_cache
@@ -179,7 +179,7 @@ def decode_skeleton(data: bytes, specs: Mapping[str, TensorSpec], *, what: str) 
         FormatError: a key that is no tensor, or a dtype, device or generator unknown here.
     """
     checking = _Checking(specs, what)
-    value = decode_tree(data, lift=checking.lift, what=what)
+    value = decode_tree(data, lift=checking.lift, lift_tensors=checking.lift_tensors, what=what)
     return Skeleton(
         value=value,
         absent_devices=tuple(checking.absent_devices),
@@ -221,6 +221,17 @@ class _Checking:
         elif isinstance(node, EnumValue):
             self.has_enums = True
         return _lift_plain(node)
+
+    def lift_tensors(self, keys: Sequence[str]) -> Sequence[TensorRef]:
+        """The nodes of tensors on the CPU."""
+        if not self._has_known_dtypes or not self._specs.keys() >= {*keys}:
+            for key in keys:
+                self._spec(key)
+        return [*map(TensorRef, keys)]
+
+    @cached_property
+    def _has_known_dtypes(self) -> bool:
+        return {spec.dtype for spec in self._specs.values()} <= dtypes.TORCH_DTYPES.keys()
 
     def _spec(self, key: str) -> TensorSpec:
         spec = self._specs.get(key)
