@@ -25,6 +25,7 @@ T = TypeVar("T")
 _SCAN_NBYTES = 1 << 20
 _QUOTE = ord('"')
 _COMMA = ord(",")
+_INDENTED = b"{\n  "
 _LONE_SURROGATE = re.compile(
     rb"\\u[dD][89a-bA-B][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|(?<!\\u[dD][89a-bA-B][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
@@ -112,6 +113,9 @@ def _scan(plain: bytes, *, what: str, max_values: int, max_depth: int) -> None:
     In bytes that are not JSON the count is wrong only behind the first error, where no parser
     gets to.
     """
+    num_levels = plain.count(b"[") + plain.count(b"{")
+    if num_levels <= max_depth and num_levels + plain.count(b",") < max_values:
+        return  # even if nothing of it were in texts
     num_values, depth, carry = 1, 0, 0
     for start in range(0, len(plain), _SCAN_NBYTES):
         # Quotes that nothing of the structure stands between change the side of nothing else.
@@ -137,7 +141,8 @@ def _parse(text: bytes, *, what: str) -> Any:
         try:
             value = msgspec.json.decode(text)
             # What is written again as it was read has no name twice and no odd number.
-            if msgspec.json.encode(value) == text:
+            again = msgspec.json.encode(value)
+            if text in (again, msgspec.json.format(again, indent=2) if _INDENTED in text else b""):
                 return value
         except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
             pass  # the decoder below says what is wrong with it, if anything is
