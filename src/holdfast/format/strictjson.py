@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
-import numpy as np
 
 from holdfast.errors import FormatError, LimitExceeded, UsageError
 from holdfast.store.base import Buffer
@@ -34,9 +33,7 @@ _LONE_SURROGATE = re.compile(
 
 _STRUCTURE = b'"[{]},'
 _NO_STRUCTURE = bytes(set(range(256)) - set(_STRUCTURE))
-_LEVELS = np.zeros(256, dtype=np.int8)
-_LEVELS[list(b"[{")] = 1
-_LEVELS[list(b"]}")] = -1
+_LEVELS = bytes({"[": 1, "{": 1, "]": 255, "}": 255}.get(chr(code), 0) for code in range(256))
 
 
 def loads(
@@ -116,6 +113,9 @@ def _scan(plain: bytes, *, what: str, max_values: int, max_depth: int) -> None:
     num_levels = plain.count(b"[") + plain.count(b"{")
     if num_levels <= max_depth and num_levels + plain.count(b",") < max_values:
         return  # even if nothing of it were in texts
+    import numpy as np  # takes longer than most commands, whose documents are small
+
+    levels_of = np.frombuffer(_LEVELS, np.int8)
     num_values, depth, carry = 1, 0, 0
     for start in range(0, len(plain), _SCAN_NBYTES):
         # Quotes that nothing of the structure stands between change the side of nothing else.
@@ -124,7 +124,7 @@ def _scan(plain: bytes, *, what: str, max_values: int, max_depth: int) -> None:
         inside = np.bitwise_xor.accumulate((part == _QUOTE).view(np.uint8)) ^ carry
         carry = int(inside[-1]) if len(inside) else carry
         outside = part[inside == 0]
-        levels = _LEVELS[outside]
+        levels = levels_of[outside]
         num_values += int(np.count_nonzero(levels == 1) + np.count_nonzero(outside == _COMMA))
         depths = depth + np.cumsum(levels, dtype=np.int64)
         deepest = int(depths.max(initial=depth))

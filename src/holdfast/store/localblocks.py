@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-import numpy as np
-
 from holdfast.errors import NotFound, StoreError, UnsupportedStore, UsageError
 from holdfast.store.localfiles import (
     FILE_MODE,
@@ -252,6 +250,8 @@ class LocalBlockWriter:
 
 
 def _address(piece: memoryview) -> int:
-    # ctypes would need a writable buffer.
+    # ctypes would need a writable buffer. Imported here: commands only read, and numpy is slow.
+    import numpy as np
+
     address: int = np.frombuffer(piece, dtype=np.uint8).__array_interface__["data"][0]
     return address
