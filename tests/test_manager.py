@@ -345,19 +345,7 @@ def test_nothing_is_deleted_while_nothing_that_stays_is_proven(
 ) -> None:
     """R17, R20; invariant 4: the disk stored something else than was written."""
     run = new_run()
-    real = save_module._write_image
-
-    def write(store: Any, attempt: Any, image: Any, *rest: Any) -> bytes:
-        digests = real(store, attempt, image, *rest)
-        path = tmp_path / attempt.folder / image.file.name
-        if attempt.name.sequence > 1 and path.name.startswith("model"):
-            data = bytearray(path.read_bytes())
-            data[-1] ^= 1
-            os.chmod(path, 0o644)
-            path.write_bytes(bytes(data))
-        return digests
-
-    monkeypatch.setattr(save_module, "_write_image", write)
+    spoil_saves(monkeypatch, tmp_path, 2, 3)
     with run.manager(tmp_path, keep=Last(1), sinks=[recorder]) as manager:
         for step in (1, 2, 3):
             run.train()
@@ -528,19 +516,21 @@ def test_classes_are_recorded_and_the_higher_one_wins(tmp_path: Path) -> None:
 
 def spoil_saves(monkeypatch: pytest.MonkeyPatch, root: Path, *sequences: int) -> None:
     """The storage keeps another bit than was written, in the saves of these numbers."""
-    real = save_module._write_image
+    real = save_module.write_files
 
-    def write(store: Any, attempt: Any, image: Any, *rest: Any) -> bytes:
-        digests = real(store, attempt, image, *rest)
-        path = root / attempt.folder / image.file.name
-        if attempt.name.sequence in sequences and path.name.startswith("model"):
-            data = bytearray(path.read_bytes())
-            data[-1] ^= 1
-            os.chmod(path, 0o644)
-            path.write_bytes(bytes(data))
+    def write(*args: Any, **options: Any) -> dict[str, bytes]:
+        digests = real(*args, **options)
+        for path in [root / key for key in digests]:
+            name = layout.parse_attempt(path.parent.name)
+            assert name is not None
+            if name.sequence in sequences and path.name == "model-00000.safetensors":
+                data = bytearray(path.read_bytes())
+                data[-1] ^= 1
+                os.chmod(path, 0o644)
+                path.write_bytes(bytes(data))
         return digests
 
-    monkeypatch.setattr(save_module, "_write_image", write)
+    monkeypatch.setattr(save_module, "write_files", write)
 
 
 def test_an_old_proven_checkpoint_justifies_no_deletion_of_a_newer_one(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from holdfast import SideSaver, StateHooks, Stop, load_weights
-from holdfast.engine import stage
+from holdfast.engine import image
 from holdfast.engine.notes import reject
 from holdfast.errors import (
     MismatchError,
@@ -430,7 +430,7 @@ def test_memory_that_was_not_to_be_had_is_asked_for_again(
     with CheckpointManager(tmp_path, state) as manager:
         manager.save(1).wait()
         with monkeypatch.context() as patched:
-            patched.setattr(stage, "Arena", _no_memory)
+            patched.setattr(image, "Arena", _no_memory)
             state["tree"]["tensor"] = torch.zeros(3)
             with pytest.raises(OutOfMemory):
                 manager.save(2)

@@ -169,6 +169,7 @@ class CheckpointManager:
             self._owner,
             self._emit,
             timeout_s=save_timeout_s,
+            kept=rule.quota(),
             after_commit=self._after_commit,
             on_failure=lambda: exits.hold(self),
         )
@@ -498,10 +499,10 @@ class CheckpointManager:
         captured_s = time.perf_counter() - began
         self._announce_not_saved(captured)
         self._beginning.expect(captured, self._saver.standing, is_rollback=self._is_rollback)
-        staging = time.perf_counter()
+        preparing = time.perf_counter()
         with collector_paused():
-            staged = self._saver.stage(captured)
-        timings = {"capture_s": captured_s, "stage_s": time.perf_counter() - staging}
+            staged = self._saver.prepare(captured)
+        timings = {"capture_s": captured_s, "stage_s": time.perf_counter() - preparing}
         if due.components is None:
             timings |= self._tuning.timings()
         claim = self._owner.claim

@@ -66,13 +66,13 @@ class Loop:
     saved: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        stage = self.manager._saver.stage
+        prepare = self.manager._saver.prepare
 
-        def slow_stage(captured: Any) -> Any:
+        def slow_prepare(captured: Any) -> Any:
             self.clock.now_s += self.stall_s
-            return stage(captured)
+            return prepare(captured)
 
-        self.manager._saver.stage = slow_stage  # type: ignore[method-assign]
+        self.manager._saver.prepare = slow_prepare  # type: ignore[method-assign]
 
     def steps(self, num_steps: int) -> None:
         for _ in range(num_steps):

@@ -13,8 +13,9 @@ import torch
 
 from holdfast import errors
 from holdfast.engine import save as save_module
-from holdfast.engine import stage as stage_module
+from holdfast.engine.stage import Staged, Stager
 from holdfast.manager import CheckpointManager
+from holdfast.state.capture import Captured
 
 WRITER = """
 import sys, torch
@@ -38,11 +39,15 @@ import os, time
 from holdfast.engine import save
 real_commit, held = save.commit, []
 
-def write_image(store, attempt, image, workers, timeout_s):
-    data = bytes(image.arena.memory)
-    store.put(f"{attempt.folder}/{image.file.name}", bytes(len(data)))
-    held.append((os.path.join(store.url, attempt.folder, image.file.name), data))
-    return save.blocks.digest_blocks(data)
+def write_files(store, files, **options):
+    digests = {}
+    for file in files:
+        count = -(-file.content.nbytes // save.layout.BLOCK_NBYTES)
+        data = b"".join(bytes(file.content.block(number, 60)) for number in range(count))
+        store.put(file.key, bytes(len(data)))
+        held.append((os.path.join(store.url, file.key), data))
+        digests[file.key] = save.blocks.digest_blocks(data)
+    return digests
 
 def commit(*args):
     real_commit(*args)
@@ -53,7 +58,7 @@ def commit(*args):
             file.write(data)
     held.clear()
 
-save._write_image, save.commit = write_image, commit
+save.write_files, save.commit = write_files, commit
 """
 
 
@@ -116,9 +121,15 @@ def test_a_hundred_saves_hold_the_state_of_their_call(
     contaminated = save_and_change(ram_path, 100)
     assert contaminated == 0
     # The mutant copies in the background, when the tensors have changed already.
-    late: list[Callable[[], None]] = []
-    copy, write_files = stage_module._copy, save_module._write_files
-    monkeypatch.setattr(stage_module, "_copy", lambda *args: late.append(lambda: copy(*args)))
+    late: list[Callable[[], object]] = []
+    prepare, write_files = Stager.prepare, save_module._write_files
+
+    def prepare_late(stager: Stager, captured: Captured) -> Staged:
+        staged = prepare(stager, captured)
+        late.append(lambda: staged.copying.run_now() or prepare(stager, captured))
+        return staged
+
+    monkeypatch.setattr(Stager, "prepare", prepare_late)
 
     def copy_and_write(*args: Any) -> Any:
         while late:

@@ -1,4 +1,4 @@
-"""Which blocks a load reads, and the tensors that are made of them."""
+"""Which tensors of which files a load wants, and in which blocks they lie."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from holdfast.engine.wanted import Wanted, wanted_by_file
 from holdfast.errors import FormatError
@@ -59,37 +58,6 @@ def test_only_blocks_with_bytes_of_a_tensor_are_read(
 ) -> None:
     found = wanted(*(("U8", (nbytes,), start) for start, nbytes in places))
     assert found.blocks(8) == expected
-
-
-def test_views_have_the_values_dtypes_and_shapes_of_the_file() -> None:
-    """Neighbours, a gap, another dtype, a scalar, nothing at all."""
-    memory = memoryview(bytearray(range(64)))
-    found = wanted(
-        ("I16", (2,), 0),
-        ("I16", (1, 2), 4),
-        ("I16", (), 12),
-        ("U8", (3,), 14),
-        ("U8", (0, 4), 17),
-        ("U8", (2,), 17),
-    )
-    views = found.views(memory)
-    assert [(view.dtype, tuple(view.shape)) for view in views] == [
-        (torch.int16, (2,)),
-        (torch.int16, (1, 2)),
-        (torch.int16, ()),
-        (torch.uint8, (3,)),
-        (torch.uint8, (0, 4)),
-        (torch.uint8, (2,)),
-    ]
-    assert b"".join(view.numpy().tobytes() for view in views) == bytes(
-        [*range(8), 12, 13, 14, 15, 16, 17, 18]
-    )
-
-
-def test_a_tensor_that_is_not_aligned_is_refused() -> None:
-    """R29: other writers may place it anywhere."""
-    with pytest.raises(FormatError, match="'t0' starts at byte 2, not aligned"):
-        wanted(("F32", (1,), 2)).views(memoryview(bytearray(64)))
 
 
 def test_tensors_are_sorted_into_files_in_the_order_in_which_they_are_asked_for() -> None:

@@ -370,7 +370,8 @@ def test_a_second_reader_finds_the_same_run(tmp_path: Path) -> None:
 def written(state: dict[str, Any]) -> dict[str, bytes]:
     """The trees and tensor files that a save of `state` writes, by name."""
     workers = Workers(1, "test")
-    staged = Stager().stage(capture(state), workers, timeout_s=60)
+    staged = Stager().prepare(capture(state))
+    staged.copying.run_now()
     workers.close()
     files = {f"{name}-00000.json": tree for name, tree in staged.trees.items()}
     images = [image for images in staged.images.values() for image in images]

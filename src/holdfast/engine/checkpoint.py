@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from holdfast.engine.catalog import Entry
 from holdfast.engine.parts import parts_of
-from holdfast.engine.save import Phase
+from holdfast.engine.writing import Phase
 from holdfast.errors import DeadlineExceeded, SaveSkipped
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.classes import Due

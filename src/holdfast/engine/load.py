@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from holdfast.engine.stage import Arena
+from holdfast.engine.arena import Arena
 from holdfast.engine.wanted import wanted_by_file
 from holdfast.engine.workers import Workers, gather
 from holdfast.errors import CorruptData, LimitExceeded, NotFound
@@ -127,7 +127,8 @@ def read_tensors(
     gather(jobs, timeout_s=timeout_s, what=f"reading {store.url}/{opened.folder}")
     for file, wanted in by_file.items():
         keys = (spec.key for spec in wanted.specs)
-        result[wanted.component].update(zip(keys, wanted.views(arenas[file].memory), strict=True))
+        views = arenas[file].tensors(wanted.specs, wanted.start, wanted.nbytes)
+        result[wanted.component].update(zip(keys, views, strict=True))
     return result
 
 

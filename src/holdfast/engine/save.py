@@ -6,17 +6,19 @@ The order is invariant 2: every file durable and of its planned size before the 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 from holdfast.engine.claim import Claim, expect_claim
 from holdfast.engine.commit import Attempt, abandon, begin, commit
+from holdfast.engine.image import Image
+from holdfast.engine.links import Links
 from holdfast.engine.process import utc_now
-from holdfast.engine.stage import Image, Staged
+from holdfast.engine.stage import Staged, StagedImage
 from holdfast.engine.workers import Workers, gather
+from holdfast.engine.writing import FileToWrite, Held, Phase, write_files
 from holdfast.errors import HoldfastError, OutcomeUnknown, StoreError
 from holdfast.format import blocks, layout
 from holdfast.format.index import encode_index
@@ -26,7 +28,7 @@ from holdfast.format.manifest import (
     Manifest,
     Timestamp,
 )
-from holdfast.store.base import BlockWriter, Store, WritesBlocks
+from holdfast.store.base import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +51,6 @@ class SaveRequest:
     timings: dict[str, float] = field(default_factory=dict)
 
 
-class Phase:
-    """What a save is doing now, for the errors of those who wait for it."""
-
-    def __init__(self) -> None:
-        self.text = "waiting to start"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
     """Files of an attempt that are durable: their entries and block digests."""
@@ -66,19 +61,21 @@ class Written:
 
 def digest_staged(staged: Staged, workers: Workers, *, timeout_s: float) -> dict[str, bytes]:
     """Block digests of every file that a save of `staged` would write, but the index."""
-    jobs: dict[str, list[Future[bytes]]] = {}
-    for image in _images(staged):
-        jobs[image.file.name] = [
-            workers.submit(partial(blocks.block_digest, image.arena.memory[start:stop]))
-            for start, stop in blocks.split(image.file.nbytes)
-        ]
-    digests: dict[str, bytes] = {}
-    for name, parts in jobs.items():
-        found = gather(parts, timeout_s=timeout_s, what=f"digest of {name}")
-        digests[name] = b"".join(found)
+    digests = {
+        image.file.name: _digest_image(staged, image, workers, timeout_s) for image in staged.files
+    }
     for component, tree in staged.trees.items():
         digests[layout.tree_file(component)] = blocks.digest_blocks(tree)
     return digests
+
+
+def _digest_image(staged: Staged, image: Image, workers: Workers, timeout_s: float) -> bytes:
+    for number in range(len(image.digests)):
+        staged.copying.wait(image, number, timeout_s)
+    unknown = [number for number, digest in enumerate(image.digests) if digest is None]
+    jobs = [workers.submit(partial(image.digest, number)) for number in unknown]
+    gather(jobs, timeout_s=timeout_s, what=f"digest of {image.file.name}")
+    return image.all_digests()
 
 
 def write(
@@ -86,7 +83,9 @@ def write(
     staged: Staged,
     request: SaveRequest,
     *,
+    links: Links,
     workers: Workers,
+    writers: Workers,
     phase: Phase,
     timeout_s: float,
 ) -> tuple[Attempt, Manifest]:
@@ -106,8 +105,9 @@ def write(
     )
     try:
         began = time.perf_counter()
-        written = _write_files(store, attempt, staged, workers, phase, timeout_s)
+        written = _write_files(store, attempt, staged, links, workers, writers, phase, timeout_s)
         request.timings["write_s"] = time.perf_counter() - began
+        request.timings["stage_s"] += staged.copying.now_s
         manifest = _manifest(attempt, staged, request, written)
         phase.text = f"committing {attempt.folder}"
         commit(store, attempt, manifest)
@@ -130,32 +130,27 @@ def _clean_up(store: Store, attempt: Attempt, error: BaseException) -> None:
         error.__context__ = leftover
 
 
-def _images(staged: Staged) -> list[Image]:
-    return [image for images in staged.images.values() for image in images]
-
-
 def _write_files(
     store: Store,
     attempt: Attempt,
     staged: Staged,
+    links: Links,
     workers: Workers,
+    writers: Workers,
     phase: Phase,
     timeout_s: float,
 ) -> Written:
-    digests: dict[str, bytes] = {}
-    nbytes: dict[str, int] = {}
-    for image in _images(staged):
-        name = image.file.name
-        phase.text = f"writing {attempt.folder}/{name}"
-        digests[name] = _write_image(store, attempt, image, workers, timeout_s)
-        nbytes[name] = image.file.nbytes
-    for component, tree in staged.trees.items():
-        name = layout.tree_file(component)
-        phase.text = f"writing {attempt.folder}/{name}"
-        store.put(f"{attempt.folder}/{name}", tree)
-        digests[name], nbytes[name] = blocks.digest_blocks(tree), len(tree)
-    files = {name: [image.file for image in images] for name, images in staged.images.items()}
-    index = encode_index(files, digests)
+    links.begin()
+    files = _files(attempt, staged, links, workers, timeout_s)
+    found = write_files(
+        store, files, workers=workers, writers=writers, phase=phase, timeout_s=timeout_s
+    )
+    digests = {key.rpartition("/")[2]: digest for key, digest in found.items()}
+    for image in staged.files:
+        digests.setdefault(image.file.name, image.all_digests())
+    nbytes = staged.sizes
+    plans = {name: [image.file for image in images] for name, images in staged.images.items()}
+    index = encode_index(plans, digests)
     phase.text = f"writing {attempt.folder}/{layout.INDEX}"
     store.put(f"{attempt.folder}/{layout.INDEX}", index)
     digests[layout.INDEX], nbytes[layout.INDEX] = blocks.digest_blocks(index), len(index)
@@ -168,33 +163,37 @@ def _write_files(
     return Written(entries=entries, digests=digests)
 
 
-def _write_image(
-    store: Store, attempt: Attempt, image: Image, workers: Workers, timeout_s: float
-) -> bytes:
-    """Write one tensor file; returns its block digests, taken from the staged bytes."""
-    key = f"{attempt.folder}/{image.file.name}"
-    memory = image.arena.memory
-    if not isinstance(store, WritesBlocks):
-        store.put(key, memory)
-        return blocks.digest_blocks(memory)
-    writer = store.create(key, image.file.nbytes)
-    try:
-        jobs = [
-            workers.submit(partial(_write_block, writer, start, memory[start:stop]))
-            for start, stop in blocks.split(image.file.nbytes)
-        ]
-        digests = gather(jobs, timeout_s=timeout_s, what=key)
-        writer.finish()
-    except BaseException:
-        writer.abort()
-        raise
-    return b"".join(digests)
+def _files(
+    attempt: Attempt, staged: Staged, links: Links, workers: Workers, timeout_s: float
+) -> Iterator[FileToWrite]:
+    """What is to be written; a file of which not one byte has changed is shared instead."""
+    for component, tree in staged.trees.items():
+        key = f"{attempt.folder}/{layout.tree_file(component)}"
+        yield FileToWrite(key=key, content=Held(tree))
+    for image in staged.files:
+        if not _link_image(attempt, staged, image, links, workers, timeout_s):
+            key = f"{attempt.folder}/{image.file.name}"
+            yield FileToWrite(key=key, content=StagedImage(image, staged.copying))
 
 
-def _write_block(writer: BlockWriter, start: int, data: memoryview) -> bytes:
-    digest = blocks.block_digest(data)
-    writer.write(start, data)
-    return digest
+def _link_image(
+    attempt: Attempt,
+    staged: Staged,
+    image: Image,
+    links: Links,
+    workers: Workers,
+    timeout_s: float,
+) -> bool:
+    name, nbytes = image.file.name, image.file.nbytes
+    if not links.may_have(name, nbytes):
+        return False
+    for number in range(len(image.digests)):
+        staged.copying.wait(image, number, timeout_s)
+        if image.differs:
+            return False
+    digests = _digest_image(staged, image, workers, timeout_s)
+    entry = FileEntry(nbytes=nbytes, digest=blocks.file_digest(nbytes, digests))
+    return links.link(name, attempt.folder, entry, digests)
 
 
 def _check_sizes(store: Store, attempt: Attempt, nbytes: Mapping[str, int]) -> None:

@@ -16,11 +16,13 @@ from functools import partial
 from holdfast.engine.catalog import Catalog, Entry, Marks, with_tags
 from holdfast.engine.checkpoint import PendingSave, describe
 from holdfast.engine.commit import check_fence
+from holdfast.engine.links import Links
 from holdfast.engine.notes import annotate
 from holdfast.engine.owner import Ownership
 from holdfast.engine.save import SaveRequest, digest_staged, write
 from holdfast.engine.stage import Staged, Stager
 from holdfast.engine.workers import Workers
+from holdfast.engine.writing import NUM_WRITERS
 from holdfast.errors import DeadlineExceeded, OutcomeUnknown, OwnershipError, SaveFailed
 from holdfast.events import Emitter
 from holdfast.format import blocks, layout
@@ -42,6 +44,7 @@ class Saver:
         emit: Emitter,
         *,
         timeout_s: float,
+        kept: int | None,
         after_commit: Callable[[Entry], None],
         on_failure: Callable[[], None],
     ) -> None:
@@ -52,25 +55,36 @@ class Saver:
         self._on_failure = on_failure
         self._background = Workers(1, "holdfast-save")
         self._stager = Stager()
+        self._links = Links(store, kept=kept, failed=partial(emit, "warning"))
         self._job: Future[None] | None = None
         self.workers = Workers(min(os.cpu_count() or 1, 4), "holdfast-io")
-        """Threads for digests, reads and writes of blocks."""
+        """Threads for copies, digests and reads of blocks."""
+        self._writers = Workers(NUM_WRITERS, "holdfast-write")
         self.timeout_s = timeout_s
         self.pending: PendingSave | None = None
         self.standing: Entry | None = None
 
-    def stage(self, captured: Captured) -> Staged:
-        """Copy the captured state into the arenas. No save may be under way."""
-        return self._stager.stage(captured, self.workers, timeout_s=self.timeout_s)
+    def prepare(self, captured: Captured) -> Staged:
+        """Make room for the captured state. No save may be under way."""
+        return self._stager.prepare(captured)
 
     def start(self, staged: Staged, request: SaveRequest, due: Due) -> PendingSave:
-        """Hand a staged state to the background."""
+        """Copy the state, while the background begins to write what is there."""
         self.workers.start()
+        self._writers.start()
         pending = PendingSave(request.timestamp.step, due, timeout_s=self.timeout_s)
         self.pending = pending
+        self._job = self._background.submit(partial(self._run, pending, staged, request))
+        try:
+            staged.copying.run_now()
+        except BaseException as error:
+            pending.staged.set_exception(error)
+            pending.delivered = True
+            raise
+        if not staged.copying.copied.done():
+            self.workers.submit(staged.copying.run_later)
         pending.staged.set_result(None)
         self._emit("staged", f"staged step {pending.step}", step=pending.step, nbytes=staged.nbytes)
-        self._job = self._background.submit(partial(self._run, pending, staged, request))
         return pending
 
     def later(self, job: Callable[[], None]) -> None:
@@ -121,6 +135,7 @@ class Saver:
             self._owner.is_clean = False
         self._background.close()
         self.workers.close()
+        self._writers.close()
 
     def _run(self, pending: PendingSave, staged: Staged, request: SaveRequest) -> None:
         began = time.perf_counter()
@@ -128,8 +143,11 @@ class Saver:
         self._emit("save_started", f"saving step {step}", step=step)
         try:
             entry = self._unchanged(staged, request) or self._write(pending, staged, request)
+            self._stager.committed(staged)
         except BaseException as error:  # noqa: BLE001 - the future carries it to the caller
             failure = as_failure(error, step)
+            for image in staged.files:
+                image.doubt()
             self._emit("save_failed", str(failure), step=step)
             pending.committed.set_exception(failure)
             self._on_failure()
@@ -154,13 +172,16 @@ class Saver:
                 self._store,
                 staged,
                 request,
+                links=self._links,
                 workers=self.workers,
+                writers=self._writers,
                 phase=pending.phase,
                 timeout_s=self.timeout_s,
             )
         except (OutcomeUnknown, DeadlineExceeded):
             self._owner.is_clean = False
             raise
+        self._links.committed(attempt.folder, manifest)
         # What the run went on from stays until there is something newer to go on from.
         is_good = not (manifest.left_out or manifest.unhealthy)
         self._owner.has_committed = self._owner.has_committed or is_good

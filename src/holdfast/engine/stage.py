@@ -1,133 +1,49 @@
 """Staging: one consistent host copy of the state, in memory laid out as the files will be.
 
-An arena is the image of one tensor file: header first, then every tensor in its place. It is
-kept between saves while the structure of the state is the same, so that later saves copy into
-memory that is already there.
+The images are kept between saves while the structure of the state is the same, so that later
+saves copy into memory that is already there, and only what has changed.
 """
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 
-import numpy as np
 import torch
+from torch import Tensor
 
-from holdfast.engine.workers import Workers, gather
-from holdfast.errors import FormatError, OutOfMemory
+from holdfast.engine.copying import Copying, Piece, pieces_of
+from holdfast.engine.grouping import Grouping
+from holdfast.engine.image import Image
 from holdfast.format.layout import tree_file
-from holdfast.format.tensors import TensorFile, TensorSpec, lay_out
+from holdfast.format.tensors import TensorSpec, lay_out
 from holdfast.state.capture import Captured, CapturedComponent
-from holdfast.state.dtypes import TORCH_DTYPES
 
-LARGE_NBYTES = 1 << 20
-"""Tensors of this size and more are copied by the workers."""
-PIECE_NBYTES = 16 << 20
-"""What one worker copies at a time."""
-
-
-class Arena:
-    """Page-aligned private memory that forked children do not inherit."""
-
-    def __init__(self, nbytes: int) -> None:
-        """Take the memory.
-
-        Raises:
-            OutOfMemory: the system refuses.
-        """
-        self.nbytes = nbytes
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        try:
-            self._map = mmap.mmap(-1, max(nbytes, 1), flags=flags)
-        except (OSError, OverflowError) as error:
-            raise OutOfMemory(f"{nbytes} bytes of memory are not to be had: {error}") from error
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            if hasattr(mmap, advice):
-                _advise(self._map, getattr(mmap, advice))
-        self.memory = memoryview(self._map)[:nbytes]
-
-    def tensors(self, specs: Sequence[TensorSpec], starts: Sequence[int]) -> list[torch.Tensor]:
-        """Views of the arena with the specs' dtypes and shapes, at the given bytes.
-
-        They keep the memory alive.
-
-        Raises:
-            FormatError: a start is not a multiple of its item size; in our own files it always
-                is, because data starts on a page and items come in descending size.
-        """
-        with torch.inference_mode(False):
-            return self._tensors(specs, starts)
-
-    def _tensors(self, specs: Sequence[TensorSpec], starts: Sequence[int]) -> list[torch.Tensor]:
-        base = torch.frombuffer(self._map, dtype=torch.uint8)
-        views: list[torch.Tensor] = []
-        for run in _runs(specs, starts):
-            views += self._split(base, specs[run.start : run.stop], starts[run.start])
-        return views
-
-    def _split(
-        self, base: torch.Tensor, specs: Sequence[TensorSpec], start: int
-    ) -> list[torch.Tensor]:
-        """Views of tensors of one dtype that lie one after the other; one call for all of them."""
-        dtype = TORCH_DTYPES[specs[0].dtype]
-        if start % dtype.itemsize:
-            raise FormatError(f"tensor {specs[0].key!r} starts at byte {start}, not aligned")
-        sizes = [spec.nbytes // dtype.itemsize for spec in specs]
-        whole = base[start : start + sum(sizes) * dtype.itemsize].view(dtype)
-        pieces = whole.split_with_sizes(sizes)
-        return [
-            piece if len(spec.shape) == 1 else piece.view(spec.shape)
-            for piece, spec in zip(pieces, specs, strict=True)
-        ]
-
-
-def _runs(specs: Sequence[TensorSpec], starts: Sequence[int]) -> list[range]:
-    """Positions of neighbours that have one dtype and no gap between them."""
-    runs: list[range] = []
-    first, expected = 0, 0
-    for position, (spec, start) in enumerate(zip(specs, starts, strict=True)):
-        follows = start == expected and spec.dtype == specs[first].dtype
-        if position and not follows:
-            runs.append(range(first, position))
-            first = position
-        expected = start + spec.nbytes
-    if specs:
-        runs.append(range(first, len(specs)))
-    return runs
-
-
-def _advise(memory: mmap.mmap, advice: int) -> None:
-    try:
-        memory.madvise(advice)
-    except OSError:
-        # Only advice: a kernel without it keeps ordinary pages and copies on fork.
-        return
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Image:
-    """One tensor file with its memory and a view for each tensor, in file order."""
-
-    file: TensorFile
-    arena: Arena
-    views: tuple[torch.Tensor, ...]
+Path = tuple[str, str]
+"""Component and key of a tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """The host copy of one state: images of the tensor files, and the trees as bytes."""
+    """The host copy of one state: images of the tensor files, and the trees as bytes.
+
+    A block is there when `copying` says so.
+    """
 
     images: Mapping[str, tuple[Image, ...]]
     trees: Mapping[str, bytes]
     kinds: Mapping[str, str]
+    copying: Copying
+
+    @property
+    def files(self) -> list[Image]:
+        """The images of all components."""
+        return [image for images in self.images.values() for image in images]
 
     @property
     def sizes(self) -> dict[str, int]:
         """Bytes of each file but the index."""
-        tensors = {i.file.name: i.file.nbytes for images in self.images.values() for i in images}
+        tensors = {image.file.name: image.file.nbytes for image in self.files}
         return tensors | {tree_file(name): len(tree) for name, tree in self.trees.items()}
 
     @property
@@ -136,88 +52,93 @@ class Staged:
         return sum(self.sizes.values())
 
 
+class StagedImage:
+    """An image as the content of a file that is written while it is staged."""
+
+    def __init__(self, image: Image, copying: Copying) -> None:
+        self._image = image
+        self._copying = copying
+
+    @property
+    def nbytes(self) -> int:
+        """See `Content.nbytes`."""
+        return self._image.file.nbytes
+
+    def block(self, number: int, timeout_s: float) -> memoryview:
+        """See `Content.block`."""
+        self._copying.wait(self._image, number, timeout_s)
+        return self._image.block(number)
+
+    def digest(self, number: int) -> bytes:
+        """See `Content.digest`."""
+        return self._image.digest(number)
+
+    def written(self, number: int) -> None:
+        """See `Content.written`; the memory stays."""
+
+
 class Stager:
-    """Copies captured states into arenas that it keeps. Not thread-safe; one copy at a time."""
+    """Copies captured states into images that it keeps. Not thread-safe; one state at a time."""
 
     def __init__(self) -> None:
         self._specs: dict[str, tuple[TensorSpec, ...]] = {}
+        self._groups: dict[str, Grouping] = {}
         self._images: dict[str, tuple[Image, ...]] = {}
 
-    def stage(self, captured: Captured, workers: Workers, *, timeout_s: float) -> Staged:
-        """A copy of the state as it is now. The arenas are overwritten by the next call.
+    def prepare(self, captured: Captured, *, overlapped: Collection[Path] = ()) -> Staged:
+        """Where the state goes; what is small is copied now, and `copying` does the rest.
 
-        Those of components that are not in it are kept, for a save that has them again.
+        The images are overwritten by the next call. Those of components that are not in it are
+        kept, for a save that has them again. Tensors in `overlapped` are copied by
+        `Copying.run_later`, the others by `Copying.run_now`.
 
         Raises:
-            DeadlineExceeded: the copy was not done in time.
+            OutOfMemory: there is no memory for a structure that is new.
         """
         components = captured.components
         for component in components.values():
             self._fit(component)
-        for name, component in components.items():
-            _copy(self._images[name], component.tensors, workers, timeout_s)
+        now: list[Piece] = []
+        later: list[Piece] = []
+        with torch.inference_mode(False), torch.no_grad():
+            for name, component in components.items():
+                for image in self._images[name]:
+                    image.overwrite_small(component.tensors)
+                    for position in image.large:
+                        key = image.file.specs[position].key
+                        pieces = later if (name, key) in overlapped else now
+                        pieces += pieces_of(image, position, component.tensors[key])
         return Staged(
             images={name: self._images[name] for name in components},
             trees={name: component.tree for name, component in components.items()},
             kinds={name: component.kind for name, component in components.items()},
+            copying=Copying(now, later, [*_tensors(captured)]),
         )
+
+    def committed(self, staged: Staged) -> None:
+        """Learn from a save that was committed which tensors change from one to the next."""
+        for name, images in staged.images.items():
+            changed = [image.committed() for image in images]
+            if None not in changed:
+                self._groups[name].observe({key for keys in changed for key in keys or ()})
 
     def _fit(self, component: CapturedComponent) -> None:
-        """Make arenas for a component whose structure is new."""
-        if self._specs.get(component.name) == component.specs:
+        """Make images for a component whose structure, or whose grouping, is new."""
+        name, specs = component.name, component.specs
+        if self._specs.get(name) != specs:
+            self._groups[name] = Grouping(specs)
+        elif not self._groups[name].has_moved:
             return
-        self._images.pop(component.name, None)
-        self._specs.pop(component.name, None)  # there may be no memory for new ones
-        self._images[component.name] = tuple(
-            _new_image(file) for file in lay_out(component.name, component.specs)
+        self._images.pop(name, None)
+        self._specs.pop(name, None)  # there may be no memory for new ones
+        apart = self._groups[name].settle()
+        self._images[name] = tuple(
+            Image(file, is_apart=file.specs[0].key in apart)
+            for file in lay_out(name, specs, apart=apart)
         )
-        self._specs[component.name] = component.specs
+        self._specs[name] = specs
 
 
-def _new_image(file: TensorFile) -> Image:
-    arena = Arena(file.nbytes)
-    arena.memory[: len(file.header)] = file.header
-    return Image(file=file, arena=arena, views=tuple(arena.tensors(file.specs, file.starts)))
-
-
-def _copy(
-    images: Sequence[Image],
-    tensors: Mapping[str, torch.Tensor],
-    workers: Workers,
-    timeout_s: float,
-) -> None:
-    """Copy every tensor to its place: large ones in pieces on the workers, the rest in one call.
-
-    torch's own parallel copy waits at barriers, for threads that a busy machine has taken away.
-    """
-    jobs: list[Future[None]] = []
-    with torch.inference_mode(False), torch.no_grad():
-        for image in images:
-            small: list[tuple[torch.Tensor, torch.Tensor]] = []
-            for spec, start, view in zip(
-                image.file.specs, image.file.starts, image.views, strict=True
-            ):
-                source = tensors[spec.key]
-                if _is_plain_and_large(source):
-                    place = image.arena.memory[start : start + spec.nbytes]
-                    jobs += [workers.submit(job) for job in _pieces(place, source)]
-                else:
-                    small.append((view, source))
-            if small:
-                views, sources = zip(*small, strict=True)
-                torch._foreach_copy_(list(views), list(sources))
-    gather(jobs, timeout_s=timeout_s, what="staging")
-
-
-def _is_plain_and_large(source: torch.Tensor) -> bool:
-    is_large = source.numel() * source.element_size() >= LARGE_NBYTES
-    return is_large and source.device.type == "cpu" and source.is_contiguous()
-
-
-def _pieces(place: memoryview, source: torch.Tensor) -> Iterator[Callable[[], None]]:
-    """Jobs that copy the bytes of a contiguous tensor."""
-    target = np.frombuffer(place, dtype=np.uint8)
-    data = source.reshape(-1).view(torch.uint8).numpy()
-    for start in range(0, len(data), PIECE_NBYTES):
-        piece = slice(start, start + PIECE_NBYTES)
-        yield partial(np.copyto, target[piece], data[piece])
+def _tensors(captured: Captured) -> Iterator[Tensor]:
+    for component in captured.components.values():
+        yield from component.tensors.values()

@@ -1,4 +1,4 @@
-"""What a load wants of the tensor files: which blocks, and the tensors that lie in them.
+"""What a load wants of the tensor files: which tensors, and in which blocks they lie.
 
 Worked out on the columns of the index, in a few passes for however many tensors.
 """
@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
-import torch
 
 from holdfast.errors import FormatError
 from holdfast.format.index import Column, Index
 from holdfast.format.tensors import TensorSpec
-from holdfast.state.dtypes import TORCH_DTYPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,42 +33,6 @@ class Wanted:
         np.add.at(edges, first, 1)
         np.add.at(edges, last + 1, -1)
         return np.flatnonzero(np.cumsum(edges)).tolist()  # type: ignore[no-any-return]
-
-    def views(self, memory: memoryview) -> list[torch.Tensor]:
-        """The tensors in `memory`, which has the bytes of the file; they keep it alive.
-
-        Raises:
-            FormatError: a start is not a multiple of its item size; in our own files it always
-                is, because data starts on a page and items come in descending size.
-        """
-        with torch.inference_mode(False):
-            base = torch.frombuffer(memory, dtype=torch.uint8)
-            edges = [0, *(np.flatnonzero(self._begins_run()) + 1).tolist(), len(self.specs)]
-            runs = pairwise(edges)
-            return [view for first, stop in runs for view in self._split(base, first, stop)]
-
-    def _begins_run(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """For each but the first: a gap before it, or another dtype than the one before."""
-        begins = self.start[1:] != (self.start + self.nbytes)[:-1]
-        dtypes = [spec.dtype for spec in self.specs]
-        if len({*dtypes}) > 1:
-            numbers = {dtype: number for number, dtype in enumerate({*dtypes})}
-            column = np.fromiter(map(numbers.__getitem__, dtypes), np.int64, len(dtypes))
-            begins |= column[1:] != column[:-1]
-        return begins
-
-    def _split(self, base: torch.Tensor, first: int, stop: int) -> list[torch.Tensor]:
-        """Views of neighbours of one dtype; one call for all of them."""
-        specs, start, nbytes = self.specs[first:stop], int(self.start[first]), self.nbytes
-        dtype = TORCH_DTYPES[specs[0].dtype]
-        if start % dtype.itemsize:
-            raise FormatError(f"tensor {specs[0].key!r} starts at byte {start}, not aligned")
-        whole = base[start : start + int(nbytes[first:stop].sum())].view(dtype)
-        pieces = whole.split_with_sizes((nbytes[first:stop] // dtype.itemsize).tolist())
-        return [
-            piece if len(spec.shape) == 1 else piece.view(spec.shape)
-            for piece, spec in zip(pieces, specs, strict=True)
-        ]
 
 
 def wanted_by_file(index: Index, needed: Mapping[str, Iterable[str]]) -> dict[str, Wanted]:

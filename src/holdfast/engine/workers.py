@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -86,14 +86,19 @@ def gather(futures: Sequence[Future[T]], *, timeout_s: float, what: str) -> list
     """
     done, running = wait(futures, timeout=timeout_s, return_when=FIRST_EXCEPTION)
     failed = next((future for future in futures if future in done and future.exception()), None)
-    for future in running:
-        future.cancel()
-    wait(running, timeout=timeout_s)
+    cancel(running, timeout_s=timeout_s)
     if failed is not None:
         raise_from(failed)
     if running:
         raise DeadlineExceeded(f"{what}: not done after {timeout_s:.0f} s")
     return [future.result() for future in futures]
+
+
+def cancel(futures: Collection[Future[Any]], *, timeout_s: float) -> None:
+    """Begin none of these any more, and wait `timeout_s` seconds for those that run."""
+    for future in futures:
+        future.cancel()
+    wait(futures, timeout=timeout_s)
 
 
 def raise_from(failed: Future[Any]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -91,18 +91,24 @@ class _HeaderEntry(msgspec.Struct, frozen=True, gc=False):
     data_offsets: tuple[int, int]
 
 
-def lay_out(component: str, specs: Sequence[TensorSpec]) -> list[TensorFile]:
+def lay_out(
+    component: str, specs: Sequence[TensorSpec], *, apart: Collection[str] = ()
+) -> list[TensorFile]:
     """Plan the tensor files of a component: order, places and headers.
+
+    Tensors whose keys are in `apart` get files of their own, after the others.
 
     Raises:
         UsageError: a key that no header can hold, or that appears twice.
     """
     if len({spec.key for spec in specs}) != len(specs):
         raise UsageError(f"component {component!r}: two tensors have the same key")
-    ordered = sorted(specs, key=lambda spec: -ITEM_NBYTES[spec.dtype])
     files: list[TensorFile] = []
-    for group in _groups(ordered):
-        files += _files(component, group, first_number=len(files))
+    for is_apart in (False, True):
+        chosen = [spec for spec in specs if (spec.key in apart) == is_apart]
+        chosen.sort(key=lambda spec: -ITEM_NBYTES[spec.dtype])
+        for group in _groups(chosen):
+            files += _files(component, group, first_number=len(files))
     return files
 
 

@@ -143,6 +143,18 @@ class WritesBlocks(Protocol):
 
 
 @runtime_checkable
+class LinksFiles(Protocol):
+    """Stores in which one object can have two keys, and lives until both are deleted."""
+
+    def link(self, source: str, key: str) -> bool:
+        """Give a finished object a second key, durably; the key must be new (`AlreadyExists`).
+
+        False, and nothing done, when there is no `source` or it cannot have another name.
+        """
+        ...
+
+
+@runtime_checkable
 class Points(Protocol):
     """Stores that can hold a pointer for people."""
 

@@ -189,6 +189,25 @@ class LocalStore:
                 undo.pop_all()
             return writer
 
+    def link(self, source: str, key: str) -> bool:
+        """See `LinksFiles.link`: a hard link."""
+        (source_folder, source_name), (folder, name) = _split(source), _split(key)
+        report = Reporting("link", self._path(key))
+        with report, self._opened(folder) as folder_fd:
+            self._check_folder_syncs(folder_fd)
+            try:
+                with self._opened(source_folder) as source_fd:
+                    localfiles.link_file(source_fd, source_name, folder_fd, name)
+            except FileNotFoundError:
+                return False
+            except OSError as err:
+                if err.errno in localfiles.NO_LINKS:
+                    return False
+                raise
+            report.effect = "done"
+            sync_folder_fd(folder_fd)
+        return True
+
     def point(self, name: str, target: str) -> None:
         """See `Points.point`. A relative symbolic link, or a text file where there are none."""
         check_key(name)

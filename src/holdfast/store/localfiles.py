@@ -29,7 +29,7 @@ _READ = os.O_RDONLY | _NOFOLLOW | getattr(os, "O_NONBLOCK", 0) | _CLOEXEC
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _CLOEXEC
 _UNNAMED = os.O_WRONLY | getattr(os, "O_TMPFILE", 0) | _CLOEXEC
 _NO_UNNAMED = UNSUPPORTED | {errno.EISDIR}
-NO_LINKS = UNSUPPORTED | {errno.EPERM, errno.EACCES, errno.EMLINK}
+NO_LINKS = UNSUPPORTED | {errno.EPERM, errno.EACCES, errno.EMLINK, errno.EXDEV}
 """How a file system says that a file cannot have a link."""
 _OWN_FDS = "/proc/self/fd"
 
@@ -63,6 +63,20 @@ def regular_nbytes(found: os.stat_result, *, what: str) -> int:
     if stat.S_ISLNK(found.st_mode):
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), what)
     raise StoreError(f"{what}: not a regular file ({stat.filemode(found.st_mode)})")
+
+
+def link_file(source_fd: int, source: str, folder_fd: int, name: str) -> None:
+    """Give a regular file of one folder a new name in another.
+
+    Raises:
+        FileExistsError: the name is taken.
+        FileNotFoundError: there is no such file, or it is something else than a file.
+    """
+    os.link(source, name, src_dir_fd=source_fd, dst_dir_fd=folder_fd, follow_symlinks=False)
+    # Looked at under the new name, which nobody else gives to something else.
+    if not stat.S_ISREG(os.stat(name, dir_fd=folder_fd, follow_symlinks=False).st_mode):
+        os.unlink(name, dir_fd=folder_fd)
+        raise FileNotFoundError(errno.ENOENT, "not a regular file", source)
 
 
 def flat(data: Buffer) -> memoryview:

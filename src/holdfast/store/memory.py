@@ -109,6 +109,17 @@ class MemoryStore:
             self._objects[key] = content
         return _MemoryBlockWriter(self, key, content)
 
+    def link(self, source: str, key: str) -> bool:
+        """See `LinksFiles.link`."""
+        check_key(source)
+        check_key(key)
+        with self._lock:
+            if key in self._objects:
+                raise AlreadyExists(f"link {self._path(key)}: the key is taken")
+            if source in self._objects:
+                self._objects[key] = self._objects[source]
+            return source in self._objects
+
     def _path(self, key: str) -> str:
         return f"{self.url}/{key}"
 

@@ -31,6 +31,7 @@ from holdfast.store.base import (
     Buffer,
     Folders,
     FreeSpace,
+    LinksFiles,
     ObjectInfo,
     Points,
     ReadsInto,
@@ -58,6 +59,7 @@ OpName = Literal[
     "write",
     "finish",
     "abort",
+    "link",
     "point",
     "free_space",
 ]
@@ -297,6 +299,12 @@ class _FaultyWritesBlocks(FaultyStore):
         return _FaultyBlockWriter(self, key, cast(BlockWriter, writer))
 
 
+class _FaultyLinksFiles(FaultyStore):
+    def link(self, source: str, key: str) -> bool:
+        """See `LinksFiles.link`."""
+        return self._do("link", key, lambda: cast(bool, self.inner.link(source, key)))
+
+
 class _FaultyPoints(FaultyStore):
     def point(self, name: str, target: str) -> None:
         """See `Points.point`."""
@@ -334,6 +342,7 @@ _MIXINS: tuple[tuple[Any, type[FaultyStore]], ...] = (
     (Folders, _FaultyFolders),
     (ReadsInto, _FaultyReadsInto),
     (WritesBlocks, _FaultyWritesBlocks),
+    (LinksFiles, _FaultyLinksFiles),
     (Points, _FaultyPoints),
     (TellsSpace, _FaultyTellsSpace),
 )

@@ -1,0 +1,121 @@
+"""Files of the checkpoint before that a new one can share (docs/decisions/0014)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from holdfast.engine.catalog import Catalog
+from holdfast.errors import HoldfastError, StoreError
+from holdfast.format import blocks
+from holdfast.format.layout import BLOCK_NBYTES
+from holdfast.format.manifest import FileEntry, Manifest
+from holdfast.store.base import LinksFiles, ReadsInto, Store
+
+MAX_SHARING = 8
+"""An unchanged file is written in full every so many saves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Origin:
+    """A committed file: where it is, and how many checkpoints before shared it."""
+
+    folder: str
+    entry: FileEntry
+    age: int
+    is_verified: bool
+
+
+class Links:
+    """Remembers the files of the newest commits, by name. Not thread-safe."""
+
+    def __init__(self, store: Store, *, kept: int | None, failed: Callable[[str], None]) -> None:
+        """`kept` is how many checkpoints stay at most; None: any number."""
+        self._store = store
+        self._sharing = MAX_SHARING if kept is None else min(MAX_SHARING, kept - 1)
+        self._failed = failed
+        self._origins: dict[str, _Origin] = {}
+        self._linked: dict[str, _Origin] = {}
+
+    def may_have(self, name: str, nbytes: int) -> bool:
+        """Whether a file of this name and length could be shared, if the bytes are the same."""
+        origin = self._origins.get(name)
+        return (
+            isinstance(self._store, LinksFiles)
+            and origin is not None
+            and origin.entry.nbytes == nbytes
+            and origin.age + 1 < self._sharing
+        )
+
+    def link(self, name: str, folder: str, entry: FileEntry, digests: bytes) -> bool:
+        """Make `folder/name` a second name of the file before, if that is the same and sound.
+
+        Otherwise the file has to be written, and nothing is left of it.
+
+        Raises:
+            StoreError: what was begun did not become durable.
+        """
+        origin = self._origins.get(name)
+        if origin is None or origin.entry != entry or not self._is_standing(origin):
+            return False
+        # A rule may keep fewer than it could; those that are there must not all share one file.
+        if origin.age + 1 >= len(Catalog(self._store).attempts()) - 1:
+            return False
+        if not origin.is_verified:
+            if not self._is_sound(f"{origin.folder}/{name}", entry.nbytes, digests):
+                del self._origins[name]
+                return False
+            origin = self._origins[name] = replace(origin, is_verified=True)
+        assert isinstance(self._store, LinksFiles)
+        if not self._store.link(f"{origin.folder}/{name}", f"{folder}/{name}"):
+            return False
+        self._linked[name] = replace(origin, folder=folder, age=origin.age + 1)
+        return True
+
+    def begin(self) -> None:
+        """A save begins."""
+        self._linked.clear()
+
+    def committed(self, folder: str, manifest: Manifest) -> None:
+        """A save was committed: its files are what the next one may share."""
+        for name, entry in manifest.files.items():
+            written = _Origin(folder=folder, entry=entry, age=0, is_verified=False)
+            self._origins[name] = self._linked.get(name, written)
+        self._linked.clear()
+
+    def _is_standing(self, origin: _Origin) -> bool:
+        """Whether the checkpoint is still there and nobody found fault with it."""
+        catalog = Catalog(self._store)
+        try:
+            marks, register = catalog.marks(origin.folder), catalog.read(origin.folder)
+        except HoldfastError:
+            return False
+        return isinstance(register, Manifest) and not (marks.rejected or marks.retired)
+
+    def _is_sound(self, key: str, nbytes: int, digests: bytes) -> bool:
+        """Read the file that would be shared, against the digests of the staged bytes."""
+        buffer = memoryview(bytearray(min(nbytes, BLOCK_NBYTES)))
+        for number, (start, stop) in enumerate(blocks.split(nbytes)):
+            piece = buffer[: stop - start]
+            expected = digests[32 * number : 32 * (number + 1)]
+            try:
+                _read(self._store, key, start, piece)
+            except StoreError as error:
+                self._failed(
+                    f"{self._store.url}/{key} cannot be read, and is written anew: {error}"
+                )
+                return False
+            if blocks.block_digest(piece) != expected:
+                self._failed(
+                    f"{self._store.url}/{key}: block {number} is not what was written; the file "
+                    "is written anew. That checkpoint is damaged"
+                )
+                return False
+        return True
+
+
+def _read(store: Store, key: str, start: int, buffer: memoryview) -> None:
+    if isinstance(store, ReadsInto):
+        store.read_into(key, start, buffer)
+    else:
+        buffer[:] = store.get(key, start, len(buffer))
