@@ -514,7 +514,7 @@ def _refill_dict(target: dict[Any, Any], items: dict[Any, Any]) -> None:
         target[key] = value
 
 
-def _refill_list(target: list[Any], values: list[Any]) -> None:
+def _refill_list(target: list[Any], values: Sequence[Any]) -> None:
     target[:] = values
 
 
