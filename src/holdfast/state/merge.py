@@ -330,7 +330,8 @@ class Merge:
     def _fill_items(self, live: Any, target: Any, stored: Any, place: Place) -> None:
         if isinstance(stored, dict):
             there = live if isinstance(live, dict) else {}
-            here = [_peek(there, key) for key in stored]
+            # A defaultdict or Counter must not gain an entry, or answer 0, by being asked.
+            here = [*map(dict.get, repeat(there), stored)]
             values = self._plain_tensors(here, [*stored.values()], place) or [
                 self.merge(known, value, place)
                 for known, value in zip(here, stored.values(), strict=True)
@@ -501,11 +502,6 @@ def _values(of: Mapping[str, _T], keys: Sequence[str]) -> Iterable[_T]:
 
 def _require_grad(tensor: Tensor) -> None:
     tensor.requires_grad_()
-
-
-def _peek(container: dict[Any, Any], key: Any) -> Any:
-    # A defaultdict or Counter must not gain an entry, or answer 0, by being asked.
-    return dict.get(container, key)
 
 
 def _refill_dict(target: dict[Any, Any], items: dict[Any, Any]) -> None:
