@@ -12,6 +12,7 @@ from torch import nn
 from holdfast.events import Event
 from holdfast.manager import CheckpointManager
 from holdfast.store.base import Store
+from holdfast.store.memory import MemoryStore
 
 
 @dataclass
@@ -79,3 +80,20 @@ class Recorder:
     def of(self, kind: str) -> list[Event]:
         """Events of one kind, oldest first."""
         return [event for event in self.events if event.kind == kind]
+
+
+class ReadsNoted(MemoryStore):
+    """Notes the keys of everything that is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: list[str] = []
+
+    def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        self.keys.append(key)
+        return super().get(key, start, nbytes)
+
+    def manifests(self) -> list[str]:
+        """Folders whose manifest was read since the last call, each time that it was."""
+        keys, self.keys = self.keys, []
+        return [key.split("/")[0] for key in keys if key.endswith("/manifest.json")]

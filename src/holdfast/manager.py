@@ -322,6 +322,7 @@ class CheckpointManager:
 
     # Loading
 
+    @collector_paused()
     def resume(
         self, which: str | int = "latest", *, unhealthy: Unhealthy = "avoid"
     ) -> Checkpoint | None:
@@ -344,8 +345,7 @@ class CheckpointManager:
         reader = self._reader()
         options = LoadOptions(edit=self._hooks.edit_load)
         search = Search(reader, which, options=options, unhealthy=unhealthy)
-        with collector_paused():
-            self._owner.take(search)
+        self._owner.take(search)
         found = search.found
         search.announce(self._emit, reject=self._housekeeper.reject)
         self._saver.later(self._after_claim)
@@ -367,6 +367,7 @@ class CheckpointManager:
             notes=self._notes(found),
         )
 
+    @collector_paused()
     def load(
         self,
         which: str | int = "latest",
@@ -407,8 +408,7 @@ class CheckpointManager:
         )
         reader = self._reader()
         reader.keeps = not self.is_owner
-        with collector_paused():
-            found = reader.named(which, options)
+        found = reader.named(which, options)
         is_rollback = which != "latest"
         if options.is_full and self.is_owner:
             self._owner.take(Settled(found.entry, is_rollback=is_rollback))
@@ -654,8 +654,7 @@ class CheckpointManager:
 
     def _apply(self, found: Candidate, *, is_rollback: bool) -> None:
         try:
-            with collector_paused():
-                found.prepared.apply(found.tensors)
+            found.prepared.apply(found.tensors)
         except (FormatError, MismatchError):
             raise  # found before anything was changed
         except BaseException as error:

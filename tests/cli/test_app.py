@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +117,13 @@ def test_an_unknown_kind_of_place_is_a_wrong_call(holdfast: Command) -> None:
         assert result.err.startswith("holdfast: root ")
 
 
-def in_a_process(*arguments: object, code: str = "") -> subprocess.CompletedProcess[str]:
+def in_a_process(
+    *arguments: object, code: str = "", heavy: Sequence[str] = ("torch", "matplotlib")
+) -> subprocess.CompletedProcess[str]:
     """Run the command line in a process of its own; says at the end what it imported."""
     script = (
         "import atexit, sys\n"
-        "heavy = {'torch', 'matplotlib'}\n"
+        f"heavy = {set(heavy)!r}\n"
         "atexit.register(lambda: print('imported', *sorted(heavy & set(sys.modules)),"
         " file=sys.stderr))\n"
         f"sys.argv = {['holdfast', *map(str, arguments)]!r}\n"
@@ -149,6 +151,25 @@ def test_no_command_pays_for_torch(root: Path, arguments: list[str]) -> None:
     done = in_a_process(*[root if item == "ROOT" else item for item in arguments])
     assert (done.returncode, done.stderr.strip()) == (0, "imported")
     assert done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["ls", "ROOT"],
+        ["gc", "ROOT"],
+        ["pin", "ROOT@latest"],
+        ["prune", "ROOT", "--keep", "last:1", "--dry-run"],
+    ],
+)
+def test_what_reads_small_documents_only_does_not_pay_for_numpy(
+    root: Path, arguments: list[str]
+) -> None:
+    """It takes longer to import than a thousand manifests take to read."""
+    given = [item.replace("ROOT", str(root)) for item in arguments]
+    done = in_a_process(*given, heavy=("torch", "numpy"))
+    assert (done.returncode, done.stderr.strip()) == (0, "imported")
 
 
 def test_the_package_can_be_run_as_a_module(root: Path) -> None:

@@ -343,3 +343,47 @@ def test_dtypes_of_index_and_layout_are_the_same() -> None:
         *("U16", "I16", "F16", "BF16", "U32", "I32", "F32", "C32"),
         *("U64", "I64", "F64", "C64", "C128"),
     }
+
+
+@pytest.mark.parametrize(
+    ("starts", "message"),
+    [
+        ([4096, 4100], "overlap at byte 4,100"),
+        ([4096, 4095], "overlap at byte 4,095"),
+        ([4096, 2**63 - 1], "behind the end"),
+        ([4096, 2**63 - 60], "behind the end"),
+        ([2**63 - 1, 2**63 - 1], "behind the end"),
+    ],
+)
+def test_places_are_checked_without_their_sums_leaving_64_bits(
+    starts: list[int], message: str
+) -> None:
+    """R29, D14: two tensors of 128 bytes each."""
+    document = sample()
+    document["components"]["model"] |= {
+        "names": ["a", "b"],
+        "dtypes": ["U8", "U8"],
+        "shapes": [[128], [128]],
+        "shards": {
+            "tensor": [0, 1],
+            "file": [0, 0],
+            "start": starts,
+            "offsets": None,
+            "sizes": None,
+        },
+    }
+    with pytest.raises(FormatError, match=message):
+        read(document)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [([0, 0], "two shards, each the whole"), ([1, 1], "no shard"), ([0, 2], "not there")],
+)
+def test_each_whole_tensor_has_one_shard(tensor: list[int], message: str) -> None:
+    document = sample()
+    columns = document["components"]["model"]
+    columns |= {"names": ["a", "b"], "dtypes": ["U8", "U8"], "shapes": [[1], [1]]}
+    columns["shards"] |= {"tensor": tensor, "file": [0, 0], "start": [4096, 4097]}
+    with pytest.raises(FormatError, match=message):
+        read(document)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 
@@ -173,3 +174,42 @@ def test_depth_is_refused_whatever_the_recursion_limit() -> None:
 def test_dumps_refuses_what_json_lacks(value: Any) -> None:
     with pytest.raises(UsageError):
         strictjson.dumps([value])
+
+
+@given(JSON)
+def test_every_way_to_write_a_value_is_read_alike(value: Any) -> None:
+    """As we write it, as `json` does with and without indents, and with odd spaces."""
+    texts = [
+        strictjson.dumps(value),
+        json.dumps(value).encode(),
+        json.dumps(value, indent=2).encode(),
+        json.dumps(value, indent=2, ensure_ascii=False).encode(),
+        b" " + json.dumps(value, indent="\t").encode() + b"\n",
+    ]
+    for text in texts:
+        found = strictjson.loads(text, what="t", max_nbytes=1 << 20)
+        assert json.dumps(found) == json.dumps(value)  # tells -0.0 from 0.0, and 1 from True
+
+
+@pytest.mark.parametrize("layout", ["[%s]", '{"a":%s}', '{\n  "a": %s\n}', "%s"])
+@pytest.mark.parametrize("num_digits", [4095, 4096, 4097, 4300, 5000])
+def test_integers_have_at_most_4096_digits(layout: str, num_digits: int) -> None:
+    """R29: however the text is written."""
+    text = (layout % ("7" * num_digits)).encode()
+    if num_digits <= strictjson.MAX_DIGITS:
+        strictjson.loads(text, what="t", max_nbytes=1 << 20)
+        return
+    with pytest.raises(FormatError):
+        strictjson.loads(text, what="t", max_nbytes=1 << 20)
+
+
+def test_digits_in_texts_are_no_number() -> None:
+    text = b'["%s"]' % (b"1" * 10_000)
+    assert strictjson.loads(text, what="t", max_nbytes=1 << 20) == ["1" * 10_000]
+
+
+@pytest.mark.parametrize("text", [b'{"a":1,"a":1}', b'{\n  "a": 1,\n  "a": 1\n}', b'[{"":0,"":0}]'])
+def test_names_that_are_there_twice_are_refused_also_in_our_own_way_to_write(text: bytes) -> None:
+    """R29."""
+    with pytest.raises(FormatError, match="appears twice"):
+        strictjson.loads(text, what="t", max_nbytes=1 << 20)

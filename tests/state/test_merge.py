@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from holdfast.errors import FormatError, MismatchError
 from holdfast.format.objects import TensorRef, decode_tree, encode_tree
 from holdfast.format.tensors import TensorSpec
+from holdfast.state import merge
 from holdfast.state.apply import StoredComponent, prepare
 from holdfast.state.capture import capture
 from holdfast.state.copying import copy_tensors
@@ -29,9 +30,9 @@ def merged(live: Any, saved: Any, claims: Claims | None = None) -> tuple[str, ..
     specs = {spec.key: spec for spec in component.specs}
     skeleton = decode_skeleton(component.tree, specs, what="the tree")
     tensors = {key: packed(tensor) for key, tensor in component.tensors.items()}
-    merge = Merge(tensors, specs, claims, "data")
-    merge.refill(live, skeleton.value)
-    merge.commit()
+    plan = Merge(tensors, specs, claims, "data")
+    plan.refill(live, skeleton.value)
+    plan.commit()
     return claims.notes
 
 
@@ -362,3 +363,121 @@ def test_members_of_a_tensor_node_that_the_format_does_not_have_are_refused(memb
 )
 def test_the_members_of_a_tensor_node_go_round(ref: TensorRef) -> None:
     assert decode_tree(encode_tree([ref]), what="x") == [ref]
+
+
+def odd_one(kind: str, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Twenty live tensors, of which one or two are as `kind` says."""
+    live = dict(tensors)
+    first, second = list(live)[3:5]
+    match kind:
+        case "view":
+            whole = torch.zeros(8)
+            live[first], live[second] = whole[:4], whole[4:]
+        case "overlap":
+            whole = torch.zeros(6)
+            live[first], live[second] = whole[:4], whole[2:]
+        case "twice":
+            live[second] = live[first]
+        case "dtype":
+            live[first] = torch.zeros(4, dtype=torch.int64)
+        case "shape":
+            live[first] = torch.zeros(2, 2)
+        case "strided":
+            live[first] = torch.zeros(8)[::2]
+        case "expanded":
+            live[first] = torch.zeros(1).expand(4)
+        case "negative":
+            live[first] = torch.zeros(4, dtype=torch.complex64).conj().imag
+        case "inference":
+            with torch.inference_mode():
+                live[first] = torch.zeros(4)
+        case "meta":
+            live[first] = torch.zeros(4, device="meta")
+        case "freed":
+            live[first].untyped_storage().resize_(0)
+        case "parameter":
+            live[first] = nn.Parameter(torch.zeros(4))
+        case "subclass":
+            live[first] = torch.zeros(4).as_subclass(type("Odd", (Tensor,), {}))
+        case "number":
+            live[first] = 7
+        case "missing":
+            del live[first]
+        case "more":
+            live["more"] = torch.zeros(4)
+        case _:
+            assert kind == "plain"
+    return live
+
+
+@pytest.mark.parametrize("container", ["dict", "list"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "plain",
+        "view",
+        "overlap",
+        "twice",
+        "dtype",
+        "shape",
+        "strided",
+        "expanded",
+        "negative",
+        "inference",
+        "meta",
+        "freed",
+        "parameter",
+        "subclass",
+        "number",
+        "missing",
+        "more",
+    ],
+)
+def test_many_tensors_are_merged_as_each_alone_is(
+    kind: str, container: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The passes over many give what a look at each gives: objects, values, memory, notes."""
+    saved = {f"t{i}": torch.full((4,), float(i)) for i in range(20)}
+    results = []
+    for many in (16, 1000):
+        monkeypatch.setattr(merge, "_MANY", many)
+        live = odd_one(kind, {name: torch.zeros(4) for name in saved})
+        before = list(live.values())
+        shared: Any = live if container == "dict" else before[:]
+        stored: Any = saved if container == "dict" else list(saved.values())
+        notes = merged(shared, stored)
+        values = shared if container == "dict" else dict(enumerate(shared))
+        results.append(
+            [
+                notes,
+                {name: value.tolist() for name, value in values.items()},
+                [any(value is b for b in before) for value in values.values()],
+                [isinstance(value, nn.Parameter) for value in values.values()],
+            ]
+        )
+    assert results[0] == results[1]
+    assert list(results[0][1].values()) == [value.tolist() for value in saved.values()]
+
+
+def test_many_tensors_of_a_module_keep_its_memory_to_itself() -> None:
+    """`best = model.state_dict()` before the first improvement: the model is not overwritten."""
+    model = {f"t{i}": torch.zeros(4) for i in range(20)}
+    best = dict(model)
+    claims = Claims(model.values())
+    notes = merged(best, {name: torch.ones(4) for name in best}, claims)
+    assert all(not value.any() for value in model.values())
+    assert all(value.all() for value in best.values())
+    assert "is the memory of a module here" in notes[0]
+
+
+def test_two_dicts_of_the_same_many_tensors_get_memory_of_their_own() -> None:
+    first = {f"t{i}": torch.zeros(4) for i in range(20)}
+    live = {"one": first, "two": dict(first)}
+    saved = {
+        "one": {name: torch.ones(4) for name in first},
+        "two": {name: torch.full((4,), 2.0) for name in first},
+    }
+    merged(live, saved)
+    assert all(torch.equal(value, torch.ones(4)) for value in first.values())
+    assert live["one"] is first
+    assert all(value.tolist() == [2.0] * 4 for value in live["two"].values())

@@ -7,6 +7,7 @@ An epoch that never commits moves nothing: the run stands afterwards where it st
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from holdfast.care.retention import Deleter, Planned, plan
@@ -16,6 +17,7 @@ from holdfast.engine.leases import Readers
 from holdfast.engine.owner import Ownership
 from holdfast.errors import FormatError, HoldfastError, OutcomeUnknown
 from holdfast.events import Emitter
+from holdfast.format.manifest import Manifest
 from holdfast.policy.retention import Rule
 from holdfast.store.base import Store
 
@@ -35,13 +37,19 @@ class Pruned:
     """(folder, why) of what somebody reads; it stays until it is pruned again."""
 
 
-def preview(store: Store, rule: Rule) -> tuple[Planned, ...]:
-    """What `prune` would decide now. Claims and writes nothing."""
+def preview(
+    store: Store, rule: Rule, *, known: Mapping[str, Manifest] | None = None
+) -> tuple[Planned, ...]:
+    """What `prune` would decide now. Claims and writes nothing.
+
+    `known`: folder → manifest, of those that were read before.
+    """
     catalog = Catalog(store)
     point = _standing(store).point
     attempts = (name.epoch for name in catalog.attempts())
     epoch = catalog.highest_epoch() or max(attempts, default=0)
-    return plan(catalog, rule, epoch=epoch, resumed_from=point.order if point else None)
+    resumed_from = point.order if point else None
+    return plan(catalog, rule, epoch=epoch, resumed_from=resumed_from, known=known)
 
 
 def prune(store: Store, rule: Rule, *, emit: Emitter, watch: Wait | None = None) -> Pruned:

@@ -5,10 +5,9 @@ First whole checkpoints go, then components of some that stay. A dry run looks a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.care.verify import verify
 from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.claim import Claim, dropped, nothing_in_flight
 from holdfast.engine.commit import retract, settle, thin
@@ -16,7 +15,7 @@ from holdfast.engine.leases import Readers
 from holdfast.engine.notes import reject
 from holdfast.engine.parts import parts_of
 from holdfast.errors import CorruptData, HoldfastError, StoreError, Superseded
-from holdfast.format.manifest import Deleted
+from holdfast.format.manifest import Deleted, Manifest
 from holdfast.policy.retention import Candidate, Decision, Rule, decide, stands_in
 from holdfast.store.base import Store
 
@@ -44,12 +43,15 @@ def plan(
     epoch: int,
     resumed_from: tuple[int, int] | None,
     replaces: bool = False,
+    known: Mapping[str, Manifest] | None = None,
 ) -> tuple[Planned, ...]:
     """What the rule says of every committed checkpoint of this run, newest first.
 
-    Those of epochs after `epoch`, the caller's, are not its to judge.
+    Those of epochs after `epoch`, the caller's, are not its to judge. `known`: folder → manifest,
+    of those that were read before.
     """
-    by_order = {entry.order: entry for entry in catalog.checkpoints() if entry.name.epoch <= epoch}
+    entries = catalog.checkpoints(known=known)
+    by_order = {entry.order: entry for entry in entries if entry.name.epoch <= epoch}
     decisions = decide(
         [candidate(catalog.store, entry) for entry in by_order.values()],
         rule,
@@ -117,6 +119,8 @@ class Deleter:
         self._readers = readers if readers is not None else Readers(store)
         self._told: set[str] = set()
         self._verified: set[str] = set()
+        self._known: dict[str, Manifest] = {}
+        """By folder: manifests, which do not change until somebody begins to delete them."""
         self._failures: dict[str, Planned] = {}
         """By folder: what could not be done, or not to its end."""
 
@@ -137,8 +141,14 @@ class Deleter:
         keep = point.order if point is not None and not has_committed else None
         catalog = Catalog(self._store)
         planned = plan(
-            catalog, self._rule, epoch=claim.epoch, resumed_from=keep, replaces=self._replaces
+            catalog,
+            self._rule,
+            epoch=claim.epoch,
+            resumed_from=keep,
+            replaces=self._replaces,
+            known=self._known,
         )
+        self._known = {item.entry.folder: item.entry.manifest for item in planned}
         self._finish(claim, catalog)
         wanted = (
             item for item in reversed(planned) if item.decision.drop or not item.decision.keep
@@ -184,6 +194,8 @@ class Deleter:
         return None
 
     def _reads_back_well(self, entry: Entry) -> bool:
+        from holdfast.care.verify import verify  # takes numpy, without which a dry run does
+
         report = verify(self._store, entry.folder)
         if report.ok:
             self.trust(entry)
@@ -211,6 +223,7 @@ class Deleter:
             self._failed(item.entry, error)
 
     def _retract(self, claim: Claim, entry: Entry, reason: str) -> None:
+        self._known.pop(entry.folder, None)
         gone = retract(
             self._store,
             entry.folder,

@@ -7,7 +7,7 @@ few blocks and one document in memory.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any, TypeAlias
 
@@ -357,7 +357,7 @@ class _Inspection:
     def _meanings(self, manifest: Manifest, index: Index, damaged: set[str]) -> None:
         """Whether trees and headers can be read and fit the index; damaged files are left out."""
         for name, component in manifest.components.items():
-            tensors = index.components.get(name, {})
+            tensors: Collection[str] = index.components.get(name, ())
             if len(tensors) != component.num_tensors:
                 self._problem(
                     layout.INDEX,

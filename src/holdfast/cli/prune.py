@@ -35,7 +35,7 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
     if not entries and not damaged:
         raise NoCheckpoint(f"{store.url}: no checkpoints yet")
     report = (
-        Pruned(planned=preview(store, rule))
+        Pruned(planned=preview(store, rule, known={e.folder: e.manifest for e in entries}))
         if dry_run
         else prune(store, rule, emit=Emitter((_tell,)))
     )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from itertools import pairwise
 
+import numpy as np
 import torch
 
 from holdfast.errors import FormatError, OutOfMemory
+from holdfast.format.index import Column
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.dtypes import TORCH_DTYPES
 
@@ -32,54 +35,60 @@ class Arena:
                 _advise(self._map, getattr(mmap, advice))
         self.memory = memoryview(self._map)[:nbytes]
 
-    def tensors(self, specs: Sequence[TensorSpec], starts: Sequence[int]) -> list[torch.Tensor]:
+    def tensors(
+        self,
+        specs: Sequence[TensorSpec],
+        starts: Sequence[int] | Column,
+        nbytes: Column | None = None,
+    ) -> list[torch.Tensor]:
         """Views of the arena with the specs' dtypes and shapes, at the given bytes.
 
-        They keep the memory alive.
+        They keep the memory alive. `nbytes` are those of the specs, where they are known.
 
         Raises:
             FormatError: a start is not a multiple of its item size; in our own files it always
                 is, because data starts on a page and items come in descending size.
         """
+        if not len(specs):
+            return []
+        start = np.asarray(starts, np.int64)
+        if nbytes is None:
+            nbytes = np.fromiter((spec.nbytes for spec in specs), np.int64, len(specs))
         with torch.inference_mode(False):
-            return self._tensors(specs, starts)
-
-    def _tensors(self, specs: Sequence[TensorSpec], starts: Sequence[int]) -> list[torch.Tensor]:
-        base = torch.frombuffer(self._map, dtype=torch.uint8)
-        views: list[torch.Tensor] = []
-        for run in _runs(specs, starts):
-            views += self._split(base, specs[run.start : run.stop], starts[run.start])
-        return views
-
-    def _split(
-        self, base: torch.Tensor, specs: Sequence[TensorSpec], start: int
-    ) -> list[torch.Tensor]:
-        """Views of tensors of one dtype that lie one after the other; one call for all of them."""
-        dtype = TORCH_DTYPES[specs[0].dtype]
-        if start % dtype.itemsize:
-            raise FormatError(f"tensor {specs[0].key!r} starts at byte {start}, not aligned")
-        sizes = [spec.nbytes // dtype.itemsize for spec in specs]
-        whole = base[start : start + sum(sizes) * dtype.itemsize].view(dtype)
-        pieces = whole.split_with_sizes(sizes)
-        return [
-            piece if len(spec.shape) == 1 else piece.view(spec.shape)
-            for piece, spec in zip(pieces, specs, strict=True)
-        ]
+            base = torch.frombuffer(self._map, dtype=torch.uint8)
+            runs = pairwise([0, *_run_starts(specs, start, nbytes), len(specs)])
+            return [
+                view
+                for first, stop in runs
+                for view in _split(base, specs[first:stop], int(start[first]), nbytes[first:stop])
+            ]
 
 
-def _runs(specs: Sequence[TensorSpec], starts: Sequence[int]) -> list[range]:
-    """Positions of neighbours that have one dtype and no gap between them."""
-    runs: list[range] = []
-    first, expected = 0, 0
-    for position, (spec, start) in enumerate(zip(specs, starts, strict=True)):
-        follows = start == expected and spec.dtype == specs[first].dtype
-        if position and not follows:
-            runs.append(range(first, position))
-            first = position
-        expected = start + spec.nbytes
-    if specs:
-        runs.append(range(first, len(specs)))
-    return runs
+def _run_starts(specs: Sequence[TensorSpec], start: Column, nbytes: Column) -> list[int]:
+    """The tensors, but the first, that lie behind a gap or are not of the dtype before them."""
+    begins = start[1:] != (start + nbytes)[:-1]
+    dtypes = [spec.dtype for spec in specs]
+    if len(names := {*dtypes}) > 1:
+        numbers = {name: number for number, name in enumerate(names)}
+        column = np.fromiter(map(numbers.__getitem__, dtypes), np.int64, len(dtypes))
+        begins |= column[1:] != column[:-1]
+    found: list[int] = (np.flatnonzero(begins) + 1).tolist()
+    return found
+
+
+def _split(
+    base: torch.Tensor, specs: Sequence[TensorSpec], start: int, nbytes: Column
+) -> list[torch.Tensor]:
+    """Views of tensors of one dtype that lie one after the other; one call for all of them."""
+    dtype = TORCH_DTYPES[specs[0].dtype]
+    if start % dtype.itemsize:
+        raise FormatError(f"tensor {specs[0].key!r} starts at byte {start}, not aligned")
+    whole = base[start : start + int(nbytes.sum())].view(dtype)
+    pieces = whole.split_with_sizes((nbytes // dtype.itemsize).tolist())
+    return [
+        piece if len(spec.shape) == 1 else piece.view(spec.shape)
+        for piece, spec in zip(pieces, specs, strict=True)
+    ]
 
 
 def _advise(memory: mmap.mmap, advice: int) -> None:

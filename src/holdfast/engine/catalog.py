@@ -7,7 +7,7 @@ never writes and never claims.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from holdfast.engine.documents import read_if_there
@@ -120,7 +120,9 @@ class Catalog:
 
     def marks(self, folder: str) -> Marks:
         """The sidecars of a checkpoint; damaged ones are passed over."""
-        names = self.store.children(folder)
+        return self._marks(folder, self.store.children(folder))
+
+    def _marks(self, folder: str, names: tuple[str, ...]) -> Marks:
         notes, number = self._newest_notes(folder, names)
         return Marks(
             retired_by=tuple(n for n in map(layout.parse_retired, names) if n is not None),
@@ -131,29 +133,44 @@ class Catalog:
             notes_number=number,
         )
 
-    def entry(self, name: AttemptName) -> Entry | None:
+    def entry(self, name: AttemptName, *, known: Manifest | None = None) -> Entry | None:
         """The checkpoint in an attempt's folder; None when it is not committed.
+
+        `known` is its manifest as it was read before, which is read again only if the folder
+        looks as if somebody had begun to delete it since.
 
         Raises:
             FormatError: the manifest is damaged.
         """
-        manifest = self.read(str(name))
+        folder = str(name)
+        if known is not None:
+            names = self.store.children(folder)
+            marks = self._marks(folder, names)
+            # A deleter leaves its mark before the tombstone, and takes it away after the files.
+            if not marks.retired and {layout.MANIFEST, layout.INDEX} <= {*names}:
+                return Entry(name=name, folder=folder, manifest=known, marks=marks)
+        manifest = self.read(folder)
         if not isinstance(manifest, Manifest):
             return None
-        folder = str(name)
         return Entry(name=name, folder=folder, manifest=manifest, marks=self.marks(folder))
 
-    def checkpoints(self) -> tuple[Entry, ...]:
-        """Every committed checkpoint with a sound manifest, newest first."""
-        return self.survey()[0]
+    def checkpoints(self, *, known: Mapping[str, Manifest] | None = None) -> tuple[Entry, ...]:
+        """Every committed checkpoint with a sound manifest, newest first.
 
-    def survey(self) -> tuple[tuple[Entry, ...], tuple[tuple[str, str], ...]]:
+        `known`: folder → manifest, as for `entry`.
+        """
+        return self.survey(known=known)[0]
+
+    def survey(
+        self, *, known: Mapping[str, Manifest] | None = None
+    ) -> tuple[tuple[Entry, ...], tuple[tuple[str, str], ...]]:
         """The checkpoints, and (folder, reason) of each manifest that cannot be read."""
+        manifests = known if known is not None else {}
         entries: list[Entry] = []
         damaged: list[tuple[str, str]] = []
         for name in self.attempts():
             try:
-                entry = self.entry(name)
+                entry = self.entry(name, known=manifests.get(str(name)))
             except FormatError as error:
                 damaged.append((str(name), str(error)))
             else:

@@ -6,20 +6,19 @@ wait until every check has passed.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from holdfast.engine.arena import Arena
+from holdfast.engine.wanted import wanted_by_file
 from holdfast.engine.workers import Workers, gather
-from holdfast.errors import CorruptData, FormatError, LimitExceeded, NotFound
+from holdfast.errors import CorruptData, LimitExceeded, NotFound
 from holdfast.format import blocks, layout
-from holdfast.format.index import Index, TensorEntry, decode_index
+from holdfast.format.index import Index, decode_index
 from holdfast.format.manifest import FileEntry, Manifest
-from holdfast.format.tensors import TensorSpec
 from holdfast.state.apply import StoredComponent
 from holdfast.store.base import ReadsInto, Store, ignore
 
@@ -69,12 +68,8 @@ def _stored(
     store: Store, folder: str, name: str, manifest: Manifest, index: Index, *, verify: bool
 ) -> StoredComponent:
     tree = _read_file(store, folder, layout.tree_file(name), manifest, verify=verify)
-    specs = {
-        key: TensorSpec(key=key, dtype=entry.dtype, shape=entry.shape)
-        for key, entry in index.components[name].items()
-    }
-    kind = manifest.components[name].kind
-    return StoredComponent(name=name, kind=kind, tree=tree, tensors=specs)
+    kind, tensors = manifest.components[name].kind, index.components[name].specs
+    return StoredComponent(name=name, kind=kind, tree=tree, tensors=tensors)
 
 
 def _read_file(store: Store, folder: str, name: str, manifest: Manifest, *, verify: bool) -> bytes:
@@ -121,25 +116,19 @@ def read_tensors(
     Raises:
         CorruptData: names file, block and the tensors in it.
     """
-    by_file: dict[str, list[tuple[str, TensorEntry]]] = defaultdict(list)
-    for component, keys in needed.items():
-        for key in keys:
-            entry = opened.index.components[component][key]
-            if len(entry.shards) != 1 or entry.shards[0].offsets is not None:
-                raise FormatError(f"{component}.{key}: sharded tensors need a newer Holdfast")
-            by_file[entry.shards[0].file].append((component, entry))
+    by_file = wanted_by_file(opened.index, needed)
     result: dict[str, dict[str, torch.Tensor]] = {component: {} for component in needed}
     arenas = {file: _prepare_file(store, opened, file) for file in by_file}
     jobs = [
         workers.submit(partial(_read_block, store, opened, file, arenas[file], number, verify))
-        for file, tensors in by_file.items()
-        for number in _blocks_of(tensors, opened.index.block_nbytes)
+        for file, wanted in by_file.items()
+        for number in wanted.blocks(opened.index.block_nbytes)
     ]
     gather(jobs, timeout_s=timeout_s, what=f"reading {store.url}/{opened.folder}")
-    for file, tensors in by_file.items():
-        entries = [entry for _, entry in tensors]
-        for (component, entry), view in zip(tensors, _views(arenas[file], entries), strict=True):
-            result[component][entry.key] = view
+    for file, wanted in by_file.items():
+        keys = (spec.key for spec in wanted.specs)
+        views = arenas[file].tensors(wanted.specs, wanted.start, wanted.nbytes)
+        result[wanted.component].update(zip(keys, views, strict=True))
     return result
 
 
@@ -148,16 +137,6 @@ def _prepare_file(store: Store, opened: Opened, file: str) -> Arena:
     entry = opened.manifest.files[file]
     check_size(store, f"{opened.folder}/{file}", entry)
     return Arena(entry.nbytes)
-
-
-def _blocks_of(tensors: Sequence[tuple[str, TensorEntry]], block_nbytes: int) -> list[int]:
-    numbers: set[int] = set()
-    for _, entry in tensors:
-        shard = entry.shards[0]
-        if shard.nbytes:
-            last = (shard.start + shard.nbytes - 1) // block_nbytes
-            numbers.update(range(shard.start // block_nbytes, last + 1))
-    return sorted(numbers)
 
 
 def _read_block(
@@ -216,8 +195,3 @@ def tensors_in(index: Index, file: str, start: int, stop: int) -> list[str]:
         for shard in entry.shards
         if shard.file == file and shard.start < stop and shard.start + shard.nbytes > start
     ]
-
-
-def _views(arena: Arena, entries: Sequence[TensorEntry]) -> list[torch.Tensor]:
-    specs = [TensorSpec(key=e.key, dtype=e.dtype, shape=e.shape) for e in entries]
-    return arena.tensors(specs, [entry.shards[0].start for entry in entries])

@@ -27,6 +27,8 @@ class Parts:
 
 def parts_of(store: Store, folder: str, manifest: Manifest, marks: Marks) -> Parts:
     """Look at the files of the components that somebody began to drop, and at no others."""
+    if not marks.thinned_by:
+        return Parts(nbytes=manifest.nbytes, whole=tuple(manifest.components))
     whole: list[str] = []
     begun: list[str] = []
     gone: list[str] = []

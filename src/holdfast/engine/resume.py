@@ -241,9 +241,9 @@ class Reader:
         catalog = Catalog(self.store)
         for _ in range(_MAX_RELISTS):
             self.passed_over.clear()
-            before = _registers(catalog)
-            names = [name for name, _ in before]
-            found = self._first(catalog, names, options, unhealthy)
+            names = [*catalog.lineage()]
+            before: list[tuple[AttemptName, str]] = []
+            found = self._first(catalog, names, options, unhealthy, seen=before)
             if found is None and _registers(catalog) == before:
                 avoided = [n for n in names if isinstance(self.passed_over.get(str(n)), Avoided)]
                 found = self._first(catalog, avoided, options, "accept")
@@ -265,9 +265,16 @@ class Reader:
         names: Sequence[AttemptName],
         options: LoadOptions,
         unhealthy: Unhealthy,
+        *,
+        seen: list[tuple[AttemptName, str]] | None = None,
     ) -> Candidate | None:
-        """The first that can be used; those before it are noted in `passed_over`."""
+        """The first that can be used; those before it are noted in `passed_over`.
+
+        `seen` gets the state of each register before it is looked at any closer.
+        """
         for name in names:
+            if seen is not None:
+                seen.append((name, _register_state(catalog, name)))
             try:
                 candidate = self._read_twice(catalog, name, options, unhealthy)
             except HoldfastError as error:
@@ -322,6 +329,8 @@ def _completed(
     read: Callable[[Mapping[str, Iterable[str]]], Tensors],
 ) -> Tensors:
     """The needed tensors: those that an edit has brought, and the rest from the checkpoint."""
+    if not found:
+        return read(needed)
     there = {
         name: {key: found[name][key] for key in keys if key in found.get(name, {})}
         for name, keys in needed.items()
@@ -332,9 +341,9 @@ def _completed(
     return {name: {**there[name], **rest[name]} for name in needed}
 
 
-def _registers(catalog: Catalog) -> tuple[tuple[AttemptName, str], ...]:
+def _registers(catalog: Catalog) -> list[tuple[AttemptName, str]]:
     """The lineage with the state of each register: when that changes, look again."""
-    return tuple((name, _register_state(catalog, name)) for name in catalog.lineage())
+    return [(name, _register_state(catalog, name)) for name in catalog.lineage()]
 
 
 def _register_state(catalog: Catalog, name: AttemptName) -> str:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from operator import add, gt
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from holdfast.errors import CorruptData, FormatError, HoldfastError
@@ -15,7 +18,7 @@ from holdfast.format import blocks as block_digests
 from holdfast.format import layout, sealed, strictjson
 from holdfast.format.layout import BLOCK_NBYTES, FORMAT_VERSION
 from holdfast.format.manifest import FileEntry, check_block_nbytes
-from holdfast.format.tensors import ITEM_NBYTES, TensorFile, check_shape
+from holdfast.format.tensors import ITEM_NBYTES, MAX_DIMS, TensorFile, TensorSpec, check_shape
 from holdfast.store.base import Buffer
 
 MAX_INDEX_NBYTES = 64 * 1024 * 1024
@@ -25,7 +28,9 @@ _HEX = re.compile(r"[0-9a-f]*", re.ASCII)
 _PRIME = 2**61 - 1
 _RANDOM = random.Random()  # of our own: seeded by the system, out of reach of random.seed
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_Shape = Annotated[tuple[_Count, ...], Meta(max_length=MAX_DIMS)]
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
+Column: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class ShardEntry(msgspec.Struct, frozen=True, gc=False):
@@ -51,11 +56,74 @@ class TensorEntry(msgspec.Struct, frozen=True, gc=False):
     shards: tuple[ShardEntry, ...]
 
 
+_ShardLists: TypeAlias = Sequence[tuple[ShardEntry, ...]]
+
+
+class Places(msgspec.Struct, frozen=True):
+    """Where whole tensors lie, as columns with an entry for each: bytes of a file."""
+
+    files: Sequence[str]
+    """The tensor files of the component."""
+    file: Column
+    """The number of the file, as in `files`."""
+    start: Column
+    """The first byte in it."""
+    nbytes: Column
+
+    def of(self, numbers: Column) -> Places:
+        """The same for some of the tensors, in the order of `numbers`."""
+        columns = (column[numbers] for column in (self.file, self.start, self.nbytes))
+        return Places(self.files, *columns)
+
+
+class TensorTable(Mapping[str, TensorEntry]):
+    """The tensors of one component by key, in the order of the index.
+
+    Held as columns: an entry is made when it is asked for.
+    """
+
+    def __init__(self, specs: Mapping[str, TensorSpec], shards: Places | _ShardLists) -> None:
+        self.specs = specs
+        """Key → what the tensor is."""
+        self._shards = shards
+
+    @property
+    def places(self) -> Places | None:
+        """Where the tensors lie, in the order of `specs`; None when any is in several shards."""
+        return self._shards if isinstance(self._shards, Places) else None
+
+    def numbers(self, keys: Sequence[str]) -> Column:
+        """The places of these keys in the order of `specs`."""
+        return np.fromiter(map(self._numbers.__getitem__, keys), np.int64, len(keys))
+
+    def __getitem__(self, key: str) -> TensorEntry:
+        spec, number = self.specs[key], self._numbers[key]
+        if isinstance(self._shards, Places):
+            at = self._shards
+            file = at.files[at.file[number]]
+            shard = ShardEntry(file, int(at.start[number]), int(at.nbytes[number]))
+            return TensorEntry(key, spec.dtype, spec.shape, (shard,))
+        return TensorEntry(key, spec.dtype, spec.shape, self._shards[number])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.specs)
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    def __repr__(self) -> str:
+        return f"TensorTable({dict(self)!r})"
+
+    @cached_property
+    def _numbers(self) -> Mapping[str, int]:
+        return {key: number for number, key in enumerate(self.specs)}
+
+
 class Index(msgspec.Struct, frozen=True):
     """`blocks`: file → its block digests, joined. `components`: name → key → tensor."""
 
     blocks: Mapping[str, bytes]
-    components: Mapping[str, Mapping[str, TensorEntry]]
+    components: Mapping[str, TensorTable]
     block_nbytes: int
 
 
@@ -63,15 +131,15 @@ class _Shards(msgspec.Struct):
     tensor: list[_Count]
     file: list[_Count]
     start: list[_Count]
-    offsets: list[list[_Count]] | None
-    sizes: list[list[_Count]] | None
+    offsets: list[_Shape] | None
+    sizes: list[_Shape] | None
 
 
 class _Component(msgspec.Struct):
     files: list[str]
     names: list[str]
     dtypes: list[str]
-    shapes: list[Any]
+    shapes: list[_Shape]
     shards: _Shards
 
 
@@ -177,52 +245,68 @@ def _decode_blocks(
 
 def _decode_component(
     component: _Component, files: Mapping[str, FileEntry], *, what: str
-) -> dict[str, TensorEntry]:
+) -> TensorTable:
     names = component.names
     if not len(names) == len(component.dtypes) == len(component.shapes):
         raise FormatError(f"{what}: `names`, `dtypes` and `shapes` differ in length")
-    if len(set(names)) != len(names):
+    specs = map(TensorSpec, names, component.dtypes, component.shapes)
+    specs_by_key = dict(zip(names, specs, strict=True))
+    if len(specs_by_key) != len(names):
         raise FormatError(f"{what}: a tensor's name appears twice")
-    sizes = [
-        _tensor_nbytes(name, dtype, shape, what=what)
-        for name, dtype, shape in zip(names, component.dtypes, component.shapes, strict=True)
-    ]
-    shards_of = _decode_shards(component, sizes, what=what)
-    _check_places([shard for shards in shards_of for shard in shards], files, what=what)
-    return {
-        name: TensorEntry(name, component.dtypes[i], tuple(component.shapes[i]), shards_of[i])
-        for i, name in enumerate(names)
-    }
+    shards = _decode_shards(component, _tensor_sizes(component, what=what), what=what)
+    places = shards if isinstance(shards, Places) else _flat(shards, component.files)
+    _check_places(places, files, what=what)
+    return TensorTable(specs_by_key, shards)
 
 
-def _tensor_nbytes(name: str, dtype: str, shape: Any, *, what: str) -> int:
-    if dtype not in ITEM_NBYTES:
-        raise FormatError(f"{what}, tensor {name[:200]!r}: unknown dtype {dtype[:40]!r}")
-    return check_shape(shape, ITEM_NBYTES[dtype], what=f"{what}, tensor {name[:200]!r}")
+def _tensor_sizes(component: _Component, *, what: str) -> list[int]:
+    """The bytes of each tensor."""
+    sizes = _Sizes()
+    kinds = [*zip(component.dtypes, component.shapes, strict=True)]
+    names = dict(zip(reversed(kinds), reversed(component.names), strict=True))
+    known = {kind: sizes.of(*kind, name, what=what) for kind, name in names.items()}
+    return [*map(known.__getitem__, kinds)]
 
 
-def _decode_shards(
-    component: _Component, sizes: list[int], *, what: str
-) -> list[tuple[ShardEntry, ...]]:
+class _Sizes:
+    """Checks shapes and counts their bytes: each that occurs once, and most occur often."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, tuple[int, ...]], int] = {}
+
+    def of(self, dtype: str, shape: tuple[int, ...], name: str, *, what: str) -> int:
+        """The bytes of this box of the tensor `name`."""
+        known = self._known.get((dtype, shape))
+        if known is not None:
+            return known
+        what = f"{what}, tensor {name[:200]!r}"
+        if dtype not in ITEM_NBYTES:
+            raise FormatError(f"{what}: unknown dtype {dtype[:40]!r}")
+        nbytes = check_shape(list(shape), ITEM_NBYTES[dtype], what=what)
+        self._known[dtype, shape] = nbytes
+        return nbytes
+
+
+def _decode_shards(component: _Component, sizes: list[int], *, what: str) -> Places | _ShardLists:
     """The shards of each tensor, complete and each inside its tensor."""
     shards = component.shards
     _check_columns(component, what=what)
     if shards.offsets is None or shards.sizes is None:
         return _whole_tensors(component, sizes, what=what)
     found: list[list[ShardEntry]] = [[] for _ in sizes]
+    extents = _Sizes()
     columns = zip(
         shards.tensor, shards.file, shards.start, shards.offsets, shards.sizes, strict=True
     )
     for tensor, file, start, offsets, extent in columns:
-        where = f"{what}, tensor {component.names[tensor][:200]!r}"
-        shape = component.shapes[tensor]
-        nbytes = check_shape(extent, ITEM_NBYTES[component.dtypes[tensor]], what=where)
+        name, shape = component.names[tensor], component.shapes[tensor]
+        nbytes = extents.of(component.dtypes[tensor], extent, name, what=what)
         if not len(offsets) == len(extent) == len(shape):
+            where = f"{what}, tensor {name[:200]!r}"
             raise FormatError(f"{where}: a shard of another number of dimensions")
-        if any(o + s > n for o, s, n in zip(offsets, extent, shape, strict=True)):
-            raise FormatError(f"{where}: a shard reaches out of the tensor")
-        name = component.files[file]
-        found[tensor].append(ShardEntry(name, start, nbytes, tuple(offsets), tuple(extent)))
+        if any(map(gt, map(add, offsets, extent), shape)):
+            raise FormatError(f"{what}, tensor {name[:200]!r}: a shard reaches out of the tensor")
+        found[tensor].append(ShardEntry(component.files[file], start, nbytes, offsets, extent))
     for name, shape, entries in zip(component.names, component.shapes, found, strict=True):
         boxes = [(entry.offsets or (), entry.sizes or ()) for entry in entries]
         if not boxes or not tiles(shape, boxes):
@@ -244,40 +328,48 @@ def _check_columns(component: _Component, *, what: str) -> None:
         raise FormatError(f"{what}: a shard in a file that is not there")
 
 
-def _whole_tensors(
-    component: _Component, sizes: list[int], *, what: str
-) -> list[tuple[ShardEntry, ...]]:
+def _whole_tensors(component: _Component, sizes: list[int], *, what: str) -> Places:
     shards = component.shards
-    found: list[tuple[ShardEntry, ...]] = [()] * len(sizes)
-    for tensor, file, start in zip(shards.tensor, shards.file, shards.start, strict=True):
-        if found[tensor]:
-            raise FormatError(
-                f"{what}, tensor {component.names[tensor][:200]!r}: two shards, each the whole"
-            )
-        found[tensor] = (ShardEntry(component.files[file], start, sizes[tensor]),)
-    if () in found:
-        name = component.names[found.index(())]
-        raise FormatError(f"{what}, tensor {name[:200]!r}: no shard")
-    return found
+    tensor = np.array(shards.tensor, np.int64)
+    counts = np.bincount(tensor, minlength=len(sizes))
+    if (wrong := np.flatnonzero(counts != 1)).size:
+        name = component.names[wrong[0]]
+        found = "no shard" if counts[wrong[0]] == 0 else "two shards, each the whole"
+        raise FormatError(f"{what}, tensor {name[:200]!r}: {found}")
+    file, start = np.empty_like(tensor), np.empty_like(tensor)
+    file[tensor], start[tensor] = shards.file, shards.start
+    return Places(component.files, file, start, np.array(sizes, np.int64))
 
 
-def _check_places(
-    shards: Sequence[ShardEntry], files: Mapping[str, FileEntry], *, what: str
-) -> None:
+def _flat(shards: _ShardLists, files: Sequence[str]) -> Places:
+    """The places of all shards, whatever they are of."""
+    numbers = {name: number for number, name in enumerate(files)}
+    rows = [(numbers[s.file], s.start, s.nbytes) for of_one in shards for s in of_one]
+    columns = np.array(rows, np.int64).reshape(-1, 3)
+    return Places(files, columns[:, 0], columns[:, 1], columns[:, 2])
+
+
+def _check_places(places: Places, files: Mapping[str, FileEntry], *, what: str) -> None:
     """Every shard lies in the data of its file, and no two share a byte."""
-    name, stop = "", 0
-    for shard in sorted(shards, key=_place):
-        if shard.file != name:
-            name, stop = shard.file, layout.DATA_ALIGNMENT
-        if shard.start < stop:
-            raise FormatError(f"{what}: shards overlap at byte {shard.start:,} of {name}")
-        stop = shard.start + shard.nbytes
-        if stop > files[name].nbytes:
-            raise FormatError(f"{what}: a shard ends at byte {stop:,}, behind the end of {name}")
+    places = places.of(np.lexsort((places.nbytes, places.start, places.file)))
+    lengths = np.array([files[name].nbytes for name in places.files], np.int64)[places.file]
+    # Not by their sum, which may be beyond 64 bits.
+    outside = (places.start > lengths) | (places.nbytes > lengths - places.start)
+    if outside.any():
+        name, start = _first(places, outside)
+        raise FormatError(f"{what}: a shard from byte {start:,} on ends behind the end of {name}")
+    stop = places.start + places.nbytes
+    shared = places.start < layout.DATA_ALIGNMENT
+    shared[1:] |= (places.file[1:] == places.file[:-1]) & (places.start[1:] < stop[:-1])
+    if shared.any():
+        name, start = _first(places, shared)
+        raise FormatError(f"{what}: shards overlap at byte {start:,} of {name}")
 
 
-def _place(shard: ShardEntry) -> tuple[str, int, int]:
-    return (shard.file, shard.start, shard.nbytes)
+def _first(places: Places, wrong: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[str, int]:
+    """File and first byte of the first that is wrong."""
+    number = int(np.argmax(wrong))
+    return places.files[places.file[number]], int(places.start[number])
 
 
 def tiles(shape: Sequence[int], boxes: Sequence[_Box]) -> bool:
@@ -289,19 +381,19 @@ def tiles(shape: Sequence[int], boxes: Sequence[_Box]) -> bool:
     and the whole is a polynomial of degree at most 128 in the F, which is zero by chance with
     probability below 128 / 2**61 (Schwartz and Zippel). Linear, where comparing boxes is not.
     """
-    measures: list[dict[int, int]] = [{} for _ in shape]
-
-    def measure(dimension: int, coordinate: int) -> int:
-        known = measures[dimension]
-        if coordinate not in known:
-            known[coordinate] = _RANDOM.randrange(_PRIME)
-        return known[coordinate]
+    measures = [_Measure() for _ in shape]
 
     def mass(offsets: Sequence[int], sizes: Sequence[int]) -> int:
         product = 1
-        for dimension, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
-            side = measure(dimension, start + size) - measure(dimension, start)
-            product = product * side % _PRIME
+        for measure, start, size in zip(measures, offsets, sizes, strict=True):
+            product = product * (measure[start + size] - measure[start]) % _PRIME
         return product
 
     return sum(mass(*box) for box in boxes) % _PRIME == mass([0] * len(shape), shape)
+
+
+class _Measure(dict[int, int]):
+    """Coordinate → a random number, drawn when it is first asked for."""
+
+    def __missing__(self, coordinate: int) -> int:
+        return self.setdefault(coordinate, _RANDOM.randrange(_PRIME))

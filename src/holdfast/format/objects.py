@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
+from operator import contains, itemgetter, methodcaller
 from typing import Any, TypeAlias
 
 import msgspec
@@ -66,6 +68,7 @@ class Refused(msgspec.Struct, frozen=True):
 
 Lower: TypeAlias = Callable[[Any, str], Any]
 Lift: TypeAlias = Callable[[Any], Any]
+LiftTensors: TypeAlias = Callable[[Sequence[str]], Sequence[Any]]
 
 
 def encode_tree(
@@ -137,8 +140,17 @@ def document(
     return Document(node, beside or {}, where)
 
 
-def decode_tree(data: Buffer, *, lift: Lift | None = None, what: str) -> Any:
+def decode_tree(
+    data: Buffer,
+    *,
+    lift: Lift | None = None,
+    lift_tensors: LiftTensors | None = None,
+    what: str,
+) -> Any:
     """The tree in `data`. `lift(node)` gives the object of a node; without it nodes stay.
+
+    `lift_tensors(keys)`, where it is given, does the same at once for all members of a dict that
+    are tensors of which nothing but the key is said.
 
     A container that was shared is shared again, so what comes back need not be a tree; walking
     it naively costs at most 4 million steps. Errors of `lift` pass through.
@@ -153,7 +165,7 @@ def decode_tree(data: Buffer, *, lift: Lift | None = None, what: str) -> Any:
     if "tree" not in document:
         raise FormatError(f"{what}: has no `tree`")
     try:
-        return _Decoder(lift, what).decode(document["tree"])
+        return _Decoder(lift, lift_tensors, what).decode(document["tree"])
     except RecursionError as err:
         raise LimitExceeded(f"{what}: nested too deeply for the stack that is left") from err
 
@@ -326,8 +338,9 @@ class _Encoder:
 
 
 class _Decoder:
-    def __init__(self, lift: Lift | None, what: str) -> None:
+    def __init__(self, lift: Lift | None, lift_tensors: LiftTensors | None, what: str) -> None:
         self._lift = lift
+        self._lift_tensors = lift_tensors
         self._what = what
         self._containers: list[Any] = []
         self._weights: list[int | None] = []  # None: not finished
@@ -402,8 +415,12 @@ class _Decoder:
 
     def _plain_dict(self, node: dict[str, Any]) -> dict[str, Any]:
         decode = self.decode
-        if any(name[:1] == "$" for name in node):
+        if any(map(_is_node_name, node)):
             raise self._error("an object that is neither a node nor a dict")
+        if self._lift_tensors is not None and _are_plain_tensors(node.values()):
+            self._weight += len(node)
+            keys = [*map(_KEY, node.values())]
+            return dict(zip(node, self._lift_tensors(keys), strict=True))
         return {name: decode(item) for name, item in node.items()}
 
     def read_tuple(self, nodes: list[Any]) -> Any:
@@ -488,6 +505,13 @@ class _Decoder:
         return self._lifted(GeneratorState(node["kind"], members))
 
 
+def _are_plain_tensors(nodes: Collection[Any]) -> bool:
+    """Whether there are several, and all are `$tensor` nodes with a key and no other member."""
+    if len(nodes) < 2 or {*map(type, nodes)} != {dict} or {*map(len, nodes)} != {1}:
+        return False
+    return all(map(contains, nodes, repeat("$tensor"))) and {*map(type, map(_KEY, nodes))} == {str}
+
+
 def _num_other_keys(nodes: Sequence[Any]) -> int:
     """How many keys are not text; none where they are 0, 1, 2, … in order.
 
@@ -523,6 +547,8 @@ def _why_not(value: Any) -> str:
     return f"{name} is not a type that can be saved"
 
 
+_KEY = itemgetter("$tensor")
+_is_node_name = methodcaller("startswith", "$")
 _OTHER_KEYS_LIMIT = f"{MAX_OTHER_KEYS:,} keys that are not text; keep such data in a tensor"
 
 _CONTAINERS: dict[type, Callable[[_Encoder, Any, str, int], Any]] = {

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
-import numpy as np
 
 from holdfast.errors import FormatError, LimitExceeded, UsageError
 from holdfast.store.base import Buffer
@@ -23,21 +23,17 @@ T = TypeVar("T")
 
 _SCAN_NBYTES = 1 << 20
 _QUOTE = ord('"')
+_COMMA = ord(",")
+_INDENTED = b"{\n  "
 _LONE_SURROGATE = re.compile(
     rb"\\u[dD][89a-bA-B][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|(?<!\\u[dD][89a-bA-B][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
 )
 
 
-def _table(values: dict[str, int]) -> np.ndarray[Any, np.dtype[np.int8]]:
-    table = np.zeros(256, dtype=np.int8)
-    for character, value in values.items():
-        table[ord(character)] = value
-    return table
-
-
-_NESTING = _table({"[": 1, "{": 1, "]": -1, "}": -1})
-_STARTS = _table({"[": 1, "{": 1, ",": 1})
+_STRUCTURE = b'"[{]},'
+_NO_STRUCTURE = bytes(set(range(256)) - set(_STRUCTURE))
+_LEVELS = bytes({"[": 1, "{": 1, "]": 255, "}": 255}.get(chr(code), 0) for code in range(256))
 
 
 def loads(
@@ -114,16 +110,25 @@ def _scan(plain: bytes, *, what: str, max_values: int, max_depth: int) -> None:
     In bytes that are not JSON the count is wrong only behind the first error, where no parser
     gets to.
     """
+    num_levels = plain.count(b"[") + plain.count(b"{")
+    if num_levels <= max_depth and num_levels + plain.count(b",") < max_values:
+        return  # even if nothing of it were in texts
+    import numpy as np  # takes longer than most commands, whose documents are small
+
+    levels_of = np.frombuffer(_LEVELS, np.int8)
     num_values, depth, carry = 1, 0, 0
     for start in range(0, len(plain), _SCAN_NBYTES):
-        part = np.frombuffer(plain, np.uint8, min(_SCAN_NBYTES, len(plain) - start), start)
+        # Quotes that nothing of the structure stands between change the side of nothing else.
+        structure = plain[start : start + _SCAN_NBYTES].translate(None, _NO_STRUCTURE)
+        part = np.frombuffer(structure.replace(b'""', b""), np.uint8)
         inside = np.bitwise_xor.accumulate((part == _QUOTE).view(np.uint8)) ^ carry
-        carry = int(inside[-1])
+        carry = int(inside[-1]) if len(inside) else carry
         outside = part[inside == 0]
-        num_values += int(np.count_nonzero(_STARTS[outside]))
-        levels = depth + np.cumsum(_NESTING[outside], dtype=np.int64)
-        deepest = int(levels.max(initial=depth))
-        depth = int(levels[-1]) if len(levels) else depth
+        levels = levels_of[outside]
+        num_values += int(np.count_nonzero(levels == 1) + np.count_nonzero(outside == _COMMA))
+        depths = depth + np.cumsum(levels, dtype=np.int64)
+        deepest = int(depths.max(initial=depth))
+        depth = int(depths[-1]) if len(depths) else depth
         if num_values > max_values:
             raise LimitExceeded(f"{what}: more than {max_values:,} values")
         if deepest > max_depth:
@@ -131,6 +136,27 @@ def _scan(plain: bytes, *, what: str, max_values: int, max_depth: int) -> None:
 
 
 def _parse(text: bytes, *, what: str) -> Any:
+    has_long_number = _may_have_long_number(text)
+    if not has_long_number:
+        try:
+            value = msgspec.json.decode(text)
+            # What is written again as it was read has no name twice and no odd number.
+            again = msgspec.json.encode(value)
+            if text in (again, msgspec.json.format(again, indent=2) if _INDENTED in text else b""):
+                return value
+        except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
+            pass  # the decoder below says what is wrong with it, if anything is
+    return _parse_any(text, parse_int=_integer if has_long_number else int, what=what)
+
+
+def _may_have_long_number(text: bytes) -> bool:
+    """Whether there is a run of `MAX_DIGITS` digits; some shorter ones are taken for one too."""
+    step = MAX_DIGITS // 2
+    return any(text[start : start + step].isdigit() for start in range(0, len(text), step))
+
+
+def _parse_any(text: bytes, *, parse_int: Callable[[str], int], what: str) -> Any:
+    """The value, in whatever way it is written, or what is wrong with it."""
     if text.startswith(b"\xef\xbb\xbf"):
         raise FormatError(f"{what}: starts with a byte-order mark")
     try:
@@ -138,7 +164,7 @@ def _parse(text: bytes, *, what: str) -> Any:
         return json.JSONDecoder(
             object_pairs_hook=_object,
             parse_float=_float,
-            parse_int=_integer if re.search(rb"[0-9]{%d}" % MAX_DIGITS, text) else int,
+            parse_int=parse_int,
             parse_constant=_constant,
         ).decode(text.decode("utf-8"))
     except RecursionError as err:

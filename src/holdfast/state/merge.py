@@ -7,21 +7,24 @@ into, containers refilled, generators set. Two stored values never end in one li
 from __future__ import annotations
 
 from bisect import bisect, insort
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from itertools import repeat
+from operator import attrgetter
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import Parameter
 
 from holdfast.errors import MismatchError
 from holdfast.format.objects import ArrayRef, EnumValue, GeneratorState, TensorRef, join
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
 from holdfast.state.copying import copy_tensors
-from holdfast.state.dtypes import DTYPE_NAMES
+from holdfast.state.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from holdfast.state.leaves import identity, refusal
 from holdfast.state.trees import (
     Lifting,
@@ -32,6 +35,8 @@ from holdfast.state.trees import (
     revived,
     with_flags,
 )
+
+_T = TypeVar("_T")
 
 
 class Place(Protocol):
@@ -68,6 +73,14 @@ _OF_MODULE = "is the memory of a module here, so it got memory of its own"
 _MOVED = "saved on another device, copied to where the live tensor is"
 _MAX_NAMED = 3
 
+_MANY = 16
+_traits_of_ref = attrgetter("device", "grad", "parameter", "order")
+_PLAIN_REF = ("cpu", False, False, ())
+_TYPES = frozenset({Tensor, Parameter})
+_kind = attrgetter("shape", "dtype", "is_cpu", "is_nested", "layout")
+_kind_of_spec = attrgetter("shape", "dtype")
+_PLAIN = (True, False, torch.strided)
+
 
 class Claims:
     """What already takes a stored value; shared by all components of one load.
@@ -103,6 +116,25 @@ class Claims:
         claim = (tensor, component, key)
         owner = self._owners.setdefault(storage, claim)
         return None if owner is claim else self._take_part(storage, owner, claim)
+
+    def take_memories(self, tensors: Sequence[Tensor], component: str, keys: Sequence[str]) -> bool:
+        """As `take_memory` for all of them, when each has a storage of its own; else for none.
+
+        Contiguous and ordinary they must be too, so that each byte is written once.
+        """
+        owners: list[int] = []
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if not tensor.is_contiguous() or tensor.is_inference() or not storage.nbytes():
+                return False
+            owners.append(storage._cdata)
+        taken = {*owners}
+        if len(taken) < len(owners) or not taken.isdisjoint(self._protected):
+            return False
+        if not taken.isdisjoint(self._owners):
+            return False
+        self._owners.update(zip(owners, zip(tensors, repeat(component), keys), strict=True))
+        return True
 
     def _take_part(
         self, storage: int, owner: tuple[Tensor, str, str], claim: tuple[Tensor, str, str]
@@ -282,15 +314,47 @@ class Merge:
     def _fill_items(self, live: Any, target: Any, stored: Any, place: Place) -> None:
         if isinstance(stored, dict):
             there = live if isinstance(live, dict) else {}
-            items = {k: self.merge(_peek(there, k), v, place) for k, v in stored.items()}
+            # A defaultdict or Counter must not gain an entry, or answer 0, by being asked.
+            here = [*map(dict.get, repeat(there), stored)]
+            values = self._plain_tensors(here, [*stored.values()], place) or [
+                self.merge(known, value, place)
+                for known, value in zip(here, stored.values(), strict=True)
+            ]
+            items = dict(zip(stored, values, strict=True))
             self._edits.append(lambda: _refill_dict(target, items))
         else:
-            known = live if isinstance(live, list) else []
-            values = [
-                self.merge(known[i] if i < len(known) else None, value, place)
-                for i, value in enumerate(stored)
+            known = live[: len(stored)] if isinstance(live, list) else []
+            here = [*known, *[None] * (len(stored) - len(known))]
+            values = self._plain_tensors(here, stored, place) or [
+                self.merge(known, value, place) for known, value in zip(here, stored, strict=True)
             ]
             self._edits.append(lambda: _refill_list(target, values))
+
+    def _plain_tensors(
+        self, live: Sequence[Any], stored: Sequence[Any], place: Place
+    ) -> Sequence[Any] | None:
+        """What `merge` gives for many plain tensors that all fit, in a few passes over them.
+
+        None, and nothing is noted, when there is anything to be decided about any of them.
+        """
+        is_worth_it = len(stored) >= _MANY and place is _STORED_PLACE
+        if not is_worth_it or {*map(type, stored)} != {TensorRef}:
+            return None
+        keys = [ref.key for ref in stored]
+        if {*map(_traits_of_ref, stored)} != {_PLAIN_REF} or len({*keys}) < len(keys):
+            return None
+        if not self._made_tensors.keys().isdisjoint(keys) or not {*map(type, live)} <= _TYPES:
+            return None
+        # Few pairs differ from each other, and none of the many is kept.
+        specs = _values(self._specs, keys)
+        kinds = {*zip(map(_kind, live), map(_kind_of_spec, specs), strict=True)}
+        if any(kind != (shape, TORCH_DTYPES[dtype], *_PLAIN) for kind, (shape, dtype) in kinds):
+            return None
+        if not self._claims.take_memories(live, self._component, keys):
+            return None
+        self._made_tensors.update(zip(keys, live, strict=True))
+        self._copies += zip(live, _values(self._tensors, keys), strict=True)
+        return live
 
     def _immutable(self, live: Any, stored: Any, place: Place) -> Any:
         if type(stored) not in (tuple, set, frozenset):
@@ -415,13 +479,13 @@ def _same_state(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
+def _values(of: Mapping[str, _T], keys: Sequence[str]) -> Iterable[_T]:
+    """The values of these keys; most often they are all, in the same order."""
+    return of.values() if [*of] == keys else map(of.__getitem__, keys)
+
+
 def _require_grad(tensor: Tensor) -> None:
     tensor.requires_grad_()
-
-
-def _peek(container: dict[Any, Any], key: Any) -> Any:
-    # A defaultdict or Counter must not gain an entry, or answer 0, by being asked.
-    return dict.get(container, key)
 
 
 def _refill_dict(target: dict[Any, Any], items: dict[Any, Any]) -> None:
@@ -430,7 +494,7 @@ def _refill_dict(target: dict[Any, Any], items: dict[Any, Any]) -> None:
         target[key] = value
 
 
-def _refill_list(target: list[Any], values: list[Any]) -> None:
+def _refill_list(target: list[Any], values: Sequence[Any]) -> None:
     target[:] = values
 
 

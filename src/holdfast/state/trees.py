@@ -5,8 +5,7 @@ Knows tensors, arrays, dtypes, devices and generators. Containers are `format.ob
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, Flag
 from functools import cached_property, lru_cache
@@ -190,7 +189,7 @@ def decode_skeleton(data: bytes, specs: Mapping[str, TensorSpec], *, what: str) 
         FormatError: a key that is no tensor, or a dtype, device or generator unknown here.
     """
     checking = _Checking(specs, what)
-    value = decode_tree(data, lift=checking.lift, what=what)
+    value = decode_tree(data, lift=checking.lift, lift_tensors=checking.lift_tensors, what=what)
     return Skeleton(
         value=value,
         absent_devices=tuple(checking.absent_devices),
@@ -222,15 +221,27 @@ class _Checking:
     def lift(self, node: Any) -> Any:
         if isinstance(node, TensorRef):
             self._spec(node.key)
-            if present_device(node.device).type == "cpu" != node.device:
+            if node.device != "cpu" and present_device(node.device).type == "cpu":
                 self.absent_devices[node.device] = None
-        elif isinstance(node, ArrayRef):
+            return node
+        if isinstance(node, ArrayRef):
             self._array(node.key)
         elif isinstance(node, GeneratorState):
             self._generator(node)
         elif isinstance(node, EnumValue):
             self.has_enums = True
         return _lift_plain(node)
+
+    def lift_tensors(self, keys: Sequence[str]) -> Sequence[TensorRef]:
+        """The nodes of tensors on the CPU."""
+        if not self._has_known_dtypes or not self._specs.keys() >= {*keys}:
+            for key in keys:
+                self._spec(key)
+        return [*map(TensorRef, keys)]
+
+    @cached_property
+    def _has_known_dtypes(self) -> bool:
+        return {spec.dtype for spec in self._specs.values()} <= dtypes.TORCH_DTYPES.keys()
 
     def _spec(self, key: str) -> TensorSpec:
         spec = self._specs.get(key)
@@ -301,13 +312,15 @@ def _combination(kind: type[Flag], stored: EnumValue) -> Any:
     return member if is_it else stored
 
 
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+
+
 def nodes_in(value: Any) -> Iterator[Any]:
     """Everything in a decoded tree, containers included, each container once."""
     seen: set[int] = set()
-    waiting: deque[Any] = deque([value])
-    while waiting:
-        item = waiting.popleft()
-        if isinstance(item, dict | list | tuple | set | frozenset):
+    waiting: list[Any] = [value]
+    for item in waiting:  # which grows meanwhile
+        if type(item) is not TensorRef and isinstance(item, _CONTAINERS):
             if id(item) in seen:
                 continue
             seen.add(id(item))
@@ -319,10 +332,11 @@ def keys_in(value: Any) -> tuple[str, ...]:
     """Keys of the tensors that a decoded tree names, those of generators too, each once."""
     keys: dict[str, None] = {}
     for node in nodes_in(value):
-        if isinstance(node, GeneratorState):
-            keys.update(dict.fromkeys(keys_in(dict(node.members))))
-        elif isinstance(node, TensorRef | ArrayRef):
+        type_ = type(node)
+        if type_ is TensorRef or type_ is ArrayRef:
             keys[node.key] = None
+        elif type_ is GeneratorState:
+            keys.update(dict.fromkeys(keys_in(dict(node.members))))
     return tuple(keys)
 
 

@@ -13,8 +13,6 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-import numpy as np
-
 from holdfast.errors import CorruptData, StoreError, TransientStoreError, UnsupportedStore
 from holdfast.store.base import Buffer
 from holdfast.store.oserrors import UNSUPPORTED
@@ -91,6 +89,9 @@ def flat(data: Buffer) -> memoryview:
 def address_of(data: memoryview) -> int:
     """Where in memory it is that a contiguous buffer begins."""
     # ctypes would need a writable buffer.
+    # Imported here: commands only read documents, and numpy is slow to come.
+    import numpy as np
+
     address: int = np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0]
     return address
 

@@ -11,8 +11,6 @@ import struct
 import sys
 from dataclasses import dataclass
 
-import numpy as np
-
 from holdfast.store.oserrors import UNSUPPORTED
 
 _RENAME_NOREPLACE = 1
@@ -109,6 +107,8 @@ def is_cached(fd: int, start: int, stop: int) -> bool:
         mapped = mmap.mmap(fd, stop - first, mmap.MAP_SHARED, mmap.PROT_READ, offset=first)
     except (OSError, ValueError):  # no mappings here, or the file was cut meanwhile
         return True
+    import numpy as np  # here, because commands that read documents do without
+
     with mapped:
         pages = np.zeros(-(-len(mapped) // mmap.PAGESIZE), dtype=np.uint8)
         address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
