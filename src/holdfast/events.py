@@ -14,6 +14,7 @@ from typing import Any, Literal
 logger = logging.getLogger("holdfast")
 
 Kind = Literal[
+    "preflight",
     "claimed",
     "save_started",
     "staged",
@@ -55,6 +56,7 @@ _LEVELS: Mapping[str, int] = {
     "save_skipped": logging.WARNING,
     "warning": logging.WARNING,
     "passed_over": logging.INFO,
+    "preflight": logging.INFO,
     "not_saved": logging.INFO,
     "interval": logging.INFO,
 }

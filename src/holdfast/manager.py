@@ -164,7 +164,7 @@ class CheckpointManager:
         self._catalog = Catalog(self.store)
         self._moments = Moments(self._catalog, self._schedule, counters)
         self._owner = Ownership(self.store, takeover=takeover, emit=self._emit)
-        self._beginning = Beginning(self.store, self._owner, rule, preflight=preflight)
+        self._beginning = Beginning(self.store, self._owner, rule, self._emit, preflight=preflight)
         self._housekeeper = Housekeeper(
             self.store, self._owner, rule, self._emit, replaces=on_existing == "replace"
         )

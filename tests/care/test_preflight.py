@@ -9,6 +9,8 @@ import pytest
 
 from holdfast.care.preflight import preflight
 from holdfast.errors import AccessDenied, PreflightFailed, StoreError, StoreFull
+from holdfast.events import Event
+from holdfast.manager import CheckpointManager
 from holdfast.store.base import Buffer, FreeSpace, Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
@@ -59,6 +61,23 @@ def test_a_good_place_passes_and_nothing_is_left(tmp_path: Path) -> None:
     store = MemoryStore()
     assert problems(store) == []
     assert list(store.list()) == []
+
+
+@pytest.mark.parametrize("direct_io", [None, False])
+def test_how_files_will_be_written_is_told_before_the_first_save(
+    tmp_path: Path, direct_io: bool | None
+) -> None:
+    store = LocalStore(tmp_path, direct_io=direct_io)
+    seen: list[Event] = []
+    with CheckpointManager(store, {"tree": {"x": 1}}, sinks=[seen.append]) as manager:
+        manager.save(1).wait()
+        manager.save(2).wait()
+    kinds = [event.kind for event in seen]
+    assert kinds.count("preflight") == 1
+    assert kinds.index("preflight") < kinds.index("save_started")
+    told = seen[kinds.index("preflight")].message
+    assert told == f"{tmp_path}: large files are written {store.probe()}"
+    assert preflight(MemoryStore(), nbytes_per_save=1, saves_kept=1, num_files=1) is None
 
 
 def test_foreign_files_in_the_root_do_not_matter_and_stay(tmp_path: Path) -> None:
@@ -150,6 +169,7 @@ def test_a_store_that_gives_other_bytes_back_is_found_out() -> None:
         ("finish", 0, "writing a file: "),
         ("delete", 0, "deleting: "),
         ("free_space", 0, "room: "),
+        ("probe", 0, "trying how to write: "),
     ],
 )
 def test_each_refusal_is_a_problem_that_says_what_failed(

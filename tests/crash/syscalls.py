@@ -35,6 +35,7 @@ import torch
 
 from holdfast.care.gc import collect
 from holdfast.engine import commit as commit_module
+from holdfast.engine import saver as saver_module
 from holdfast.engine.commit import begin
 from holdfast.engine.fingerprint import environment
 from holdfast.format import layout
@@ -416,8 +417,9 @@ def main() -> int:
     parser.add_argument("--mutant", choices=sorted(MUTANTS))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    # One thread for input and output: with several, who takes a job would be chance.
+    # One thread for each kind of work: with several, who takes a job would be chance.
     os.cpu_count = lambda: 1
+    saver_module.NUM_WRITERS = 1
     if options.mutant:
         MUTANTS[options.mutant]()
     environment()  # asks git once; a process of its own has no place among the calls

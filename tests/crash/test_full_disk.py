@@ -43,7 +43,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def new_manager(root: Path, nbytes: int, **options: Any) -> CheckpointManager:
-    state = {"small": {"x": torch.ones(9 * MIB // 4)}, "tree": {"x": torch.ones(nbytes // 4)}}
+    state = {"small": {"x": torch.ones(6 * MIB // 4)}, "tree": {"x": torch.ones(nbytes // 4)}}
     return CheckpointManager(root, state, **{"sinks": (), "preflight": False} | options)
 
 

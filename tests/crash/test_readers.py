@@ -42,6 +42,10 @@ real_commit, held = save.commit, []
 def write_files(store, files, **options):
     digests = {}
     for file in files:
+        if isinstance(file.content, save.Document):
+            store.put(file.key, file.content.data)
+            digests[file.key] = save.blocks.digest_blocks(file.content.data)
+            continue
         count = -(-file.content.nbytes // save.layout.BLOCK_NBYTES)
         data = b"".join(bytes(file.content.block(number, 60)) for number in range(count))
         store.put(file.key, bytes(len(data)))

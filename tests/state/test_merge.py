@@ -15,8 +15,9 @@ from holdfast.format.objects import TensorRef, decode_tree, encode_tree
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.apply import StoredComponent, prepare
 from holdfast.state.capture import capture
+from holdfast.state.copying import copy_tensors
 from holdfast.state.dtypes import DTYPE_NAMES
-from holdfast.state.merge import Claims, Merge, StoredPlace, copy_tensors
+from holdfast.state.merge import Claims, Merge, StoredPlace
 from holdfast.state.trees import decode_skeleton
 from state.roundtrip import image, packed
 

@@ -12,13 +12,21 @@ from holdfast.errors import (
     TransientStoreError,
     UsageError,
 )
-from holdfast.store.base import Folders, Points, ReadsInto, Store, TellsSpace, WritesBlocks
+from holdfast.store.base import (
+    Folders,
+    Points,
+    Probes,
+    ReadsInto,
+    Store,
+    TellsSpace,
+    WritesBlocks,
+)
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
 from holdfast.testing.store_contract import StoreContract
 
-PROTOCOLS = (Store, Folders, ReadsInto, WritesBlocks, Points, TellsSpace)
+PROTOCOLS = (Store, Folders, ReadsInto, WritesBlocks, Points, TellsSpace, Probes)
 
 
 class TestFaultyLocalStore(StoreContract):

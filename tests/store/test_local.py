@@ -21,7 +21,15 @@ from holdfast.errors import (
     UnsupportedStore,
     UsageError,
 )
-from holdfast.store.base import Folders, Points, ReadsInto, Store, TellsSpace, WritesBlocks
+from holdfast.store.base import (
+    Folders,
+    Points,
+    Probes,
+    ReadsInto,
+    Store,
+    TellsSpace,
+    WritesBlocks,
+)
 from holdfast.store.local import LocalStore
 from holdfast.testing.store_contract import StoreContract
 
@@ -89,7 +97,7 @@ def dot_names(root):
 
 
 def test_it_offers_every_optional_protocol(store):
-    for protocol in (Store, Folders, ReadsInto, WritesBlocks, Points, TellsSpace):
+    for protocol in (Store, Folders, ReadsInto, WritesBlocks, Points, Probes, TellsSpace):
         assert isinstance(store, protocol)
 
 

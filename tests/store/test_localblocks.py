@@ -177,6 +177,43 @@ def test_where_the_probe_fails_everything_is_buffered(tmp_path, arena, monkeypat
     assert next(counter) == 1
 
 
+def test_what_was_found_out_before_the_first_file_is_not_tried_again(tmp_path, arena, monkeypatch):
+    if not works_direct(tmp_path):
+        pytest.skip("this file system has no direct writes")
+    store = LocalStore(tmp_path)
+    assert "O_DIRECT" in store.probe()
+    monkeypatch.setattr(localblocks, "takes_direct_writes", None)
+    with arena[: MIB + 1] as data:
+        write(store, "a", data, MIB)
+        assert store.get("a") == data
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_refused_flags_and_refused_writes_are_found_out_before_the_first_file(
+    tmp_path, arena, monkeypatch
+):
+    """A save must not be the first to learn that the flag is taken and the write is not."""
+    if works_direct(tmp_path):
+        with monkeypatch.context() as patch:
+            refusing_writes(patch, after=0, number=errno.EINVAL)
+            with pytest.raises(UnsupportedStore, match="O_DIRECT"):
+                LocalStore(tmp_path, direct_io=True).probe()
+        with monkeypatch.context() as patch:
+            refusing_writes(patch, after=0, number=errno.EINVAL)
+            assert "page cache" in LocalStore(tmp_path).probe()
+    refusing_open(monkeypatch)
+    store = LocalStore(tmp_path)
+    assert "page cache" in store.probe()
+    assert "direct_io=False" in LocalStore(tmp_path, direct_io=False).probe()
+    with pytest.raises(UnsupportedStore, match="O_DIRECT"):
+        LocalStore(tmp_path, direct_io=True).probe()
+    assert os.listdir(tmp_path) == []
+    monkeypatch.setattr(localblocks, "open_direct", None)
+    with arena[:MIB] as data:
+        write(store, "a", data, MIB)
+        assert store.get("a") == data
+
+
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EFAULT])
 def test_memory_that_cannot_be_written_directly_is_copied(tmp_path, arena, monkeypatch, number):
     if not works_direct(tmp_path):

@@ -9,6 +9,7 @@ from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.claim import Choice, Settled
 from holdfast.engine.owner import Ownership
 from holdfast.errors import UsageError
+from holdfast.events import Emitter
 from holdfast.policy.retention import Rule
 from holdfast.store.base import Store
 
@@ -19,10 +20,13 @@ if TYPE_CHECKING:
 class Beginning:
     """Lets a run begin to save, or says why not."""
 
-    def __init__(self, store: Store, owner: Ownership, keep: Rule, *, preflight: bool) -> None:
+    def __init__(
+        self, store: Store, owner: Ownership, keep: Rule, emit: Emitter, *, preflight: bool
+    ) -> None:
         self._store = store
         self._owner = owner
         self._keep = keep
+        self._emit = emit
         self.preflight_due = preflight
         """Whether the next save is to check space and rights first."""
 
@@ -85,9 +89,11 @@ class Beginning:
     def _check_room(self, captured: Captured) -> None:
         specs = [spec for part in captured.components.values() for spec in part.specs]
         trees = sum(len(part.tree) for part in captured.components.values())
-        preflight(
+        chosen = preflight(
             self._store,
             nbytes_per_save=sum(spec.nbytes for spec in specs) + 2 * trees + 200 * len(specs),
             saves_kept=self._keep.quota(),
             num_files=2 * len(captured.components) + 2,
         )
+        if chosen is not None:
+            self._emit("preflight", f"{self._store.url}: large files are written {chosen}")

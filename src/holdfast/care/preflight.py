@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from holdfast.errors import AlreadyExists, FormatError, PreflightFailed, StoreError
 from holdfast.format import layout
-from holdfast.store.base import Store, TellsSpace, WritesBlocks, make_folder
+from holdfast.store.base import Probes, Store, TellsSpace, WritesBlocks, make_folder
 
 _FIRST, _SECOND = b"first", b"second"
 _PIECE = b"holdfast" * 512
@@ -21,13 +21,14 @@ _RECORDS_PER_SAVE = 4
 
 def preflight(
     store: Store, *, nbytes_per_save: int, saves_kept: int | None, num_files: int
-) -> None:
+) -> str | None:
     """Check that saves of this size will find room, and that the store does what commits need.
 
     `saves_kept` is how many checkpoints retention keeps at most, beside the one being written;
     None when there is no limit, and then room for one save is asked for. `num_files` is the
     number of files of a save. Makes the root where there is none, and a scratch folder that it
-    removes again; other things in the root do not matter.
+    removes again; other things in the root do not matter. Says how large files will be written
+    from now on, where the store chooses that by trying.
 
     Raises:
         PreflightFailed: with every problem that was found.
@@ -36,8 +37,15 @@ def preflight(
         *_lack_of_room(store, nbytes_per_save, saves_kept, num_files),
         *_refusals(store),
     ]
+    chosen = None
+    if isinstance(store, Probes) and not problems:
+        try:
+            chosen = store.probe()
+        except StoreError as error:
+            problems.append(f"trying how to write: {error}")
     if problems:
         raise PreflightFailed(problems)
+    return chosen
 
 
 def _lack_of_room(

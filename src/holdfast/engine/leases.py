@@ -26,6 +26,7 @@ from holdfast.errors import (
     FormatError,
     NoCheckpoint,
     NotFound,
+    OutcomeUnknown,
     StoreError,
     StoreFull,
     TransientStoreError,
@@ -171,14 +172,10 @@ class _HeldLease:
             StoreError: it failed in another way.
         """
         try:
-            make_folder(self._store, layout.READERS)
-        except TransientStoreError:
-            raise
-        except StoreError as error:
-            return self._refused(error)
-        try:
             self._may_be_there = True
-            self._put_first()
+            refused = self._put_first()
+            if refused:
+                return refused
             # What others put is looked for next, and must not be hidden by a cache of names.
             refresh_folder(self._store, self._folder)
         except (AccessDenied, StoreFull, UnsupportedStore) as error:
@@ -209,12 +206,27 @@ class _HeldLease:
         finally:
             self._workers.close()
 
-    def _put_first(self) -> None:
+    def _put_first(self) -> str:
+        # The folder is not made before it is missed: each time that would wait for the disk to
+        # confirm one that is there.
         try:
             put_once(self._store, self._key, self._document())
-        except NotFound:  # somebody has just tidied the folder away
+            return ""
+        except (TransientStoreError, AccessDenied, StoreFull, UnsupportedStore, OutcomeUnknown):
+            raise
+        except StoreError:
+            # The first lease here, or somebody has tidied the folder away, or something else is in
+            # its place.
+            pass
+        try:
             make_folder(self._store, layout.READERS)
-            put_once(self._store, self._key, self._document())
+        except TransientStoreError:
+            raise
+        except StoreError as error:
+            self._may_be_there = False
+            return self._refused(error)
+        put_once(self._store, self._key, self._document())
+        return ""
 
     def _renew(self) -> None:
         while not self._stop.wait(BEAT_S):

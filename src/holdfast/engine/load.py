@@ -7,7 +7,7 @@ wait until every check has passed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +21,7 @@ from holdfast.format.index import Index, TensorEntry, decode_index
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.apply import StoredComponent
-from holdfast.store.base import ReadsInto, Store
+from holdfast.store.base import ReadsInto, Store, ignore
 
 MAX_DOCUMENT_NBYTES = 64 * 1024 * 1024
 """The largest index and the largest tree (docs/format.md, section 2)."""
@@ -167,12 +167,13 @@ def _read_block(
     memory = arena.memory[start : start + opened.index.block_nbytes]
     digest = opened.index.blocks[file][32 * number : 32 * (number + 1)]
     key = f"{opened.folder}/{file}"
-    _fill(store, key, start, memory)
-    if not verify or blocks.block_digest(memory) == digest:
+    if not verify:
+        _fill(store, key, start, memory, seen=ignore)
+        return
+    if _read_digest(store, key, start, memory) == digest:
         return
     # One more read: a transient error on the way must not condemn a sound checkpoint.
-    _fill(store, key, start, memory)
-    if blocks.block_digest(memory) != digest:
+    if _read_digest(store, key, start, memory, afresh=True) != digest:
         names = tensors_in(opened.index, file, start, start + len(memory))
         raise CorruptData(
             f"{store.url}/{key}: block {number} (bytes {start} to {start + len(memory)}) is not "
@@ -181,11 +182,29 @@ def _read_block(
         )
 
 
-def _fill(store: Store, key: str, start: int, memory: memoryview) -> None:
+def _read_digest(
+    store: Store, key: str, start: int, memory: memoryview, *, afresh: bool = False
+) -> bytes:
+    """Fill the memory; the digest is of what is in it."""
+    hasher = blocks.block_hasher()
+    _fill(store, key, start, memory, seen=hasher.update, afresh=afresh)
+    return hasher.digest()
+
+
+def _fill(
+    store: Store,
+    key: str,
+    start: int,
+    memory: memoryview,
+    *,
+    seen: Callable[[memoryview], object],
+    afresh: bool = False,
+) -> None:
     if isinstance(store, ReadsInto):
-        store.read_into(key, start, memory)
+        store.read_into(key, start, memory, seen=seen, afresh=afresh)
     else:
         memory[:] = store.get(key, start, len(memory))
+        seen(memory)
 
 
 def tensors_in(index: Index, file: str, start: int, stop: int) -> list[str]:

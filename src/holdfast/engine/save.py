@@ -18,7 +18,7 @@ from holdfast.engine.links import Links
 from holdfast.engine.process import utc_now
 from holdfast.engine.stage import Staged, StagedImage
 from holdfast.engine.workers import Workers, gather
-from holdfast.engine.writing import FileToWrite, Held, Phase, write_files
+from holdfast.engine.writing import Document, FileToWrite, Phase, write_files
 from holdfast.errors import HoldfastError, OutcomeUnknown, StoreError
 from holdfast.format import blocks, layout
 from holdfast.format.index import encode_index
@@ -174,7 +174,7 @@ def _files(
     """What is to be written; a file of which not one byte has changed is shared instead."""
     for component, tree in staged.trees.items():
         key = f"{attempt.folder}/{layout.tree_file(component)}"
-        yield FileToWrite(key=key, content=Held(tree))
+        yield FileToWrite(key=key, content=Document(tree))
     for image in staged.files:
         if not _link_image(attempt, staged, image, links, workers, timeout_s):
             key = f"{attempt.folder}/{image.file.name}"

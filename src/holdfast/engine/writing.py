@@ -7,8 +7,7 @@ than the other way round. Knows keys and bytes, nothing of a state.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -61,27 +60,21 @@ class Content(Protocol):
         ...
 
 
-class Held:
-    """A file whose bytes are there and stay."""
+class Document:
+    """A small file whose bytes are there and stay; it is put as a whole."""
 
     def __init__(self, data: bytes) -> None:
-        self._data = memoryview(data)
+        self.data = data
 
     @property
     def nbytes(self) -> int:
         """See `Content.nbytes`."""
-        return self._data.nbytes
-
-    def block(self, number: int, timeout_s: float) -> memoryview:
-        """See `Content.block`."""
-        return self._data[number * BLOCK_NBYTES : (number + 1) * BLOCK_NBYTES]
+        return len(self.data)
 
     def digest(self, number: int) -> bytes:
         """See `Content.digest`."""
-        return blocks.block_digest(self.block(number, 0))
-
-    def written(self, number: int) -> None:
-        """See `Content.written`."""
+        start = number * BLOCK_NBYTES
+        return blocks.block_digest(memoryview(self.data)[start : start + BLOCK_NBYTES])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +82,7 @@ class FileToWrite:
     """One file of an attempt."""
 
     key: str
-    content: Content
+    content: Content | Document
 
 
 def write_files(
@@ -162,34 +155,28 @@ class _Batch:
         content = file.content
         hashes = self._hashes[file.key] = []
         writes = self._writes[file.key] = []
-        write = self._writer(file)
+        if isinstance(content, Document):
+            writes.append(writers.submit(partial(self._store.put, file.key, content.data)))
+            numbers = range(blocks.num_blocks(content.nbytes))
+            hashes += [workers.submit(partial(content.digest, number)) for number in numbers]
+            return
+        writer = self._open[file.key] = _writer(self._store, file.key, content.nbytes)
         for number in range(blocks.num_blocks(content.nbytes)):
             memory = content.block(number, self._timeout_s)
             hashes.append(workers.submit(partial(content.digest, number)))
-            writes.append(writers.submit(partial(self._write, write, content, number, memory)))
+            writes.append(writers.submit(partial(self._write, writer, content, number, memory)))
             if self._failed:
                 return  # the error is in one of the futures
-        if not writes:
-            writes.append(writers.submit(partial(self._store.put, file.key, b"")))
-
-    def _writer(self, file: FileToWrite) -> Callable[[int, memoryview], None]:
-        nbytes = file.content.nbytes
-        if nbytes <= BLOCK_NBYTES:
-            return lambda start, memory: self._store.put(file.key, memory)
-        if not isinstance(self._store, WritesBlocks):
-            return _Gathered(self._store, file.key, nbytes).write
-        writer = self._open[file.key] = self._store.create(file.key, nbytes)
-        return writer.write
 
     def _write(
         self,
-        write: Callable[[int, memoryview], None],
+        writer: BlockWriter,
         content: Content,
         number: int,
         memory: memoryview,
     ) -> None:
         try:
-            write(number * BLOCK_NBYTES, memory)
+            writer.write(number * BLOCK_NBYTES, memory)
         except BaseException:
             self._failed = True
             raise
@@ -200,7 +187,7 @@ class _Batch:
         self._phase.text = f"digesting {key}"
         found = gather(self._hashes[key], timeout_s=self._timeout_s, what=f"digest of {key}")
         if key in self._syncs:
-            self._phase.text = f"syncing {key}"
+            self._phase.text = f"writing {key} to stable storage"
             gather([self._syncs[key]], timeout_s=self._timeout_s, what=key)
         return b"".join(found)
 
@@ -215,21 +202,29 @@ class _Batch:
             writer.abort()
 
 
+def _writer(store: Store, key: str, nbytes: int) -> BlockWriter:
+    return (
+        store.create(key, nbytes)
+        if isinstance(store, WritesBlocks)
+        else _Gathered(store, key, nbytes)
+    )
+
+
 class _Gathered:
-    """A file for a store that takes only whole objects."""
+    """The `BlockWriter` of a store that takes only whole objects."""
 
     def __init__(self, store: Store, key: str, nbytes: int) -> None:
         self._store = store
         self._key = key
         self._data = bytearray(nbytes)
-        self._left = nbytes
-        self._lock = threading.Lock()
 
-    def write(self, start: int, memory: memoryview) -> None:
-        """Keep a block; the last one to come sends them all."""
-        self._data[start : start + len(memory)] = memory
-        with self._lock:
-            self._left -= len(memory)
-            is_last = self._left == 0
-        if is_last:
-            self._store.put(self._key, self._data)
+    def write(self, start: int, data: memoryview) -> None:
+        """Keep a piece."""
+        self._data[start : start + data.nbytes] = data
+
+    def finish(self) -> None:
+        """Send them all."""
+        self._store.put(self._key, self._data)
+
+    def abort(self) -> None:
+        """Nothing was sent."""

@@ -17,6 +17,11 @@ def block_digest(data: Buffer) -> bytes:
     return blake3(data).digest()
 
 
+def block_hasher() -> blake3:
+    """For the digest of one block whose bytes come in pieces, each handed to `update`."""
+    return blake3()
+
+
 def num_blocks(nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> int:
     """How many blocks a file of `nbytes` has; none when it is empty."""
     return -(-nbytes // block_nbytes)

@@ -20,6 +20,7 @@ from holdfast.errors import MismatchError
 from holdfast.format.objects import ArrayRef, EnumValue, GeneratorState, TensorRef, join
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
+from holdfast.state.copying import copy_tensors
 from holdfast.state.dtypes import DTYPE_NAMES
 from holdfast.state.leaves import identity, refusal
 from holdfast.state.trees import (
@@ -173,21 +174,6 @@ def _span(tensor: Tensor) -> tuple[int, int]:
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         extent = 1 + sum(int((size - 1) * stride) for size, stride in steps)
     return start * item, (start + extent) * item
-
-
-def copy_tensors(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second of each pair into the first; shapes and dtypes are equal."""
-    # `_foreach_copy_` raises for a view that negates or conjugates, after it wrote others.
-    odd = [pair for pair in pairs if pair[0].is_neg() or pair[0].is_conj()]
-    plain = (
-        [pair for pair in pairs if not (pair[0].is_neg() or pair[0].is_conj())] if odd else pairs
-    )
-    with torch.no_grad():
-        if plain:
-            live, stored = zip(*plain, strict=True)
-            torch._foreach_copy_(list(live), list(stored))
-        for view, values in odd:
-            view.copy_(values)
 
 
 def is_writable_in_place(tensor: Tensor) -> bool:

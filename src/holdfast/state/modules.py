@@ -19,8 +19,9 @@ from holdfast.errors import FormatError
 from holdfast.format.objects import Document, TensorRef
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import enumerations, generators
+from holdfast.state.copying import copy_tensors
 from holdfast.state.leaves import Leaves, identity, refusal
-from holdfast.state.merge import Claims, copy_tensors, is_writable_in_place
+from holdfast.state.merge import Claims, is_writable_in_place
 from holdfast.state.names import Cleaner, cleaner_of, unwrap
 from holdfast.state.problems import Problems, Wishes
 from holdfast.state.trees import Lifting, Skeleton, encoded, keys_in, owned

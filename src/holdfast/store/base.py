@@ -7,7 +7,7 @@ suite, `holdfast.testing.StoreContract`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -104,12 +104,29 @@ class Folders(Protocol):
         ...
 
 
+def ignore(piece: memoryview) -> None:
+    """For whoever need not see the pieces."""
+
+
 @runtime_checkable
 class ReadsInto(Protocol):
     """Stores that read straight into memory of the caller."""
 
-    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes at `start`; exact like `get`. Thread-safe."""
+    def read_into(
+        self,
+        key: str,
+        start: int,
+        buffer: memoryview,
+        *,
+        seen: Callable[[memoryview], object] = ignore,
+        afresh: bool = False,
+    ) -> None:
+        """Fill `buffer` with the bytes at `start`; exact like `get`. Thread-safe.
+
+        `seen` is called with one piece of the buffer after the other, as soon as its bytes are
+        there, so that a digest finds them in the processor's cache. With `afresh` the bytes come
+        from the medium itself, not from a cache on the way, where that can be had.
+        """
         ...
 
 
@@ -177,6 +194,21 @@ class TellsSpace(Protocol):
 
     def free_space(self) -> FreeSpace:
         """Room for this process, in bytes and inodes."""
+        ...
+
+
+@runtime_checkable
+class Probes(Protocol):
+    """Stores that find out by trying how they have to work."""
+
+    def probe(self) -> str:
+        """Try in the root, which exists, what saves need, and leave nothing behind.
+
+        Says, for people, how large objects will be written from now on.
+
+        Raises:
+            UnsupportedStore: something is lacking; the message says what.
+        """
         ...
 
 

@@ -9,11 +9,11 @@ assumed: one that lacks it is refused with `UnsupportedStore`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from holdfast.errors import CorruptData, InvalidKey, NotFound, UsageError
-from holdfast.store import localfiles, oserrors
+from holdfast.store import localfiles, localreads, oserrors
 from holdfast.store.base import (
     MAX_KEY_BYTES,
     BlockWriter,
@@ -21,6 +21,7 @@ from holdfast.store.base import (
     FreeSpace,
     ObjectInfo,
     check_key,
+    ignore,
 )
 from holdfast.store.localblocks import DirectWrites, LocalBlockWriter, create_file
 from holdfast.store.localfiles import TEMPORARY_PREFIX, drafted
@@ -43,6 +44,7 @@ class LocalStore:
         root: the folder. It need not exist, and may be a symbolic link; nothing in it may be.
         direct_io: whether `create` writes past the page cache. None finds out with a first
             write; True raises `UnsupportedStore` where that is impossible; False never does it.
+            Large reads of what is not cached go past it too, where they can, unless False.
 
     Thread-safe. Does nothing on disk until an operation is called.
     """
@@ -53,6 +55,7 @@ class LocalStore:
             raise UsageError(f"root {path!r}: must be the path of a folder")
         self._root = os.path.abspath(path)
         self._direct = DirectWrites(direct_io)
+        self._reads_directly = direct_io is not False
         self._has_links = True
         self._syncs_folders = False
         self._made_root = False
@@ -92,14 +95,30 @@ class LocalStore:
             localfiles.read_exactly(fd, memoryview(rest), start + len(data), what=self._path(key))
             return data + rest
 
-    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+    def read_into(
+        self,
+        key: str,
+        start: int,
+        buffer: memoryview,
+        *,
+        seen: Callable[[memoryview], object] = ignore,
+        afresh: bool = False,
+    ) -> None:
         """See `ReadsInto.read_into`."""
         if start < 0:
             raise UsageError(f"read_into {key}: start {start} must not be negative")
         with self._reading(key) as (fd, file_nbytes):
             self._check_range(key, start, buffer.nbytes, file_nbytes)
             if buffer.nbytes:
-                localfiles.read_exactly(fd, buffer.cast("B"), start, what=self._path(key))
+                localreads.fill(
+                    fd,
+                    buffer.cast("B"),
+                    start,
+                    what=self._path(key),
+                    seen=seen,
+                    direct=self._reads_directly,
+                    afresh=afresh,
+                )
 
     def head(self, key: str) -> ObjectInfo:
         """See `Store.head`."""
@@ -232,11 +251,10 @@ class LocalStore:
         with Reporting("free space of", self._root):
             return oserrors.free_space(self._root)
 
-    def probe(self) -> None:
-        """Try in the root what every commit needs, and leave nothing behind.
+    def probe(self) -> str:
+        """See `Probes.probe`: a commit, and a direct write beside an unaligned tail.
 
         Raises:
-            UnsupportedStore: the file system lacks it; the message says what.
             StoreError: it cannot be tried, for instance because the root does not exist.
         """
         report = Reporting("probe", self._root)
@@ -248,6 +266,7 @@ class LocalStore:
                 report.effect = "none"
             finally:
                 localfiles.remove_quietly(root_fd, name)
+            return self._direct.choose(root_fd)
 
     def _path(self, key: str) -> str:
         return os.path.join(self._root, key) if key else self._root

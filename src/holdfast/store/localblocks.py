@@ -17,14 +17,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-import numpy as np
-
 from holdfast.errors import NotFound, StoreError, UnsupportedStore, UsageError
 from holdfast.store.localfiles import (
     FILE_MODE,
     NEW_FILE,
+    address_of,
     flat,
     remove_quietly,
+    temporary_name,
     write_all,
 )
 from holdfast.store.localfolders import sync_folder_fd
@@ -32,6 +32,7 @@ from holdfast.store.oserrors import UNSUPPORTED, Reporting
 from holdfast.store.syscalls import DirectAlignment, direct_alignment, preallocate
 
 _PAGE = mmap.PAGESIZE
+_REFUSED = "direct_io=True: this file system refuses O_DIRECT"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +84,30 @@ def takes_direct_writes(direct: DirectFile) -> bool:
 class DirectWrites:
     """Whether the files of one store can be written directly: asked for, refused, or found out.
 
-    `wanted` is None to find out with the first file that is long enough.
+    `wanted` is None to find out: by `choose`, else with the first file that is long enough.
     """
 
     def __init__(self, wanted: bool | None) -> None:
-        self._is_required = wanted is True
+        self._wanted = wanted
         self._works = wanted
         self._lock = threading.Lock()
+
+    def choose(self, folder_fd: int) -> str:
+        """Find out with a scratch file; says, for people, how files will be written from now on.
+
+        Raises:
+            UnsupportedStore: as `open`, and also when the flag is taken and the write refused.
+        """
+        if self._wanted is False:
+            return "through the page cache, as direct_io=False asks"
+        direct = _tried_directly(folder_fd)
+        with self._lock:
+            self._works = direct is not None
+        if direct is not None:
+            return f"past the page cache (O_DIRECT), in multiples of {direct.offset} bytes"
+        if self._wanted:
+            raise UnsupportedStore(_REFUSED)
+        return "through the page cache, because this file system refuses O_DIRECT"
 
     def open(self, folder_fd: int, name: str, nbytes: int) -> DirectFile | None:
         """A new file of `nbytes` bytes once more for direct writes, or None.
@@ -105,12 +123,28 @@ class DirectWrites:
                 except OSError:
                     os.close(direct.fd)
                     raise
-        if direct is None and self._is_required:
-            raise UnsupportedStore("direct_io=True: this file system refuses O_DIRECT")
+        if direct is None and self._wanted:
+            raise UnsupportedStore(_REFUSED)
         if direct is not None and not self._works:
             os.close(direct.fd)
             return None
         return direct
+
+
+def _tried_directly(folder_fd: int) -> DirectFile | None:
+    """What a scratch file in the folder, gone again with its descriptors, asks of direct writes."""
+    name = temporary_name()
+    os.close(create_file(folder_fd, name, 0))
+    try:
+        direct = open_direct(folder_fd, name)
+    finally:
+        remove_quietly(folder_fd, name)
+    if direct is None:
+        return None
+    try:
+        return direct if takes_direct_writes(direct) else None
+    finally:
+        os.close(direct.fd)
 
 
 def create_file(folder_fd: int, name: str, nbytes: int) -> int:
@@ -236,7 +270,7 @@ class LocalBlockWriter:
         direct = self._direct
         if direct is None or len(piece) < direct.offset:
             return 0
-        if not direct.takes(_address(piece), start):
+        if not direct.takes(address_of(piece), start):
             return 0
         stop = len(piece) - len(piece) % direct.offset
         done = 0
@@ -249,9 +283,3 @@ class LocalBlockWriter:
                     raise
                 break
         return done
-
-
-def _address(piece: memoryview) -> int:
-    # ctypes would need a writable buffer.
-    address: int = np.frombuffer(piece, dtype=np.uint8).__array_interface__["data"][0]
-    return address

@@ -13,6 +13,8 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+import numpy as np
+
 from holdfast.errors import CorruptData, StoreError, TransientStoreError, UnsupportedStore
 from holdfast.store.base import Buffer
 from holdfast.store.oserrors import UNSUPPORTED
@@ -84,6 +86,13 @@ def flat(data: Buffer) -> memoryview:
     view = memoryview(data)
     # A view with a zero in its shape cannot be cast.
     return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def address_of(data: memoryview) -> int:
+    """Where in memory it is that a contiguous buffer begins."""
+    # ctypes would need a writable buffer.
+    address: int = np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0]
+    return address
 
 
 def read_exactly(fd: int, buffer: memoryview, start: int, *, what: str) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from holdfast.errors import AlreadyExists, CorruptData, NotFound, StoreError, UsageError
-from holdfast.store.base import BlockWriter, Buffer, ObjectInfo, check_key
+from holdfast.store.base import BlockWriter, Buffer, ObjectInfo, check_key, ignore
 
 
 class MemoryStore:
@@ -52,11 +52,20 @@ class MemoryStore:
                 )
             return bytes(memoryview(found)[start:stop])
 
-    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """See `ReadsInto.read_into`."""
+    def read_into(
+        self,
+        key: str,
+        start: int,
+        buffer: memoryview,
+        *,
+        seen: Callable[[memoryview], object] = ignore,
+        afresh: bool = False,
+    ) -> None:
+        """See `ReadsInto.read_into`. There is no cache on the way."""
         data = self.get(key, start, buffer.nbytes)
         if data:
             buffer.cast("B")[:] = data
+            seen(buffer.cast("B"))
 
     def head(self, key: str) -> ObjectInfo:
         """See `Store.head`."""

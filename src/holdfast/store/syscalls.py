@@ -5,10 +5,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import mmap
 import os
 import struct
 import sys
 from dataclasses import dataclass
+
+import numpy as np
 
 from holdfast.store.oserrors import UNSUPPORTED
 
@@ -90,6 +93,28 @@ def direct_alignment(fd: int) -> DirectAlignment | None:
         return None
     memory, offset = struct.unpack_from("=II", answer, _STX_DIO_MEM_ALIGN_AT)
     return DirectAlignment(memory=memory, offset=offset)
+
+
+def is_cached(fd: int, start: int, stop: int) -> bool:
+    """Whether most of the pages from byte `start` of a file to `stop` are in the page cache.
+
+    True also where the system does not say: not every file can be mapped, and the kernel says
+    nothing true of files that the caller neither owns nor may write.
+    """
+    call = _function("mincore")
+    first = start - start % mmap.ALLOCATIONGRANULARITY
+    if call is None:
+        return True
+    try:
+        mapped = mmap.mmap(fd, stop - first, mmap.MAP_SHARED, mmap.PROT_READ, offset=first)
+    except (OSError, ValueError):  # no mappings here, or the file was cut meanwhile
+        return True
+    with mapped:
+        pages = np.zeros(-(-len(mapped) // mmap.PAGESIZE), dtype=np.uint8)
+        address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
+        if call(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), pages.ctypes) != 0:
+            return True
+    return int(np.count_nonzero(pages & 1)) * 2 > len(pages)
 
 
 @functools.cache

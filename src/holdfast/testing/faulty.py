@@ -34,10 +34,12 @@ from holdfast.store.base import (
     LinksFiles,
     ObjectInfo,
     Points,
+    Probes,
     ReadsInto,
     Store,
     TellsSpace,
     WritesBlocks,
+    ignore,
 )
 
 T = TypeVar("T")
@@ -62,6 +64,7 @@ OpName = Literal[
     "link",
     "point",
     "free_space",
+    "probe",
 ]
 _CARRIES_DATA = frozenset({"put", "write", "get", "read_into"})
 
@@ -282,14 +285,24 @@ class _FaultyFolders(FaultyStore):
 
 
 class _FaultyReadsInto(FaultyStore):
-    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+    def read_into(
+        self,
+        key: str,
+        start: int,
+        buffer: memoryview,
+        *,
+        seen: Callable[[memoryview], object] = ignore,
+        afresh: bool = False,
+    ) -> None:
         """See `ReadsInto.read_into`; not exact under `truncate`."""
         data = bytearray(buffer.nbytes)
         with _Operation(self, "read_into", key) as op:
-            self.inner.read_into(key, start, memoryview(data))
+            self.inner.read_into(key, start, memoryview(data), afresh=afresh)
         damaged = op.damaged(bytes(data))
         if damaged:
             buffer.cast("B")[: len(damaged)] = damaged
+        if data:
+            seen(buffer.cast("B"))
 
 
 class _FaultyWritesBlocks(FaultyStore):
@@ -315,6 +328,12 @@ class _FaultyTellsSpace(FaultyStore):
     def free_space(self) -> FreeSpace:
         """See `TellsSpace.free_space`."""
         return self._do("free_space", "", lambda: cast(FreeSpace, self.inner.free_space()))
+
+
+class _FaultyProbes(FaultyStore):
+    def probe(self) -> str:
+        """See `Probes.probe`."""
+        return self._do("probe", "", lambda: cast(str, self.inner.probe()))
 
 
 class _FaultyBlockWriter:
@@ -345,6 +364,7 @@ _MIXINS: tuple[tuple[Any, type[FaultyStore]], ...] = (
     (LinksFiles, _FaultyLinksFiles),
     (Points, _FaultyPoints),
     (TellsSpace, _FaultyTellsSpace),
+    (Probes, _FaultyProbes),
 )
 
 

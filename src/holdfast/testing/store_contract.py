@@ -530,6 +530,18 @@ class StoreContract:
         with pytest.raises(NotFound):
             reader.read_into("a", 0, memoryview(bytearray(1)))
 
+    @pytest.mark.parametrize("afresh", [False, True])
+    @pytest.mark.parametrize("nbytes", [0, 1, 3_000_001])
+    def test_read_into_shows_each_byte_once_and_in_order(
+        self, store: Store, nbytes: int, afresh: bool
+    ) -> None:
+        reader = self.reads_into(store)
+        data = noise(nbytes)
+        store.put("a", data)
+        buffer, seen = bytearray(nbytes), bytearray()
+        reader.read_into("a", 0, memoryview(buffer), seen=seen.extend, afresh=afresh)
+        assert buffer == seen == data
+
     def test_read_into_works_from_many_threads(self, store: Store) -> None:
         reader = self.reads_into(store)
         data = noise(1_000_000)

@@ -1,0 +1,83 @@
+"""Reading tensors: each block is checked, and asked for once more before it is blamed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast import CheckpointManager
+from holdfast.errors import CorruptData
+from holdfast.store.base import ignore
+from holdfast.store.local import LocalStore
+
+NUMEL = 5_000_000  # more than two blocks, and an odd tail
+
+
+class Flaky(LocalStore):
+    """The first reads of large pieces bring one wrong bit."""
+
+    def __init__(self, root: Path, num_wrong: int) -> None:
+        super().__init__(root)
+        self.num_wrong = num_wrong
+        self.reads: list[tuple[int, bool]] = []
+
+    def read_into(
+        self,
+        key: str,
+        start: int,
+        buffer: memoryview,
+        *,
+        seen: Callable[[memoryview], object] = ignore,
+        afresh: bool = False,
+    ) -> None:
+        super().read_into(key, start, buffer, afresh=afresh)
+        self.reads.append((start, afresh))
+        if len(self.reads) <= self.num_wrong:
+            buffer[-1] ^= 1
+        seen(buffer)
+
+
+def saved(root: Path) -> torch.Tensor:
+    values = torch.rand(NUMEL, generator=torch.Generator().manual_seed(0))
+    with CheckpointManager(root, {"data": {"x": values}}) as manager:
+        manager.save(1).wait()
+    return values
+
+
+def load(store: LocalStore, *, verify: bool = True) -> torch.Tensor:
+    live = torch.zeros(NUMEL)
+    try:
+        with CheckpointManager(store, {"data": {"x": live}}) as manager:
+            manager.load(components=["data"], verify=verify)
+    except CorruptData:
+        assert not live.any()
+        raise
+    return live
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("direct_io", [None, False])
+def test_large_tensors_come_back_directly_and_through_the_cache(
+    tmp_path: Path, direct_io: bool | None, verify: bool
+) -> None:
+    values = saved(tmp_path)
+    assert torch.equal(load(LocalStore(tmp_path, direct_io=direct_io), verify=verify), values)
+
+
+def test_a_wrong_block_is_read_once_more_from_the_medium(tmp_path: Path) -> None:
+    """A transient error on the way, in a cache for one, condemns nothing."""
+    values = saved(tmp_path)
+    store = Flaky(tmp_path, 1)
+    assert torch.equal(load(store), values)
+    wrong = store.reads[0][0]
+    assert [read for read in store.reads if read[1]] == [(wrong, True)]
+
+
+def test_a_block_that_stays_wrong_is_damaged_and_changes_nothing(tmp_path: Path) -> None:
+    """Invariant 6: what was read of the other blocks goes nowhere."""
+    saved(tmp_path)
+    with pytest.raises(CorruptData, match="is not what was written; it holds data"):
+        load(Flaky(tmp_path, 100))

@@ -1,0 +1,80 @@
+"""Values into live tensors: the same bits, whichever way each takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.state.copying import LARGE_NBYTES, PIECE_NBYTES, copy_tensors
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn]
+)
+def test_large_tensors_of_every_kind_are_copied_whole(dtype: torch.dtype) -> None:
+    """The last piece is an odd one."""
+    stored = noise(PIECE_NBYTES // dtype.itemsize * 2 + 13, dtype=dtype)
+    live = torch.zeros_like(stored)
+    copy_tensors([(live, stored)])
+    assert torch.equal(live.view(torch.uint8), stored.view(torch.uint8))
+
+
+def test_all_ways_in_one_call() -> None:
+    """Large, small, empty, strided, transposed; the second of two views of one storage."""
+    side = 1200
+    whole = torch.zeros(2, LARGE_NBYTES)
+    lives = [
+        torch.zeros(side, side),
+        torch.zeros(3),
+        torch.zeros(0),
+        torch.zeros(side, side * 2)[:, ::2],
+        torch.zeros(side, side).t(),
+        whole[1],
+        torch.tensor(0.0),
+    ]
+    pairs = [(live, noise(*live.shape)) for live in lives]
+    copy_tensors(pairs)
+    for live, stored in pairs:
+        assert torch.equal(live, stored)
+    assert not whole[0].any()
+
+
+def test_a_stored_tensor_may_be_strided_too() -> None:
+    """An edit of a load may bring any."""
+    stored = noise(1200, 2400)[:, ::2]
+    live = torch.zeros(1200, 1200)
+    copy_tensors([(live, stored)])
+    assert torch.equal(live, stored)
+
+
+@pytest.mark.parametrize("odd", ["conjugate", "negative"])
+def test_large_views_that_conjugate_or_negate(odd: str) -> None:
+    """Their bytes are not their values."""
+    whole = torch.zeros(LARGE_NBYTES, dtype=torch.complex64)
+    view = whole.conj() if odd == "conjugate" else whole.conj().imag
+    values = torch.full(view.shape, 1 + 2j if odd == "conjugate" else 2.0, dtype=view.dtype)
+    copy_tensors([(view, values)])
+    assert torch.equal(view, values)
+
+
+@pytest.mark.parametrize("numel", [3, LARGE_NBYTES])
+def test_autograd_is_told_that_a_tensor_changed(numel: int) -> None:
+    """A backward through values from before the load is an error, not a wrong gradient."""
+    weight = nn.Parameter(torch.ones(numel))
+    loss = (weight * weight).sum()
+    copy_tensors([(weight, torch.zeros(numel))])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_under_inference_mode() -> None:
+    """An evaluation may load weights inside of it."""
+    weight = nn.Parameter(torch.ones(LARGE_NBYTES))
+    with torch.inference_mode():
+        copy_tensors([(weight, torch.zeros(LARGE_NBYTES))])
+    assert not weight.any()

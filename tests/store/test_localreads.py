@@ -1,0 +1,211 @@
+"""Reads into the caller's memory: direct where that works, exact always."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import CorruptData
+from holdfast.store import localreads
+from holdfast.store.local import LocalStore
+from holdfast.store.localreads import DIRECT_NBYTES_MIN, PIECE_NBYTES, fill
+from holdfast.store.syscalls import DirectAlignment, is_cached
+from holdfast.testing.store_contract import noise
+
+MIB = 1024 * 1024
+SIZES = [0, 1, 4095, DIRECT_NBYTES_MIN - 1, DIRECT_NBYTES_MIN, DIRECT_NBYTES_MIN + 777, 3 * MIB + 5]
+
+
+@pytest.fixture
+def arena() -> memoryview:
+    """Memory that begins on a page."""
+    return memoryview(mmap.mmap(-1, 4 * MIB))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Four MiB and a bit of noise on stable storage."""
+    path = tmp_path / "file"
+    with path.open("wb") as target:
+        target.write(noise(4 * MIB + 99))
+        os.fsync(target.fileno())
+    return path
+
+
+@pytest.fixture
+def fd(file: Path) -> Iterator[int]:
+    """The file, open for reading."""
+    number = os.open(file, os.O_RDONLY)
+    yield number
+    os.close(number)
+
+
+def warm(fd: int) -> None:
+    """Have all of it in the page cache."""
+    os.pread(fd, 8 * MIB, 0)
+
+
+def cool(fd: int) -> None:
+    """Have nothing of it in the page cache."""
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    if is_cached(fd, 0, 4 * MIB):
+        pytest.skip("this file system keeps its pages")
+
+
+def needs_direct(fd: int, arena: memoryview) -> None:
+    """Skip where the file system reads nothing directly."""
+    if not localreads._read_direct(fd, arena[:MIB], 0):
+        pytest.skip("this file system reads nothing directly")
+
+
+def read(fd: int, memory: memoryview, start: int, **how: bool) -> bytes:
+    """Fill the memory; what was seen of it on the way."""
+    seen = bytearray()
+    asked = {"direct": True, "afresh": False} | how
+    fill(fd, memory, start, what="the file", seen=seen.extend, **asked)
+    return bytes(seen)
+
+
+@pytest.mark.parametrize("is_warm", [True, False])
+@pytest.mark.parametrize("afresh", [True, False])
+@pytest.mark.parametrize("start", [0, 4096, 1])
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_every_way_reads_the_same_bytes_and_shows_each_once(
+    fd: int, file: Path, arena: memoryview, nbytes: int, start: int, afresh: bool, is_warm: bool
+) -> None:
+    """Odd tails, odd beginnings, memory that begins nowhere in particular."""
+    expected = file.read_bytes()[start : start + nbytes]
+    for shift in (0, 3):
+        (warm if is_warm else cool)(fd)
+        memory = arena[shift : shift + nbytes]
+        assert read(fd, memory, start, afresh=afresh) == expected
+        assert memory == expected
+
+
+def test_what_is_not_cached_is_read_past_the_cache(fd: int, arena: memoryview) -> None:
+    """The cache keeps what others have there; and the flag is off again."""
+    needs_direct(fd, arena)
+    cool(fd)
+    read(fd, arena, 0)
+    assert not is_cached(fd, 0, len(arena))
+    assert not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+
+
+def test_what_is_cached_comes_from_the_cache_in_small_pieces(fd: int, arena: memoryview) -> None:
+    """A digest finds each piece in the processor's cache."""
+    warm(fd)
+    pieces: list[int] = []
+
+    def look(piece: memoryview) -> None:
+        pieces.append(len(piece))
+
+    fill(fd, arena, 0, what="", seen=look, direct=True, afresh=False)
+    assert pieces == [PIECE_NBYTES] * 4
+
+
+def test_without_leave_nothing_is_read_directly(file: Path, fd: int, arena: memoryview) -> None:
+    """`direct_io=False` is for reads too."""
+    cool(fd)
+    LocalStore(file.parent, direct_io=False).read_into("file", 0, arena)
+    assert is_cached(fd, 0, len(arena))
+
+
+def test_afresh_drops_what_is_cached_where_direct_reads_are_refused(
+    fd: int, arena: memoryview
+) -> None:
+    """A damaged page of the cache does not answer twice."""
+    cool(fd)
+    warm(fd)
+    localreads._forget(fd, 0, len(arena))
+    assert not is_cached(fd, 0, len(arena))
+    assert read(fd, arena, 0, direct=False, afresh=True) == bytes(arena)
+
+
+def test_a_read_that_the_kernel_refuses_goes_through_the_cache(
+    fd: int, file: Path, arena: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that says too little of its alignment costs speed and nothing else."""
+    monkeypatch.setattr(
+        localreads, "direct_alignment", lambda fd: DirectAlignment(memory=1, offset=1)
+    )
+    cool(fd)
+    memory = arena[3 : 3 + MIB + 1]
+    assert read(fd, memory, 5) == file.read_bytes()[5 : 5 + MIB + 1]
+    assert not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+
+
+@pytest.mark.parametrize("told", [DirectAlignment(memory=0, offset=0), None])
+def test_a_kernel_that_says_no_or_nothing_is_believed(
+    fd: int, arena: memoryview, file: Path, told: DirectAlignment | None
+) -> None:
+    """Zeros: no direct reads. Nothing (before Linux 6.1): pages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(localreads, "direct_alignment", lambda fd: told)
+        cool(fd)
+        assert read(fd, arena, 0) == file.read_bytes()[: len(arena)]
+    assert told is None or is_cached(fd, 0, len(arena))
+
+
+@pytest.mark.parametrize("is_warm", [True, False])
+@pytest.mark.parametrize("left_nbytes", [0, 4096, MIB + 17])
+def test_a_file_that_ends_too_early_is_damaged(
+    fd: int, file: Path, arena: memoryview, left_nbytes: int, is_warm: bool
+) -> None:
+    """Whichever way it is read."""
+    os.truncate(file, left_nbytes)
+    if is_warm:
+        warm(fd)
+    else:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    with pytest.raises(CorruptData, match=f"ends at byte {left_nbytes}, "):
+        read(fd, arena, 0)
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_damaged(
+    fd: int, file: Path, arena: memoryview
+) -> None:
+    """The length that was seen at the beginning is not relied upon."""
+    warm(fd)
+    with pytest.raises(CorruptData, match=f"ends at byte {2 * MIB}"):
+        fill(
+            fd,
+            arena,
+            0,
+            what="the file",
+            seen=lambda piece: os.truncate(file, 2 * MIB),
+            direct=True,
+            afresh=False,
+        )
+
+
+def test_what_is_seen_is_what_stays_in_memory_when_the_file_changes(
+    fd: int, file: Path, arena: memoryview
+) -> None:
+    """What is applied is what was verified: each byte is read once."""
+    warm(fd)
+    other = os.open(file, os.O_WRONLY)
+    seen = bytearray()
+
+    def look(piece: memoryview) -> None:
+        seen.extend(piece)
+        os.pwrite(other, bytes(4 * MIB), 0)
+
+    fill(fd, arena, 0, what="the file", seen=look, direct=True, afresh=False)
+    os.close(other)
+    assert seen == arena
+    assert any(seen[:PIECE_NBYTES])
+    assert not any(seen[PIECE_NBYTES:])
+
+
+def test_files_that_cannot_be_mapped_count_as_cached(tmp_path: Path) -> None:
+    """So they are read as ever; so does a range beyond the end."""
+    with open("/proc/self/status", "rb") as status:
+        assert is_cached(status.fileno(), 0, 4096)
+    (tmp_path / "short").write_bytes(b"short")
+    with open(tmp_path / "short", "rb") as short:
+        assert is_cached(short.fileno(), 0, 1 << 20)
