@@ -23,7 +23,14 @@ from holdfast.engine.fingerprint import differences, environment, numerics
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.moments import Counters, Moments
 from holdfast.engine.notes import annotate, checked_metrics, checked_reasons, checked_tags
-from holdfast.engine.options import OnExisting, OnFailure, check_choice, check_is, check_options
+from holdfast.engine.options import (
+    OnExisting,
+    OnFailure,
+    budget_of,
+    check_choice,
+    check_is,
+    check_options,
+)
 from holdfast.engine.outside import Asked, Outside
 from holdfast.engine.overlap import Mode, Overlap
 from holdfast.engine.owner import Ownership
@@ -91,6 +98,9 @@ class CheckpointManager:
         overlap: whether `save` returns before parameters and optimizer slots are copied. Call
             `fence` before they are changed other than by a torch optimizer's step
             (docs/saving.md); "check" also looks for such changes where torch does not count them.
+        memory_budget: how much memory a save may take for its copy of the state, in bytes or as
+            "256MiB". A larger state is staged in waves: `save` returns when the last of them was
+            copied, most of it written. None: as much as the state has.
         hooks: functions to call around saves and loads; see `StateHooks`.
         stop: the signals that end the run; `maybe_save` saves when there was one.
         counters: gives `epoch`, `cycle`, `samples` and `tokens` where a call does not.
@@ -121,6 +131,7 @@ class CheckpointManager:
         on_existing: OnExisting = "keep",
         on_failure: OnFailure = "raise",
         overlap: Mode = False,
+        memory_budget: int | str | None = None,
         hooks: StateHooks | None = None,
         stop: Stop | None = None,
         counters: Counters | None = None,
@@ -150,6 +161,7 @@ class CheckpointManager:
         check_choice("on_failure", on_failure, OnFailure)
         check_is("preflight", preflight, bool)
         check_is("hooks", hooks, StateHooks | None)
+        budget_nbytes = budget_of(memory_budget)
         self.store = open_store(root)
         self.state = state
         self._capturer = Capturer(state)
@@ -177,6 +189,7 @@ class CheckpointManager:
             self._emit,
             timeout_s=save_timeout_s,
             kept=rule.quota(),
+            memory_budget=budget_nbytes,
             overlap=self._overlap,
             after_commit=self._after_commit,
             on_failure=lambda: exits.hold(self),

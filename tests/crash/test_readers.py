@@ -13,7 +13,8 @@ import torch
 
 from holdfast import errors
 from holdfast.engine import save as save_module
-from holdfast.engine.stage import Staged, Stager
+from holdfast.engine.stage import Stager
+from holdfast.engine.staged import Staged
 from holdfast.manager import CheckpointManager
 from holdfast.state.capture import Captured
 
@@ -128,9 +129,9 @@ def test_a_hundred_saves_hold_the_state_of_their_call(
     late: list[Callable[[], object]] = []
     prepare, write_files = Stager.prepare, save_module._write_files
 
-    def prepare_late(stager: Stager, captured: Captured) -> Staged:
+    def prepare_late(stager: Stager, captured: Captured, **options: Any) -> Staged:
         staged = prepare(stager, captured)
-        late.append(lambda: staged.copying.run_now(60) or prepare(stager, captured))
+        late.append(lambda: prepare(stager, captured))
         return staged
 
     monkeypatch.setattr(Stager, "prepare", prepare_late)

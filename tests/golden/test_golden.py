@@ -28,6 +28,7 @@ from tests.golden import make, reader
 from holdfast import errors
 from holdfast.care.verify import verify_root
 from holdfast.engine.catalog import Catalog
+from holdfast.engine.image import Image
 from holdfast.engine.stage import Stager
 from holdfast.engine.workers import Workers
 from holdfast.format.manifest import Aborted, Deleted
@@ -371,11 +372,13 @@ def written(state: dict[str, Any]) -> dict[str, bytes]:
     """The trees and tensor files that a save of `state` writes, by name."""
     workers = Workers(1, "test")
     staged = Stager().prepare(capture(state))
-    staged.copying.run_now(60)
+    staged.copy(workers, 0, 60)
     workers.close()
     files = {f"{name}-00000.json": tree for name, tree in staged.trees.items()}
-    images = [image for images in staged.images.values() for image in images]
-    return files | {image.file.name: bytes(image.arena.memory) for image in images}
+    for image in staged.all_files:
+        assert isinstance(image, Image)
+        files[image.file.name] = bytes(image.arena.memory)
+    return files
 
 
 def is_comparable(name: str, folder: Path) -> bool:

@@ -14,6 +14,8 @@ from holdfast.store.base import LinksFiles, ReadsInto, Store
 
 MAX_SHARING = 8
 """An unchanged file is written in full every so many saves."""
+MIN_NBYTES = 1 << 20
+"""What is smaller is written sooner than looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,8 @@ class Links:
         """Whether a file of this name and length could be shared, if the bytes are the same."""
         origin = self._origins.get(name)
         return (
-            isinstance(self._store, LinksFiles)
+            nbytes >= MIN_NBYTES
+            and isinstance(self._store, LinksFiles)
             and origin is not None
             and origin.entry.nbytes == nbytes
             and origin.age + 1 < self._sharing

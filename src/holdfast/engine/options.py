@@ -7,11 +7,15 @@ from typing import Any, Literal, get_args
 
 from holdfast.engine.stop import Stop
 from holdfast.errors import UsageError
+from holdfast.format.layout import BLOCK_NBYTES
+from holdfast.policy.amounts import number_of_bytes
 from holdfast.policy.naming import LabelFunction, compile_label
 from holdfast.policy.rule import Rule
 from holdfast.policy.savers import SideSaver, combined_rule
 
 OnExisting = Literal["keep", "replace", "error"]
+MIN_BUDGET = 4 * BLOCK_NBYTES
+"""So that some blocks are written while others are copied."""
 OnFailure = Literal["raise", "warn"]
 
 
@@ -36,6 +40,19 @@ def check_options(
     check_choice("on_existing", on_existing, OnExisting)
     check_is("takeover", takeover, bool)
     check_is("stop", stop, Stop | None)
+
+
+def budget_of(memory_budget: int | str | None) -> int | None:
+    """The bytes that a save may take for its copy of the state.
+
+    Raises:
+        UsageError: it is no size, or less than a save can do with.
+    """
+    if isinstance(memory_budget, str):
+        memory_budget = number_of_bytes(memory_budget)
+    if memory_budget is not None and memory_budget < MIN_BUDGET:
+        raise UsageError(f"memory_budget={memory_budget}: at least {MIN_BUDGET} bytes are needed")
+    return memory_budget
 
 
 def check_is(name: str, value: object, kind: Any) -> None:

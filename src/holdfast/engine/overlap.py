@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from holdfast.engine.fence import Fence, Guarded, Overlapped, guard
-from holdfast.engine.image import LARGE_NBYTES
+from holdfast.engine.image import Image
+from holdfast.engine.known import LARGE_NBYTES
 from holdfast.engine.options import check_choice
-from holdfast.engine.stage import Staged
+from holdfast.engine.staged import Staged, StagedInMemory
 from holdfast.engine.workers import Workers
 from holdfast.events import Emitter
 from holdfast.state.capture import Captured
@@ -80,7 +81,7 @@ class Overlap:
 
         `tell` is called when it is. None where nothing is guarded.
         """
-        if not guarded:
+        if not guarded or not isinstance(staged, StagedInMemory):
             return None
         overlapped = Overlapped(
             guarded,
@@ -118,8 +119,9 @@ def why_not(state: Mapping[str, Any], fence: Fence) -> str | None:
 def _places(staged: Staged) -> dict[tuple[str, str], Tensor]:
     return {
         (component, spec.key): view
-        for component, images in staged.images.items()
+        for component, images in staged.files.items()
         for image in images
+        if isinstance(image, Image)
         for spec, view in zip(image.file.specs, image.views, strict=True)
     }
 

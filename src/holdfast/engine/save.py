@@ -8,16 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
 from holdfast.engine.claim import Claim, expect_claim
 from holdfast.engine.commit import Attempt, abandon, begin, commit
-from holdfast.engine.image import Image
+from holdfast.engine.known import KnownFile
 from holdfast.engine.links import Links
 from holdfast.engine.process import utc_now
-from holdfast.engine.stage import Staged, StagedImage
-from holdfast.engine.workers import Workers, gather
+from holdfast.engine.staged import Staged
+from holdfast.engine.workers import Workers
 from holdfast.engine.writing import Document, FileToWrite, Phase, write_files
 from holdfast.errors import HoldfastError, OutcomeUnknown, StoreError
 from holdfast.format import blocks, layout
@@ -62,20 +61,11 @@ class Written:
 def digest_staged(staged: Staged, workers: Workers, *, timeout_s: float) -> dict[str, bytes]:
     """Block digests of every file that a save of `staged` would write, but the index."""
     digests = {
-        image.file.name: _digest_image(staged, image, workers, timeout_s) for image in staged.files
+        known.file.name: staged.digest(known, workers, timeout_s) for known in staged.all_files
     }
     for component, tree in staged.trees.items():
         digests[layout.tree_file(component)] = blocks.digest_blocks(tree)
     return digests
-
-
-def _digest_image(staged: Staged, image: Image, workers: Workers, timeout_s: float) -> bytes:
-    for number in range(len(image.digests)):
-        staged.copying.wait(image, number, timeout_s)
-    unknown = [number for number, digest in enumerate(image.digests) if digest is None]
-    jobs = [workers.submit(partial(image.digest, number)) for number in unknown]
-    gather(jobs, timeout_s=timeout_s, what=f"digest of {image.file.name}")
-    return image.all_digests()
 
 
 def write(
@@ -110,7 +100,7 @@ def write(
         began = time.perf_counter()
         written = _write_files(store, attempt, staged, links, workers, writers, phase, timeout_s)
         request.timings["write_s"] = time.perf_counter() - began
-        request.timings["stage_s"] += staged.copying.now_s
+        request.timings["stage_s"] += staged.now_s
         phase.text = "waiting for the copy"
         expect_staged()
         manifest = _manifest(attempt, staged, request, written)
@@ -151,10 +141,10 @@ def _write_files(
         store, files, workers=workers, writers=writers, phase=phase, timeout_s=timeout_s
     )
     digests = {key.rpartition("/")[2]: digest for key, digest in found.items()}
-    for image in staged.files:
-        digests.setdefault(image.file.name, image.all_digests())
+    for known in staged.all_files:
+        digests.setdefault(known.file.name, known.all_digests())
     nbytes = staged.sizes
-    plans = {name: [image.file for image in images] for name, images in staged.images.items()}
+    plans = {name: [known.file for known in files] for name, files in staged.files.items()}
     index = encode_index(plans, digests)
     phase.text = f"writing {attempt.folder}/{layout.INDEX}"
     store.put(f"{attempt.folder}/{layout.INDEX}", index)
@@ -175,30 +165,25 @@ def _files(
     for component, tree in staged.trees.items():
         key = f"{attempt.folder}/{layout.tree_file(component)}"
         yield FileToWrite(key=key, content=Document(tree))
-    for image in staged.files:
-        if not _link_image(attempt, staged, image, links, workers, timeout_s):
-            key = f"{attempt.folder}/{image.file.name}"
-            yield FileToWrite(
-                key=key, content=StagedImage(image, staged.copying, timeout_s=timeout_s)
-            )
+    for known in staged.all_files:
+        if not _link(attempt, staged, known, links, workers, timeout_s):
+            key = f"{attempt.folder}/{known.file.name}"
+            yield FileToWrite(key=key, content=staged.content(known, timeout_s))
+    staged.finish()
 
 
-def _link_image(
+def _link(
     attempt: Attempt,
     staged: Staged,
-    image: Image,
+    known: KnownFile,
     links: Links,
     workers: Workers,
     timeout_s: float,
 ) -> bool:
-    name, nbytes = image.file.name, image.file.nbytes
-    if not links.may_have(name, nbytes):
+    name, nbytes = known.file.name, known.file.nbytes
+    if not links.may_have(name, nbytes) or not staged.is_unchanged(known, timeout_s):
         return False
-    for number in range(len(image.digests)):
-        staged.copying.wait(image, number, timeout_s)
-        if image.differs:
-            return False
-    digests = _digest_image(staged, image, workers, timeout_s)
+    digests = staged.digest(known, workers, timeout_s)
     entry = FileEntry(nbytes=nbytes, digest=blocks.file_digest(nbytes, digests))
     return links.link(name, attempt.folder, entry, digests)
 
@@ -243,11 +228,11 @@ def _manifest(attempt: Attempt, staged: Staged, request: SaveRequest, written: W
 
 
 def _component(name: str, kind: str, staged: Staged, written: Written) -> ComponentEntry:
-    images = staged.images.get(name, ())
-    files = (layout.tree_file(name), *(image.file.name for image in images))
+    tensor_files = staged.files.get(name, ())
+    files = (layout.tree_file(name), *(known.file.name for known in tensor_files))
     return ComponentEntry(
         kind=kind,
         files=files,
         nbytes=sum(written.entries[file].nbytes for file in files),
-        num_tensors=sum(len(image.file.specs) for image in images),
+        num_tensors=sum(len(known.file.specs) for known in tensor_files),
     )

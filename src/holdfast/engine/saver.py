@@ -22,7 +22,8 @@ from holdfast.engine.notes import annotate
 from holdfast.engine.overlap import Overlap
 from holdfast.engine.owner import Ownership
 from holdfast.engine.save import SaveRequest, digest_staged, write
-from holdfast.engine.stage import Staged, Stager
+from holdfast.engine.stage import Stager
+from holdfast.engine.staged import Staged
 from holdfast.engine.workers import Workers, num_cores
 from holdfast.engine.writing import NUM_WRITERS
 from holdfast.errors import DeadlineExceeded, OutcomeUnknown, OwnershipError, SaveFailed
@@ -47,6 +48,7 @@ class Saver:
         *,
         timeout_s: float,
         kept: int | None,
+        memory_budget: int | None,
         overlap: Overlap,
         after_commit: Callable[[Entry], None],
         on_failure: Callable[[], None],
@@ -57,7 +59,7 @@ class Saver:
         self._after_commit = after_commit
         self._on_failure = on_failure
         self._background = Workers(1, "holdfast-save")
-        self._stager = Stager()
+        self._stager = Stager(memory_budget=memory_budget)
         self._overlap = overlap
         self._guarded: tuple[Guarded, ...] = ()
         self._overlapped: Overlapped | None = None
@@ -79,7 +81,7 @@ class Saver:
         """
         if self._overlapped is not None:
             self._overlapped.settle("the next save", self.timeout_s)
-        self._guarded = self._overlap.guard(captured)
+        self._guarded = () if self._stager.takes_waves(captured) else self._overlap.guard(captured)
         places = {(item.component, item.key) for item in self._guarded}
         return self._stager.prepare(captured, overlapped=places)
 
@@ -108,9 +110,7 @@ class Saver:
             partial(self._run, pending, staged, request, overlapped)
         )
         try:
-            for _ in range(num_cores() // 2 - 1):
-                self.workers.submit(staged.copying.help_now)
-            staged.copying.run_now(self.timeout_s)
+            staged.copy(self.workers, num_cores() // 2 - 1, self.timeout_s)
         except BaseException as error:
             if overlapped is None:
                 pending.staged.set_exception(error)
@@ -190,8 +190,8 @@ class Saver:
         except BaseException as error:  # noqa: BLE001 - the future carries it to the caller
             self._end_copy(overlapped)
             failure = as_failure(error, step)
-            for image in staged.files:
-                image.doubt()
+            staged.finish()
+            self._stager.failed(staged)
             self._emit("save_failed", str(failure), step=step)
             pending.committed.set_exception(failure)
             self._on_failure()

@@ -7,16 +7,16 @@ saves copy into memory that is already there, and only what has changed.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from holdfast.engine.copying import Arrival, Copying, Piece, arrivals_of, pieces_of
-from holdfast.engine.device import DeviceCopy
 from holdfast.engine.grouping import Grouping
 from holdfast.engine.image import Image
-from holdfast.format.layout import tree_file
+from holdfast.engine.known import KnownFile
+from holdfast.engine.staged import Staged, StagedInMemory
+from holdfast.engine.waves import Pool, StagedInWaves, WaveFile
 from holdfast.format.tensors import TensorSpec, lay_out
 from holdfast.state.capture import Captured, CapturedComponent
 
@@ -24,75 +24,26 @@ Path = tuple[str, str]
 """Component and key of a tensor."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
-    """The host copy of one state: images of the tensor files, and the trees as bytes.
-
-    A block is there when `copying` says so.
-    """
-
-    images: Mapping[str, tuple[Image, ...]]
-    trees: Mapping[str, bytes]
-    kinds: Mapping[str, str]
-    copying: Copying
-    on_device: tuple[DeviceCopy, ...] = ()
-    """Those of the copies beside training that a device makes."""
-
-    @property
-    def files(self) -> list[Image]:
-        """The images of all components."""
-        return [image for images in self.images.values() for image in images]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each file but the index."""
-        tensors = {image.file.name: image.file.nbytes for image in self.files}
-        return tensors | {tree_file(name): len(tree) for name, tree in self.trees.items()}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all files but the index."""
-        return sum(self.sizes.values())
-
-
-class StagedImage:
-    """An image as the content of a file that is written while it is staged.
-
-    Blocks go to the disk as they come; hashing them, which takes memory and cores from the copy
-    that training waits for, comes after it.
-    """
-
-    def __init__(self, image: Image, copying: Copying, *, timeout_s: float) -> None:
-        self._image = image
-        self._copying = copying
-        self._timeout_s = timeout_s
-
-    @property
-    def nbytes(self) -> int:
-        """See `Content.nbytes`."""
-        return self._image.file.nbytes
-
-    def block(self, number: int, timeout_s: float) -> memoryview:
-        """See `Content.block`."""
-        self._copying.wait(self._image, number, timeout_s)
-        return self._image.block(number)
-
-    def digest(self, number: int) -> bytes:
-        """See `Content.digest`."""
-        self._copying.wait_staged(self._timeout_s)
-        return self._image.digest(number)
-
-    def written(self, number: int) -> None:
-        """See `Content.written`; the memory stays."""
-
-
 class Stager:
     """Copies captured states into images that it keeps. Not thread-safe; one state at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, memory_budget: int | None = None) -> None:
+        """`memory_budget` is how many bytes may be taken at most; None: what the state takes."""
+        self._budget = memory_budget
+        self._pool: Pool | None = None
         self._specs: dict[str, tuple[TensorSpec, ...]] = {}
         self._groups: dict[str, Grouping] = {}
-        self._images: dict[str, tuple[Image, ...]] = {}
+        self._files: dict[str, tuple[KnownFile, ...]] = {}
+
+    def takes_waves(self, captured: Captured) -> bool:
+        """Whether the state is larger than the memory that may be taken for it.
+
+        After the first such state all are staged in waves, also smaller ones.
+        """
+        if self._budget is None or self._pool is not None:
+            return self._pool is not None
+        parts = captured.components.values()
+        return sum(spec.nbytes for part in parts for spec in part.specs) > self._budget
 
     def prepare(self, captured: Captured, *, overlapped: Collection[Path] = ()) -> Staged:
         """Where the state goes; what is small is copied now, and `copying` does the rest.
@@ -104,15 +55,18 @@ class Stager:
         Raises:
             OutOfMemory: there is no memory for a structure that is new.
         """
+        if self.takes_waves(captured):
+            return self._in_waves(captured)
         components = captured.components
         for component in components.values():
-            self._fit(component)
+            self._fit(component, Image)
         now: list[Piece] = []
         later: list[Piece] = []
         with torch.inference_mode(False), torch.no_grad():
             for name, component in components.items():
                 keys = {key for owner, key in overlapped if owner == name}
-                for image in self._images[name]:
+                for image in self._files[name]:
+                    assert isinstance(image, Image)
                     image.overwrite_small(component.tensors)
                     for position in image.large:
                         key = image.file.specs[position].key
@@ -125,33 +79,57 @@ class Stager:
                             image,
                             {i: t for i, (key, t) in sources.items() if (key in keys) is is_later},
                         )
-        return Staged(
-            images={name: self._images[name] for name in components},
+        return StagedInMemory(
+            files={name: self._files[name] for name in components},
             trees={name: component.tree for name, component in components.items()},
             kinds={name: component.kind for name, component in components.items()},
             copying=Copying(now, later, [*_tensors(captured)]),
             on_device=tuple(one.device_copy for one in later if isinstance(one, Arrival)),
         )
 
+    def _in_waves(self, captured: Captured) -> Staged:
+        assert self._budget is not None
+        if self._pool is None:
+            self._specs.clear()
+            self._files.clear()
+            self._pool = Pool(self._budget)
+        components = captured.components
+        for component in components.values():
+            self._fit(component, WaveFile)
+        return StagedInWaves(
+            files={name: self._files[name] for name in components},
+            trees={name: component.tree for name, component in components.items()},
+            kinds={name: component.kind for name, component in components.items()},
+            tensors={name: component.tensors for name, component in components.items()},
+            pool=self._pool,
+        )
+
+    def failed(self, staged: Staged) -> None:
+        """A save failed: what its threads may still use is not used again."""
+        for known in staged.all_files:
+            known.doubt()
+        if self._pool is not None and self._budget is not None:
+            self._pool = Pool(self._budget)
+
     def committed(self, staged: Staged) -> None:
         """Learn from a save that was committed which tensors change from one to the next."""
-        for name, images in staged.images.items():
-            changed = [image.committed() for image in images]
+        for name, files in staged.files.items():
+            changed = [known.committed() for known in files]
             if None not in changed:
                 self._groups[name].observe({key for keys in changed for key in keys or ()})
 
-    def _fit(self, component: CapturedComponent) -> None:
-        """Make images for a component whose structure, or whose grouping, is new."""
+    def _fit(self, component: CapturedComponent, make: type[KnownFile]) -> None:
+        """Make files for a component whose structure, or whose grouping, is new."""
         name, specs = component.name, component.specs
         if self._specs.get(name) != specs:
             self._groups[name] = Grouping(specs)
         elif not self._groups[name].has_moved:
             return
-        self._images.pop(name, None)
+        self._files.pop(name, None)
         self._specs.pop(name, None)  # there may be no memory for new ones
         apart = self._groups[name].settle()
-        self._images[name] = tuple(
-            Image(file, is_apart=file.specs[0].key in apart)
+        self._files[name] = tuple(
+            make(file, is_apart=file.specs[0].key in apart)
             for file in lay_out(name, specs, apart=apart)
         )
         self._specs[name] = specs

@@ -33,5 +33,5 @@ def number_of_bytes(text: str) -> int:
     """
     match = _SIZE.fullmatch(text)
     if match is None or match[2] not in _SIZES:
-        raise UsageError(f"budget:{text}: expected a size such as 500GB or 1.5TiB")
+        raise UsageError(f"{text!r}: expected a size such as 500GB or 1.5TiB")
     return int(float(match[1]) * _SIZES[match[2]])

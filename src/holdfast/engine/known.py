@@ -1,0 +1,96 @@
+"""What is known of the bytes of one tensor file, from one save to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from holdfast.format import blocks
+from holdfast.format.layout import BLOCK_NBYTES
+from holdfast.format.tensors import TensorFile
+
+LARGE_NBYTES = 1 << 20
+"""Tensors of this size and more are copied one by one; the rest of a file in one call."""
+
+
+class KnownFile:
+    """The plan of a tensor file, the digests of its blocks, and what changed since a commit."""
+
+    def __init__(self, file: TensorFile, *, is_apart: bool = False) -> None:
+        self.file = file
+        self.is_apart = is_apart
+        """Whether it holds what is thought not to change."""
+        self.digests: list[bytes | None] = [None] * blocks.num_blocks(file.nbytes)
+        """By block: the digest of what is staged, where it is known."""
+        self.differs = False
+        """Whether bytes were seen to differ from those that the last commit had."""
+        self.changed: set[str] = set()
+        """Keys of the tensors of which that was seen."""
+        self.large = [i for i, spec in enumerate(file.specs) if spec.nbytes >= LARGE_NBYTES]
+        """Positions of the tensors that are copied one by one."""
+        self.small = [i for i, spec in enumerate(file.specs) if spec.nbytes < LARGE_NBYTES]
+        """Those of the others."""
+        self._committed: list[bytes | None] | None = None
+        self._versions: dict[int, tuple[int, int]] = {}
+        self._committed_versions: dict[int, tuple[int, int]] = {}
+
+    def blocks_of(self, position: int) -> range:
+        """The blocks in which the tensor at `position` of the file has bytes."""
+        start = self.file.starts[position]
+        stop = start + max(self.file.specs[position].nbytes, 1)
+        return range(start // BLOCK_NBYTES, -(-stop // BLOCK_NBYTES))
+
+    def note_version(self, position: int, source: Tensor) -> None:
+        """The tensor at `position` was copied without being compared."""
+        version = -1 if source.is_inference() else source._version
+        self._versions[position] = (source.data_ptr(), version)
+
+    def forget_versions(self) -> None:
+        """A staging begins."""
+        self._versions = {}
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Something was, or will be, copied into these blocks."""
+        for number in numbers:
+            self.digests[number] = None
+
+    def doubt(self) -> None:
+        """A save failed: nothing is known, also when one of its threads should still go on."""
+        self.digests = [None] * len(self.digests)
+        self.differs = True
+
+    def all_digests(self) -> bytes:
+        """The digests of all blocks, one after the other; every one must be known."""
+        return b"".join(digest for digest in self.digests if digest is not None)
+
+    def committed(self) -> frozenset[str] | None:
+        """A checkpoint holds these bytes now. Keys of what changed since the one before, or None.
+
+        What was compared in place is known; the rest is told by its blocks. A large tensor that
+        has no block of its own is believed to be as it was when its version is, but not where it
+        was put apart for that: there the bytes have to bear it out.
+        """
+        before, self._committed = self._committed, list(self.digests)
+        changed, self.changed, self.differs = self.changed, set(), False
+        versions, self._committed_versions = self._committed_versions, self._versions
+        if before is None:
+            return None
+        moved = {
+            n for n, pair in enumerate(zip(before, self.digests, strict=True)) if len({*pair}) > 1
+        }
+        for position in self.small if moved else ():
+            if not moved.isdisjoint(self.blocks_of(position)):
+                changed.add(self.file.specs[position].key)
+        for position, version in self._versions.items():
+            is_still = version == versions.get(position) and not self.is_apart
+            inside = self._own_blocks(position)
+            if not moved.isdisjoint(inside or (() if is_still else self.blocks_of(position))):
+                changed.add(self.file.specs[position].key)
+        return frozenset(changed)
+
+    def _own_blocks(self, position: int) -> range:
+        """The blocks that hold nothing but this tensor."""
+        start = self.file.starts[position]
+        stop = start + self.file.specs[position].nbytes
+        return range(-(-start // BLOCK_NBYTES), stop // BLOCK_NBYTES)

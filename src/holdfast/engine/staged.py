@@ -1,0 +1,152 @@
+"""The host copy of one state, as those who write it see it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+from holdfast.engine.copying import Copying
+from holdfast.engine.device import DeviceCopy
+from holdfast.engine.image import Image
+from holdfast.engine.known import KnownFile
+from holdfast.engine.workers import Workers, gather
+from holdfast.engine.writing import Content
+from holdfast.format.layout import tree_file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged(ABC):
+    """Tensor files whose blocks come to be while they are written, and the trees as bytes."""
+
+    files: Mapping[str, tuple[KnownFile, ...]]
+    """The tensor files of each component."""
+    trees: Mapping[str, bytes]
+    kinds: Mapping[str, str]
+
+    @property
+    def all_files(self) -> list[KnownFile]:
+        """The tensor files of all components."""
+        return [known for files in self.files.values() for known in files]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file but the index."""
+        tensors = {known.file.name: known.file.nbytes for known in self.all_files}
+        return tensors | {tree_file(name): len(tree) for name, tree in self.trees.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files but the index."""
+        return sum(self.sizes.values())
+
+    @property
+    @abstractmethod
+    def now_s(self) -> float:
+        """Seconds that training waited for copies."""
+
+    @abstractmethod
+    def copy(self, workers: Workers, num_helpers: int, timeout_s: float) -> None:
+        """Return when training may go on.
+
+        Raises:
+            DeadlineExceeded: it was not in time. Otherwise what a copy failed with.
+        """
+
+    @abstractmethod
+    def content(self, known: KnownFile, timeout_s: float) -> Content:
+        """One of the files, to be written."""
+
+    @abstractmethod
+    def is_unchanged(self, known: KnownFile, timeout_s: float) -> bool:
+        """Whether no block was seen to differ from what the last commit had."""
+
+    @abstractmethod
+    def digest(self, known: KnownFile, workers: Workers, timeout_s: float) -> bytes:
+        """The digests of all blocks of a file, without writing it."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Whatever the save wanted of the live state was copied, or the save has ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedInMemory(Staged):
+    """A whole copy, in images that stay until the next save."""
+
+    copying: Copying
+    on_device: tuple[DeviceCopy, ...] = ()
+    """Those of the copies beside training that a device makes."""
+
+    @property
+    def now_s(self) -> float:
+        """See `Staged.now_s`."""
+        return self.copying.now_s
+
+    def copy(self, workers: Workers, num_helpers: int, timeout_s: float) -> None:
+        """See `Staged.copy`."""
+        for _ in range(num_helpers):
+            workers.submit(self.copying.help_now)
+        self.copying.run_now(timeout_s)
+
+    def content(self, known: KnownFile, timeout_s: float) -> Content:
+        """See `Staged.content`."""
+        return _ImageContent(_image(known), self.copying, timeout_s=timeout_s)
+
+    def is_unchanged(self, known: KnownFile, timeout_s: float) -> bool:
+        """See `Staged.is_unchanged`; the answer may come before the copy is done."""
+        for number in range(len(known.digests)):
+            self.copying.wait(_image(known), number, timeout_s)
+            if known.differs:
+                return False
+        return True
+
+    def digest(self, known: KnownFile, workers: Workers, timeout_s: float) -> bytes:
+        """See `Staged.digest`."""
+        content = self.content(known, timeout_s)
+        for number in range(len(known.digests)):
+            content.block(number, timeout_s)
+        unknown = [number for number, digest in enumerate(known.digests) if digest is None]
+        jobs = [workers.submit(partial(content.digest, number)) for number in unknown]
+        gather(jobs, timeout_s=timeout_s, what=f"digest of {known.file.name}")
+        return known.all_digests()
+
+    def finish(self) -> None:
+        """See `Staged.finish`; who copies knows best."""
+
+
+class _ImageContent:
+    """An image as the content of a file that is written while it is staged.
+
+    Blocks go to the disk as they come; hashing them, which takes memory and cores from the copy
+    that training waits for, comes after it.
+    """
+
+    def __init__(self, image: Image, copying: Copying, *, timeout_s: float) -> None:
+        self._image = image
+        self._copying = copying
+        self._timeout_s = timeout_s
+
+    @property
+    def nbytes(self) -> int:
+        """See `Content.nbytes`."""
+        return self._image.file.nbytes
+
+    def block(self, number: int, timeout_s: float) -> memoryview:
+        """See `Content.block`."""
+        self._copying.wait(self._image, number, timeout_s)
+        return self._image.block(number)
+
+    def digest(self, number: int) -> bytes:
+        """See `Content.digest`."""
+        self._copying.wait_staged(self._timeout_s)
+        return self._image.digest(number)
+
+    def written(self, number: int) -> None:
+        """See `Content.written`; the memory stays."""
+
+
+def _image(known: KnownFile) -> Image:
+    return cast(Image, known)
