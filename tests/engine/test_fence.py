@@ -236,6 +236,22 @@ def test_a_closed_or_forgotten_fence_leaves_no_hook() -> None:
     assert set(HOOKS) == before
 
 
+def test_a_fence_that_is_closed_during_a_copy_still_holds() -> None:
+    """The save that was given up may commit yet."""
+    before, fence = set(HOOKS), Fence(timeout_s=0.01)
+    parameters, held = weights(), Held()
+    copy = overlapped(parameters, held)
+    fence.watch()
+    fence.put_up(copy)
+    fence.close()
+    with pytest.raises(DeadlineExceeded):
+        torch.optim.SGD(parameters, lr=1.0).step()
+    held.gate.set()
+    assert ended(copy) is None
+    fence.close()
+    assert set(HOOKS) == before
+
+
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_child_is_not_held_back(fence: Fence) -> None:
     """It has none of the threads that copy, and memory of its own."""

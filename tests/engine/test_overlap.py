@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from holdfast.engine import copying, image
+from holdfast.engine import copying, fence, image
 from holdfast.engine.overlap import Mode
 from holdfast.errors import DeadlineExceeded, SaveFailed, UsageError
 from holdfast.manager import CheckpointManager
@@ -27,7 +27,8 @@ class Gate:
 
     def __init__(self) -> None:
         self._opened = threading.Event()
-        self.was_met = threading.Event()
+        self.was_asked = threading.Event()
+        """Whether somebody was held back by the fence, or went on without it."""
 
     def open(self) -> None:
         """Let them be made, those of later saves too."""
@@ -35,20 +36,25 @@ class Gate:
 
     def pass_by(self) -> None:
         """Wait for it to open."""
-        self.was_met.set()
         assert self._opened.wait(60), "the gate was never opened"
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """A closed gate; every tensor of some bytes counts as large."""
-    made, run_later = Gate(), copying.Copying.run_later
+    made, run_later, wait = Gate(), copying.Copying.run_later, fence.Fence.wait
 
     def held(self: copying.Copying) -> None:
         made.pass_by()
         run_later(self)
 
+    def noted(self: fence.Fence, who: str = "fence()") -> None:
+        if self._overlapped is not None:
+            made.was_asked.set()
+        wait(self, who)
+
     monkeypatch.setattr(copying.Copying, "run_later", held)
+    monkeypatch.setattr(fence.Fence, "wait", noted)
     monkeypatch.setattr(image, "LARGE_NBYTES", 64)
     monkeypatch.setattr("holdfast.engine.overlap.LARGE_NBYTES", 64)
     yield made
@@ -116,8 +122,7 @@ def check(
         before = bits(state)
         pending = manager.save(1)
         assert not pending.staged.done(), "nothing overlaps"
-        changing = Changing(change)
-        gate.was_met.wait(60)
+        changing = Changing(gate, change)
         changing.begin()
         gate.open()
         changing.end()
@@ -128,18 +133,19 @@ def check(
 
 
 class Changing:
-    """A change that is begun before the copy, in a thread of its own."""
+    """A change in a thread of its own, that is made before the copy unless it is held back."""
 
-    def __init__(self, change: Callable[[], None]) -> None:
+    def __init__(self, gate: Gate, change: Callable[[], None]) -> None:
+        self._gate = gate
         self._change = change
         self._error: BaseException | None = None
-        self._begun = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
     def begin(self) -> None:
-        """Return when the change was begun, or is held back."""
+        """Return when the change is held back, or was made."""
+        self._gate.was_asked.clear()
         self._thread.start()
-        self._begun.wait(60)
+        assert self._gate.was_asked.wait(60)
 
     def end(self) -> None:
         """Return when it was made."""
@@ -148,11 +154,12 @@ class Changing:
             raise self._error
 
     def _run(self) -> None:
-        self._begun.set()
         try:
             self._change()
         except BaseException as error:
             self._error = error
+        finally:
+            self._gate.was_asked.set()
 
 
 def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -248,7 +255,7 @@ def test_a_scaler_that_skips_a_step(tmp_path: Path, gate: Gate) -> None:
         change(float("inf"))  # skipped, so nobody waits
         assert not pending.staged.done()
         assert bits(state)["scaler.scale"] != before["scaler.scale"]
-        changing = Changing(lambda: change(1.0))
+        changing = Changing(gate, lambda: change(1.0))
         changing.begin()
         gate.open()
         changing.end()
@@ -300,7 +307,7 @@ def test_averages_that_are_swapped_in_behind_the_fence(
             manager.fence()
             swap_in(model, average)
 
-        changing = Changing(change)
+        changing = Changing(gate, change)
         changing.begin()
         gate.open()
         changing.end()

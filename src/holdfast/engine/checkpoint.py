@@ -90,9 +90,9 @@ def describe(
 class PendingSave:
     """A save under way.
 
-    `staged` resolves when the state was copied and training may go on; `committed` when the
-    checkpoint is durable, with its `Checkpoint`, or with the error. An error that nobody fetched
-    through `wait` is raised by the manager's next call and by its `close`.
+    `staged` resolves when all of the state was copied; `committed` when the checkpoint is
+    durable, with its `Checkpoint`, or with the error. An error that nobody fetched through `wait`
+    is raised by the manager's next call and by its `close`.
     """
 
     def __init__(self, step: int, due: Due, *, timeout_s: float) -> None:

@@ -267,6 +267,8 @@ class Fence:
             self._overlapped = None
 
     def close(self) -> None:
-        """Let optimizers be."""
-        if self._handle is not None:
+        """Let optimizers be, unless a copy is under way: then the hook goes with the fence."""
+        overlapped = self._overlapped
+        is_over = overlapped is None or overlapped.copied.done()
+        if self._handle is not None and is_over:
             self._handle.remove()

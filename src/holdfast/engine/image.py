@@ -71,7 +71,8 @@ class Image(KnownFile):
                 pairs = zip(views, sources, strict=True)
                 here = [(view, source) for view, source in pairs if not source.is_cuda]
                 views, sources = [view for view, _ in here], [source for _, source in here]
-            torch._foreach_copy_(views, sources)
+            if views:
+                torch._foreach_copy_(views, sources)
 
     def overwritten_by_device(self, position: int, source: Tensor) -> tuple[Tensor, Tensor]:
         """The copy, (to, from), of a tensor that a device will make."""

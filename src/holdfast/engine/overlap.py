@@ -62,6 +62,7 @@ class Overlap:
             (
                 (component.name, key, tensor)
                 for component in captured.components.values()
+                if component.may_overlap
                 for key, tensor in component.tensors.items()
                 if _is_worth_it(tensor) and key in component.may_overlap
             ),
