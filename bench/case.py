@@ -48,9 +48,7 @@ def saves(case: Case) -> Figures:
 
 def frozen_saves(case: Case) -> Figures:
     """Saves of a state of which nine tenths stay as they are; from the third on they count."""
-    return _saves(
-        case, num_saves=FROZEN_SAVES, num_warmup=FROZEN_WARMUP, changing=FROZEN_CHANGING
-    )
+    return _saves(case, num_saves=FROZEN_SAVES, num_warmup=FROZEN_WARMUP, changing=FROZEN_CHANGING)
 
 
 def load(case: Case, reader_name: str) -> Figures:

@@ -101,4 +101,4 @@ def report(
 
 def progress(text: str) -> None:
     """Say on standard error what is being measured."""
-    print(text, file=sys.stderr, flush=True)
+    print(f"{datetime.now():%H:%M:%S} {text}", file=sys.stderr, flush=True)

@@ -37,7 +37,9 @@ def bus_limits(nbytes: int, device: str) -> Figures:
     host = torch.empty(piece, dtype=torch.uint8, pin_memory=device != "cpu")
     host.fill_(1)
     ways = {"d2h_s": (host, live), "h2d_s": (live, host)}
-    found = {name: [_copy_s(*way, device) for _ in range(1 + _REPEATS)] for name, way in ways.items()}
+    found = {
+        name: [_copy_s(*way, device) for _ in range(1 + _REPEATS)] for name, way in ways.items()
+    }
     return {name: [s * nbytes / piece for s in values[1:]] for name, values in found.items()} | {
         "nbytes": [float(nbytes)]
     }
@@ -150,7 +152,10 @@ def _limits_table(results: Results, place: str) -> list[str]:
 
     def row(figure: str) -> list[str]:
         value, nbytes = results.median(case, figure), results.median(case, "nbytes")
-        return [seconds(value), number(nbytes / value / 1e9 if value and nbytes else None, "{:.1f}")]
+        return [
+            seconds(value),
+            number(nbytes / value / 1e9 if value and nbytes else None, "{:.1f}"),
+        ]
 
     return table(["limit", "time", "GB/s"], names, row, dict.fromkeys(names, results.error(case)))
 

@@ -53,9 +53,7 @@ _PAGE = mmap.PAGESIZE
 _LAST = "buffered_write_s-0"
 
 
-def measure(
-    nbytes: int, folder: Path, *, num_files: int, settle: Callable[[], None]
-) -> Figures:
+def measure(nbytes: int, folder: Path, *, num_files: int, settle: Callable[[], None]) -> Figures:
     """Seconds for each limit on `nbytes` bytes, and the ceilings; files go to `folder`.
 
     A way to write is measured as the saves are: `num_files` new files, the first not counted.
@@ -188,14 +186,15 @@ def _writes(
     }
     figures = {}
     for name, (flags, threads) in ways.items():
-        seconds = []
-        for number in range(num_files):
+        paths = [folder / f"{name}-{i}" for i in range(num_files)]
+        took = []
+        for path in paths:
             settle()
-            seconds.append(_write(source, folder / f"{name}-{number}", flags, threads))
-        figures[name] = seconds[1:]
-        for number in range(num_files):
-            if f"{name}-{number}" != _LAST:
-                (folder / f"{name}-{number}").unlink()
+            took.append(_write(source, path, flags, threads))
+        figures[name] = took[1:]
+        for path in paths:
+            if path.name != _LAST:
+                path.unlink()
     return figures
 
 
@@ -218,8 +217,8 @@ def _link_s(folder: Path) -> float:
     links.mkdir()
 
     def link() -> None:
-        for number in range(NUM_LINKS):
-            os.link(original, links / str(number))
+        for name in range(NUM_LINKS):
+            os.link(original, links / str(name))
         sync_folder(links)
 
     return _timed(link) / NUM_LINKS

@@ -70,9 +70,7 @@ def _measure(
 
 
 @contextmanager
-def _case(
-    peer: str, spec: StateSpec, options: argparse.Namespace, folder: Path
-) -> Iterator[Case]:
+def _case(peer: str, spec: StateSpec, options: argparse.Namespace, folder: Path) -> Iterator[Case]:
     """A case whose files live from its save to its last load."""
     own = Path(tempfile.mkdtemp(prefix=f"{peer}-", dir=folder))
     yield Case(peer=peer, spec=spec, folder=own, settles=options.settle)
@@ -152,9 +150,7 @@ def _load_table(results: Results, place: str) -> list[str]:
     return results_table(results, f"{place}/load/", head, titles, row)
 
 
-def share(
-    results: Results, place: str, ceiling: str, figure: tuple[str, str]
-) -> float | None:
+def share(results: Results, place: str, ceiling: str, figure: tuple[str, str]) -> float | None:
     """The ceiling's time as a share of a (case, figure): 1 is as fast as the machine."""
     return results.ratio((f"{place}/limits", f"ceiling_{ceiling}_s"), figure)
 

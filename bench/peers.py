@@ -25,6 +25,7 @@ from bench.states import State
 MEMORY_BUDGET = 256 * 1024 * 1024
 """Bytes that the row with a budget may stage at a time."""
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
     """A save under way: training may go on."""

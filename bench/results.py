@@ -44,6 +44,15 @@ class Results:
         self.titles.update(other.titles)
         self.notes.update(other.notes)
 
+    def part(self, bench: str) -> Results:
+        """What belongs to one benchmark."""
+        parts = (self.cases, self.titles, self.notes)
+        cases, titles, notes = (
+            {name: value for name, value in part.items() if name.split("/")[0] == bench}
+            for part in parts
+        )
+        return Results(cases=cases, titles=titles, notes=notes)
+
     def names(self, prefix: str) -> list[str]:
         """Cases under `prefix`, in the order in which they were measured."""
         return [name for name in self.cases if name.startswith(prefix)]

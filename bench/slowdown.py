@@ -62,10 +62,10 @@ def train(training: Training) -> Figures:
     """Train, with a save every so many steps; a figure for each counted save."""
     torch.set_num_threads(training.num_threads)
     loop = _Loop(training)
-    for number in range(1 + training.num_saves):
+    for save in range(1 + training.num_saves):
         if training.settles:
             settle(2 * loop.state.nbytes)
-        loop.save_and_train(number)
+        loop.save_and_train(save)
         loop.finish()
         # Also the first save's steps count as quiet only once it is done.
         for _ in range(_QUIET_STEPS):
@@ -86,9 +86,7 @@ class _Loop:
                 parameter.normal_(std=0.02)
         self._saver = _saver(training, self.state)
         width = self.state.components["model"]["norm"].weight.numel()
-        self._batch = torch.randint(
-            width, (1, min(training.tokens, width)), device=training.device
-        )
+        self._batch = torch.randint(width, (1, min(training.tokens, width)), device=training.device)
         self._begun: Begun | None = None
         self._began_s = 0.0
         self._quiet: list[float] = []
@@ -106,6 +104,7 @@ class _Loop:
         if self._saver is not None:
             self._begun = self._saver.begin(number)
             self._stalls.append(perf_counter() - self._began_s)
+            self._look()
         for _ in range(self.training.steps):
             self.step()
         self._periods.append(perf_counter() - self._began_s)
@@ -118,6 +117,9 @@ class _Loop:
         train_step(self.state, self._batch, guard)
         _synchronize(self.training.device)
         (self._busy if is_busy else self._quiet).append(perf_counter() - start)
+        self._look()
+
+    def _look(self) -> None:
         if self._begun is not None and self._begun.done():
             self.finish()
 
