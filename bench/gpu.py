@@ -48,8 +48,8 @@ def bus_limits(nbytes: int, device: str) -> Figures:
 def load(peer: str, reader: str, spec: StateSpec, folder: Path, device: str) -> Figures:
     """Save once, set everything to zero, load twice; the second load is the one that counts."""
     state = build(spec, device)
-    for component in state.flat().values():
-        component.detach().uniform_(0, 1)
+    for tensor in state.flat().values():
+        tensor.detach().uniform_(0, 1)
     sums = state.sums()
     saver = PEERS[peer].saver(state, folder)
     saver.begin(0).wait()
@@ -106,24 +106,22 @@ def _measure_state(
     results.titles[place] = f"{spec.title}, on {_device_name(options.device)}"
     progress(f"  {place}/limits")
     results.add(f"{place}/limits", in_child(bus_limits, spec.gpt_nbytes, options.device))
-    for peer in options.only:
-        measure_peer(
-            f"{place}/save",
-            peer,
-            results,
-            folder,
-            lambda own, peer=peer: Training(
-                peer=peer,
-                spec=spec,
-                folder=own,
-                device=options.device,
-                num_threads=options.threads,
-                tokens=options.tokens,
-                steps=options.steps,
-                num_saves=options.saves,
-                settles=options.settle and options.device == "cpu",
-            ),
+
+    def make(peer: str, own: Path) -> Training:
+        return Training(
+            peer=peer,
+            spec=spec,
+            folder=own,
+            device=options.device,
+            num_threads=options.threads,
+            tokens=options.tokens,
+            steps=options.steps,
+            num_saves=options.saves,
+            settles=options.settle and options.device == "cpu",
         )
+
+    for peer in options.only:
+        measure_peer(f"{place}/save", peer, results, folder, make)
     for reader, peer in READERS.items() if options.loads else ():
         progress(f"  {place}/load/{reader}")
         own = Path(tempfile.mkdtemp(dir=folder))

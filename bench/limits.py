@@ -140,7 +140,7 @@ def _faults(nbytes: int, settle: Callable[[], None]) -> Iterator[tuple[str, floa
             with contextlib.suppress(OSError):
                 memory.madvise(getattr(mmap, advice))
             pages = np.frombuffer(memory, np.uint8)[::_PAGE]
-            yield f"fault_{name}_s", _timed(lambda pages=pages: pages.fill(1))
+            yield f"fault_{name}_s", _timed(partial(pages.fill, 1))
             del pages
 
 

@@ -10,7 +10,7 @@ import argparse
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from bench.command import Bench, progress
 from bench.limits import table_of
 from bench.peers import PEERS
 from bench.report import megabytes, number, percent, results_table, seconds, times
-from bench.results import Results
+from bench.results import Figures, Results
 from bench.states import StateSpec
 
 FROZEN = "holdfast-frozen"
@@ -77,9 +77,9 @@ def _case(peer: str, spec: StateSpec, options: argparse.Namespace, folder: Path)
     shutil.rmtree(own)
 
 
-def _add(results: Results, name: str, *work: object) -> None:
+def _add(results: Results, name: str, work: Callable[..., Figures], *arguments: object) -> None:
     progress(f"  {name}")
-    results.add(name, in_child(*work))
+    results.add(name, in_child(work, *arguments))
 
 
 def _tables(results: Results) -> list[str]:

@@ -230,9 +230,9 @@ def _measure_round(options: argparse.Namespace, folder: Path, results: Results) 
     _add(results, "metadata/small", small_tensors, small, own)
 
 
-def _add(results: Results, name: str, *work: object) -> None:
+def _add(results: Results, name: str, work: Callable[..., Figures], *arguments: object) -> None:
     progress(f"  {name}")
-    results.add(name, in_child(*work))
+    results.add(name, in_child(work, *arguments))
 
 
 _ROWS: Sequence[tuple[str, str, str]] = (

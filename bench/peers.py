@@ -192,7 +192,7 @@ class TorchCheckpointing(Saver):
 
     def begin(self, number: int) -> Begun:
         """Stage and write in its thread and its process."""
-        written = self._manager.save(str(self._folder / str(number)), self._state.nested())
+        written: Any = self._manager.save(str(self._folder / str(number)), self._state.nested())
         return Begun(wait=written.result, done=written.done)
 
     def guard(self) -> AbstractContextManager[Any]:

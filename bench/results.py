@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
+
+_T = TypeVar("_T")
 
 Figures: TypeAlias = Mapping[str, Sequence[float]]
 """Figures by name, with the unit at its end (`_s`, `_nbytes`); lists where a thing was repeated."""
@@ -46,12 +48,11 @@ class Results:
 
     def part(self, bench: str) -> Results:
         """What belongs to one benchmark."""
-        parts = (self.cases, self.titles, self.notes)
-        cases, titles, notes = (
-            {name: value for name, value in part.items() if name.split("/")[0] == bench}
-            for part in parts
+        return Results(
+            cases=_part(self.cases, bench),
+            titles=_part(self.titles, bench),
+            notes=_part(self.notes, bench),
         )
-        return Results(cases=cases, titles=titles, notes=notes)
 
     def names(self, prefix: str) -> list[str]:
         """Cases under `prefix`, in the order in which they were measured."""
@@ -85,6 +86,10 @@ class Results:
     def has_failed(self) -> bool:
         """Whether any case failed in any round."""
         return any(self.error(case) for case in self.cases)
+
+
+def _part(named: Mapping[str, _T], bench: str) -> dict[str, _T]:
+    return {name: value for name, value in named.items() if name.split("/")[0] == bench}
 
 
 def write_json(path: Path, results: Results, about: Mapping[str, Any]) -> None:

@@ -160,7 +160,7 @@ def _synchronize(device: str) -> None:
 
 
 def measure_peer(
-    place: str, peer: str, results: Results, folder: Path, make: Callable[[Path], Training]
+    place: str, peer: str, results: Results, folder: Path, make: Callable[[str, Path], Training]
 ) -> None:
     """Add the outcome of one training, or why there is none."""
     why = PEERS[peer].lacks("gpt") if peer in PEERS else None
@@ -169,7 +169,7 @@ def measure_peer(
         return
     progress(f"  {place}/{peer}")
     own = Path(tempfile.mkdtemp(prefix=f"{peer}-", dir=folder))
-    results.add(f"{place}/{peer}", in_child(train, make(own)))
+    results.add(f"{place}/{peer}", in_child(train, make(peer, own)))
     shutil.rmtree(own)
 
 
@@ -196,24 +196,22 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def _measure_round(options: argparse.Namespace, folder: Path, results: Results) -> None:
     spec = StateSpec(kind="gpt", gpt_nbytes=round(options.size_gb * 1e9), num_small=0)
     results.titles["slowdown"] = f"{spec.title}; a save every {options.steps} steps"
-    for peer in options.only:
-        measure_peer(
-            "slowdown",
-            peer,
-            results,
-            folder,
-            lambda own, peer=peer: Training(
-                peer=peer,
-                spec=spec,
-                folder=own,
-                device="cpu",
-                num_threads=options.threads,
-                tokens=options.tokens,
-                steps=options.steps,
-                num_saves=options.saves,
-                settles=options.settle,
-            ),
+
+    def make(peer: str, own: Path) -> Training:
+        return Training(
+            peer=peer,
+            spec=spec,
+            folder=own,
+            device="cpu",
+            num_threads=options.threads,
+            tokens=options.tokens,
+            steps=options.steps,
+            num_saves=options.saves,
+            settles=options.settle,
         )
+
+    for peer in options.only:
+        measure_peer("slowdown", peer, results, folder, make)
 
 
 def _tables(results: Results) -> list[str]:
