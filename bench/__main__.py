@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench import gpu, instructions, limits, local, metadata, slowdown, trainer
-from bench.command import Bench, add_common, report
+from bench.command import Bench, add_common, keep, report
 from bench.goals import goals_table
 from bench.results import Results, read_json
 
@@ -37,7 +37,7 @@ FULL: Mapping[str, Sequence[str]] = {
 """Benchmark → its arguments."""
 QUICK: Mapping[str, Sequence[str]] = {
     "local": [*_LOCAL, "--rounds", "1", "--size-gb", "0.25", "--no-settle"],
-    "slowdown": ["--rounds", "1", "--size-gb", "0.25", "--no-settle"],
+    "slowdown": ["--rounds", "1", "--size-gb", "0.25", "--steps", "8", "--no-settle"],
     "metadata": ["--rounds", "1", "--size-gb", "0.25", "--checkpoints", "100"],
     "trainer": ["--rounds", "3", "--steps", "500"],
     "gpu": ["--rounds", "1", "--size-gb", "1"],
@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, fixed in (QUICK if options.quick else FULL).items():
             if name in options.only:
                 _run(name, [*fixed, "--folder", str(options.folder)], results)
+                keep("bench", options, results)  # a later one may fail
     lines = ["## Goals", "", *goals_table(results)]
     for name in options.only:
         lines += ["", f"## bench.{name}", "", *_BENCHES[name].tables(results.part(name))]

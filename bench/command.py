@@ -88,13 +88,20 @@ def report(
     if results.notes:
         lines += ["", *(f"* left out: {case}: {why}" for case, why in results.notes.items())]
     print("\n".join(lines))
+    keep(module, options, results, lines)
+
+
+def keep(
+    module: str, options: argparse.Namespace, results: Results, lines: Sequence[str] = ()
+) -> None:
+    """Write the JSON where it is wanted, with how and where the figures were found."""
     if options.json:
         about = {
             "command": [module, *sys.argv[1:]],
             "machine": describe(options.folder),
             "date": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
             "versions": versions(),
-            "report": lines,
+            "report": list(lines),
         }
         write_json(options.json, results, about)
 

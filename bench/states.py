@@ -74,14 +74,14 @@ class State:
         It is at most `share`, and the same part each time: the last parameters with their
         moments, as if the layers before them were frozen. Twice is no change.
         """
-        tensors, nbytes = [], 0
+        tensors, nbytes, total = [], 0, self.nbytes
         for group in reversed(self._groups()):
             of_group = sum(tensor.nbytes for tensor in group)
-            if nbytes + of_group <= share * self.nbytes:
+            if nbytes + of_group <= share * total:
                 tensors += group
                 nbytes += of_group
         torch._foreach_neg_(tensors)
-        return nbytes / self.nbytes
+        return nbytes / total
 
     def _groups(self) -> list[list[Tensor]]:
         """What changes together: a parameter and its optimizer state, or a tensor of a dict."""
