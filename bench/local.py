@@ -27,6 +27,7 @@ from bench.states import StateSpec
 FROZEN = "holdfast-frozen"
 CASES = ("limits", "holdfast", FROZEN, *(name for name in PEERS if name != "holdfast"))
 DEFAULT_CASES = tuple(name for name in CASES if name != "dcp-async-pinned")
+READERS = tuple(name for peer in PEERS.values() for name in peer.readers)
 _REFERENCE = "holdfast"
 _MAY_BEAT_DISK = (FROZEN, "torch_checkpointing")  # one writes less, one waits for no disk
 
@@ -36,6 +37,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--small-tensors", type=int, default=20_000, help="of 256 bytes each")
     parser.add_argument("--states", nargs="+", choices=["gpt", "small"], default=["gpt", "small"])
     parser.add_argument("--only", nargs="+", choices=CASES, default=DEFAULT_CASES, help="cases")
+    parser.add_argument("--readers", nargs="+", choices=READERS, default=READERS, help="loads")
 
 
 def _measure_round(options: argparse.Namespace, folder: Path, results: Results) -> None:
@@ -66,7 +68,8 @@ def _measure(
         else:
             _add(results, f"{place}/save/{name}", measured.saves, case)
             for reader in PEERS[name].readers:
-                _add(results, f"{place}/load/{reader}", measured.load, case, reader)
+                if reader in options.readers:
+                    _add(results, f"{place}/load/{reader}", measured.load, case, reader)
 
 
 @contextmanager
