@@ -23,7 +23,14 @@ from bench.results import Figures, Results
 from bench.slowdown import NONE, Training, add_training_options, measure_peer, titles
 from bench.states import StateSpec, build
 
-CASES = (NONE, "holdfast", "holdfast-overlap", "dcp-async", "dcp-async-pinned")
+CASES = (
+    NONE,
+    "holdfast",
+    "holdfast-overlap",
+    "dcp-async",
+    "dcp-async-pinned",
+    "torch_checkpointing",
+)
 READERS = {"holdfast": "holdfast", "dcp": "dcp-async"}
 """Reader → the peer whose files it loads."""
 _PIECE_NBYTES = 1 << 30

@@ -62,14 +62,12 @@ def train(training: Training) -> Figures:
     """Train, with a save every so many steps; a figure for each counted save."""
     torch.set_num_threads(training.num_threads)
     loop = _Loop(training)
-    for save in range(1 + training.num_saves):
+    loop.warm_up()
+    for save in range(1, 1 + training.num_saves):
         if training.settles:
             settle(2 * loop.state.nbytes)
         loop.save_and_train(save)
         loop.finish()
-        # Also the first save's steps count as quiet only once it is done.
-        for _ in range(_QUIET_STEPS):
-            loop.step()
     loop.close()
     return loop.figures()
 
@@ -94,9 +92,16 @@ class _Loop:
         self._periods: list[float] = []
         self._stalls: list[float] = []
         self._done: list[float] = []
-        for _ in range(2):  # what the first steps of a process make does not count
-            self.step()
+
+    def warm_up(self) -> None:
+        """The first steps and the first save, which make what later ones use, do not count."""
+        self.step()
+        if self._saver is not None:
+            self._saver.begin(0).wait()
+        self.step()
         self._quiet.clear()
+        for _ in range(_QUIET_STEPS):
+            self.step()
 
     def save_and_train(self, number: int) -> None:
         """One save and the steps up to the next."""
@@ -136,17 +141,16 @@ class _Loop:
             self._saver.close()
 
     def figures(self) -> Figures:
-        """The first save is left out."""
-        quiet_s = median(self._quiet)
-        periods = self._periods[1:]
+        """Of the counted saves, and of the steps without one."""
+        quiet_s, periods = median(self._quiet), self._periods
         busy = {"busy_step_s": [median(self._busy)]} if self._busy else {}
         return busy | {
             "nbytes": [float(self.state.nbytes)],
             "quiet_step_s": [quiet_s],
             "added_s": [period - self.training.steps * quiet_s for period in periods],
             "added_share": [period / (self.training.steps * quiet_s) - 1 for period in periods],
-            "stall_s": self._stalls[1:],
-            "done_s": self._done[1:],
+            "stall_s": self._stalls,
+            "done_s": self._done,
         }
 
 
