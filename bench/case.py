@@ -7,6 +7,7 @@ from pathlib import Path
 from time import perf_counter
 
 from bench.child import settle
+from bench.limits import DiskProbe
 from bench.limits import measure as measure_limits
 from bench.machine import PeakMemory, disk_nbytes, drop_cache, written_nbytes
 from bench.peers import PEERS
@@ -39,6 +40,8 @@ class _Times:
     stall_s: list[float]
     durable_s: list[float]
     written_nbytes: list[float]
+    disk_s: list[float]
+    """Of a plain direct write of the same bytes, right after the save."""
 
 
 def saves(case: Case) -> Figures:
@@ -87,9 +90,10 @@ def limits(case: Case) -> Figures:
 def _saves(case: Case, *, num_saves: int, num_warmup: int, changing: float) -> Figures:
     state = build(case.spec)
     state.fill(SEED)
+    probe = DiskProbe(case.folder.parent)
     peak = PeakMemory()
     saver = PEERS[case.peer].saver(state, case.folder)
-    times = _Times(stall_s=[], durable_s=[], written_nbytes=[])
+    times = _Times(stall_s=[], durable_s=[], written_nbytes=[], disk_s=[])
     share = 1.0
     for number in range(num_saves):
         if number:
@@ -103,6 +107,7 @@ def _saves(case: Case, *, num_saves: int, num_warmup: int, changing: float) -> F
             begun.wait()
             times.durable_s.append(perf_counter() - start)
         times.written_nbytes.append(float(written_nbytes() - before))
+        times.disk_s.append(probe.write_s(state.nbytes))
     figures = {
         "nbytes": [float(state.nbytes)],
         "num_tensors": [float(state.num_tensors)],
@@ -111,6 +116,7 @@ def _saves(case: Case, *, num_saves: int, num_warmup: int, changing: float) -> F
         "first_durable_s": times.durable_s[:1],
         "stall_s": times.stall_s[num_warmup:],
         "durable_s": times.durable_s[num_warmup:],
+        "disk_s": times.disk_s[num_warmup:],
         "written_nbytes": times.written_nbytes[num_warmup:],
         "peak_extra_nbytes": [float(peak.extra_nbytes)],
         "disk_nbytes": [disk_nbytes(case.folder) / num_saves],

@@ -145,7 +145,7 @@ GOALS: Sequence[Goal] = (
     _at_least(
         "durable save, 2.5 GB: share of the O_DIRECT + fsync ceiling",
         0.9,
-        quotient(f"{_LIMITS}:ceiling_save_s", _DURABLE),
+        quotient(f"{_SAVE}holdfast:disk_s", _DURABLE),
     ),
     _at_least(
         "… times faster than safetensors + fsync",

@@ -110,7 +110,7 @@ def _save_table(results: Results, place: str) -> list[str]:
         return [
             seconds(durable_s),
             number(nbytes / durable_s / 1e9 if durable_s and nbytes else None, "{:.2f}"),
-            percent(share(results, place, "save", (case, "durable_s"))),
+            percent(results.ratio((case, "disk_s"), (case, "durable_s"))),
             times(_beside(results, place, "save", case, "durable_s")),
             seconds(results.median(case, "stall_s")),
             percent(share(results, place, "stage", (case, "stall_s"))),
@@ -125,7 +125,7 @@ def _save_table(results: Results, place: str) -> list[str]:
     head += ["first stall", "extra memory", "written", "on disk"]
     lines = results_table(results, f"{place}/save/", head, titles, row)
     durable = [row for row in results.names(f"{place}/save/") if not row.endswith(_MAY_BEAT_DISK)]
-    shares = [share(results, place, "save", (case, "durable_s")) for case in durable]
+    shares = [results.ratio((row, "disk_s"), (row, "durable_s")) for row in durable]
     if any(value is not None and value > 1 for value in shares):
         lines += ["", "**A row beats the disk's limit, so the limit is wrong: do not use it.**"]
     return lines

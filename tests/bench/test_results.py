@@ -16,7 +16,9 @@ def results() -> Results:
     found = Results()
     for disk_s, save_s in ((1.0, 2.0), (4.0, 5.0), (3.0, 30.0)):
         found.add("local/gpt/limits", Outcome(figures={"ceiling_save_s": [disk_s]}))
-        found.add("local/gpt/save/holdfast", Outcome(figures={"durable_s": [save_s]}))
+        found.add(
+            "local/gpt/save/holdfast", Outcome(figures={"durable_s": [save_s], "disk_s": [disk_s]})
+        )
     return found
 
 
