@@ -18,7 +18,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 .PHONY: help demo test test-long check bench bench-compare docs clean
 
 help:  ## Show this list
-	@grep -hE '^[a-z-]+:.*  ## ' Makefile | sed -E 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 19
+	@grep -hE '^[a-z-]+:.*  ## ' Makefile | sed -E 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 22
 	@echo
 	@echo '  PYTHON=python3.12   the interpreter for .venv      JOBS=4   test workers'
 	@echo "  ARGS='...'          more arguments for the command that the target runs"
