@@ -15,10 +15,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-long check bench docs clean
+.PHONY: help demo test test-long check bench bench-compare docs clean
 
 help:  ## Show this list
-	@grep -hE '^[a-z-]+:.*  ## ' Makefile | sed -E 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 19
+	@grep -hE '^[a-z-]+:.*  ## ' Makefile | sed -E 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 22
 	@echo
 	@echo '  PYTHON=python3.12   the interpreter for .venv      JOBS=4   test workers'
 	@echo "  ARGS='...'          more arguments for the command that the target runs"
@@ -38,9 +38,11 @@ check: $(WITH)-test $(WITH)-check  ## Format, lint, types, layers, doctests
 	$(BIN)/mypy
 	$(PYTEST) tests/test_layers.py tests/test_doctests.py $(ARGS)
 
-bench: $(WITH)-bench  ## Measure saves and loads beside torch.save and safetensors, and the Trainer
-	$(BIN)/python -m bench.local $(ARGS)
-	$(BIN)/python -m bench.trainer
+bench: $(WITH)-bench  ## Measure everything beside peers and the machine's limits; print the goals
+	$(BIN)/python -m bench $(ARGS)
+
+bench-compare: $(WITH)-bench  ## Compare two runs: make bench-compare OLD=a.json NEW=b.json
+	$(BIN)/python -m bench.compare $(OLD) $(NEW) $(ARGS)
 
 docs: $(WITH)-docs  ## Build the documents into build/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/docs $(ARGS)

@@ -1,110 +1,76 @@
-"""One case in a process of its own: all saves of one peer, one way to load, or the limits."""
+"""What is measured on one state: the saves of a peer, a way to load them, the machine's limits."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import importlib
-import os
-import traceback
-import warnings
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
 
+from bench.child import settle
+from bench.limits import DiskProbe
 from bench.limits import measure as measure_limits
-from bench.machine import PeakMemory, back_memory, disk_nbytes, drop_cache
+from bench.machine import PeakMemory, disk_nbytes, drop_cache, written_nbytes
 from bench.peers import PEERS
-from bench.states import StateSpec, build
+from bench.results import Figures
+from bench.states import State, StateSpec, build
 
 SEED = 7
 SAVES = 3
 WARM_LOADS = 2
+FROZEN_SAVES = 5
+FROZEN_WARMUP = 2
+FROZEN_CHANGING = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What to run. `action` is `save`, `load` or `limits`; `folder` holds one peer's files."""
+    """What to measure on which state; `folder` holds one peer's files."""
 
-    action: str
     peer: str
-    reader: str
     spec: StateSpec
     folder: Path
     settles: bool = True
     """Whether each measured call finds memory that exists and nothing left to be written."""
 
-    @property
-    def name(self) -> str:
-        """The row of the table that it belongs to."""
-        return {"save": self.peer, "load": self.reader}.get(self.action, self.action)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """Figures by name (seconds, bytes, shares), lists where a thing was done again, or an error."""
+class _Times:
+    """Of each save, the first one too."""
 
-    figures: dict[str, list[float]]
-    error: str | None = None
-
-
-def run(case: Case, reply: Connection) -> None:
-    """Measure and send the outcome; called in a fresh child process."""
-    warnings.simplefilter("ignore")
-    try:
-        outcome = Outcome(figures=_ACTIONS[case.action](case))
-    except Exception as err:
-        traceback.print_exc()
-        outcome = Outcome(figures={}, error=f"{type(err).__name__}: {err}")
-    reply.send(outcome)
-    reply.close()
+    stall_s: list[float]
+    durable_s: list[float]
+    written_nbytes: list[float]
+    disk_s: list[float]
+    """Of a plain direct write of the same bytes, right after the save."""
 
 
-def _save(case: Case) -> dict[str, list[float]]:
-    state = build(case.spec)
-    state.fill(SEED)
-    peak = PeakMemory()
-    saver = PEERS[case.peer].saver(state, case.folder)
-    stalls, durables = [], []
-    for number in range(SAVES):
-        _settle(case, state.nbytes)
-        with peak.watch():
-            start = perf_counter()
-            finish = saver.begin(number)
-            stalls.append(perf_counter() - start)
-            finish()
-            durables.append(perf_counter() - start)
-    figures = {
-        "nbytes": [float(state.nbytes)],
-        "num_tensors": [float(state.num_tensors)],
-        "first_stall_s": stalls[:1],
-        "first_durable_s": durables[:1],
-        "stall_s": stalls[1:],
-        "durable_s": durables[1:],
-        "peak_extra_nbytes": [float(peak.extra_nbytes)],
-        "disk_nbytes": [disk_nbytes(case.folder) / SAVES],
-    }
-    saver.close()
-    return figures
+def saves(case: Case) -> Figures:
+    """Saves of a state that changes in full between them; the first is not counted."""
+    return _saves(case, num_saves=SAVES, num_warmup=1, changing=1.0)
 
 
-def _load(case: Case) -> dict[str, list[float]]:
-    reader = PEERS[case.peer].readers[case.reader]
+def frozen_saves(case: Case) -> Figures:
+    """Saves of a state of which nine tenths stay as they are; from the third on they count."""
+    return _saves(case, num_saves=FROZEN_SAVES, num_warmup=FROZEN_WARMUP, changing=FROZEN_CHANGING)
+
+
+def load(case: Case, reader_name: str) -> Figures:
+    """One load from the disk and some from the page cache; the values are compared."""
+    reader = PEERS[case.peer].readers[reader_name]
     state = build(case.spec)
     cold_share = drop_cache(case.folder)
     peak = PeakMemory()
     seconds = []
     for _ in range(1 + WARM_LOADS):
-        _settle(case, state.nbytes)
+        _settle(case, state)
         with peak.watch():
             start = perf_counter()
             loaded = reader.load(state, case.folder)
             seconds.append(perf_counter() - start)
         del loaded
-    wrong = state.count_wrong(SEED) if reader.applies else 0
+    wrong = state.count_wrong(SEED, negated=SAVES % 2 == 0) if reader.applies else 0
     if wrong:
-        raise RuntimeError(f"{case.reader}: {wrong} tensors are not what was saved")
+        raise RuntimeError(f"{reader_name}: {wrong} tensors are not what was saved")
     return {
         "cold_share": [cold_share],
         "cold_s": seconds[:1],
@@ -113,36 +79,53 @@ def _load(case: Case) -> dict[str, list[float]]:
     }
 
 
-def _limits(case: Case) -> dict[str, list[float]]:
-    nbytes = build(case.spec).nbytes
-    figures = measure_limits(
-        nbytes, case.folder, num_files=SAVES, settle=lambda: _settle(case, nbytes)
+def limits(case: Case) -> Figures:
+    """What the machine itself does with as many bytes."""
+    state = build(case.spec)
+    return measure_limits(
+        state.nbytes, case.folder, num_files=SAVES, settle=lambda: _settle(case, state)
     )
-    return {"nbytes": [float(nbytes)]} | figures
 
 
-def _settle(case: Case, nbytes: int) -> None:
-    """Before each measured call: no garbage, no writes of others, memory for copy and files."""
+def _saves(case: Case, *, num_saves: int, num_warmup: int, changing: float) -> Figures:
+    state = build(case.spec)
+    state.fill(SEED)
+    probe = DiskProbe(case.folder.parent)
+    peak = PeakMemory()
+    saver = PEERS[case.peer].saver(state, case.folder)
+    times = _Times(stall_s=[], durable_s=[], written_nbytes=[], disk_s=[])
+    share = 1.0
+    for number in range(num_saves):
+        if number:
+            share = state.negate(changing)
+        _settle(case, state)
+        before = written_nbytes()
+        with peak.watch():
+            start = perf_counter()
+            begun = saver.begin(number)
+            times.stall_s.append(perf_counter() - start)
+            begun.wait()
+            times.durable_s.append(perf_counter() - start)
+        times.written_nbytes.append(float(written_nbytes() - before))
+        times.disk_s.append(probe.write_s(state.nbytes))
+    figures = {
+        "nbytes": [float(state.nbytes)],
+        "num_tensors": [float(state.num_tensors)],
+        "changing_share": [share],
+        "first_stall_s": times.stall_s[:1],
+        "first_durable_s": times.durable_s[:1],
+        "stall_s": times.stall_s[num_warmup:],
+        "durable_s": times.durable_s[num_warmup:],
+        "disk_s": times.disk_s[num_warmup:],
+        "written_nbytes": times.written_nbytes[num_warmup:],
+        "peak_extra_nbytes": [float(peak.extra_nbytes)],
+        "disk_nbytes": [disk_nbytes(case.folder) / num_saves],
+    }
+    saver.close()
+    return figures
+
+
+def _settle(case: Case, state: State) -> None:
+    """Memory for a copy and for pages of files."""
     if case.settles:
-        gc.collect()
-        os.sync()
-        back_memory(2 * nbytes)
-
-
-def preload() -> None:
-    """Import what the cases use, so that no import falls into a measured time."""
-    for name in _LIBRARIES:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    # The first optimizer imports half of torch.
-    build(StateSpec(kind="gpt", gpt_nbytes=1, num_small=0))
-
-
-_LIBRARIES = (
-    "torch.distributed.checkpoint.staging",
-    "torch.distributed.checkpoint.state_dict_saver",
-    "safetensors.torch",
-    "holdfast.manager",
-)
-_ACTIONS = {"save": _save, "load": _load, "limits": _limits}
-preload()
+        settle(2 * state.nbytes)

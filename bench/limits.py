@@ -1,32 +1,60 @@
-"""What the machine itself can do with the same number of bytes: disk, memory, digest.
+"""What the machine itself can do: memory, digest, cipher, disk: `python -m bench.limits`.
 
-Nothing here knows a checkpoint; every figure is the best plain loop over 8 MiB blocks.
+Nothing here knows a checkpoint; every figure is the best plain loop over 8 MiB blocks. From them
+come the *ceilings*: the shortest time in which a save, a staging or a load of these bytes can be
+done here. Every other benchmark prints its share of them.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import importlib.util
 import mmap
 import os
-from collections.abc import Callable, Iterator
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
 from blake3 import blake3
 
-from bench.machine import drop_cache
+from bench.child import in_child, settle
+from bench.command import Bench
+from bench.machine import drop_cache, sync_folder
+from bench.report import number, seconds, table
+from bench.results import Figures, Results
 
 BLOCK_NBYTES = 8 * 1024 * 1024
+NUM_LINKS = 1000
+LIMITS: Mapping[str, str] = {
+    "copy_touched_s": "copy into touched memory, 1 thread",
+    "copy_touched_all_s": "copy into touched memory, all threads",
+    "copy_fresh_s": "copy into fresh memory, 1 thread",
+    "fault_huge_s": "touch fresh memory, huge pages",
+    "fault_small_s": "touch fresh memory, small pages",
+    "blake3_1_s": "BLAKE3 of blocks, 1 thread",
+    "blake3_all_s": "BLAKE3 of blocks, all threads",
+    "aes_gcm_1_s": "AES-256-GCM of blocks, 1 thread",
+    "aes_gcm_all_s": "AES-256-GCM of blocks, all threads",
+    "direct_write_s": "O_DIRECT write + fsync, all threads",
+    "buffered_write_s": "buffered write + fsync, 1 thread",
+    "buffered_write_all_s": "buffered write + fsync, all threads",
+    "cold_read_s": "read from disk, all threads",
+    "direct_read_s": "O_DIRECT read, all threads",
+    "warm_read_s": "read from page cache, all threads",
+}
+"""Figures that are times for the same bytes, with what they mean."""
 _PAGE = mmap.PAGESIZE
 _LAST = "buffered_write_s-0"
 
 
-def measure(
-    nbytes: int, folder: Path, *, num_files: int, settle: Callable[[], None]
-) -> dict[str, list[float]]:
-    """Seconds for each limit on `nbytes` bytes; files go to `folder`.
+def measure(nbytes: int, folder: Path, *, num_files: int, settle: Callable[[], None]) -> Figures:
+    """Seconds for each limit on `nbytes` bytes, and the ceilings; files go to `folder`.
 
     A way to write is measured as the saves are: `num_files` new files, the first not counted.
     `settle` is called before whatever takes new memory, anonymous or for pages of files.
@@ -34,10 +62,44 @@ def measure(
     source = _random_memory(nbytes)
     num_threads = len(os.sched_getaffinity(0))
     single = dict(_memory(source, num_threads, settle))
-    single |= _digests(source, num_threads)
+    single |= dict(_faults(len(source), settle))
+    single |= _ciphers(source, num_threads) | _digests(source, num_threads)
     writes = _writes(source, folder, num_files, num_threads, settle)
     single |= _reads(_random_memory(len(source)), folder / _LAST, num_threads, settle)
-    return writes | {name: [value] for name, value in single.items()}
+    single |= {"hard_link_s": _link_s(folder)}
+    found = {"nbytes": [float(nbytes)]} | writes | {name: [value] for name, value in single.items()}
+    return found | ceilings(found)
+
+
+def ceilings(figures: Figures) -> dict[str, list[float]]:
+    """The shortest possible times: a save is written, a staging copied, a load read, or copied
+    from the page cache and digested."""
+    best = {name: min(values) for name, values in figures.items()}
+    copy_s = min(best["copy_touched_s"], best["copy_touched_all_s"])
+    return {
+        "ceiling_save_s": list(figures["direct_write_s"]),
+        "ceiling_stage_s": [copy_s],
+        "ceiling_cold_s": [min(best["cold_read_s"], best["direct_read_s"])],
+        "ceiling_warm_s": [copy_s + best["blake3_all_s"]],
+    }
+
+
+def table_of(results: Results, case: str) -> list[str]:
+    """Markdown lines: one row a limit."""
+    nbytes = results.median(case, "nbytes")
+
+    def row(figure: str) -> list[str]:
+        value = results.median(case, figure)
+        speed = nbytes / value / 1e9 if nbytes and value else None
+        return [seconds(value), number(speed, "{:.2f}")]
+
+    errors = dict.fromkeys(LIMITS, results.error(case))
+    lines = table(["limit", "time", "GB/s"], LIMITS, row, errors)
+    link_s = results.median(case, "hard_link_s")
+    lines += ["", f"A hard link, synced with {NUM_LINKS - 1} others: {seconds(link_s)}."]
+    if results.median(case, "aes_gcm_1_s") is None:
+        lines += ["AES-256-GCM was not measured: the package `cryptography` is not installed."]
+    return lines
 
 
 def _random_memory(nbytes: int) -> memoryview:
@@ -71,6 +133,34 @@ def _memory(
     yield "copy_touched_all_s", _parallel(copy, len(source), num_threads)
 
 
+def _faults(nbytes: int, settle: Callable[[], None]) -> Iterator[tuple[str, float]]:
+    for name, advice in (("huge", "MADV_HUGEPAGE"), ("small", "MADV_NOHUGEPAGE")):
+        settle()
+        with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+            with contextlib.suppress(OSError):
+                memory.madvise(getattr(mmap, advice))
+            pages = np.frombuffer(memory, np.uint8)[::_PAGE]
+            yield f"fault_{name}_s", _timed(partial(pages.fill, 1))
+            del pages
+
+
+def _ciphers(source: memoryview, num_threads: int) -> dict[str, float]:
+    """Nothing where there is no library for it."""
+    if importlib.util.find_spec("cryptography") is None:
+        return {}
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    cipher = AESGCM(bytes(32))
+
+    def encrypt(span: tuple[int, int]) -> None:
+        cipher.encrypt(span[0].to_bytes(12, "big"), source[slice(*span)], None)
+
+    return {
+        "aes_gcm_1_s": _parallel(encrypt, len(source), 1),
+        "aes_gcm_all_s": _parallel(encrypt, len(source), num_threads),
+    }
+
+
 def _digests(source: memoryview, num_threads: int) -> dict[str, float]:
     def digest(span: tuple[int, int]) -> None:
         blake3(source[slice(*span)]).digest()
@@ -96,14 +186,15 @@ def _writes(
     }
     figures = {}
     for name, (flags, threads) in ways.items():
-        seconds = []
-        for number in range(num_files):
+        paths = [folder / f"{name}-{i}" for i in range(num_files)]
+        took = []
+        for path in paths:
             settle()
-            seconds.append(_write(source, folder / f"{name}-{number}", flags, threads))
-        figures[name] = seconds[1:]
-        for number in range(num_files):
-            if f"{name}-{number}" != _LAST:
-                (folder / f"{name}-{number}").unlink()
+            took.append(_write(source, path, flags, threads))
+        figures[name] = took[1:]
+        for path in paths:
+            if path.name != _LAST:
+                path.unlink()
     return figures
 
 
@@ -119,18 +210,59 @@ def _reads(
     return figures
 
 
-def _write(source: memoryview, path: Path, flags: int, num_threads: int) -> float:
-    """Seconds until the bytes and the name are on stable storage."""
+def _link_s(folder: Path) -> float:
+    """Seconds for one of many names of a file in a new folder, durable when all are there."""
+    original, links = folder / "original", folder / "links"
+    original.write_bytes(b"x")
+    links.mkdir()
+
+    def link() -> None:
+        for name in range(NUM_LINKS):
+            os.link(original, links / str(name))
+        sync_folder(links)
+
+    return _timed(link) / NUM_LINKS
+
+
+class DiskProbe:
+    """Writes as many bytes as a save does, the fastest way, right beside it.
+
+    A disk that others use is another disk a minute later; the share that a save has of it is
+    taken from this. Its memory is small and counts to nobody.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "probe"
+        self._source = _random_memory(8 * BLOCK_NBYTES)
+        self._num_threads = max(2, len(os.sched_getaffinity(0)))
+
+    def write_s(self, nbytes: int) -> float:
+        """Seconds until a new file of `nbytes` is on stable storage; it is removed."""
+        rounded = -(-nbytes // _PAGE) * _PAGE
+        took = _write(self._source, self._path, os.O_DIRECT, self._num_threads, rounded)
+        self._path.unlink()
+        return took
+
+
+def _write(
+    source: memoryview, path: Path, flags: int, num_threads: int, nbytes: int | None = None
+) -> float:
+    """Seconds until the bytes and the name are on stable storage.
+
+    `nbytes` may be more than the source has: its blocks are then written again.
+    """
+    length = len(source) if nbytes is None else nbytes
     start = perf_counter()
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | flags, 0o600)
     if flags & os.O_DIRECT:
-        os.posix_fallocate(fd, 0, len(source))
+        os.posix_fallocate(fd, 0, length)
 
     def write(span: tuple[int, int]) -> None:
-        if os.pwrite(fd, source[slice(*span)], span[0]) != span[1] - span[0]:
+        begin = span[0] % len(source)
+        if os.pwrite(fd, source[begin : begin + span[1] - span[0]], span[0]) != span[1] - span[0]:
             raise OSError(f"short write to {path}")
 
-    _parallel(write, len(source), num_threads)
+    _parallel(write, length, num_threads)
     os.fsync(fd)
     os.close(fd)
     sync_folder(path.parent)
@@ -149,13 +281,6 @@ def _read(target: memoryview, path: Path, flags: int, num_threads: int) -> float
     return seconds
 
 
-def sync_folder(folder: Path) -> None:
-    """Put the names in `folder` on stable storage."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    os.fsync(fd)
-    os.close(fd)
-
-
 def _parallel(work: Callable[[tuple[int, int]], None], nbytes: int, num_threads: int) -> float:
     with ThreadPoolExecutor(num_threads) as pool:
         return _timed(lambda: list(pool.map(work, _blocks(nbytes))))
@@ -169,3 +294,36 @@ def _timed(work: Callable[[], object]) -> float:
     start = perf_counter()
     work()
     return perf_counter() - start
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size-gb", type=float, default=2.5, help="in 1e9 bytes (%(default)s)")
+
+
+def _measure_round(options: argparse.Namespace, folder: Path, results: Results) -> None:
+    nbytes = round(options.size_gb * 1e9)
+    own = folder / "limits"
+    own.mkdir()
+    results.add("limits", in_child(_in_child, nbytes, own, options.settle))
+    shutil.rmtree(own)
+
+
+def _in_child(nbytes: int, folder: Path, settles: bool) -> Figures:
+    settle_first = partial(settle, 2 * nbytes) if settles else _nothing
+    return measure(nbytes, folder, num_files=3, settle=settle_first)
+
+
+def _nothing() -> None:
+    """Where measured calls are to find the machine as it is."""
+
+
+BENCH = Bench(
+    name="limits",
+    about="What the machine itself can do with as many bytes as a state has.",
+    add_options=_add_options,
+    measure_round=_measure_round,
+    tables=lambda results: table_of(results, "limits"),
+)
+
+if __name__ == "__main__":
+    sys.exit(BENCH.main())

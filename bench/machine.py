@@ -8,14 +8,14 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_PACKAGES = ("holdfast", "torch", "numpy", "safetensors", "blake3")
+_PACKAGES = ("holdfast", "torch", "numpy", "safetensors", "torch_checkpointing", "blake3")
 _PIECE_NBYTES = 64 * 1024 * 1024
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -27,10 +27,10 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 def heading(module: str, folder: Path) -> list[str]:
     """Markdown lines: how this process was started, on what, when, and with what installed."""
     return [
-        f"Command: `python -m {module} {shlex.join(sys.argv[1:])}`  ",
+        f"Command: `{shlex.join(['python', '-m', module, *sys.argv[1:]])}`  ",
         f"Machine: {describe(folder)}  ",
         f"Date: {datetime.now(timezone.utc):%Y-%m-%d}; "
-        + ", ".join(f"{name} {number}" for name, number in versions(_PACKAGES).items()),
+        + ", ".join(f"{name} {number}" for name, number in versions().items()),
     ]
 
 
@@ -43,10 +43,10 @@ def describe(folder: Path) -> str:
     )
 
 
-def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Package -> installed version, or `absent`."""
+def versions() -> dict[str, str]:
+    """Package → installed version, or `absent`."""
     found = {"python": platform.python_version()}
-    for package in packages:
+    for package in _PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
@@ -96,9 +96,25 @@ def files_under(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
 
 
+def sync_folder(folder: Path) -> None:
+    """Put the names in `folder` on stable storage."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    os.fsync(fd)
+    os.close(fd)
+
+
 def disk_nbytes(folder: Path) -> int:
-    """Lengths of all files below `folder`, in bytes."""
-    return sum(path.stat().st_size for path in files_under(folder))
+    """Bytes of the blocks that the files below `folder` take; a file with two names counts once."""
+    found = (path.stat() for path in files_under(folder))
+    return sum({(s.st_dev, s.st_ino): s.st_blocks * 512 for s in found}.values())
+
+
+def written_nbytes() -> int:
+    """Bytes that this process has sent to block devices, or made dirty in the page cache."""
+    for line in Path("/proc/self/io").read_text().splitlines():
+        if line.startswith("write_bytes:"):
+            return int(line.split()[1])
+    raise OSError("/proc/self/io has no write_bytes")
 
 
 def drop_cache(folder: Path) -> float:

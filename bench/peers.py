@@ -6,30 +6,49 @@ Libraries are imported inside the function that uses them, so that one missing c
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 import torch
 
-from bench.limits import sync_folder
+from bench.machine import sync_folder
 from bench.states import State
 
-Finish: TypeAlias = Callable[[], object]
+MEMORY_BUDGET = 256 * 1024 * 1024
+"""Bytes that the row with a budget may stage at a time."""
 
 
-class Saver(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """A save under way: training may go on."""
+
+    wait: Callable[[], object]
+    """Blocks until the save is done."""
+    done: Callable[[], bool]
+
+
+class Saver(ABC):
     """Saves one live state again and again."""
 
-    def begin(self, number: int) -> Finish:
-        """Returns when training may go on; calling the result waits until the save is durable."""
-        ...
+    @abstractmethod
+    def begin(self, number: int) -> Begun:
+        """Save under a new number; returns when training may go on."""
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """What the optimizer's step must run inside of while a save is under way."""
+        return nullcontext()
 
     def close(self) -> None:
         """Give back threads and memory."""
-        ...
+        return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,32 +69,35 @@ class Peer:
     saver: Callable[[State, Path], Saver]
     readers: Mapping[str, Reader] = field(default_factory=dict)
     """Only one set-up of a library carries the readers of its files."""
+    lacks: Callable[[str], str | None] = lambda kind: None
+    """Why it cannot be measured on a state of that kind here; None: it can."""
 
 
-class Holdfast:
-    """`CheckpointManager` with its defaults."""
+class Holdfast(Saver):
+    """`CheckpointManager` with its defaults, or with more arguments."""
 
-    def __init__(self, state: State, folder: Path) -> None:
+    def __init__(self, state: State, folder: Path, **options: Any) -> None:
         from holdfast import CheckpointManager
 
-        self._manager = CheckpointManager(folder, state.components)
+        self._manager = CheckpointManager(folder, state.components, **options)
 
-    def begin(self, number: int) -> Finish:
+    def begin(self, number: int) -> Begun:
         """`save()`; the pending save is waited for afterwards."""
-        return self._manager.save(number).wait
+        pending = self._manager.save(number)
+        return Begun(wait=pending.wait, done=pending.done)
 
     def close(self) -> None:
         """Close the manager."""
         self._manager.close()
 
 
-class PlainFile:
+class PlainFile(Saver):
     """A function that writes one file, with fsync of the file and its folder after it."""
 
     def __init__(self, folder: Path, name: str, write: Callable[[Path], object]) -> None:
         self._folder, self._name, self._write = folder, name, write
 
-    def begin(self, number: int) -> Finish:
+    def begin(self, number: int) -> Begun:
         """Write and sync; nothing is left to wait for."""
         path = self._folder / str(number) / self._name
         path.parent.mkdir()
@@ -85,59 +107,64 @@ class PlainFile:
         os.close(fd)
         sync_folder(path.parent)
         sync_folder(self._folder)
-        return _nothing
-
-    def close(self) -> None:
-        """Nothing to give back."""
+        return _DONE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DcpSync:
+class DcpSync(Saver):
     """`dcp.save`, which fsyncs its files itself."""
 
-    state: State
-    folder: Path
-    num_threads: int = 1
+    def __init__(self, state: State, folder: Path, *, num_threads: int = 1) -> None:
+        self._state, self._folder, self._num_threads = state, folder, num_threads
 
-    def begin(self, number: int) -> Finish:
+    def begin(self, number: int) -> Begun:
         """Save; nothing is left to wait for."""
         import torch.distributed.checkpoint as dcp
 
-        writer = dcp.FileSystemWriter(self.folder / str(number), thread_count=self.num_threads)
-        dcp.save(self.state.nested(), storage_writer=writer, no_dist=True)
-        return _nothing
-
-    def close(self) -> None:
-        """Nothing to give back."""
+        folder = self._folder / str(number)
+        writer = dcp.FileSystemWriter(folder, thread_count=self._num_threads)
+        dcp.save(self._state.nested(), storage_writer=writer, no_dist=True)
+        return _DONE
 
 
-class DcpAsync:
-    """`dcp.async_save`, with the stager it makes itself or with one kept from save to save."""
+class DcpAsync(Saver):
+    """`dcp.async_save`, with the stager it makes itself or with one kept from save to save.
 
-    def __init__(self, state: State, folder: Path, *, keep_stager: bool) -> None:
+    `stager` names what the kept one uses: `plain` or `shared` memory, or `pinned` shared memory.
+    """
+
+    def __init__(self, state: State, folder: Path, *, stager: str | None = None) -> None:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         self._state, self._folder = state, folder
-        # Pinning and streams need an accelerator; shared memory takes a descriptor a tensor, and
-        # 20,000 are more than a process may have. What is left to gain is memory used again.
-        plain = StagingOptions(
-            use_pinned_memory=False,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=False,
+        # Staging in a thread of its own needs an accelerator too.
+        options = StagingOptions(
+            use_pinned_memory=stager == "pinned",
+            use_shared_memory=stager in ("shared", "pinned"),
+            use_async_staging=stager == "pinned",
+            use_non_blocking_copy=stager == "pinned",
         )
-        self._stager = DefaultStager(plain) if keep_stager else None
+        self._stager = DefaultStager(options) if stager else None
+        self._staging: Future[Any] | None = None
 
-    def begin(self, number: int) -> Finish:
+    def begin(self, number: int) -> Begun:
         """Stage; the write goes on in DCP's thread."""
         import torch.distributed.checkpoint as dcp
 
-        return dcp.async_save(
+        found: Any = dcp.async_save(
             self._state.nested(),
             checkpoint_id=self._folder / str(number),
             async_stager=self._stager,
             no_dist=True,
-        ).result
+        )
+        self._staging = getattr(found, "staging_completion", None)
+        written = getattr(found, "upload_completion", found)
+        return Begun(wait=written.result, done=written.done)
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """Its documents say: wait for the staging before the optimizer's step."""
+        if self._staging is not None:
+            self._staging.result()
+        return nullcontext()
 
     def close(self) -> None:
         """Close a stager of our own."""
@@ -145,8 +172,64 @@ class DcpAsync:
             self._stager.close()
 
 
-def _nothing() -> None:
-    """A save that was durable when it returned."""
+class TorchCheckpointing(Saver):
+    """`torch_checkpointing`: asynchronous staging; no direct I/O, with which its saves fail on
+    ext4. It makes no fsync."""
+
+    def __init__(self, state: State, folder: Path) -> None:
+        from torch_checkpointing import CheckpointManager
+        from torch_checkpointing.config import AsyncCheckpointSaverConfig
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+        self._state, self._folder = state, folder
+        # Its staging is asynchronous, into shared memory, and pinned where there is CUDA.
+        self._manager = CheckpointManager(
+            CheckpointManager.Config(
+                save=AsyncCheckpointSaverConfig(),
+                storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+            )
+        )
+
+    def begin(self, number: int) -> Begun:
+        """Stage and write in its thread and its process."""
+        written: Any = self._manager.save(str(self._folder / str(number)), self._state.nested())
+        return Begun(wait=written.result, done=written.done)
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """Its lock, which waits for the staging."""
+        held: AbstractContextManager[Any] = self._manager.lock()
+        return held
+
+    def close(self) -> None:
+        """End its process."""
+        self._manager.close()
+
+
+_DONE = Begun(wait=lambda: None, done=lambda: True)
+"""A save that was durable when it returned."""
+
+
+def _no_argument(name: str) -> Callable[[str], str | None]:
+    """For a set-up that needs an argument which this version of Holdfast may not have."""
+
+    def lacks(kind: str) -> str | None:
+        from holdfast import CheckpointManager
+
+        has = name in inspect.signature(CheckpointManager).parameters
+        return None if has else f"CheckpointManager has no argument {name!r} in this version"
+
+    return lacks
+
+
+def _shares_memory(kind: str) -> str | None:
+    """Shared memory takes a file descriptor a tensor."""
+    return "20,000 tensors in shared memory need too many descriptors" if kind == "small" else None
+
+
+def _no_torch_checkpointing(kind: str) -> str | None:
+    if importlib.util.find_spec("torch_checkpointing") is None:
+        return "torch_checkpointing is not installed"
+    return _shares_memory(kind)
 
 
 def _torch_file(state: State, folder: Path) -> Saver:
@@ -166,11 +249,11 @@ def _newest(folder: Path) -> Path:
     )
 
 
-def _holdfast_load(state: State, folder: Path) -> object:
+def _holdfast_load(state: State, folder: Path, *, verify: bool = True) -> object:
     from holdfast import CheckpointManager
 
     with CheckpointManager(folder, state.components) as manager:
-        return manager.load()
+        return manager.load(verify=verify)
 
 
 def _holdfast_resume(state: State, folder: Path) -> object:
@@ -210,6 +293,16 @@ def _dcp_load(state: State, folder: Path) -> None:
     dcp.load(state.nested(), checkpoint_id=_newest(folder), no_dist=True)
 
 
+def _torch_checkpointing_load(state: State, folder: Path) -> None:
+    from torch_checkpointing import CheckpointManager
+    from torch_checkpointing.config import SyncCheckpointSaverConfig
+
+    # Made to save synchronously, a manager that only loads starts no process.
+    manager = CheckpointManager(CheckpointManager.Config(save=SyncCheckpointSaverConfig()))
+    manager.load(_newest(folder), into=state.nested())
+    manager.close()
+
+
 def _copy_into(live: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, tensor in live.items():
@@ -223,7 +316,21 @@ PEERS: Mapping[str, Peer] = {
         readers={
             "holdfast": Reader(title="holdfast, every byte verified", load=_holdfast_load),
             "holdfast-resume": Reader(title="the same, claiming the run", load=_holdfast_resume),
+            "holdfast-unverified": Reader(
+                title="holdfast, verify=False",
+                load=lambda state, folder: _holdfast_load(state, folder, verify=False),
+            ),
         },
+    ),
+    "holdfast-overlap": Peer(
+        title="holdfast, overlap=True",
+        saver=lambda state, folder: Holdfast(state, folder, overlap=True),
+        lacks=_no_argument("overlap"),
+    ),
+    "holdfast-budget": Peer(
+        title="holdfast, memory_budget of 256 MiB",
+        saver=lambda state, folder: Holdfast(state, folder, memory_budget=MEMORY_BUDGET),
+        lacks=_no_argument("memory_budget"),
     ),
     "torch": Peer(
         title="torch.save + fsync",
@@ -255,19 +362,36 @@ PEERS: Mapping[str, Peer] = {
     ),
     "dcp": Peer(
         title="dcp.save",
-        saver=lambda state, folder: DcpSync(state=state, folder=folder),
+        saver=DcpSync,
         readers={"dcp": Reader(title="dcp.load", load=_dcp_load)},
     ),
     "dcp-2": Peer(
         title="dcp.save, thread_count=2",
-        saver=lambda state, folder: DcpSync(state=state, folder=folder, num_threads=2),
+        saver=lambda state, folder: DcpSync(state, folder, num_threads=2),
     ),
-    "dcp-async": Peer(
-        title="dcp.async_save",
-        saver=lambda state, folder: DcpAsync(state, folder, keep_stager=False),
-    ),
+    "dcp-async": Peer(title="dcp.async_save", saver=DcpAsync),
     "dcp-async-kept": Peer(
         title="dcp.async_save, kept stager",
-        saver=lambda state, folder: DcpAsync(state, folder, keep_stager=True),
+        saver=lambda state, folder: DcpAsync(state, folder, stager="plain"),
+    ),
+    "dcp-async-shared": Peer(
+        title="dcp.async_save, kept stager in shared memory",
+        saver=lambda state, folder: DcpAsync(state, folder, stager="shared"),
+        lacks=_shares_memory,
+    ),
+    "dcp-async-pinned": Peer(
+        title="dcp.async_save, kept pinned stager",
+        saver=lambda state, folder: DcpAsync(state, folder, stager="pinned"),
+        lacks=lambda kind: None if torch.cuda.is_available() else "pinned memory needs CUDA",
+    ),
+    "torch_checkpointing": Peer(
+        title="torch_checkpointing (no fsync)",
+        saver=TorchCheckpointing,
+        readers={
+            "torch_checkpointing": Reader(
+                title="torch_checkpointing load", load=_torch_checkpointing_load
+            )
+        },
+        lacks=_no_torch_checkpointing,
     ),
 }

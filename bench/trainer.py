@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
@@ -23,8 +22,9 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from bench.machine import heading
-from bench.report import number, table
+from bench.command import Bench
+from bench.report import number, results_table, seconds
+from bench.results import Outcome, Results
 from holdfast.data import Loader
 from holdfast.train import ProgressBar, Trainer
 
@@ -132,34 +132,16 @@ LOOPS: Mapping[str, Callable[[], Loop]] = {
 """How each loop is made anew. The second is the Trainer as it is by itself."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run every loop in turns and print the table."""
-    options = _options(arguments)
-    torch.set_num_threads(1)
-    found: dict[str, list[float]] = {name: [] for name in LOOPS}
-    with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=options.folder) as folder:
-        for number_of_round in range(-1, options.rounds):
-            print(f"round {number_of_round + 1}", file=sys.stderr, flush=True)
-            for name, make in LOOPS.items():
-                with tempfile.TemporaryDirectory(dir=folder) as own:
-                    step_s = _measure(make(), options.steps, Path(own))
-                if number_of_round >= 0:
-                    found[name].append(step_s)
-        lines = [*heading("bench.trainer", Path(folder)), "", *_table(found)]
-    print("\n".join(lines))
-    if options.json:
-        report = {"report": lines, "steps": options.steps, "step_s": found}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 0
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.trainer", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="counted rounds (default 15)")
+def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=2000, help="of each loop (default 2000)")
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where to write (a disk)")
-    parser.add_argument("--json", type=Path, help="write every figure to this file")
-    return parser.parse_args(arguments)
+
+
+def _measure_round(options: argparse.Namespace, folder: Path, results: Results) -> None:
+    torch.set_num_threads(1)
+    for name, make in LOOPS.items():
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            step_s = _measure(make(), options.steps, Path(own))
+        results.add(f"trainer/{name}", Outcome(figures={"step_s": [step_s]}))
 
 
 def _measure(loop: Loop, num_steps: int, folder: Path) -> float:
@@ -169,21 +151,34 @@ def _measure(loop: Loop, num_steps: int, folder: Path) -> float:
     return stopwatch.seconds / num_steps
 
 
-def _table(found: Mapping[str, Sequence[float]]) -> list[str]:
-    """Markdown lines: one row a loop; what it adds is paired with the bare loop of its round."""
+def _tables(results: Results) -> list[str]:
+    """One row a loop; what it adds is paired with the bare loop of its round."""
+    bare_s = results.by_round(f"trainer/{BARE}", "step_s")
 
-    def row(name: str) -> list[str]:
-        added = [mine - other for mine, other in zip(found[name], found[BARE], strict=True)]
+    def row(case: str) -> list[str]:
+        pairs = zip(results.by_round(case, "step_s"), bare_s, strict=True)
+        added = [mine - other for mine, other in pairs if mine is not None and other is not None]
         spread = quantiles(added, n=4, method="inclusive") if len(added) > 1 else [added[0]] * 3
         return [
-            number(median(found[name]) * 1e6, "{:.1f} µs"),
+            seconds(results.median(case, "step_s")),
             number(median(added) * 1e6, "{:+.1f} µs"),
             f"{spread[0] * 1e6:+.1f} to {spread[2] * 1e6:+.1f} µs",
         ]
 
     head = ["loop", "a step", "added", "middle half of the rounds"]
-    return table(head, {name: name for name in found}, {}, row)
+    titles = {f"trainer/{name}": name for name in LOOPS}
+    return results_table(results, "trainer/", head, titles, row)
 
+
+BENCH = Bench(
+    name="trainer",
+    about="What the Trainer adds to each step of a bare loop.",
+    add_options=_add_options,
+    measure_round=_measure_round,
+    tables=_tables,
+    rounds=15,
+    warmup=1,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

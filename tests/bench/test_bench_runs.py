@@ -2,45 +2,61 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from bench.__main__ import FULL, QUICK
+from bench.limits import LIMITS
+from bench.peers import PEERS
+from bench.results import Results, read_json
 
 ROOT = Path(__file__).parents[2]
-SAVES = ("holdfast", "torch", "safetensors", "dcp", "dcp-2", "dcp-async", "dcp-async-kept")
+SAVES = (
+    "holdfast",
+    "holdfast-frozen",
+    "holdfast-overlap",
+    "holdfast-budget",
+    "torch",
+    "safetensors",
+    "dcp",
+    "dcp-2",
+    "dcp-async",
+    "dcp-async-kept",
+    "dcp-async-shared",
+    "torch_checkpointing",
+)
 LOADS = (
     "holdfast",
     "holdfast-resume",
+    "holdfast-unverified",
     "torch-bare",
     "torch",
     "torch-mmap",
     "safetensors-bare",
     "safetensors",
     "dcp",
+    "torch_checkpointing",
+)
+TRAININGS = (
+    "none",
+    "holdfast",
+    "holdfast-overlap",
+    "dcp-async",
+    "dcp-async-shared",
+    "torch_checkpointing",
+    "torch",
 )
 
 
-def test_every_row_of_both_states_is_measured_and_printed(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
+def _run(tmp_path: Path, module: str, *arguments: str) -> tuple[Results, str]:
+    """The results and the text of a run at a tiny size; nothing else may be left behind."""
     figures = tmp_path / "figures.json"
-    tiny = [
-        "--no-settle",
-        "--rounds",
-        "1",
-        "--warmup",
-        "0",
-        "--size-gb",
-        "0.008",
-        "--small-tensors",
-        "200",
-    ]
     where = ["--folder", str(tmp_path), "--json", str(figures)]
     done = subprocess.run(
-        [sys.executable, "-m", "bench.local", *tiny, *where],
+        [sys.executable, "-m", module, *arguments, *where],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},  # more of them spin on a busy machine
         capture_output=True,
@@ -48,32 +64,129 @@ def test_every_row_of_both_states_is_measured_and_printed(tmp_path: Path) -> Non
         timeout=240,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    measured = {
-        (c["state"], c["action"], c["case"]) for c in json.loads(figures.read_text())["cases"]
-    }
-    rows = [("limits", "limits")] + [("save", s) for s in SAVES] + [("load", r) for r in LOADS]
-    assert measured == {(state, *row) for state in ("gpt", "small") for row in rows}
-    assert done.stdout.count("| dcp.save, thread_count=2 |") == 2
-    assert done.stdout.count("| holdfast, every byte verified |") == 2
     assert "failed" not in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+    return read_json(figures), done.stdout
+
+
+def _left_out(results: Results, place: str) -> set[str]:
+    return {name.split("/")[-1] for name in results.notes if name.startswith(place)}
+
+
+def _measured(results: Results, prefix: str) -> set[str]:
+    return {name.removeprefix(prefix) for name in results.names(prefix)}
+
+
+def test_every_row_of_both_states_is_measured_or_said_to_be_left_out(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    results, printed = _run(
+        tmp_path,
+        "bench.local",
+        *("--no-settle", "--rounds", "1", "--warmup", "0"),
+        *("--size-gb", "0.008", "--small-tensors", "200"),
+    )
+    for kind in ("gpt", "small"):
+        gone = _left_out(results, f"local/{kind}/")
+        assert gone <= {"holdfast-overlap", "holdfast-budget", "dcp-async-shared"} | {
+            "torch_checkpointing"
+        }
+        assert _measured(results, f"local/{kind}/save/") == set(SAVES) - gone
+        assert _measured(results, f"local/{kind}/load/") == set(LOADS) - gone
+        assert set(LIMITS) - {"aes_gcm_1_s", "aes_gcm_all_s"} <= set(
+            results.cases[f"local/{kind}/limits"][0].figures
+        )
+    assert printed.count("| dcp.save, thread_count=2 |") == 2
+    assert printed.count("| holdfast, every byte verified |") == 2
+
+
+def test_of_a_frozen_state_a_tenth_changes(tmp_path: Path) -> None:
+    results, _ = _run(
+        tmp_path,
+        "bench.local",
+        *("--no-settle", "--rounds", "1", "--warmup", "0", "--states", "gpt"),
+        *("--size-gb", "0.02", "--only", "holdfast-frozen"),
+    )
+    share = results.median("local/gpt/save/holdfast-frozen", "changing_share")
+    assert share is not None
+    assert 0.08 < share <= 0.1
+
+
+def test_limits_run_alone(tmp_path: Path) -> None:
+    results, printed = _run(
+        tmp_path, "bench.limits", "--size-gb", "0.01", "--rounds", "1", "--no-settle"
+    )
+    figures = results.cases["limits"][0].figures
+    assert all(value > 0 for values in figures.values() for value in values if values != [0.0])
+    assert "| O_DIRECT write + fsync, all threads |" in printed
+    assert "A hard link, synced with 999 others:" in printed
+
+
+def test_every_training_is_slowed_down(tmp_path: Path) -> None:
+    results, printed = _run(
+        tmp_path,
+        "bench.slowdown",
+        *("--no-settle", "--rounds", "1", "--size-gb", "0.008", "--steps", "3"),
+        *("--tokens", "4", "--threads", "1"),
+    )
+    gone = _left_out(results, "slowdown/")
+    assert _measured(results, "slowdown/") == set(TRAININGS) - gone
+    assert len(results.cases["slowdown/holdfast"][0].figures["added_s"]) == 1
+    assert "| no save |" in printed
+
+
+def test_every_small_thing_is_measured(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    results, printed = _run(
+        tmp_path,
+        "bench.metadata",
+        *("--no-settle", "--rounds", "1", "--size-gb", "0.008", "--shards", "500"),
+        *("--checkpoints", "4", "--small-tensors", "100"),
+    )
+    manifests = results.median("metadata/run/resume", "manifests_count")
+    assert manifests is not None
+    assert 1 <= manifests <= 4
+    assert "| an index of 500 shards: read |" in printed
+    assert "| a root of 4 checkpoints: `holdfast ls` |" in printed
+    assert "–" not in printed.split("`holdfast --help` |")[1].split("|")[0]
+
+
+def test_the_gpu_benchmark_runs_on_cpu_tensors(tmp_path: Path) -> None:
+    results, printed = _run(
+        tmp_path,
+        "bench.gpu",
+        *("--no-settle", "--rounds", "1", "--device", "cpu", "--size-gb", "0.008"),
+        *("--steps", "3", "--tokens", "4", "--threads", "1"),
+    )
+    assert {"holdfast", "none", "dcp-async"} <= _measured(results, "gpu/0.008 GB/save/")
+    assert _measured(results, "gpu/0.008 GB/load/") == {"holdfast", "dcp"}
+    assert "| pinned memory to device |" in printed
+
+
+def test_the_gpu_benchmark_says_when_there_is_no_gpu(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    results, printed = _run(tmp_path, "bench.gpu", "--rounds", "1")
+    assert not results.cases
+    assert "there is no CUDA here" in printed
 
 
 def test_every_loop_around_a_step_is_measured_and_printed(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "bench.trainer", "--rounds", "2", "--steps", "20"),
-            *("--folder", str(tmp_path), "--json", str(figures)),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    measured = json.loads(figures.read_text())["step_s"]
-    assert [len(step_s) for step_s in measured.values()] == [2, 2, 2, 2]
-    assert all(second > 0 for step_s in measured.values() for second in step_s)
-    assert all(f"| {loop} |" in done.stdout for loop in measured)
-    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+    results, printed = _run(tmp_path, "bench.trainer", "--rounds", "2", "--steps", "20")
+    assert [len(found) for found in results.cases.values()] == [2, 2, 2, 2]
+    assert all(results.median(case, "step_s") for case in results.cases)
+    assert all(f"| {case.removeprefix('trainer/')} |" in printed for case in results.cases)
+
+
+def test_the_one_command_prints_goals_before_tables(tmp_path: Path) -> None:
+    results, printed = _run(tmp_path, "bench", "--quick", "--only", "trainer")
+    assert list(results.part("trainer").cases) == list(results.cases)
+    assert "| measure | goal | found | met |" in printed
+    assert printed.index("## Goals") < printed.index("## bench.trainer")
+
+
+def test_the_one_command_knows_the_arguments_of_every_benchmark() -> None:
+    from bench.__main__ import _BENCHES
+
+    for name, arguments in [*FULL.items(), *QUICK.items()]:
+        assert _BENCHES[name].parse(arguments).rounds >= 1
+    assert set(QUICK) <= set(FULL)
+    assert {"holdfast", "holdfast-overlap", "torch_checkpointing"} <= set(PEERS)

@@ -1,0 +1,80 @@
+"""One measurement in a process of its own, forked from a server that has all imports done."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import multiprocessing
+import os
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+from bench.machine import back_memory
+from bench.results import Figures, Outcome
+from bench.states import StateSpec, build
+
+TIMEOUT_S = 900.0
+_LIBRARIES = (
+    "torch.distributed.checkpoint.staging",
+    "torch.distributed.checkpoint.state_dict_saver",
+    "safetensors.torch",
+    "torch_checkpointing",
+    "holdfast.manager",
+    "holdfast.weights",
+)
+
+
+def in_child(work: Callable[..., Figures], *arguments: object) -> Outcome:
+    """`work(*arguments)` in a fresh process; an error is in the outcome."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["bench.child"])
+    receive, send = context.Pipe(duplex=False)
+    child = context.Process(target=_run, args=(work, arguments, send))
+    child.start()
+    send.close()
+    try:
+        if receive.poll(TIMEOUT_S):
+            outcome: Outcome = receive.recv()
+        else:
+            outcome = Outcome(figures={}, error=f"no result after {TIMEOUT_S:g} s")
+            child.kill()
+    except EOFError:
+        outcome = Outcome(figures={}, error="the process died")
+    child.join()
+    return outcome
+
+
+def settle(nbytes: int) -> None:
+    """Before a measured call: no garbage, no writes of others, and memory that exists.
+
+    `nbytes` is what the call may newly take, for its copy and for pages of files.
+    """
+    gc.collect()
+    os.sync()
+    back_memory(nbytes)
+
+
+def _run(work: Callable[..., Figures], arguments: tuple[object, ...], reply: Connection) -> None:
+    warnings.simplefilter("ignore")
+    try:
+        outcome = Outcome(figures=work(*arguments))
+    except Exception as err:
+        traceback.print_exc()
+        outcome = Outcome(figures={}, error=f"{type(err).__name__}: {err}")
+    reply.send(outcome)
+    reply.close()
+
+
+def _preload() -> None:
+    """Import what the cases use, so that no import falls into a measured time."""
+    for name in _LIBRARIES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    # The first optimizer imports half of torch.
+    build(StateSpec(kind="gpt", gpt_nbytes=1, num_small=0))
+
+
+_preload()

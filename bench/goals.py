@@ -1,0 +1,240 @@
+"""The goals, and how each is found in the results: `python -m bench` prints them.
+
+A ratio is the median of the ratios within each round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from bench.report import table
+from bench.results import Results
+
+_LIMITS = "local/gpt/limits"
+_SAVE = "local/gpt/save/"
+_LOAD = "local/gpt/load/"
+_SLOWDOWN = "slowdown/"
+_MIB = 1024 * 1024
+
+Find: TypeAlias = Callable[[Results], float | None]
+"""What was found; None where the cases for it were not measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """One row: a figure and what it should be. `form` shows both."""
+
+    measure: str
+    find: Find
+    bound: float
+    is_lower_bound: bool = False
+    form: Callable[[float], str]
+
+    @property
+    def text(self) -> str:
+        """The goal for people."""
+        return f"{'at least' if self.is_lower_bound else 'at most'} {self.form(self.bound)}"
+
+    def is_met(self, found: float) -> bool:
+        """Whether a figure reaches the goal."""
+        return found >= self.bound if self.is_lower_bound else found <= self.bound
+
+
+def goals_table(results: Results) -> list[str]:
+    """Markdown lines: measure, goal, found, met."""
+    goals = {goal.measure: goal for goal in GOALS}
+
+    def row(measure: str) -> list[str]:
+        goal = goals[measure]
+        found = goal.find(results)
+        if found is None:
+            return [goal.text, "not measured", "–"]
+        return [goal.text, goal.form(found), "yes" if goal.is_met(found) else "**no**"]
+
+    names = {measure: measure for measure in goals}
+    return table(["measure", "goal", "found", "met"], names, row)
+
+
+def quotient(over: str, under: str) -> Find:
+    """Of two figures of the same round; each is `case:figure`."""
+    return lambda results: results.ratio(_split(over), _split(under))
+
+
+def value(figure: str) -> Find:
+    """The median of a figure `case:figure`."""
+    return lambda results: results.median(*_split(figure))
+
+
+def worst(*finds: Find) -> Find:
+    """The highest of some; None as soon as one is."""
+
+    def find(results: Results) -> float | None:
+        found = [value for find in finds if (value := find(results)) is not None]
+        return max(found) if len(found) == len(finds) else None
+
+    return find
+
+
+def best_of(*figures: str, over: str) -> Find:
+    """`over` beside the lowest of the figures that were measured."""
+
+    def find(results: Results) -> float | None:
+        found = [ratio for name in figures if (ratio := quotient(over, name)(results)) is not None]
+        return max(found, default=None)
+
+    return find
+
+
+def _overlap_call(results: Results) -> float | None:
+    """Time in the call as a share of 1 ms and 1 µs a tensor."""
+    case = f"{_SAVE}holdfast-overlap"
+    call_s, num_tensors = results.median(case, "stall_s"), results.median(case, "num_tensors")
+    return None if call_s is None or num_tensors is None else call_s / (1e-3 + 1e-6 * num_tensors)
+
+
+def _slowdown(results: Results) -> float | None:
+    """Seconds that Holdfast's best set-up adds, less those of the best peer."""
+    added: dict[bool, list[float]] = {True: [], False: []}
+    for case in results.names(_SLOWDOWN):
+        found = results.median(case, "added_s")
+        if found is not None and case != f"{_SLOWDOWN}none":
+            added[case.startswith(f"{_SLOWDOWN}holdfast")].append(found)
+    return min(added[True]) - min(added[False]) if added[True] and added[False] else None
+
+
+def _split(figure: str) -> tuple[str, str]:
+    case, _, name = figure.rpartition(":")
+    return case, name
+
+
+def _times(found: float) -> str:
+    return f"{found:.2f}×"
+
+
+def _millis(found: float) -> str:
+    return f"{found * 1e3:,.0f} ms"
+
+
+def _mebibytes(found: float) -> str:
+    return f"{found / _MIB:,.0f} MiB"
+
+
+def _count(found: float) -> str:
+    return f"{found:.0f}"
+
+
+def _difference(found: float) -> str:
+    return f"{found:+.2f} s"
+
+
+def _at_most(measure: str, bound: float, find: Find, form: Callable[[float], str] = _times) -> Goal:
+    return Goal(measure=measure, bound=bound, find=find, form=form)
+
+
+def _at_least(measure: str, bound: float, find: Find) -> Goal:
+    return Goal(measure=measure, bound=bound, find=find, form=_times, is_lower_bound=True)
+
+
+_DURABLE = f"{_SAVE}holdfast:durable_s"
+_STALL = f"{_SAVE}holdfast:stall_s"
+_STAGERS = ("dcp-async", "dcp-async-kept", "dcp-async-shared")
+
+GOALS: Sequence[Goal] = (
+    _at_least(
+        "durable save, 2.5 GB: share of the O_DIRECT + fsync ceiling",
+        0.9,
+        quotient(f"{_SAVE}holdfast:disk_s", _DURABLE),
+    ),
+    _at_least(
+        "… times faster than safetensors + fsync",
+        1.4,
+        quotient(f"{_SAVE}safetensors:durable_s", _DURABLE),
+    ),
+    _at_least("… times faster than `dcp.save`", 3, quotient(f"{_SAVE}dcp:durable_s", _DURABLE)),
+    _at_most(
+        "stall of a staged save: beside a copy of the bytes",
+        1.1,
+        quotient(_STALL, f"{_LIMITS}:ceiling_stage_s"),
+    ),
+    _at_most("… beside `dcp.async_save`", 0.35, quotient(_STALL, f"{_SAVE}dcp-async:stall_s")),
+    _at_most(
+        "… beside its best stager",
+        1,
+        best_of(*(f"{_SAVE}{name}:stall_s" for name in _STAGERS), over=_STALL),
+    ),
+    _at_most("`save()` with overlap: share of 1 ms + 1 µs a tensor", 1, _overlap_call),
+    _at_least(
+        "… done, times sooner than torch_checkpointing",
+        3,
+        quotient(f"{_SAVE}torch_checkpointing:durable_s", f"{_SAVE}holdfast-overlap:durable_s"),
+    ),
+    _at_most(
+        "slow-down of a training by a save: more than the best peer's", 0, _slowdown, _difference
+    ),
+    _at_most(
+        "20,000 small tensors: save beside a bare safetensors file",
+        0.5,
+        quotient("metadata/small:save_s", "metadata/small:bare_save_s"),
+    ),
+    _at_most(
+        "… load beside it", 0.6, quotient("metadata/small:load_s", "metadata/small:bare_load_s")
+    ),
+    _at_least(
+        "verified load, 2.5 GB, cold: share of the cold-read ceiling",
+        0.95,
+        quotient(f"{_LIMITS}:ceiling_cold_s", f"{_LOAD}holdfast:cold_s"),
+    ),
+    _at_least(
+        "… warm: share of copy and digest",
+        0.8,
+        quotient(f"{_LIMITS}:ceiling_warm_s", f"{_LOAD}holdfast:warm_s"),
+    ),
+    _at_most(
+        "load with `verify=False`: beside safetensors, the worse of cold and warm",
+        1,
+        worst(
+            *(
+                quotient(f"{_LOAD}holdfast-unverified:{way}", f"{_LOAD}safetensors:{way}")
+                for way in ("cold_s", "warm_s")
+            )
+        ),
+    ),
+    _at_most(
+        "90% frozen: time beside a full save",
+        0.25,
+        quotient(f"{_SAVE}holdfast-frozen:durable_s", _DURABLE),
+    ),
+    _at_most(
+        "… bytes written beside a full save",
+        0.11,
+        quotient(f"{_SAVE}holdfast-frozen:written_nbytes", f"{_SAVE}holdfast:written_nbytes"),
+    ),
+    _at_most(
+        "extra memory of a save with `memory_budget=256MiB`",
+        300 * _MIB,
+        value(f"{_SAVE}holdfast-budget:peak_extra_nbytes"),
+        _mebibytes,
+    ),
+    _at_most(
+        "one tensor out of 2.5 GB, cold, verified", 0.03, value("metadata/one/load:cold_s"), _millis
+    ),
+    _at_most("100,000 shards: index written", 0.5, value("metadata/index/write:write_s"), _millis),
+    _at_most("… read", 0.5, value("metadata/index/read:read_s"), _millis),
+    _at_most(
+        "… memory, the more of both",
+        200 * _MIB,
+        worst(*(value(f"metadata/index/{way}:peak_extra_nbytes") for way in ("write", "read"))),
+        _mebibytes,
+    ),
+    _at_most("1,000 checkpoints: `holdfast ls`", 0.5, value("metadata/run/commands:ls_s"), _millis),
+    _at_most("… `resume()`", 0.05, value("metadata/run/resume:resume_s"), _millis),
+    _at_most("… manifests that it reads", 1, value("metadata/run/resume:manifests_count"), _count),
+    _at_most(
+        "`holdfast --help` beside `import torch`",
+        0.12,
+        quotient("metadata/run/commands:help_s", "metadata/run/commands:import_torch_s"),
+    ),
+)
+"""In the order in which they are printed; a measure with `…` goes on from the one above."""

@@ -1,0 +1,248 @@
+"""What saving costs a training in all, not only in the call: `python -m bench.slowdown`.
+
+A GPT-like model trains; at every so many steps it is saved. The time of all those steps and of the
+call, less the time of as many steps without a save of the same process, is what a save *adds*.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from bench.child import in_child, settle
+from bench.command import Bench, progress
+from bench.peers import PEERS, Begun, Saver
+from bench.report import number, percent, results_table, seconds, times
+from bench.results import Figures, Results
+from bench.states import State, StateSpec, build, train_step
+
+NONE = "none"
+CASES = (
+    NONE,
+    "holdfast",
+    "holdfast-overlap",
+    "dcp-async",
+    "dcp-async-shared",
+    "torch_checkpointing",
+    "torch",
+)
+_SEED = 7
+_QUIET_STEPS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A training to be saved by one peer; `peer` is `none` for one that is not saved."""
+
+    peer: str
+    spec: StateSpec
+    folder: Path
+    device: str
+    num_threads: int
+    tokens: int
+    """In a batch, of one sequence."""
+    steps: int
+    """From one save to the next."""
+    num_saves: int
+    """Counted ones; there is one before them."""
+    settles: bool
+
+
+def train(training: Training) -> Figures:
+    """Train, with a save every so many steps; a figure for each counted save."""
+    torch.set_num_threads(training.num_threads)
+    loop = _Loop(training)
+    loop.warm_up()
+    for save in range(1, 1 + training.num_saves):
+        if training.settles:
+            settle(2 * loop.state.nbytes)
+        loop.save_and_train(save)
+        loop.finish()
+    loop.close()
+    return loop.figures()
+
+
+class _Loop:
+    """The training and its clock."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.state = build(training.spec, training.device)
+        torch.manual_seed(_SEED)
+        with torch.no_grad():
+            for parameter in self.state.components["model"].parameters():
+                parameter.normal_(std=0.02)
+        self._saver = _saver(training, self.state)
+        width = self.state.components["model"]["norm"].weight.numel()
+        self._batch = torch.randint(width, (1, min(training.tokens, width)), device=training.device)
+        self._begun: Begun | None = None
+        self._began_s = 0.0
+        self._quiet: list[float] = []
+        self._busy: list[float] = []
+        self._periods: list[float] = []
+        self._stalls: list[float] = []
+        self._done: list[float] = []
+
+    def warm_up(self) -> None:
+        """The first steps and the first save, which make what later ones use, do not count."""
+        self.step()
+        if self._saver is not None:
+            self._saver.begin(0).wait()
+        self.step()
+        self._quiet.clear()
+        for _ in range(_QUIET_STEPS):
+            self.step()
+
+    def save_and_train(self, number: int) -> None:
+        """One save and the steps up to the next."""
+        self._began_s = perf_counter()
+        if self._saver is not None:
+            self._begun = self._saver.begin(number)
+            self._stalls.append(perf_counter() - self._began_s)
+            self._look()
+        for _ in range(self.training.steps):
+            self.step()
+        self._periods.append(perf_counter() - self._began_s)
+
+    def step(self) -> None:
+        """One step; its time goes to the quiet or to the busy ones."""
+        is_busy = self._begun is not None
+        guard = self._saver.guard() if is_busy and self._saver else nullcontext()
+        start = perf_counter()
+        train_step(self.state, self._batch, guard)
+        _synchronize(self.training.device)
+        (self._busy if is_busy else self._quiet).append(perf_counter() - start)
+        self._look()
+
+    def _look(self) -> None:
+        if self._begun is not None and self._begun.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save under way."""
+        if self._begun is not None:
+            self._begun.wait()
+            self._done.append(perf_counter() - self._began_s)
+            self._begun = None
+
+    def close(self) -> None:
+        """Give the saver's threads and memory back."""
+        if self._saver is not None:
+            self._saver.close()
+
+    def figures(self) -> Figures:
+        """Of the counted saves, and of the steps without one."""
+        quiet_s, periods = median(self._quiet), self._periods
+        busy = {"busy_step_s": [median(self._busy)]} if self._busy else {}
+        return busy | {
+            "nbytes": [float(self.state.nbytes)],
+            "quiet_step_s": [quiet_s],
+            "added_s": [period - self.training.steps * quiet_s for period in periods],
+            "added_share": [period / (self.training.steps * quiet_s) - 1 for period in periods],
+            "stall_s": self._stalls,
+            "done_s": self._done,
+        }
+
+
+def _saver(training: Training, state: State) -> Saver | None:
+    return None if training.peer == NONE else PEERS[training.peer].saver(state, training.folder)
+
+
+def _synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def measure_peer(
+    place: str, peer: str, results: Results, folder: Path, make: Callable[[str, Path], Training]
+) -> None:
+    """Add the outcome of one training, or why there is none."""
+    why = PEERS[peer].lacks("gpt") if peer in PEERS else None
+    if why:
+        results.notes[f"{place}/{peer}"] = why
+        return
+    progress(f"  {place}/{peer}")
+    own = Path(tempfile.mkdtemp(prefix=f"{peer}-", dir=folder))
+    results.add(f"{place}/{peer}", in_child(train, make(peer, own)))
+    shutil.rmtree(own)
+
+
+def titles(place: str) -> Mapping[str, str]:
+    """Rows of a table of trainings."""
+    found = {f"{place}/{name}": peer.title for name, peer in PEERS.items()}
+    return {f"{place}/{NONE}": "no save", **found}
+
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """What a training is made of."""
+    parser.add_argument("--threads", type=int, default=2, help="of torch (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=32, help="in a batch (%(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="between saves (%(default)s)")
+    parser.add_argument("--saves", type=int, default=1, help="counted in a round (%(default)s)")
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size-gb", type=float, default=2.5, help="the state, in 1e9 bytes")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, help="cases")
+    add_training_options(parser)
+
+
+def _measure_round(options: argparse.Namespace, folder: Path, results: Results) -> None:
+    spec = StateSpec(kind="gpt", gpt_nbytes=round(options.size_gb * 1e9), num_small=0)
+    results.titles["slowdown"] = f"{spec.title}; a save every {options.steps} steps"
+
+    def make(peer: str, own: Path) -> Training:
+        return Training(
+            peer=peer,
+            spec=spec,
+            folder=own,
+            device="cpu",
+            num_threads=options.threads,
+            tokens=options.tokens,
+            steps=options.steps,
+            num_saves=options.saves,
+            settles=options.settle,
+        )
+
+    for peer in options.only:
+        measure_peer("slowdown", peer, results, folder, make)
+
+
+def _tables(results: Results) -> list[str]:
+    def row(case: str) -> list[str]:
+        busy = results.ratio((case, "busy_step_s"), (case, "quiet_step_s"))
+        return [
+            number(results.median(case, "added_s"), "{:+.2f} s"),
+            percent(results.median(case, "added_share")),
+            seconds(results.median(case, "stall_s")),
+            seconds(results.median(case, "done_s")),
+            seconds(results.median(case, "quiet_step_s")),
+            times(busy),
+        ]
+
+    head = ["training", "added by a save", "of the run", "stall", "done after"]
+    head += ["a step", "a step while a save runs"]
+    title = f"### {results.titles.get('slowdown', 'Slow-down')}"
+    return [title, "", *results_table(results, "slowdown/", head, titles("slowdown"), row)]
+
+
+BENCH = Bench(
+    name="slowdown",
+    about="What saving costs a CPU-bound training in all, beside the peers.",
+    add_options=_add_options,
+    measure_round=_measure_round,
+    tables=_tables,
+)
+
+if __name__ == "__main__":
+    sys.exit(BENCH.main())
