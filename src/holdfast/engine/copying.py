@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -108,24 +107,16 @@ def is_plain(source: Tensor) -> bool:
 class Copying:
     """Copies to be made at once, and such that may be made `later`, beside the training.
 
-    `sources` are held until the last copy was made.
+    Whoever makes them holds the tensors until then.
     """
 
-    def __init__(
-        self, now: Iterable[Piece], later: Iterable[Piece], sources: Sequence[Tensor]
-    ) -> None:
-        now, later = list(now), list(later)
+    def __init__(self, now: Sequence[Piece], later: Sequence[Piece]) -> None:
         self._now: Iterator[Piece] = iter(now)
         self._later: Iterator[Piece] = iter(later)
-        self._sources: Sequence[Tensor] = sources if later else ()
         self._left: dict[tuple[str, int], int] = {}
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._num_now, self._num_later = len(now), len(later)
-        self.copied: Future[None] = Future()
-        """Resolves when the last of the later copies was made, or one failed."""
-        if not later:
-            self.copied.set_result(None)
+        self._num_now = len(now)
         self._is_staged = threading.Event()
         self.now_s = 0.0
         """Seconds that training waited for copies."""
@@ -176,8 +167,6 @@ class Copying:
             self._error = self._error or error
             self._is_staged.set()
             self._changed.notify_all()
-            if not self.copied.done():
-                self.copied.set_exception(self._error)
 
     def wait(self, image: Image, number: int, timeout_s: float) -> None:
         """Block until a block is staged.
@@ -214,8 +203,4 @@ class Copying:
             for number in piece.blocks:
                 self._left[name, number] -= 1
             self._changed.notify_all()
-            self._num_later -= is_later
             self._num_now -= not is_later
-            if is_later and not self._num_later and not self.copied.done():
-                self.copied.set_result(None)
-                self._sources = ()

@@ -6,7 +6,7 @@ saves copy into memory that is already there, and only what has changed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ class Stager:
             files={name: self._files[name] for name in components},
             trees={name: component.tree for name, component in components.items()},
             kinds={name: component.kind for name, component in components.items()},
-            copying=Copying(now, later, [*_tensors(captured)]),
+            copying=Copying(now, later),
             on_device=tuple(one.device_copy for one in later if isinstance(one, Arrival)),
         )
 
@@ -141,8 +141,3 @@ def _on_cuda(image: Image, tensors: Mapping[str, Tensor]) -> dict[int, tuple[str
         return {}
     keyed = ((spec.key, tensors[spec.key]) for spec in image.file.specs)
     return {i: pair for i, pair in enumerate(keyed) if pair[1].is_cuda}
-
-
-def _tensors(captured: Captured) -> Iterator[Tensor]:
-    for component in captured.components.values():
-        yield from component.tensors.values()
