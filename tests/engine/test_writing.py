@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
-from holdfast.testing.store_contract import noise
 
 SIZES = (0, 1, 4097, BLOCK_NBYTES, 2 * BLOCK_NBYTES + 5)
 
@@ -29,6 +29,10 @@ def pools() -> Iterator[tuple[Workers, Workers]]:
     yield workers, writers
     workers.close()
     writers.close()
+
+
+def noise(nbytes: int) -> bytes:
+    return random.Random(nbytes).randbytes(nbytes)
 
 
 class Held:
