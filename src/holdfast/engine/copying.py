@@ -1,6 +1,6 @@
 """The copies of one staging, made in order by one or several threads; others wait for blocks.
 
-Writing begins with the first block that is there, so that disk and memory work at once.
+What overlaps with training is written block by block while others are still being copied.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Copying:
         self._run(self._now)
 
     def wait_staged(self, timeout_s: float) -> None:
-        """Block until training goes on. What needs memory and cores, but no disk, waits for it.
+        """Block until training goes on.
 
         Raises:
             DeadlineExceeded: it was not in time.

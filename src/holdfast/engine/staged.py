@@ -93,7 +93,7 @@ class StagedInMemory(Staged):
 
     def content(self, known: KnownFile, timeout_s: float) -> Content:
         """See `Staged.content`."""
-        return _ImageContent(_image(known), self.copying, timeout_s=timeout_s)
+        return _ImageContent(_image(known), self.copying)
 
     def is_unchanged(self, known: KnownFile, timeout_s: float) -> bool:
         """See `Staged.is_unchanged`; the answer may come before the copy is done."""
@@ -120,14 +120,13 @@ class StagedInMemory(Staged):
 class _ImageContent:
     """An image as the content of a file that is written while it is staged.
 
-    Blocks go to the disk as they come; hashing them, which takes memory and cores from the copy
-    that training waits for, comes after it.
+    Writing and hashing take memory and cores, so they come after the copy that training waits
+    for; beside a copy that overlaps with training they take the blocks as they come.
     """
 
-    def __init__(self, image: Image, copying: Copying, *, timeout_s: float) -> None:
+    def __init__(self, image: Image, copying: Copying) -> None:
         self._image = image
         self._copying = copying
-        self._timeout_s = timeout_s
 
     @property
     def nbytes(self) -> int:
@@ -136,12 +135,12 @@ class _ImageContent:
 
     def block(self, number: int, timeout_s: float) -> memoryview:
         """See `Content.block`."""
+        self._copying.wait_staged(timeout_s)
         self._copying.wait(self._image, number, timeout_s)
         return self._image.block(number)
 
     def digest(self, number: int) -> bytes:
         """See `Content.digest`."""
-        self._copying.wait_staged(self._timeout_s)
         return self._image.digest(number)
 
     def written(self, number: int) -> None:
