@@ -9,7 +9,7 @@ from time import perf_counter
 from bench.child import settle
 from bench.limits import DiskProbe
 from bench.limits import measure as measure_limits
-from bench.machine import PeakMemory, disk_nbytes, drop_cache, written_nbytes
+from bench.machine import PeakMemory, disk_nbytes, drop_cache, fill_cache, written_nbytes
 from bench.peers import PEERS
 from bench.results import Figures
 from bench.states import State, StateSpec, build
@@ -61,8 +61,10 @@ def load(case: Case, reader_name: str) -> Figures:
     cold_share = drop_cache(case.folder)
     peak = PeakMemory()
     seconds = []
-    for _ in range(1 + WARM_LOADS):
+    for number in range(1 + WARM_LOADS):
         _settle(case, state)
+        if number:
+            fill_cache(case.folder)
         with peak.watch():
             start = perf_counter()
             loaded = reader.load(state, case.folder)

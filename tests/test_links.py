@@ -143,20 +143,19 @@ def test_a_damaged_source_is_not_shared(tmp_path: Path) -> None:
     """Invariant 3: it is read against its digest before anything is linked to it."""
     state, messages = lora(), []
 
-    def sink(event: Any) -> None:
+    def spoil(event: Any) -> None:
         if event.kind == "warning":
             messages.append(event.message)
+        if event.kind == "committed" and event.step == 3:
+            cold = max((tmp_path / event.fields["folder"]).glob("model-*.safetensors"))
+            os.chmod(cold, 0o644)
+            with cold.open("r+b") as file:
+                file.seek(BLOCK_NBYTES + 5)
+                file.write(b"rot")
 
-    with CheckpointManager(tmp_path, {"model": state}, sinks=[sink]) as manager:
-        for number in range(1, 4):
+    with CheckpointManager(tmp_path, {"model": state}, sinks=[spoil]) as manager:
+        for number in range(1, 5):
             save(manager, state, number)
-        newest = max(tmp_path.glob("step*"))
-        cold = max(newest.glob("model-*.safetensors"))
-        os.chmod(cold, 0o644)
-        with cold.open("r+b") as file:
-            file.seek(BLOCK_NBYTES + 5)
-            file.write(b"rot")
-        save(manager, state, 4)
     assert "is not what was written" in messages[0]
     assert {n for f in tmp_path.glob("step*") for n in links_of(f).values()} == {1}
     with CheckpointManager(tmp_path, {"model": lora()}) as manager:

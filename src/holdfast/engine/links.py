@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from holdfast.engine.arena import Arena
 from holdfast.engine.catalog import Catalog
-from holdfast.errors import HoldfastError, StoreError
+from holdfast.errors import HoldfastError
 from holdfast.format import blocks
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.manifest import FileEntry, Manifest
@@ -75,6 +76,16 @@ class Links:
         self._linked[name] = replace(origin, folder=folder, age=origin.age + 1)
         return True
 
+    def look_ahead(self, name: str, digests: bytes) -> None:
+        """Read a file back that was just committed, because the next save will share it."""
+        origin = self._origins.get(name)
+        if origin is None or origin.is_verified or not self.may_have(name, origin.entry.nbytes):
+            return
+        if self._is_sound(f"{origin.folder}/{name}", origin.entry.nbytes, digests):
+            self._origins[name] = replace(origin, is_verified=True)
+        else:
+            del self._origins[name]
+
     def begin(self) -> None:
         """A save begins."""
         self._linked.clear()
@@ -97,13 +108,13 @@ class Links:
 
     def _is_sound(self, key: str, nbytes: int, digests: bytes) -> bool:
         """Read the file that would be shared, against the digests of the staged bytes."""
-        buffer = memoryview(bytearray(min(nbytes, BLOCK_NBYTES)))
+        buffer = Arena(min(nbytes, BLOCK_NBYTES)).memory  # on a page, as direct reads want it
         for number, (start, stop) in enumerate(blocks.split(nbytes)):
             piece = buffer[: stop - start]
             expected = digests[32 * number : 32 * (number + 1)]
             try:
                 _read(self._store, key, start, piece)
-            except StoreError as error:
+            except HoldfastError as error:
                 self._failed(
                     f"{self._store.url}/{key} cannot be read, and is written anew: {error}"
                 )

@@ -209,6 +209,9 @@ class Saver:
         pending.phase.text = "doing the housekeeping after it"
         pending.committed.set_result(describe(self._store, entry))
         self._after_commit(entry)
+        for known in staged.all_files:
+            if known.is_apart:
+                self._links.look_ahead(known.file.name, known.all_digests())
 
     def _expect_copied(self, overlapped: Overlapped | None) -> None:
         """Wait for the copy beside training; raises unless it is that of one state."""

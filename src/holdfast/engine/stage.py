@@ -79,6 +79,8 @@ class Stager:
                             image,
                             {i: t for i, (key, t) in sources.items() if (key in keys) is is_later},
                         )
+        for pieces in (now, later):
+            pieces.sort(key=lambda piece: piece.image.is_apart)
         return StagedInMemory(
             files={name: self._files[name] for name in components},
             trees={name: component.tree for name, component in components.items()},

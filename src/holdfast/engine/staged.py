@@ -28,8 +28,9 @@ class Staged(ABC):
 
     @property
     def all_files(self) -> list[KnownFile]:
-        """The tensor files of all components."""
-        return [known for files in self.files.values() for known in files]
+        """The tensor files of all components; those that hardly change come last."""
+        found = [known for files in self.files.values() for known in files]
+        return sorted(found, key=lambda known: known.is_apart)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -93,7 +94,8 @@ class StagedInMemory(Staged):
 
     def content(self, known: KnownFile, timeout_s: float) -> Content:
         """See `Staged.content`."""
-        return _ImageContent(_image(known), self.copying)
+        has_still = any(other.is_apart for other in self.all_files)
+        return _ImageContent(_image(known), self.copying, is_early=has_still)
 
     def is_unchanged(self, known: KnownFile, timeout_s: float) -> bool:
         """See `Staged.is_unchanged`; the answer may come before the copy is done."""
@@ -121,12 +123,14 @@ class _ImageContent:
     """An image as the content of a file that is written while it is staged.
 
     Writing and hashing take memory and cores, so they come after the copy that training waits
-    for; beside a copy that overlaps with training they take the blocks as they come.
+    for; beside a copy that overlaps with training they take the blocks as they come, and so do they
+    with `is_early`, where most of the copy is a comparison and there is little to write.
     """
 
-    def __init__(self, image: Image, copying: Copying) -> None:
+    def __init__(self, image: Image, copying: Copying, *, is_early: bool) -> None:
         self._image = image
         self._copying = copying
+        self._is_early = is_early
 
     @property
     def nbytes(self) -> int:
@@ -135,7 +139,8 @@ class _ImageContent:
 
     def block(self, number: int, timeout_s: float) -> memoryview:
         """See `Content.block`."""
-        self._copying.wait_staged(timeout_s)
+        if not self._is_early:
+            self._copying.wait_staged(timeout_s)
         self._copying.wait(self._image, number, timeout_s)
         return self._image.block(number)
 
