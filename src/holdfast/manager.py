@@ -152,6 +152,7 @@ class CheckpointManager:
             label=label,
             run_name=run_name,
             takeover=takeover,
+            memory_budget=memory_budget,
             stop=stop,
         )
         rule = combined_rule(keep, savers, {*state, RNG})
@@ -161,7 +162,6 @@ class CheckpointManager:
         check_choice("on_failure", on_failure, OnFailure)
         check_is("preflight", preflight, bool)
         check_is("hooks", hooks, StateHooks | None)
-        budget_nbytes = budget_of(memory_budget)
         self.store = open_store(root)
         self.state = state
         self._capturer = Capturer(state)
@@ -189,7 +189,7 @@ class CheckpointManager:
             self._emit,
             timeout_s=save_timeout_s,
             kept=rule.quota(),
-            memory_budget=budget_nbytes,
+            memory_budget=budget_of(memory_budget),
             overlap=self._overlap,
             after_commit=self._after_commit,
             on_failure=lambda: exits.hold(self),

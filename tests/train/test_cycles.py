@@ -63,7 +63,9 @@ def test_the_checkpoints_of_a_trainer_have_the_label_that_is_wanted(tmp_path: Pa
         make(tmp_path, label="{nothing}")
 
 
-@pytest.mark.parametrize("options", [{"keep": 4}, {"stop": "SIGTERM"}, {"takeover": "no"}])
+@pytest.mark.parametrize(
+    "options", [{"keep": 4}, {"stop": "SIGTERM"}, {"takeover": "no"}, {"memory_budget": 1}]
+)
 def test_what_a_manager_would_refuse_is_refused_at_once(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:

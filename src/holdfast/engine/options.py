@@ -28,6 +28,7 @@ def check_options(
     label: str | LabelFunction,
     run_name: str | None,
     takeover: bool,
+    memory_budget: int | str | None,
     stop: Stop | None,
 ) -> None:
     """Let pass what a manager of a state with these components would take.
@@ -39,6 +40,7 @@ def check_options(
     compile_label(label, run_name=run_name)
     check_choice("on_existing", on_existing, OnExisting)
     check_is("takeover", takeover, bool)
+    budget_of(memory_budget)
     check_is("stop", stop, Stop | None)
 
 

@@ -88,6 +88,7 @@ class Trainer:
         run_name: str | None = None,
         takeover: bool = False,
         overlap: Mode | None = None,
+        memory_budget: int | str | None = None,
         stop: Stop | None = Stop(),
         validate: Any = None,
         skip_steps: Iterable[range] = (),
@@ -117,8 +118,8 @@ class Trainer:
                 `state_dict` and `load_state_dict` whose iteration gives the rest of an epoch.
             loss: called with the model and a batch; gives the batch's mean loss, or that and a
                 dict of metrics.
-            root, every, keep, savers, on_existing, label, run_name, takeover: as for
-                `CheckpointManager`; the last step is always saved, and fractions of the run in
+            root, every, keep, savers, on_existing, label, run_name, takeover, memory_budget: as
+                for `CheckpointManager`; the last step is always saved, and fractions of the run in
                 `every` are those of the goal.
             overlap: as for `CheckpointManager`; None: on accelerators only. `fit` calls `fence`
                 before each update and each validation.
@@ -178,6 +179,7 @@ class Trainer:
             "label": label,
             "run_name": run_name,
             "takeover": takeover,
+            "memory_budget": memory_budget,
             "stop": stop,
         }
         self._stop = stop
