@@ -533,6 +533,47 @@ def spoil_saves(monkeypatch: pytest.MonkeyPatch, root: Path, *sequences: int) ->
     monkeypatch.setattr(save_module, "write_files", write)
 
 
+def rot(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+
+
+def test_nothing_is_deleted_because_of_one_whose_manifest_went_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R20, invariant 4: it was read back when it was newest; since then its disk forgot it."""
+    spoil_saves(monkeypatch, tmp_path, 4)
+    run = new_run()
+    with run.manager(tmp_path, keep=Last(2)) as manager:
+        for step in (1, 2, 3):
+            run.train()
+            manager.save(step).wait()
+            manager.wait()
+        rot(next(tmp_path.glob("step-00000003*")) / "manifest.json", 200)
+        run.train()
+        manager.save(4).wait()
+        manager.wait()
+    with run.manager(tmp_path) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.step == 2
+
+
+def test_a_manifest_that_went_bad_does_not_end_retention(tmp_path: Path) -> None:
+    """Invariant 8."""
+    run = new_run()
+    with run.manager(tmp_path, keep=Last(2)) as manager:
+        for step in range(1, 10):
+            run.train()
+            manager.save(step).wait()
+            manager.wait()
+            if step == 3:
+                rot(next(tmp_path.glob("step-00000003*")) / "manifest.json", 200)
+        assert [checkpoint.step for checkpoint in manager.list()] == [9, 8]
+
+
 def test_an_old_proven_checkpoint_justifies_no_deletion_of_a_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

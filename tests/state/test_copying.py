@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -78,3 +80,24 @@ def test_under_inference_mode() -> None:
     with torch.inference_mode():
         copy_tensors([(weight, torch.zeros(LARGE_NBYTES))])
     assert not weight.any()
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_where_no_more_threads_can_start_all_is_copied_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, allowed: int
+) -> None:
+    """Invariant 6: at a limit of processes, or while the interpreter exits."""
+    real, begun = threading.Thread.start, list[str]()
+
+    def start(thread: threading.Thread) -> None:
+        begun.append(thread.name)
+        if len(begun) > allowed:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    pairs = [(torch.zeros(3, 1 << 20), torch.full((3, 1 << 20), float(n))) for n in range(1, 4)]
+    copy_tensors(pairs)
+    assert len(begun) == allowed + 1
+    assert all(torch.equal(live, stored) for live, stored in pairs)

@@ -14,7 +14,7 @@ from holdfast.engine.commit import retract, settle, thin
 from holdfast.engine.leases import Readers
 from holdfast.engine.notes import reject
 from holdfast.engine.parts import parts_of
-from holdfast.errors import CorruptData, HoldfastError, StoreError, Superseded
+from holdfast.errors import CorruptData, FormatError, HoldfastError, StoreError, Superseded
 from holdfast.format.manifest import Deleted, Manifest
 from holdfast.policy.retention import Candidate, Decision, Rule, decide, stands_in
 from holdfast.store.base import Store
@@ -170,7 +170,14 @@ class Deleter:
     def _finish(self, claim: Claim, catalog: Catalog) -> None:
         """Remove what is left of those that are no checkpoints any more; no plan has them."""
         for folder, item in [*self._failures.items()]:
-            if isinstance(catalog.read(folder), Deleted):
+            try:
+                is_gone = isinstance(catalog.read(folder), Deleted)
+            except FormatError:
+                # What cannot be read any more is for the next plan, which does not have it.
+                del self._failures[folder]
+                self._known.pop(folder, None)
+                continue
+            if is_gone:
                 self._do(claim, item)
 
     def _proven_base(
@@ -182,16 +189,25 @@ class Deleter:
         others to `damaged`.
         """
         newer = [other.entry for other in planned if _is_base(other, item)]
-        known = next((e for e in newer if e.manifest.save_id in self._verified), None)
-        if known is not None:
-            return known
-        for entry in newer:
+        known = [entry for entry in newer if entry.manifest.save_id in self._verified]
+        for entry in (*known, *newer):
             if entry.folder in damaged:
                 continue
-            if self._reads_back_well(entry):
+            if self._stands(entry) if entry in known else self._reads_back_well(entry):
                 return entry
             damaged.add(entry.folder)
         return None
+
+    def _stands(self, entry: Entry) -> bool:
+        """Whether the manifest of one that was read back before is still as it was then."""
+        try:
+            if Catalog(self._store).read(entry.folder) == entry.manifest:
+                return True
+        except FormatError as error:
+            self._failed(entry, error)
+        self._verified.discard(entry.manifest.save_id)
+        self._known.pop(entry.folder, None)
+        return False
 
     def _reads_back_well(self, entry: Entry) -> bool:
         from holdfast.care.verify import verify  # takes numpy, without which a dry run does

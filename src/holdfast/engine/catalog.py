@@ -146,7 +146,7 @@ class Catalog:
         if known is not None:
             names = self.store.children(folder)
             marks = self._marks(folder, names)
-            # A deleter leaves its mark before the tombstone, and takes it away after the files.
+            # A deleter leaves its mark before the tombstone, and removes the index before the mark.
             if not marks.retired and {layout.MANIFEST, layout.INDEX} <= {*names}:
                 return Entry(name=name, folder=folder, manifest=known, marks=marks)
         manifest = self.read(folder)

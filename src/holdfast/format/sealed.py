@@ -60,7 +60,10 @@ def unseal(
     _check_seal(text, what=what)
     # Without the seal it is as `json` writes it, which is read most quickly.
     whole = text[: -_SEAL_NBYTES - len(_BEFORE_SEAL)] + b"\n}"
-    document: dict[str, Any] = strictjson.loads(whole, what=what, max_nbytes=max_nbytes)
+    num_values = strictjson.MAX_VALUES - 1  # the digest is one
+    document: dict[str, Any] = strictjson.loads(
+        whole, what=what, max_nbytes=max_nbytes, max_values=num_values
+    )
     check_version(document, what=what)
     names = list(document)
     if names[1:2] != ["kind"] or "digest" in names:

@@ -18,13 +18,14 @@ from holdfast.store.base import Buffer
 
 MAX_DEPTH = 64
 MAX_DIGITS = 4096
+MAX_VALUES = 1_000_000
+"""How many values a document has at most, unless something else is said."""
 
 T = TypeVar("T")
 
 _SCAN_NBYTES = 1 << 20
 _QUOTE = ord('"')
 _COMMA = ord(",")
-_INDENTED = b"{\n  "
 _LONE_SURROGATE = re.compile(
     rb"\\u[dD][89a-bA-B][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|(?<!\\u[dD][89a-bA-B][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
@@ -41,7 +42,7 @@ def loads(
     *,
     what: str,
     max_nbytes: int,
-    max_values: int = 1_000_000,
+    max_values: int = MAX_VALUES,
     max_depth: int = MAX_DEPTH,
 ) -> Any:
     """The value of a strict JSON text. `what` names the document in every error.
@@ -61,7 +62,7 @@ def check_limits(
     *,
     what: str,
     max_nbytes: int,
-    max_values: int = 1_000_000,
+    max_values: int = MAX_VALUES,
     max_depth: int = MAX_DEPTH,
 ) -> None:
     """Raise `LimitExceeded` unless `loads` would take a text of this extent.
@@ -142,7 +143,7 @@ def _parse(text: bytes, *, what: str) -> Any:
             value = msgspec.json.decode(text)
             # What is written again as it was read has no name twice and no odd number.
             again = msgspec.json.encode(value)
-            if text in (again, msgspec.json.format(again, indent=2) if _INDENTED in text else b""):
+            if again in (text, msgspec.json.format(text, indent=-1)):
                 return value
         except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
             pass  # the decoder below says what is wrong with it, if anything is

@@ -5,8 +5,10 @@ torch's own parallel copy waits at barriers, for threads that a busy machine has
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,19 +27,54 @@ PIECE_NBYTES = 4 << 20
 def copy_tensors(pairs: Sequence[Pair]) -> None:
     """Copy the second of each pair into the first. When this returns, devices have it too."""
     large, others = _parted(pairs)
-    with torch.no_grad():
-        if large:
-            with ThreadPoolExecutor(torch.get_num_threads(), "holdfast-copy") as threads:
-                copies = [threads.submit(np.copyto, *piece) for p in large for piece in _pieces(*p)]
-                _copy_by_torch(others)
-                for copy in copies:
-                    copy.result()
-            for live, _ in large:
-                # numpy does not tell autograd that a tensor has changed.
-                torch.autograd.graph.increment_version(live)
-        else:
-            _copy_by_torch(others)
+    pieces = (piece for pair in large for piece in _pieces(*pair))
+    with torch.no_grad(), _helped(partial(_copy_all, _Shared(pieces))):
+        _copy_by_torch(others)
+    for live, _ in large:
+        # numpy does not tell autograd that a tensor has changed.
+        torch.autograd.graph.increment_version(live)
     _synchronize({live.device for live, _ in others})
+
+
+class _Shared:
+    """An iterator that several threads may advance."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> _Shared:
+        return self
+
+    def __next__(self) -> Any:
+        with self._lock:
+            return next(self._items)
+
+
+@contextmanager
+def _helped(work: Callable[[], None]) -> Iterator[None]:
+    """Other threads work beside the block; what they leave is done after it.
+
+    They start before anything changes, and are done without where there can be none, as while the
+    interpreter exits.
+    """
+    helpers: list[threading.Thread] = []
+    with suppress(RuntimeError):
+        for _ in range(torch.get_num_threads() - 1):
+            helper = threading.Thread(target=work, name="holdfast-copy", daemon=True)
+            helper.start()
+            helpers.append(helper)
+    try:
+        yield
+        work()
+    finally:
+        for helper in helpers:
+            helper.join()
+
+
+def _copy_all(pieces: _Shared) -> None:
+    for target, source in pieces:
+        np.copyto(target, source)
 
 
 def _parted(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:

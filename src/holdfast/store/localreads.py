@@ -12,6 +12,7 @@ import errno
 import mmap
 import os
 from collections.abc import Callable
+from contextlib import suppress
 
 from holdfast.store.localfiles import address_of, read_exactly
 from holdfast.store.oserrors import UNSUPPORTED
@@ -82,6 +83,9 @@ def _read_direct(fd: int, memory: memoryview, start: int) -> int:
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | _O_DIRECT)
+    except OSError:
+        return 0
+    try:
         return _read_aligned(fd, memory[:stop], start, told.offset)
     except OSError as err:
         if err.errno not in _REFUSALS:
@@ -104,4 +108,6 @@ def _read_aligned(fd: int, memory: memoryview, start: int, offset: int) -> int:
 def _forget(fd: int, start: int, nbytes: int) -> None:
     """Drop clean pages from the cache, where the system takes such advice."""
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
+        before = start % _PAGE  # a page of which only a part is named stays
+        with suppress(OSError):
+            os.posix_fadvise(fd, start - before, nbytes + before, os.POSIX_FADV_DONTNEED)
