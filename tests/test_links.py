@@ -216,3 +216,21 @@ def test_in_a_memory_store_it_is_the_same(budget: Any) -> None:
         step(state)
         manager.load("step=7")
     assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+def test_saves_of_other_parts_do_not_count_as_copies(tmp_path: Path) -> None:
+    """Invariant 10: the two that hold the base must not be one file."""
+    base = {"x": torch.randn(3, MIB)}
+    other = {"x": torch.randn(8)}
+    state = {"base": base, "other": other}
+    with CheckpointManager(tmp_path, state, keep=Last(4)) as manager:
+        manager.save(1).wait()
+        for number in range(2, 6):
+            other["x"].add_(1)
+            manager.save(number, components=["other"]).wait()
+            manager.wait()
+        other["x"].add_(1)
+        manager.save(6).wait()
+        manager.wait()
+    found = [path.stat().st_ino for path in tmp_path.glob("step*/base-00000.safetensors")]
+    assert len(found) == len(set(found)) == 2

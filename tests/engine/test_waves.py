@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from holdfast import CheckpointManager
-from holdfast.errors import DeadlineExceeded, SaveFailed, StoreFull, UsageError
+from holdfast.engine import waves
+from holdfast.engine.image import Image
+from holdfast.engine.waves import StagedInWaves
+from holdfast.errors import DeadlineExceeded, OutOfMemory, SaveFailed, StoreFull, UsageError
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.store import open_store
 from holdfast.testing import Fault, FaultyStore
@@ -114,3 +117,74 @@ def test_a_disk_that_hangs_is_named_and_the_next_save_has_memory_of_its_own(
         state["x"].zero_()
         manager.load("step=2", components=["s"])
         assert torch.equal(state["x"], expected)
+
+
+class Interrupted(BaseException):
+    """What a person presses."""
+
+
+@pytest.mark.parametrize("error", [Interrupted, DeadlineExceeded])
+def test_who_leaves_a_save_before_its_last_wave_gets_no_torn_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """R14, invariant 2: training goes on and changes what was not copied yet."""
+    hangs = Fault(kind="hang", op="write", at=1, deadline_s=60)
+    state = {"x": torch.zeros(12, BLOCK_NBYTES // 4)}
+    store = FaultyStore(open_store(tmp_path), [hangs])
+
+    def leave(staged: StagedInWaves, *_: Any) -> None:
+        assert hangs.reached.wait(60)
+        raise error("left")
+
+    with CheckpointManager(store, {"s": state}, memory_budget=BUDGET, preflight=False) as manager:
+        with monkeypatch.context() as patched:
+            patched.setattr(StagedInWaves, "copy", leave)
+            with pytest.raises(error):
+                manager.save(1)
+        state["x"].fill_(1)
+        hangs.release.set()
+        manager._saver.settle(60)
+        assert manager.list() == ()
+        manager.save(2).wait()
+        assert [checkpoint.step for checkpoint in manager.list()] == [2]
+
+
+def test_saving_twice_at_a_step_is_nothing_in_waves_too(tmp_path: Path) -> None:
+    state = {"x": torch.zeros(12, BLOCK_NBYTES // 4)}
+    with CheckpointManager(
+        tmp_path, {"s": state}, memory_budget=BUDGET, save_timeout_s=30
+    ) as manager:
+        first = manager.save(1).wait()
+        assert manager.save(1).wait().folder == first.folder
+
+
+def test_the_budget_holds_for_parts_that_are_saved_one_by_one(tmp_path: Path) -> None:
+    state = {name: {"x": torch.zeros(2, BLOCK_NBYTES // 4)} for name in "abcd"}
+    with CheckpointManager(tmp_path, state, memory_budget=BUDGET, preflight=False) as manager:
+        for number, name in enumerate("abcd", start=1):
+            manager.save(number, components=[name]).wait()
+            kept = manager._saver._stager._files.values()
+            assert sum(f.file.nbytes for files in kept for f in files if isinstance(f, Image)) <= (
+                BUDGET + BLOCK_NBYTES
+            )
+
+
+def test_a_save_that_failed_has_ended_also_when_memory_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = Fault(kind="fail", op="write", at=1)
+    state = {"x": torch.zeros(12, BLOCK_NBYTES // 4)}
+    store = FaultyStore(open_store(tmp_path), [fails])
+    with CheckpointManager(store, {"s": state}, memory_budget=BUDGET, preflight=False) as manager:
+        pending = manager.save(1)
+        with pytest.raises(SaveFailed):
+            pending.wait()
+        with monkeypatch.context() as patched:
+            patched.setattr(waves, "Arena", no_memory)
+            with pytest.raises(OutOfMemory):
+                manager.save(2)
+        manager.save(3).wait()
+
+
+def no_memory(nbytes: int) -> Any:
+    raise OutOfMemory(f"{nbytes} bytes are not to be had")

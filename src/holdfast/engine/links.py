@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from holdfast.engine.arena import Arena
 from holdfast.engine.catalog import Catalog
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, NotFound
 from holdfast.format import blocks
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.manifest import FileEntry, Manifest
@@ -39,6 +40,8 @@ class Links:
         self._failed = failed
         self._origins: dict[str, _Origin] = {}
         self._linked: dict[str, _Origin] = {}
+        self._holders: dict[str, list[str]] = {}
+        """By component: a file of it in each checkpoint that holds it, oldest first."""
 
     def may_have(self, name: str, nbytes: int) -> bool:
         """Whether a file of this name and length could be shared, if the bytes are the same."""
@@ -62,9 +65,8 @@ class Links:
         origin = self._origins.get(name)
         if origin is None or origin.entry != entry or not self._is_standing(origin):
             return False
-        # A rule may keep fewer than it could; those that are there must not all share one file.
-        if origin.age + 1 >= len(Catalog(self._store).attempts()) - 1:
-            return False
+        if origin.age + 1 >= self._num_holders(_component(name)):
+            return False  # those that are there must not all share one file
         if not origin.is_verified:
             if not self._is_sound(f"{origin.folder}/{name}", entry.nbytes, digests):
                 del self._origins[name]
@@ -92,10 +94,23 @@ class Links:
 
     def committed(self, folder: str, manifest: Manifest) -> None:
         """A save was committed: its files are what the next one may share."""
+        for component, part in manifest.components.items():
+            largest = max(part.files, key=lambda name: manifest.files[name].nbytes)
+            self._holders.setdefault(component, []).append(f"{folder}/{largest}")
         for name, entry in manifest.files.items():
             written = _Origin(folder=folder, entry=entry, age=0, is_verified=False)
             self._origins[name] = self._linked.get(name, written)
         self._linked.clear()
+
+    def _num_holders(self, component: str) -> int:
+        """How many checkpoints of this process hold the component still; eight are enough."""
+        found: list[str] = []
+        for key in self._holders[component]:
+            with suppress(NotFound):
+                self._store.head(key)
+                found.append(key)
+        self._holders[component] = found[-MAX_SHARING:]
+        return len(found)
 
     def _is_standing(self, origin: _Origin) -> bool:
         """Whether the checkpoint is still there and nobody found fault with it."""
@@ -126,6 +141,10 @@ class Links:
                 )
                 return False
         return True
+
+
+def _component(name: str) -> str:
+    return name.rpartition("-")[0]
 
 
 def _read(store: Store, key: str, start: int, buffer: memoryview) -> None:

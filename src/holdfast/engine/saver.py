@@ -63,6 +63,7 @@ class Saver:
         self._overlap = overlap
         self._guarded: tuple[Guarded, ...] = ()
         self._overlapped: Overlapped | None = None
+        self._staged: Staged | None = None
         self._links = Links(store, kept=kept, failed=partial(emit, "warning"))
         self._job: Future[None] | None = None
         self.workers = Workers(min(num_cores(), 4), "holdfast-io")
@@ -81,6 +82,9 @@ class Saver:
         """
         if self._overlapped is not None:
             self._overlapped.settle("the next save", self.timeout_s)
+        if self._staged is not None:
+            self._staged.settle(self.timeout_s)
+            self._staged = None
         self._guarded = () if self._stager.takes_waves(captured) else self._overlap.guard(captured)
         places = {(item.component, item.key) for item in self._guarded}
         return self._stager.prepare(captured, overlapped=places)
@@ -106,12 +110,19 @@ class Saver:
         self._overlapped = overlapped
         if overlapped is not None:
             pending.staged = overlapped.copied
-        self._job = self._background.submit(
-            partial(self._run, pending, staged, request, overlapped)
-        )
+        try:
+            self._job = self._background.submit(
+                partial(self._run, pending, staged, request, overlapped)
+            )
+        except BaseException as error:
+            pending.committed.set_exception(as_failure(error, pending.step))
+            pending.delivered = True
+            raise
         try:
             staged.copy(self.workers, num_cores() // 2 - 1, self.timeout_s)
         except BaseException as error:
+            staged.fail(error)
+            self._staged = staged
             if overlapped is None:
                 pending.staged.set_exception(error)
             pending.delivered = True
@@ -186,16 +197,17 @@ class Saver:
             entry = self._unchanged(staged, request, expect_copied) or self._write(
                 pending, staged, request, expect_copied
             )
-            self._stager.committed(staged)
         except BaseException as error:  # noqa: BLE001 - the future carries it to the caller
             self._end_copy(overlapped)
             failure = as_failure(error, step)
-            staged.finish()
             self._stager.failed(staged)
             self._emit("save_failed", str(failure), step=step)
             pending.committed.set_exception(failure)
             self._on_failure()
             return
+        finally:
+            staged.finish()
+        self._stager.committed(staged)
         if not entry.manifest.left_out:
             self.standing = entry
         self._emit(

@@ -30,6 +30,7 @@ class Stager:
     def __init__(self, *, memory_budget: int | None = None) -> None:
         """`memory_budget` is how many bytes may be taken at most; None: what the state takes."""
         self._budget = memory_budget
+        self._is_in_waves = False
         self._pool: Pool | None = None
         self._specs: dict[str, tuple[TensorSpec, ...]] = {}
         self._groups: dict[str, Grouping] = {}
@@ -40,10 +41,13 @@ class Stager:
 
         After the first such state all are staged in waves, also smaller ones.
         """
-        if self._budget is None or self._pool is not None:
-            return self._pool is not None
-        parts = captured.components.values()
-        return sum(spec.nbytes for part in parts for spec in part.specs) > self._budget
+        if self._budget is None or self._is_in_waves:
+            return self._is_in_waves
+        parts = captured.components
+        wanted = sum(spec.nbytes for part in parts.values() for spec in part.specs)
+        others = (files for name, files in self._files.items() if name not in parts)
+        kept = sum(known.file.nbytes for files in others for known in files)
+        return wanted + kept > self._budget
 
     def prepare(self, captured: Captured, *, overlapped: Collection[Path] = ()) -> Staged:
         """Where the state goes; what is small is copied now, and `copying` does the rest.
@@ -91,9 +95,11 @@ class Stager:
 
     def _in_waves(self, captured: Captured) -> Staged:
         assert self._budget is not None
-        if self._pool is None:
+        if not self._is_in_waves:
+            self._is_in_waves = True
             self._specs.clear()
             self._files.clear()
+        if self._pool is None:
             self._pool = Pool(self._budget)
         components = captured.components
         for component in components.values():
@@ -110,8 +116,7 @@ class Stager:
         """A save failed: what its threads may still use is not used again."""
         for known in staged.all_files:
             known.doubt()
-        if self._pool is not None and self._budget is not None:
-            self._pool = Pool(self._budget)
+        self._pool = None
 
     def committed(self, staged: Staged) -> None:
         """Learn from a save that was committed which tensors change from one to the next."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
@@ -14,6 +15,7 @@ from holdfast.engine.image import Image
 from holdfast.engine.known import KnownFile
 from holdfast.engine.workers import Workers, gather
 from holdfast.engine.writing import Content
+from holdfast.errors import DeadlineExceeded
 from holdfast.format.layout import tree_file
 
 
@@ -69,6 +71,19 @@ class Staged(ABC):
         """The digests of all blocks of a file, without writing it."""
 
     @abstractmethod
+    def fail(self, error: BaseException) -> None:
+        """Training goes on although not everything was copied: nothing more is, and the save of it
+        fails with `error`. What is being copied right now is waited for."""
+
+    @abstractmethod
+    def settle(self, timeout_s: float) -> None:
+        """Wait until no thread copies for it any more.
+
+        Raises:
+            DeadlineExceeded: one still does after `timeout_s` seconds.
+        """
+
+    @abstractmethod
     def finish(self) -> None:
         """Whatever the save wanted of the live state was copied, or the save has ended."""
 
@@ -80,6 +95,8 @@ class StagedInMemory(Staged):
     copying: Copying
     on_device: tuple[DeviceCopy, ...] = ()
     """Those of the copies beside training that a device makes."""
+    helpers: list[Future[None]] = field(default_factory=list)
+    """Threads that take part in `copy`."""
 
     @property
     def now_s(self) -> float:
@@ -89,7 +106,7 @@ class StagedInMemory(Staged):
     def copy(self, workers: Workers, num_helpers: int, timeout_s: float) -> None:
         """See `Staged.copy`."""
         for _ in range(num_helpers):
-            workers.submit(self.copying.help_now)
+            self.helpers.append(workers.submit(self.copying.help_now))
         self.copying.run_now(timeout_s)
 
     def content(self, known: KnownFile, timeout_s: float) -> Content:
@@ -114,6 +131,15 @@ class StagedInMemory(Staged):
         jobs = [workers.submit(partial(content.digest, number)) for number in unknown]
         gather(jobs, timeout_s=timeout_s, what=f"digest of {known.file.name}")
         return known.all_digests()
+
+    def fail(self, error: BaseException) -> None:
+        """See `Staged.fail`."""
+        self.copying.fail(error)
+
+    def settle(self, timeout_s: float) -> None:
+        """See `Staged.settle`."""
+        if wait(self.helpers, timeout=timeout_s).not_done:
+            raise DeadlineExceeded(f"staging: a thread still copies after {timeout_s:.0f} s")
 
     def finish(self) -> None:
         """See `Staged.finish`; who copies knows best."""

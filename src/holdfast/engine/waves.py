@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
@@ -77,6 +78,27 @@ class WaveFile(KnownFile):
             self.note_version(position, tensors[self.file.specs[position].key])
 
 
+class LiveState:
+    """Says whether the state still stands still; a copy of it is one or none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left: BaseException | None = None
+
+    def leave(self, error: BaseException) -> None:
+        """Training goes on, now that nobody copies."""
+        with self._lock:
+            self._left = error
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The state does not change inside; raises what made training go on."""
+        with self._lock:
+            if self._left is not None:
+                raise self._left
+            yield
+
+
 @dataclass(frozen=True, kw_only=True)
 class StagedInWaves(Staged):
     """The live state itself, which is copied block by block as it is written."""
@@ -84,6 +106,7 @@ class StagedInWaves(Staged):
     tensors: Mapping[str, Mapping[str, Tensor]]
     """The live tensors of each component."""
     pool: Pool
+    live: LiveState = field(default_factory=LiveState)
     _asked: threading.Event = field(default_factory=threading.Event)
     _waited_s: list[float] = field(default_factory=list)
 
@@ -104,7 +127,7 @@ class StagedInWaves(Staged):
         tensors = next(self.tensors[name] for name, files in self.files.items() if known in files)
         assert isinstance(known, WaveFile)
         known.note_versions(tensors)
-        return WaveContent(known, tensors, self.pool)
+        return WaveContent(known, tensors, self.pool, self.live)
 
     def is_unchanged(self, known: KnownFile, timeout_s: float) -> bool:
         """See `Staged.is_unchanged`: every block is hashed, up to the first that differs."""
@@ -115,6 +138,13 @@ class StagedInWaves(Staged):
         self.content(known, timeout_s).digest_all(timeout_s)
         return known.all_digests()
 
+    def fail(self, error: BaseException) -> None:
+        """See `Staged.fail`."""
+        self.live.leave(error)
+
+    def settle(self, timeout_s: float) -> None:
+        """See `Staged.settle`; only the save itself copies."""
+
     def finish(self) -> None:
         """See `Staged.finish`."""
         self._asked.set()
@@ -123,11 +153,14 @@ class StagedInWaves(Staged):
 class WaveContent:
     """Blocks of a file, each copied when it is asked for (`writing.Content`)."""
 
-    def __init__(self, known: KnownFile, tensors: Mapping[str, Tensor], pool: Pool) -> None:
+    def __init__(
+        self, known: KnownFile, tensors: Mapping[str, Tensor], pool: Pool, live: LiveState
+    ) -> None:
         self._known = known
         self._file = known.file
         self._tensors = tensors
         self._pool = pool
+        self._live = live
         self._buffers: dict[int, int] = {}
         self._done: set[int] = set()
         self._lock = threading.Lock()
@@ -196,7 +229,7 @@ class WaveContent:
         memory[: len(header)] = header
         stop, starts = start + len(memory), self._file.starts
         position = max(bisect_right(starts, start) - 1, 0)
-        with torch.inference_mode(False), torch.no_grad():
+        with self._live.held(), torch.inference_mode(False), torch.no_grad():
             while position < len(starts) and starts[position] < stop:
                 first = starts[position]
                 last = first + self._file.specs[position].nbytes

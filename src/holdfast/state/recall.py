@@ -148,7 +148,7 @@ class Recollection:
                 and _partition(walk.tensors) == self._partition
                 and self._takes(walk.numbers)
             )
-        except (Irregular, RecursionError, UnsupportedState):
+        except (Irregular, RecursionError, UnsupportedState, ValueError):
             return None
         if not is_same:
             return None
