@@ -10,7 +10,7 @@ from torch import nn
 from holdfast.engine.checkpoint import Checkpoint, describe
 from holdfast.engine.locate import located
 from holdfast.engine.resume import LoadOptions, Reader, Rename
-from holdfast.engine.workers import Workers
+from holdfast.engine.workers import Workers, num_cores
 from holdfast.state.edits import Edit
 from holdfast.state.selection import listed
 
@@ -51,7 +51,7 @@ def load_weights(
         edit=edit,
         rng=False,
     )
-    workers = Workers(min(os.cpu_count() or 1, 4), "holdfast-io")
+    workers = Workers(min(2 * num_cores(), 8), "holdfast-io")
     try:
         with located(source) as (store, kept):
             reader = Reader(

@@ -66,8 +66,8 @@ class Saver:
         self._staged: Staged | None = None
         self._links = Links(store, kept=kept, failed=partial(emit, "warning"))
         self._job: Future[None] | None = None
-        self.workers = Workers(min(num_cores(), 4), "holdfast-io")
-        """Threads for copies, digests and reads of blocks."""
+        self.workers = Workers(min(2 * num_cores(), 8), "holdfast-io")
+        """Threads for copies, digests and reads of blocks; more than cores, because reads wait."""
         self._writers = Workers(NUM_WRITERS, "holdfast-write")
         self.timeout_s = timeout_s
         self.pending: PendingSave | None = None
