@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,33 @@ def test_nothing_is_shared_where_few_are_kept(tmp_path: Path, kept: int) -> None
         for number in range(1, 7):
             save(manager, state, number)
             assert {n for f in tmp_path.glob("step*") for n in links_of(f).values()} == {1}
+
+
+@pytest.mark.parametrize("first", [3, 4, 5])
+def test_a_late_look_at_a_file_does_not_take_the_next_state_for_its_own(
+    tmp_path: Path, first: int
+) -> None:
+    """The next save stages into the memory whose digests the housekeeping still needs."""
+    state, messages, staged = lora(), [], threading.Event()
+
+    def look(event: Any) -> None:
+        if event.kind == "warning":
+            messages.append(event.message)
+        if event.kind == "retracted":  # before the file is looked at
+            assert staged.wait(60)
+        if event.kind == "staged":
+            staged.set()
+
+    with CheckpointManager(tmp_path, {"model": state}, keep=Last(3), sinks=[look]) as manager:
+        for number in range(1, 12):
+            for tensor in state.values():
+                if number >= first:
+                    tensor.add_(1)
+            step(state)
+            staged.clear()
+            manager.save(number).wait()
+        staged.set()
+    assert not messages
 
 
 @pytest.mark.parametrize("rule", [Last(3), Last(4) | Best("loss"), None])

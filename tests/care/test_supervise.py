@@ -210,7 +210,7 @@ def test_wrong_limits_are_refused_by_name(options: dict[str, float]) -> None:
 
 # From here on: real processes.
 
-PRELUDE = "import os, signal, subprocess, sys\n"
+PRELUDE = "import os, signal, subprocess, sys, time\n"
 
 
 @pytest.fixture
@@ -243,7 +243,7 @@ def test_a_signal_reaches_the_child_which_may_end_as_it_likes(
     ending = child(
         f"signal.signal({int(number)}, lambda *_: os._exit(75))\n"
         f"os.kill(os.getppid(), {int(number)})\n"
-        "while True: signal.pause()"
+        "while True: time.sleep(0.01)"
     ).live()
     assert ending == Ending(returncode=75, asked=number)
 
@@ -254,7 +254,7 @@ def test_a_child_that_does_not_listen_is_killed_when_its_grace_ends(
     ending = child(
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "os.kill(os.getppid(), signal.SIGTERM)\n"
-        "while True: signal.pause()",
+        "while True: time.sleep(0.01)",
         grace_s=0.0,
     ).live()
     assert ending == Ending(returncode=-signal.SIGKILL, asked=signal.SIGTERM)
@@ -267,7 +267,7 @@ def test_the_first_signal_is_the_one_that_asked_and_later_ones_are_forwarded_too
         "signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getppid(), signal.SIGTERM))\n"
         "signal.signal(signal.SIGTERM, lambda *_: os._exit(9))\n"
         "os.kill(os.getppid(), signal.SIGUSR1)\n"
-        "while True: signal.pause()"
+        "while True: time.sleep(0.01)"
     ).live()
     assert ending == Ending(returncode=9, asked=signal.SIGUSR1)
 
@@ -300,7 +300,7 @@ def test_a_training_behind_a_shell_may_save_though_the_shell_dies_at_once(
     child: Callable[..., ChildProcess], tmp_path: object
 ) -> None:
     saving = (
-        "import os, signal, sys\n"
+        "import os, signal, sys, time\n"
         "def save(*_):\n"
         "    while os.getppid() == shell: os.sched_yield()\n"
         f"    open({f'{tmp_path}/saved'!r}, 'x')\n"
@@ -308,7 +308,7 @@ def test_a_training_behind_a_shell_may_save_though_the_shell_dies_at_once(
         "shell = os.getppid()\n"
         "signal.signal(signal.SIGTERM, save)\n"
         "os.kill(int(sys.argv[1]), signal.SIGTERM)\n"
-        "while True: signal.pause()\n"
+        "while True: time.sleep(0.01)\n"
     )
     ending = child(
         f"subprocess.run([sys.executable, '-S', '-c', {saving!r}, str(os.getppid())])"

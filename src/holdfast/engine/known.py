@@ -62,7 +62,9 @@ class KnownFile:
 
     def all_digests(self) -> bytes:
         """The digests of all blocks, one after the other; every one must be known."""
-        return b"".join(digest for digest in self.digests if digest is not None)
+        known = [digest for digest in self.digests if digest is not None]
+        assert len(known) == len(self.digests), self.file.name
+        return b"".join(known)
 
     def committed(self) -> frozenset[str] | None:
         """A checkpoint holds these bytes now. Keys of what changed since the one before, or None.

@@ -123,24 +123,27 @@ class Links:
 
     def _is_sound(self, key: str, nbytes: int, digests: bytes) -> bool:
         """Read the file that would be shared, against the digests of the staged bytes."""
+        try:
+            number = self._damaged_block(key, nbytes, digests)
+        except HoldfastError as error:
+            self._failed(f"{self._store.url}/{key} cannot be read, and is written anew: {error}")
+            return False
+        if number is not None:
+            self._failed(
+                f"{self._store.url}/{key}: block {number} is not what was written; the file "
+                "is written anew. That checkpoint is damaged"
+            )
+        return number is None
+
+    def _damaged_block(self, key: str, nbytes: int, digests: bytes) -> int | None:
+        """The first block that is not as it was staged."""
         buffer = Arena(min(nbytes, BLOCK_NBYTES)).memory  # on a page, as direct reads want it
         for number, (start, stop) in enumerate(blocks.split(nbytes)):
             piece = buffer[: stop - start]
-            expected = digests[32 * number : 32 * (number + 1)]
-            try:
-                _read(self._store, key, start, piece)
-            except HoldfastError as error:
-                self._failed(
-                    f"{self._store.url}/{key} cannot be read, and is written anew: {error}"
-                )
-                return False
-            if blocks.block_digest(piece) != expected:
-                self._failed(
-                    f"{self._store.url}/{key}: block {number} is not what was written; the file "
-                    "is written anew. That checkpoint is damaged"
-                )
-                return False
-        return True
+            _read(self._store, key, start, piece)
+            if blocks.block_digest(piece) != digests[32 * number : 32 * (number + 1)]:
+                return number
+        return None
 
 
 def _component(name: str) -> str:

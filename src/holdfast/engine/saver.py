@@ -115,6 +115,9 @@ class Saver:
                 partial(self._run, pending, staged, request, overlapped)
             )
         except BaseException as error:
+            staged.fail(error)
+            if overlapped is None:
+                pending.staged.set_exception(error)
             pending.committed.set_exception(as_failure(error, pending.step))
             pending.delivered = True
             raise
@@ -207,7 +210,7 @@ class Saver:
             return
         finally:
             staged.finish()
-        self._stager.committed(staged)
+        learned = self._learn(staged)
         if not entry.manifest.left_out:
             self.standing = entry
         self._emit(
@@ -221,9 +224,21 @@ class Saver:
         pending.phase.text = "doing the housekeeping after it"
         pending.committed.set_result(describe(self._store, entry))
         self._after_commit(entry)
-        for known in staged.all_files:
-            if known.is_apart:
-                self._links.look_ahead(known.file.name, known.all_digests())
+        for name, digests in learned.items():
+            self._links.look_ahead(name, digests)
+
+    def _learn(self, staged: Staged) -> dict[str, bytes]:
+        """Take note of what was committed, before the next save takes its memory: by file that is
+        thought not to change, the digests of its blocks. Nothing here takes the commit back."""
+        try:
+            self._stager.committed(staged)
+            return {
+                known.file.name: known.all_digests() for known in staged.all_files if known.is_apart
+            }
+        except Exception as error:
+            self._stager.failed(staged)
+            self._emit("warning", f"the next save writes every file anew: {error!r}")
+            return {}
 
     def _expect_copied(self, overlapped: Overlapped | None) -> None:
         """Wait for the copy beside training; raises unless it is that of one state."""
