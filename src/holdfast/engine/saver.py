@@ -235,7 +235,7 @@ class Saver:
             return {
                 known.file.name: known.all_digests() for known in staged.all_files if known.is_apart
             }
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - it is told, and the commit stands
             self._stager.failed(staged)
             self._emit("warning", f"the next save writes every file anew: {error!r}")
             return {}
