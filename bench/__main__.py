@@ -15,6 +15,7 @@ from bench.results import Results, read_json
 _LOCAL_CASES = (
     "limits",
     "holdfast",
+    "holdfast-awaited",
     local.FROZEN,
     "holdfast-overlap",
     "holdfast-budget",

@@ -6,7 +6,7 @@ saves copy into memory that is already there, and only what has changed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -49,12 +49,19 @@ class Stager:
         kept = sum(known.file.nbytes for files in others for known in files)
         return wanted + kept > self._budget
 
-    def prepare(self, captured: Captured, *, overlapped: Collection[Place] = ()) -> Staged:
+    def prepare(
+        self,
+        captured: Captured,
+        *,
+        overlapped: Collection[Place] = (),
+        is_awaited: bool = False,
+    ) -> Staged:
         """Where the state goes; what is small is copied now, and `copying` does the rest.
 
         The images are overwritten by the next call. Those of components that are not in it are
         kept, for a save that has them again. Tensors in `overlapped` are copied by
-        `Copying.run_later`, the others by `Copying.run_now`.
+        `Copying.run_later`, the others by `Copying.run_now`. With `is_awaited` writing begins
+        beside the copies, which takes longer for them and less for the whole.
 
         Raises:
             OutOfMemory: there is no memory for a structure that is new.
@@ -81,6 +88,7 @@ class Stager:
             trees={name: component.tree for name, component in components.items()},
             kinds={name: component.kind for name, component in components.items()},
             copying=Copying(now, later),
+            is_early=is_awaited or _any_apart(self._files[name] for name in components),
             on_device=tuple(one.device_copy for one in later if isinstance(one, Arrival)),
         )
 
@@ -131,6 +139,10 @@ class Stager:
             for file in lay_out(name, specs, apart=apart)
         )
         self._specs[name] = specs
+
+
+def _any_apart(files: Iterable[tuple[KnownFile, ...]]) -> bool:
+    return any(known.is_apart for some in files for known in some)
 
 
 def _pieces(image: Image, tensors: Mapping[str, Tensor], keys: Collection[str]) -> list[Piece]:
