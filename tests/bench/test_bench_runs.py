@@ -175,6 +175,18 @@ def test_every_loop_around_a_step_is_measured_and_printed(tmp_path: Path) -> Non
     assert all(f"| {case.removeprefix('trainer/')} |" in printed for case in results.cases)
 
 
+def test_a_profile_names_the_functions_in_which_a_load_and_a_save_spend_their_time(
+    tmp_path: Path,
+) -> None:
+    sizes = ("--size-gb", "0.05", "--seconds", "1", "--only", "save")
+    results, printed = _run(tmp_path, "bench.where", *sizes)
+    assert set(results.cases) == {"where/save"}
+    assert all(results.median(case, "call_s") for case in results.cases)
+    named = {name.split("`")[1] for name in results.cases["where/save"][0].figures if "`" in name}
+    assert named & {"Image.update", "Image.overwrite_small", "block_digest"}
+    assert "### save(), all of it changed: " in printed
+
+
 def test_the_one_command_prints_goals_before_tables(tmp_path: Path) -> None:
     results, printed = _run(tmp_path, "bench", "--quick", "--only", "trainer")
     assert list(results.part("trainer").cases) == list(results.cases)
