@@ -39,9 +39,9 @@ class Dies(Program):
 
 
 def test_a_server_that_does_not_start_is_named_with_its_log(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="(?s)dies: no answer.*the port is taken"):
-        with Dies(tmp_path / "run"):
-            pass
+    says = r"(?s)dies: no answer.*the port is taken"
+    with pytest.raises(RuntimeError, match=says), Dies(tmp_path / "run"):
+        pass
 
 
 def test_a_server_can_be_killed_and_started_again(tmp_path: Path) -> None:
