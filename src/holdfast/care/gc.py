@@ -22,7 +22,7 @@ from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Manifest
 from holdfast.format.records import decode_answer
-from holdfast.store.base import Folders, Store
+from holdfast.store.base import AbortsUploads, Folders, Store
 
 Outcome = Literal["remove", "mark", "keep"]
 
@@ -54,7 +54,7 @@ def collect(
     """
     report = GcReport()
     judge = _Judge(store, frozenset(dead_epochs), emit or Emitter())
-    for name in Catalog(store).attempts():
+    for name in _attempts(store, report):
         folder = str(name)
         try:
             _visit(store, name, judge, report, dry_run=dry_run)
@@ -70,6 +70,19 @@ def collect(
         report.failed.append((layout.READERS, str(error)))
     _sweep(store, judge, report, own_epoch=own_epoch, dry_run=dry_run)
     return report
+
+
+def _attempts(store: Store, report: GcReport) -> tuple[AttemptName, ...]:
+    """The attempts, also those of which there is nothing yet but uploads that broke off."""
+    found = dict.fromkeys(Catalog(store).attempts())
+    if isinstance(store, AbortsUploads):
+        try:
+            folders = {key.partition("/")[0] for key in store.uploads()}
+        except StoreError as error:
+            report.failed.append(("uploads", f"what broke off cannot be found: {error}"))
+            folders = set()
+        found |= dict.fromkeys(filter(None, map(layout.parse_attempt, sorted(folders))))
+    return tuple(found)
 
 
 class _Judge:

@@ -41,7 +41,14 @@ from holdfast.format.records import (
     encode_retired,
     encode_thinned,
 )
-from holdfast.store.base import Folders, Store, make_folder, refresh_folder, sync_folder
+from holdfast.store.base import (
+    Folders,
+    Store,
+    abort_uploads,
+    make_folder,
+    refresh_folder,
+    sync_folder,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -296,6 +303,8 @@ def remove_files(store: Store, folder: str, *, whole: bool) -> None:
         store.delete(f"{folder}/")
     elif isinstance(store, Folders):
         store.sweep(folder)
+    else:
+        abort_uploads(store, folder)
 
 
 def settle(store: Store, folder: str) -> None:
