@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
-from holdfast.store.remote import RemoteStore
 
 from holdfast.care.gc import collect
 from holdfast.engine import commit as commit_module
 from holdfast.errors import CommitConflict, OutcomeUnknown, StoreError, TransientStoreError
 from holdfast.store import open_store
 from holdfast.store.base import Buffer, Store
+from holdfast.store.remote import RemoteStore
 from servers.client import uploads
-from servers.faults import TRANSIENT, FaultProxy, Kind, Rule
+from servers.faults import FaultProxy, Rule
 from servers.fixtures import on, use
 from servers.program import Service
 from stores.oracle import Oracle, commit_many
@@ -49,9 +51,10 @@ def check_commits(
     rate: float,
     num: int,
     num_elements: int = SMALL,
-    kinds: tuple[Kind, ...] = TRANSIENT,
+    least: float = 0.9,
 ) -> None:
-    with flaky_run(service, root, monkeypatch, kinds=kinds, seed=num) as (proxy, oracle, flaky):
+    """`least` is the share of saves that must be acknowledged; the others must say why not."""
+    with flaky_run(service, root, monkeypatch, seed=num) as (proxy, oracle, flaky):
         commit_many(
             flaky, oracle, num=num, num_elements=num_elements, begun=lambda: proxy.set_rate(rate)
         )
@@ -59,7 +62,7 @@ def check_commits(
         counts = proxy.counts
     print(f"{counts}, refused {oracle.refused}, unknown {oracle.unknown}")
     assert oracle.broken == []
-    assert len(oracle.acknowledged) >= 0.95 * num, (oracle.refused, oracle.unknown)
+    assert len(oracle.acknowledged) >= least * num, (oracle.refused, oracle.unknown)
     assert counts.total() - counts["requests"] >= 0.7 * rate * counts["requests"]
     collect(oracle.direct)
     assert uploads(service, root.removeprefix(service.root(""))) == []
@@ -82,7 +85,7 @@ def test_multipart_uploads_through_faults_are_what_they_say(
     service: Service, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R24, R26: parts and their completion are struck, too."""
-    check_commits(service, root, monkeypatch, rate=0.2, num=6, num_elements=LARGE)
+    check_commits(service, root, monkeypatch, rate=0.2, num=6, num_elements=LARGE, least=0.5)
 
 
 @pytest.mark.stores
@@ -96,33 +99,49 @@ def test_a_thousand_commits_through_faults_are_what_they_say(
     check_commits(service, root, monkeypatch, rate=rate, num=1000)
 
 
-@on("moto", "localstack", "gcs")
-@pytest.mark.parametrize(
-    ("what", "rule"),
-    [
-        ("put", Rule(kind="lose_reply", method="PUT", path="*manifest.json*")),
-        ("file", Rule(kind="lose_reply", method="PUT", path="*.safetensors*", times=2)),
-        ("complete", Rule(kind="lose_reply", method="POST", path="*uploadId=*")),
-        ("begin", Rule(kind="lose_reply", method="POST", path="*[?]uploads*")),
-        ("fence", Rule(kind="lose_reply", method="HEAD", path="*writers/*")),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_lost_reply_of_each_request_of_a_commit_is_no_failure(
-    service: Service, root: str, monkeypatch: pytest.MonkeyPatch, what: str, rule: Rule
+LOST_REPLIES = {
+    "the manifest": Rule(kind="lose_reply", method="PUT", path="*manifest.json*"),
+    "a file": Rule(kind="lose_reply", method="PUT", path="*.safetensors*", times=2),
+    "the fence": Rule(kind="lose_reply", method="HEAD", path="*writers/*"),
+    "a part": Rule(kind="lose_reply", method="PUT", path="*partNumber=*"),
+    "the completion of an upload": Rule(kind="lose_reply", method="POST", path="*uploadId=*"),
+}
+
+
+@on("localstack", "gcs")
+@pytest.mark.parametrize("what", LOST_REPLIES)
+def test_no_save_fails_for_a_lost_reply_of(
+    service: Service, root: str, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """R24: the effect is there, and the save finds that out."""
-    num_elements = LARGE if what in ("complete", "begin") else SMALL
-    with flaky_run(service, root, monkeypatch) as (proxy, oracle, flaky):
-        struck = Rule(kind=rule.kind, method=rule.method, path=rule.path, times=rule.times)
-        commit_many(
-            flaky, oracle, num=3, num_elements=num_elements, begun=lambda: proxy.add(struck)
-        )
-        oracle.check_end(num_elements)
-        assert proxy.counts["lose_reply"] >= 1
-    assert oracle.broken == []
+    """R24, R26: the effect is there, and the save finds that out."""
+    oracle = lose(LOST_REPLIES[what], service, root, monkeypatch)
     assert oracle.acknowledged == [1, 2, 3], (oracle.refused, oracle.unknown)
+
+
+@on("localstack", "gcs")
+def test_an_upload_whose_first_reply_was_lost_is_found_by_gc(
+    service: Service, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R26: nobody knows its name. On some services that save fails, and the next one is fine."""
+    begin = Rule(kind="lose_reply", method="POST", path="*[?]uploads*")
+    oracle = lose(begin, service, root, monkeypatch)
+    assert set(oracle.acknowledged) >= {1, 3}
+    assert oracle.unknown == []
+
+
+def lose(rule: Rule, service: Service, root: str, monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    """Save three times with this fault in the second, judge them, and collect what is left."""
+    is_upload = rule.method == "POST" or "partNumber" in rule.path
+    num_elements = LARGE if is_upload else SMALL
+    with flaky_run(service, root, monkeypatch) as (proxy, oracle, flaky):
+        fresh = replace(rule, reached=threading.Event())
+        commit_many(flaky, oracle, num=3, num_elements=num_elements, begun=lambda: proxy.add(fresh))
+        oracle.check_end(num_elements)
+        assert fresh.reached.is_set()
+    assert oracle.broken == []
+    collect(oracle.direct)
     assert uploads(service, root.removeprefix(service.root(""))) == []
+    return oracle
 
 
 class Blind(RemoteStore):
@@ -173,7 +192,7 @@ def test_the_oracle_catches_a_store_that(
     with flaky_run(service, root, monkeypatch) as (proxy, oracle, _):
         flaky = kind(root)
         flaky.children()
-        struck = Rule(kind=rule.kind, method=rule.method, path=rule.path, times=rule.times)
-        commit_many(flaky, oracle, num=2, num_elements=SMALL, begun=lambda: proxy.add(struck))
+        fresh = replace(rule, reached=threading.Event())
+        commit_many(flaky, oracle, num=2, num_elements=SMALL, begun=lambda: proxy.add(fresh))
     (broken,) = oracle.broken
     assert "falsely" in broken
