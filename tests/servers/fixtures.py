@@ -7,6 +7,7 @@ environment set so that a client finds it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from botocore.loaders import create_loader
 
 from servers.cache import Unavailable
 from servers.client import clear
@@ -25,6 +27,8 @@ EVERY_RUN = ("localstack", "moto", "azurite", "gcs")
 LARGE = ("ceph",)
 """Servers that only `make test-stores` starts."""
 _NUMBERS = itertools.count()
+_LOADER = functools.lru_cache(create_loader)
+"""Each session of boto would read its megabytes of JSON again, in every test."""
 
 
 def on(*names: str, indirect: str = "service") -> pytest.MarkDecorator:
@@ -109,3 +113,4 @@ def use(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
     for name, value in {"NO_PROXY": "127.0.0.1", **service.environment}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("botocore.session.create_loader", _LOADER)

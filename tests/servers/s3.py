@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,12 +20,20 @@ REGION = "us-east-1"
 
 def s3_client(service: Service) -> Any:
     """A botocore client that retries nothing: for what the stores themselves cannot do."""
+    environment = service.environment
+    return _client(
+        service.endpoint, environment["AWS_ACCESS_KEY_ID"], environment["AWS_SECRET_ACCESS_KEY"]
+    )
+
+
+@lru_cache(maxsize=8)
+def _client(endpoint: str, key: str, secret: str) -> Any:
     return Session().create_client(
         "s3",
-        endpoint_url=service.endpoint,
+        endpoint_url=endpoint,
         region_name=REGION,
-        aws_access_key_id=service.environment["AWS_ACCESS_KEY_ID"],
-        aws_secret_access_key=service.environment["AWS_SECRET_ACCESS_KEY"],
+        aws_access_key_id=key,
+        aws_secret_access_key=secret,
         verify=False,
         config=Config(
             retries={"total_max_attempts": 1},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,10 +87,12 @@ class Oracle:
             self.broken.append(f"step {max(self.acknowledged)} was lost: {step_of(state)} loads")
 
 
-def commit_many(flaky: Store, oracle: Oracle, *, num: int, num_elements: int, begun: Any) -> None:
-    """Save `num` steps through `flaky`, each judged; `begun` is called when the first has committed.
+def commit_many(
+    flaky: Store, oracle: Oracle, *, num: int, num_elements: int, begun: Callable[[], object]
+) -> None:
+    """Save `num` steps through `flaky`, each judged.
 
-    The first save claims the run and checks the store; faults should come after it.
+    The first save claims the run and checks the store; `begun` is called when it has committed.
     """
     state = new_state(num_elements)
     manager = CheckpointManager(
@@ -112,7 +116,5 @@ def commit_many(flaky: Store, oracle: Oracle, *, num: int, num_elements: int, be
 
 def close_quietly(manager: CheckpointManager) -> None:
     """Close a manager whose last save may have failed, which it then says again."""
-    try:
+    with suppress(HoldfastError):
         manager.close()
-    except HoldfastError:
-        pass

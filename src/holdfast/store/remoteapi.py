@@ -89,9 +89,9 @@ class Api:
             AlreadyExists: the key is taken, perhaps by an earlier put of ours with a lost reply.
             OutcomeUnknown: the request may have had its effect.
         """
-        end = time.monotonic() + self.options.retry_s
+        patience = _Patience(self.options)
         store = self.clients().once
-        for attempt in range(self.options.max_retries + 1):
+        while True:
             try:
                 self._obs.put(store, key, content, mode="create", use_multipart=False)
                 return
@@ -101,10 +101,9 @@ class Api:
                 if not failure.was_refused:
                     unclear = isinstance(refused, TransientStoreError)
                     raise (OutcomeUnknown(str(refused)) if unclear else refused) from error
-                pause_s = _JITTER.uniform(0, min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S))
-                if attempt == self.options.max_retries or time.monotonic() + pause_s > end:
+                if patience.is_over():
                     raise refused from error
-            time.sleep(pause_s)
+            patience.pause()
 
     async def stream(self, key: str, pieces: AsyncIterator[memoryview], part_nbytes: int) -> None:
         """One object in parts; when `pieces` raises, the upload is aborted. Raises obstore's."""
@@ -158,18 +157,50 @@ class Api:
 
     def list(self, folder: str) -> Iterator[ObjectInfo]:
         """The objects in a folder ("" is the root) and below, as the service orders them."""
+        patience = _Patience(self.options)
+        last: str | None = None
+        while True:
+            unordered: list[ObjectInfo] = []
+            try:
+                for page in self._pages(folder, last):
+                    found = [ObjectInfo(key=item["path"], nbytes=item["size"]) for item in page]
+                    if self.place.scheme == "az":
+                        unordered += found  # so it cannot go on from where a list broke off
+                        continue
+                    for info in found:
+                        yield info
+                        last = info.key
+                yield from unordered
+                return
+            except TransientStoreError:
+                if patience.is_over():
+                    raise
+            patience.pause()
+
+    def _pages(self, folder: str, after: str | None) -> Iterator[Any]:
+        """Pages of a list. obstore repeats what got no reply, not what broke off in a reply."""
         with self._request("list", folder):
-            pages = self._obs.list(self.clients().plain, folder or None, chunk_size=_PAGE)
+            store = self.clients().plain
+            pages = self._obs.list(store, folder or None, offset=after, chunk_size=_PAGE)
         while True:
             with self._request("list", folder):
                 page = next(pages, None)
             if page is None:
                 return
-            for item in page:
-                yield ObjectInfo(key=item["path"], nbytes=item["size"])
+            yield page
 
     def names(self, folder: str) -> set[str]:
         """Names directly in a folder ("" is the root); those of folders end with a slash."""
+        patience = _Patience(self.options)
+        while True:
+            try:
+                return self._names(folder)
+            except TransientStoreError:
+                if patience.is_over():
+                    raise
+            patience.pause()
+
+    def _names(self, folder: str) -> set[str]:
         with self._request("list", folder):
             found = self._obs.list_with_delimiter(self.clients().plain, folder or None)
         names = {path.rpartition("/")[2] + "/" for path in found["common_prefixes"]}
@@ -228,6 +259,25 @@ class Api:
             yield
         finally:
             self._slots.release()
+
+
+class _Patience:
+    """How often, and until when, a request is repeated that obstore does not repeat."""
+
+    def __init__(self, options: RemoteOptions) -> None:
+        self._end = time.monotonic() + options.retry_s
+        self._left = options.max_retries
+        self._longest_s = _FIRST_PAUSE_S
+
+    def is_over(self) -> bool:
+        """Whether it is not to be repeated any more."""
+        return not self._left or time.monotonic() + self._longest_s > self._end
+
+    def pause(self) -> None:
+        """Wait before the next time, each time longer."""
+        time.sleep(_JITTER.uniform(0, self._longest_s))
+        self._left -= 1
+        self._longest_s = min(2 * self._longest_s, _LONGEST_PAUSE_S)
 
 
 def _pace(options: RemoteOptions, mb_s: float | None) -> Pace:
