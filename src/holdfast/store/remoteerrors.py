@@ -103,7 +103,8 @@ class Failure:
     @property
     def is_past_the_end(self) -> bool:
         """The range that was asked for begins after the end of the object."""
-        return self.status == 416
+        # The second is obstore's own, where a service answers such a range with status 206.
+        return self.status == 416 or "Wanted range starting at" in self.reason
 
 
 def read_failure(error: Exception) -> Failure:

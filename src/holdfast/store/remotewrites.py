@@ -32,6 +32,7 @@ COPY_NBYTES = 8 * 1024 * 1024
 """Copies are made and counted in pieces of at most this length."""
 _MAX_PARTS = 10_000
 _LOOK_S = 1.0
+_ABORT_S = 10.0
 
 
 class Uploads:
@@ -287,7 +288,7 @@ class MultipartPut(_Writer):
         self._state = _State.FINISHED
 
     def abort(self) -> None:
-        """See `BlockWriter.abort`. The upload is aborted in the background."""
+        """See `BlockWriter.abort`. Waits a while for the upload to be aborted."""
         with self._uploads.changed:
             if self._state is not _State.WRITING:
                 return
@@ -298,8 +299,11 @@ class MultipartPut(_Writer):
             return
         self._uploads.call(self._arrived.set)
         self._uploads.call(self._given_up.set)
-        if self._upload.done() and self._upload.exception() is None:
-            self._uploads.api.delete_quietly(self._key)
+        try:
+            self._upload.result(timeout=_ABORT_S)
+        except Exception:  # noqa: BLE001 - it ended without an object, or will, or gc ends it
+            return
+        self._uploads.api.delete_quietly(self._key)
 
     def _take(self, start: int, piece: memoryview) -> None:
         """Copy a piece, and hand it on when everything before it has come."""
