@@ -9,7 +9,7 @@ from holdfast.manager import CheckpointManager
 from holdfast.store import open_store
 from holdfast.store.base import Store
 from runs import new_run
-from servers.client import keys, uploads
+from servers.client import broken_uploads, keys
 from servers.faults import FaultProxy
 from servers.fixtures import on, use
 from servers.program import Service
@@ -23,7 +23,7 @@ def check_refused(service: Service, root: str, store: Store) -> str:
         manager.save(0)
     prefix = root.removeprefix(service.root(""))
     assert keys(service, prefix) == []
-    assert uploads(service, prefix) == []
+    assert broken_uploads(service, root) == []
     assert root in str(raised.value)
     return str(raised.value)
 
