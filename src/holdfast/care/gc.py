@@ -22,7 +22,7 @@ from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Manifest
 from holdfast.format.records import decode_answer
-from holdfast.store.base import AbortsUploads, Folders, Store
+from holdfast.store.base import AbortsUploads, Folders, Store, abort_uploads
 
 Outcome = Literal["remove", "mark", "keep"]
 
@@ -54,10 +54,13 @@ def collect(
     """
     report = GcReport()
     judge = _Judge(store, frozenset(dead_epochs), emit or Emitter())
-    for name in _attempts(store, report):
+    broken_off = _broken_off(store, report)
+    for name in dict.fromkeys((*Catalog(store).attempts(), *broken_off)):
         folder = str(name)
         try:
             _visit(store, name, judge, report, dry_run=dry_run)
+            if name in broken_off and not dry_run and _is_committed(store, folder):
+                abort_uploads(store, folder)  # all of its files are there
         except (StoreError, FormatError) as error:
             report.failed.append((folder, str(error)))
     try:
@@ -72,17 +75,16 @@ def collect(
     return report
 
 
-def _attempts(store: Store, report: GcReport) -> tuple[AttemptName, ...]:
-    """The attempts, also those of which there is nothing yet but uploads that broke off."""
-    found = dict.fromkeys(Catalog(store).attempts())
-    if isinstance(store, AbortsUploads):
-        try:
-            folders = {key.partition("/")[0] for key in store.uploads()}
-        except StoreError as error:
-            report.failed.append(("uploads", f"what broke off cannot be found: {error}"))
-            folders = set()
-        found |= dict.fromkeys(filter(None, map(layout.parse_attempt, sorted(folders))))
-    return tuple(found)
+def _broken_off(store: Store, report: GcReport) -> tuple[AttemptName, ...]:
+    """The attempts with uploads, which may be all that there is of them."""
+    if not isinstance(store, AbortsUploads):
+        return ()
+    try:
+        folders = {key.partition("/")[0] for key in store.uploads()}
+    except StoreError as error:
+        report.failed.append(("uploads", f"what broke off cannot be found: {error}"))
+        return ()
+    return tuple(filter(None, map(layout.parse_attempt, sorted(folders))))
 
 
 class _Judge:

@@ -10,9 +10,9 @@ import os
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.errors import (
     CorruptData,
@@ -27,6 +27,8 @@ from holdfast.store.base import ObjectInfo
 from holdfast.store.remoteerrors import as_store_error, read_failure
 from holdfast.store.remoteopen import Clients, Place, RemoteOptions, needed, open_clients
 from holdfast.store.throttle import Pace
+
+T = TypeVar("T")
 
 _PAGE = 1000
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 15.0
@@ -89,7 +91,7 @@ class Api:
             AlreadyExists: the key is taken, perhaps by an earlier put of ours with a lost reply.
             OutcomeUnknown: the request may have had its effect.
         """
-        patience = _Patience(self.options)
+        patience = Patience(self.options)
         store = self.clients().once
         while True:
             try:
@@ -157,7 +159,7 @@ class Api:
 
     def list(self, folder: str) -> Iterator[ObjectInfo]:
         """The objects in a folder ("" is the root) and below, as the service orders them."""
-        patience = _Patience(self.options)
+        patience = Patience(self.options)
         last: str | None = None
         while True:
             unordered: list[ObjectInfo] = []
@@ -191,14 +193,7 @@ class Api:
 
     def names(self, folder: str) -> set[str]:
         """Names directly in a folder ("" is the root); those of folders end with a slash."""
-        patience = _Patience(self.options)
-        while True:
-            try:
-                return self._names(folder)
-            except TransientStoreError:
-                if patience.is_over():
-                    raise
-            patience.pause()
+        return self._repeated(lambda: self._names(folder))
 
     def _names(self, folder: str) -> set[str]:
         with self._request("list", folder):
@@ -211,12 +206,15 @@ class Api:
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; those that are missing are fine."""
         try:
-            with self._request("delete", keys[0]):
-                self._obs.delete(self.clients().plain, [*keys] if len(keys) > 1 else keys[0])
+            self._repeated(lambda: self._delete(keys))
         except NotFound:
             # One of them was gone already, and what became of the others is not told.
             for key in keys if len(keys) > 1 else ():
                 self.delete([key])
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        with self._request("delete", keys[0]):
+            self._obs.delete(self.clients().plain, [*keys] if len(keys) > 1 else keys[0])
 
     def delete_quietly(self, key: str) -> None:
         """Delete an object; a failure leaves junk."""
@@ -230,9 +228,25 @@ class Api:
         except NotFound:
             return False
 
+    def patience(self) -> Patience:
+        """For requests that are repeated here."""
+        return Patience(self.options)
+
     def refused(self, key: str, error: Exception) -> HoldfastError:
         """Our error for one of obstore's, of an upload."""
         return self._refused("create", key, error)
+
+    def _repeated(self, action: Callable[[], T]) -> T:
+        """Do what may be done again, until it works: obstore repeats what got no reply, and not
+        what broke off in one."""
+        patience = self.patience()
+        while True:
+            try:
+                return action()
+            except TransientStoreError:
+                if patience.is_over():
+                    raise
+            patience.pause()
 
     @contextmanager
     def _request(self, operation: str, key: str) -> Iterator[None]:
@@ -261,7 +275,7 @@ class Api:
             self._slots.release()
 
 
-class _Patience:
+class Patience:
     """How often, and until when, a request is repeated that obstore does not repeat."""
 
     def __init__(self, options: RemoteOptions) -> None:
@@ -273,11 +287,16 @@ class _Patience:
         """Whether it is not to be repeated any more."""
         return not self._left or time.monotonic() + self._longest_s > self._end
 
-    def pause(self) -> None:
-        """Wait before the next time, each time longer."""
-        time.sleep(_JITTER.uniform(0, self._longest_s))
+    def next_pause_s(self) -> float:
+        """Seconds to wait before the next time, each time more."""
+        pause_s = _JITTER.uniform(0, self._longest_s)
         self._left -= 1
         self._longest_s = min(2 * self._longest_s, _LONGEST_PAUSE_S)
+        return pause_s
+
+    def pause(self) -> None:
+        """Wait before the next time."""
+        time.sleep(self.next_pause_s())
 
 
 def _pace(options: RemoteOptions, mb_s: float | None) -> Pace:

@@ -25,6 +25,7 @@ _CODE = re.compile(r"<Code>\s*([A-Za-z0-9]+)\s*</Code>")
 _MESSAGE = re.compile(r"<Message>(.*?)</Message>", re.DOTALL)
 _NETWORK = re.compile(r"HttpError \{\s*kind: (\w+)")
 _MAX_REASON = 400
+_MAX_READ = 4096
 
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "InvalidBucketName", "ContainerBeingDeleted"}
 _NO_SPACE = {
@@ -123,16 +124,22 @@ def read_failure(error: Exception) -> Failure:
     )
 
 
-def read_boto_failure(error: Exception) -> Failure:
-    """What an error of boto3 says."""
-    response = getattr(error, "response", {})
-    told = response.get("Error", {})
-    code = str(told.get("Code", ""))
+def read_failure_of_python(error: Exception) -> Failure:
+    """What an error of boto3 or of requests says."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        told = response.get("Error", {})
+        status, code = response.get("ResponseMetadata", {}).get("HTTPStatusCode"), told.get("Code")
+    elif response is not None:
+        found = _CODE.search(response.text[:_MAX_READ])
+        status, code = response.status_code, found[1] if found else ""
+    else:
+        status, code = None, ""
     return Failure(
         error=error,
-        status=response.get("ResponseMetadata", {}).get("HTTPStatusCode"),
-        code="" if code.isdigit() else code,
-        network="" if response else type(error).__name__,
+        status=status,
+        code="" if str(code).isdigit() else str(code),
+        network="" if response is not None else type(error).__name__,
         reason=" ".join(str(error).split())[:_MAX_REASON],
     )
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from holdfast.errors import AccessDenied, InvalidKey, UsageError
 from holdfast.store.base import check_key
@@ -28,13 +28,11 @@ _MAX_PREFIX = 120
 """With the longest key that makes 1,021 of the 1,024 bytes that clouds allow."""
 _CREDENTIALS_TTL = timedelta(minutes=5)
 """boto renews credentials ten minutes before they end, so none is used after its end."""
-_GCS_NATIVE = (
-    "GOOGLE_SERVICE_ACCOUNT",
-    "GOOGLE_SERVICE_ACCOUNT_PATH",
-    "GOOGLE_SERVICE_ACCOUNT_KEY",
-    "GOOGLE_BEARER_TOKEN",
-    "GOOGLE_SKIP_SIGNATURE",
-)
+_GCS = "https://storage.googleapis.com"
+_GCS_SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
+_GCS_KEY_FILES = ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH")
+_MAX_KEY_FILE = 1 << 20
+_GCS_NATIVE = ("GOOGLE_BEARER_TOKEN", "GOOGLE_SKIP_SIGNATURE")
 _AZURE_NATIVE = (
     "AZURE_STORAGE_ACCOUNT_KEY",
     "AZURE_STORAGE_ACCESS_KEY",
@@ -131,6 +129,17 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GcsUploads:
+    """Where Google Cloud Storage is asked for uploads that nobody completed."""
+
+    session: Any
+    """Of requests, with credentials."""
+    bucket_url: str
+    timeout_s: tuple[float, float]
+    """To connect, and to read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Clients:
     """The clients of one place, in one process."""
 
@@ -138,10 +147,12 @@ class Clients:
     """Repeats what failed, as often as the options say."""
     once: Any
     """Repeats nothing: for puts of which exactly one may win."""
-    s3: Any | None
-    """boto3's client, for S3 only."""
     who: str
     """Whose credentials these are, for messages."""
+    s3: Any | None = None
+    """boto3's client, for S3 only."""
+    gcs: GcsUploads | None = None
+    """For Google Cloud Storage only."""
 
 
 def parse_place(url: str, endpoint: str | None) -> Place:
@@ -231,7 +242,7 @@ def _open_s3(place: Place, options: RemoteOptions) -> Clients:
     if options.checksums:
         settings["checksum_algorithm"] = "SHA256"
     make = needed("obstore.store", "s3").S3Store
-    return _pair(make, place, options, settings, endpoint, client, f"AWS ({found.method})")
+    return _pair(make, place, options, settings, endpoint, f"AWS ({found.method})", s3=client)
 
 
 def _region(name: str | None) -> str:
@@ -255,33 +266,50 @@ def _boto_provider(found: Any) -> Callable[[], dict[str, Any]]:
 
 
 def _open_gcs(place: Place, options: RemoteOptions) -> Clients:
-    endpoint = place.endpoint or os.environ.get("GOOGLE_BASE_URL") or _gcs_base_url()
-    settings: dict[str, Any] = {"base_url": endpoint} if place.endpoint else {}
-    who = _set(_GCS_NATIVE)
+    key = _service_account()
+    endpoint = place.endpoint or os.environ.get("GOOGLE_BASE_URL") or key.get("gcs_base_url")
+    settings: dict[str, Any] = {"base_url": place.endpoint} if place.endpoint else {}
+    who = "GOOGLE_SERVICE_ACCOUNT_KEY" if key.get("disable_oauth") else _set(_GCS_NATIVE)
+    found = None
     if not who:
-        auth = needed("google.auth", "gs")
-        try:
-            found, _ = auth.default(
-                scopes=["https://www.googleapis.com/auth/devstorage.read_write"]
-            )
-        except auth.exceptions.GoogleAuthError as error:
-            raise AccessDenied(
-                f"{place.url}: no Google credentials were found ({error}): run `gcloud auth "
-                "application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS"
-            ) from error
+        found = _google_credentials(place, key)
         settings["credential_provider"] = _google_provider(found)
         who = f"Google ({getattr(found, 'service_account_email', '') or type(found).__name__})"
     make = needed("obstore.store", "gs").GCSStore
-    return _pair(make, place, options, settings, endpoint or "https:", None, who)
+    gcs = GcsUploads(
+        session=_google_session(found, options),
+        bucket_url=f"{endpoint or _GCS}/{place.bucket}",
+        timeout_s=(options.connect_timeout_s, options.timeout_s),
+    )
+    return _pair(make, place, options, settings, endpoint or _GCS, who, gcs=gcs)
 
 
-def _gcs_base_url() -> str | None:
-    """The address in the key of a service account, where emulators put theirs."""
+def _service_account() -> dict[str, Any]:
+    """The key of a service account, where variables name one; emulators put their address there."""
+    path = _set(_GCS_KEY_FILES)
     try:
-        key = json.loads(os.environ.get("GOOGLE_SERVICE_ACCOUNT_KEY", "{}"))
-    except ValueError:
-        return None
-    return cast("str | None", key.get("gcs_base_url")) if isinstance(key, dict) else None
+        text = os.environ.get("GOOGLE_SERVICE_ACCOUNT_KEY") or "{}"
+        if path:
+            with open(os.environ[path], encoding="utf-8") as file:
+                text = file.read(_MAX_KEY_FILE)
+        key = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise AccessDenied(f"the key of the Google service account: {error}") from error
+    return key if isinstance(key, dict) else {}
+
+
+def _google_credentials(place: Place, key: dict[str, Any]) -> Any:
+    auth = needed("google.auth", "gs")
+    service_account = needed("google.oauth2.service_account", "gs")
+    try:
+        if key:
+            return service_account.Credentials.from_service_account_info(key, scopes=_GCS_SCOPES)
+        return auth.default(scopes=_GCS_SCOPES)[0]
+    except (auth.exceptions.GoogleAuthError, ValueError) as error:
+        raise AccessDenied(
+            f"{place.url}: no Google credentials were found ({error}): run `gcloud auth "
+            "application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS"
+        ) from error
 
 
 def _google_provider(found: Any) -> Callable[[], dict[str, Any]]:
@@ -295,6 +323,26 @@ def _google_provider(found: Any) -> Callable[[], dict[str, Any]]:
         return {"token": found.token, "expires_at": expiry}
 
     return provide
+
+
+def _google_session(found: Any | None, options: RemoteOptions) -> Any:
+    """For what obstore cannot ask; repeats what failed."""
+    requests = needed("requests", "gs")
+    if found is not None:
+        session = needed("google.auth.transport.requests", "gs").AuthorizedSession(found)
+    else:
+        session = requests.Session()
+        token = os.environ.get("GOOGLE_BEARER_TOKEN")
+        if token:
+            session.headers["Authorization"] = f"Bearer {token}"
+    retry = needed("urllib3.util.retry", "gs").Retry(
+        total=min(options.max_retries, 10),
+        backoff_factor=0.2,
+        status_forcelist=(429, 500, 502, 503, 504),
+    )
+    for scheme in ("https://", "http://"):
+        session.mount(scheme, requests.adapters.HTTPAdapter(max_retries=retry))
+    return session
 
 
 # Azure -------------------------------------------------------------------------------------------
@@ -316,7 +364,7 @@ def _open_azure(place: Place, options: RemoteOptions) -> Clients:
         settings["credential_provider"] = _azure_provider(identity.DefaultAzureCredential())
         who = "Azure (DefaultAzureCredential)"
     make = needed("obstore.store", "az").AzureStore
-    return _pair(make, place, options, settings, endpoint or "https:", None, who)
+    return _pair(make, place, options, settings, endpoint or "https:", who)
 
 
 def _azure_provider(found: Any) -> Callable[[], dict[str, Any]]:
@@ -342,8 +390,8 @@ def _pair(
     options: RemoteOptions,
     settings: dict[str, Any],
     endpoint: str,
-    s3: Any | None,
     who: str,
+    **more: Any,
 ) -> Clients:
     client_options = {
         # Bytes in the clear only where the address asks for that.
@@ -373,4 +421,4 @@ def _pair(
         except Exception as error:
             raise UsageError(f"{place.url}: {str(error).partition('Debug source')[0]}") from error
 
-    return Clients(plain=made(options.max_retries), once=made(0), s3=s3, who=who)
+    return Clients(plain=made(options.max_retries), once=made(0), who=who, **more)

@@ -339,7 +339,19 @@ class MultipartPut(_Writer):
         raise StoreError(f"write {self._key}: the object is complete already")
 
     async def _send(self) -> None:
-        await self._uploads.api.stream(self._key, self, self._part_nbytes)
+        patience = self._uploads.api.patience()
+        while True:
+            try:
+                return await self._uploads.api.stream(self._key, self, self._part_nbytes)
+            except _GivenUp:
+                raise
+            except Exception as error:
+                # obstore does not try again to begin an upload; no byte has gone yet.
+                refused = self._uploads.api.refused(self._key, error)
+                is_transient = isinstance(refused, TransientStoreError)
+                if self._position or not is_transient or patience.is_over():
+                    raise
+            await asyncio.sleep(patience.next_pause_s())
 
     def __aiter__(self) -> MultipartPut:
         return self
