@@ -15,7 +15,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-long check bench bench-compare docs clean
+.PHONY: help demo test test-long test-stores check bench bench-compare docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*  ## ' Makefile | sed -E 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 22
@@ -31,6 +31,9 @@ test: $(WITH)-test  ## Run the tests and the doctests
 
 test-long: $(WITH)-test  ## Run the long tier: more kills, more flips, more schedules
 	$(PYTEST) -n $(JOBS) --dist worksteal -m long $(ARGS)
+
+test-stores: $(WITH)-test  ## Run the tests that need Ceph, Swift or many commits on real object stores
+	$(PYTEST) -n $(JOBS) --dist worksteal -m stores $(ARGS)
 
 check: $(WITH)-test $(WITH)-check  ## Format, lint, types, layers, doctests
 	$(BIN)/ruff format --check .
@@ -49,7 +52,7 @@ docs: $(WITH)-docs  ## Build the documents into build/docs
 	@echo 'build/docs/index.html'
 
 clean:  ## Remove the environment and everything that was built
-	rm -rf $(VENV) build dist demo-output bench-output .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .servers build dist demo-output bench-output .mypy_cache .ruff_cache .pytest_cache
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

@@ -12,6 +12,8 @@ import torch
 
 from runs import Recorder
 
+pytest_plugins = ["servers.fixtures"]
+
 
 @pytest.fixture(autouse=True)
 def _same_numerics() -> None:

@@ -6,7 +6,8 @@ The moment of the kill is swept evenly over the life of a child, that is over re
 saves and their retention; every tenth trial kills the recovering child, too. The parent stays
 single-threaded: whatever uses threads, also the checks, runs in a forked child.
 
-Prints one JSON line; exit status 1 when a promise was broken.
+ROOT is a folder, or the URL of a place in an object store, whose credentials are in the
+environment. Prints one JSON line; exit status 1 when a promise was broken.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from holdfast.engine.catalog import Catalog
 from holdfast.format import layout
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import Last
-from holdfast.store.local import LocalStore
+from holdfast.store import open_store
+from holdfast.store.base import Store
 
 NUM_TENSORS = 8
 SAVES_A_CHILD = 2
@@ -54,7 +56,7 @@ def step_of(state: dict[str, Any]) -> int:
     return int(step)
 
 
-def work(root: Path, num_elements: int, told: int) -> None:
+def work(root: str | Path, num_elements: int, told: int) -> None:
     """A child's life: resume, then save twice; tells each acknowledged step."""
     state = new_state(num_elements)
     with CheckpointManager(root, state, keep=Last(2), sinks=()) as manager:
@@ -67,9 +69,9 @@ def work(root: Path, num_elements: int, told: int) -> None:
             os.write(told, f"{manager.save(step).wait().step}\n".encode())
 
 
-def look(root: Path, num_elements: int, acknowledged: int) -> None:
+def look(root: str | Path, num_elements: int, acknowledged: int) -> None:
     """Every committed checkpoint is whole, and nothing acknowledged is gone."""
-    store = LocalStore(root)
+    store = open_store(root)
     entries, damaged = Catalog(store).survey()
     if damaged:
         raise AssertionError(f"damaged: {damaged}")
@@ -88,7 +90,7 @@ def look(root: Path, num_elements: int, acknowledged: int) -> None:
 
 def clean_up(root: Path) -> None:
     """After gc nothing is left but what is committed."""
-    store = LocalStore(root)
+    store = open_store(root)
     collect(store)
     committed = {entry.folder: entry.manifest for entry in Catalog(store).checkpoints()}
     if not 1 <= len(committed) <= 3:
@@ -102,6 +104,36 @@ def clean_up(root: Path) -> None:
     junk |= {name for name in os.listdir(root / layout.WRITERS) if name.startswith(".")}
     if junk:
         raise AssertionError(f"junk: {sorted(junk)}")
+
+
+def clean_up_objects(url: str) -> None:
+    """The same in an object store, where gc is told that the killed processes are dead.
+
+    By itself it leaves their abort markers: a put that they sent might still arrive.
+    """
+    store = open_store(url)
+    collect(store)
+    marked = {str(name) for name in Catalog(store).attempts()}
+    committed = {entry.folder: entry.manifest for entry in Catalog(store).checkpoints()}
+    files = {
+        f"{folder}/{file}"
+        for folder, manifest in committed.items()
+        for file in (*manifest.files, layout.MANIFEST)
+    }
+    files |= {f"{folder}/{layout.MANIFEST}" for folder in marked}
+    _check_objects(store, files)
+    collect(store, dead_epochs=range(1, Catalog(store).highest_epoch() + 1))
+    _check_objects(store, {key for key in files if key.partition("/")[0] in committed})
+    if not 1 <= len(committed) <= 3:
+        raise AssertionError(f"{len(committed)} checkpoints")
+
+
+def _check_objects(store: Store, expected: set[str]) -> None:
+    found = {info.key for info in store.list()}
+    junk = {key for key in found - expected if not key.startswith(f"{layout.WRITERS}/")}
+    junk -= {layout.LATEST}
+    if junk or not expected <= found:
+        raise AssertionError(f"junk: {sorted(junk)}, missing: {sorted(expected - found)}")
 
 
 def forked(job: Callable[[], None]) -> int:
@@ -127,7 +159,7 @@ def succeeds(job: Callable[[], None]) -> bool:
 class Storm:
     """The parent: what was acknowledged, and what went wrong."""
 
-    def __init__(self, root: Path, num_elements: int, rng: random.Random) -> None:
+    def __init__(self, root: str, num_elements: int, rng: random.Random) -> None:
         self.root = root
         self.num_elements = num_elements
         self.rng = rng
@@ -171,8 +203,14 @@ class Storm:
             self.check()
         self.trial(None)
         self.check()
-        if not succeeds(lambda: clean_up(self.root)):
+        if not succeeds(self.clean_up):
             self.bad += 1
+
+    def clean_up(self) -> None:
+        if "://" in self.root:
+            clean_up_objects(self.root)
+        else:
+            clean_up(Path(self.root))
 
 
 def manifest_first() -> None:
@@ -202,7 +240,7 @@ MUTANTS = {"manifest_first": manifest_first, "forgets_the_newest": forgets_the_n
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("root", type=Path)
+    parser.add_argument("root")
     parser.add_argument("--trials", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--size", type=int, default=65536, help="elements of each tensor")

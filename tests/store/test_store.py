@@ -9,6 +9,7 @@ from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
+from holdfast.store.remote import RemoteStore
 
 
 @pytest.mark.parametrize("as_path", [True, False])
@@ -41,9 +42,10 @@ def test_a_store_is_returned_as_it_is():
 
 
 @pytest.mark.parametrize("where", ["s3://bucket/run", "gs://bucket", "az://container/run"])
-def test_remote_stores_are_announced(where):
-    with pytest.raises(UsageError, match="later version"):
-        open_store(where)
+def test_urls_of_clouds_are_remote_stores(where):
+    store = open_store(where)
+    assert isinstance(store, RemoteStore)
+    assert store.url == where
 
 
 @pytest.mark.parametrize("where", ["ftp://host/run", "memory://", "://x", "", "a\0b", None, 3])

@@ -22,7 +22,7 @@ from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Manifest
 from holdfast.format.records import decode_answer
-from holdfast.store.base import Folders, Store
+from holdfast.store.base import AbortsUploads, Folders, Store, abort_uploads
 
 Outcome = Literal["remove", "mark", "keep"]
 
@@ -54,10 +54,13 @@ def collect(
     """
     report = GcReport()
     judge = _Judge(store, frozenset(dead_epochs), emit or Emitter())
-    for name in Catalog(store).attempts():
+    broken_off = _broken_off(store, report)
+    for name in dict.fromkeys((*Catalog(store).attempts(), *broken_off)):
         folder = str(name)
         try:
             _visit(store, name, judge, report, dry_run=dry_run)
+            if name in broken_off and not dry_run and _is_committed(store, folder):
+                abort_uploads(store, folder)  # all of its files are there
         except (StoreError, FormatError) as error:
             report.failed.append((folder, str(error)))
     try:
@@ -70,6 +73,18 @@ def collect(
         report.failed.append((layout.READERS, str(error)))
     _sweep(store, judge, report, own_epoch=own_epoch, dry_run=dry_run)
     return report
+
+
+def _broken_off(store: Store, report: GcReport) -> tuple[AttemptName, ...]:
+    """The attempts with uploads, which may be all that there is of them."""
+    if not isinstance(store, AbortsUploads):
+        return ()
+    try:
+        folders = {key.partition("/")[0] for key in store.uploads()}
+    except StoreError as error:
+        report.failed.append(("uploads", f"what broke off cannot be found: {error}"))
+        return ()
+    return tuple(filter(None, map(layout.parse_attempt, sorted(folders))))
 
 
 class _Judge:

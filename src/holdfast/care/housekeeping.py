@@ -70,7 +70,9 @@ class Housekeeper:
     def _retain(self) -> None:
         claim = self._owner.claim
         if claim is not None:
-            self._deleter.carry_out(claim, has_committed=self._owner.has_committed)
+            self._deleter.carry_out(
+                claim, has_committed=self._owner.has_committed, unclear=self._owner.unclear
+            )
 
     def _collect(self) -> None:
         claim = self._owner.claim

@@ -7,16 +7,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 
-from holdfast.errors import AlreadyExists, FormatError, PreflightFailed, StoreError
+from holdfast.engine.workers import Workers, gather
+from holdfast.errors import (
+    AlreadyExists,
+    CorruptData,
+    DeadlineExceeded,
+    FormatError,
+    OutcomeUnknown,
+    PreflightFailed,
+    StoreError,
+)
 from holdfast.format import layout
-from holdfast.store.base import Probes, Store, TellsSpace, WritesBlocks, make_folder
+from holdfast.store.base import Folders, Probes, Store, TellsSpace, WritesBlocks, make_folder
 
 _FIRST, _SECOND = b"first", b"second"
 _PIECE = b"holdfast" * 512
 # A file takes whole blocks of the file system, and a save has small records beside its files.
 _ROUNDING_NBYTES = 4096
 _RECORDS_PER_SAVE = 4
+_RACERS, _RACES = 8, 6
+"""Where puts are not atomic, more than one of eight wins in three races out of four."""
+_RACE_TIMEOUT_S = 120.0
 
 
 def preflight(
@@ -92,7 +105,10 @@ def _refusals(store: Store) -> Iterator[str]:
         yield f"making a folder: {error}"
         return
     try:
-        yield from _register_refusals(store, f"{folder}/register")
+        refusals = [*_register_refusals(store, f"{folder}/register")]
+        if not refusals and not isinstance(store, Folders):
+            refusals += _race_refusals(store, folder)
+        yield from refusals
         yield from _file_refusals(store, f"{folder}/file")
     finally:
         left = _removal_refusal(store, folder)
@@ -136,6 +152,38 @@ def _read_refusals(store: Store, key: str, expected: bytes) -> Iterator[str]:
         yield f"reading back: other bytes than were put: {store.url}"
 
 
+def _race_refusals(store: Store, folder: str) -> Iterator[str]:
+    """Some services look whether a key is free, and then write: of several puts at once more than
+    one is told that it won."""
+    workers = Workers(_RACERS, "holdfast-preflight")
+    try:
+        for number in range(_RACES):
+            key = f"{folder}/race-{number}"
+            jobs = [workers.submit(partial(_wins, store, key, racer)) for racer in range(_RACERS)]
+            won = sum(gather(jobs, timeout_s=_RACE_TIMEOUT_S, what="preflight: puts at once"))
+            if won != 1:
+                yield (
+                    f"{store.url}: {won} of {_RACERS} puts of one key at once, each only if it is "
+                    "absent, were told that they won: two writers would destroy each other's "
+                    "checkpoints here"
+                )
+                return
+    except (StoreError, FormatError, DeadlineExceeded) as error:
+        yield f"putting one object from several threads: {error}"
+    finally:
+        workers.close()
+
+
+def _wins(store: Store, key: str, racer: int) -> bool:
+    ours = b"%d" % racer
+    try:
+        store.put(key, ours, if_absent=True)
+    except (AlreadyExists, OutcomeUnknown):
+        # A lost reply may be the winner's.
+        return store.get(key) == ours
+    return True
+
+
 def _file_refusals(store: Store, key: str) -> Iterator[str]:
     """A large file is written in pieces, in any order."""
     if not isinstance(store, WritesBlocks):
@@ -153,7 +201,23 @@ def _file_refusals(store: Store, key: str) -> Iterator[str]:
         writer.abort()
         yield f"writing a file: {error}"
         return
-    yield from _read_refusals(store, key, _PIECE + _PIECE)
+    refusals = [*_read_refusals(store, key, _PIECE + _PIECE)]
+    yield from refusals or _range_refusals(store, key, _PIECE + _PIECE)
+
+
+def _range_refusals(store: Store, key: str, expected: bytes) -> Iterator[str]:
+    """A load reads blocks of a file, exactly."""
+    middle = len(expected) // 2 - 3
+    try:
+        if store.get(key, middle, 100) != expected[middle : middle + 100]:
+            yield f"reading a part of a file: other bytes came than were asked for: {store.url}"
+        store.get(key, len(expected) - 1, 2)
+    except CorruptData:
+        return
+    except StoreError as error:
+        yield f"reading a part of a file: {error}"
+    else:
+        yield f"reading past the end of a file: was not refused: {store.url}"
 
 
 def _removal_refusal(store: Store, folder: str) -> str:

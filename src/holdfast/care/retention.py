@@ -5,7 +5,7 @@ First whole checkpoints go, then components of some that stay. A dry run looks a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.engine.catalog import Catalog, Entry
@@ -118,6 +118,7 @@ class Deleter:
         self._postponed = postponed
         self._readers = readers if readers is not None else Readers(store)
         self._told: set[str] = set()
+        self._unclear: frozenset[str] = frozenset()
         self._verified: set[str] = set()
         self._known: dict[str, Manifest] = {}
         """By folder: manifests, which do not change until somebody begins to delete them."""
@@ -128,15 +129,19 @@ class Deleter:
         """Every byte of this one was read and found right."""
         self._verified.add(entry.manifest.save_id)
 
-    def carry_out(self, claim: Claim, *, has_committed: bool) -> tuple[Planned, ...]:
+    def carry_out(
+        self, claim: Claim, *, has_committed: bool, unclear: Collection[str] = ()
+    ) -> tuple[Planned, ...]:
         """Do what the rule says now, and return it; `plan` says the same beforehand.
 
         A deletion that fails is told and tried again next time. Until this claim has committed
-        (`has_committed`), what it went on from is kept whole.
+        (`has_committed`), what it went on from is kept whole. The registers of `unclear` folders
+        stay.
 
         Raises:
             Superseded: a later writer owns the run; it decides from now on.
         """
+        self._unclear = frozenset(unclear)
         point = claim.resumed_from
         keep = point.order if point is not None and not has_committed else None
         catalog = Catalog(self._store)
@@ -245,7 +250,9 @@ class Deleter:
             entry.folder,
             epoch=claim.epoch,
             reason=reason,
-            may_remove_whole=lambda epoch: may_remove_whole(self._store, claim, epoch),
+            may_remove_whole=lambda epoch: (
+                entry.folder not in self._unclear and may_remove_whole(self._store, claim, epoch)
+            ),
             is_read=lambda: self._is_read(entry),
         )
         if gone:
@@ -283,6 +290,6 @@ def _is_base(base: Planned, item: Planned) -> bool:
 def may_remove_whole(store: Store, claim: Claim, epoch: int) -> bool:
     """Whether the marker of a deleted checkpoint of `epoch` may go with its folder.
 
-    Of our own epoch: its manifest is there, so its put has arrived, and clients do not retry.
+    Of our own epoch: its manifest is there, so its put has arrived, and it was put only once.
     """
     return epoch == claim.epoch or nothing_in_flight(store, epoch)

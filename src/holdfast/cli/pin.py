@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.cli.output import Answer
-from holdfast.cli.target import is_checkpoint_folder, open_target, read_entry, split_target
+from holdfast.cli.target import open_target, read_entry, split_target
 from holdfast.engine.catalog import Entry
+from holdfast.engine.locate import split_folder
 from holdfast.engine.notes import annotate
 from holdfast.errors import UsageError
 from holdfast.store.base import Store
@@ -38,7 +39,7 @@ def tag(target: str, tags: Sequence[str]) -> Answer:
 
 def _named(target: str) -> tuple[Store, Entry]:
     root, which = split_target(target)
-    if which is None and not is_checkpoint_folder(root):
+    if which is None and not split_folder(root)[1]:
         raise UsageError(f"{target!r}: name one checkpoint, as ROOT@WHICH")
     store, folder = open_target(target)
     return store, read_entry(store, folder)

@@ -23,7 +23,7 @@ from holdfast.errors import FormatError, StoreError, UsageError
 from holdfast.policy.clock import Unit, parse
 from holdfast.store import open_store
 from holdfast.store.base import Store
-from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
 
 
 def run_command(
@@ -78,8 +78,8 @@ def _open(root: str) -> Store:
     if which is not None:
         raise UsageError(f"--root {root!r}: must be a whole root, without @{which}")
     store = open_store(name)
-    if not isinstance(store, LocalStore):
-        raise UsageError(f"--root {root!r}: another process cannot see it; use a folder")
+    if isinstance(store, MemoryStore):
+        raise UsageError(f"--root {root!r}: another process cannot see it; use a folder or a URL")
     return store
 
 

@@ -6,7 +6,7 @@ import os
 import stat
 
 from holdfast.engine.catalog import Catalog, Entry, is_root, standalone
-from holdfast.engine.locate import split_source
+from holdfast.engine.locate import split_folder, split_source
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.format import layout
 from holdfast.store import open_store
@@ -41,7 +41,7 @@ def open_root(text: str) -> Store:
         _expect_folder(store.url)
     if is_root(store):
         return store
-    if is_checkpoint_folder(root):
+    if split_folder(root)[1]:
         raise UsageError(f"{text!r} is one checkpoint; this command takes the root it is in")
     if not store.children():
         raise NoCheckpoint(f"{store.url}: empty; nothing was ever saved here")
@@ -58,8 +58,8 @@ def open_target(text: str) -> tuple[Store, str]:
         FormatError: what answers is damaged.
     """
     root, which = split_target(text)
-    if which is None and is_checkpoint_folder(root):
-        parent, folder = os.path.split(os.path.abspath(root))
+    parent, folder = split_folder(root) if which is None else ("", "")
+    if folder:
         return open_store(parent), folder
     store = open_root(root)
     if which is not None and layout.parse_attempt(which) in Catalog(store).attempts():
@@ -81,11 +81,6 @@ def read_entry(store: Store, folder: str) -> Entry:
     if entry is None:
         raise NoCheckpoint(f"{store.url}/{folder}: not committed, or deleted")
     return entry
-
-
-def is_checkpoint_folder(path: str) -> bool:
-    """Whether a path is the folder of one checkpoint."""
-    return os.path.isfile(os.path.join(path, layout.MANIFEST))
 
 
 def _expect_folder(path: str) -> None:

@@ -6,7 +6,8 @@ from holdfast.care.findings import Report, RootReport
 from holdfast.care.verify import verify_kept, verify_root
 from holdfast.cli.documents import problem_document, report_document
 from holdfast.cli.output import Answer, Code, progress_bar, size
-from holdfast.cli.target import is_checkpoint_folder, open_root, open_target, split_target
+from holdfast.cli.target import open_root, open_target, split_target
+from holdfast.engine.locate import split_folder
 from holdfast.errors import NoCheckpoint
 from holdfast.store.base import Store
 
@@ -18,7 +19,7 @@ def check(target: str) -> Answer:
         NoCheckpoint: there is none.
     """
     root, which = split_target(target)
-    if which is None and not is_checkpoint_folder(root):
+    if which is None and not split_folder(root)[1]:
         store = open_root(root)
         with progress_bar() as progress:
             found = verify_root(store, progress=progress, keeps=True)

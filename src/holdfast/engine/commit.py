@@ -7,6 +7,7 @@ after an unclear outcome the key is read back and the whole save id compared.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -41,16 +42,31 @@ from holdfast.format.records import (
     encode_retired,
     encode_thinned,
 )
-from holdfast.store.base import Folders, Store, make_folder, refresh_folder, sync_folder
+from holdfast.store.base import (
+    Folders,
+    Store,
+    abort_uploads,
+    make_folder,
+    refresh_folder,
+    sync_folder,
+)
+
+_MAX_PUTS = 5
+_PAUSE_S = 0.1
 
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """A save's folder. `put_sent` tells whether a manifest put may be in flight."""
+    """A save's folder. `put_sent` tells whether a manifest put may be in flight.
+
+    `is_unclear` tells that of a committed one: a copy of its put may still arrive, so that its
+    register must stay.
+    """
 
     name: AttemptName
     save_id: str
     put_sent: bool = False
+    is_unclear: bool = False
 
     @property
     def folder(self) -> str:
@@ -83,7 +99,7 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest) -> None:
     check_fence(store, attempt.name.epoch, committed=False)
     attempt.put_sent = True
     try:
-        put_once(store, attempt.manifest_key, data)
+        attempt.is_unclear = put_once(store, attempt.manifest_key, data)
     except (CommitConflict, OutcomeUnknown):
         raise
     except StoreError:
@@ -106,33 +122,46 @@ def abandon(store: Store, attempt: Attempt) -> bool:
     return True
 
 
-def put_once(store: Store, key: str, data: bytes) -> None:
-    """Put if absent, and know the outcome.
+def put_once(store: Store, key: str, data: bytes) -> bool:
+    """Put if absent, and know the outcome. Returns whether a copy may still be in flight.
+
+    Where a put is a request and its outcome is unclear, the key is read back; when nothing is
+    there the same bytes are put again. Whichever arrives first wins, and all others find the key
+    taken, as long as the register is never removed.
 
     Raises:
         CommitConflict: the key holds something else.
         OutcomeUnknown: it cannot be told whether the put took effect, or will.
     """
-    try:
-        store.put(key, data, if_absent=True)
-    except AlreadyExists as error:
-        _expect_ours(store, key, data, error)
-    except OutcomeUnknown as error:
-        if isinstance(store, Folders):
-            # A real folder whose sync failed: the name may be seen now and be gone after a crash.
-            raise
-        _expect_ours(store, key, data, error)
-    except TransientStoreError as error:
-        if isinstance(store, Folders):
-            raise  # a local put that may have taken effect says OutcomeUnknown
-        _expect_ours(store, key, data, error)
+    for number in range(_MAX_PUTS):
+        try:
+            store.put(key, data, if_absent=True)
+        except AlreadyExists as error:
+            _expect_ours(store, key, data, error)
+        except (OutcomeUnknown, TransientStoreError) as error:
+            if isinstance(store, Folders):
+                # A sync that failed: the name may be seen now and be gone after a crash.
+                raise
+            try:
+                _expect_ours(store, key, data, error)
+            except _NotThere as missing:
+                if isinstance(error, TransientStoreError) or number == _MAX_PUTS - 1:
+                    raise OutcomeUnknown(str(missing)) from error
+                time.sleep(_PAUSE_S * 2**number)
+                continue
+        return number > 0
+    raise AssertionError("the last put returns or raises")
+
+
+class _NotThere(OutcomeUnknown):
+    """The key shows nothing of a put that failed."""
 
 
 def _expect_ours(store: Store, key: str, data: bytes, error: StoreError) -> None:
     try:
         found = read_document(store, key, max_nbytes=MAX_MANIFEST_NBYTES)
     except NotFound:
-        raise OutcomeUnknown(
+        raise _NotThere(
             f"{store.url}/{key}: the put failed ({error}) and may still take effect"
         ) from error
     except StoreError as reading:
@@ -296,6 +325,8 @@ def remove_files(store: Store, folder: str, *, whole: bool) -> None:
         store.delete(f"{folder}/")
     elif isinstance(store, Folders):
         store.sweep(folder)
+    else:
+        abort_uploads(store, folder)
 
 
 def settle(store: Store, folder: str) -> None:

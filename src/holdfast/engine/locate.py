@@ -36,6 +36,23 @@ def locate(source: str | os.PathLike[str]) -> tuple[Store, Entry]:
     return store, entry
 
 
+def split_folder(source: str) -> tuple[str, str]:
+    """(root, folder) of what names the folder of one checkpoint; otherwise nothing twice.
+
+    A path does when a manifest is in it, which a person may have renamed. A URL does when it ends
+    with the name of a checkpoint.
+    """
+    scheme, separator, rest = source.partition("://")
+    if separator:
+        root, slash, folder = rest.rstrip("/").rpartition("/")
+        is_named = bool(slash) and layout.parse_attempt(folder) is not None
+        return (f"{scheme}://{root}", folder) if is_named else ("", "")
+    if os.path.isfile(os.path.join(source, layout.MANIFEST)):
+        root, folder = os.path.split(os.path.abspath(source))
+        return root, folder
+    return "", ""
+
+
 @contextmanager
 def located(
     source: str | os.PathLike[str], *, emit: Emitter | None = None
@@ -61,7 +78,7 @@ def located(
 def _place(source: str | os.PathLike[str]) -> tuple[Store, str, str]:
     """(store, which, folder): the folder of one checkpoint, or nothing and what is asked for."""
     root, which = split_source(source)
-    if which is None and os.path.isfile(os.path.join(root, layout.MANIFEST)):
-        parent, folder = os.path.split(os.path.abspath(root))
+    parent, folder = split_folder(root) if which is None else ("", "")
+    if folder:
         return open_store(parent), "", folder
     return open_store(root), "latest" if which is None else which, ""

@@ -33,6 +33,8 @@ class Ownership:
         """Whether this claim has a commit of its own from which the run would go on."""
         self.is_clean = True
         """Whether every put of this claim is known to have ended."""
+        self.unclear: set[str] = set()
+        """Folders of this claim whose register must stay: a copy of their put may still arrive."""
 
     def check(self) -> None:
         """Raise `OwnedElsewhere` when a live process has the run; writes nothing."""
@@ -53,7 +55,7 @@ class Ownership:
         # A manager that is dropped without being closed must not look alive for ever.
         weakref.finalize(self, self._heartbeat.ask_to_stop)
         self.claim, self._sequence, self.has_committed = claim, 0, False
-        self.is_clean = True
+        self.is_clean, self.unclear = True, set()
         self._emit("claimed", f"{self._store.url}: writer {claim.epoch}", epoch=claim.epoch)
 
     def next_sequence(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -27,7 +28,7 @@ from holdfast.format.manifest import (
     Manifest,
     Timestamp,
 )
-from holdfast.store.base import Store
+from holdfast.store.base import Store, abort_uploads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +151,8 @@ def _write_files(
     phase.text = f"writing {attempt.folder}/{layout.INDEX}"
     store.put(f"{attempt.folder}/{layout.INDEX}", index)
     digests[layout.INDEX], nbytes[layout.INDEX] = blocks.digest_blocks(index), len(index)
+    with suppress(StoreError):  # a try whose reply was lost; gc finds what this leaves
+        abort_uploads(store, attempt.folder)
     phase.text = f"checking sizes in {attempt.folder}"
     _check_sizes(store, attempt, nbytes)
     entries = {

@@ -11,18 +11,22 @@ _REMOTE = ("s3", "gs", "az")
 
 
 def open_store(where: str | os.PathLike[str] | Store) -> Store:
-    """The store of a path, of `memory://<name>`, or `where` itself when it is a store.
+    """The store of a path or a URL, or `where` itself when it is a store.
+
+    URLs: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix` and
+    `memory://<name>`. Endpoint and credentials are those of the cloud's own tools; for options
+    make a `RemoteStore`.
 
     Opening touches nothing: a folder that is not there is made by the first save.
 
     Raises:
-        UsageError: no store is known by that name.
+        UsageError: no store is known by that name, or it needs a library that is not there.
     """
     if isinstance(where, (str, os.PathLike)):
         return _open_named(os.fspath(where))
     if isinstance(where, Store):
         return where
-    raise UsageError(f"root {where!r}: must be a path, memory://<name> or a store")
+    raise UsageError(f"root {where!r}: must be a path, a URL or a store")
 
 
 def _open_named(where: str) -> Store:
@@ -36,5 +40,7 @@ def _open_named(where: str) -> Store:
     if scheme == "memory" and rest:
         return memory_store(rest)
     if scheme in _REMOTE:
-        raise UsageError(f"root {where!r}: remote stores come in a later version; use a folder")
-    raise UsageError(f"root {where!r}: must be a path or memory://<name>")
+        from holdfast.store.remote import RemoteStore
+
+        return RemoteStore(where)
+    raise UsageError(f"root {where!r}: must be a path, s3://…, gs://…, az://… or memory://<name>")

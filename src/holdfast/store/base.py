@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from holdfast.errors import InvalidKey
+from holdfast.errors import AccessDenied, InvalidKey, UnsupportedStore
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -30,7 +31,10 @@ class ObjectInfo:
 
 @runtime_checkable
 class Store(Protocol):
-    """Keys and bytes. Every method raises a `StoreError`; none retries on its own."""
+    """Keys and bytes. Every method raises a `StoreError`.
+
+    A put with `if_absent` is never sent again on its own while an earlier one may take effect.
+    """
 
     @property
     def url(self) -> str:
@@ -212,6 +216,22 @@ class Probes(Protocol):
         ...
 
 
+@runtime_checkable
+class AbortsUploads(Protocol):
+    """Stores in which a write that broke off leaves bytes that no list of objects shows."""
+
+    def uploads(self, folder: str = "") -> Iterator[str]:
+        """Keys under `folder` ("" is the root) of objects that were begun and not completed."""
+        ...
+
+    def abort_uploads(self, folder: str) -> int:
+        """Give up what was begun and not completed under `folder`; returns how many.
+
+        A writer that is still at it fails. Deleting a folder does the same, as far as it may.
+        """
+        ...
+
+
 def check_key(key: str) -> None:
     """Raise `InvalidKey` unless `key` is one that every store accepts (docs/format.md)."""
     if len(key) > MAX_KEY_BYTES or not key.isascii():
@@ -234,6 +254,13 @@ def sync_folder(store: Store, folder: str) -> None:
     """Sync a folder's names where the store has folders."""
     if isinstance(store, Folders):
         store.sync_folder(folder)
+
+
+def abort_uploads(store: Store, folder: str) -> None:
+    """Give up what was begun and not completed, where there is such a thing and it is allowed."""
+    if isinstance(store, AbortsUploads):
+        with suppress(AccessDenied, UnsupportedStore):
+            store.abort_uploads(folder)
 
 
 def refresh_folder(store: Store, folder: str) -> None:

@@ -27,6 +27,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 from holdfast.errors import OutcomeUnknown, StoreError, TransientStoreError, UsageError
 from holdfast.store.base import (
+    AbortsUploads,
     BlockWriter,
     Buffer,
     Folders,
@@ -65,6 +66,8 @@ OpName = Literal[
     "point",
     "free_space",
     "probe",
+    "uploads",
+    "abort_uploads",
 ]
 _CARRIES_DATA = frozenset({"put", "write", "get", "read_into"})
 
@@ -336,6 +339,18 @@ class _FaultyProbes(FaultyStore):
         return self._do("probe", "", lambda: cast(str, self.inner.probe()))
 
 
+class _FaultyAbortsUploads(FaultyStore):
+    def uploads(self, folder: str = "") -> Iterator[str]:
+        """See `AbortsUploads.uploads`; one operation, at the call."""
+        return self._do("uploads", folder, lambda: iter(tuple(self.inner.uploads(folder))))
+
+    def abort_uploads(self, folder: str) -> int:
+        """See `AbortsUploads.abort_uploads`."""
+        return self._do(
+            "abort_uploads", folder, lambda: cast(int, self.inner.abort_uploads(folder))
+        )
+
+
 class _FaultyBlockWriter:
     def __init__(self, store: FaultyStore, key: str, inner: BlockWriter) -> None:
         self._store = store
@@ -365,6 +380,7 @@ _MIXINS: tuple[tuple[Any, type[FaultyStore]], ...] = (
     (Points, _FaultyPoints),
     (TellsSpace, _FaultyTellsSpace),
     (Probes, _FaultyProbes),
+    (AbortsUploads, _FaultyAbortsUploads),
 )
 
 

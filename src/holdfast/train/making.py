@@ -183,7 +183,9 @@ def checked_max_time_s(max_time: str | Time | None) -> float:
 
 
 def own_loggers(
-    root: str | os.PathLike[str] | Store, log: bool | str | os.PathLike[str], progress: bool
+    root: str | os.PathLike[str] | Store,
+    log: bool | str | os.PathLike[str] | None,
+    progress: bool,
 ) -> list[Logger]:
     """The log and the bar that a Trainer has by itself.
 
@@ -191,8 +193,11 @@ def own_loggers(
         UsageError: the log is to be in a root that is no local folder.
     """
     loggers: list[Logger] = []
+    is_local = isinstance(root, str | os.PathLike) and "://" not in os.fspath(root)
+    if log is None:
+        log = is_local
     if log is True:
-        if not isinstance(root, str | os.PathLike) or "://" in os.fspath(root):
+        if not isinstance(root, str | os.PathLike) or not is_local:
             raise UsageError("log=True needs a local root: name a file, or pass log=False")
         loggers.append(JsonLines(Path(root) / "log" / "train.jsonl"))
     elif log is not False:

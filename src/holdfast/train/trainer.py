@@ -104,7 +104,7 @@ class Trainer:
         count_samples: Callable[[Any], int] | None = None,
         count_tokens: Callable[[Any], int] | None = None,
         cycle: str | Time | None = None,
-        log: bool | str | os.PathLike[str] = True,
+        log: bool | str | os.PathLike[str] | None = None,
         log_every: int = 10,
         progress: bool = True,
     ) -> None:
@@ -138,7 +138,8 @@ class Trainer:
             callbacks: see `Callback`.
             count_samples, count_tokens: how many a batch has, for goals and triggers in them.
             cycle: the length of a cycle, such as "2ep", for triggers that count cycles.
-            log: write JSON lines to the root's `log/train.jsonl` or the file named.
+            log: write JSON lines to the file named, or to the root's `log/train.jsonl` (True, and
+                None where the root is a local folder).
             log_every: steps between two calls of `log`, each of which may wait for the device.
             progress: show a progress bar on a terminal.
 

@@ -1,0 +1,216 @@
+"""The store of a cloud's bucket: S3, Google Cloud Storage, Azure, and what speaks like them.
+
+obstore moves the bytes. This adds what a commit needs and obstore does not do: puts of which
+exactly one wins and whose lost reply is never taken for a refusal, exact ranges, errors by what can
+be done about them, bounded memory, and an end to uploads that nobody completed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
+
+from holdfast.errors import (
+    AlreadyExists,
+    CorruptData,
+    NotFound,
+    StoreError,
+    UnsupportedStore,
+    UsageError,
+)
+from holdfast.store import remotesweep
+from holdfast.store.base import (
+    BlockWriter,
+    Buffer,
+    ObjectInfo,
+    abort_uploads,
+    check_key,
+    ignore,
+)
+from holdfast.store.localfiles import flat
+from holdfast.store.remoteapi import Api
+from holdfast.store.remoteopen import RemoteOptions, parse_place
+from holdfast.store.remotewrites import PART_NBYTES, Uploads
+
+_READ_NBYTES = 8 * 1024 * 1024
+"""One request reads at most so much."""
+_SEEN_NBYTES = 1024 * 1024
+_DELETED_AT_ONCE = 1000
+
+
+class RemoteStore:
+    """Keys and bytes in a bucket, below a prefix.
+
+    Args:
+        url: `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`.
+        endpoint: the address of a service that is not the cloud's own; by default what the
+            cloud's own settings say (`AWS_ENDPOINT_URL`, `GOOGLE_BASE_URL`,
+            `AZURE_STORAGE_ENDPOINT`). Not encrypted when it begins with `http://`.
+        options: limits, timeouts and retries.
+
+    Thread-safe. Asks the cloud nothing until an operation is called. A process that was forked
+    from one which had used a remote store cannot use any: start it with spawn or forkserver.
+    """
+
+    def __init__(
+        self, url: str, *, endpoint: str | None = None, options: RemoteOptions | None = None
+    ) -> None:
+        self._place = parse_place(url, endpoint)
+        self._api = Api(self._place, options if options is not None else RemoteOptions())
+        self._uploads = Uploads(self._api, self._api.options, self._api.upload_pace)
+
+    def __repr__(self) -> str:
+        return f"RemoteStore({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        """The URL, without a slash at its end."""
+        return self._place.url
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        """See `Store.put`: one request.
+
+        A plain put is repeated after a failure. One with `if_absent` is repeated only after a
+        reply that says that it had no effect; after any other failure it is `OutcomeUnknown`, and
+        `AlreadyExists` may speak of this very put.
+        """
+        check_key(key)
+        (self._api.put_new if if_absent else self._api.put)(key, flat(data))
+
+    def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        """See `Store.get`. The length is checked before memory is taken."""
+        check_key(key)
+        if start < 0 or (nbytes is not None and nbytes < 0):
+            raise UsageError(f"get {key}: start {start} and nbytes {nbytes} must not be negative")
+        if start == 0 and nbytes is None:
+            return self._api.whole(key)
+        if nbytes and nbytes <= _READ_NBYTES:
+            return bytes(memoryview(self._api.read(key, start, start + nbytes)))
+        rest = self._rest(key, start, nbytes or 0)
+        data = bytearray(rest if nbytes is None else nbytes)
+        self._fill(key, start, memoryview(data), ignore)
+        return bytes(data)
+
+    def read_into(
+        self,
+        key: str,
+        start: int,
+        buffer: memoryview,
+        *,
+        seen: Callable[[memoryview], object] = ignore,
+        afresh: bool = False,
+    ) -> None:
+        """See `ReadsInto.read_into`. There is no cache on the way."""
+        check_key(key)
+        if start < 0:
+            raise UsageError(f"read_into {key}: start {start} must not be negative")
+        if buffer.nbytes > _READ_NBYTES or not buffer.nbytes:
+            self._rest(key, start, buffer.nbytes)
+        if buffer.nbytes:
+            self._fill(key, start, buffer.cast("B"), seen)
+
+    def head(self, key: str) -> ObjectInfo:
+        """See `Store.head`."""
+        check_key(key)
+        return ObjectInfo(key=key, nbytes=self._api.nbytes(key))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """See `Store.list`. Streams where the service lists in order; Azure's is sorted here."""
+        if prefix:
+            check_key(prefix.removesuffix("/"))
+        if self._place.scheme == "az":
+            return iter(sorted(self._found(prefix), key=lambda info: info.key))
+        return self._in_order(prefix)
+
+    def children(self, folder: str = "") -> tuple[str, ...]:
+        """See `Store.children`."""
+        if folder:
+            check_key(folder)
+        return tuple(sorted(name for name in self._api.names(folder) if name not in ("", "/")))
+
+    def delete(self, key: str) -> None:
+        """See `Store.delete`. Of a folder also the uploads in it that nobody completed."""
+        check_key(key.removesuffix("/"))
+        if not key.endswith("/"):
+            self._api.delete([key])
+            return
+        found = self._found(key)
+        while keys := [info.key for info in islice(found, _DELETED_AT_ONCE)]:
+            self._api.delete(keys)
+        abort_uploads(self, key.removesuffix("/"))
+
+    def create(self, key: str, nbytes: int) -> BlockWriter:
+        """See `WritesBlocks.create`: one request, or a multipart upload when it is long."""
+        check_key(key)
+        if nbytes < 0:
+            raise UsageError(f"create {key}: nbytes {nbytes} must not be negative")
+        with suppress(NotFound):
+            self._api.nbytes(key)
+            raise AlreadyExists(f"create {self._api.url(key)}: the key is taken")
+        return self._uploads.create(key, nbytes)
+
+    def uploads(self, folder: str = "") -> Iterator[str]:
+        """See `AbortsUploads.uploads`. Azure has none."""
+        if folder:
+            check_key(folder)
+        inside = f"{folder}/" if folder else ""
+        found = remotesweep.uploads(self._place, self._api.clients(), inside)
+        return (upload.key for upload in found)
+
+    def abort_uploads(self, folder: str) -> int:
+        """See `AbortsUploads.abort_uploads`."""
+        check_key(folder)
+        clients = self._api.clients()
+        found = tuple(remotesweep.uploads(self._place, clients, f"{folder}/"))
+        for upload in found:
+            remotesweep.abort(self._place, clients, upload)
+        return len(found)
+
+    def probe(self) -> str:
+        """See `Probes.probe`: whether broken uploads can be found; writes nothing."""
+        options = self._api.options
+        size = f"{PART_NBYTES >> 20} MiB"
+        text = (
+            f"in one request up to {size}, longer ones as multipart uploads in parts of {size}, "
+            f"up to {options.concurrency} at once"
+        )
+        try:
+            next(self.uploads(), None)
+        except StoreError as error:
+            return f"{text}; broken uploads cannot be listed, so set a lifecycle rule: {error}"
+        return text
+
+    def _rest(self, key: str, start: int, nbytes: int) -> int:
+        """Bytes of an object from `start` on, which must be at least `nbytes`."""
+        found = self._api.nbytes(key)
+        if found < start + nbytes:
+            raise CorruptData(
+                f"get {self._api.url(key)}: has {found} bytes, expected at least {start + nbytes}"
+            )
+        return found - start
+
+    def _fill(
+        self, key: str, start: int, buffer: memoryview, seen: Callable[[memoryview], object]
+    ) -> None:
+        for at in range(0, len(buffer), _READ_NBYTES):
+            piece = buffer[at : at + _READ_NBYTES]
+            found = memoryview(self._api.read(key, start + at, start + at + len(piece)))
+            for part in range(0, len(piece), _SEEN_NBYTES):
+                piece[part : part + _SEEN_NBYTES] = found[part : part + _SEEN_NBYTES]
+                seen(piece[part : part + _SEEN_NBYTES])
+
+    def _found(self, prefix: str) -> Iterator[ObjectInfo]:
+        found = self._api.list(prefix.rpartition("/")[0])
+        return (info for info in found if info.key.startswith(prefix))
+
+    def _in_order(self, prefix: str) -> Iterator[ObjectInfo]:
+        last = ""
+        for info in self._found(prefix):
+            if info.key <= last:
+                raise UnsupportedStore(
+                    f"list {self._api.url(prefix)}: {info.key} came after {last}; this service "
+                    "does not list in order"
+                )
+            last = info.key
+            yield info

@@ -1,0 +1,314 @@
+"""Requests to a cloud, one function each: obstore's calls, with our errors.
+
+Knows places and clients, nothing of the store protocol. The clients are made when they are first
+needed, and belong to the process that made them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+from holdfast.errors import (
+    CorruptData,
+    HoldfastError,
+    NotFound,
+    OutcomeUnknown,
+    StoreError,
+    TransientStoreError,
+    UnsupportedStore,
+)
+from holdfast.store.base import ObjectInfo
+from holdfast.store.remoteerrors import as_store_error, read_failure
+from holdfast.store.remoteopen import Clients, Place, RemoteOptions, needed, open_clients
+from holdfast.store.throttle import Pace
+
+T = TypeVar("T")
+
+_PAGE = 1000
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 15.0
+_STAGGER_NBYTES = 8 * 1024 * 1024
+# Not the module's own generator: training scripts seed that one, and ranks would pause alike.
+_JITTER = random.Random()
+
+_runtime_pid: int | None = None
+"""The process whose network threads obstore has."""
+
+
+class Api:
+    """What can be asked of a place. Thread-safe; every method raises our errors."""
+
+    def __init__(self, place: Place, options: RemoteOptions) -> None:
+        self.place = place
+        self.options = options
+        self.upload_pace = _pace(options, options.max_upload_mb_s)
+        self._download_pace = _pace(options, options.max_download_mb_s)
+        self._obs = needed("obstore", place.scheme)
+        self._clients: Clients | None = None
+        self._lock = threading.Lock()
+        self._slots = threading.BoundedSemaphore(options.concurrency)
+
+    def url(self, key: str) -> str:
+        """A key, for messages."""
+        return f"{self.place.url}/{key}"
+
+    def clients(self) -> Clients:
+        """The clients, made once.
+
+        Raises:
+            UnsupportedStore: in a process that was forked from one that had used any.
+        """
+        global _runtime_pid
+        with self._lock:
+            if _runtime_pid not in (None, os.getpid()):
+                raise UnsupportedStore(
+                    f"{self.place.url}: this process was forked from one ({_runtime_pid}) that had "
+                    "used a remote store, and the threads of its network did not come along; start "
+                    "it with spawn or forkserver"
+                )
+            if self._clients is None:
+                self._clients = open_clients(self.place, self.options)
+                _runtime_pid = os.getpid()
+            return self._clients
+
+    def put(self, key: str, content: memoryview) -> None:
+        """One object in one request, which is repeated after a failure."""
+        _wait(self.upload_pace, len(content))
+        with self._slot(f"put {self.url(key)}"), self._request("put", key):
+            self._obs.put(self.clients().plain, key, content, use_multipart=False)
+
+    def put_new(self, key: str, content: memoryview) -> None:
+        """One object under a key that must be absent.
+
+        Repeated only after a reply which says that nothing was done.
+
+        Raises:
+            AlreadyExists: the key is taken, perhaps by an earlier put of ours with a lost reply.
+            OutcomeUnknown: the request may have had its effect.
+        """
+        patience = Patience(self.options)
+        store = self.clients().once
+        while True:
+            try:
+                self._obs.put(store, key, content, mode="create", use_multipart=False)
+                return
+            except Exception as error:
+                failure = read_failure(error)
+                refused = self._refused("put", key, error)
+                if not failure.was_refused:
+                    unclear = isinstance(refused, TransientStoreError)
+                    raise (OutcomeUnknown(str(refused)) if unclear else refused) from error
+                if patience.is_over():
+                    raise refused from error
+            patience.pause()
+
+    async def stream(self, key: str, pieces: AsyncIterator[memoryview], part_nbytes: int) -> None:
+        """One object in parts; when `pieces` raises, the upload is aborted. Raises obstore's."""
+        await self._obs.put_async(
+            self.clients().plain,
+            key,
+            pieces,
+            use_multipart=True,
+            chunk_size=part_nbytes,
+            max_concurrency=self.options.concurrency,
+        )
+
+    def nbytes(self, key: str) -> int:
+        """The length of an object."""
+        with self._request("head", key):
+            found: int = self._obs.head(self.clients().plain, key)["size"]
+        return found
+
+    def whole(self, key: str) -> bytes:
+        """All bytes of one version of an object."""
+        with self._slot(f"get {self.url(key)}"), self._request("get", key):
+            result = self._obs.get(self.clients().plain, key)
+            nbytes = result.meta["size"]
+            _wait(self._download_pace, nbytes)
+            data = bytes(memoryview(result.bytes()))
+        if len(data) != nbytes:
+            raise CorruptData(f"get {self.url(key)}: has {nbytes} bytes, {len(data)} came")
+        return data
+
+    def read(self, key: str, start: int, stop: int) -> Any:
+        """A buffer with exactly the bytes of a range, which is not empty.
+
+        Raises:
+            CorruptData: the object is shorter, or other than the asked bytes came.
+        """
+        _wait(self._download_pace, stop - start)
+        with self._slot(f"get {self.url(key)}"), self._request("get", key):
+            store = self.clients().plain
+            result = self._obs.get(store, key, options={"range": (start, stop)})
+            nbytes = result.meta["size"]
+            if nbytes < stop:
+                raise CorruptData(
+                    f"get {self.url(key)}: has {nbytes} bytes, expected at least {stop}"
+                )
+            data = result.bytes()
+        if len(data) != stop - start:
+            raise CorruptData(
+                f"get {self.url(key)}: bytes {start} to {stop} were asked for, {len(data)} came"
+            )
+        return data
+
+    def list(self, folder: str) -> Iterator[ObjectInfo]:
+        """The objects in a folder ("" is the root) and below, as the service orders them."""
+        patience = Patience(self.options)
+        last: str | None = None
+        while True:
+            unordered: list[ObjectInfo] = []
+            try:
+                for page in self._pages(folder, last):
+                    found = [ObjectInfo(key=item["path"], nbytes=item["size"]) for item in page]
+                    if self.place.scheme == "az":
+                        unordered += found  # so it cannot go on from where a list broke off
+                        continue
+                    for info in found:
+                        yield info
+                        last = info.key
+                yield from unordered
+                return
+            except TransientStoreError:
+                if patience.is_over():
+                    raise
+            patience.pause()
+
+    def _pages(self, folder: str, after: str | None) -> Iterator[Any]:
+        """Pages of a list. obstore repeats what got no reply, not what broke off in a reply."""
+        with self._request("list", folder):
+            store = self.clients().plain
+            pages = self._obs.list(store, folder or None, offset=after, chunk_size=_PAGE)
+        while True:
+            with self._request("list", folder):
+                page = next(pages, None)
+            if page is None:
+                return
+            yield page
+
+    def names(self, folder: str) -> set[str]:
+        """Names directly in a folder ("" is the root); those of folders end with a slash."""
+        return self._repeated(lambda: self._names(folder))
+
+    def _names(self, folder: str) -> set[str]:
+        with self._request("list", folder):
+            found = self._obs.list_with_delimiter(self.clients().plain, folder or None)
+        names = {path.rpartition("/")[2] + "/" for path in found["common_prefixes"]}
+        inside = f"{folder}/" if folder else ""
+        keys = (item["path"] for item in found["objects"])
+        return names | {key[len(inside) :] for key in keys if key.startswith(inside)}
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; those that are missing are fine."""
+        try:
+            self._repeated(lambda: self._delete(keys))
+        except NotFound:
+            # One of them was gone already, and what became of the others is not told.
+            for key in keys if len(keys) > 1 else ():
+                self.delete([key])
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        with self._request("delete", keys[0]):
+            self._obs.delete(self.clients().plain, [*keys] if len(keys) > 1 else keys[0])
+
+    def delete_quietly(self, key: str) -> None:
+        """Delete an object; a failure leaves junk."""
+        with suppress(StoreError):
+            self.delete([key])
+
+    def has(self, key: str, nbytes: int) -> bool:
+        """Whether an object of that length is there."""
+        try:
+            return self.nbytes(key) == nbytes
+        except NotFound:
+            return False
+
+    def patience(self) -> Patience:
+        """For requests that are repeated here."""
+        return Patience(self.options)
+
+    def refused(self, key: str, error: Exception) -> HoldfastError:
+        """Our error for one of obstore's, of an upload."""
+        return self._refused("create", key, error)
+
+    def _repeated(self, action: Callable[[], T]) -> T:
+        """Do what may be done again, until it works: obstore repeats what got no reply, and not
+        what broke off in one."""
+        patience = self.patience()
+        while True:
+            try:
+                return action()
+            except TransientStoreError:
+                if patience.is_over():
+                    raise
+            patience.pause()
+
+    @contextmanager
+    def _request(self, operation: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except HoldfastError:
+            raise
+        except Exception as error:
+            raise self._refused(operation, key, error) from error
+
+    def _refused(self, operation: str, key: str, error: Exception) -> HoldfastError:
+        who = self._clients.who if self._clients is not None else "nothing yet"
+        return as_store_error(read_failure(error), operation, self.url(key), who=who)
+
+    @contextmanager
+    def _slot(self, what: str) -> Iterator[None]:
+        """One of the requests with data that may be under way."""
+        timeout_s = self.options.timeout_s + self.options.retry_s
+        if not self._slots.acquire(timeout=timeout_s):
+            raise TransientStoreError(
+                f"{what}: none of {self.options.concurrency} requests ended in {timeout_s:.0f} s"
+            )
+        try:
+            yield
+        finally:
+            self._slots.release()
+
+
+class Patience:
+    """How often, and until when, a request is repeated that obstore does not repeat."""
+
+    def __init__(self, options: RemoteOptions) -> None:
+        self._end = time.monotonic() + options.retry_s
+        self._left = options.max_retries
+        self._longest_s = _FIRST_PAUSE_S
+
+    def is_over(self) -> bool:
+        """Whether it is not to be repeated any more."""
+        return not self._left or time.monotonic() + self._longest_s > self._end
+
+    def next_pause_s(self) -> float:
+        """Seconds to wait before the next time, each time more."""
+        pause_s = _JITTER.uniform(0, self._longest_s)
+        self._left -= 1
+        self._longest_s = min(2 * self._longest_s, _LONGEST_PAUSE_S)
+        return pause_s
+
+    def pause(self) -> None:
+        """Wait before the next time."""
+        time.sleep(self.next_pause_s())
+
+
+def _pace(options: RemoteOptions, mb_s: float | None) -> Pace:
+    """The pace of this rank, which begins a part of a turn after the rank before."""
+    nbytes_per_s = options.nbytes_per_s(mb_s)
+    if nbytes_per_s is None:
+        return Pace(None)
+    turn_s = _STAGGER_NBYTES / nbytes_per_s
+    return Pace(nbytes_per_s, offset_s=turn_s * options.rank_on_host / options.ranks_on_host)
+
+
+def _wait(pace: Pace, nbytes: int) -> None:
+    delay_s = pace.reserve(nbytes)
+    if delay_s > 0:
+        time.sleep(delay_s)

@@ -1,0 +1,95 @@
+"""Multipart uploads that nobody completed: bytes that are paid for and that no list of objects
+shows. obstore cannot list them, so each cloud is asked in its own way.
+
+S3 is asked through boto3, Google Cloud Storage through its XML API. Azure has no uploads: blocks
+that were not committed belong to no one, cannot be listed, and go by themselves after a week.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+from xml.etree import ElementTree
+
+from holdfast.errors import HoldfastError
+from holdfast.store.remoteerrors import as_store_error, read_failure_of_python
+from holdfast.store.remoteopen import Clients, GcsUploads, Place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upload:
+    """An upload that was begun and not completed."""
+
+    key: str
+    upload_id: str
+
+
+def uploads(place: Place, clients: Clients, folder: str) -> Iterator[Upload]:
+    """The uploads whose keys are under a folder (with a slash; "" is the root)."""
+    inside = place.key(folder)
+    cut = len(place.key(""))
+    try:
+        if clients.s3 is not None:
+            found = _of_s3(clients.s3, place.bucket, inside)
+        elif clients.gcs is not None:
+            found = _of_gcs(clients.gcs, inside)
+        else:
+            return
+        for key, upload_id in found:
+            yield Upload(key=key[cut:], upload_id=upload_id)
+    except Exception as error:
+        raise _refused(place, clients, folder, error) from error
+
+
+def abort(place: Place, clients: Clients, upload: Upload) -> None:
+    """End an upload; one that has ended already is fine."""
+    key = place.key(upload.key)
+    try:
+        if clients.s3 is not None:
+            clients.s3.abort_multipart_upload(
+                Bucket=place.bucket, Key=key, UploadId=upload.upload_id
+            )
+        elif clients.gcs is not None:
+            url = f"{clients.gcs.bucket_url}/{quote(key)}"
+            _ask_gcs(clients.gcs, "DELETE", url, {"uploadId": upload.upload_id})
+    except Exception as error:
+        failure = read_failure_of_python(error)
+        if failure.code != "NoSuchUpload":
+            raise _refused(place, clients, upload.key, error) from error
+
+
+def _of_s3(client: Any, bucket: str, prefix: str) -> Iterator[tuple[str, str]]:
+    pages = client.get_paginator("list_multipart_uploads")
+    for page in pages.paginate(Bucket=bucket, Prefix=prefix):
+        for found in page.get("Uploads", ()):
+            yield found["Key"], found["UploadId"]
+
+
+def _of_gcs(gcs: GcsUploads, prefix: str) -> Iterator[tuple[str, str]]:
+    after: dict[str, str] = {}
+    while True:
+        answer = _ask_gcs(gcs, "GET", gcs.bucket_url, {"uploads": "", "prefix": prefix, **after})
+        page = ElementTree.fromstring(answer)
+        for found in page.findall("{*}Upload"):
+            yield found.findtext("{*}Key", ""), found.findtext("{*}UploadId", "")
+        if page.findtext("{*}IsTruncated") != "true":
+            return
+        after = {
+            "key-marker": page.findtext("{*}NextKeyMarker", ""),
+            "upload-id-marker": page.findtext("{*}NextUploadIdMarker", ""),
+        }
+
+
+def _ask_gcs(gcs: GcsUploads, method: str, url: str, params: dict[str, str]) -> bytes:
+    reply = gcs.session.request(method, url, params=params, timeout=gcs.timeout_s)
+    reply.raise_for_status()
+    content: bytes = reply.content
+    return content
+
+
+def _refused(place: Place, clients: Clients, key: str, error: Exception) -> HoldfastError:
+    failure = read_failure_of_python(error)
+    url = f"{place.url}/{key}"
+    return as_store_error(failure, "uploads", url, who=clients.who)

@@ -1,0 +1,397 @@
+"""Large objects in pieces: from writer threads, through bounded memory, to a multipart upload.
+
+Pieces are copied as they come and handed on in order, so that whoever writes gets its memory back
+at once, and parts of the size that the network likes are cut from them. All uploads of a store
+run in one event loop on one thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import mmap
+import threading
+import time
+import weakref
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from typing import Any
+
+from holdfast.errors import HoldfastError, StoreError, TransientStoreError, UsageError
+from holdfast.store.base import BlockWriter
+from holdfast.store.localfiles import flat
+from holdfast.store.remoteapi import Api
+from holdfast.store.remoteopen import RemoteOptions
+from holdfast.store.throttle import Pace
+
+PART_NBYTES = 16 * 1024 * 1024
+"""Objects up to this length go in one request, longer ones in parts of it."""
+COPY_NBYTES = 8 * 1024 * 1024
+"""Copies are made and counted in pieces of at most this length."""
+_MAX_PARTS = 10_000
+_LOOK_S = 1.0
+_ABORT_S = 10.0
+
+
+class Uploads:
+    """What the uploads of one store share: the event loop, and the memory for copies."""
+
+    def __init__(self, api: Api, options: RemoteOptions, pace: Pace) -> None:
+        self.api = api
+        self.pace = pace
+        # Reentrant: memory that comes back may come back in the middle of anything.
+        self.changed = threading.Condition(threading.RLock())
+        self._num_buffers = options.concurrency * PART_NBYTES // COPY_NBYTES + 2
+        self._num_taken = 0
+        self._free: list[mmap.mmap] = []
+        self._patience_s = options.timeout_s + options.retry_s + pace.seconds(2 * COPY_NBYTES)
+        self._progress_at = time.monotonic()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def create(self, key: str, nbytes: int) -> BlockWriter:
+        """Begin an object."""
+        self._started()
+        writer = SinglePut if nbytes <= PART_NBYTES else MultipartPut
+        return writer(self, key, nbytes)
+
+    def run(self, upload: Coroutine[Any, Any, None]) -> Future[None]:
+        """Start an upload in the event loop."""
+        return asyncio.run_coroutine_threadsafe(upload, self._started())
+
+    def call(self, callback: Callable[[], None]) -> None:
+        """Have something called in the event loop."""
+        self._started().call_soon_threadsafe(callback)
+
+    def has_room(self) -> bool:
+        """Whether there is memory for a copy; asked with `changed` held."""
+        return self._num_taken < self._num_buffers
+
+    def take(self) -> mmap.mmap:
+        """Memory for a copy, of `COPY_NBYTES`; with `changed` held."""
+        # Mapped, and used again: it costs no page faults, and goes back to the system as a whole.
+        buffer = self._free.pop() if self._free else mmap.mmap(-1, COPY_NBYTES)
+        self._num_taken += 1
+        return buffer
+
+    def give_back(self, buffer: mmap.mmap) -> None:
+        """What was in this memory was sent, or is not needed any more. Any thread."""
+        with self.changed:
+            self._num_taken -= 1
+            self._free.append(buffer)
+            if not self._num_taken:
+                self._free.clear()
+            self.progress()
+
+    def progress(self) -> None:
+        """Something went on: wake whoever waits for it. With `changed` held."""
+        self._progress_at = time.monotonic()
+        self.changed.notify_all()
+
+    def wait_for(self, is_done: Callable[[], bool], what: str) -> None:
+        """Wait with `changed` held.
+
+        Raises:
+            TransientStoreError: nothing moved for `patience_s` seconds.
+        """
+        self._progress_at = max(self._progress_at, time.monotonic())
+        while not is_done():
+            self.changed.wait(_LOOK_S)
+            self._expect_progress(what)
+
+    def result(self, upload: Future[None], what: str) -> None:
+        """Wait for the end of an upload; raises its error.
+
+        Raises:
+            TransientStoreError: nothing moved for `patience_s` seconds.
+        """
+        with self.changed:
+            self._progress_at = time.monotonic()
+        while True:
+            try:
+                return upload.result(timeout=_LOOK_S)
+            except FutureTimeout:
+                if upload.done():
+                    raise  # an error of the upload itself
+                self._expect_progress(what)
+
+    def _expect_progress(self, what: str) -> None:
+        silent_s = time.monotonic() - self._progress_at
+        if silent_s > self._patience_s:
+            raise TransientStoreError(f"{what}: no byte went out for {silent_s:.0f} s")
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        # Once, and early: the interpreter starts no thread once it has begun to exit.
+        with self.changed:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(
+                    target=_run, args=(self._loop,), name="holdfast-uploads", daemon=True
+                ).start()
+                stop = weakref.finalize(self, _stop, self._loop)
+                stop.atexit = False  # a save may still be on its way
+            return self._loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    with suppress(RuntimeError):  # it is closed
+        loop.call_soon_threadsafe(loop.stop)
+
+
+class _State(enum.Enum):
+    WRITING = enum.auto()
+    FINISHED = enum.auto()
+    ABORTED = enum.auto()
+
+
+class _Writer:
+    """What both writers check."""
+
+    def __init__(self, uploads: Uploads, key: str, nbytes: int) -> None:
+        self._uploads = uploads
+        self._key = key
+        self._nbytes = nbytes
+        self._missing_nbytes = nbytes
+        self._state = _State.WRITING
+
+    def _checked(self, start: int, data: memoryview) -> memoryview:
+        piece = flat(data)
+        stop = start + len(piece)
+        if start < 0 or stop > self._nbytes:
+            raise UsageError(
+                f"write {self._key}: bytes {start} to {stop} are not inside the {self._nbytes} "
+                "that were planned"
+            )
+        return piece
+
+    def _check_open(self, operation: str) -> None:
+        if self._state is not _State.WRITING:
+            raise StoreError(f"{operation} {self._key}: this was finished or given up before")
+
+    def _check_complete(self) -> None:
+        self._check_open("finish")
+        if self._missing_nbytes:
+            raise StoreError(
+                f"finish {self._key}: {self._missing_nbytes} of {self._nbytes} bytes were not "
+                "written"
+            )
+
+    def _expect_there(self, error: Exception) -> None:
+        """After a failure: the reply may have been lost. The key is nobody else's."""
+        api = self._uploads.api
+        with suppress(HoldfastError):
+            if api.has(self._key, self._nbytes):
+                return
+        if isinstance(error, HoldfastError):
+            raise error
+        raise api.refused(self._key, error) from error
+
+
+class SinglePut(_Writer):
+    """A short object: gathered, and sent by the write that completes it."""
+
+    def __init__(self, uploads: Uploads, key: str, nbytes: int) -> None:
+        super().__init__(uploads, key, nbytes)
+        self._lock = threading.Lock()
+        self._gathered: memoryview | None = None
+        self._was_sent = False
+
+    def write(self, start: int, data: memoryview) -> None:
+        """See `BlockWriter.write`."""
+        piece = self._checked(start, data)
+        with self._lock:
+            self._check_open("write")
+            self._missing_nbytes -= len(piece)
+            if len(piece) == self._nbytes:
+                whole = piece
+            else:
+                if self._gathered is None:
+                    self._gathered = memoryview(bytearray(self._nbytes))
+                self._gathered[start : start + len(piece)] = piece
+                whole = self._gathered
+            if self._missing_nbytes or not self._nbytes:
+                return
+            self._was_sent = True
+        self._send(whole)
+        self._gathered = None
+
+    def finish(self) -> None:
+        """See `BlockWriter.finish`."""
+        with self._lock:
+            self._check_complete()
+            self._state = _State.FINISHED
+        if not self._nbytes:
+            self._send(memoryview(b""))
+
+    def abort(self) -> None:
+        """See `BlockWriter.abort`."""
+        with self._lock:
+            if self._state is not _State.WRITING:
+                return
+            self._state = _State.ABORTED
+            self._gathered = None
+        if self._was_sent:
+            self._uploads.api.delete_quietly(self._key)
+
+    def _send(self, whole: memoryview) -> None:
+        try:
+            self._uploads.api.put(self._key, whole)
+        except Exception as error:  # noqa: BLE001 - raised again unless the object is there
+            self._expect_there(error)
+
+
+class _GivenUp(Exception):
+    """Makes an upload end without an object."""
+
+
+class MultipartPut(_Writer):
+    """A long object: its bytes are sent in order, while later ones are still to come."""
+
+    def __init__(self, uploads: Uploads, key: str, nbytes: int) -> None:
+        super().__init__(uploads, key, nbytes)
+        self._pieces: dict[int, memoryview] = {}
+        """By first byte: copies that are still to be sent."""
+        self._position = 0
+        """Everything before this byte has been handed to the upload."""
+        self._in_flight_nbytes = 0
+        """Of that, what was not sent yet."""
+        num_parts = -(-nbytes // PART_NBYTES)
+        self._part_nbytes = PART_NBYTES * -(-num_parts // _MAX_PARTS)
+        self._upload: Future[None] | None = None
+        self._arrived = asyncio.Event()
+        self._given_up = asyncio.Event()
+
+    def write(self, start: int, data: memoryview) -> None:
+        """See `BlockWriter.write`. Waits while the memory for copies is full."""
+        piece = self._checked(start, data)
+        self._check_open("write")
+        for offset in range(0, len(piece), COPY_NBYTES):
+            self._take(start + offset, piece[offset : offset + COPY_NBYTES])
+
+    def finish(self) -> None:
+        """See `BlockWriter.finish`. After a failure it looks whether the object is there."""
+        with self._uploads.changed:
+            self._check_complete()
+        assert self._upload is not None, "an object of this length has pieces"
+        try:
+            self._uploads.result(self._upload, f"finish {self._key}")
+        except Exception as error:  # noqa: BLE001 - raised again unless the object is there
+            self._expect_there(error)
+        self._state = _State.FINISHED
+
+    def abort(self) -> None:
+        """See `BlockWriter.abort`. Waits a while for the upload to be aborted."""
+        with self._uploads.changed:
+            if self._state is not _State.WRITING:
+                return
+            self._state = _State.ABORTED
+            self._pieces.clear()
+            self._uploads.progress()
+        if self._upload is None:
+            return
+        self._uploads.call(self._arrived.set)
+        self._uploads.call(self._given_up.set)
+        try:
+            self._upload.result(timeout=_ABORT_S)
+        except Exception:  # noqa: BLE001 - it ended without an object, or will, or gc ends it
+            return
+        self._uploads.api.delete_quietly(self._key)
+
+    def _take(self, start: int, piece: memoryview) -> None:
+        """Copy a piece, and hand it on when everything before it has come."""
+        uploads = self._uploads
+        with uploads.changed:
+            uploads.wait_for(lambda: self._may_come(start), f"write {self._key}")
+            self._check_open("write")
+            self._expect_sending()
+            buffer = uploads.take()
+            if self._upload is None:
+                self._upload = uploads.run(self._send())
+        copy = self._copied(piece, buffer)
+        with uploads.changed:
+            self._check_open("write")
+            self._pieces[start] = copy
+            self._missing_nbytes -= len(piece)
+        uploads.call(self._arrived.set)
+
+    def _may_come(self, start: int) -> bool:
+        is_over = self._upload is not None and self._upload.done()
+        if is_over or self._state is not _State.WRITING or self._uploads.has_room():
+            return True
+        # All memory may be held by what can only go after this piece: it needs none, unless a
+        # whole part is on its way, which gives some back.
+        return start == self._position and self._in_flight_nbytes < self._part_nbytes + COPY_NBYTES
+
+    def _expect_sending(self) -> None:
+        if self._upload is None or not self._upload.done():
+            return
+        error = self._upload.exception()
+        if isinstance(error, Exception):
+            raise self._uploads.api.refused(self._key, error) from error
+        raise StoreError(f"write {self._key}: the object is complete already")
+
+    async def _send(self) -> None:
+        patience = self._uploads.api.patience()
+        while True:
+            try:
+                return await self._uploads.api.stream(self._key, self, self._part_nbytes)
+            except _GivenUp:
+                raise
+            except Exception as error:
+                # obstore does not try again to begin an upload; no byte has gone yet.
+                refused = self._uploads.api.refused(self._key, error)
+                is_transient = isinstance(refused, TransientStoreError)
+                if self._position or not is_transient or patience.is_over():
+                    raise
+            await asyncio.sleep(patience.next_pause_s())
+
+    def __aiter__(self) -> MultipartPut:
+        return self
+
+    async def __anext__(self) -> memoryview:
+        """The next piece in order, when it has come and may go; for obstore."""
+        if self._position == self._nbytes:
+            raise StopAsyncIteration
+        while True:
+            self._arrived.clear()
+            with self._uploads.changed:
+                if self._state is _State.ABORTED:
+                    raise _GivenUp
+                copy = self._pieces.pop(self._position, None)
+            if copy is not None:
+                break
+            await self._arrived.wait()
+        delay_s = self._uploads.pace.reserve(len(copy))
+        if delay_s > 0:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._given_up.wait(), delay_s)
+                raise _GivenUp
+        with self._uploads.changed:
+            self._position += len(copy)
+            self._in_flight_nbytes += len(copy)
+            self._uploads.progress()
+        return copy
+
+    def _sent(self, buffer: mmap.mmap, nbytes: int) -> None:
+        with self._uploads.changed:
+            self._in_flight_nbytes -= nbytes
+            self._uploads.give_back(buffer)
+
+    def _copied(self, piece: memoryview, buffer: mmap.mmap) -> memoryview:
+        """A copy whose memory goes back when nobody holds it any more: when it was sent."""
+        import numpy as np  # here, because commands that read documents do without
+
+        copy = memoryview(buffer)[: len(piece)]
+        released = weakref.finalize(copy, self._sent, buffer, len(piece))
+        released.atexit = False
+        # Unlike an assignment to the view, this lets other threads run.
+        np.copyto(np.frombuffer(copy, dtype=np.uint8), np.frombuffer(piece, dtype=np.uint8))
+        return copy

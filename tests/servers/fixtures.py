@@ -1,0 +1,119 @@
+"""Fixtures of the tests that talk to real servers.
+
+`service` is a running server; tests get those of `EVERY_RUN`, one after the other, or choose with
+`@on("moto", ...)`. `root` is the URL of a place of the test's own there, empty, with the
+environment set so that a client finds it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from botocore.loaders import create_loader
+
+from servers.cache import Unavailable
+from servers.client import clear
+from servers.keeper import PROGRAMS, shared
+from servers.program import Program, Service
+
+EVERY_RUN = ("localstack", "moto", "azurite", "gcs")
+"""Servers that `make test` starts, on which saves are to work."""
+REFUSED = ("rclone",)
+"""Servers that it starts, too, and that must be refused."""
+LARGE = ("ceph",)
+"""Servers that only `make test-stores` starts, on which saves are to work."""
+_NUMBERS = itertools.count()
+_LOADER = functools.lru_cache(create_loader)
+"""Each session of boto would read its megabytes of JSON again, in every test."""
+
+
+def on(*names: str, indirect: str = "service") -> pytest.MarkDecorator:
+    """Run a test with each of these servers; with a large one only in `make test-stores`."""
+    in_every_run = {*EVERY_RUN, *REFUSED}
+    params = [
+        pytest.param(name, marks=() if name in in_every_run else pytest.mark.stores)
+        for name in names
+    ]
+    return pytest.mark.parametrize(indirect, params, indirect=True)
+
+
+class Servers:
+    """The servers of this run, started when they are first asked for, shared by all workers."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stack = ExitStack()
+        self._services: dict[str, Service] = {}
+
+    def get(self, name: str) -> Service:
+        """A running server; skips the test where it cannot be had, and fails under CI."""
+        if name not in self._services:
+            try:
+                self._services[name] = self._stack.enter_context(shared(name, self._folder))
+            except Unavailable as error:
+                skip_or_fail(f"{name}: {error}")
+        return self._services[name]
+
+    def close(self) -> None:
+        """Use none of them any more."""
+        self._stack.close()
+
+
+def skip_or_fail(why: str) -> None:
+    """Skip a test that cannot run here, but never in continuous integration."""
+    if os.environ.get("CI"):
+        pytest.fail(why)
+    pytest.skip(why)
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """All servers of this run."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    found = Servers(folder / "servers")
+    yield found
+    found.close()
+
+
+@pytest.fixture(params=[*EVERY_RUN, *(pytest.param(n, marks=pytest.mark.stores) for n in LARGE)])
+def service(request: pytest.FixtureRequest, servers: Servers) -> Service:
+    """A running server, shared with other tests."""
+    return servers.get(request.param)
+
+
+@pytest.fixture
+def own_program(request: pytest.FixtureRequest, tmp_path: Path) -> Program:
+    """A server of the test's own, not started yet, which it may kill. Name it with `on`."""
+    program = PROGRAMS[request.param](tmp_path / "server")
+    try:
+        program.install()
+    except Unavailable as error:
+        skip_or_fail(f"{request.param}: {error}")
+    return program
+
+
+@pytest.fixture
+def root(service: Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of an empty place; what the test leaves there is removed after it."""
+    use(service, monkeypatch)
+    prefix = f"run-{os.getpid()}-{next(_NUMBERS)}"
+    yield service.root(prefix)
+    clear(service, prefix)
+
+
+def use(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let clients of this process find the server, and no cloud that the user has."""
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "AZURE_", "GOOGLE_", "GCP_")):
+            monkeypatch.delenv(name)
+    for name, value in {"NO_PROXY": "127.0.0.1", **service.environment}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("botocore.session.create_loader", _LOADER)

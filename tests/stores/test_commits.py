@@ -1,0 +1,198 @@
+"""Commits through a flaky network: none lost, torn, falsely refused or falsely acknowledged."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from holdfast.care.gc import collect
+from holdfast.engine import commit as commit_module
+from holdfast.errors import CommitConflict, OutcomeUnknown, StoreError, TransientStoreError
+from holdfast.store import open_store
+from holdfast.store.base import Buffer, Store
+from holdfast.store.remote import RemoteStore
+from servers.client import broken_uploads
+from servers.faults import FaultProxy, Rule
+from servers.fixtures import on, use
+from servers.program import Service
+from stores.oracle import Oracle, commit_many
+
+OTHERS = ("localstack", "gcs", "azurite")
+SMALL = 1 << 14
+"""Elements of a state of one put a file: 64 KiB."""
+LARGE = 5 << 20
+"""Elements of a state whose file is a multipart upload: 20 MiB."""
+
+
+@contextmanager
+def flaky_run(
+    service: Service, root: str, monkeypatch: pytest.MonkeyPatch, **faults: object
+) -> Iterator[tuple[FaultProxy, Oracle, Store]]:
+    """A proxy that lets all pass for now, an oracle that looks past it, and a store behind it."""
+    with FaultProxy(service, **faults) as proxy:  # type: ignore[arg-type]
+        use(service, monkeypatch)
+        direct = open_store(root)
+        direct.children()  # from now on it has its clients
+        use(proxy.service, monkeypatch)
+        flaky = open_store(root)
+        flaky.children()
+        yield proxy, Oracle(direct=direct), flaky
+
+
+def check_commits(
+    service: Service,
+    root: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    rate: float,
+    num: int,
+    num_elements: int = SMALL,
+    least: float = 0.9,
+) -> None:
+    """`least` is the share of saves that must be acknowledged; the others must say why not."""
+    with flaky_run(service, root, monkeypatch, seed=num) as (proxy, oracle, flaky):
+        commit_many(
+            flaky, oracle, num=num, num_elements=num_elements, begun=lambda: proxy.set_rate(rate)
+        )
+        oracle.check_end(num_elements)
+        counts = proxy.counts
+    print(f"{counts}, refused {oracle.refused}, unknown {oracle.unknown}")
+    assert oracle.broken == []
+    assert len(oracle.acknowledged) >= least * num, (oracle.refused, oracle.unknown)
+    assert counts.total() - counts["requests"] >= 0.5 * rate * counts["requests"]
+    collect(oracle.direct)
+    assert broken_uploads(service, root) == []
+
+
+@pytest.mark.parametrize(
+    ("service", "rate", "num"),
+    [("moto", 0.05, 60), ("moto", 0.2, 60), *((name, 0.2, 12) for name in OTHERS)],
+    indirect=["service"],
+)
+def test_commits_through_faults_are_what_they_say(
+    service: Service, root: str, monkeypatch: pytest.MonkeyPatch, rate: float, num: int
+) -> None:
+    """R24, R26, invariant 1."""
+    check_commits(service, root, monkeypatch, rate=rate, num=num)
+
+
+@on("localstack", "gcs")
+def test_multipart_uploads_through_faults_are_what_they_say(
+    service: Service, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R24, R26: parts and their completion are struck, too."""
+    check_commits(service, root, monkeypatch, rate=0.2, num=6, num_elements=LARGE, least=0.5)
+
+
+@pytest.mark.stores
+@pytest.mark.timeout(3600)
+@on("moto", "ceph")
+@pytest.mark.parametrize("rate", [0.05, 0.2])
+def test_a_thousand_commits_through_faults_are_what_they_say(
+    service: Service, root: str, monkeypatch: pytest.MonkeyPatch, rate: float
+) -> None:
+    """R24, R26, invariant 1."""
+    check_commits(service, root, monkeypatch, rate=rate, num=1000)
+
+
+LOST_REPLIES = {
+    "the manifest": Rule(kind="lose_reply", method="PUT", path="*manifest.json*"),
+    "a file": Rule(kind="lose_reply", method="PUT", path="*.safetensors*", times=2),
+    "the fence": Rule(kind="lose_reply", method="HEAD", path="*writers/*"),
+    "a part": Rule(kind="lose_reply", method="PUT", path="*partNumber=*"),
+    "the completion of an upload": Rule(kind="lose_reply", method="POST", path="*uploadId=*"),
+}
+
+
+@on("localstack", "gcs")
+@pytest.mark.parametrize("what", LOST_REPLIES)
+def test_no_save_fails_for_a_lost_reply_of(
+    service: Service, root: str, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """R24, R26: the effect is there, and the save finds that out."""
+    oracle = lose(LOST_REPLIES[what], service, root, monkeypatch)
+    assert oracle.acknowledged == [1, 2, 3], (oracle.refused, oracle.unknown)
+
+
+@on("localstack", "gcs")
+def test_an_upload_whose_first_reply_was_lost_is_found_by_gc(
+    service: Service, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R26: nobody knows its name. On some services that save fails, and the next one is fine."""
+    begin = Rule(kind="lose_reply", method="POST", path="*[?]uploads*")
+    oracle = lose(begin, service, root, monkeypatch)
+    assert set(oracle.acknowledged) >= {1, 3}
+    assert oracle.unknown == []
+
+
+def lose(rule: Rule, service: Service, root: str, monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    """Save three times with this fault in the second, judge them, and collect what is left."""
+    is_upload = rule.method == "POST" or "partNumber" in rule.path
+    num_elements = LARGE if is_upload else SMALL
+    with flaky_run(service, root, monkeypatch) as (proxy, oracle, flaky):
+        fresh = replace(rule, reached=threading.Event())
+        commit_many(flaky, oracle, num=3, num_elements=num_elements, begun=lambda: proxy.add(fresh))
+        oracle.check_end(num_elements)
+        assert fresh.reached.is_set()
+    assert oracle.broken == []
+    collect(oracle.direct)
+    assert broken_uploads(service, root) == []
+    return oracle
+
+
+class Blind(RemoteStore):
+    """Mutant: repeats a put if absent whose outcome is unclear, and believes what it then hears."""
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        try:
+            super().put(key, data, if_absent=if_absent)
+        except (OutcomeUnknown, TransientStoreError):
+            super().put(key, data, if_absent=if_absent)
+
+
+class Trusting(RemoteStore):
+    """Mutant: takes a put whose reply is missing for done."""
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        try:
+            super().put(key, data, if_absent=if_absent)
+        except (OutcomeUnknown, TransientStoreError):
+            if not if_absent:
+                raise
+
+
+def believe_the_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: the commit takes a taken key for another's, without reading it back."""
+
+    def conflict(store: Store, key: str, data: bytes, error: StoreError) -> None:
+        raise CommitConflict(f"{key}: {error}")
+
+    monkeypatch.setattr(commit_module, "_expect_ours", conflict)
+
+
+MUTANTS: dict[str, tuple[type[RemoteStore], bool, Rule]] = {
+    "repeats blindly": (Blind, True, Rule(kind="lose_reply", method="PUT", path="*manifest.json*")),
+    "trusts": (Trusting, False, Rule(kind="reset", method="PUT", path="*manifest.json*", times=20)),
+}
+
+
+@on("moto")
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_oracle_catches_a_store_that(
+    service: Service, root: str, monkeypatch: pytest.MonkeyPatch, mutant: str
+) -> None:
+    """R24: a false refusal and a false acknowledgement are seen, so the tests above can fail."""
+    kind, believes, rule = MUTANTS[mutant]
+    if believes:
+        believe_the_first_answer(monkeypatch)
+    with flaky_run(service, root, monkeypatch) as (proxy, oracle, _):
+        flaky = kind(root)
+        flaky.children()
+        fresh = replace(rule, reached=threading.Event())
+        commit_many(flaky, oracle, num=2, num_elements=SMALL, begun=lambda: proxy.add(fresh))
+    (broken,) = oracle.broken
+    assert "falsely" in broken
