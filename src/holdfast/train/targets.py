@@ -60,7 +60,9 @@ class Target:
             MismatchError: it does not fit; nothing was changed.
         """
         workers = Workers(min(os.cpu_count() or 1, 4), "holdfast-io")
-        reader = Reader(store=self.store, state=weights, workers=workers, timeout_s=READ_TIMEOUT_S)
+        reader = Reader(
+            catalog=Catalog(self.store), state=weights, workers=workers, timeout_s=READ_TIMEOUT_S
+        )
         options = LoadOptions(components=tuple(weights), rng=False, edit=edit)
         try:
             found = reader.read(self.entry, options)
