@@ -12,18 +12,19 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import Any
+
+from msgspec import structs
 
 from holdfast.care.housekeeping import Housekeeper
 from holdfast.care.mend import mend
 from holdfast.care.retention import candidate
 from holdfast.engine.catalog import Catalog, Entry
-from holdfast.engine.claim import Claim
+from holdfast.engine.claim import Claim, expect_claim
 from holdfast.engine.commit import settle
 from holdfast.engine.notes import annotate
 from holdfast.engine.process import utc_now
 from holdfast.engine.tiers.claims import TieredOwnership
-from holdfast.engine.tiers.ledger import Ledger, cut
+from holdfast.engine.tiers.ledger import MAX_ERROR_CHARS, Ledger, cut
 from holdfast.engine.tiers.telling import remote_emitter
 from holdfast.engine.tiers.tiered import TieredOptions
 from holdfast.engine.tiers.upload import Cost, Interrupted, Sender
@@ -40,7 +41,7 @@ from holdfast.errors import (
 )
 from holdfast.events import Emitter, Event
 from holdfast.format.manifest import Manifest, Timestamp
-from holdfast.format.records import TiersRecord, UploadRecord
+from holdfast.format.records import TiersRecord, UploadRecord, UploadState
 from holdfast.policy.retention import Candidate, Rule, decide
 
 BACKOFF_S = 1.0
@@ -133,7 +134,8 @@ class Mirror:
         self._over: set[str] = set()
         """Folders that are not to be sent any more, and are not needed for it."""
         self._is_sure = False
-        self._noted: set[str] = set()
+        self._noted: dict[str, UploadState] | None = None
+        """By folder: what is noted in the local root; None: not read yet."""
         self._known: dict[str, Manifest] = {}
         self._tries: dict[str, int] = {}
         self._num_failures = 0
@@ -155,7 +157,8 @@ class Mirror:
     def holds(self, entry: Entry) -> str:
         """Why the local copy must not be deleted yet; nothing where it may be."""
         with self._changed:
-            if not self._is_sure or (self._there is None and not self._is_ours(entry)):
+            is_known = self._there is not None or self._is_ours(entry) or self._was_sent(entry)
+            if not (self._is_sure and is_known):
                 return f"what {self._remote.url} has is not known yet"
             if entry.folder in self._queue:
                 return f"it waits for its upload to {self._remote.url}"
@@ -271,10 +274,18 @@ class Mirror:
             self._known = {entry.folder: entry.manifest for entry in entries}
             here = {entry.folder: entry for entry in entries}
             there = self._there or {}
+            noted = self._read_notes()
             wanted = self._wanted(here, there)
             self._queue = {folder: here[folder] for folder in wanted}
             self._is_sure = True
-            self._note_queue()
+            for folder in [f for f in noted if f not in here]:
+                self._forget(folder)
+            for folder in [f for f, state in noted.items() if state != "uploaded"]:
+                if folder not in self._queue:
+                    self._forget(folder)
+            for folder, entry in self._queue.items():
+                if folder not in noted:
+                    self._note(entry, "waiting")
             self._changed.notify_all()
 
     def _wanted(self, here: dict[str, Entry], there: dict[str, Candidate]) -> list[str]:
@@ -285,7 +296,7 @@ class Mirror:
         new = {
             folder: candidate(self._local, entry)
             for folder, entry in here.items()
-            if folder not in there and folder not in self._over
+            if folder not in there and folder not in self._over and not self._was_sent(entry)
         }
         new = {
             folder: one
@@ -303,17 +314,27 @@ class Mirror:
             if decision.keep and decision.entry.order in folders
         ]
 
-    def _note_queue(self) -> None:
-        if not self._noted:
-            self._noted = {*self._ledger.waiting()}
-        for folder in self._noted.difference(self._queue):
-            self._ledger.forget(folder)
-            self._noted.discard(folder)
-        for folder, entry in self._queue.items():
-            if folder not in self._noted:
-                self._note(entry, "waiting")
+    def _read_notes(self) -> dict[str, UploadState]:
+        if self._noted is None:
+            notes = self._ledger.notes().items()
+            here = self._remote.url
+            self._noted = {
+                folder: note.state if note is not None and note.remote == here else "waiting"
+                for folder, note in notes
+            }
+        return self._noted
 
-    def _note(self, entry: Entry, state: Any, *, sent_nbytes: int = 0, error: str = "") -> None:
+    def _was_sent(self, entry: Entry) -> bool:
+        """Whether it was in the remote tier once, as far as is noted."""
+        return (self._noted or {}).get(entry.folder) == "uploaded"
+
+    def _forget(self, folder: str) -> None:
+        self._ledger.forget(folder)
+        self._read_notes().pop(folder, None)
+
+    def _note(
+        self, entry: Entry, state: UploadState, *, sent_nbytes: int = 0, error: str = ""
+    ) -> None:
         record = UploadRecord(
             remote=self._remote.url,
             state=state,
@@ -324,7 +345,7 @@ class Mirror:
             error=error or None,
         )
         self._ledger.note(entry.folder, record)
-        self._noted.add(entry.folder)
+        self._read_notes()[entry.folder] = state
 
     def _next(self) -> Entry | None:
         """The newest that waits; after those that failed less often."""
@@ -402,17 +423,21 @@ class Mirror:
 
     def _begin(self) -> None:
         """Once after each claim: claim the remote tier too, and see what it has."""
-        self._ledger.note_tiers(self._tiers_record())
+        self._note_tiers()
         self._owner.attach()
+        self._note_tiers()
         self._catalog.look_again()
         entries = self._catalog.remote.checkpoints()
         there = {entry.folder: candidate(self._remote, entry) for entry in entries}
         self._lineage = {name.order for name in self._catalog.lineage()}
-        here = {str(name) for name in Catalog(self._local).attempts()}
+        noted = self._read_notes()
+        here = {entry.folder for entry in Catalog(self._local).checkpoints(known=self._known)}
         for entry in entries:
             if entry.folder in here:
                 settle(self._remote, entry.folder)
                 self._look_at_files(entry, there[entry.folder])
+                if noted.get(entry.folder) != "uploaded":
+                    self._note(entry, "uploaded", sent_nbytes=entry.manifest.nbytes)
         with self._changed:
             self._there = there
             self._requeue()
@@ -440,6 +465,7 @@ class Mirror:
         self._tries[folder] = self._tries.get(folder, 0) + 1
         self._note(entry, "sending")
         try:
+            expect_claim(self._remote, claim)
             cost = self._sender.send(folder, epoch=claim.epoch, told=self._progress_of(entry))
         except NoCheckpoint as error:
             self._told("warning", f"{folder} is not sent: {error}", step=entry.step, folder=folder)
@@ -475,7 +501,9 @@ class Mirror:
         with self._changed:
             if claim is None or self._there is None:
                 self._over.add(folder)
+                self._forget(folder)
             else:
+                self._note(entry, "uploaded", sent_nbytes=entry.manifest.nbytes)
                 self._there[folder] = candidate(self._local, entry)
                 self._lineage.add(entry.order)
                 is_good = not (entry.manifest.left_out or entry.manifest.unhealthy)
@@ -484,8 +512,6 @@ class Mirror:
             self._queue.pop(folder, None)
             self._num_failures, self._failure = 0, None
             self._changed.notify_all()
-        self._ledger.forget(folder)
-        self._noted.discard(folder)
 
     def _follow_up(self, entry: Entry, cost: Cost) -> None:
         """What a commit in the remote tier brings with it; none of it takes the commit back."""
@@ -501,7 +527,7 @@ class Mirror:
             upload_s=cost.seconds,
         )
         try:
-            self._ledger.note_tiers(self._tiers_record(entry, cost))
+            self._note_tiers(entry, cost)
             self._copy_notes(entry)
         except HoldfastError as error:
             self._emit("housekeeping_failed", f"after an upload: {error}")
@@ -510,8 +536,8 @@ class Mirror:
             self._housekeeper.retain()  # `latest` moves forward only
         else:
             self._housekeeper.after_commit(entry)
-        self._requeue()
         self.uploaded(entry, cost.nbytes >= entry.manifest.nbytes)
+        self._requeue()
 
     def _copy_notes(self, entry: Entry) -> None:
         """Pins and tags that it was given here before it was there. Whoever pins does so here
@@ -586,27 +612,37 @@ class Mirror:
             self._changed.notify_all()
         self._told("upload_failed", f"nothing is sent any more: {error}")
 
-    def _record_failure(self, entry: Entry | None, text: str, state: Any) -> None:
+    def _record_failure(self, entry: Entry | None, text: str, state: UploadState) -> None:
         try:
             if entry is not None:
                 self._note(entry, state, error=cut(Exception(text)))
-            self._ledger.note_tiers(self._tiers_record(error=text))
+            self._note_tiers(error=text)
         except HoldfastError as error:
             self._emit("housekeeping_failed", f"noting a failed upload: {error}")
 
-    def _tiers_record(
+    def _note_tiers(
         self, entry: Entry | None = None, cost: Cost | None = None, *, error: str = ""
-    ) -> TiersRecord:
-        spent = cost if cost is not None else Cost()
-        return TiersRecord(
-            remote=self._remote.url,
+    ) -> None:
+        """Write down where to, and how it went; without an upload, that of the last one stays."""
+        before = self._ledger.tiers()
+        if before is None or before.remote != self._remote.url:
+            before = TiersRecord(remote=self._remote.url, changed="")
+        claim = self._owner.remote_claim
+        record = structs.replace(
+            before,
             changed=utc_now(),
-            error=error[:2000] or None,
-            folder=None if entry is None else entry.folder,
-            nbytes=spent.nbytes,
-            upload_s=spent.seconds,
-            requests=spent.requests,
+            epoch=before.epoch if claim is None else claim.epoch,
+            error=error[:MAX_ERROR_CHARS] or None,
         )
+        if entry is not None and cost is not None:
+            record = structs.replace(
+                record,
+                folder=entry.folder,
+                nbytes=cost.nbytes,
+                upload_s=cost.seconds,
+                requests=cost.requests,
+            )
+        self._ledger.note_tiers(record)
 
     def _heard(self, event: Event) -> None:
         """What the chores in the remote tier tell."""

@@ -116,14 +116,18 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The process that asked, where its request could be read."""
 
 
-class UploadRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """That a checkpoint of the local root waits for its upload, and how that goes.
+UploadState = Literal["waiting", "sending", "failed", "refused", "uploaded"]
 
-    `state` is `waiting`, `sending`, `failed` (it will be tried again) or `refused` (it will not).
+
+class UploadRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a checkpoint of the local root is on its way to the remote one.
+
+    `state` is `waiting`, `sending`, `failed` (it will be tried again), `refused` (it will not) or
+    `uploaded`.
     """
 
     remote: str
-    state: Literal["waiting", "sending", "failed", "refused"]
+    state: UploadState
     nbytes: Natural
     changed: str
     sent_nbytes: Natural = 0
@@ -132,10 +136,14 @@ class UploadRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TiersRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the local root is mirrored to, and what became of the last upload."""
+    """Where the local root is mirrored to, and what became of the last upload.
+
+    `epoch` is a claim that the remote root had; 0: none was ever seen there.
+    """
 
     remote: str
     changed: str
+    epoch: Natural = 0
     error: str | None = None
     folder: str | None = None
     nbytes: Natural = 0

@@ -27,6 +27,7 @@ from holdfast.engine.documents import read_document
 from holdfast.engine.owner import Ownership
 from holdfast.engine.process import liveness
 from holdfast.engine.tiers.catalog import TieredCatalog
+from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.telling import remote_emitter
 from holdfast.errors import (
     CommitConflict,
@@ -108,6 +109,7 @@ class TieredOwnership(Ownership):
         claim, choice = self.claim, self._choice
         assert claim is not None, "uploads follow a claim"
         assert choice is not None, "a claim follows a choice"
+        self._expect_root()
         self._expect_no_later_claim(claim)
         self._check_remote()
         if self._has_newer(claim, choice):
@@ -174,13 +176,27 @@ class TieredOwnership(Ownership):
 
     def _is_reachable(self) -> bool:
         try:
-            self._remote.children(layout.WRITERS)
+            self._expect_root()
         except StoreError as error:
             if not Catalog(self._store).highest_epoch():
                 raise  # the run may be there, and would be begun anew here
             self._tell_cut_off(error)
             return False
         return True
+
+    def _expect_root(self) -> None:
+        """Raise `StoreError` where the remote root cannot be read, or is not there any more.
+
+        One that was moved or unmounted would otherwise be made anew, empty.
+        """
+        claims = self._remote.children(layout.WRITERS)
+        known = Ledger(self._store).tiers()
+        if not claims and known is not None and known.remote == self._remote.url and known.epoch:
+            raise StoreError(
+                f"{self._remote.url}: claim {known.epoch} of this run was there, and now there is "
+                "nothing; was the root moved, deleted or unmounted? To begin it anew, delete "
+                f"{self._store.url}/{layout.UPLOADS}"
+            )
 
     def _judge(self, *, is_reachable: bool) -> int:
         """The newest claim of both tiers, whose owner does not count any more.

@@ -1,7 +1,8 @@
 """What waits for its upload, as notes in the local root that outlive the process.
 
 The truth is in the two roots: what is committed here and not there. The notes say what somebody
-wants to be sent, so that nobody deletes it before, and how that goes, for people.
+wants to be sent, so that nobody deletes it before; what was there once, so that it is not sent
+again after somebody has deleted it there; and how all that goes, for people.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ class Ledger:
         self._local = local
 
     def waiting(self) -> dict[str, UploadRecord | None]:
+        """The `notes` on what is not there yet."""
+        notes = self.notes().items()
+        return {name: note for name, note in notes if note is None or note.state != "uploaded"}
+
+    def notes(self) -> dict[str, UploadRecord | None]:
         """Folder → its note, oldest first; None where that cannot be read, which counts as one."""
         names = map(layout.parse_upload, self._local.children(layout.UPLOADS))
         folders = [str(name) for name in sorted(name for name in names if name is not None)]
@@ -49,7 +55,7 @@ class Ledger:
         self._put(layout.upload_key(folder), encode_upload(record))
 
     def forget(self, folder: str) -> None:
-        """Remove the note: it is there, or is not wanted there any more."""
+        """Remove the note: it is not wanted there, or the local copy is gone."""
         self._local.delete(layout.upload_key(folder))
 
     def note_tiers(self, record: TiersRecord) -> None:
