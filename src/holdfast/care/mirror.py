@@ -19,8 +19,8 @@ from holdfast.care.housekeeping import Housekeeper
 from holdfast.care.mend import mend
 from holdfast.care.retention import candidate
 from holdfast.engine.catalog import Catalog, Entry
-from holdfast.engine.claim import Claim, expect_claim
-from holdfast.engine.commit import settle
+from holdfast.engine.claim import Claim, expect_claim, nothing_in_flight
+from holdfast.engine.commit import mark_aborted, remove_files, settle
 from holdfast.engine.notes import annotate
 from holdfast.engine.process import utc_now
 from holdfast.engine.tiers.claims import TieredOwnership
@@ -40,6 +40,7 @@ from holdfast.errors import (
     UploadFailed,
 )
 from holdfast.events import Emitter, Event
+from holdfast.format import layout
 from holdfast.format.manifest import Manifest, Timestamp
 from holdfast.format.records import TiersRecord, UploadRecord, UploadState
 from holdfast.policy.retention import Candidate, Rule, decide
@@ -131,6 +132,8 @@ class Mirror:
         """By folder: why it cannot be sent at all."""
         self._suspect: dict[str, str] = {}
         """By folder: why what is there is not to be relied on."""
+        self._begun: set[str] = set()
+        """Folders of which something may be in the remote tier that is not committed."""
         self._over: set[str] = set()
         """Folders that are not to be sent any more, and are not needed for it."""
         self._is_sure = False
@@ -211,6 +214,9 @@ class Mirror:
                     f"{self._remote.url}: not all was sent after {timeout_s:.0f} s: "
                     f"{self._what_is_left()}"
                 ) from self._failure
+            job = self._job
+        if job is not None and job.done():
+            job.result()
 
     def close(self, timeout_s: float) -> None:
         """Send what is left, up to a deadline, and end.
@@ -390,14 +396,25 @@ class Mirror:
                 self._job = self._workers.submit(self._work)
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                if self._is_paused or not self._is_dirty or self._lost is not None:
-                    self._is_running = False
-                    self._changed.notify_all()
-                    return
-                self._is_dirty = False
-            self._try_round()
+        try:
+            while self._has_work():
+                self._try_round()
+        except BaseException:
+            self._rest()
+            raise
+
+    def _has_work(self) -> bool:
+        with self._changed:
+            if self._is_paused or not self._is_dirty or self._lost is not None:
+                self._rest()
+                return False
+            self._is_dirty = False
+            return True
+
+    def _rest(self) -> None:
+        with self._changed:
+            self._is_running = False
+            self._changed.notify_all()
 
     def _try_round(self) -> None:
         try:
@@ -418,6 +435,8 @@ class Mirror:
             if entry is None:
                 break
             self._upload(entry)
+        if not self._stop.is_set():
+            self._clear_away()
         if self._may_mend and not self._stop.is_set():
             self._mend()
 
@@ -441,6 +460,7 @@ class Mirror:
         with self._changed:
             self._there = there
             self._requeue()
+            self._begun = {*map(str, self._catalog.remote.attempts())}.intersection(self._queue)
         self._housekeeper.after_claim()
         self._housekeeper.retain()
 
@@ -464,6 +484,7 @@ class Mirror:
         folder = entry.folder
         self._tries[folder] = self._tries.get(folder, 0) + 1
         self._note(entry, "sending")
+        self._begun.add(folder)
         try:
             expect_claim(self._remote, claim)
             cost = self._sender.send(folder, epoch=claim.epoch, told=self._progress_of(entry))
@@ -498,6 +519,7 @@ class Mirror:
     def _end(self, entry: Entry, claim: Claim | None) -> None:
         """It is there now, or (without a claim) is not to be sent any more."""
         folder = entry.folder
+        self._begun.discard(folder)
         with self._changed:
             if claim is None or self._there is None:
                 self._over.add(folder)
@@ -548,6 +570,22 @@ class Mirror:
             return
         if (here.pinned, here.tags) != (found.marks.pinned, found.marks.tags):
             annotate(self._remote, found, add_tags=here.tags, pinned=here.pinned)
+
+    def _clear_away(self) -> None:
+        """Remove what was sent of checkpoints that are not wanted there any more."""
+        claim = self._owner.attach()
+        for folder in sorted(self._begun.difference(self._queue)):
+            self._begun.discard(folder)
+            self._over.add(folder)
+            name = layout.parse_attempt(folder)
+            by = f"writer {claim.epoch}"
+            if name is None or not mark_aborted(
+                self._remote, folder, by=by, reason="not wanted there before all was sent"
+            ):
+                continue
+            is_over = self._owner.remote_is_clean and name.epoch == claim.epoch
+            whole = is_over or nothing_in_flight(self._remote, name.epoch)
+            remove_files(self._remote, folder, whole=whole)
 
     def _mend(self) -> None:
         self._may_mend = False

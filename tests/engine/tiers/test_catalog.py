@@ -149,6 +149,8 @@ def test_damage_without_a_remote_copy_is_named(local: LocalStore, remote: Memory
     entry = Catalog(local).checkpoints()[0]
     remote.delete(f"{entry.folder}/")
     flip(Path(local.url) / entry.folder / "tiny-00000.safetensors")
-    with opened(Tiered(local, remote), Tiny(LARGE)) as manager:
-        with pytest.raises(errors.CorruptData, match="tiny"):
-            manager.load("step=2")
+    with (
+        opened(Tiered(local, remote), Tiny(LARGE)) as manager,
+        pytest.raises(errors.CorruptData, match="tiny"),
+    ):
+        manager.load("step=2")
