@@ -8,7 +8,8 @@ still holds by then.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from holdfast.engine.catalog import Catalog
 from holdfast.engine.claim import (
@@ -43,7 +44,6 @@ from holdfast.errors import (
 )
 from holdfast.events import Emitter
 from holdfast.format import layout
-from holdfast.format.manifest import Reference
 from holdfast.format.records import encode_writer
 from holdfast.format.sealed import MAX_SEALED_NBYTES
 from holdfast.store.base import Store, make_folder
@@ -63,7 +63,6 @@ class TieredOwnership(Ownership):
         self._remote = catalog.remote.store
         self._remote_heartbeat: Heartbeat | None = None
         self._choice: Choice | None = None
-        self._document = b""
         self.remote_claim: Claim | None = None
         self.remote_has_committed = False
         """Whether something of this claim is there, from which the run would go on."""
@@ -76,7 +75,11 @@ class TieredOwnership(Ownership):
     def check(self) -> None:
         """See `Ownership.check`; asks both tiers."""
         self.catalog.look_again()
-        self._judge(is_reachable=self._is_reachable())
+        try:
+            self._judge(is_reachable=self._is_reachable())
+        except _CutOff as error:
+            self._go_without(error.cause)
+            self._check(self._store)
 
     def take(self, choose: Callable[[], Choice]) -> None:
         """See `Ownership.take`.
@@ -129,24 +132,37 @@ class TieredOwnership(Ownership):
         super().release()
 
     def _claim(self, choose: Callable[[], Choice]) -> Claim:
+        is_reachable = self._is_reachable()
         for _ in range(_MAX_RACES):
-            is_reachable = self._is_reachable()
-            after = self._judge(is_reachable=is_reachable)
-            choice = choose()
-            claim = self._put(after, choice, is_reachable=is_reachable)
-            if claim is not None and is_still_right(self.catalog, claim, choice):
-                self._choice = choice
+            try:
+                claim = self._try_claim(choose, is_reachable=is_reachable)
+            except _CutOff as error:
+                self._go_without(error.cause)
+                is_reachable = False
+                continue
+            if claim is not None:
                 return claim
         raise OwnedElsewhere(f"{self._store.url}: lost the race for the run {_MAX_RACES} times")
+
+    def _try_claim(self, choose: Callable[[], Choice], *, is_reachable: bool) -> Claim | None:
+        """See `engine.claim.claim_run`, which does this in one tier; None: somebody was first."""
+        after = self._judge(is_reachable=is_reachable)
+        choice = choose()
+        claim = self._put(after, choice, is_reachable=is_reachable)
+        if claim is None or not is_still_right(self.catalog, claim, choice):
+            return None
+        self._choice = choice
+        return claim
 
     def _put(self, after: int, choice: Choice, *, is_reachable: bool) -> Claim | None:
         """Put the claim that follows epoch `after`; None when somebody else did."""
         self.remote_claim = None
         if is_reachable:
-            share_claims(self._store, self._remote)
+            with _remotely():
+                share_claims(self._store, self._remote)
         epoch = epoch_after(self.catalog, after, choice.point)
         if choice.point is not None:
-            self._settle(choice.point)
+            settle(self.catalog.home(choice.point.folder), choice.point.folder)
         record = new_writer(epoch, choice, takeover=self._takeover)
         claim = Claim(epoch=epoch, nonce=record.nonce, resumed_from=choice.point)
         data = encode_writer(record)
@@ -166,23 +182,29 @@ class TieredOwnership(Ownership):
             make_folder(self._remote, layout.WRITERS)
             put_once(self._remote, layout.writer_key(epoch), data)
         except (TransientStoreError, OutcomeUnknown) as error:
-            self._tell_cut_off(error)
+            self._go_without(error)
             return False
         return True
-
-    def _settle(self, point: Reference) -> None:
-        home = self.catalog.home(point.folder)
-        settle(home, point.folder)
 
     def _is_reachable(self) -> bool:
         try:
             self._expect_root()
         except StoreError as error:
-            if not Catalog(self._store).highest_epoch():
-                raise  # the run may be there, and would be begun anew here
-            self._tell_cut_off(error)
+            self._go_without(error)
             return False
         return True
+
+    def _go_without(self, error: StoreError) -> None:
+        """Tell that the local tier has to do; raise `error` where nobody ever claimed the run
+        there, for it may be in the other one, and would be begun anew here."""
+        if not Catalog(self._store).highest_epoch():
+            raise error
+        self._emit(
+            "warning",
+            f"{self._remote.url} cannot be reached, so that the run is claimed in the local tier "
+            f"only; uploads begin when it can be: {error}",
+            tier="remote",
+        )
 
     def _expect_root(self) -> None:
         """Raise `StoreError` where the remote root cannot be read, or is not there any more.
@@ -205,15 +227,23 @@ class TieredOwnership(Ownership):
             OwnedElsewhere: a live process owns the run.
         """
         here = Catalog(self._store).highest_epoch()
-        there = Catalog(self._remote).highest_epoch() if is_reachable else 0
-        is_one = 0 < here == there and _document(self._store, here) == _document(self._remote, here)
+        there, is_one = 0, False
+        if is_reachable:
+            with _remotely():
+                there = Catalog(self._remote).highest_epoch()
+                is_one = 0 < here == there and self._is_same(here)
         # Of a claim that came here from another machine, the heartbeat is in the remote tier.
         is_foreign = is_one and self._is_foreign(here)
         if not is_foreign:
             self._check(self._store)
         if is_foreign or (there and not is_one):
-            self._check(self._remote)
+            with _remotely():
+                self._check(self._remote)
         return max(here, there)
+
+    def _is_same(self, epoch: int) -> bool:
+        """Whether both tiers hold the same claim of an epoch."""
+        return _document(self._store, epoch) == _document(self._remote, epoch)
 
     def _is_foreign(self, epoch: int) -> bool:
         try:
@@ -228,8 +258,7 @@ class TieredOwnership(Ownership):
     def _check_remote(self) -> None:
         """Raise `OwnedElsewhere` where a live process owns the run as the remote tier has it."""
         epoch = Catalog(self._remote).highest_epoch()
-        is_one = epoch and _document(self._store, epoch) == _document(self._remote, epoch)
-        if not is_one or self._is_foreign(epoch):
+        if not epoch or not self._is_same(epoch) or self._is_foreign(epoch):
             self._check(self._remote)
 
     def _has_newer(self, claim: Claim, choice: Choice) -> bool:
@@ -270,13 +299,21 @@ class TieredOwnership(Ownership):
         except HoldfastError as error:
             self._emit("housekeeping_failed", f"recording the close: {error}", tier="remote")
 
-    def _tell_cut_off(self, error: HoldfastError) -> None:
-        self._emit(
-            "warning",
-            f"{self._remote.url} cannot be reached, so that the run is claimed in the local tier "
-            f"only; uploads begin when it can be: {error}",
-            tier="remote",
-        )
+
+class _CutOff(Exception):
+    """The remote tier failed in the middle of a claim."""
+
+    def __init__(self, cause: StoreError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+@contextmanager
+def _remotely() -> Iterator[None]:
+    try:
+        yield
+    except StoreError as error:
+        raise _CutOff(error) from error
 
 
 def share_claims(local: Store, remote: Store) -> None:
