@@ -17,7 +17,7 @@ from holdfast.care.housekeeping import Housekeeper, never_held
 from holdfast.care.mirror import Mirror
 from holdfast.care.tuning import Tuning
 from holdfast.engine import exits
-from holdfast.engine.catalog import Catalog, Entry
+from holdfast.engine.catalog import Entry
 from holdfast.engine.checkpoint import Checkpoint, PendingSave, describe
 from holdfast.engine.claim import Settled
 from holdfast.engine.fingerprint import differences, environment, numerics
@@ -48,7 +48,7 @@ from holdfast.engine.resume import (
 from holdfast.engine.save import SaveRequest
 from holdfast.engine.saver import Saver
 from holdfast.engine.stop import Stop
-from holdfast.engine.tiers.catalog import TieredCatalog
+from holdfast.engine.tiers.catalog import TieredCatalog, catalog_of
 from holdfast.engine.tiers.claims import TieredOwnership
 from holdfast.engine.tiers.tiered import Rules, Tiered
 from holdfast.errors import (
@@ -74,7 +74,6 @@ from holdfast.state.capture import Captured, Capturer, check_state
 from holdfast.state.components import RNG
 from holdfast.state.edits import Edit, edited
 from holdfast.state.selection import listed
-from holdfast.store import open_store
 from holdfast.store.base import Store
 
 _NEVER_QUIET = (0, 0.0)
@@ -166,7 +165,9 @@ class CheckpointManager:
         check_choice("on_failure", on_failure, OnFailure)
         check_is("preflight", preflight, bool)
         check_is("hooks", hooks, StateHooks | None)
-        self.store = open_store(root.local if isinstance(root, Tiered) else root)
+        self._emit = Emitter(tuple(sinks))
+        self._catalog = catalog_of(root, self._emit)
+        self.store = self._catalog.store
         self.state = state
         self._capturer = Capturer(state)
         length = None if max_duration is None else parse(max_duration, what="max_duration")
@@ -176,12 +177,9 @@ class CheckpointManager:
         self._raises_failures = on_failure == "raise"
         self._label = compile_label(label, run_name=run_name)
         self._exit_timeout_s = exit_timeout_s
-        self._emit = Emitter(tuple(sinks))
         replaces = on_existing == "replace"
-        self._catalog: Catalog = Catalog(self.store)
         self._mirror: Mirror | None = None
-        if isinstance(root, Tiered):
-            self._catalog = TieredCatalog(self.store, open_store(root.remote), self._emit)
+        if isinstance(root, Tiered) and isinstance(self._catalog, TieredCatalog):
             owner = TieredOwnership(self._catalog, takeover=takeover, emit=self._emit)
             self._owner: Ownership = owner
             self._mirror = Mirror(

@@ -38,7 +38,7 @@ class World:
     def __init__(self, remote: Store, size: int) -> None:
         self.local, self.remote = MemoryStore("local"), remote
         self.size = size
-        self.acknowledged = [1]
+        self.acknowledged: list[int] = []
         self.noted = Noted()
         self.live(remote, 1)
 

@@ -17,6 +17,7 @@ from holdfast.data.foreign import describe_inexact
 from holdfast.data.randomness import preserved
 from holdfast.engine.options import check_choice
 from holdfast.engine.overlap import Mode
+from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import UsageError
 from holdfast.policy.clock import Time, Unit, parse
 from holdfast.store.base import Store
@@ -183,13 +184,16 @@ def checked_max_time_s(max_time: str | Time | None) -> float:
 
 
 def own_loggers(
-    root: str | os.PathLike[str] | Store, log: bool | str | os.PathLike[str], progress: bool
+    root: str | os.PathLike[str] | Store | Tiered,
+    log: bool | str | os.PathLike[str],
+    progress: bool,
 ) -> list[Logger]:
     """The log and the bar that a Trainer has by itself.
 
     Raises:
         UsageError: the log is to be in a root that is no local folder.
     """
+    root = root.local if isinstance(root, Tiered) else root
     loggers: list[Logger] = []
     if log is True:
         if not isinstance(root, str | os.PathLike) or "://" in os.fspath(root):

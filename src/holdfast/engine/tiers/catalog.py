@@ -6,18 +6,28 @@ the remote tier when the local copy is gone or damaged.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from holdfast.engine.catalog import Catalog, Entry, Register
+from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import FormatError, StoreError
 from holdfast.events import Emitter
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Manifest
 from holdfast.format.records import Writer
+from holdfast.store import open_store
 from holdfast.store.base import Store
 
 T = TypeVar("T")
+
+
+def catalog_of(root: str | os.PathLike[str] | Store | Tiered, emit: Emitter) -> Catalog:
+    """A reader of a root, or of both tiers of one."""
+    if isinstance(root, Tiered):
+        return TieredCatalog(open_store(root.local), open_store(root.remote), emit)
+    return Catalog(open_store(root))
 
 
 class TieredCatalog(Catalog):
