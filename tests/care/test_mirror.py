@@ -96,7 +96,7 @@ def test_with_none_kept_locally_the_newest_stays(local: LocalStore, remote: Stor
 def test_nothing_goes_locally_while_the_remote_tier_is_away(
     local: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training goes on, every checkpoint that is wanted there stays here, and goes when it may."""
+    """D19, D41: training goes on, all that is wanted there stays here, and goes when it may."""
     without_backoff(monkeypatch)
     remote, tiny, noted = Switch(), Tiny(), Noted()
     with opened(Tiered(local, remote, keep_local=0), tiny, sinks=(noted,)) as manager:
@@ -139,7 +139,7 @@ def test_what_the_remote_rule_would_drop_at_once_is_not_sent(
 
 
 def test_latest_moves_forward_only(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest is sent first; an older one that follows does not become the latest."""
+    """D21: the newest is sent first; an older one that follows does not become the latest."""
     without_backoff(monkeypatch)
     remote, tiny, noted = Switch(), Tiny(), Noted()
     with opened(Tiered(local, remote), tiny, sinks=(noted,)) as manager:

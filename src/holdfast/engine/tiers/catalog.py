@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from holdfast.engine.catalog import Catalog, Entry, Register
 from holdfast.engine.tiers.tiered import Tiered
-from holdfast.errors import FormatError, StoreError
+from holdfast.errors import FormatError, StoreError, UsageError
 from holdfast.events import Emitter
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Manifest
@@ -24,9 +24,16 @@ T = TypeVar("T")
 
 
 def catalog_of(root: str | os.PathLike[str] | Store | Tiered, emit: Emitter) -> Catalog:
-    """A reader of a root, or of both tiers of one."""
+    """A reader of a root, or of both tiers of one.
+
+    Raises:
+        UsageError: no store is known by that name, or the tiers are one place.
+    """
     if isinstance(root, Tiered):
-        return TieredCatalog(open_store(root.local), open_store(root.remote), emit)
+        local, remote = open_store(root.local), open_store(root.remote)
+        if local is remote or local.url == remote.url:
+            raise UsageError(f"Tiered: local and remote are one place, {local.url}")
+        return TieredCatalog(local, remote, emit)
     return Catalog(open_store(root))
 
 
