@@ -12,6 +12,7 @@ import json
 import os
 import random
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -19,13 +20,16 @@ from storm import Storm, new_state, step_of, succeeds
 
 from holdfast.care import mirror as mirror_module
 from holdfast.care.verify import verify
-from holdfast.engine.catalog import Catalog
+from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.events import Event
 from holdfast.manager import CheckpointManager
-from holdfast.policy.retention import Last
+from holdfast.policy.retention import EveryNth, Last
 from holdfast.store.local import LocalStore
+
+MILESTONE = 3
+"""Steps that the remote tier keeps for good."""
 
 
 def work(local: Path, remote: Path, num_elements: int, told: int) -> None:
@@ -36,7 +40,8 @@ def work(local: Path, remote: Path, num_elements: int, told: int) -> None:
             os.write(told, f"U{event.step}\n".encode())
 
     state = new_state(num_elements)
-    root = Tiered(local, remote, keep_local=Last(1), keep_remote=Last(2))
+    rule = Last(2) | EveryNth(f"{MILESTONE}step")
+    root = Tiered(local, remote, keep_local=Last(1), keep_remote=rule)
     with CheckpointManager(root, state, sinks=(tell,)) as manager:
         manager.resume()
         first = step_of(state) + 1
@@ -64,14 +69,18 @@ def look(local: Path, remote: Path, saved: int, uploaded: int) -> None:
         raise AssertionError(f"lost: {saved} saved, {uploaded} sent; now {here} and {there}")
 
 
-def clean(local: Path, remote: Path) -> None:
-    """After a life to its end each tier has what its rule keeps, and no junk."""
-    if len(Catalog(LocalStore(local)).checkpoints()) != 1 or Ledger(LocalStore(local)).waiting():
+def clean(local: Path, remote: Path, wanted: set[int]) -> None:
+    """After a life to its end each tier has what its rule keeps, all of it, and no junk."""
+    here = [entry.step for entry in Catalog(LocalStore(local)).checkpoints()]
+    if len(here) != 1 or Ledger(LocalStore(local)).waiting():
         raise AssertionError(f"local: {os.listdir(local)}")
-    kept = {entry.folder for entry in Catalog(LocalStore(remote)).checkpoints()}
-    junk = {*os.listdir(remote)} - kept - {"writers", "latest"}
-    if len(kept) != 2 or junk:
-        raise AssertionError(f"remote: {kept}, junk {junk}")
+    entries = Catalog(LocalStore(remote)).checkpoints()
+    there = [entry.step for entry in entries]
+    extra = [step for step in there[2:] if step % MILESTONE]
+    missing = {*here, *(step for step in wanted if step % MILESTONE == 0)}.difference(there)
+    junk = {*os.listdir(remote)} - {entry.folder for entry in entries} - {"writers", "latest"}
+    if extra or missing or junk:
+        raise AssertionError(f"remote: {there}, missing {missing}, too many {extra}, junk {junk}")
 
 
 class TiersStorm(Storm):
@@ -81,6 +90,7 @@ class TiersStorm(Storm):
         super().__init__(root, num_elements, rng)
         self.is_new = is_new
         self.lives = self.uploaded = 0
+        self.wanted: set[int] = set()
 
     @property
     def local(self) -> Path:
@@ -91,6 +101,8 @@ class TiersStorm(Storm):
 
     def heard(self, line: str) -> None:
         step = int(line[1:])
+        if line[0] == "U" or not self.is_new:
+            self.wanted.add(step)
         if line[0] == "U":
             self.uploaded = max(self.uploaded, step)
         else:
@@ -108,14 +120,20 @@ class TiersStorm(Storm):
             self.bad += 1
 
     def end(self) -> None:
-        if not succeeds(lambda: clean(self.local, self.root / "remote")):
+        if not succeeds(lambda: clean(self.local, self.root / "remote", self.wanted)):
             self.bad += 1
 
 
 def holds_nothing() -> None:
-    """Mutant: local retention does not wait for the upload."""
+    """Mutant: local retention does not wait for the upload, of which each takes a while."""
+    real_upload = mirror_module.Mirror._upload
+
+    def upload(self: mirror_module.Mirror, entry: Entry) -> None:
+        time.sleep(0.3)
+        real_upload(self, entry)
+
     mirror_module.Mirror.holds = lambda self, entry: ""
-    mirror_module.Mirror._upload = lambda self, entry: self._queue.clear()
+    mirror_module.Mirror._upload = upload
 
 
 MUTANTS = {"holds_nothing": holds_nothing}

@@ -8,7 +8,7 @@ from holdfast.care.preflight import preflight
 from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.claim import Choice, Settled
 from holdfast.engine.owner import Ownership
-from holdfast.engine.tiers.catalog import TieredCatalog
+from holdfast.engine.tiers.claims import TieredOwnership
 from holdfast.engine.tiers.tiered import Rules
 from holdfast.errors import StoreError, UsageError
 from holdfast.events import Emitter
@@ -46,8 +46,8 @@ class Beginning:
             self._refuse_accidental_restart(standing)
         if self.preflight_due:
             self._check_room(captured, self._store, self._rules.local)
-            if isinstance(self._catalog, TieredCatalog):
-                self._check_remote(captured, self._catalog.remote.store)
+            if isinstance(self._owner, TieredOwnership):
+                self._check_remote(captured, self._owner)
             self.preflight_due = False
         if self._owner.claim is None:
             self._owner.take(
@@ -91,12 +91,14 @@ class Beginning:
                 "give this run a root of its own"
             )
 
-    def _check_remote(self, captured: Captured, remote: Store) -> None:
+    def _check_remote(self, captured: Captured, owner: TieredOwnership) -> None:
+        remote = owner.catalog.remote.store
         try:
             remote.children()
         except StoreError:
             return  # the claim tells that it is away, and the first upload finds out the rest
-        self._check_room(captured, remote, self._rules.remote)
+        with owner.remote_scratch():
+            self._check_room(captured, remote, self._rules.remote)
 
     def _check_room(self, captured: Captured, store: Store, keep: Rule) -> None:
         specs = [spec for part in captured.components.values() for spec in part.specs]

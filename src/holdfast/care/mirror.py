@@ -461,7 +461,8 @@ class Mirror:
             self._there = there
             self._requeue()
             self._begun = {*map(str, self._catalog.remote.attempts())}.intersection(self._queue)
-        self._housekeeper.after_claim()
+        with self._owner.remote_scratch():
+            self._housekeeper.after_claim()
         self._housekeeper.retain()
 
     def _look_at_files(self, entry: Entry, found: Candidate) -> None:

@@ -7,6 +7,7 @@ still holds by then.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.telling import remote_emitter
 from holdfast.errors import (
     CommitConflict,
+    DeadlineExceeded,
     Diverged,
     FormatError,
     HoldfastError,
@@ -49,6 +51,7 @@ from holdfast.format.sealed import MAX_SEALED_NBYTES
 from holdfast.store.base import Store, make_folder
 
 _MAX_RACES = 100
+_SCRATCH_TIMEOUT_S = 600.0
 
 
 class TieredOwnership(Ownership):
@@ -63,6 +66,7 @@ class TieredOwnership(Ownership):
         self._remote = catalog.remote.store
         self._remote_heartbeat: Heartbeat | None = None
         self._choice: Choice | None = None
+        self._scratch = threading.Lock()
         self.remote_claim: Claim | None = None
         self.remote_has_committed = False
         """Whether something of this claim is there, from which the run would go on."""
@@ -99,6 +103,24 @@ class TieredOwnership(Ownership):
         self.remote_is_clean = True
         self._beat()
         self.after_take()
+
+    @contextmanager
+    def remote_scratch(self) -> Iterator[None]:
+        """For one at a time: whoever makes scratch folders in the remote tier that are not an
+        upload's, and whoever removes those that nobody needs.
+
+        Raises:
+            DeadlineExceeded: the other one hangs.
+        """
+        if not self._scratch.acquire(timeout=_SCRATCH_TIMEOUT_S):
+            raise DeadlineExceeded(
+                f"{self._remote.url}: gc or a preflight there did not end in "
+                f"{_SCRATCH_TIMEOUT_S:.0f} s"
+            )
+        try:
+            yield
+        finally:
+            self._scratch.release()
 
     def attach(self) -> Claim:
         """Make sure that this process's claim stands in the remote tier, and give it.
