@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from holdfast.engine.hooks import StateHooks
     from holdfast.engine.reading import reading
     from holdfast.engine.stop import Stop
+    from holdfast.engine.tiers.tiered import Tiered
     from holdfast.manager import CheckpointManager
     from holdfast.policy.auto import Auto
     from holdfast.policy.classes import SavePolicy
@@ -60,6 +61,7 @@ __all__ = [
     "SideSaver",
     "StateHooks",
     "Stop",
+    "Tiered",
     "Time",
     "WallClock",
     "When",
@@ -98,6 +100,7 @@ _NAMES = {
     "SideSaver": "holdfast.policy.savers",
     "StateHooks": "holdfast.engine.hooks",
     "Stop": "holdfast.engine.stop",
+    "Tiered": "holdfast.engine.tiers.tiered",
     "Time": "holdfast.policy.clock",
     "WallClock": "holdfast.policy.triggers",
     "When": "holdfast.policy.triggers",

@@ -22,10 +22,12 @@ HoldfastError
 ├── OwnershipError
 │   ├── OwnedElsewhere         a live process owns the run
 │   ├── NotOwned               no live process owns the run, so nobody can save it
-│   └── Superseded             a later writer has taken the run over
+│   ├── Superseded             a later writer has taken the run over
+│   └── Diverged               the run went on in two places that do not know of each other
 ├── CommitConflict             another save has the manifest's key
 ├── OutOfMemory                the host has not the memory that a copy of the state needs
 ├── SaveFailed                 a save did not commit; the cause is chained
+├── UploadFailed               a checkpoint is here and did not get to the remote tier
 ├── SaveSkipped                a hook did not want this state to be saved
 ├── RequestFailed              a save that was asked for from outside was not made
 ├── PreflightFailed            why the first save would fail; lists every problem
@@ -175,6 +177,10 @@ class Superseded(OwnershipError):
         super().__init__(message)
 
 
+class Diverged(OwnershipError):
+    """The run went on both here and at the remote tier; neither knows of the other's claim."""
+
+
 class CommitConflict(HoldfastError):
     """Another save, or gc, has put its mark under the manifest's key."""
 
@@ -185,6 +191,10 @@ class SaveFailed(HoldfastError):
     def __init__(self, message: str, *, step: int) -> None:
         self.step = step
         super().__init__(message)
+
+
+class UploadFailed(HoldfastError):
+    """A checkpoint that is durable in the local tier could not be sent to the remote one."""
 
 
 class OutOfMemory(HoldfastError, MemoryError):

@@ -13,10 +13,11 @@ from types import TracebackType
 from typing import Any
 
 from holdfast.care.beginning import Beginning
-from holdfast.care.housekeeping import Housekeeper
+from holdfast.care.housekeeping import Housekeeper, never_held
+from holdfast.care.mirror import Mirror
 from holdfast.care.tuning import Tuning
 from holdfast.engine import exits
-from holdfast.engine.catalog import Catalog, Entry
+from holdfast.engine.catalog import Entry
 from holdfast.engine.checkpoint import Checkpoint, PendingSave, describe
 from holdfast.engine.claim import Settled
 from holdfast.engine.fingerprint import differences, environment, numerics
@@ -47,6 +48,9 @@ from holdfast.engine.resume import (
 from holdfast.engine.save import SaveRequest
 from holdfast.engine.saver import Saver
 from holdfast.engine.stop import Stop
+from holdfast.engine.tiers.catalog import TieredCatalog, catalog_of
+from holdfast.engine.tiers.claims import TieredOwnership
+from holdfast.engine.tiers.tiered import Rules, Tiered
 from holdfast.errors import (
     DeadlineExceeded,
     FormatError,
@@ -62,7 +66,7 @@ from holdfast.policy.classes import Due, SaveClass, SavePolicy
 from holdfast.policy.clock import Time, parse
 from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction, compile_label
 from holdfast.policy.rule import Rule
-from holdfast.policy.savers import SideSaver, combined_rule
+from holdfast.policy.savers import SideSaver
 from holdfast.policy.schedule import Schedule
 from holdfast.policy.triggers import Event as TriggerEvent
 from holdfast.policy.triggers import SaveFunction, Trigger
@@ -70,7 +74,6 @@ from holdfast.state.capture import Captured, Capturer, check_state
 from holdfast.state.components import RNG
 from holdfast.state.edits import Edit, edited
 from holdfast.state.selection import listed
-from holdfast.store import open_store
 from holdfast.store.base import Store
 
 _NEVER_QUIET = (0, 0.0)
@@ -80,7 +83,7 @@ class CheckpointManager:
     """Saves and resumes the state of one run.
 
     Args:
-        root: where this run's checkpoints live: a path, or a Store.
+        root: where this run's checkpoints live: a path, a URL, a Store, or two of them as `Tiered`.
         state: the named components: modules, optimizers, schedulers, generators, anything with
             `state_dict` and `load_state_dict`, dicts and lists of plain values and tensors.
             Generator states of Python, NumPy and torch are added as `rng`.
@@ -121,7 +124,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        root: str | os.PathLike[str] | Store,
+        root: str | os.PathLike[str] | Store | Tiered,
         state: Mapping[str, Any],
         *,
         every: str | Time | Trigger | SaveFunction | SavePolicy | None = None,
@@ -155,14 +158,16 @@ class CheckpointManager:
             memory_budget=memory_budget,
             stop=stop,
         )
-        rule = combined_rule(keep, savers, {*state, RNG})
+        rules = Rules.of(root, keep, savers, {*state, RNG})
         for name, value in (("save_timeout_s", save_timeout_s), ("exit_timeout_s", exit_timeout_s)):
             if not value > 0:
                 raise UsageError(f"{name}={value!r} must be a positive number of seconds")
         check_choice("on_failure", on_failure, OnFailure)
         check_is("preflight", preflight, bool)
         check_is("hooks", hooks, StateHooks | None)
-        self.store = open_store(root)
+        self._emit = Emitter(tuple(sinks))
+        self._catalog = catalog_of(root, self._emit)
+        self.store = self._catalog.store
         self.state = state
         self._capturer = Capturer(state)
         length = None if max_duration is None else parse(max_duration, what="max_duration")
@@ -172,13 +177,33 @@ class CheckpointManager:
         self._raises_failures = on_failure == "raise"
         self._label = compile_label(label, run_name=run_name)
         self._exit_timeout_s = exit_timeout_s
-        self._emit = Emitter(tuple(sinks))
-        self._catalog = Catalog(self.store)
+        replaces = on_existing == "replace"
+        self._mirror: Mirror | None = None
+        if isinstance(root, Tiered) and isinstance(self._catalog, TieredCatalog):
+            owner = TieredOwnership(self._catalog, takeover=takeover, emit=self._emit)
+            self._owner: Ownership = owner
+            self._mirror = Mirror(
+                owner,
+                rules.remote,
+                root.options,
+                self._emit,
+                replaces=replaces,
+                timeout_s=save_timeout_s,
+            )
+            self._mirror.uploaded = self._after_upload
+        else:
+            self._owner = Ownership(self.store, takeover=takeover, emit=self._emit)
         self._moments = Moments(self._catalog, self._schedule, counters)
-        self._owner = Ownership(self.store, takeover=takeover, emit=self._emit)
-        self._beginning = Beginning(self.store, self._owner, rule, self._emit, preflight=preflight)
+        self._beginning = Beginning(
+            self._catalog, self._owner, rules, self._emit, preflight=preflight
+        )
         self._housekeeper = Housekeeper(
-            self.store, self._owner, rule, self._emit, replaces=on_existing == "replace"
+            self.store,
+            self._owner,
+            rules.local,
+            self._emit,
+            replaces=replaces,
+            held=never_held if self._mirror is None else self._mirror.holds,
         )
         self._tuning = Tuning(self.store, self._owner, self._emit, self._schedule.auto)
         self._outside = Outside(Requests(self.store, emit=self._emit), stop, self._promote)
@@ -188,7 +213,7 @@ class CheckpointManager:
             self._owner,
             self._emit,
             timeout_s=save_timeout_s,
-            kept=rule.quota(),
+            kept=rules.local.quota(),
             memory_budget=budget_of(memory_budget),
             overlap=self._overlap,
             after_commit=self._after_commit,
@@ -273,6 +298,7 @@ class CheckpointManager:
         self._quiet = _NEVER_QUIET
         now = self._moments.now(step, epoch=epoch, cycle=cycle, samples=samples, tokens=tokens)
         self._check_usable()
+        self._raise_upload_failure()
         pending = self._saver.pending
         if pending is not None and pending.failure() is not None:
             self._schedule.failed()
@@ -305,16 +331,22 @@ class CheckpointManager:
         return step < before_step and time.monotonic() < before_s and not self._outside.has_signal
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Block until no save and no housekeeping is under way; raise what went wrong.
+        """Block until no save, no upload and no housekeeping is under way; raise what went wrong.
 
         Raises:
             SaveFailed: the background save failed.
+            UploadFailed: an upload failed, and `on_upload_failure` is "raise".
             DeadlineExceeded: it takes longer than `timeout_s` (default: the save deadline).
         """
         self._check_process()
-        self._saver.settle(timeout_s if timeout_s is not None else self._saver.timeout_s)
+        limit_s = timeout_s if timeout_s is not None else self._saver.timeout_s
+        end = time.monotonic() + limit_s
+        self._saver.settle(limit_s)
         exits.told(self)
         self._saver.raise_failure()
+        if self._mirror is not None:
+            self._mirror.settle(max(end - time.monotonic(), 0))
+            self._mirror.raise_failure()
 
     def fence(self) -> None:
         """Return when parameters and optimizer slots may be changed, with `overlap`.
@@ -368,7 +400,7 @@ class CheckpointManager:
             rejected=tuple(reader.rejected),
         )
         return describe(
-            self.store,
+            self._home(found.entry),
             found.entry,
             rejected=tuple(reader.rejected),
             notes=self._notes(found),
@@ -427,13 +459,14 @@ class CheckpointManager:
             folder=found.entry.folder,
         )
         notes = (*reader.notes, *self._notes(found))
-        return describe(self.store, found.entry, notes=notes)
+        return describe(self._home(found.entry), found.entry, notes=notes)
 
     # Looking and marking
 
     def list(self) -> tuple[Checkpoint, ...]:
         """Every committed checkpoint, newest first."""
-        return tuple(describe(self.store, entry) for entry in self._catalog.checkpoints())
+        entries = self._catalog.checkpoints()
+        return tuple(describe(self._home(entry), entry) for entry in entries)
 
     def pin(self, which: str | int) -> None:
         """Keep a checkpoint whatever the rule says.
@@ -441,15 +474,15 @@ class CheckpointManager:
         Raises:
             NoCheckpoint: there is none, or its deletion has begun.
         """
-        annotate(self.store, self._catalog.resolve(which), pinned=True)
+        self._annotate(which, pinned=True)
 
     def unpin(self, which: str | int) -> None:
         """Let retention decide again."""
-        annotate(self.store, self._catalog.resolve(which), pinned=False)
+        self._annotate(which, pinned=False)
 
     def tag(self, which: str | int, *tags: str) -> None:
         """Add tags; a tagged checkpoint is kept and can be named by its tag."""
-        annotate(self.store, self._catalog.resolve(which), add_tags=tags)
+        self._annotate(which, add_tags=tags)
 
     @property
     def is_owner(self) -> bool:
@@ -463,6 +496,7 @@ class CheckpointManager:
 
         Raises:
             SaveFailed: a background save failed and nobody was told yet.
+            UploadFailed: not all was sent in time, and `on_upload_failure` is "raise".
             DeadlineExceeded: a save hangs; it was given up.
         """
         self._close(self._saver.timeout_s)
@@ -505,6 +539,7 @@ class CheckpointManager:
     def _close(self, timeout_s: float) -> None:
         if self._closed or os.getpid() != self._pid:
             return
+        upload_failure: HoldfastError | None = None
         try:
             self._saver.settle(timeout_s)
         finally:
@@ -512,10 +547,22 @@ class CheckpointManager:
             self._outside.close()
             exits.forget(self)
             self._overlap.fence.close()
+            upload_failure = self._end_uploads(timeout_s)
             self._saver.close()
             self._owner.release()
             self._emit("closed", f"{self.store.url}: closed")
         self._saver.raise_failure()
+        if upload_failure is not None:
+            raise upload_failure
+
+    def _end_uploads(self, timeout_s: float) -> HoldfastError | None:
+        """Send what is left, up to a deadline; what went wrong is raised when all is closed."""
+        try:
+            if self._mirror is not None:
+                self._mirror.close(timeout_s)
+        except HoldfastError as error:
+            return error
+        return None
 
     def _save(
         self,
@@ -536,6 +583,9 @@ class CheckpointManager:
             self._emit("save_skipped", str(error), step=now.step)
             return PendingSave.skipped(now.step, due, error)
         self._wait_for_the_save_before()
+        self._raise_upload_failure()
+        if self._mirror is not None:
+            self._mirror.expect_room(now)
         if self._refuses_existing:
             self._beginning.refuse_existing(now.step, self._saver.standing)
         captured = self._capture(due)
@@ -577,10 +627,19 @@ class CheckpointManager:
     def _after_claim(self) -> None:
         self._housekeeper.after_claim()
         self._tuning.after_claim()
+        if self._mirror is not None:
+            self._mirror.mend_now()
 
     def _after_commit(self, entry: Entry) -> None:
         self._tuning.after_commit(entry)
+        if self._mirror is not None:
+            self._mirror.committed()
         self._housekeeper.after_commit(entry)
+
+    def _after_upload(self, entry: Entry, was_read: bool) -> None:
+        if was_read:
+            self._housekeeper.trust(entry)
+        self._housekeeper.retain()
 
     def _checked(self, components: Iterable[str]) -> tuple[str, ...]:
         names = (components,) if isinstance(components, str) else tuple(components)
@@ -648,6 +707,21 @@ class CheckpointManager:
         if self._raises_failures:
             self._saver.raise_failure()
 
+    def _raise_upload_failure(self) -> None:
+        if self._mirror is not None:
+            self._mirror.raise_failure()
+
+    def _home(self, entry: Entry) -> Store:
+        return self._catalog.home(entry.folder)
+
+    def _annotate(self, which: str | int, **notes: Any) -> None:
+        entry = self._catalog.resolve(which)
+        if not isinstance(self._catalog, TieredCatalog):
+            annotate(self.store, entry, **notes)
+            return
+        for found in self._catalog.copies(entry.name):
+            annotate(*found, **notes)
+
     def _announce_not_saved(self, captured: Captured) -> None:
         if self._not_saved_due and captured.not_saved:
             self._emit("not_saved", "not saved: " + "; ".join(captured.not_saved))
@@ -655,7 +729,7 @@ class CheckpointManager:
 
     def _reader(self) -> Reader:
         return Reader(
-            store=self.store,
+            catalog=self._catalog,
             state=self.state,
             workers=self._saver.workers,
             timeout_s=self._saver.timeout_s,

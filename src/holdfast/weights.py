@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from holdfast.engine.catalog import Catalog
 from holdfast.engine.checkpoint import Checkpoint, describe
 from holdfast.engine.locate import located
 from holdfast.engine.resume import LoadOptions, Reader, Rename
@@ -55,7 +56,10 @@ def load_weights(
     try:
         with located(source) as (store, kept):
             reader = Reader(
-                store=store, state={component: model}, workers=workers, timeout_s=READ_TIMEOUT_S
+                catalog=Catalog(store),
+                state={component: model},
+                workers=workers,
+                timeout_s=READ_TIMEOUT_S,
             )
             found = reader.read(kept.entry, options)
     finally:

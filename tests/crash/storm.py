@@ -170,7 +170,7 @@ class Storm:
         """One child, killed after `delay_s` unless it ended before; returns its life in s."""
         read, write = os.pipe()
         began = time.perf_counter()
-        pid = forked(lambda: work(self.root, self.num_elements, write))
+        pid = forked(lambda: self.live(write))
         os.close(write)
         if delay_s is not None:
             time.sleep(delay_s)
@@ -179,7 +179,7 @@ class Storm:
         lived_s = time.perf_counter() - began
         with os.fdopen(read) as told:
             for line in told:
-                self.acknowledged = max(self.acknowledged, int(line))
+                self.heard(line)
         if status == -signal.SIGKILL:
             self.killed += 1
         elif status == 0:
@@ -187,6 +187,14 @@ class Storm:
         else:
             self.stuck += 1
         return lived_s
+
+    def live(self, told: int) -> None:
+        """What a child does."""
+        work(self.root, self.num_elements, told)
+
+    def heard(self, line: str) -> None:
+        """What a child told."""
+        self.acknowledged = max(self.acknowledged, int(line))
 
     def check(self) -> None:
         if not succeeds(lambda: look(self.root, self.num_elements, self.acknowledged)):
@@ -203,6 +211,9 @@ class Storm:
             self.check()
         self.trial(None)
         self.check()
+        self.end()
+
+    def end(self) -> None:
         if not succeeds(self.clean_up):
             self.bad += 1
 

@@ -32,7 +32,8 @@ def test_a_resume_decides_on_the_newest_manifest_alone() -> None:
     folders = a_run(12, store)
     workers = Workers(1, "test")
     search = Search(
-        Reader(store=store, state=new_run().state, workers=workers, timeout_s=60.0), "latest"
+        Reader(catalog=Catalog(store), state=new_run().state, workers=workers, timeout_s=60.0),
+        "latest",
     )
     claim_run(store, search, takeover=False, emit=Emitter(()))
     workers.close()

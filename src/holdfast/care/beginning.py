@@ -8,7 +8,9 @@ from holdfast.care.preflight import preflight
 from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.claim import Choice, Settled
 from holdfast.engine.owner import Ownership
-from holdfast.errors import UsageError
+from holdfast.engine.tiers.claims import TieredOwnership
+from holdfast.engine.tiers.tiered import Rules
+from holdfast.errors import StoreError, UsageError
 from holdfast.events import Emitter
 from holdfast.policy.retention import Rule
 from holdfast.store.base import Store
@@ -21,11 +23,12 @@ class Beginning:
     """Lets a run begin to save, or says why not."""
 
     def __init__(
-        self, store: Store, owner: Ownership, keep: Rule, emit: Emitter, *, preflight: bool
+        self, catalog: Catalog, owner: Ownership, rules: Rules, emit: Emitter, *, preflight: bool
     ) -> None:
-        self._store = store
+        self._catalog = catalog
+        self._store = catalog.store
         self._owner = owner
-        self._keep = keep
+        self._rules = rules
         self._emit = emit
         self.preflight_due = preflight
         """Whether the next save is to check space and rights first."""
@@ -42,7 +45,9 @@ class Beginning:
             self._owner.check()
             self._refuse_accidental_restart(standing)
         if self.preflight_due:
-            self._check_room(captured)
+            self._check_room(captured, self._store, self._rules.local)
+            if isinstance(self._owner, TieredOwnership):
+                self._check_remote(captured, self._owner)
             self.preflight_due = False
         if self._owner.claim is None:
             self._owner.take(
@@ -59,7 +64,7 @@ class Beginning:
         """
         if standing is not None and standing.step == step:
             return
-        found = [entry for entry in Catalog(self._store).checkpoints() if entry.step == step]
+        found = [entry for entry in self._catalog.checkpoints() if entry.step == step]
         there = [entry.folder for entry in found if not self._is_part_of_this_pass(entry)]
         if there:
             raise UsageError(
@@ -79,21 +84,30 @@ class Beginning:
 
     def _refuse_accidental_restart(self, standing: Entry | None) -> None:
         """Saving from scratch into a root with checkpoints would let retention eat them."""
-        if standing is None and Catalog(self._store).ever_committed():
+        if standing is None and self._catalog.ever_committed():
             raise UsageError(
                 f"{self._store.url} holds the checkpoints of a run. Call resume() to go on with "
                 "it, load() one of them whole to start from there (part of one is not enough), or "
                 "give this run a root of its own"
             )
 
-    def _check_room(self, captured: Captured) -> None:
+    def _check_remote(self, captured: Captured, owner: TieredOwnership) -> None:
+        remote = owner.catalog.remote.store
+        try:
+            remote.children()
+        except StoreError:
+            return  # the claim tells that it is away, and the first upload finds out the rest
+        with owner.remote_scratch():
+            self._check_room(captured, remote, self._rules.remote)
+
+    def _check_room(self, captured: Captured, store: Store, keep: Rule) -> None:
         specs = [spec for part in captured.components.values() for spec in part.specs]
         trees = sum(len(part.tree) for part in captured.components.values())
         chosen = preflight(
-            self._store,
+            store,
             nbytes_per_save=sum(spec.nbytes for spec in specs) + 2 * trees + 200 * len(specs),
-            saves_kept=self._keep.quota(),
+            saves_kept=keep.quota(),
             num_files=2 * len(captured.components) + 2,
         )
         if chosen is not None:
-            self._emit("preflight", f"{self._store.url}: large files are written {chosen}")
+            self._emit("preflight", f"{store.url}: large files are written {chosen}")

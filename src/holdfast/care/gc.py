@@ -44,12 +44,14 @@ def collect(
     dry_run: bool = False,
     dead_epochs: Collection[int] = (),
     own_epoch: int | None = None,
+    spared: Collection[str] = (),
     emit: Emitter | None = None,
 ) -> GcReport:
     """Remove uncommitted attempts and leftovers of deleted ones. Committed ones are not touched.
 
     Attempts of a live writer, the caller's own too, are left alone. `dead_epochs` are epochs that
-    a person declares dead. `own_epoch` is the caller's claim: it has nothing under way but this.
+    a person declares dead. `own_epoch` is the caller's claim: it has nothing under way but this,
+    and the folders in `spared`, which it is going to commit.
     A failure is reported and does not stop the rest.
     """
     report = GcReport()
@@ -57,6 +59,9 @@ def collect(
     broken_off = _broken_off(store, report)
     for name in dict.fromkeys((*Catalog(store).attempts(), *broken_off)):
         folder = str(name)
+        if folder in spared:
+            report.kept.append((folder, "it is being sent"))
+            continue
         try:
             _visit(store, name, judge, report, dry_run=dry_run)
             if name in broken_off and not dry_run and _is_committed(store, folder):
@@ -219,7 +224,8 @@ def _sweep(
     for name in store.children():
         if layout.is_scratch(name.rstrip("/")):
             store.delete(name)
-            report.removed.append((name.rstrip("/"), "a preflight that did not end"))
+            what = "a preflight" if name.startswith("preflight") else "an upload"
+            report.removed.append((name.rstrip("/"), f"{what} that did not end"))
     if not isinstance(store, Folders):
         return
     committed = [entry.folder for entry in Catalog(store).checkpoints()]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Collection
 from functools import partial
+from typing import Protocol
 
 from holdfast.care.gc import collect
 from holdfast.care.retention import Deleter
 from holdfast.engine.catalog import Catalog, Entry
+from holdfast.engine.claim import Claim
 from holdfast.engine.notes import reject
-from holdfast.engine.owner import Ownership
 from holdfast.errors import HoldfastError, Superseded
 from holdfast.events import Emitter
 from holdfast.format import layout
@@ -17,13 +19,43 @@ from holdfast.policy.retention import Rule
 from holdfast.store.base import Points, Store
 
 
+class Owner(Protocol):
+    """Whose chores these are: one side of the ownership of a run."""
+
+    @property
+    def claim(self) -> Claim | None:
+        """The claim in whose name they are done; without one nothing is."""
+        ...
+
+    @property
+    def has_committed(self) -> bool:
+        """Whether that claim has a commit of its own from which the run would go on."""
+        ...
+
+
+def never_held(entry: Entry) -> str:
+    """For a root of which nothing waits for anybody."""
+    return ""
+
+
 class Housekeeper:
     """Does the chores of one manager; what goes wrong is told, and tried again next time."""
 
     def __init__(
-        self, store: Store, owner: Ownership, rule: Rule, emit: Emitter, *, replaces: bool = False
+        self,
+        store: Store,
+        owner: Owner,
+        rule: Rule,
+        emit: Emitter,
+        *,
+        replaces: bool = False,
+        held: Callable[[Entry], str] = never_held,
+        spared: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """With `replaces` a checkpoint takes the place of older ones of its step."""
+        """With `replaces` a checkpoint takes the place of older ones of its step. `held` says why
+        something must not be deleted yet; `spared` are folders that gc leaves alone."""
+        self._spared = spared
+        self._lock = threading.Lock()
         self._store = store
         self._owner = owner
         self._emit = emit
@@ -35,13 +67,19 @@ class Housekeeper:
             thinned=self._tell_thinned,
             failed=self._tell_failed,
             postponed=self._tell_postponed,
+            held=held,
         )
 
     def after_commit(self, entry: Entry) -> None:
         """Move `latest`, if a run would go on from this one, then delete what the rule drops."""
         if not entry.manifest.left_out:
             self._try("latest", partial(self._point_latest, entry))
-        self._try("retention", self._retain)
+        self.retain()
+
+    def retain(self) -> None:
+        """Delete what the rule drops. From any thread."""
+        with self._lock:
+            self._try("retention", self._retain)
 
     def after_claim(self) -> None:
         """Remove what earlier writers left unfinished."""
@@ -77,7 +115,7 @@ class Housekeeper:
     def _collect(self) -> None:
         claim = self._owner.claim
         own_epoch = claim.epoch if claim is not None else None
-        report = collect(self._store, own_epoch=own_epoch, emit=self._emit)
+        report = collect(self._store, own_epoch=own_epoch, spared=self._spared(), emit=self._emit)
         for folder, why in report.removed:
             self._emit("gc", f"removed {folder}: {why}", folder=folder)
         for folder, why in report.failed:

@@ -15,6 +15,7 @@ from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.claim import Choice, Wait, dropped, is_being_deleted
 from holdfast.engine.leases import Readers
 from holdfast.engine.owner import Ownership
+from holdfast.engine.tiers.ledger import held_by_notes
 from holdfast.errors import FormatError, HoldfastError, OutcomeUnknown
 from holdfast.events import Emitter
 from holdfast.format.manifest import Manifest
@@ -55,8 +56,9 @@ def preview(
 def prune(store: Store, rule: Rule, *, emit: Emitter, watch: Wait | None = None) -> Pruned:
     """Delete and thin what the rule says. Claims the run for that long, when there is work.
 
-    What somebody reads stays. Whether a reader on another host lives is found out by watching its
-    lease for up to `SILENT_S` seconds (`watch(seconds)` waits; a test may pass its own).
+    What somebody reads stays, and what waits for its upload to another tier. Whether a reader on
+    another host lives is found out by watching its lease for up to `SILENT_S` seconds
+    (`watch(seconds)` waits; a test may pass its own).
 
     Raises:
         OwnedElsewhere: a live process owns the run; its own rule prunes.
@@ -71,6 +73,7 @@ def prune(store: Store, rule: Rule, *, emit: Emitter, watch: Wait | None = None)
     readers = Readers(store)
     readers.watch(work, wait=watch or threading.Event().wait, emit=emit)
     owner = Ownership(store, takeover=False, emit=emit)
+    waiting = held_by_notes(store)
 
     def tell_failed(entry: Entry, error: HoldfastError) -> None:
         report.failed.append((entry.folder, str(error)))
@@ -85,6 +88,7 @@ def prune(store: Store, rule: Rule, *, emit: Emitter, watch: Wait | None = None)
         failed=tell_failed,
         postponed=lambda entry, why: report.postponed.append((entry.folder, why)),
         readers=readers,
+        held=lambda entry: waiting.get(entry.folder, ""),
     )
     owner.take(lambda: _standing(store))
     try:

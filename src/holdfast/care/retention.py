@@ -108,7 +108,9 @@ class Deleter:
         failed: Callable[[Entry, HoldfastError], None],
         postponed: Callable[[Entry, str], None],
         readers: Readers | None = None,
+        held: Callable[[Entry], str] = lambda entry: "",
     ) -> None:
+        """`held` says why something must not go yet, though the rule would have it so."""
         self._store = store
         self._rule = rule
         self._replaces = replaces
@@ -117,6 +119,7 @@ class Deleter:
         self._failed = failed
         self._postponed = postponed
         self._readers = readers if readers is not None else Readers(store)
+        self._held = held
         self._told: set[str] = set()
         self._unclear: frozenset[str] = frozenset()
         self._verified: set[str] = set()
@@ -159,7 +162,7 @@ class Deleter:
             item for item in reversed(planned) if item.decision.drop or not item.decision.keep
         )
         # Before any mark is left: a mark stays, and nobody could begin to read what has one.
-        work = [item for item in wanted if not self._is_read(item.entry)]
+        work = [item for item in wanted if not self._must_stay(item.entry)]
         damaged: set[str] = set()
         settled: set[str] = set()
         for item in sorted(work, key=lambda item: item.decision.keep):
@@ -269,6 +272,14 @@ class Deleter:
             is_read=lambda: self._is_read(entry),
         ):
             self._thinned(entry, decision.drop, decision.reason)
+
+    def _must_stay(self, entry: Entry) -> bool:
+        """Whether somebody needs it yet; told once."""
+        why = self._held(entry)
+        if why and entry.folder not in self._told:
+            self._told.add(entry.folder)
+            self._postponed(entry, why)
+        return bool(why) or self._is_read(entry)
 
     def _is_read(self, entry: Entry) -> bool:
         """Whether a lease binds; new ones are told of."""

@@ -189,6 +189,15 @@ def save(
 
 @app.command()
 @_ending
+def uploads(root: options.Root, as_json: AsJson = False) -> Answer:
+    """Show what of a local root is in its remote tier, what waits, and what went wrong."""
+    from holdfast.cli.uploads import show_uploads
+
+    return show_uploads(root)
+
+
+@app.command()
+@_ending
 def advise(
     root: options.Root,
     failures_per_day: options.FailuresPerDay = None,

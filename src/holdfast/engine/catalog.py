@@ -100,6 +100,14 @@ class Catalog:
     def __init__(self, store: Store) -> None:
         self.store = store
 
+    def home(self, folder: str) -> Store:
+        """The store in which a checkpoint is read: where a run has two tiers, one of them."""
+        return self.store
+
+    def turn(self, folder: str) -> bool:
+        """Read a damaged checkpoint elsewhere from now on; whether there is an elsewhere."""
+        return False
+
     def attempts(self) -> tuple[AttemptName, ...]:
         """Every attempt, newest first, from the names alone."""
         names = (name[:-1] for name in self.store.children() if name.endswith("/"))
@@ -120,7 +128,7 @@ class Catalog:
 
     def marks(self, folder: str) -> Marks:
         """The sidecars of a checkpoint; damaged ones are passed over."""
-        return self._marks(folder, self.store.children(folder))
+        return self._marks(folder, self.home(folder).children(folder))
 
     def _marks(self, folder: str, names: tuple[str, ...]) -> Marks:
         notes, number = self._newest_notes(folder, names)
@@ -144,7 +152,7 @@ class Catalog:
         """
         folder = str(name)
         if known is not None:
-            names = self.store.children(folder)
+            names = self.home(folder).children(folder)
             marks = self._marks(folder, names)
             # A deleter leaves its mark before the tombstone, and removes the index before the mark.
             if not marks.retired and {layout.MANIFEST, layout.INDEX} <= {*names}:
@@ -365,9 +373,8 @@ class Catalog:
         numbers = [layout.parse_notes(name) for name in names]
         for number in sorted((n for n in numbers if n is not None), reverse=True):
             try:
-                notes = read_if_there(
-                    self.store, f"{folder}/{layout.notes_name(number)}", decode_notes
-                )
+                key = f"{folder}/{layout.notes_name(number)}"
+                notes = read_if_there(self.home(folder), key, decode_notes)
             except FormatError:
                 continue
             if notes is not None:
@@ -376,7 +383,8 @@ class Catalog:
 
     def _reasons(self, folder: str) -> tuple[str, ...]:
         try:
-            record = read_if_there(self.store, f"{folder}/{layout.REJECTED}", decode_rejected)
+            key = f"{folder}/{layout.REJECTED}"
+            record = read_if_there(self.home(folder), key, decode_rejected)
         except FormatError:
             record = None
         return record.reasons if record is not None else ("rejected",)

@@ -161,7 +161,7 @@ def claim_run(
         after = check_owner(store, takeover=takeover, emit=emit)
         choice = choose()
         claim = _put_claim(store, after, choice, takeover=takeover)
-        if claim is not None and _is_still_right(store, claim, choice):
+        if claim is not None and is_still_right(Catalog(store), claim, choice):
             return claim
     raise OwnedElsewhere(f"{store.url}: lost the race for the run {_MAX_RACES} times")
 
@@ -169,19 +169,11 @@ def claim_run(
 def _put_claim(store: Store, after: int, choice: Choice, *, takeover: bool) -> Claim | None:
     """Put the claim that follows epoch `after`; None when somebody else did."""
     point = choice.point
-    epoch = _epoch_after(store, after, point)
+    epoch = epoch_after(Catalog(store), after, point)
     make_folder(store, layout.WRITERS)
     if point is not None:
         settle(store, point.folder)
-    record = Writer(
-        epoch=epoch,
-        nonce=os.urandom(16).hex(),
-        resumed_from=point,
-        rollback=choice.is_rollback,
-        takeover=takeover,
-        created=utc_now(),
-        process=this_process(),
-    )
+    record = new_writer(epoch, choice, takeover=takeover)
     try:
         put_once(store, layout.writer_key(epoch), encode_writer(record))
     except CommitConflict:
@@ -189,32 +181,50 @@ def _put_claim(store: Store, after: int, choice: Choice, *, takeover: bool) -> C
     return Claim(epoch=epoch, nonce=record.nonce, resumed_from=point)
 
 
-def _epoch_after(store: Store, after: int, point: Reference | None) -> int:
+def new_writer(epoch: int, choice: Choice, *, takeover: bool) -> Writer:
+    """The record of a claim of this process."""
+    return Writer(
+        epoch=epoch,
+        nonce=os.urandom(16).hex(),
+        resumed_from=choice.point,
+        rollback=choice.is_rollback,
+        takeover=takeover,
+        created=utc_now(),
+        process=this_process(),
+    )
+
+
+def epoch_after(catalog: Catalog, after: int, point: Reference | None) -> int:
+    """The epoch of a claim that follows `after` and goes on from `point`.
+
+    Raises:
+        UsageError: `point` was copied from another run.
+    """
     if after == 0:
         # Folders that were copied here without their claims keep their order below ours.
-        after = max((name.epoch for name in Catalog(store).attempts()), default=0)
+        after = max((name.epoch for name in catalog.attempts()), default=0)
     if point is not None and point.epoch > after:
         raise UsageError(
-            f"{store.url}/{point.folder} was copied here from another run: its writer epoch "
-            f"{point.epoch} is beyond those of this run ({after}). Resume it in a root of its own"
+            f"{catalog.store.url}/{point.folder} was copied here from another run: its writer "
+            f"epoch {point.epoch} is beyond those of this run ({after}). Resume it in a root of "
+            "its own"
         )
     return after + 1
 
 
-def _is_still_right(store: Store, claim: Claim, choice: Choice) -> bool:
+def is_still_right(catalog: Catalog, claim: Claim, choice: Choice) -> bool:
     """After the claim, which fences earlier writers off: would the same choice be made?"""
     point = choice.point
-    if point is not None and not _still_stands(store, point):
+    if point is not None and not _still_stands(catalog, point):
         return False
     if choice.is_rollback:
         return True
-    newest = next(_committed(store, below=claim.epoch, but=choice.passed_over), None)
+    newest = next(committed(catalog, below=claim.epoch, but=choice.passed_over), None)
     return newest == (point.folder if point is not None else None)
 
 
-def _committed(store: Store, *, below: int, but: frozenset[str]) -> Iterator[str]:
+def committed(catalog: Catalog, *, below: int, but: frozenset[str]) -> Iterator[str]:
     """Folders of the lineage below an epoch that hold a manifest, newest first."""
-    catalog = Catalog(store)
     for name in catalog.lineage(below=below):
         if str(name) in but:
             continue
@@ -240,14 +250,16 @@ def expect_claim(store: Store, claim: Claim) -> None:
         )
 
 
-def _still_stands(store: Store, point: Reference) -> bool:
+def _still_stands(catalog: Catalog, point: Reference) -> bool:
     # Marks first: a deleter that is done has removed its mark, but then the tombstone is there.
-    catalog = Catalog(store)
+    store = catalog.home(point.folder)
     try:
         marks = catalog.marks(point.folder)
         register = catalog.read(point.folder)
     except FormatError:
         return False
+    if catalog.home(point.folder) is not store:
+        return False  # it has just gone from here, and the marks of the other tier were not read
     if is_being_deleted(store, marks):
         return False
     if not isinstance(register, Manifest) or register.save_id != point.save_id:

@@ -95,8 +95,13 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest) -> None:
         CommitConflict: gc or another save has the key.
         OutcomeUnknown: the storage did not say, and reading back did not tell.
     """
-    data = encode_manifest(manifest)
-    check_fence(store, attempt.name.epoch, committed=False)
+    publish(store, attempt, encode_manifest(manifest), epoch=attempt.name.epoch)
+
+
+def publish(store: Store, attempt: Attempt, data: bytes, *, epoch: int) -> None:
+    """Put the bytes of a manifest in the name of a claim, which may be later than the attempt's:
+    in the remote tier a process commits what its forerunner saved. Else as `commit`."""
+    check_fence(store, epoch, committed=False)
     attempt.put_sent = True
     try:
         attempt.is_unclear = put_once(store, attempt.manifest_key, data)
@@ -106,7 +111,7 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest) -> None:
         attempt.put_sent = False  # refused for sure: nothing is in flight
         raise
     try:
-        check_fence(store, attempt.name.epoch, committed=True)
+        check_fence(store, epoch, committed=True)
     except StoreError as error:
         raise OutcomeUnknown(
             f"{store.url}/{attempt.folder}: the manifest is there, but whether this process still "

@@ -94,7 +94,7 @@ class Kept:
 
 
 @contextmanager
-def kept(store: Store, which: str | int, *, emit: Emitter | None = None) -> Iterator[Kept]:
+def kept(catalog: Catalog, which: str | int, *, emit: Emitter | None = None) -> Iterator[Kept]:
     """The checkpoint that `which` names (see `Catalog.resolve`), under a lease.
 
     When it is replaced meanwhile, what the name means by then; "latest" passes over those whose
@@ -107,13 +107,14 @@ def kept(store: Store, which: str | int, *, emit: Emitter | None = None) -> Iter
     passed_over: list[str] = []
     with ExitStack() as stack:
         while True:
-            entry = _find(store, which, passed_over)
+            entry = _find(catalog, which, passed_over)
+            store = catalog.home(entry.folder)
             try:
                 refused = stack.enter_context(leased(store, entry.folder, emit=emit))
                 break
             except NoCheckpoint:
                 passed_over.append(entry.folder)
-                if _find(store, which, passed_over).folder in passed_over:
+                if _find(catalog, which, passed_over).folder in passed_over:
                     raise
         fresh = Catalog(store).entry(entry.name)
         if fresh is None:
@@ -121,8 +122,7 @@ def kept(store: Store, which: str | int, *, emit: Emitter | None = None) -> Iter
         yield Kept(entry=fresh, notes=(refused,) if refused else ())
 
 
-def _find(store: Store, which: str | int, but: Collection[str]) -> Entry:
-    catalog = Catalog(store)
+def _find(catalog: Catalog, which: str | int, but: Collection[str]) -> Entry:
     if which == "latest" and but:
         others = (entry for entry in catalog.lineage_entries() if entry.folder not in but)
         found = catalog.latest(others)

@@ -71,7 +71,7 @@ def located(
             notes = (refused,) if refused else ()
             yield store, Kept(entry=standalone(store, folder), notes=notes)
         return
-    with kept(store, which, emit=emit) as found:
+    with kept(Catalog(store), which, emit=emit) as found:
         yield store, found
 
 

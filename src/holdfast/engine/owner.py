@@ -47,7 +47,7 @@ class Ownership:
             OwnedElsewhere: a live process owns the run.
         """
         before, self.claim = self.claim, None  # a claim of our own fences the one before off
-        claim = claim_run(self._store, choose, takeover=self._takeover, emit=self._emit)
+        claim = self._claim(choose)
         self._stop_heartbeat()
         if before is not None and self.is_clean:
             self._record_close(before)
@@ -70,6 +70,9 @@ class Ownership:
         if claim is not None and self.is_clean:
             self._record_close(claim)
 
+    def _claim(self, choose: Callable[[], Choice]) -> Claim:
+        return claim_run(self._store, choose, takeover=self._takeover, emit=self._emit)
+
     def _record_close(self, claim: Claim) -> None:
         try:
             put_closed(self._store, claim)
@@ -78,8 +81,10 @@ class Ownership:
 
     def _stop_heartbeat(self) -> None:
         heartbeat, self._heartbeat = self._heartbeat, None
-        if heartbeat is None:
-            return
+        if heartbeat is not None:
+            self._end(heartbeat)
+
+    def _end(self, heartbeat: Heartbeat) -> None:
         try:
             heartbeat.stop()
         except FutureTimeout:

@@ -108,9 +108,9 @@ class Candidate:
 
 @dataclass(slots=True)
 class Reader:
-    """Reads checkpoints of one store for one live state."""
+    """Reads checkpoints of one run for one live state."""
 
-    store: Store
+    catalog: Catalog
     state: Mapping[str, Any]
     workers: Workers
     timeout_s: float
@@ -134,7 +134,8 @@ class Reader:
             FormatError, StoreError: it is damaged or cannot be read.
             MismatchError: it does not fit the live state.
         """
-        gone = dropped(self.store, entry.folder, entry.manifest, entry.marks)
+        store = self.catalog.home(entry.folder)
+        gone = dropped(store, entry.folder, entry.manifest, entry.marks)
         everything = (*entry.manifest.components, *entry.manifest.left_out)
         asked = everything if options.components is None else options.components
         selection = options.selection
@@ -143,19 +144,22 @@ class Reader:
             self._expect_saved(entry, wanted)
             self._expect_there(entry, wanted, gone)
         try:
-            return self._read(entry, options, [name for name in wanted if name not in gone])
+            components = [name for name in wanted if name not in gone]
+            return self._read(store, entry, options, components)
         except (FormatError, StoreError):
             # Files may have gone while they were read.
-            marks = Catalog(self.store).marks(entry.folder)
-            now = dropped(self.store, entry.folder, entry.manifest, marks)
+            marks = Catalog(store).marks(entry.folder)
+            now = dropped(store, entry.folder, entry.manifest, marks)
             self._expect_there(entry, wanted, set(now) - set(gone))
             raise
 
-    def _read(self, entry: Entry, options: LoadOptions, components: list[str]) -> Candidate:
+    def _read(
+        self, store: Store, entry: Entry, options: LoadOptions, components: list[str]
+    ) -> Candidate:
         opened = open_checkpoint(
-            self.store, entry.folder, entry.manifest, components=components, verify=options.verify
+            store, entry.folder, entry.manifest, components=components, verify=options.verify
         )
-        read = partial(self._read_tensors, opened, verify=options.verify)
+        read = partial(self._read_tensors, store, opened, verify=options.verify)
         found = _edited(opened, options.edit, read)
         prepared = prepare(
             self.state,
@@ -176,15 +180,15 @@ class Reader:
         missing = ", ".join(name for name in wanted if name in entry.manifest.left_out)
         if missing:
             raise Dropped(
-                f"{self.store.url}/{entry.folder}: saved without {missing}; a run cannot go on "
+                f"{self._place(entry)}: saved without {missing}; a run cannot go on "
                 "from it. Load the components that are there by name, or take another checkpoint"
             )
 
     def _read_tensors(
-        self, opened: Opened, needed: Mapping[str, Iterable[str]], *, verify: bool
+        self, store: Store, opened: Opened, needed: Mapping[str, Iterable[str]], *, verify: bool
     ) -> Tensors:
         return read_tensors(
-            self.store,
+            store,
             opened,
             needed,
             workers=self.workers,
@@ -196,10 +200,13 @@ class Reader:
         missing = ", ".join(name for name in wanted if name in gone)
         if missing:
             raise Dropped(
-                f"{self.store.url}/{entry.folder}: retention has dropped {missing} of it; a run "
+                f"{self._place(entry)}: retention has dropped {missing} of it; a run "
                 "cannot go on from what is left. Load the other components by name, or take "
                 "another checkpoint"
             )
+
+    def _place(self, entry: Entry) -> str:
+        return f"{self.catalog.home(entry.folder).url}/{entry.folder}"
 
     def named(self, which: str | int, options: LoadOptions) -> Candidate:
         """Read what is named; when it is deleted meanwhile, what the name means by then.
@@ -209,22 +216,25 @@ class Reader:
             Dropped: components that are asked for are not there.
             FormatError, StoreError: it is damaged or cannot be read.
         """
-        catalog = Catalog(self.store)
+        catalog = self.catalog
         for _ in range(_MAX_LOOKS):
             with self._kept(which) as entry:
                 try:
                     return self.read(entry, options)
-                except (FormatError, NotFound):
-                    if catalog.entry(entry.name) is not None:
+                except (FormatError, StoreError) as error:
+                    if is_damage(error) and catalog.turn(entry.folder):
+                        continue
+                    is_gone = isinstance(error, FormatError | NotFound)
+                    if not is_gone or catalog.entry(entry.name) is not None:
                         raise
-        raise NoCheckpoint(f"{self.store.url}: {which!r} was deleted while it was read")
+        raise NoCheckpoint(f"{catalog.store.url}: {which!r} was deleted while it was read")
 
     @contextmanager
     def _kept(self, which: str | int) -> Iterator[Entry]:
         if not self.keeps:
-            yield Catalog(self.store).resolve(which)
+            yield self.catalog.resolve(which)
             return
-        with kept(self.store, which) as found:
+        with kept(self.catalog, which) as found:
             self.notes = found.notes
             yield found.entry
 
@@ -238,7 +248,7 @@ class Reader:
         """
         if unhealthy not in get_args(Unhealthy):
             raise UsageError(f"unhealthy={unhealthy!r}: must be one of {get_args(Unhealthy)}")
-        catalog = Catalog(self.store)
+        catalog = self.catalog
         for _ in range(_MAX_RELISTS):
             self.passed_over.clear()
             names = [*catalog.lineage()]
@@ -254,7 +264,7 @@ class Reader:
         if not catalog.ever_committed(whole=True):
             return None  # parts that side savers saved before the first whole one are no start
         raise NoUsableCheckpoint(
-            f"{self.store.url}: this run has committed checkpoints and none can be used. "
+            f"{catalog.store.url}: this run has committed checkpoints and none can be used. "
             "Nothing was changed; name another one explicitly, or use another root",
             self.rejected,
         )
@@ -290,10 +300,14 @@ class Reader:
     def _read_twice(
         self, catalog: Catalog, name: AttemptName, options: LoadOptions, unhealthy: Unhealthy
     ) -> Candidate | None:
-        """Read a candidate, once more when the first time fails: errors may pass."""
+        """Read a candidate, once more when the first time fails: errors may pass, and where there
+        is another tier it may be whole there."""
         try:
             return self._read_candidate(catalog, name, options, unhealthy)
-        except (StoreError, CorruptData):
+        except (StoreError, FormatError) as error:
+            is_turned = is_damage(error) and catalog.turn(str(name))
+            if not is_turned and not isinstance(error, StoreError | CorruptData):
+                raise
             return self._read_candidate(catalog, name, options, unhealthy)
 
     def _read_candidate(
@@ -302,7 +316,7 @@ class Reader:
         entry = catalog.entry(name)
         if entry is None:
             return None
-        if is_being_deleted(self.store, entry.marks):
+        if is_being_deleted(catalog.home(entry.folder), entry.marks):
             raise PassedOver("its deletion was begun")
         self._expect_saved(entry, entry.manifest.left_out)
         if unhealthy == "avoid" and catalog.is_avoided(entry):

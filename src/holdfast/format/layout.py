@@ -16,6 +16,8 @@ LATEST = "latest"
 WRITERS = "writers"
 READERS = "readers"
 REQUESTS = "requests"
+UPLOADS = "uploads"
+TIERS = "uploads/tiers.json"
 BLOCK_NBYTES = 8 * 1024 * 1024
 DATA_ALIGNMENT = 4096
 MAX_TENSOR_FILE_NBYTES = 4 * 1024**3
@@ -26,7 +28,7 @@ _SUFFIX = re.compile(r"\.([0-9]{4,10})-([0-9]{6,12})-([0-9a-f]{8})$", re.ASCII)
 _LABEL = re.compile(r"[A-Za-z0-9_=+\-][A-Za-z0-9._=+\-]*", re.ASCII)
 _COMPONENT = re.compile(r"[a-z0-9_\-]{1,64}", re.ASCII)
 _WRITER = re.compile(r"([0-9]{8,12})\.json", re.ASCII)
-_SCRATCH = re.compile(r"preflight-[0-9a-f]{16}", re.ASCII)
+_SCRATCH = re.compile(r"(?:preflight|sending)-[0-9a-f]{16}", re.ASCII)
 _RETIRED = re.compile(r"retired-([0-9]{8,12})\.json", re.ASCII)
 _THINNED = re.compile(r"thinned-([a-z0-9_\-]{1,64})-([0-9]{8,12})\.json", re.ASCII)
 _ANSWER = ".answer"
@@ -122,8 +124,14 @@ def scratch_folder(number: bytes) -> str:
     return f"preflight-{number.hex()}"
 
 
+def sending_folder(number: bytes) -> str:
+    """Name of the folder in which an upload writes a file until it is whole."""
+    return f"sending-{number.hex()}"
+
+
 def is_scratch(name: str) -> bool:
-    """Whether a folder in the root is one of preflight's; a killed process may leave it."""
+    """Whether a folder in the root is one of preflight's or of an upload's; a killed process may
+    leave it."""
     return _SCRATCH.fullmatch(name) is not None
 
 
@@ -146,6 +154,16 @@ def answer_key(name: str) -> str | None:
 def is_answer(name: str) -> bool:
     """Whether a name inside `requests/` is that of an answer; every other is a request."""
     return name.endswith(_ANSWER)
+
+
+def upload_key(folder: str) -> str:
+    """Key of the note, in the local root, that a checkpoint waits for its upload."""
+    return f"{UPLOADS}/{folder}.json"
+
+
+def parse_upload(name: str) -> AttemptName | None:
+    """The checkpoint that a name inside `uploads/` is about, or None for another name."""
+    return parse_attempt(name.removesuffix(".json")) if name.endswith(".json") else None
 
 
 def notes_name(number: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -116,6 +116,41 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The process that asked, where its request could be read."""
 
 
+UploadState = Literal["waiting", "sending", "failed", "refused", "uploaded"]
+
+
+class UploadRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a checkpoint of the local root is on its way to the remote one.
+
+    `state` is `waiting`, `sending`, `failed` (it will be tried again), `refused` (it will not) or
+    `uploaded`.
+    """
+
+    remote: str
+    state: UploadState
+    nbytes: Natural
+    changed: str
+    sent_nbytes: Natural = 0
+    tries: Natural = 0
+    error: str | None = None
+
+
+class TiersRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the local root is mirrored to, and what became of the last upload.
+
+    `epoch` is a claim that the remote root had; 0: none was ever seen there.
+    """
+
+    remote: str
+    changed: str
+    epoch: Natural = 0
+    error: str | None = None
+    folder: str | None = None
+    nbytes: Natural = 0
+    upload_s: float = 0.0
+    requests: Natural = 0
+
+
 def encode_writer(writer: Writer) -> bytes:
     """The claim as a sealed document."""
     return _encode("writer", writer)
@@ -221,6 +256,26 @@ def decode_answer(data: Buffer, *, what: str) -> AnswerRecord:
     if answer.folder is not None and parse_attempt(answer.folder) is None:
         raise FormatError(f"{what}: {answer.folder[:80]!r} is not the folder of a checkpoint")
     return answer
+
+
+def encode_upload(upload: UploadRecord) -> bytes:
+    """The note as a sealed document."""
+    return _encode("upload", upload)
+
+
+def decode_upload(data: Buffer, *, what: str) -> UploadRecord:
+    """The note in `data`; a `FormatError` otherwise."""
+    return _decode("upload", data, UploadRecord, what=what)
+
+
+def encode_tiers(tiers: TiersRecord) -> bytes:
+    """The note as a sealed document."""
+    return _encode("tiers", tiers)
+
+
+def decode_tiers(data: Buffer, *, what: str) -> TiersRecord:
+    """The note in `data`; a `FormatError` otherwise."""
+    return _decode("tiers", data, TiersRecord, what=what)
 
 
 def _encode(kind: str, record: msgspec.Struct) -> bytes:

@@ -44,6 +44,22 @@ class All(Rule):
 
 
 @dataclass(frozen=True, slots=True)
+class Nothing(Rule):
+    """Keep what is kept in any case, the newest, and no more: another tier has the rest."""
+
+    def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
+        """No position."""
+        return {}
+
+    def quota(self) -> int | None:
+        """The newest."""
+        return 1
+
+    def __str__(self) -> str:
+        return "only the newest"
+
+
+@dataclass(frozen=True, slots=True)
 class Last(Rule):
     """Keep the `n` newest."""
 

@@ -17,6 +17,7 @@ from holdfast.data.foreign import describe_inexact
 from holdfast.data.randomness import preserved
 from holdfast.engine.options import check_choice
 from holdfast.engine.overlap import Mode
+from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import UsageError
 from holdfast.policy.clock import Time, Unit, parse
 from holdfast.store.base import Store
@@ -183,7 +184,7 @@ def checked_max_time_s(max_time: str | Time | None) -> float:
 
 
 def own_loggers(
-    root: str | os.PathLike[str] | Store,
+    root: str | os.PathLike[str] | Store | Tiered,
     log: bool | str | os.PathLike[str] | None,
     progress: bool,
 ) -> list[Logger]:
@@ -192,6 +193,7 @@ def own_loggers(
     Raises:
         UsageError: the log is to be in a root that is no local folder.
     """
+    root = root.local if isinstance(root, Tiered) else root
     loggers: list[Logger] = []
     is_local = isinstance(root, str | os.PathLike) and "://" not in os.fspath(root)
     if log is None:

@@ -17,8 +17,11 @@ from holdfast.engine.checkpoint import Checkpoint, describe
 from holdfast.engine.leases import leased
 from holdfast.engine.locate import locate, split_source
 from holdfast.engine.resume import LoadOptions, Reader
+from holdfast.engine.tiers.catalog import catalog_of
+from holdfast.engine.tiers.tiered import Tiered
 from holdfast.engine.workers import Workers
 from holdfast.errors import NoCheckpoint, UsageError
+from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.state.edits import Edit
 from holdfast.store import open_store
@@ -60,7 +63,9 @@ class Target:
             MismatchError: it does not fit; nothing was changed.
         """
         workers = Workers(min(os.cpu_count() or 1, 4), "holdfast-io")
-        reader = Reader(store=self.store, state=weights, workers=workers, timeout_s=READ_TIMEOUT_S)
+        reader = Reader(
+            catalog=Catalog(self.store), state=weights, workers=workers, timeout_s=READ_TIMEOUT_S
+        )
         options = LoadOptions(components=tuple(weights), rng=False, edit=edit)
         try:
             found = reader.read(self.entry, options)
@@ -71,7 +76,7 @@ class Target:
 
 
 def select(
-    root: str | os.PathLike[str] | Store, which: Which | Iterable[Which] | None
+    root: str | os.PathLike[str] | Store | Tiered, which: Which | Iterable[Which] | None
 ) -> list[Target]:
     """The checkpoints that are meant, by step and then as they were made, each of them once.
 
@@ -91,7 +96,7 @@ def select(
     wanted = [which] if isinstance(which, str | int | os.PathLike) else list(which)
     if not wanted:
         raise UsageError("which=[]: names no checkpoint")
-    own = open_store(root)
+    own = catalog_of(root, Emitter())
     found: dict[tuple[str, str], Target] = {}
     for item in wanted:
         if isinstance(item, bool) or not isinstance(item, str | int | os.PathLike):
@@ -132,25 +137,28 @@ def _copied(module: nn.Module) -> dict[str, object]:
     }
 
 
-def _meant(own: Store, item: Which) -> list[Target]:
+def _meant(own: Catalog, item: Which) -> list[Target]:
     if isinstance(item, int):
-        return [Target(store=own, entry=Catalog(own).resolve(item))]
+        return [_target(own, own.resolve(item))]
     if not isinstance(item, str) or "@" in item or os.sep in item:
         return _at_path(os.fspath(item))
     return _named(own, item)
 
 
-def _named(store: Store, which: str) -> list[Target]:
-    catalog = Catalog(store)
+def _target(catalog: Catalog, entry: Entry) -> Target:
+    return Target(store=catalog.home(entry.folder), entry=entry)
+
+
+def _named(catalog: Catalog, which: str) -> list[Target]:
     try:
-        return [Target(store=store, entry=catalog.resolve(which))]
+        return [_target(catalog, catalog.resolve(which))]
     except NoCheckpoint:
         if not glob.has_magic(which):
             raise
     entries = [entry for entry in catalog.lineage_entries() if _fits(entry, which)]
     if not entries:
-        raise NoCheckpoint(f"{store.url}: no checkpoint of this run matches {which!r}")
-    return [Target(store=store, entry=entry) for entry in entries]
+        raise NoCheckpoint(f"{catalog.store.url}: no checkpoint of this run matches {which!r}")
+    return [_target(catalog, entry) for entry in entries]
 
 
 def _fits(entry: Entry, pattern: str) -> bool:
@@ -174,7 +182,7 @@ def _at_path(text: str) -> list[Target]:
 
 def _in_folder(path: str, which: str | None) -> list[Target]:
     if which is not None:
-        return _named(open_store(path), which)
+        return _named(Catalog(open_store(path)), which)
     store, entry = locate(path)
     return [Target(store=store, entry=entry)]
 

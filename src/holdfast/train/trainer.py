@@ -19,6 +19,7 @@ from holdfast.engine.hooks import StateHooks
 from holdfast.engine.options import OnExisting, check_options
 from holdfast.engine.overlap import Mode
 from holdfast.engine.stop import Stop
+from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import SaveSkipped, UsageError
 from holdfast.events import log_event
 from holdfast.format.manifest import Timestamp
@@ -77,7 +78,7 @@ class Trainer:
         optimizer: torch.optim.Optimizer | making.MakeOptimizer,
         data: Any,
         loss: LossFunction,
-        root: str | os.PathLike[str] | Store,
+        root: str | os.PathLike[str] | Store | Tiered,
         scheduler: Any = None,
         state: Mapping[str, Any] | None = None,
         every: str | Time | Trigger | SaveFunction | SavePolicy | None = None,

@@ -1,0 +1,690 @@
+"""Mirrors the checkpoints of a local root to a remote one, beside training (design.md, rule 9).
+
+Owns what is sent, when, and what follows; how one checkpoint is sent is in `engine.tiers.upload`.
+All that talks to the remote tier happens in one thread of its own. A failure there is told and
+tried again, and holds back nothing but the deletion of what is not sent yet.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+
+from msgspec import structs
+
+from holdfast.care.housekeeping import Housekeeper
+from holdfast.care.mend import mend
+from holdfast.care.retention import candidate
+from holdfast.engine.catalog import Catalog, Entry
+from holdfast.engine.claim import Claim, expect_claim, nothing_in_flight
+from holdfast.engine.commit import mark_aborted, remove_files, settle
+from holdfast.engine.notes import annotate
+from holdfast.engine.process import utc_now
+from holdfast.engine.tiers.claims import TieredOwnership
+from holdfast.engine.tiers.ledger import MAX_ERROR_CHARS, Ledger, cut
+from holdfast.engine.tiers.telling import remote_emitter
+from holdfast.engine.tiers.tiered import TieredOptions
+from holdfast.engine.tiers.upload import Cost, Interrupted, Sender
+from holdfast.engine.workers import Workers
+from holdfast.errors import (
+    CommitConflict,
+    DeadlineExceeded,
+    FormatError,
+    HoldfastError,
+    NoCheckpoint,
+    OutcomeUnknown,
+    OwnershipError,
+    UploadFailed,
+)
+from holdfast.events import Emitter, Event
+from holdfast.format import layout
+from holdfast.format.manifest import Manifest, Timestamp
+from holdfast.format.records import TiersRecord, UploadRecord, UploadState
+from holdfast.policy.retention import Candidate, Rule, decide
+
+BACKOFF_S = 1.0
+"""The pause after a first failure; it doubles with each that follows."""
+BACKOFF_MAX_S = 60.0
+_RANDOM = random.Random()  # of our own: that of the module is part of the run's state
+_NOTE_EVERY_S = 2.0
+_BLOCK_TIMEOUT_S = 600.0
+
+
+class _RemoteSide:
+    """The ownership of a run as the chores in the remote tier see it."""
+
+    def __init__(self, owner: TieredOwnership) -> None:
+        self._owner = owner
+
+    @property
+    def claim(self) -> Claim | None:
+        return self._owner.remote_claim
+
+    @property
+    def has_committed(self) -> bool:
+        return self._owner.remote_has_committed
+
+
+class Mirror:
+    """Sends what a rule wants to have in the remote tier, and does the chores there."""
+
+    def __init__(
+        self,
+        owner: TieredOwnership,
+        rule: Rule,
+        options: TieredOptions,
+        emit: Emitter,
+        *,
+        replaces: bool,
+        timeout_s: float,
+    ) -> None:
+        """`rule` is that of the remote tier, in which `replaces` is as for `Housekeeper`;
+        `timeout_s` bounds the waits of callers."""
+        self._owner = owner
+        self._catalog = owner.catalog
+        self._local, self._remote = self._catalog.store, self._catalog.remote.store
+        self._rule = rule
+        self._options = options
+        self._emit = emit
+        self._replaces = replaces
+        self._timeout_s = timeout_s
+        self._told = remote_emitter(emit, self._remote.url)
+        self._housekeeper = Housekeeper(
+            self._remote,
+            _RemoteSide(owner),
+            rule,
+            Emitter((self._heard,)),
+            replaces=replaces,
+            spared=lambda: tuple(self._queue),
+        )
+        self._ledger = Ledger(self._local)
+        self._sender = Sender(
+            self._local,
+            self._remote,
+            num_threads=options.threads,
+            timeout_s=_BLOCK_TIMEOUT_S,
+            reads_back=options.reads_back,
+        )
+        self._workers = Workers(1, "holdfast-mirror")
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._job: Future[None] | None = None
+        self._is_dirty = self._is_running = False
+        self._is_paused = True
+        self._may_mend = False
+        self.uploaded: Callable[[Entry, bool], None] = lambda entry, was_read: None
+        """Called when a checkpoint is safe in the remote tier, and whether every byte of the local
+        copy was read and found right for it."""
+        self._forget_all()
+        owner.before_take = self._pause
+        owner.after_take = self._go_on
+
+    def _forget_all(self) -> None:
+        """What is known of both tiers, which another process may change until the next claim."""
+        self._there: dict[str, Candidate] | None = None
+        """By folder: what the remote tier has; None: not looked at yet."""
+        self._lineage: set[tuple[int, int]] = set()
+        self._queue: dict[str, Entry] = {}
+        self._refused: dict[str, str] = {}
+        """By folder: why it cannot be sent at all."""
+        self._suspect: dict[str, str] = {}
+        """By folder: why what is there is not to be relied on."""
+        self._begun: set[str] = set()
+        """Folders of which something may be in the remote tier that is not committed."""
+        self._over: set[str] = set()
+        """Folders that are not to be sent any more, and are not needed for it."""
+        self._is_sure = False
+        self._noted: dict[str, UploadState] | None = None
+        """By folder: what is noted in the local root; None: not read yet."""
+        self._known: dict[str, Manifest] = {}
+        self._tries: dict[str, int] = {}
+        self._num_failures = 0
+        self._failure: HoldfastError | None = None
+        self._lost: OwnershipError | None = None
+        self._is_lost_told = False
+
+    # From the threads that train and save
+
+    def committed(self) -> None:
+        """The local tier has a new checkpoint: queue it, before anything there is deleted."""
+        try:
+            self._requeue()
+        except Exception as error:  # noqa: BLE001 - the save stands; nothing is deleted meanwhile
+            self._is_sure = False
+            self._emit("housekeeping_failed", f"queue of uploads: {error!r}")
+        self._wake()
+
+    def holds(self, entry: Entry) -> str:
+        """Why the local copy must not be deleted yet; nothing where it may be."""
+        with self._changed:
+            is_known = self._there is not None or self._is_ours(entry) or self._was_sent(entry)
+            if not (self._is_sure and is_known):
+                return f"what {self._remote.url} has is not known yet"
+            if entry.folder in self._queue:
+                return f"it waits for its upload to {self._remote.url}"
+            return self._suspect.get(entry.folder, "")
+
+    def mend_now(self) -> None:
+        """What was found damaged here and whole there may be mended from now on."""
+        self._may_mend = True
+        self._wake()
+
+    def expect_room(self, now: Timestamp) -> None:
+        """Return when the remote tier is no further behind than it may be.
+
+        Raises:
+            DeadlineExceeded: it does not catch up.
+        """
+        if self._options.max_lag is None:
+            return
+        end = time.monotonic() + self._timeout_s
+        with self._changed:
+            while self._is_too_far_behind(now):
+                left_s = end - time.monotonic()
+                if left_s <= 0:
+                    raise DeadlineExceeded(
+                        f"{self._remote.url} is further behind than max_lag allows, and did not "
+                        f"catch up in {self._timeout_s:.0f} s: {self._what_is_left()}"
+                    ) from self._failure
+                self._changed.wait(left_s)
+
+    def raise_failure(self) -> None:
+        """Raise what must not be missed: that the run went on elsewhere, each time; and a failed
+        upload once, if it is to be raised."""
+        if self._lost is not None:
+            self._is_lost_told = True
+            raise self._lost
+        failure = self._failure
+        if failure is not None and self._options.on_upload_failure == "raise":
+            self._failure = None
+            raise failure
+
+    def settle(self, timeout_s: float) -> None:
+        """Return when nothing waits to be sent any more, or nothing of it can be.
+
+        Raises:
+            DeadlineExceeded: says what still waits.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._is_running, timeout_s):
+                raise DeadlineExceeded(
+                    f"{self._remote.url}: not all was sent after {timeout_s:.0f} s: "
+                    f"{self._what_is_left()}"
+                ) from self._failure
+            job = self._job
+        if job is not None and job.done():
+            job.result()
+
+    def close(self, timeout_s: float) -> None:
+        """Send what is left, up to a deadline, and end.
+
+        Raises:
+            UploadFailed: something is left, and that is to be raised.
+            OwnershipError: the run went on elsewhere, and nobody was told yet.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._is_running, min(timeout_s, self._options.close_timeout_s)
+            )
+        try:
+            self._pause()
+        except DeadlineExceeded as error:
+            self._emit("housekeeping_failed", str(error), tier="remote")
+        self._sender.close()
+        self._workers.close()
+        if self._lost is not None and not self._is_lost_told:
+            raise self._lost
+        if self._queue and self._owner.claim is not None:
+            self._tell_left()
+
+    def _tell_left(self) -> None:
+        text = (
+            f"{self._remote.url}: not sent: {self._what_is_left()}. It stays in {self._local.url}, "
+            "and the next process that resumes there sends it"
+        )
+        self._emit("upload_failed", text, tier="remote", waiting=len(self._queue))
+        if self._options.on_upload_failure == "raise":
+            raise UploadFailed(text) from self._failure
+
+    def _what_is_left(self) -> str:
+        nbytes = sum(entry.manifest.nbytes for entry in self._queue.values())
+        names = ", ".join(sorted(self._queue)) or "nothing"
+        return f"{len(self._queue)} checkpoints ({nbytes} bytes): {names}"
+
+    def _is_ours(self, entry: Entry) -> bool:
+        claim = self._owner.claim
+        return claim is not None and entry.name.epoch == claim.epoch
+
+    def _is_too_far_behind(self, now: Timestamp) -> bool:
+        lag = self._options.max_lag
+        waiting = [entry for name, entry in self._queue.items() if name not in self._refused]
+        if lag is None or not waiting or self._lost is not None:
+            return False
+        newest = max(self._resumable_there(), key=lambda there: there.order, default=None)
+        oldest = min(waiting, key=lambda entry: entry.order)
+        then = newest.timestamp if newest is not None else oldest.manifest.timestamp
+        return lag.is_exceeded(now, then, sum(entry.manifest.nbytes for entry in waiting))
+
+    def _resumable_there(self) -> list[Candidate]:
+        return [there for there in (self._there or {}).values() if there.is_resumable]
+
+    # The queue
+
+    def _requeue(self) -> None:
+        """Decide anew what is to be sent, from what both tiers have."""
+        with self._changed:
+            entries = Catalog(self._local).checkpoints(known=self._known)
+            self._known = {entry.folder: entry.manifest for entry in entries}
+            here = {entry.folder: entry for entry in entries}
+            there = self._there or {}
+            noted = self._read_notes()
+            wanted = self._wanted(here, there)
+            self._queue = {folder: here[folder] for folder in wanted}
+            self._is_sure = True
+            for folder in [f for f in noted if f not in here]:
+                self._forget(folder)
+            for folder in [f for f, state in noted.items() if state != "uploaded"]:
+                if folder not in self._queue:
+                    self._forget(folder)
+            for folder, entry in self._queue.items():
+                if folder not in noted:
+                    self._note(entry, "waiting")
+            self._changed.notify_all()
+
+    def _wanted(self, here: dict[str, Entry], there: dict[str, Candidate]) -> list[str]:
+        """What is only here, can be sent, and would be kept there.
+
+        What is not known to be there lets more be wanted, never less.
+        """
+        new = {
+            folder: candidate(self._local, entry)
+            for folder, entry in here.items()
+            if folder not in there and folder not in self._over and not self._was_sent(entry)
+        }
+        new = {
+            folder: one
+            for folder, one in new.items()
+            if one.is_usable and not one.begun and not one.dropped
+        }
+        folders = {one.order: folder for folder, one in new.items()}
+        line = {name.order for name in Catalog(self._local).lineage()} | self._lineage
+        decisions = decide(
+            [*there.values(), *new.values()], self._rule, lineage=line, replaces=self._replaces
+        )
+        return [
+            folders[decision.entry.order]
+            for decision in decisions
+            if decision.keep and decision.entry.order in folders
+        ]
+
+    def _read_notes(self) -> dict[str, UploadState]:
+        if self._noted is None:
+            notes = self._ledger.notes().items()
+            here = self._remote.url
+            self._noted = {
+                folder: note.state if note is not None and note.remote == here else "waiting"
+                for folder, note in notes
+            }
+        return self._noted
+
+    def _was_sent(self, entry: Entry) -> bool:
+        """Whether it was in the remote tier once, as far as is noted."""
+        return (self._noted or {}).get(entry.folder) == "uploaded"
+
+    def _forget(self, folder: str) -> None:
+        self._ledger.forget(folder)
+        self._read_notes().pop(folder, None)
+
+    def _note(
+        self, entry: Entry, state: UploadState, *, sent_nbytes: int = 0, error: str = ""
+    ) -> None:
+        record = UploadRecord(
+            remote=self._remote.url,
+            state=state,
+            nbytes=entry.manifest.nbytes,
+            changed=utc_now(),
+            sent_nbytes=sent_nbytes,
+            tries=self._tries.get(entry.folder, 0),
+            error=error or None,
+        )
+        self._ledger.note(entry.folder, record)
+        self._read_notes()[entry.folder] = state
+
+    def _next(self) -> Entry | None:
+        """The newest that waits; after those that failed less often."""
+        with self._changed:
+            waiting = [e for folder, e in self._queue.items() if folder not in self._refused]
+            rounds = {
+                e.folder: self._tries.get(e.folder, 0) // self._options.tries for e in waiting
+            }
+            newest_first = sorted(waiting, key=lambda entry: entry.order, reverse=True)
+            return min(newest_first, key=lambda entry: rounds[entry.folder], default=None)
+
+    # The thread
+
+    def _go_on(self) -> None:
+        self._forget_all()
+        self._stop.clear()
+        self._sender.proceed()
+        self._is_paused = False
+        self._wake()
+
+    def _pause(self) -> None:
+        """Return when nothing of this is under way.
+
+        Raises:
+            DeadlineExceeded: a call of the remote tier hangs.
+        """
+        self._is_paused = True
+        self._stop.set()
+        self._sender.interrupt()
+        job = self._job
+        if job is not None and wait([job], timeout=self._timeout_s).not_done:
+            self._owner.remote_is_clean = False
+            raise DeadlineExceeded(
+                f"{self._remote.url}: an upload does not end after {self._timeout_s:.0f} s"
+            )
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._is_dirty = True
+            if not self._is_running and not self._is_paused and self._lost is None:
+                self._is_running = True
+                self._job = self._workers.submit(self._work)
+
+    def _work(self) -> None:
+        try:
+            while self._has_work():
+                self._try_round()
+        except BaseException:
+            self._rest()
+            raise
+
+    def _has_work(self) -> bool:
+        with self._changed:
+            if self._is_paused or not self._is_dirty or self._lost is not None:
+                self._rest()
+                return False
+            self._is_dirty = False
+            return True
+
+    def _rest(self) -> None:
+        with self._changed:
+            self._is_running = False
+            self._changed.notify_all()
+
+    def _try_round(self) -> None:
+        try:
+            self._round()
+        except Interrupted:
+            pass
+        except OwnershipError as error:
+            self._lose(error)
+        except Exception as error:  # noqa: BLE001 - it is told, and tried again
+            self._fail(error, None)
+
+    def _round(self) -> None:
+        """Send all that waits."""
+        if self._there is None:
+            self._begin()
+        while not self._stop.is_set():
+            entry = self._next()
+            if entry is None:
+                break
+            self._upload(entry)
+        if not self._stop.is_set():
+            self._clear_away()
+        if self._may_mend and not self._stop.is_set():
+            self._mend()
+
+    def _begin(self) -> None:
+        """Once after each claim: claim the remote tier too, and see what it has."""
+        self._note_tiers()
+        self._owner.attach()
+        self._note_tiers()
+        self._catalog.look_again()
+        entries = self._catalog.remote.checkpoints()
+        there = {entry.folder: candidate(self._remote, entry) for entry in entries}
+        self._lineage = {name.order for name in self._catalog.lineage()}
+        noted = self._read_notes()
+        here = {entry.folder for entry in Catalog(self._local).checkpoints(known=self._known)}
+        for entry in entries:
+            if entry.folder in here:
+                settle(self._remote, entry.folder)
+                self._look_at_files(entry, there[entry.folder])
+                if noted.get(entry.folder) != "uploaded":
+                    self._note(entry, "uploaded", sent_nbytes=entry.manifest.nbytes)
+        with self._changed:
+            self._there = there
+            self._requeue()
+            self._begun = {*map(str, self._catalog.remote.attempts())}.intersection(self._queue)
+        with self._owner.remote_scratch():
+            self._housekeeper.after_claim()
+        self._housekeeper.retain()
+
+    def _look_at_files(self, entry: Entry, found: Candidate) -> None:
+        """The local copy does not go because of one there that lacks files."""
+        if found.dropped or found.begun:
+            return
+        sizes = {info.key: info.nbytes for info in self._remote.list(f"{entry.folder}/")}
+        wrong = [
+            name
+            for name, file in entry.manifest.files.items()
+            if sizes.get(f"{entry.folder}/{name}") != file.nbytes
+        ]
+        if wrong:
+            text = f"{self._remote.url}/{entry.folder} lacks {', '.join(wrong)}"
+            self._suspect[entry.folder] = text
+            self._told("warning", text, step=entry.step, folder=entry.folder)
+
+    def _upload(self, entry: Entry) -> None:
+        claim = self._owner.attach()
+        folder = entry.folder
+        self._tries[folder] = self._tries.get(folder, 0) + 1
+        self._note(entry, "sending")
+        self._begun.add(folder)
+        try:
+            expect_claim(self._remote, claim)
+            cost = self._sender.send(folder, epoch=claim.epoch, told=self._progress_of(entry))
+        except NoCheckpoint as error:
+            self._told("warning", f"{folder} is not sent: {error}", step=entry.step, folder=folder)
+            self._end(entry, None)
+        except (CommitConflict, FormatError) as error:
+            self._refuse(entry, error)
+        except (Interrupted, OwnershipError):
+            self._note(entry, "waiting")
+            raise
+        except Exception as error:  # noqa: BLE001 - it is told, and tried again
+            self._fail(error, entry)
+        else:
+            self._end(entry, claim)
+            self._follow_up(entry, cost)
+
+    def _progress_of(self, entry: Entry) -> Callable[[Cost], None]:
+        lock, last_s = threading.Lock(), [time.monotonic()]
+
+        def tell(cost: Cost) -> None:
+            if time.monotonic() - last_s[0] < _NOTE_EVERY_S or not lock.acquire(blocking=False):
+                return
+            try:
+                self._note(entry, "sending", sent_nbytes=cost.nbytes)
+                last_s[0] = time.monotonic()
+            finally:
+                lock.release()
+
+        return tell
+
+    def _end(self, entry: Entry, claim: Claim | None) -> None:
+        """It is there now, or (without a claim) is not to be sent any more."""
+        folder = entry.folder
+        self._begun.discard(folder)
+        with self._changed:
+            if claim is None or self._there is None:
+                self._over.add(folder)
+                self._forget(folder)
+            else:
+                self._note(entry, "uploaded", sent_nbytes=entry.manifest.nbytes)
+                self._there[folder] = candidate(self._local, entry)
+                self._lineage.add(entry.order)
+                is_good = not (entry.manifest.left_out or entry.manifest.unhealthy)
+                if is_good and entry.name.epoch == claim.epoch:
+                    self._owner.remote_has_committed = True
+            self._queue.pop(folder, None)
+            self._num_failures, self._failure = 0, None
+            self._changed.notify_all()
+
+    def _follow_up(self, entry: Entry, cost: Cost) -> None:
+        """What a commit in the remote tier brings with it; none of it takes the commit back."""
+        self._told(
+            "uploaded",
+            f"{entry.folder} is there",
+            step=entry.step,
+            folder=entry.folder,
+            nbytes=entry.manifest.nbytes,
+            sent_nbytes=cost.nbytes,
+            requests=cost.requests,
+            retries=self._tries.pop(entry.folder, 1) - 1,
+            upload_s=cost.seconds,
+        )
+        try:
+            self._note_tiers(entry, cost)
+            self._copy_notes(entry)
+        except HoldfastError as error:
+            self._emit("housekeeping_failed", f"after an upload: {error}")
+        self._housekeeper.trust(entry)
+        if any(there.order > entry.order for there in self._resumable_there()):
+            self._housekeeper.retain()  # `latest` moves forward only
+        else:
+            self._housekeeper.after_commit(entry)
+        self.uploaded(entry, cost.nbytes >= entry.manifest.nbytes)
+        self._requeue()
+
+    def _copy_notes(self, entry: Entry) -> None:
+        """Pins and tags that it was given here before it was there. Whoever pins does so here
+        first and then looks whether it is there, so that one of both sees the other."""
+        here = Catalog(self._local).marks(entry.folder)
+        found = Catalog(self._remote).entry(entry.name)
+        if not here.notes_number or found is None:
+            return
+        if (here.pinned, here.tags) != (found.marks.pinned, found.marks.tags):
+            annotate(self._remote, found, add_tags=here.tags, pinned=here.pinned)
+
+    def _clear_away(self) -> None:
+        """Remove what was sent of checkpoints that are not wanted there any more."""
+        claim = self._owner.attach()
+        for folder in sorted(self._begun.difference(self._queue)):
+            self._begun.discard(folder)
+            self._over.add(folder)
+            name = layout.parse_attempt(folder)
+            by = f"writer {claim.epoch}"
+            if name is None or not mark_aborted(
+                self._remote, folder, by=by, reason="not wanted there before all was sent"
+            ):
+                continue
+            is_over = self._owner.remote_is_clean and name.epoch == claim.epoch
+            whole = is_over or nothing_in_flight(self._remote, name.epoch)
+            remove_files(self._remote, folder, whole=whole)
+
+    def _mend(self) -> None:
+        self._may_mend = False
+        claim = self._owner.claim
+        for folder in sorted(self._catalog.turned):
+            if claim is None:
+                return
+            try:
+                files = mend(self._local, self._remote, folder, epoch=claim.epoch)
+            except HoldfastError as error:
+                self._emit("housekeeping_failed", f"mending {folder}: {error}", folder=folder)
+                continue
+            self._catalog.turned.discard(folder)
+            if files:
+                text = f"mended {', '.join(files)} of {folder} from {self._remote.url}"
+                self._emit("mended", text, folder=folder, files=files)
+
+    # What goes wrong
+
+    def _fail(self, error: BaseException, entry: Entry | None) -> None:
+        """Tell, wait, and have it tried again."""
+        if isinstance(error, OutcomeUnknown | DeadlineExceeded):
+            self._owner.remote_is_clean = False
+        self._num_failures += 1
+        pause_s = min(BACKOFF_S * 2 ** min(self._num_failures - 1, 10), BACKOFF_MAX_S)
+        pause_s *= _RANDOM.uniform(0.5, 1.0)  # many machines must not come back in step
+        what = "the remote tier" if entry is None else entry.folder
+        text = f"{what}: {error}" if isinstance(error, HoldfastError) else f"{what}: {error!r}"
+        self._told(
+            "upload_failed",
+            f"{text}; tried again in {pause_s:.0f} s",
+            step=None if entry is None else entry.step,
+            tries=self._num_failures,
+            retry_in_s=pause_s,
+        )
+        self._record_failure(entry, text, "failed")
+        if self._num_failures >= self._options.tries:
+            self._remember(text, error)
+        with self._changed:
+            self._is_dirty = True
+        self._stop.wait(pause_s)
+
+    def _refuse(self, entry: Entry, error: HoldfastError) -> None:
+        """It cannot be sent, and the local copy stays for somebody to look at."""
+        self._refused[entry.folder] = str(error)
+        text = f"{entry.folder} cannot be sent: {error}"
+        self._told("upload_failed", text, step=entry.step, folder=entry.folder)
+        self._record_failure(entry, str(error), "refused")
+        self._remember(text, error)
+
+    def _remember(self, text: str, error: BaseException) -> None:
+        failure = UploadFailed(f"{self._remote.url}: {text}. The checkpoint is in the local tier")
+        failure.__cause__ = error
+        with self._changed:
+            self._failure = failure
+            self._changed.notify_all()
+
+    def _lose(self, error: OwnershipError) -> None:
+        """The run is another process's; nothing is sent any more."""
+        with self._changed:
+            self._lost = error
+            self._changed.notify_all()
+        self._told("upload_failed", f"nothing is sent any more: {error}")
+
+    def _record_failure(self, entry: Entry | None, text: str, state: UploadState) -> None:
+        try:
+            if entry is not None:
+                self._note(entry, state, error=cut(Exception(text)))
+            self._note_tiers(error=text)
+        except HoldfastError as error:
+            self._emit("housekeeping_failed", f"noting a failed upload: {error}")
+
+    def _note_tiers(
+        self, entry: Entry | None = None, cost: Cost | None = None, *, error: str = ""
+    ) -> None:
+        """Write down where to, and how it went; without an upload, that of the last one stays."""
+        before = self._ledger.tiers()
+        if before is None or before.remote != self._remote.url:
+            before = TiersRecord(remote=self._remote.url, changed="")
+        claim = self._owner.remote_claim
+        record = structs.replace(
+            before,
+            changed=utc_now(),
+            epoch=before.epoch if claim is None else claim.epoch,
+            error=error[:MAX_ERROR_CHARS] or None,
+        )
+        if entry is not None and cost is not None:
+            record = structs.replace(
+                record,
+                folder=entry.folder,
+                nbytes=cost.nbytes,
+                upload_s=cost.seconds,
+                requests=cost.requests,
+            )
+        self._ledger.note_tiers(record)
+
+    def _heard(self, event: Event) -> None:
+        """What the chores in the remote tier tell."""
+        if event.kind == "retracted" and self._there is not None:
+            self._there.pop(str(event.fields.get("folder")), None)
+        self._told(event.kind, event.message, step=event.step, **event.fields)

@@ -1,0 +1,173 @@
+"""`holdfast uploads`: what a local root has, what of it the remote one has, and what waits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.cli.output import Answer, Code, Table, size
+from holdfast.cli.target import open_root
+from holdfast.engine.catalog import Catalog, Entry
+from holdfast.engine.tiers.ledger import Ledger
+from holdfast.errors import HoldfastError, NoCheckpoint
+from holdfast.format.manifest import Deleted, Manifest
+from holdfast.format.records import TiersRecord, UploadRecord
+from holdfast.store import open_store
+from holdfast.store.base import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """One checkpoint of the local root."""
+
+    entry: Entry
+    state: str
+    """`uploaded`, `deleted` (there), `unwanted`, `unknown`, or what its note says."""
+    note: UploadRecord | None
+
+
+def show_uploads(root: str) -> Answer:
+    """The checkpoints of a local root, newest first, and how far each is on its way.
+
+    Raises:
+        NoCheckpoint: not a root, or not one that is mirrored to another.
+    """
+    store = open_root(root)
+    ledger = Ledger(store)
+    tiers = ledger.tiers()
+    if tiers is None:
+        raise NoCheckpoint(f"{store.url}: nothing is uploaded from here (see Tiered)")
+    remote, unreachable = _remote(tiers)
+    notes = ledger.notes()
+    lines = [
+        _line(entry, notes.get(entry.folder), remote, is_noted=entry.folder in notes)
+        for entry in Catalog(store).checkpoints()
+    ]
+    waiting = [line for line in lines if line.state in _WAITING]
+    document = {
+        "root": store.url,
+        "remote": tiers.remote,
+        "unreachable": unreachable,
+        "error": tiers.error,
+        "changed": tiers.changed,
+        "last": _last(tiers),
+        "checkpoints": [_document(line) for line in lines],
+        "waiting": len(waiting),
+        "waiting_nbytes": sum(line.entry.manifest.nbytes for line in waiting),
+    }
+    is_bad = any(line.state in ("failed", "refused") for line in lines)
+    return Answer(
+        document=document,
+        parts=_parts(document, lines),
+        code=Code.FOUND if is_bad else Code.OK,
+    )
+
+
+def _remote(tiers: TiersRecord) -> tuple[Store | None, str | None]:
+    """The remote root, or why it cannot be looked at from here."""
+    try:
+        remote = open_store(tiers.remote)
+        remote.children()
+    except HoldfastError as error:
+        return None, str(error)
+    return remote, None
+
+
+def _line(
+    entry: Entry, note: UploadRecord | None, remote: Store | None, *, is_noted: bool
+) -> _Line:
+    noted = ("waiting" if note is None else note.state) if is_noted else ""
+    try:
+        state = None if remote is None else _state_there(entry, remote, noted)
+    except HoldfastError:
+        state = None
+    return _Line(entry=entry, state=state or noted or "unknown", note=note)
+
+
+def _state_there(entry: Entry, remote: Store, noted: str) -> str:
+    register = Catalog(remote).read(entry.folder)
+    if isinstance(register, Manifest):
+        return "uploaded"
+    if isinstance(register, Deleted) or noted == "uploaded":
+        return "deleted"
+    return noted or "unwanted"
+
+
+def _last(tiers: TiersRecord) -> dict[str, Any] | None:
+    if tiers.folder is None:
+        return None
+    return {
+        "folder": tiers.folder,
+        "nbytes": tiers.nbytes,
+        "upload_s": tiers.upload_s,
+        "requests": tiers.requests,
+    }
+
+
+def _document(line: _Line) -> dict[str, Any]:
+    note = line.note
+    return {
+        "folder": line.entry.folder,
+        "step": line.entry.step,
+        "nbytes": line.entry.manifest.nbytes,
+        "state": line.state,
+        "sent_nbytes": note.sent_nbytes if note is not None else None,
+        "tries": note.tries if note is not None else None,
+        "error": note.error if note is not None else None,
+        "changed": note.changed if note is not None else None,
+    }
+
+
+_WAITING = ("waiting", "sending", "failed", "refused")
+_WORDS: Mapping[str, str] = {
+    "unwanted": "not wanted there",
+    "unknown": "?",
+    "deleted": "deleted there",
+    "refused": "cannot be sent",
+    "failed": "failed, will be tried again",
+}
+
+
+def _parts(document: Mapping[str, Any], lines: list[_Line]) -> list[str | Table]:
+    parts: list[str | Table] = [
+        Table(
+            columns=("step", "folder", "size", "upload", "sent", "tries"),
+            rows=[_row(line) for line in lines],
+            right=frozenset({0, 2, 4, 5}),
+            whole=frozenset({0, 1}),
+        )
+    ]
+    parts += [
+        f"{line.entry.folder}: {line.note.error}"
+        for line in lines
+        if line.note is not None and line.note.error and line.state in ("failed", "refused")
+    ]
+    parts.append(
+        f"to {document['remote']}: {document['waiting']} waiting, "
+        f"{size(document['waiting_nbytes'])}"
+    )
+    last = document["last"]
+    if last is not None:
+        rate = size(int(last["nbytes"] / max(last["upload_s"], 1e-9)))
+        parts.append(
+            f"last: {last['folder']}, {size(last['nbytes'])} in {last['upload_s']:.1f} s "
+            f"({rate}/s, {last['requests']} requests)"
+        )
+    if document["error"]:
+        parts.append(f"error ({document['changed']}): {document['error']}")
+    if document["unreachable"]:
+        parts.append(f"the remote tier cannot be looked at from here: {document['unreachable']}")
+    return parts
+
+
+def _row(line: _Line) -> tuple[str, ...]:
+    note = line.note
+    return (
+        str(line.entry.step),
+        line.entry.folder,
+        size(line.entry.manifest.nbytes),
+        _WORDS.get(line.state, line.state),
+        size(note.sent_nbytes) if note is not None and line.state in _WAITING else "",
+        str(note.tries) if note is not None and note.tries else "",
+    )

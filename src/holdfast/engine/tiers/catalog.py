@@ -1,0 +1,145 @@
+"""What is in the two roots of one run, read as one.
+
+A checkpoint has the same name and the same bytes in both. It is read where it is nearest, and from
+the remote tier when the local copy is gone or damaged.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from holdfast.engine.catalog import Catalog, Entry, Register
+from holdfast.engine.tiers.tiered import Tiered
+from holdfast.errors import FormatError, StoreError, UsageError
+from holdfast.events import Emitter
+from holdfast.format.layout import AttemptName
+from holdfast.format.manifest import Manifest
+from holdfast.format.records import Writer
+from holdfast.store import open_store
+from holdfast.store.base import Store
+
+T = TypeVar("T")
+
+
+def catalog_of(root: str | os.PathLike[str] | Store | Tiered, emit: Emitter) -> Catalog:
+    """A reader of a root, or of both tiers of one.
+
+    Raises:
+        UsageError: no store is known by that name, or the tiers are one place.
+    """
+    if isinstance(root, Tiered):
+        local, remote = open_store(root.local), open_store(root.remote)
+        if local is remote or local.url == remote.url:
+            raise UsageError(f"Tiered: local and remote are one place, {local.url}")
+        return TieredCatalog(local, remote, emit)
+    return Catalog(open_store(root))
+
+
+class TieredCatalog(Catalog):
+    """A reader of both tiers. Reads only.
+
+    When the remote tier cannot be reached, the local one has to do, which is told; where nobody
+    has ever claimed the run locally that is an error, for the run may be there and not be seen.
+    """
+
+    def __init__(self, local: Store, remote: Store, emit: Emitter) -> None:
+        super().__init__(local)
+        self.remote = Catalog(remote)
+        self._local = Catalog(local)
+        self._emit = emit
+        self._homes: dict[str, Store] = {}
+        self._is_cut_off = False
+        self.turned: set[str] = set()
+        """Folders whose local copy is damaged and which are read in the remote tier."""
+
+    def look_again(self) -> None:
+        """Try to reach the remote tier again."""
+        self._is_cut_off = False
+
+    def home(self, folder: str) -> Store:
+        """See `Catalog.home`: as it was when its register was read last."""
+        if folder not in self._homes:
+            try:
+                self.read(folder)
+            except FormatError:
+                return self.store
+        return self._homes[folder]
+
+    def turn(self, folder: str) -> bool:
+        """See `Catalog.turn`."""
+        if folder in self.turned or not isinstance(self._read_remote(folder), Manifest):
+            return False
+        self.turned.add(folder)
+        self._homes[folder] = self.remote.store
+        return True
+
+    def copies(self, name: AttemptName) -> Iterator[tuple[Store, Entry]]:
+        """Where a checkpoint is, and what each place says of it: first the local tier, which is
+        looked at before the remote one, and then that."""
+        for catalog in (self._local, self.remote):
+            entry = catalog.entry(name)
+            if entry is not None:
+                yield catalog.store, entry
+
+    def attempts(self) -> tuple[AttemptName, ...]:
+        """See `Catalog.attempts`: those of both tiers."""
+        here = super().attempts()
+        nothing: tuple[AttemptName, ...] = ()
+        there = self._asked(self.remote.attempts, nothing)
+        return tuple(sorted({*here, *there}, reverse=True))
+
+    def read(self, folder: str) -> Register | None:
+        """See `Catalog.read`: the manifest of either tier, else what the local one says."""
+        here, damage = None, None
+        if folder not in self.turned:
+            try:
+                here = self._local.read(folder)
+            except FormatError as error:
+                damage = error
+        if isinstance(here, Manifest):
+            self._homes[folder] = self.store
+            return here
+        there = self._read_remote(folder)
+        if isinstance(there, Manifest):
+            self._homes[folder] = self.remote.store
+            if damage is not None:
+                self.turned.add(folder)
+            return there
+        self._homes[folder] = self.store
+        if damage is not None:
+            raise damage
+        return here if here is not None else there
+
+    def writer(self, epoch: int) -> Writer | None:
+        """See `Catalog.writer`."""
+        here = self._local.writer(epoch)
+        return here if here is not None else self._asked(lambda: self.remote.writer(epoch), None)
+
+    def claims(self) -> tuple[int, ...]:
+        """See `Catalog.claims`: those of both tiers."""
+        nothing: tuple[int, ...] = ()
+        there = self._asked(self.remote.claims, nothing)
+        return tuple(sorted({*self._local.claims(), *there}, reverse=True))
+
+    def _read_remote(self, folder: str) -> Register | None:
+        return self._asked(lambda: self.remote.read(folder), None)
+
+    def _asked(self, question: Callable[[], T], nothing: T) -> T:
+        """What the remote tier answers; `nothing` where it cannot be reached."""
+        if self._is_cut_off:
+            return nothing
+        try:
+            return question()
+        except StoreError as error:
+            if not self._local.highest_epoch():
+                raise
+            self._is_cut_off = True
+            self._emit(
+                "warning",
+                f"{self.remote.store.url} cannot be read, so that only the local tier is looked "
+                f"at: {error}",
+                tier="remote",
+            )
+            return nothing

@@ -1,0 +1,375 @@
+"""Owning a run that has two tiers (docs/design.md, rule 9).
+
+Both roots hold the same claims. A claim is put in the remote tier first, because that is where
+machines meet; where it cannot be reached, the claim is put there before the first upload, if it
+still holds by then.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from holdfast.engine.catalog import Catalog
+from holdfast.engine.claim import (
+    Choice,
+    Claim,
+    Heartbeat,
+    check_owner,
+    committed,
+    epoch_after,
+    is_still_right,
+    new_writer,
+    put_closed,
+)
+from holdfast.engine.commit import check_fence, put_once, settle
+from holdfast.engine.documents import read_document
+from holdfast.engine.owner import Ownership
+from holdfast.engine.process import liveness
+from holdfast.engine.tiers.catalog import TieredCatalog
+from holdfast.engine.tiers.ledger import Ledger
+from holdfast.engine.tiers.telling import remote_emitter
+from holdfast.errors import (
+    CommitConflict,
+    DeadlineExceeded,
+    Diverged,
+    FormatError,
+    HoldfastError,
+    NotFound,
+    OutcomeUnknown,
+    OwnedElsewhere,
+    StoreError,
+    Superseded,
+    TransientStoreError,
+)
+from holdfast.events import Emitter
+from holdfast.format import layout
+from holdfast.format.records import encode_writer
+from holdfast.format.sealed import MAX_SEALED_NBYTES
+from holdfast.store.base import Store, make_folder
+
+_MAX_RACES = 100
+_SCRATCH_TIMEOUT_S = 600.0
+
+
+class TieredOwnership(Ownership):
+    """One manager's side of a run in two tiers.
+
+    `remote_claim` is the claim where it stands in the remote tier too; without it nothing is sent.
+    """
+
+    def __init__(self, catalog: TieredCatalog, *, takeover: bool, emit: Emitter) -> None:
+        super().__init__(catalog.store, takeover=takeover, emit=emit)
+        self.catalog = catalog
+        self._remote = catalog.remote.store
+        self._remote_heartbeat: Heartbeat | None = None
+        self._choice: Choice | None = None
+        self._scratch = threading.Lock()
+        self.remote_claim: Claim | None = None
+        self.remote_has_committed = False
+        """Whether something of this claim is there, from which the run would go on."""
+        self.remote_is_clean = True
+        """Whether every put of this claim into the remote tier is known to have ended."""
+        self.before_take: Callable[[], None] = lambda: None
+        """Called before a claim; nothing may be under way in the name of the one before then."""
+        self.after_take: Callable[[], None] = lambda: None
+
+    def check(self) -> None:
+        """See `Ownership.check`; asks both tiers."""
+        self.catalog.look_again()
+        try:
+            self._judge(is_reachable=self._is_reachable())
+        except _CutOff as error:
+            self._go_without(error.cause)
+            self._check(self._store)
+
+    def take(self, choose: Callable[[], Choice]) -> None:
+        """See `Ownership.take`.
+
+        Raises:
+            OwnedElsewhere: a live process owns the run, in either tier.
+            Diverged: the run went on in both tiers separately.
+        """
+        self.before_take()
+        before = self.remote_claim
+        self.remote_claim, self.remote_has_committed = None, False
+        self.catalog.look_again()
+        super().take(choose)
+        self._stop_remote_heartbeat()
+        if before is not None and self.remote_is_clean:
+            self._record_remote_close(before)
+        self.remote_is_clean = True
+        self._beat()
+        self.after_take()
+
+    @contextmanager
+    def remote_scratch(self) -> Iterator[None]:
+        """For one at a time: whoever makes scratch folders in the remote tier that are not an
+        upload's, and whoever removes those that nobody needs.
+
+        Raises:
+            DeadlineExceeded: the other one hangs.
+        """
+        if not self._scratch.acquire(timeout=_SCRATCH_TIMEOUT_S):
+            raise DeadlineExceeded(
+                f"{self._remote.url}: gc or a preflight there did not end in "
+                f"{_SCRATCH_TIMEOUT_S:.0f} s"
+            )
+        try:
+            yield
+        finally:
+            self._scratch.release()
+
+    def attach(self) -> Claim:
+        """Make sure that this process's claim stands in the remote tier, and give it.
+
+        Raises:
+            StoreError: the remote tier cannot be reached.
+            OwnershipError: another process went on with the run there.
+        """
+        if self.remote_claim is not None:
+            return self.remote_claim
+        claim, choice = self.claim, self._choice
+        assert claim is not None, "uploads follow a claim"
+        assert choice is not None, "a claim follows a choice"
+        self._expect_root()
+        self._expect_no_later_claim(claim)
+        self._check_remote()
+        if self._has_newer(claim, choice):
+            raise _diverged(self._store, self._remote, claim.epoch)
+        share_claims(self._store, self._remote)
+        self._expect_no_later_claim(claim)
+        self.remote_claim = claim
+        self._beat()
+        return claim
+
+    def release(self) -> None:
+        """See `Ownership.release`."""
+        claim, self.remote_claim = self.remote_claim, None
+        self._stop_remote_heartbeat()
+        if claim is not None and self.remote_is_clean:
+            self._record_remote_close(claim)
+        super().release()
+
+    def _claim(self, choose: Callable[[], Choice]) -> Claim:
+        is_reachable = self._is_reachable()
+        for _ in range(_MAX_RACES):
+            try:
+                claim = self._try_claim(choose, is_reachable=is_reachable)
+            except _CutOff as error:
+                self._go_without(error.cause)
+                is_reachable = False
+                continue
+            if claim is not None:
+                return claim
+        raise OwnedElsewhere(f"{self._store.url}: lost the race for the run {_MAX_RACES} times")
+
+    def _try_claim(self, choose: Callable[[], Choice], *, is_reachable: bool) -> Claim | None:
+        """See `engine.claim.claim_run`, which does this in one tier; None: somebody was first."""
+        after = self._judge(is_reachable=is_reachable)
+        choice = choose()
+        claim = self._put(after, choice, is_reachable=is_reachable)
+        if claim is None or not is_still_right(self.catalog, claim, choice):
+            return None
+        self._choice = choice
+        return claim
+
+    def _put(self, after: int, choice: Choice, *, is_reachable: bool) -> Claim | None:
+        """Put the claim that follows epoch `after`; None when somebody else did."""
+        self.remote_claim = None
+        if is_reachable:
+            with _remotely():
+                share_claims(self._store, self._remote)
+        epoch = epoch_after(self.catalog, after, choice.point)
+        if choice.point is not None:
+            settle(self.catalog.home(choice.point.folder), choice.point.folder)
+        record = new_writer(epoch, choice, takeover=self._takeover)
+        claim = Claim(epoch=epoch, nonce=record.nonce, resumed_from=choice.point)
+        data = encode_writer(record)
+        try:
+            stands = is_reachable and self._put_remote(epoch, data)
+            make_folder(self._store, layout.WRITERS)
+            put_once(self._store, layout.writer_key(epoch), data)
+        except CommitConflict:
+            return None
+        self.remote_claim = claim if stands else None
+        return claim
+
+    def _put_remote(self, epoch: int, data: bytes) -> bool:
+        """Put a claim into the remote tier. False when that is not known to have worked: the same
+        claim is tried again before the first upload."""
+        try:
+            make_folder(self._remote, layout.WRITERS)
+            put_once(self._remote, layout.writer_key(epoch), data)
+        except (TransientStoreError, OutcomeUnknown) as error:
+            self._go_without(error)
+            return False
+        return True
+
+    def _is_reachable(self) -> bool:
+        try:
+            self._expect_root()
+        except StoreError as error:
+            self._go_without(error)
+            return False
+        return True
+
+    def _go_without(self, error: StoreError) -> None:
+        """Tell that the local tier has to do; raise `error` where nobody ever claimed the run
+        there, for it may be in the other one, and would be begun anew here."""
+        if not Catalog(self._store).highest_epoch():
+            raise error
+        self._emit(
+            "warning",
+            f"{self._remote.url} cannot be reached, so that the run is claimed in the local tier "
+            f"only; uploads begin when it can be: {error}",
+            tier="remote",
+        )
+
+    def _expect_root(self) -> None:
+        """Raise `StoreError` where the remote root cannot be read, or is not there any more.
+
+        One that was moved or unmounted would otherwise be made anew, empty.
+        """
+        claims = self._remote.children(layout.WRITERS)
+        known = Ledger(self._store).tiers()
+        if not claims and known is not None and known.remote == self._remote.url and known.epoch:
+            raise StoreError(
+                f"{self._remote.url}: claim {known.epoch} of this run was there, and now there is "
+                "nothing; was the root moved, deleted or unmounted? To begin it anew, delete "
+                f"{self._store.url}/{layout.UPLOADS}"
+            )
+
+    def _judge(self, *, is_reachable: bool) -> int:
+        """The newest claim of both tiers, whose owner does not count any more.
+
+        Raises:
+            OwnedElsewhere: a live process owns the run.
+        """
+        here = Catalog(self._store).highest_epoch()
+        there, is_one = 0, False
+        if is_reachable:
+            with _remotely():
+                there = Catalog(self._remote).highest_epoch()
+                is_one = 0 < here == there and self._is_same(here)
+        # Of a claim that came here from another machine, the heartbeat is in the remote tier.
+        is_foreign = is_one and self._is_foreign(here)
+        if not is_foreign:
+            self._check(self._store)
+        if is_foreign or (there and not is_one):
+            with _remotely():
+                self._check(self._remote)
+        return max(here, there)
+
+    def _is_same(self, epoch: int) -> bool:
+        """Whether both tiers hold the same claim of an epoch."""
+        return _document(self._store, epoch) == _document(self._remote, epoch)
+
+    def _is_foreign(self, epoch: int) -> bool:
+        try:
+            writer = Catalog(self._store).writer(epoch)
+        except FormatError:
+            return False
+        return writer is not None and liveness(writer.process) == "unknown"
+
+    def _check(self, store: Store) -> None:
+        check_owner(store, takeover=self._takeover, emit=self._emit)
+
+    def _check_remote(self) -> None:
+        """Raise `OwnedElsewhere` where a live process owns the run as the remote tier has it."""
+        epoch = Catalog(self._remote).highest_epoch()
+        if not epoch or not self._is_same(epoch) or self._is_foreign(epoch):
+            self._check(self._remote)
+
+    def _has_newer(self, claim: Claim, choice: Choice) -> bool:
+        """Whether an earlier writer has committed something newer there than what was chosen."""
+        if choice.is_rollback:
+            return False
+        remote = Catalog(self._remote)
+        newest = next(committed(remote, below=claim.epoch, but=choice.passed_over), None)
+        name = layout.parse_attempt(newest) if newest is not None else None
+        return name is not None and (choice.point is None or name.order > choice.point.order)
+
+    def _expect_no_later_claim(self, claim: Claim) -> None:
+        """Raise `Superseded` where a machine with another local tier has claimed the run since.
+
+        Its claim is put into the local tier as well, so that saves of this process see it.
+        """
+        try:
+            check_fence(self._remote, claim.epoch, committed=False)
+        except Superseded:
+            share_claims(self._store, self._remote)
+            raise
+
+    def _beat(self) -> None:
+        if self.remote_claim is None:
+            return
+        emit = remote_emitter(self._emit, self._remote.url, only_first=True)
+        self._remote_heartbeat = Heartbeat(self._remote, self.remote_claim, emit)
+        weakref.finalize(self, self._remote_heartbeat.ask_to_stop)
+
+    def _stop_remote_heartbeat(self) -> None:
+        heartbeat, self._remote_heartbeat = self._remote_heartbeat, None
+        if heartbeat is not None:
+            self._end(heartbeat)
+
+    def _record_remote_close(self, claim: Claim) -> None:
+        try:
+            put_closed(self._remote, claim)
+        except HoldfastError as error:
+            self._emit("housekeeping_failed", f"recording the close: {error}", tier="remote")
+
+
+class _CutOff(Exception):
+    """The remote tier failed in the middle of a claim."""
+
+    def __init__(self, cause: StoreError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+@contextmanager
+def _remotely() -> Iterator[None]:
+    try:
+        yield
+    except StoreError as error:
+        raise _CutOff(error) from error
+
+
+def share_claims(local: Store, remote: Store) -> None:
+    """Put each claim that only one of the tiers has into the other, oldest first.
+
+    Claims are only ever put after those before them, so it is enough to compare the newest that
+    both have.
+
+    Raises:
+        Diverged: they hold different claims of one epoch.
+    """
+    here, there = Catalog(local).claims(), Catalog(remote).claims()
+    common = max({*here} & {*there}, default=0)
+    if common and _document(local, common) != _document(remote, common):
+        raise _diverged(local, remote, common)
+    for epoch in sorted({*here} ^ {*there}):
+        source, target = (local, remote) if epoch in here else (remote, local)
+        make_folder(target, layout.WRITERS)
+        try:
+            put_once(target, layout.writer_key(epoch), _document(source, epoch))
+        except CommitConflict:
+            raise _diverged(local, remote, epoch) from None
+
+
+def _document(store: Store, epoch: int) -> bytes:
+    try:
+        return read_document(store, layout.writer_key(epoch), max_nbytes=MAX_SEALED_NBYTES)
+    except NotFound:
+        return b""
+
+
+def _diverged(local: Store, remote: Store, epoch: int) -> Diverged:
+    return Diverged(
+        f"the run went on both in {local.url} and in {remote.url}, from epoch {epoch} on, while "
+        "they could not see each other. Nothing is sent and nothing is lost. Go on from the remote "
+        "tier with an empty local root, or from the local one with another remote root"
+    )

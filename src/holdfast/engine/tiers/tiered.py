@@ -1,0 +1,173 @@
+"""What a person says about the two tiers of a run, checked where it is said."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from holdfast.engine.options import check_choice, check_is
+from holdfast.errors import UsageError
+from holdfast.format.manifest import Timestamp
+from holdfast.policy.amounts import number_of_bytes
+from holdfast.policy.clock import PLAIN_UNITS, Time, parse, reading
+from holdfast.policy.rule import Rule
+from holdfast.policy.rules import Nothing
+from holdfast.policy.savers import SideSaver, combined_rule
+from holdfast.store.base import Store
+
+Root = str | os.PathLike[str] | Store
+OnUploadFailure = Literal["warn", "raise"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lag:
+    """How far the remote tier may be behind: by training, or by bytes that wait."""
+
+    time: Time | None = None
+    nbytes: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Lag:
+        """What `2000step`, `30min` or `40GB` says.
+
+        Raises:
+            UsageError: it says nothing of the kind.
+        """
+        if isinstance(text, str) and text.strip().endswith("B"):
+            return cls(nbytes=number_of_bytes(text.strip()))
+        return cls(time=parse(text, what="max_lag", units=PLAIN_UNITS))
+
+    def is_exceeded(self, now: Timestamp, then: Timestamp, waiting_nbytes: int) -> bool:
+        """Whether a run at `now` is too far ahead of `then`, the state that the remote tier has.
+
+        Raises:
+            UsageError: it counts something that the loop does not tell.
+        """
+        if self.nbytes is not None:
+            return waiting_nbytes > self.nbytes
+        assert self.time is not None
+        at, before = reading(now, self.time.unit), reading(then, self.time.unit)
+        if at is None:
+            raise UsageError(f"max_lag='{self.time}': this run does not count that")
+        return at - (before or 0) > self.time.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TieredOptions:
+    """How a run is mirrored; see `Tiered`."""
+
+    keep_local: Rule | Literal[0] | None
+    keep_remote: Rule | None
+    max_lag: Lag | None
+    on_upload_failure: OnUploadFailure
+    tries: int
+    threads: int
+    reads_back: bool
+    close_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What retention keeps in each tier of a run; where there is one tier, the first counts."""
+
+    local: Rule
+    remote: Rule
+
+    @classmethod
+    def of(
+        cls, root: object, keep: Rule | None, savers: Sequence[SideSaver], parts: Collection[str]
+    ) -> Rules:
+        """The rules of a manager with this root and `keep`, for a state of these components.
+
+        Raises:
+            UsageError: no rule, or `keep` where the root has one for its local tier.
+        """
+        if not isinstance(root, Tiered):
+            rule = combined_rule(keep, savers, parts)
+            return cls(local=rule, remote=rule)
+        options = root.options
+        if keep is not None and options.keep_local is not None:
+            raise UsageError("keep= and Tiered(keep_local=…) are about the same: give one of them")
+        remote = combined_rule(options.keep_remote, savers, parts)
+        if options.keep_local == 0:
+            return cls(local=Nothing(), remote=remote)
+        local = keep if options.keep_local is None else options.keep_local
+        return cls(local=combined_rule(local, savers, parts), remote=remote)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Tiered:
+    """A root in two tiers: saves commit in `local`, and go to `remote` in the background.
+
+        CheckpointManager(Tiered("/nvme/gpt", "s3://bucket/gpt", keep_local=Last(2)), state)
+
+    Args:
+        local: a path or a store that is fast, where each save commits.
+        remote: a path, a URL or a store that stays. It is a root like any other: others list it,
+            load from it, and a machine with an empty `local` goes on from it.
+        keep_local: what retention keeps in `local` of what `remote` has; 0: only the newest. None:
+            what the manager's `keep` says.
+        keep_remote: what it keeps in `remote`; what this would delete at once is not sent. None:
+            everything.
+        max_lag: how far `remote` may be behind: "2000step", "30min" of training, or "40GB" that
+            wait. Beyond that the next save waits. None: no limit.
+        on_upload_failure: whether the save after `tries` failures in a row raises `UploadFailed`,
+            or training goes on and only events tell ("warn"). It is tried again in either case.
+        tries: how many failures in a row count as one that has to be told.
+        threads: how many blocks are on their way at once, of 8 MiB each.
+        read_back: fetch and compare each file before it counts as sent. For storage that does not
+            check by itself what arrives; it costs a download of everything.
+        close_timeout_s: how long `close` waits for what is not sent yet. What is left then stays
+            in `local`, and the next process of this root sends it.
+
+    Raises:
+        UsageError: an argument is wrong.
+    """
+
+    local: Root
+    remote: Root
+    options: TieredOptions
+
+    def __init__(
+        self,
+        local: Root,
+        remote: Root,
+        *,
+        keep_local: Rule | Literal[0] | None = None,
+        keep_remote: Rule | None = None,
+        max_lag: str | None = None,
+        on_upload_failure: OnUploadFailure = "warn",
+        tries: int = 5,
+        threads: int = 4,
+        read_back: bool = False,
+        close_timeout_s: float = 600.0,
+    ) -> None:
+        for name, root in (("local", local), ("remote", remote)):
+            if not isinstance(root, str | os.PathLike | Store):
+                raise UsageError(f"Tiered: {name}={root!r} must be a path, a URL or a store")
+        for name, rule in (("keep_local", keep_local), ("keep_remote", keep_remote)):
+            is_zero = name == "keep_local" and rule == 0 and not isinstance(rule, bool)
+            if not (rule is None or isinstance(rule, Rule) or is_zero):
+                raise UsageError(f"Tiered: {name}={rule!r} must be a rule such as Last(3)")
+        for name, count in (("tries", tries), ("threads", threads)):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise UsageError(f"Tiered: {name}={count!r} must be a whole number, at least 1")
+        if not close_timeout_s >= 0:
+            raise UsageError(f"Tiered: close_timeout_s={close_timeout_s!r} must not be negative")
+        check_is("read_back", read_back, bool)
+        check_choice("on_upload_failure", on_upload_failure, OnUploadFailure)
+        options = TieredOptions(
+            keep_local=keep_local,
+            keep_remote=keep_remote,
+            max_lag=None if max_lag is None else Lag.parse(max_lag),
+            on_upload_failure=on_upload_failure,
+            tries=tries,
+            threads=threads,
+            reads_back=read_back,
+            close_timeout_s=close_timeout_s,
+        )
+        object.__setattr__(self, "local", local)
+        object.__setattr__(self, "remote", remote)
+        object.__setattr__(self, "options", options)

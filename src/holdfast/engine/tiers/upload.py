@@ -1,0 +1,381 @@
+"""Sending one checkpoint from one root to another: its bytes as they are, its manifest last.
+
+Every block is compared with its digest between the disk and the network, so that damage is never
+sent. A file is in the other root when it is whole: where a store shows files that are being
+written, they are written in a scratch folder and get their name at the end. So nothing in an
+attempt's folder is ever replaced or removed by an upload, and what is there need not be sent again.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from holdfast.engine.catalog import Catalog
+from holdfast.engine.commit import Attempt, publish, settle
+from holdfast.engine.documents import read_document
+from holdfast.engine.workers import Workers, cancel
+from holdfast.errors import (
+    AlreadyExists,
+    CommitConflict,
+    CorruptData,
+    DeadlineExceeded,
+    HoldfastError,
+    NoCheckpoint,
+    NotFound,
+    StoreError,
+    UnsupportedStore,
+)
+from holdfast.format import layout
+from holdfast.format.blocks import DIGEST_NBYTES, block_digest, digest_blocks, file_digest, split
+from holdfast.format.index import decode_index
+from holdfast.format.manifest import (
+    MAX_JSON_FILE_NBYTES,
+    MAX_MANIFEST_NBYTES,
+    FileEntry,
+    Manifest,
+    decode_register,
+)
+from holdfast.store.base import BlockWriter, LinksFiles, Store, WritesBlocks, make_folder
+
+T = TypeVar("T")
+
+NICENESS = 10
+"""Threads that send make room for those that train and save, where the system has priorities."""
+
+
+class Interrupted(HoldfastError):
+    """The process is closing; what was sent stays where it is."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Cost:
+    """What sending has cost so far."""
+
+    nbytes: int = 0
+    """Bytes of files and documents that were sent."""
+    requests: int = 0
+    """Operations on the store; it may have tried some of them several times."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One stretch of a file, and the digest of its bytes."""
+
+    start: int
+    stop: int
+    digest: bytes
+
+
+def pieces_of(file: FileEntry, digests: bytes, block_nbytes: int) -> tuple[Piece, ...]:
+    """A file in the stretches of which the index has digests."""
+    return tuple(
+        Piece(
+            start=start,
+            stop=stop,
+            digest=digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES],
+        )
+        for number, (start, stop) in enumerate(split(file.nbytes, block_nbytes))
+    )
+
+
+class Sender:
+    """Sends checkpoints from `local` to `remote`, a few blocks at a time."""
+
+    def __init__(
+        self,
+        local: Store,
+        remote: Store,
+        *,
+        num_threads: int,
+        timeout_s: float,
+        reads_back: bool = False,
+    ) -> None:
+        """`timeout_s` is the longest that one block, or one end of a file, may take; with
+        `reads_back` each file is fetched and compared before the commit."""
+        self._reads_back = reads_back
+        self._local = local
+        self._remote = remote
+        self._num_threads = num_threads
+        self._timeout_s = timeout_s
+        self._workers = Workers(num_threads, "holdfast-upload")
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._cost = Cost()
+        self._told: Callable[[Cost], None] = lambda cost: None
+
+    def interrupt(self) -> None:
+        """Let what is being sent end soon, with `Interrupted`."""
+        self._stop.set()
+
+    def proceed(self) -> None:
+        """Take back an `interrupt`."""
+        self._stop.clear()
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self._workers.close()
+
+    def send(self, folder: str, *, epoch: int, told: Callable[[Cost], None]) -> Cost:
+        """Have the checkpoint in the other root when this returns, committed by claim `epoch`.
+
+        One that is there already is made durable and compared. `told` hears what was sent so far,
+        from several threads.
+
+        Raises:
+            NoCheckpoint: it is not here, or was deleted there; it is not to be sent again.
+            CommitConflict: gc has given it up there.
+            CorruptData: it is damaged here, or the other root has something else.
+            Superseded: a later writer owns the other root.
+            StoreError, DeadlineExceeded: it may work the next time.
+            Interrupted: `interrupt` was called.
+        """
+        began = time.perf_counter()
+        self._cost, self._told = Cost(), told
+        data, manifest = self._manifest(folder)
+        if not self._is_there(folder, data):
+            self._send_files(folder, manifest)
+            self._expect_sizes(folder, manifest)
+            self._commit(folder, manifest, data, epoch)
+        self._confirm(folder, data)
+        self._cost.seconds = time.perf_counter() - began
+        return self._cost
+
+    def _manifest(self, folder: str) -> tuple[bytes, Manifest]:
+        key = f"{folder}/{layout.MANIFEST}"
+        try:
+            data = read_document(self._local, key, max_nbytes=MAX_MANIFEST_NBYTES)
+        except NotFound as error:
+            raise NoCheckpoint(f"{self._local.url}/{folder}: it is not committed") from error
+        manifest = decode_register(data, what=f"{self._local.url}/{key}")
+        if not isinstance(manifest, Manifest):
+            raise NoCheckpoint(f"{self._local.url}/{folder}: it was deleted")
+        return data, manifest
+
+    def _is_there(self, folder: str, data: bytes) -> bool:
+        """Whether the other root has it committed."""
+        self._count()
+        register = Catalog(self._remote).read(folder)
+        if register is None:
+            return False
+        if isinstance(register, Manifest):
+            return True
+        what = type(register).__name__.lower()
+        where = f"{self._remote.url}/{folder}"
+        error = f"{where}: it was {what} there by {register.by} ({register.reason})"
+        raise CommitConflict(error) if what == "aborted" else NoCheckpoint(error)
+
+    # Files
+
+    def _send_files(self, folder: str, manifest: Manifest) -> None:
+        make_folder(self._remote, folder)
+        index_entry = manifest.files[layout.INDEX]
+        data = self._whole(folder, layout.INDEX, index_entry, manifest.block_nbytes)
+        what = f"{self._local.url}/{folder}/{layout.INDEX}"
+        index = decode_index(data, files=manifest.files, what=what)
+        digests = {**index.blocks, layout.INDEX: digest_blocks(data, index.block_nbytes)}
+        there = self._sizes_there(folder)
+        for name, entry in manifest.files.items():
+            key = f"{folder}/{name}"
+            pieces = pieces_of(entry, digests[name], index.block_nbytes)
+            if there.get(name) != entry.nbytes or not self._is_right(key, pieces):
+                self._send_file(key, entry.nbytes, pieces, is_there=name in there)
+
+    def _sizes_there(self, folder: str) -> dict[str, int]:
+        self._count()
+        start = len(folder) + 1
+        return {info.key[start:]: info.nbytes for info in self._remote.list(f"{folder}/")}
+
+    def _send_file(
+        self, key: str, nbytes: int, pieces: tuple[Piece, ...], *, is_there: bool
+    ) -> None:
+        if len(pieces) <= 1 or not isinstance(self._remote, WritesBlocks):
+            self._put(key, b"".join(self._read(key, piece) for piece in pieces))
+            self._expect_right(key, pieces)
+        elif is_there:
+            raise CorruptData(
+                f"{self._remote.url}/{key}: not what is in {self._local.url}, though nobody but an "
+                "upload of this run writes there; it is left as it is"
+            )
+        elif isinstance(self._remote, LinksFiles):
+            self._send_aside(self._remote, key, nbytes, pieces)
+        else:
+            with suppress(AlreadyExists):  # whole, for it has its name when it is finished
+                self._send_pieces(key, key, nbytes, pieces)
+            self._expect_right(key, pieces)
+
+    def _send_aside(
+        self, remote: LinksFiles, key: str, nbytes: int, pieces: tuple[Piece, ...]
+    ) -> None:
+        """Write a file where nobody looks for it, and give it its name when it is whole."""
+        scratch = layout.sending_folder(os.urandom(8))
+        aside = f"{scratch}/{key.rpartition('/')[2]}"
+        make_folder(self._remote, scratch, exclusive=True)
+        try:
+            self._send_pieces(key, aside, nbytes, pieces)
+            self._expect_right(aside, pieces)
+            self._count()
+            with suppress(AlreadyExists):
+                if not remote.link(aside, key):
+                    raise UnsupportedStore(
+                        f"{self._remote.url}/{aside}: cannot be given its name {key}; without two "
+                        "names for a file, a half-sent one could be taken for whole"
+                    )
+        finally:
+            with suppress(StoreError):  # gc removes it
+                self._remote.delete(f"{scratch}/")
+
+    def _send_pieces(self, source: str, key: str, nbytes: int, pieces: tuple[Piece, ...]) -> None:
+        assert isinstance(self._remote, WritesBlocks)
+        self._count()
+        writer = self._remote.create(key, nbytes)
+        waiting: deque[Future[None]] = deque()
+        try:
+            for piece in pieces:
+                waiting.append(
+                    self._workers.submit(partial(self._send_piece, writer, source, piece))
+                )
+                if len(waiting) >= 2 * self._num_threads:
+                    self._result(waiting.popleft(), source)
+            while waiting:
+                self._result(waiting.popleft(), source)
+            self._result(self._workers.submit(writer.finish), source)
+        except BaseException:
+            cancel(waiting, timeout_s=self._timeout_s)
+            writer.abort()
+            raise
+
+    def _send_piece(self, writer: BlockWriter, source: str, piece: Piece) -> None:
+        _be_nice()
+        if self._stop.is_set():
+            raise Interrupted(f"{source}: not sent to its end, for the process is closing")
+        data = self._read(source, piece)
+        writer.write(piece.start, memoryview(data))
+        self._count(len(data))
+
+    def _is_right(self, key: str, pieces: tuple[Piece, ...]) -> bool:
+        """Whether the other root has these bytes, where it is to be asked."""
+        if not self._reads_back:
+            return True
+        jobs = (partial(self._digest_there, key, piece) for piece in pieces)
+        waiting = deque[Future[bool]]()
+        try:
+            for job in jobs:
+                waiting.append(self._workers.submit(job))
+                if len(waiting) >= 2 * self._num_threads and not self._result(
+                    waiting.popleft(), key
+                ):
+                    return False
+            return all(self._result(future, key) for future in waiting)
+        finally:
+            cancel(waiting, timeout_s=self._timeout_s)
+
+    def _digest_there(self, key: str, piece: Piece) -> bool:
+        self._count()
+        data = self._remote.get(key, piece.start, piece.stop - piece.start)
+        return block_digest(data) == piece.digest
+
+    def _expect_right(self, key: str, pieces: tuple[Piece, ...]) -> None:
+        if not self._is_right(key, pieces):
+            raise StoreError(
+                f"{self._remote.url}/{key}: read back, these are not the bytes that were sent"
+            )
+
+    def _read(self, key: str, piece: Piece) -> bytes:
+        """The bytes that were written; read once more where they differ."""
+        for _ in range(2):
+            data = self._local.get(key, piece.start, piece.stop - piece.start)
+            if block_digest(data) == piece.digest:
+                return data
+        raise CorruptData(
+            f"{self._local.url}/{key}: bytes {piece.start} to {piece.stop} are not what was "
+            "written, and are not sent"
+        )
+
+    def _whole(self, folder: str, name: str, entry: FileEntry, block_nbytes: int) -> bytes:
+        """A whole document of this root, compared with the digest that the manifest has."""
+        key = f"{folder}/{name}"
+        for _ in range(2):
+            data = read_document(self._local, key, max_nbytes=MAX_JSON_FILE_NBYTES)
+            if file_digest(len(data), digest_blocks(data, block_nbytes)) == entry.digest:
+                return data
+        raise CorruptData(f"{self._local.url}/{key}: not what was written, and is not sent")
+
+    def _put(self, key: str, data: bytes) -> None:
+        if self._stop.is_set():
+            raise Interrupted(f"{key}: not sent, for the process is closing")
+        self._remote.put(key, data)
+        self._count(len(data))
+
+    def _result(self, future: Future[T], key: str) -> T:
+        try:
+            return future.result(timeout=self._timeout_s)
+        except FutureTimeout:
+            raise DeadlineExceeded(
+                f"{self._remote.url}/{key}: sending one block took longer than "
+                f"{self._timeout_s:.0f} s"
+            ) from None
+
+    # The commit
+
+    def _expect_sizes(self, folder: str, manifest: Manifest) -> None:
+        for name, entry in manifest.files.items():
+            key = f"{folder}/{name}"
+            self._count()
+            found = self._remote.head(key).nbytes
+            if found != entry.nbytes:
+                raise StoreError(
+                    f"{self._remote.url}/{key}: {entry.nbytes} bytes were sent and the store now "
+                    f"has {found}; the checkpoint is not committed there"
+                )
+
+    def _commit(self, folder: str, manifest: Manifest, data: bytes, epoch: int) -> None:
+        name = layout.attempt_name(
+            manifest.label, manifest.epoch, manifest.sequence, manifest.save_id
+        )
+        attempt = Attempt(name=name, save_id=manifest.save_id)
+        if attempt.folder != folder:
+            raise CorruptData(f"{self._local.url}/{folder}: the manifest is of {attempt.folder}")
+        if self._stop.is_set():
+            raise Interrupted(f"{folder}: not committed, for the process is closing")
+        publish(self._remote, attempt, data, epoch=epoch)
+        self._count(len(data), requests=3)
+
+    def _confirm(self, folder: str, data: bytes) -> None:
+        """Make it durable, as whoever relies on it does, and read back that it is this one."""
+        settle(self._remote, folder)
+        key = f"{folder}/{layout.MANIFEST}"
+        self._count(requests=2)
+        if read_document(self._remote, key, max_nbytes=MAX_MANIFEST_NBYTES) != data:
+            raise CorruptData(
+                f"{self._remote.url}/{key}: read back, it is not the manifest of "
+                f"{self._local.url}/{folder}"
+            )
+
+    def _count(self, nbytes: int = 0, *, requests: int = 1) -> None:
+        with self._lock:
+            self._cost.nbytes += nbytes
+            self._cost.requests += requests
+        if nbytes:
+            self._told(self._cost)
+
+
+_nice = threading.local()
+
+
+def _be_nice() -> None:
+    """Once in each thread. Not all systems have priorities of threads, and none has to give one."""
+    if not getattr(_nice, "done", False):
+        _nice.done = True
+        with suppress(AttributeError, OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

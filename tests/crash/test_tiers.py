@@ -1,0 +1,267 @@
+"""Faults at every single operation on the remote tier, and kills while it is written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import errors
+from holdfast.care import mirror as mirror_module
+from holdfast.engine.catalog import Catalog
+from holdfast.engine.tiers import upload as upload_module
+from holdfast.engine.tiers.ledger import Ledger
+from holdfast.engine.tiers.tiered import Tiered
+from holdfast.policy.retention import Last
+from holdfast.store.base import Store
+from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
+from holdfast.testing.faulty import Fault, FaultyStore, Stopped
+from tiers import Noted, Tiny, saved, steps_in, unopened
+
+STORM = Path(__file__).with_name("tiers_storm.py")
+SMALL, LARGE = 64, 1024 * 1024
+"""Elements of a tensor: files of one block, and of two."""
+
+Worlds = Callable[[int], "World"]
+
+
+class World:
+    """Both tiers of a run that has saved once, and what was acknowledged since."""
+
+    def __init__(self, remote: Store, size: int) -> None:
+        self.local, self.remote = MemoryStore("local"), remote
+        self.size = size
+        self.acknowledged: list[int] = []
+        self.noted = Noted()
+        self.live(remote, 1)
+
+    def live(self, remote: Store, *steps: int, **options: Any) -> None:
+        """A process: resume, save, send."""
+        tiny = Tiny(self.size)
+        root = Tiered(
+            self.local, remote, keep_local=0, keep_remote=Last(2), close_timeout_s=0, **options
+        )
+        manager = unopened(root, tiny, sinks=(self.noted,), save_timeout_s=20)
+        try:
+            manager.resume()
+            for step in steps:
+                saved(manager, tiny, step)
+                self.acknowledged.append(step)
+            manager.wait()
+        finally:
+            with suppress(errors.HoldfastError, Stopped):
+                manager.close()
+
+    def check(self) -> None:
+        """Nothing is torn, nothing that was acknowledged is lost, in the tier in which it was."""
+        here, there = steps_in(self.local), steps_in(self.remote)
+        assert max([*here, *there]) >= max(self.acknowledged)
+        sent = [event.step for event in self.noted.of("uploaded") if event.step is not None]
+        assert there[0] >= max(sent)
+
+    def check_settled(self) -> None:
+        """Each tier has what its rule keeps, and nothing else."""
+        newest = max(self.acknowledged)
+        assert steps_in(self.local) == [newest]
+        assert steps_in(self.remote) == [newest, newest - 1][: len(self.acknowledged)]
+        assert Ledger(self.local).waiting() == {}
+        kept = {entry.folder for entry in Catalog(self.remote).checkpoints()}
+        loose = [
+            info.key
+            for info in self.remote.list()
+            if info.key.partition("/")[0] not in {*kept, "writers", "latest"}
+        ]
+        assert [key for key in loose if not key.endswith("/manifest.json")] == []
+
+
+@pytest.fixture(params=["folder", "memory"])
+def worlds(
+    request: pytest.FixtureRequest, ram_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Worlds:
+    """New worlds, with either kind of remote tier."""
+    monkeypatch.setattr(mirror_module, "BACKOFF_S", 0.0001)
+
+    def make(number: int, size: int = SMALL) -> World:
+        is_folder = request.param == "folder"
+        remote = LocalStore(ram_path / str(number)) if is_folder else MemoryStore("remote")
+        return World(remote, size)
+
+    return make
+
+
+@pytest.fixture
+def large_worlds(worlds: Any) -> Worlds:
+    """The same with large files, which are written aside."""
+    return lambda number: worlds(number, LARGE)
+
+
+def sweep(
+    worlds: Worlds, kind: Any, *, only: str = "*", times: int = 1, every: int = 1
+) -> Iterator[World]:
+    """A world for each operation on keys like these, with the fault in it, and one without."""
+    at, struck = 0, True
+    while struck:
+        world = worlds(at)
+        fault = Fault(kind=kind, at=at, key=only, times=times)
+        with suppress(Stopped):
+            world.live(FaultyStore(world.remote, [fault]), 2, 3)
+        world.check()
+        yield world
+        at, struck = at + every, fault.reached.is_set()
+    assert at > 8
+
+
+def stop_at_every_operation(worlds: Worlds, kind: Any, only: str = "*", every: int = 1) -> None:
+    for world in sweep(worlds, kind, only=only, every=every):
+        world.live(world.remote)
+        world.check()
+        world.check_settled()
+        world.live(world.remote, max(world.acknowledged) + 1)
+        world.check_settled()
+
+
+ALL_OR_SOME = [5, pytest.param(1, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+
+
+@pytest.mark.parametrize("every", ALL_OR_SOME)
+@pytest.mark.parametrize("kind", ["stop_before", "stop_after"])
+def test_a_stop_at_every_operation_on_the_remote_tier_loses_nothing(
+    worlds: Worlds, kind: Any, every: int
+) -> None:
+    """R1, R2, R23; invariants 1, 2, 4: and the next process ends what was begun."""
+    stop_at_every_operation(worlds, kind, every=every)
+
+
+@pytest.mark.parametrize("kind", ["stop_before", "stop_after"])
+def test_a_stop_while_a_large_file_is_sent_leaves_no_half_of_it(
+    large_worlds: Worlds, kind: Any
+) -> None:
+    """R1, R2, D8, D20."""
+    stop_at_every_operation(large_worlds, kind, "s*.safetensors")
+
+
+@pytest.mark.parametrize("every", ALL_OR_SOME)
+@pytest.mark.parametrize("kind", ["fail", "lose_reply"])
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_failure_of_every_operation_on_the_remote_tier_is_outlived(
+    worlds: Worlds, kind: Any, times: int, every: int
+) -> None:
+    """Nothing is lost, torn, falsely refused or falsely acknowledged; the same process sends all,
+    and what its retention left is for the next."""
+    for world in sweep(worlds, kind, times=times, every=every):
+        check_outlived(world)
+
+
+@pytest.mark.parametrize("kind", ["fail", "lose_reply"])
+def test_a_failure_while_a_large_file_is_sent_is_outlived(large_worlds: Worlds, kind: Any) -> None:
+    """D8."""
+    for world in sweep(large_worlds, kind, only="s*.safetensors"):
+        check_outlived(world)
+
+
+def check_outlived(world: World) -> None:
+    assert world.acknowledged == [1, 2, 3]
+    assert steps_in(world.remote)[:2] == [3, 2]
+    world.live(world.remote)
+    world.check_settled()
+
+
+@pytest.mark.parametrize("kind", ["flip", "truncate"])
+def test_every_spoiled_transfer_is_found_where_it_is_read_back(worlds: Worlds, kind: Any) -> None:
+    """R17: never acknowledged, and the local copy stays."""
+    at, struck = 0, True
+    while struck:
+        world = worlds(at)
+        fault = Fault(kind=kind, key="s*", at=at)  # files and manifests, not claims
+        with suppress(errors.HoldfastError):
+            world.live(FaultyStore(world.remote, [fault]), 2, 3, read_back=True, tries=1)
+        newest_sent = max(event.step or 0 for event in world.noted.of("uploaded"))
+        there = steps_in(world.remote)
+        assert there[0] >= newest_sent
+        assert max([*steps_in(world.local), there[0]]) >= max(world.acknowledged)
+        at, struck = at + 1, fault.reached.is_set()
+    assert at > 8
+
+
+def manifest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: the remote commit comes before the files."""
+    real = upload_module.Sender._send_files
+
+    def send_files(self: Any, folder: str, manifest: Any) -> None:
+        data, _ = self._manifest(folder)
+        self._remote.put(f"{folder}/manifest.json", data)
+        real(self, folder, manifest)
+
+    monkeypatch.setattr(upload_module.Sender, "_send_files", send_files)
+    monkeypatch.setattr(upload_module.Sender, "_commit", lambda *args: None)
+
+
+def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: large files are written under their final names."""
+
+    def send_aside(self: Any, remote: Any, key: str, nbytes: int, pieces: Any) -> None:
+        self._send_pieces(key, key, nbytes, pieces)
+
+    monkeypatch.setattr(upload_module.Sender, "_send_aside", send_aside)
+
+
+@pytest.mark.parametrize("mutant", [manifest_first, in_place])
+def test_the_check_catches(
+    mutant: Callable[[pytest.MonkeyPatch], None],
+    large_worlds: Worlds,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """R1, D8: our own code with its order broken does not pass."""
+    mutant(monkeypatch)
+    with pytest.raises((AssertionError, errors.HoldfastError)):
+        stop_at_every_operation(large_worlds, "stop_before", "s*.safetensors")
+
+
+def storm(root: Path, *options: str) -> dict[str, Any]:
+    """Run a storm; its counts."""
+    done = subprocess.run(
+        [sys.executable, str(STORM), str(root), *options],
+        capture_output=True,
+        text=True,
+        timeout=3000,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    counts: dict[str, Any] = json.loads(done.stdout)
+    counts["said"] = done.stderr
+    return counts
+
+
+@pytest.mark.parametrize("machines", ["same", "new"])
+def test_kills_during_uploads_and_remote_retention_lose_nothing(
+    tmp_path: Path, machines: str
+) -> None:
+    """R1, R9, R23: on one machine, whose local tier stays, and on new ones each time."""
+    counts = storm(tmp_path, "--trials", "25", "--machines", machines)
+    assert (counts["bad"], counts["stuck"]) == (0, 0), counts
+    assert counts["killed"] >= 12
+    assert counts["uploaded"] >= 3
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("machines", ["same", "new"])
+@pytest.mark.parametrize("seed", range(2))
+def test_more_kills_lose_nothing(tmp_path: Path, machines: str, seed: int) -> None:
+    """R1, R9, R23."""
+    counts = storm(tmp_path, "--trials", "125", "--machines", machines, "--seed", str(seed + 1))
+    assert (counts["bad"], counts["stuck"]) == (0, 0), counts
+    assert counts["killed"] >= 60
+
+
+def test_the_storm_catches_a_local_copy_that_goes_too_early(tmp_path: Path) -> None:
+    """R1, D19: our own code with its order broken does not pass."""
+    counts = storm(tmp_path, "--trials", "20", "--mutant", "holds_nothing")
+    assert counts["bad"] > 0, counts

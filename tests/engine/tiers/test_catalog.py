@@ -1,0 +1,156 @@
+"""What is read where, when a run has two tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast import errors
+from holdfast.care.verify import verify
+from holdfast.engine.catalog import Catalog
+from holdfast.engine.tiers.tiered import Tiered
+from holdfast.errors import TransientStoreError
+from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
+from tiers import LARGE, Noted, Switch, Tiny, opened, saved, steps_in
+
+Damage = Callable[[Path], None]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    overwrite(path, bytes(data))
+
+
+def cut(path: Path) -> None:
+    overwrite(path, path.read_bytes()[:-1])
+
+
+def lose(path: Path) -> None:
+    path.unlink()
+
+
+def overwrite(path: Path, data: bytes) -> None:
+    path.chmod(0o644)
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def remote() -> MemoryStore:
+    return MemoryStore("remote")
+
+
+@pytest.fixture
+def local(ram_path: Path, remote: MemoryStore) -> LocalStore:
+    """A local tier with two checkpoints, both of which the remote tier has."""
+    store, tiny = LocalStore(ram_path / "local"), Tiny(LARGE)
+    with opened(Tiered(store, remote), tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 1, 2)
+    return store
+
+
+@pytest.mark.parametrize("damage", [flip, cut, lose])
+@pytest.mark.parametrize(
+    "file", ["tiny-00000.safetensors", "tiny-00000.json", "index.json", "manifest.json"]
+)
+def test_a_damaged_local_copy_is_read_from_the_remote_tier_and_mended(
+    local: LocalStore, remote: MemoryStore, damage: Damage, file: str
+) -> None:
+    """R19, D31: the newest is taken all the same, and whole again afterwards."""
+    folder = Catalog(local).checkpoints()[0].folder
+    damage(Path(local.url) / folder / file)
+    tiny, noted = Tiny(LARGE), Noted()
+    with opened(Tiered(local, remote), tiny, sinks=(noted,)) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert (found.step, tiny.step(), found.rejected) == (2, 2, ())
+        saved(manager, tiny, 3)
+        if (file, damage) == ("manifest.json", lose):
+            # Without a manifest it is no checkpoint of the local tier, which is no damage.
+            assert found.root == "memory://remote"
+            return
+        assert noted.wait_for("mended").fields["files"] == (file,)
+    assert verify(local, folder).ok
+    assert steps_in(local) == [3, 2, 1]
+    assert [name for name in local.children() if name.startswith("sending-")] == []
+
+
+def test_what_is_damaged_in_both_tiers_is_passed_over(
+    local: LocalStore, remote: MemoryStore
+) -> None:
+    """R19."""
+    folder = Catalog(local).checkpoints()[0].folder
+    flip(Path(local.url) / folder / "tiny-00000.safetensors")
+    key = f"{folder}/tiny-00000.safetensors"
+    data = bytearray(remote.get(key))
+    data[-1] ^= 1
+    remote.put(key, data)
+    tiny = Tiny(LARGE)
+    with opened(Tiered(local, remote), tiny) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert (found.step, tiny.step()) == (1, 1)
+        assert [name for name, _ in found.rejected] == [folder]
+
+
+def test_a_load_by_name_finds_what_only_the_remote_tier_has(
+    local: LocalStore, remote: MemoryStore
+) -> None:
+    local.delete(f"{Catalog(local).checkpoints()[1].folder}/")
+    tiny = Tiny(LARGE)
+    with opened(Tiered(local, remote), tiny) as manager:
+        found = manager.load("step=1")
+        assert (found.step, tiny.step(), found.root) == (1, 1, "memory://remote")
+        assert [(c.step, c.root) for c in manager.list()] == [
+            (2, local.url),
+            (1, "memory://remote"),
+        ]
+    assert steps_in(local) == [2]
+
+
+def test_a_load_by_name_takes_the_whole_copy(local: LocalStore, remote: MemoryStore) -> None:
+    flip(Path(local.url) / Catalog(local).checkpoints()[1].folder / "tiny-00000.safetensors")
+    tiny = Tiny(LARGE)
+    with opened(Tiered(local, remote), tiny) as manager:
+        assert manager.load("step=1").root == "memory://remote"
+        assert tiny.step() == 1
+
+
+def test_the_local_copy_is_read_where_it_is_whole(local: LocalStore, remote: MemoryStore) -> None:
+    """Not one tensor is fetched."""
+    switch = Switch()
+    switch._objects = remote._objects
+    tiny = Tiny(LARGE)
+    with opened(Tiered(local, switch, close_timeout_s=0), tiny) as manager:
+        switch.error = TransientStoreError("no network")
+        found = manager.resume()
+        assert found is not None
+        assert (found.step, found.root) == (2, local.url)
+
+
+def test_the_remote_tier_is_a_root_of_its_own(local: LocalStore, remote: MemoryStore) -> None:
+    tiny = Tiny(LARGE)
+    with opened(remote, tiny) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert (found.step, tiny.step()) == (2, 2)
+        saved(manager, tiny, 3)
+    with opened(Tiered(local, remote), tiny) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.step == 3
+
+
+def test_damage_without_a_remote_copy_is_named(local: LocalStore, remote: MemoryStore) -> None:
+    entry = Catalog(local).checkpoints()[0]
+    remote.delete(f"{entry.folder}/")
+    flip(Path(local.url) / entry.folder / "tiny-00000.safetensors")
+    with (
+        opened(Tiered(local, remote), Tiny(LARGE)) as manager,
+        pytest.raises(errors.CorruptData, match="tiny"),
+    ):
+        manager.load("step=2")

@@ -1,0 +1,292 @@
+"""Who owns a run that has two tiers: machines meet in the remote one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from holdfast import errors
+from holdfast.engine.catalog import Catalog
+from holdfast.engine.process import this_process
+from holdfast.engine.tiers.claims import share_claims
+from holdfast.engine.tiers.tiered import Tiered
+from holdfast.errors import TransientStoreError
+from holdfast.format import layout
+from holdfast.format.records import decode_writer, encode_writer
+from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
+from holdfast.testing.faulty import Fault, FaultyStore
+from tiers import Noted, Switch, Tiny, opened, saved, steps_in, unopened, without_backoff
+
+
+@pytest.fixture
+def machines(ram_path: Path) -> tuple[LocalStore, LocalStore]:
+    """The local tiers of two machines."""
+    return LocalStore(ram_path / "a"), LocalStore(ram_path / "b")
+
+
+def disowned(store: Any, epoch: int) -> None:
+    """Make a claim that of a process on another machine, of which nobody here knows anything."""
+    key = layout.writer_key(epoch)
+    writer = decode_writer(store.get(key), what=key)
+    elsewhere = msgspec.structs.replace(this_process(), host="elsewhere", boot_id="other")
+    store.put(key, encode_writer(msgspec.structs.replace(writer, process=elsewhere)))
+
+
+def test_a_machine_with_an_empty_local_tier_goes_on(
+    machines: tuple[LocalStore, LocalStore],
+) -> None:
+    remote = MemoryStore("remote")
+    first, second = Tiny(), Tiny()
+    with opened(Tiered(machines[0], remote, keep_local=0), first) as manager:
+        manager.resume()
+        saved(manager, first, 1, 2)
+    with opened(Tiered(machines[1], remote, keep_local=0), second) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert (found.step, found.root, second.step()) == (2, "memory://remote", 2)
+        saved(manager, second, 3)
+        assert [c.step for c in manager.list()] == [3, 2, 1]
+    assert steps_in(machines[1]) == [3]
+    parent = Catalog(machines[1]).checkpoints()[0].manifest.parent
+    assert parent is not None
+    assert (parent.epoch, parent.sequence) == (1, 2)
+    assert steps_in(remote) == [3, 2, 1]
+
+
+def test_the_first_machine_comes_back_and_takes_the_newer_one(
+    machines: tuple[LocalStore, LocalStore],
+) -> None:
+    """D36: where the run stands is not what lies nearest."""
+    remote = MemoryStore("remote")
+    for machine, step in ((0, 1), (1, 2), (0, 3)):
+        tiny = Tiny()
+        with opened(Tiered(machines[machine], remote), tiny) as manager:
+            manager.resume()
+            assert tiny.step() == step - 1
+            saved(manager, tiny, step)
+    assert steps_in(remote) == [3, 2, 1]
+    assert steps_in(machines[0]) == [3, 1]
+
+
+def test_a_forgotten_resume_does_not_begin_the_run_anew(
+    machines: tuple[LocalStore, LocalStore],
+) -> None:
+    remote, tiny = MemoryStore("remote"), Tiny()
+    with opened(Tiered(machines[0], remote), tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 1)
+    with (
+        opened(Tiered(machines[1], remote), tiny) as manager,
+        pytest.raises(errors.UsageError, match=r"resume\(\)"),
+    ):
+        manager.save(2)
+    assert not Catalog(machines[1]).claims()
+
+
+def test_a_live_owner_on_another_machine_is_refused(
+    machines: tuple[LocalStore, LocalStore],
+) -> None:
+    """R10: it is found in the remote tier; nothing is written in either."""
+    remote, tiny, watched = Switch(), Tiny(), []
+    with opened(Tiered(machines[0], remote), tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 1)
+        manager.wait()
+        disowned(remote, 1)
+        second = unopened(Tiered(machines[1], remote), Tiny())
+        monkey = pytest.MonkeyPatch()
+        monkey.setattr("holdfast.engine.claim.threading.Event.wait", beating(remote, watched))
+        with pytest.raises(errors.OwnedElsewhere):
+            second.resume()
+        monkey.undo()
+        second.close()
+        assert watched
+    assert not Catalog(machines[1]).claims()
+
+
+def beating(remote: MemoryStore, watched: list[float]) -> Any:
+    """A wait in which the heartbeat of another process arrives."""
+    from holdfast.format.records import Alive, decode_alive, encode_alive
+
+    def wait(event: Any, seconds: float | None = None) -> bool:
+        key = layout.alive_key(1)
+        alive = decode_alive(remote.get(key), what=key)
+        remote.put(key, encode_alive(Alive(epoch=1, nonce=alive.nonce, beat=alive.beat + 1)))
+        watched.append(seconds or 0)
+        return False
+
+    return wait
+
+
+def test_takeover_by_another_machine_ends_the_uploads_and_the_run(
+    machines: tuple[LocalStore, LocalStore],
+) -> None:
+    """R10: the first one's next upload finds it, its next save says so, and what either committed
+    stays whole."""
+    remote, first, second, noted = MemoryStore("remote"), Tiny(), Tiny(), Noted()
+    manager = unopened(Tiered(machines[0], remote), first, sinks=(noted,))
+    manager.resume()
+    saved(manager, first, 1)
+    manager.wait()
+    with opened(Tiered(machines[1], remote), second, takeover=True) as taker:
+        taker.resume()
+        saved(taker, second, 2)
+        taker.wait()
+        first.become(7)
+        manager.save(7).wait()
+        assert "took the run over" in noted.wait_for("upload_failed").message
+        with pytest.raises(errors.Superseded):
+            manager.save(8)
+        manager.close()
+        saved(taker, second, 3)
+    assert steps_in(remote) == [3, 2, 1]
+    assert steps_in(machines[0]) == [7, 1]
+    with opened(Tiered(machines[0], remote), first) as back:
+        found = back.resume()
+        assert found is not None
+        assert found.step == 3
+
+
+def test_without_the_remote_tier_the_run_is_claimed_locally_and_there_later(
+    machines: tuple[LocalStore, LocalStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_backoff(monkeypatch)
+    remote, tiny, noted = Switch(), Tiny(), Noted()
+    with opened(Tiered(machines[0], remote), tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 1)
+    remote.error = TransientStoreError("no network")
+    with opened(Tiered(machines[0], remote), tiny, sinks=(noted,)) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.step == 1
+        assert any("only the local tier" in event.message for event in noted.of("warning"))
+        saved(manager, tiny, 2, 3)
+        noted.wait_for("upload_failed")
+        remote.error = None
+        manager.wait()
+    assert steps_in(remote) == [3, 2, 1]
+    assert Catalog(remote).claims() == Catalog(machines[0]).claims() == (2, 1)
+
+
+def test_an_empty_local_tier_does_not_begin_anew_while_the_remote_one_is_away(
+    machines: tuple[LocalStore, LocalStore],
+) -> None:
+    remote = Switch()
+    remote.error = TransientStoreError("no network")
+    manager = unopened(Tiered(machines[0], remote), Tiny())
+    with pytest.raises(TransientStoreError):
+        manager.resume()
+    with pytest.raises(TransientStoreError):
+        manager.save(1)
+    manager.close()
+    assert not Catalog(machines[0]).claims()
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_two_branches_are_told_and_nothing_is_sent(
+    machines: tuple[LocalStore, LocalStore], commits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R10: both machines went on from the same checkpoint while they could not see each other."""
+    without_backoff(monkeypatch)
+    remote, first, second, noted = Switch(), Tiny(), Tiny(), Noted()
+    with opened(Tiered(machines[0], remote), first) as manager:
+        manager.resume()
+        saved(manager, first, 1)
+    remote.error = TransientStoreError("no network")
+    manager = unopened(Tiered(machines[0], remote, close_timeout_s=0), first, sinks=(noted,))
+    manager.resume()
+    saved(manager, first, 2)
+    noted.wait_for("upload_failed")
+    with opened(Tiered(machines[1], remote.twin()), second) as other:
+        other.resume()
+        if commits:
+            saved(other, second, 5)
+    remote.error = None
+    with pytest.raises(errors.Diverged):
+        manager.wait()
+    with pytest.raises(errors.Diverged, match="nothing is lost"):
+        manager.save(3)
+    manager.close()
+    assert steps_in(remote) == ([5, 1] if commits else [1])
+    assert steps_in(machines[0]) == [2, 1]
+    with (
+        opened(Tiered(machines[0], remote), first) as again,
+        pytest.raises(errors.Diverged, match="an empty local root"),
+    ):
+        again.resume()
+
+
+@pytest.mark.parametrize("kind", ["fail", "lose_reply"])
+def test_a_claim_whose_reply_was_lost_is_one_claim(
+    machines: tuple[LocalStore, LocalStore], kind: Any
+) -> None:
+    """R10: the same document is put again before the first upload."""
+    remote, tiny = MemoryStore("remote"), Tiny()
+    faulty = FaultyStore(remote, [Fault(kind=kind, op="put", key="writers/00000002.json")])
+    for step in (1, 2):
+        with opened(Tiered(machines[0], faulty), tiny) as manager:
+            manager.resume()
+            saved(manager, tiny, step)
+    key = layout.writer_key(2)
+    assert remote.get(key) == machines[0].get(key)
+    assert steps_in(remote) == [2, 1]
+
+
+def test_a_claim_of_another_machine_fences_a_local_process(
+    machines: tuple[LocalStore, LocalStore],
+) -> None:
+    """Claims that were made elsewhere come before ours in the local tier, too, without a gap: a
+    process that was paused here looks for the next one."""
+    remote = MemoryStore("remote")
+    for machine in (0, 1, 1, 1, 0):
+        tiny = Tiny()
+        with opened(Tiered(machines[machine], remote), tiny) as manager:
+            manager.resume()
+    assert Catalog(machines[0]).claims() == (5, 4, 3, 2, 1)
+
+
+def test_claims_of_two_runs_are_not_mixed() -> None:
+    a, b = MemoryStore("a"), MemoryStore("b")
+    for store in (a, b):
+        tiny = Tiny()
+        with opened(store, tiny) as manager:
+            manager.resume()
+            saved(manager, tiny, 1)
+    with pytest.raises(errors.Diverged):
+        share_claims(a, b)
+    with opened(Tiered(a, b), Tiny()) as manager, pytest.raises(errors.Diverged):
+        manager.resume()
+
+
+def test_a_rollback_holds_in_both_tiers(machines: tuple[LocalStore, LocalStore]) -> None:
+    """D30."""
+    remote, tiny = MemoryStore("remote"), Tiny()
+    with opened(Tiered(machines[0], remote), tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 1, 2, 3)
+    with opened(Tiered(machines[0], remote), tiny) as manager:
+        manager.resume("step=1")
+    with opened(Tiered(machines[1], remote), tiny) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.step == 1
+
+
+def test_a_second_resume_of_a_manager_claims_again(
+    machines: tuple[LocalStore, LocalStore],
+) -> None:
+    remote, tiny = MemoryStore("remote"), Tiny()
+    with opened(Tiered(machines[0], remote), tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 1, 2)
+        manager.resume("step=1")
+        saved(manager, tiny, 9)
+        manager.load("latest")
+        saved(manager, tiny, 10)
+    assert steps_in(remote) == [10, 9, 2, 1]
+    assert Catalog(remote).claims() == (3, 2, 1)

@@ -1,0 +1,158 @@
+"""Sending one checkpoint: verified on the way, whole or not there, and not twice."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import errors
+from holdfast.care.verify import verify
+from holdfast.engine.catalog import Catalog
+from holdfast.engine.claim import Choice, claim_run
+from holdfast.engine.commit import mark_aborted
+from holdfast.engine.tiers.claims import share_claims
+from holdfast.engine.tiers.upload import Cost, Interrupted, Sender
+from holdfast.events import Emitter
+from holdfast.store.base import Store
+from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
+from holdfast.testing.faulty import Fault, FaultyStore
+from tiers import LARGE, Tiny, opened, saved
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
+    """A root with one checkpoint of several blocks a file, and a claim."""
+    store, tiny = LocalStore(tmp_path_factory.mktemp("local")), Tiny(LARGE)
+    with opened(store, tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 1)
+    return store
+
+
+@pytest.fixture(params=["folder", "memory"])
+def remote(request: pytest.FixtureRequest, ram_path: Path, local: LocalStore) -> Store:
+    """A root with the same claim."""
+    store: Store = MemoryStore() if request.param == "memory" else LocalStore(ram_path / "remote")
+    share_claims(local, store)
+    return store
+
+
+def sender(local: Store, remote: Store, **options: Any) -> Sender:
+    return Sender(local, remote, num_threads=2, timeout_s=60, **options)
+
+
+def send(one: Sender, local: Store, told: Any = lambda cost: None) -> Cost:
+    return one.send(Catalog(local).checkpoints()[0].folder, epoch=1, told=told)
+
+
+def test_what_is_sent_is_counted_and_told(local: LocalStore, remote: Store) -> None:
+    heard: list[int] = []
+    cost = send(sender(local, remote), local, lambda cost: heard.append(cost.nbytes))
+    entry = Catalog(remote).checkpoints()[0]
+    assert verify(remote, entry.folder).ok
+    assert cost.nbytes == max(heard) > entry.manifest.nbytes
+    assert cost.requests >= len(entry.manifest.files) * 2
+    again = send(sender(local, remote), local)
+    assert again.nbytes == 0
+
+
+def test_two_processes_that_send_the_same_at_once_do_no_harm(
+    local: LocalStore, remote: Store
+) -> None:
+    """R10: as when one was paused, and another took its place."""
+    paused = Fault(kind="hang", op="write", at=2)
+    slow = sender(local, FaultyStore(remote, [paused]))
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(send, slow, local)
+        assert paused.reached.wait(60)
+        send(sender(local, remote), local)
+        before = {info.key: info.nbytes for info in remote.list("step-")}
+        paused.release.set()
+        late.result(60)
+    assert before == {info.key: info.nbytes for info in remote.list("step-")}
+    assert verify(remote, Catalog(remote).checkpoints()[0].folder).ok
+
+
+def test_a_superseded_process_does_not_commit(local: LocalStore, remote: Store) -> None:
+    """R10."""
+    claim_run(remote, lambda: Choice(point=None), takeover=True, emit=Emitter(()))
+    with pytest.raises(errors.Superseded):
+        send(sender(local, remote), local)
+    assert Catalog(remote).checkpoints() == ()
+
+
+def test_what_gc_has_given_up_is_not_sent(local: LocalStore, remote: Store) -> None:
+    folder = Catalog(local).checkpoints()[0].folder
+    if isinstance(remote, LocalStore):
+        remote.make_folder(folder)
+    mark_aborted(remote, folder, by="gc", reason="not committed")
+    with pytest.raises(errors.CommitConflict, match="aborted there by gc"):
+        send(sender(local, remote), local)
+
+
+def test_it_ends_soon_when_it_is_interrupted_and_goes_on_later(
+    local: LocalStore, remote: Store
+) -> None:
+    one, asked = sender(local, remote), threading.Event()
+
+    def interrupt(cost: Cost) -> None:
+        if cost.nbytes > 9 * 1024 * 1024 and not asked.is_set():
+            asked.set()
+            one.interrupt()
+
+    with pytest.raises(Interrupted):
+        send(one, local, interrupt)
+    assert Catalog(remote).checkpoints() == ()
+    one.proceed()
+    send(one, local)
+    assert len(Catalog(remote).checkpoints()) == 1
+
+
+@pytest.mark.parametrize("name", ["index.json", "tiny-00000.json", "tiny-00000.safetensors"])
+def test_damage_that_passes_does_not_stop_it(local: LocalStore, remote: Store, name: str) -> None:
+    once = FaultyStore(local, [Fault(kind="flip", op="get", key=f"*/{name}")])
+    send(sender(once, remote), local)
+    assert verify(remote, Catalog(remote).checkpoints()[0].folder).ok
+
+
+def test_no_more_blocks_are_in_memory_than_it_was_told(local: LocalStore) -> None:
+    """Bounded by its threads, however large a file is."""
+    remote, lock = MemoryStore(), threading.Lock()
+    share_claims(local, remote)
+    now, most = 0, 0
+
+    class Watched(LocalStore):
+        def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
+            nonlocal now, most
+            data = super().get(key, start, nbytes)
+            with lock:
+                now += 1
+                most = max(most, now)
+            return data
+
+    real_create = remote.create
+
+    def create(key: str, nbytes: int) -> Any:
+        writer, real = real_create(key, nbytes), None
+        real = writer.write
+
+        def write(start: int, data: memoryview) -> None:
+            nonlocal now
+            real(start, data)
+            with lock:
+                now -= 1
+
+        writer.write = write  # type: ignore[method-assign]
+        return writer
+
+    remote.create = create  # type: ignore[method-assign]
+    source = Watched(local.url)
+    one = Sender(source, remote, num_threads=2, timeout_s=60)
+    documents = sum(1 for e in Catalog(local).checkpoints()[0].manifest.files if "json" in e) + 2
+    send(one, local)
+    assert most <= 2 + documents
