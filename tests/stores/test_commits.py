@@ -14,9 +14,9 @@ from holdfast.engine import commit as commit_module
 from holdfast.errors import CommitConflict, OutcomeUnknown, StoreError, TransientStoreError
 from holdfast.store import open_store
 from holdfast.store.base import Buffer, Store
-from holdfast.store.remote import RemoteStore
+from holdfast.store.remote import RemoteOptions, RemoteStore
 from servers.client import broken_uploads
-from servers.faults import FaultProxy, Rule
+from servers.faults import TRANSIENT, FaultProxy, Kind, Rule
 from servers.fixtures import on, use
 from servers.program import Service
 from stores.oracle import Oracle, commit_many
@@ -30,7 +30,11 @@ LARGE = 5 << 20
 
 @contextmanager
 def flaky_run(
-    service: Service, root: str, monkeypatch: pytest.MonkeyPatch, **faults: object
+    service: Service,
+    root: str,
+    monkeypatch: pytest.MonkeyPatch,
+    options: RemoteOptions | None = None,
+    **faults: object,
 ) -> Iterator[tuple[FaultProxy, Oracle, Store]]:
     """A proxy that lets all pass for now, an oracle that looks past it, and a store behind it."""
     with FaultProxy(service, **faults) as proxy:  # type: ignore[arg-type]
@@ -38,7 +42,7 @@ def flaky_run(
         direct = open_store(root)
         direct.children()  # from now on it has its clients
         use(proxy.service, monkeypatch)
-        flaky = open_store(root)
+        flaky = RemoteStore(root, options=options)
         flaky.children()
         yield proxy, Oracle(direct=direct), flaky
 
@@ -51,9 +55,12 @@ def check_commits(
     rate: float,
     num: int,
     num_elements: int = SMALL,
+    kinds: tuple[Kind, ...] = TRANSIENT,
+    options: RemoteOptions | None = None,
 ) -> None:
     """Every save is acknowledged, since nothing stays broken, and every one is what it says."""
-    with flaky_run(service, root, monkeypatch, seed=num) as (proxy, oracle, flaky):
+    faults = {"kinds": kinds, "seed": num}
+    with flaky_run(service, root, monkeypatch, options, **faults) as (proxy, oracle, flaky):
         commit_many(
             flaky, oracle, num=num, num_elements=num_elements, begun=lambda: proxy.set_rate(rate)
         )
@@ -86,6 +93,16 @@ def test_multipart_uploads_through_faults_are_what_they_say(
 ) -> None:
     """R24, R26: parts and their completion are struck, too."""
     check_commits(service, root, monkeypatch, rate=0.2, num=6, num_elements=LARGE)
+
+
+@on("gcs")
+def test_commits_through_requests_without_replies_are_what_they_say(
+    service: Service, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R24: time-outs."""
+    impatient = RemoteOptions(timeout_s=0.5)
+    silent: tuple[Kind, ...] = ("blackhole",)
+    check_commits(service, root, monkeypatch, rate=0.04, num=6, kinds=silent, options=impatient)
 
 
 @pytest.mark.stores
