@@ -54,6 +54,11 @@ def uploads(service: Service, prefix: str) -> list[tuple[str, str]]:
     return gcs_uploads(service, prefix) if service.scheme == "gs" else []
 
 
+def broken_uploads(service: Service, root: str) -> list[tuple[str, str]]:
+    """The uploads that gc should have found under a root's URL."""
+    return uploads(service, root.removeprefix(service.root("")))
+
+
 def clear(service: Service, prefix: str) -> None:
     """Remove every object and every upload under a prefix."""
     found = keys(service, prefix)

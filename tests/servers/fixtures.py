@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,9 +24,11 @@ from servers.keeper import PROGRAMS, shared
 from servers.program import Program, Service
 
 EVERY_RUN = ("localstack", "moto", "azurite", "gcs")
-"""Servers that `make test` starts."""
+"""Servers that `make test` starts, on which saves are to work."""
+REFUSED = ("rclone",)
+"""Servers that it starts, too, and that must be refused."""
 LARGE = ("ceph",)
-"""Servers that only `make test-stores` starts."""
+"""Servers that only `make test-stores` starts, on which saves are to work."""
 _NUMBERS = itertools.count()
 _LOADER = functools.lru_cache(create_loader)
 """Each session of boto would read its megabytes of JSON again, in every test."""
@@ -33,8 +36,9 @@ _LOADER = functools.lru_cache(create_loader)
 
 def on(*names: str, indirect: str = "service") -> pytest.MarkDecorator:
     """Run a test with each of these servers; with a large one only in `make test-stores`."""
+    in_every_run = {*EVERY_RUN, *REFUSED}
     params = [
-        pytest.param(name, marks=[pytest.mark.stores] if name not in EVERY_RUN else [])
+        pytest.param(name, marks=() if name in in_every_run else pytest.mark.stores)
         for name in names
     ]
     return pytest.mark.parametrize(indirect, params, indirect=True)
@@ -87,14 +91,15 @@ def service(request: pytest.FixtureRequest, servers: Servers) -> Service:
 
 
 @pytest.fixture
-def own_program(request: pytest.FixtureRequest, tmp_path: Path) -> Program:
+def own_program(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Program]:
     """A server of the test's own, not started yet, which it may kill. Name it with `on`."""
     program = PROGRAMS[request.param](tmp_path / "server")
     try:
         program.install()
     except Unavailable as error:
         skip_or_fail(f"{request.param}: {error}")
-    return program
+    yield program
+    shutil.rmtree(program.folder, ignore_errors=True)
 
 
 @pytest.fixture

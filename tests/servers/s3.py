@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -48,9 +49,11 @@ def _client(endpoint: str, key: str, secret: str) -> Any:
 def s3_uploads(service: Service, prefix: str = "") -> list[tuple[str, str]]:
     """Key and id of every multipart upload that was neither completed nor aborted."""
     found = []
-    pages = s3_client(service).get_paginator("list_multipart_uploads")
-    for page in pages.paginate(Bucket=service.bucket, Prefix=prefix):
-        found += [(upload["Key"], upload["UploadId"]) for upload in page.get("Uploads", ())]
+    client = s3_client(service)
+    pages = client.get_paginator("list_multipart_uploads")
+    with suppress(client.exceptions.NoSuchUpload):  # how rclone says that there are none
+        for page in pages.paginate(Bucket=service.bucket, Prefix=prefix):
+            found += [(upload["Key"], upload["UploadId"]) for upload in page.get("Uploads", ())]
     return found
 
 

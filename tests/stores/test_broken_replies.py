@@ -13,7 +13,7 @@ from holdfast.store.base import ReadsInto, Store
 from holdfast.testing.store_contract import noise
 from runs import new_run
 from servers.faults import FaultProxy, Rule
-from servers.fixtures import use
+from servers.fixtures import on, use
 from servers.program import Service
 
 NBYTES = 3_000_001
@@ -32,6 +32,7 @@ def store(proxy: FaultProxy, root: str) -> Store:
     return open_store(root)
 
 
+@on("localstack", "gcs", "azurite")
 def test_a_list_whose_pages_break_off_is_complete_and_has_nothing_twice(
     proxy: FaultProxy, store: Store
 ) -> None:

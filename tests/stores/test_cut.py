@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from holdfast.store.remote import RemoteOptions, RemoteStore
 
 from holdfast.errors import SaveFailed
 from holdfast.manager import CheckpointManager
+from holdfast.store.remote import RemoteOptions, RemoteStore
 from runs import Run, new_run
 from servers.faults import FaultProxy, Rule
 from servers.fixtures import on, use
@@ -56,7 +56,7 @@ def test_training_goes_on_while_the_network_is_cut_and_the_save_completes_afterw
         train_without_network(run, manager)
         proxy.mend()
         manager.wait()
-        assert [found.step for found in manager.list()] == [1, 2]
+        assert [found.step for found in manager.list()] == [2, 1]
         assert manager.save(run.counters["step"]).wait().step == 2 + STEPS_WITHOUT_NETWORK
 
 
@@ -76,7 +76,7 @@ def test_a_save_that_outlasts_its_retries_fails_and_the_next_one_is_fine(
         proxy.mend()
         step = run.counters["step"]
         assert manager.save(step).wait().step == step
-        assert [found.step for found in manager.list()] == [1, step]
+        assert [found.step for found in manager.list()] == [step, 1]
     again = new_run(seed=1)
     with again.manager(root, sinks=()) as manager:
         found = manager.resume()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from servers.client import uploads
+from servers.client import broken_uploads
 from servers.fixtures import on
 from servers.program import Service
 
@@ -43,21 +43,21 @@ def check_storm(service: Service, root: str, *, trials: int, size: str) -> None:
     counts = storm(root, "--trials", str(trials), "--size", size)
     print(counts)
     assert (counts["bad"], counts["stuck"]) == (0, 0), counts
-    assert counts["killed"] >= trials * 0.6
+    assert counts["killed"] >= trials * 0.5
     assert counts["last_step"] >= 4
-    assert uploads(service, root.removeprefix(service.root(""))) == []
+    assert broken_uploads(service, root) == []
 
 
-@on("localstack", "moto", "gcs", "azurite")
+@on("moto", "gcs", "azurite")
 def test_kills_of_a_saving_process_lose_nothing(service: Service, root: str) -> None:
     """R1, R9, R26: and the next process goes on from the newest checkpoint."""
-    check_storm(service, root, trials=10, size=SMALL)
+    check_storm(service, root, trials=7, size=SMALL)
 
 
 @on("localstack")
 def test_kills_in_multipart_uploads_leave_no_uploads(service: Service, root: str) -> None:
     """R1, R9, R26."""
-    check_storm(service, root, trials=8, size=LARGE)
+    check_storm(service, root, trials=6, size=LARGE)
 
 
 @pytest.mark.stores
@@ -66,10 +66,10 @@ def test_kills_in_multipart_uploads_leave_no_uploads(service: Service, root: str
 @on("localstack", "gcs", "azurite", "ceph")
 def test_hundreds_of_kills_lose_nothing(service: Service, root: str, size: str) -> None:
     """R1, R9, R26."""
-    check_storm(service, root, trials=250 if size == SMALL else 50, size=size)
+    check_storm(service, root, trials=450 if size == SMALL else 50, size=size)
 
 
-@on("moto")
+@on("gcs")
 def test_the_storm_catches_a_manifest_that_comes_first(service: Service, root: str) -> None:
     """R1: our own code with its order broken does not pass."""
     counts = storm(root, "--trials", "12", "--size", SMALL, "--mutant", "manifest_first")

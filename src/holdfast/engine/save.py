@@ -143,7 +143,8 @@ def _write_files(
     )
     digests = {key.rpartition("/")[2]: digest for key, digest in found.items()}
     for known in staged.all_files:
-        digests.setdefault(known.file.name, known.all_digests())
+        if known.file.name not in digests:  # it was linked
+            digests[known.file.name] = known.all_digests()
     nbytes = staged.sizes
     plans = {name: [known.file for known in files] for name, files in staged.files.items()}
     index = encode_index(plans, digests)
