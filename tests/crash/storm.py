@@ -179,11 +179,12 @@ class Storm:
             self.check()
         self.trial(None)
         self.check()
-        self.end()
-
-    def end(self) -> None:
-        if not succeeds(lambda: clean_up(self.root)):
+        if not succeeds(self.clean_up):
             self.bad += 1
+
+    def clean_up(self) -> None:
+        """Raises unless a life to its end leaves what it should."""
+        clean_up(self.root)
 
 
 def manifest_first() -> None:
