@@ -19,7 +19,7 @@ from holdfast.care.housekeeping import Housekeeper
 from holdfast.care.mend import mend
 from holdfast.care.retention import candidate
 from holdfast.engine.catalog import Catalog, Entry
-from holdfast.engine.claim import Claim, expect_claim, nothing_in_flight
+from holdfast.engine.claim import Claim, expect_claim, is_closed, nothing_in_flight
 from holdfast.engine.commit import mark_aborted, remove_files, settle
 from holdfast.engine.notes import annotate
 from holdfast.engine.process import utc_now
@@ -389,6 +389,9 @@ class Mirror:
             raise DeadlineExceeded(
                 f"{self._remote.url}: an upload does not end after {self._timeout_s:.0f} s"
             )
+        if not self._is_sure or any(map(self._is_ours, self._queue.values())):
+            # Whoever sends it later commits in an epoch that must not be thought to be over.
+            self._owner.remote_is_clean = False
 
     def _wake(self) -> None:
         with self._changed:
@@ -487,9 +490,10 @@ class Mirror:
         folder = entry.folder
         self._tries[folder] = self._tries.get(folder, 0) + 1
         self._note(entry, "sending")
-        self._begun.add(folder)
         try:
             expect_claim(self._remote, claim)
+            self._expect_open(entry, claim)
+            self._begun.add(folder)
             cost = self._sender.send(folder, epoch=claim.epoch, told=self._progress_of(entry))
         except NoCheckpoint as error:
             self._told("warning", f"{folder} is not sent: {error}", step=entry.step, folder=folder)
@@ -504,6 +508,16 @@ class Mirror:
         else:
             self._end(entry, claim)
             self._follow_up(entry, cost)
+
+    def _expect_open(self, entry: Entry, claim: Claim) -> None:
+        """Raise `NoCheckpoint` where the epoch of what a forerunner saved was closed there: then
+        markers of that epoch may have gone, and nothing may be committed in it any more."""
+        epoch = entry.name.epoch
+        if epoch != claim.epoch and is_closed(self._remote, epoch):
+            raise NoCheckpoint(
+                f"writer {epoch} has ended there, and did not want it sent by then; it stays in the "
+                "local tier"
+            )
 
     def _progress_of(self, entry: Entry) -> Callable[[Cost], None]:
         lock, last_s = threading.Lock(), [time.monotonic()]
