@@ -210,7 +210,7 @@ class Mirror:
             DeadlineExceeded: says what still waits.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._is_running, timeout_s):
+            if not self._changed.wait_for(self._is_settled, timeout_s):
                 raise DeadlineExceeded(
                     f"{self._remote.url}: not all was sent after {timeout_s:.0f} s: "
                     f"{self._what_is_left()}"
@@ -218,6 +218,10 @@ class Mirror:
             job = self._job
         if job is not None and job.done():
             job.result()
+
+    def _is_settled(self) -> bool:
+        must_tell = self._failure is not None and self._options.on_upload_failure == "raise"
+        return not self._is_running or must_tell
 
     def close(self, timeout_s: float) -> None:
         """Send what is left, up to a deadline, and end.
@@ -496,7 +500,9 @@ class Mirror:
             self._begun.add(folder)
             cost = self._sender.send(folder, epoch=claim.epoch, told=self._progress_of(entry))
         except NoCheckpoint as error:
-            self._told("warning", f"{folder} is not sent: {error}", step=entry.step, folder=folder)
+            if self._waits(entry):
+                text = f"{folder} is not sent: {error}"
+                self._told("warning", text, step=entry.step, folder=folder)
             self._end(entry, None)
         except (CommitConflict, FormatError) as error:
             self._refuse(entry, error)
@@ -504,10 +510,16 @@ class Mirror:
             self._note(entry, "waiting")
             raise
         except Exception as error:  # noqa: BLE001 - it is told, and tried again
-            self._fail(error, entry)
+            if self._waits(entry):
+                self._fail(error, entry)
         else:
             self._end(entry, claim)
             self._follow_up(entry, cost)
+
+    def _waits(self, entry: Entry) -> bool:
+        """Whether it is still wanted there: local retention may have taken it meanwhile if not."""
+        with self._changed:
+            return entry.folder in self._queue
 
     def _expect_open(self, entry: Entry, claim: Claim) -> None:
         """Raise `NoCheckpoint` where the epoch of what a forerunner saved was closed there: then
@@ -515,8 +527,8 @@ class Mirror:
         epoch = entry.name.epoch
         if epoch != claim.epoch and is_closed(self._remote, epoch):
             raise NoCheckpoint(
-                f"writer {epoch} has ended there, and did not want it sent by then; it stays in the "
-                "local tier"
+                f"writer {epoch} has ended there, and did not want it sent by then; it stays in "
+                "the local tier"
             )
 
     def _progress_of(self, entry: Entry) -> Callable[[Cost], None]:
