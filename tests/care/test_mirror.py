@@ -10,6 +10,7 @@ import pytest
 from holdfast import errors
 from holdfast.care.prune import prune
 from holdfast.engine.catalog import Catalog
+from holdfast.engine.claim import is_closed
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import AccessDenied, TransientStoreError
@@ -322,6 +323,43 @@ def test_what_was_deleted_there_on_purpose_is_not_sent_again(local: LocalStore) 
         assert steps_in(remote) == [steps[-1]]
     assert [event.step for event in noted.of("uploaded")] == [1, 2, 3, 4]
     assert steps_in(local) == [4, 3, 2, 1]
+
+
+def test_an_epoch_is_closed_there_when_all_of_it_was_sent(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R22: the markers of closed epochs may be removed, so nobody commits in one any more."""
+    without_backoff(monkeypatch)
+    remote, tiny, noted = Switch(), Tiny(), Noted()
+    tiered = Tiered(local, remote, keep_remote=Last(1), close_timeout_s=0)
+    with opened(tiered, tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 1)
+        manager.wait()
+        remote.error = TransientStoreError("no network")
+        saved(manager, tiny, 2, 3)
+    remote.error = None
+    assert not is_closed(remote, 1)
+    with opened(tiered, tiny) as manager:
+        manager.resume()
+        manager.wait()
+    assert not is_closed(remote, 1)
+    assert is_closed(remote, 2)
+    assert steps_in(remote) == [3]
+    for step in (4, 5):
+        with opened(tiered, tiny) as manager:
+            manager.resume()
+            saved(manager, tiny, step)
+            manager.wait()
+    assert is_closed(remote, 3)
+    folder = Catalog(local).checkpoints()[1].folder  # of step 4; as if it had been unwanted
+    Ledger(local).forget(folder)
+    remote.delete(f"{folder}/")
+    with opened(Tiered(local, remote), tiny, sinks=(noted,)) as manager:
+        manager.resume()
+        manager.wait()
+    assert any("has ended there" in event.message for event in noted.of("warning"))
+    assert 4 not in steps_in(remote)
 
 
 def test_a_root_that_was_local_gets_a_remote_tier(local: LocalStore, remote: Store) -> None:

@@ -19,12 +19,13 @@ from holdfast.care.housekeeping import Housekeeper
 from holdfast.care.mend import mend
 from holdfast.care.retention import candidate
 from holdfast.engine.catalog import Catalog, Entry
-from holdfast.engine.claim import Claim, expect_claim, nothing_in_flight
+from holdfast.engine.claim import Claim, expect_claim, is_closed, nothing_in_flight
 from holdfast.engine.commit import mark_aborted, remove_files, settle
 from holdfast.engine.notes import annotate
 from holdfast.engine.process import utc_now
 from holdfast.engine.tiers.claims import TieredOwnership
 from holdfast.engine.tiers.ledger import MAX_ERROR_CHARS, Ledger, cut
+from holdfast.engine.tiers.pieces import length
 from holdfast.engine.tiers.telling import remote_emitter
 from holdfast.engine.tiers.tiered import TieredOptions
 from holdfast.engine.tiers.upload import Cost, Interrupted, Sender
@@ -209,7 +210,7 @@ class Mirror:
             DeadlineExceeded: says what still waits.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._is_running, timeout_s):
+            if not self._changed.wait_for(self._is_settled, timeout_s):
                 raise DeadlineExceeded(
                     f"{self._remote.url}: not all was sent after {timeout_s:.0f} s: "
                     f"{self._what_is_left()}"
@@ -217,6 +218,10 @@ class Mirror:
             job = self._job
         if job is not None and job.done():
             job.result()
+
+    def _is_settled(self) -> bool:
+        must_tell = self._failure is not None and self._options.on_upload_failure == "raise"
+        return not self._is_running or must_tell
 
     def close(self, timeout_s: float) -> None:
         """Send what is left, up to a deadline, and end.
@@ -368,6 +373,7 @@ class Mirror:
     def _go_on(self) -> None:
         self._forget_all()
         self._stop.clear()
+        self._sender.start()
         self._sender.proceed()
         self._is_paused = False
         self._wake()
@@ -387,6 +393,9 @@ class Mirror:
             raise DeadlineExceeded(
                 f"{self._remote.url}: an upload does not end after {self._timeout_s:.0f} s"
             )
+        if not self._is_sure or any(map(self._is_ours, self._queue.values())):
+            # Whoever sends it later commits in an epoch that must not be thought to be over.
+            self._owner.remote_is_clean = False
 
     def _wake(self) -> None:
         with self._changed:
@@ -473,7 +482,7 @@ class Mirror:
         wrong = [
             name
             for name, file in entry.manifest.files.items()
-            if sizes.get(f"{entry.folder}/{name}") != file.nbytes
+            if sizes.get(f"{entry.folder}/{name}") != length(file)
         ]
         if wrong:
             text = f"{self._remote.url}/{entry.folder} lacks {', '.join(wrong)}"
@@ -485,12 +494,15 @@ class Mirror:
         folder = entry.folder
         self._tries[folder] = self._tries.get(folder, 0) + 1
         self._note(entry, "sending")
-        self._begun.add(folder)
         try:
             expect_claim(self._remote, claim)
+            self._expect_open(entry, claim)
+            self._begun.add(folder)
             cost = self._sender.send(folder, epoch=claim.epoch, told=self._progress_of(entry))
         except NoCheckpoint as error:
-            self._told("warning", f"{folder} is not sent: {error}", step=entry.step, folder=folder)
+            if self._waits(entry):
+                text = f"{folder} is not sent: {error}"
+                self._told("warning", text, step=entry.step, folder=folder)
             self._end(entry, None)
         except (CommitConflict, FormatError) as error:
             self._refuse(entry, error)
@@ -498,10 +510,26 @@ class Mirror:
             self._note(entry, "waiting")
             raise
         except Exception as error:  # noqa: BLE001 - it is told, and tried again
-            self._fail(error, entry)
+            if self._waits(entry):
+                self._fail(error, entry)
         else:
             self._end(entry, claim)
             self._follow_up(entry, cost)
+
+    def _waits(self, entry: Entry) -> bool:
+        """Whether it is still wanted there: local retention may have taken it meanwhile if not."""
+        with self._changed:
+            return entry.folder in self._queue
+
+    def _expect_open(self, entry: Entry, claim: Claim) -> None:
+        """Raise `NoCheckpoint` where the epoch of what a forerunner saved was closed there: then
+        markers of that epoch may have gone, and nothing may be committed in it any more."""
+        epoch = entry.name.epoch
+        if epoch != claim.epoch and is_closed(self._remote, epoch):
+            raise NoCheckpoint(
+                f"writer {epoch} has ended there, and did not want it sent by then; it stays in "
+                "the local tier"
+            )
 
     def _progress_of(self, entry: Entry) -> Callable[[Cost], None]:
         lock, last_s = threading.Lock(), [time.monotonic()]

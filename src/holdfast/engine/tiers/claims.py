@@ -71,7 +71,8 @@ class TieredOwnership(Ownership):
         self.remote_has_committed = False
         """Whether something of this claim is there, from which the run would go on."""
         self.remote_is_clean = True
-        """Whether every put of this claim into the remote tier is known to have ended."""
+        """Whether this epoch may be closed in the remote tier: every put of this claim is known to
+        have ended, and nobody will send what it has saved."""
         self.before_take: Callable[[], None] = lambda: None
         """Called before a claim; nothing may be under way in the name of the one before then."""
         self.after_take: Callable[[], None] = lambda: None
@@ -141,6 +142,8 @@ class TieredOwnership(Ownership):
             raise _diverged(self._store, self._remote, claim.epoch)
         share_claims(self._store, self._remote)
         self._expect_no_later_claim(claim)
+        if self._has_newer(claim, choice):  # committed before the claim fenced it off
+            raise _diverged(self._store, self._remote, claim.epoch)
         self.remote_claim = claim
         self._beat()
         return claim
