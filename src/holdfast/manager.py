@@ -46,6 +46,7 @@ from holdfast.engine.resume import (
 )
 from holdfast.engine.save import SaveRequest
 from holdfast.engine.saver import Saver
+from holdfast.engine.sealing import sealing
 from holdfast.engine.stop import Stop
 from holdfast.errors import (
     DeadlineExceeded,
@@ -58,6 +59,7 @@ from holdfast.errors import (
 )
 from holdfast.events import Emitter, Sink, log_event
 from holdfast.format.manifest import Timestamp
+from holdfast.keys import Encryption
 from holdfast.policy.classes import Due, SaveClass, SavePolicy
 from holdfast.policy.clock import Time, parse
 from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction, compile_label
@@ -103,6 +105,8 @@ class CheckpointManager:
             copied, most of it written. None: as much as the state has.
         hooks: functions to call around saves and loads; see `StateHooks`.
         stop: the signals that end the run; `maybe_save` saves when there was one.
+        encrypt: with which keys checkpoints are sealed and opened (docs/encryption.md). None: they
+            are not sealed.
         counters: gives `epoch`, `cycle`, `samples` and `tokens` where a call does not.
         takeover: claim the run although another live process owns it.
         label: name for people, a template or a function of the Timestamp.
@@ -134,6 +138,7 @@ class CheckpointManager:
         memory_budget: int | str | None = None,
         hooks: StateHooks | None = None,
         stop: Stop | None = None,
+        encrypt: Encryption | None = None,
         counters: Counters | None = None,
         takeover: bool = False,
         label: str | LabelFunction = DEFAULT_LABEL,
@@ -162,7 +167,7 @@ class CheckpointManager:
         check_choice("on_failure", on_failure, OnFailure)
         check_is("preflight", preflight, bool)
         check_is("hooks", hooks, StateHooks | None)
-        self.store = open_store(root)
+        self.store = sealing(open_store(root), encrypt)
         self.state = state
         self._capturer = Capturer(state)
         length = None if max_duration is None else parse(max_duration, what="max_duration")

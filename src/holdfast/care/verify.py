@@ -29,6 +29,7 @@ from holdfast.errors import (
 )
 from holdfast.format import layout
 from holdfast.format.blocks import DIGEST_NBYTES, digest_blocks, file_digest, split
+from holdfast.format.envelope import decode_box
 from holdfast.format.index import Index, decode_index
 from holdfast.format.manifest import (
     MAX_JSON_FILE_NBYTES,
@@ -67,6 +68,8 @@ def _sidecar_decoder(name: str) -> Callable[..., object] | None:
         return decode_retired
     if layout.parse_thinned(name) is not None:
         return decode_thinned
+    if layout.parse_keys(name) is not None:
+        return decode_box
     return decode_rejected if name == layout.REJECTED else None
 
 

@@ -31,6 +31,8 @@ _RETIRED = re.compile(r"retired-([0-9]{8,12})\.json", re.ASCII)
 _THINNED = re.compile(r"thinned-([a-z0-9_\-]{1,64})-([0-9]{8,12})\.json", re.ASCII)
 _ANSWER = ".answer"
 _NOTES = re.compile(r"notes-([0-9]{4})\.json", re.ASCII)
+_KEYS = re.compile(r"keys-([0-9]{4})\.json", re.ASCII)
+_STORED = re.compile(r"file-[0-9]{5,7}\.sealed", re.ASCII)
 _LEASE = re.compile(r"(.+)\.([0-9a-f]{16})\.json", re.ASCII)
 
 
@@ -182,6 +184,33 @@ def parse_notes(name: str) -> int | None:
     """The number of a notes sidecar, or None."""
     match = _NOTES.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def keys_name(number: int) -> str:
+    """Name of the n-th box of keys of a sealed checkpoint, from 1."""
+    return f"keys-{number:04d}.json"
+
+
+def parse_keys(name: str) -> int | None:
+    """The number of a box of keys, or None."""
+    match = _KEYS.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def stored_name(number: int) -> str:
+    """Name under which the n-th file of a sealed checkpoint is stored, from 0."""
+    return f"file-{number:05d}.sealed"
+
+
+def is_stored_name(name: str) -> bool:
+    """Whether a name is that of a file of a sealed checkpoint."""
+    return _STORED.fullmatch(name) is not None
+
+
+def is_sidecar(name: str) -> bool:
+    """Whether a name in a checkpoint's folder is that of a sidecar: notes or a mark."""
+    numbers = (parse_notes(name), parse_retired(name), parse_thinned(name))
+    return name == REJECTED or any(number is not None for number in numbers)
 
 
 def tree_file(component: str) -> str:

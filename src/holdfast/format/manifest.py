@@ -9,14 +9,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from holdfast.errors import FormatError, HoldfastError, UsageError
+from holdfast.errors import FormatError, HoldfastError, MissingKey, UsageError
 from holdfast.format import layout, sealed, strictjson
 from holdfast.store.base import Buffer
 
 MAX_MANIFEST_NBYTES = 16 * 1024 * 1024
 MAX_JSON_FILE_NBYTES = 64 * 1024 * 1024
 
-_REGISTER_KINDS = ("checkpoint", "aborted", "deleted")
+_REGISTER_KINDS = ("checkpoint", "aborted", "deleted", "sealed")
 _MAX_INT = 2**63 - 1
 Natural = Annotated[int, Meta(ge=0, le=_MAX_INT)]
 Positive = Annotated[int, Meta(ge=1, le=_MAX_INT)]
@@ -180,10 +180,16 @@ def decode_register(data: Buffer, *, what: str) -> Manifest | Aborted | Deleted:
 
     Raises:
         CorruptData: the digest does not fit.
+        MissingKey: it is a sealed checkpoint.
         UnsupportedVersion: written by a newer Holdfast.
         FormatError: anything else that the format does not allow.
     """
     members = sealed.unseal(data, what=what, kinds=_REGISTER_KINDS, max_nbytes=MAX_MANIFEST_NBYTES)
+    if members["kind"] == "sealed":
+        raise MissingKey(
+            f"{what}: this checkpoint is sealed, and no key was given "
+            "(`encrypt=` in Python, `holdfast --key-file` and its like)"
+        )
     if members["kind"] == "aborted":
         return strictjson.convert(members, Aborted, what=what)
     if members["kind"] == "deleted":
