@@ -19,6 +19,7 @@ from holdfast.engine import exits
 from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.checkpoint import Checkpoint, PendingSave, describe
 from holdfast.engine.claim import Settled
+from holdfast.engine.compressing import Compress, Compressing, choices
 from holdfast.engine.fingerprint import differences, environment, numerics
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.moments import Counters, Moments
@@ -101,6 +102,8 @@ class CheckpointManager:
         memory_budget: how much memory a save may take for its copy of the state, in bytes or as
             "256MiB". A larger state is staged in waves: `save` returns when the last of them was
             copied, most of it written. None: as much as the state has.
+        compress: how files are compressed: "zstd", "lz4", "blosc2", a `Compression`, or one of
+            these for each component that is to be compressed (docs/compression.md).
         hooks: functions to call around saves and loads; see `StateHooks`.
         stop: the signals that end the run; `maybe_save` saves when there was one.
         counters: gives `epoch`, `cycle`, `samples` and `tokens` where a call does not.
@@ -132,6 +135,7 @@ class CheckpointManager:
         on_failure: OnFailure = "raise",
         overlap: Mode = False,
         memory_budget: int | str | None = None,
+        compress: Compress = None,
         hooks: StateHooks | None = None,
         stop: Stop | None = None,
         counters: Counters | None = None,
@@ -153,6 +157,7 @@ class CheckpointManager:
             run_name=run_name,
             takeover=takeover,
             memory_budget=memory_budget,
+            compress=compress,
             stop=stop,
         )
         rule = combined_rule(keep, savers, {*state, RNG})
@@ -191,6 +196,7 @@ class CheckpointManager:
             kept=rule.quota(),
             memory_budget=budget_of(memory_budget),
             overlap=self._overlap,
+            compressing=Compressing(choices(compress, {*state, RNG})),
             after_commit=self._after_commit,
             on_failure=lambda: exits.hold(self),
         )

@@ -15,7 +15,9 @@ from holdfast.format.layout import FORMAT_VERSION
 from holdfast.store.base import Buffer
 
 MAX_SEALED_NBYTES = 64 * 1024
-KNOWN_REQUIREMENTS: frozenset[str] = frozenset()
+CODEC = "codec"
+"""The requirement of manifests that list files made by a codec."""
+KNOWN_REQUIREMENTS = frozenset({CODEC})
 _OWN_NAMES = ("holdfast", "kind", "digest")
 _SEAL = re.compile(rb'"digest": "blake3:([0-9a-f]{64})"\}\n')
 _BEFORE_SEAL = b",\n"
