@@ -223,9 +223,11 @@ class CheckpointManager:
         components: Iterable[str] | None = None,
         reason: str = "manual",
         save_class: SaveClass = "permanent",
+        wait: bool = False,
     ) -> PendingSave:
         """Save now. Returns when the state was copied (with `overlap`, all but parameters and
-        optimizer slots); the rest happens in the background.
+        optimizer slots); the rest happens in the background. With `wait` returns when it is
+        committed, which is sooner than by a `wait()` after it: writing begins beside the copy.
 
         `step` counts completed optimizer windows, `epoch` and `cycle` those that have ended;
         `samples` and `tokens` are totals of the run.
@@ -235,7 +237,8 @@ class CheckpointManager:
         changed, gives that checkpoint and writes nothing.
 
         Raises:
-            SaveFailed: an earlier background save failed; this one was not begun.
+            SaveFailed: an earlier background save failed; this one was not begun. With `wait` also
+                that this one did not commit.
             OwnedElsewhere, Superseded: another process owns the run.
             UnsupportedState: something cannot be saved; every path is listed.
             PreflightFailed: the first save would fail; every problem is listed.
@@ -244,7 +247,11 @@ class CheckpointManager:
         now = self._moments.now(step, epoch=epoch, cycle=cycle, samples=samples, tokens=tokens)
         only = None if components is None else self._checked(components)
         due = Due(save_class, reason, components=only, tags=checked_tags(tags))
-        return self._save(now, due, metrics)
+        check_is("wait", wait, bool)
+        pending = self._save(now, due, metrics, is_awaited=wait)
+        if wait and not isinstance(pending.failure(), SaveSkipped):
+            pending.wait()
+        return pending
 
     def maybe_save(
         self,
@@ -521,6 +528,8 @@ class CheckpointManager:
         now: Timestamp,
         due: Due,
         metrics: Mapping[str, float] | None = None,
+        *,
+        is_awaited: bool = False,
     ) -> PendingSave:
         began = time.perf_counter()
         self._quiet = _NEVER_QUIET
@@ -541,7 +550,7 @@ class CheckpointManager:
         self._beginning.expect(captured, self._saver.standing, is_rollback=self._is_rollback)
         preparing = time.perf_counter()
         with collector_paused():
-            staged = self._saver.prepare(captured)
+            staged = self._saver.prepare(captured, is_awaited=is_awaited)
         timings = {"capture_s": captured_s, "stage_s": time.perf_counter() - preparing}
         if due.components is None:
             timings |= self._tuning.timings()

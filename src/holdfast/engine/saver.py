@@ -76,8 +76,9 @@ class Saver:
         self.pending: PendingSave | None = None
         self.standing: Entry | None = None
 
-    def prepare(self, captured: Captured) -> Staged:
-        """Make room for the captured state. No save may be under way.
+    def prepare(self, captured: Captured, *, is_awaited: bool = False) -> Staged:
+        """Make room for the captured state. No save may be under way. `is_awaited`: training waits
+        for the commit anyway.
 
         Raises:
             OutOfMemory: there is none.
@@ -90,7 +91,7 @@ class Saver:
             self._staged = None
         self._guarded = () if self._stager.takes_waves(captured) else self._overlap.guard(captured)
         places = {(item.component, item.key) for item in self._guarded}
-        return self._stager.prepare(captured, overlapped=places)
+        return self._stager.prepare(captured, overlapped=places, is_awaited=is_awaited)
 
     def start(self, staged: Staged, request: SaveRequest, due: Due) -> PendingSave:
         """Copy the state, while the background begins to write what is there.
