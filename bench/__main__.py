@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench import gpu, instructions, limits, local, metadata, slowdown, trainer
+from bench import gpu, instructions, limits, local, metadata, slowdown, trainer, where
 from bench.command import Bench, add_common, keep, report
 from bench.goals import goals_table
 from bench.results import Results, read_json
@@ -15,6 +15,7 @@ from bench.results import Results, read_json
 _LOCAL_CASES = (
     "limits",
     "holdfast",
+    "holdfast-awaited",
     local.FROZEN,
     "holdfast-overlap",
     "holdfast-budget",
@@ -31,6 +32,7 @@ FULL: Mapping[str, Sequence[str]] = {
     "local": [*_LOCAL, "--rounds", "2"],
     "slowdown": ["--rounds", "2"],
     "metadata": ["--rounds", "3"],
+    "where": ["--rounds", "1"],
     "instructions": [],
     "trainer": ["--rounds", "9"],
     "gpu": ["--rounds", "1"],
@@ -46,7 +48,7 @@ QUICK: Mapping[str, Sequence[str]] = {
 """The same in a few minutes: shows that everything runs. The goals are meant for the full size."""
 _BENCHES: Mapping[str, Bench] = {
     module.BENCH.name: module.BENCH
-    for module in (limits, local, slowdown, metadata, instructions, trainer, gpu)
+    for module in (limits, local, slowdown, metadata, where, instructions, trainer, gpu)
 }
 
 

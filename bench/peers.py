@@ -76,14 +76,18 @@ class Peer:
 class Holdfast(Saver):
     """`CheckpointManager` with its defaults, or with more arguments."""
 
-    def __init__(self, state: State, folder: Path, **options: Any) -> None:
+    def __init__(
+        self, state: State, folder: Path, *, is_awaited: bool = False, **options: Any
+    ) -> None:
+        """`is_awaited`: `save` is to return when the checkpoint is durable."""
         from holdfast import CheckpointManager
 
         self._manager = CheckpointManager(folder, state.components, **options)
+        self._how: dict[str, Any] = {"wait": True} if is_awaited else {}
 
     def begin(self, number: int) -> Begun:
         """`save()`; the pending save is waited for afterwards."""
-        pending = self._manager.save(number)
+        pending = self._manager.save(number, **self._how)
         return Begun(wait=pending.wait, done=pending.done)
 
     def close(self) -> None:
@@ -209,14 +213,14 @@ _DONE = Begun(wait=lambda: None, done=lambda: True)
 """A save that was durable when it returned."""
 
 
-def _no_argument(name: str) -> Callable[[str], str | None]:
+def _no_argument(name: str, *, of: str = "__init__") -> Callable[[str], str | None]:
     """For a set-up that needs an argument which this version of Holdfast may not have."""
 
     def lacks(kind: str) -> str | None:
         from holdfast import CheckpointManager
 
-        has = name in inspect.signature(CheckpointManager).parameters
-        return None if has else f"CheckpointManager has no argument {name!r} in this version"
+        has = name in inspect.signature(getattr(CheckpointManager, of)).parameters
+        return None if has else f"CheckpointManager.{of} has no argument {name!r} in this version"
 
     return lacks
 
@@ -321,6 +325,11 @@ PEERS: Mapping[str, Peer] = {
                 load=lambda state, folder: _holdfast_load(state, folder, verify=False),
             ),
         },
+    ),
+    "holdfast-awaited": Peer(
+        title="holdfast, save(wait=True)",
+        saver=lambda state, folder: Holdfast(state, folder, is_awaited=True),
+        lacks=_no_argument("wait", of="save"),
     ),
     "holdfast-overlap": Peer(
         title="holdfast, overlap=True",

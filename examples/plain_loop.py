@@ -64,7 +64,7 @@ def train(root: Path, *, interrupt_at: int | None = None) -> nn.Module:
             checkpoints.maybe_save(step)  # every 100 steps, written in the background
             if step == interrupt_at:
                 raise KeyboardInterrupt  # as Ctrl-C would
-        checkpoints.save(step, metrics={"loss": loss.item()}, tags=["final"]).wait()
+        checkpoints.save(step, metrics={"loss": loss.item()}, tags=["final"], wait=True)
     print(f"{root.name}: ends at step {step} with a loss of {loss.item():.2f}")
     return model
 

@@ -68,7 +68,7 @@ def job(root: str) -> None:
             if stop.requested:
                 break
         else:
-            checkpoints.save(step).wait()
+            checkpoints.save(step, wait=True)
 
 
 def run(root: Path, preempt: signal.Signals | None = None) -> int:

@@ -14,11 +14,14 @@ import torch
 
 from holdfast import errors
 from holdfast.engine import save as save_module
+from holdfast.engine.hooks import StateHooks
 from holdfast.format import layout
 from holdfast.format.records import Retired, encode_retired
 from holdfast.manager import CheckpointManager
 from holdfast.policy.classes import SavePolicy
 from holdfast.policy.retention import Best, Last
+from holdfast.store.local import LocalStore
+from holdfast.testing import Fault, FaultyStore
 from holdfast.weights import load_weights
 from runs import Recorder, new_run
 
@@ -71,6 +74,42 @@ def test_an_async_save_holds_the_state_of_the_call(tmp_path: Path) -> None:
     with other.manager(tmp_path) as manager:
         manager.resume()
     assert other.bits() == expected
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_awaited_save_is_committed_and_holds_the_state_of_the_call(
+    tmp_path: Path, overlap: bool
+) -> None:
+    """Invariant 3: blocks are written while others are still being copied."""
+    state = {"large": torch.randn(12, 1 << 20), "small": torch.arange(5)}
+    with CheckpointManager(tmp_path, {"model": state}, overlap=overlap) as manager:
+        for step in range(1, 4):
+            state["large"].add_(step)
+            pending = manager.save(step, wait=True)
+            assert pending.done()
+            assert [found.step for found in manager.list()] == list(range(1, step + 1))[::-1]
+        expected = state["large"].clone()
+        state["large"].zero_()
+        manager.load("latest")
+    assert torch.equal(state["large"], expected)
+
+
+def test_an_awaited_save_raises_its_own_failure_once(tmp_path: Path) -> None:
+    state = {"x": torch.zeros(3)}
+    store = FaultyStore(LocalStore(tmp_path), [Fault(kind="fail", op="put", key="*/index.json")])
+    with CheckpointManager(store, {"model": state}, preflight=False) as manager:
+        with pytest.raises(errors.SaveFailed, match="step 1"):
+            manager.save(1, wait=True)
+        assert manager.save(2, wait=True).wait().step == 2
+
+
+def test_an_awaited_save_that_a_hook_skips_is_no_error(tmp_path: Path) -> None:
+    def skip(*_: object) -> None:
+        raise errors.SaveSkipped("not now")
+
+    hooks = StateHooks(before_save=skip)
+    with CheckpointManager(tmp_path, {"model": {"x": torch.zeros(3)}}, hooks=hooks) as manager:
+        assert isinstance(manager.save(1, wait=True).failure(), errors.SaveSkipped)
 
 
 def test_maybe_save_follows_every(tmp_path: Path) -> None:

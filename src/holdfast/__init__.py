@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from holdfast.engine.hooks import StateHooks
     from holdfast.engine.reading import reading
     from holdfast.engine.stop import Stop
+    from holdfast.format.codec import Compression
     from holdfast.manager import CheckpointManager
     from holdfast.policy.auto import Auto
     from holdfast.policy.classes import SavePolicy
@@ -49,6 +50,7 @@ __all__ = [
     "BySaver",
     "Checkpoint",
     "CheckpointManager",
+    "Compression",
     "Daily",
     "Every",
     "EveryNth",
@@ -87,6 +89,7 @@ _NAMES = {
     "BySaver": "holdfast.policy.retention",
     "Checkpoint": "holdfast.engine.checkpoint",
     "CheckpointManager": "holdfast.manager",
+    "Compression": "holdfast.format.codec",
     "Daily": "holdfast.policy.retention",
     "Every": "holdfast.policy.triggers",
     "EveryNth": "holdfast.policy.retention",

@@ -19,6 +19,7 @@ from holdfast.engine import exits
 from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.checkpoint import Checkpoint, PendingSave, describe
 from holdfast.engine.claim import Settled
+from holdfast.engine.compressing import Compress, Compressing, choices
 from holdfast.engine.fingerprint import differences, environment, numerics
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.moments import Counters, Moments
@@ -103,6 +104,8 @@ class CheckpointManager:
         memory_budget: how much memory a save may take for its copy of the state, in bytes or as
             "256MiB". A larger state is staged in waves: `save` returns when the last of them was
             copied, most of it written. None: as much as the state has.
+        compress: how files are compressed: "zstd", "lz4", "blosc2", a `Compression`, or one of
+            these for each component that is to be compressed (docs/compression.md).
         hooks: functions to call around saves and loads; see `StateHooks`.
         stop: the signals that end the run; `maybe_save` saves when there was one.
         encrypt: with which keys checkpoints are sealed and opened (docs/encryption.md). None: they
@@ -136,6 +139,7 @@ class CheckpointManager:
         on_failure: OnFailure = "raise",
         overlap: Mode = False,
         memory_budget: int | str | None = None,
+        compress: Compress = None,
         hooks: StateHooks | None = None,
         stop: Stop | None = None,
         encrypt: Encryption | None = None,
@@ -158,6 +162,7 @@ class CheckpointManager:
             run_name=run_name,
             takeover=takeover,
             memory_budget=memory_budget,
+            compress=compress,
             stop=stop,
         )
         rule = combined_rule(keep, savers, {*state, RNG})
@@ -196,6 +201,7 @@ class CheckpointManager:
             kept=rule.quota(),
             memory_budget=budget_of(memory_budget),
             overlap=self._overlap,
+            compressing=Compressing(choices(compress, {*state, RNG})),
             after_commit=self._after_commit,
             on_failure=lambda: exits.hold(self),
         )
@@ -222,9 +228,11 @@ class CheckpointManager:
         components: Iterable[str] | None = None,
         reason: str = "manual",
         save_class: SaveClass = "permanent",
+        wait: bool = False,
     ) -> PendingSave:
         """Save now. Returns when the state was copied (with `overlap`, all but parameters and
-        optimizer slots); the rest happens in the background.
+        optimizer slots); the rest happens in the background. With `wait` returns when it is
+        committed, which is sooner than by a `wait()` after it: writing begins beside the copy.
 
         `step` counts completed optimizer windows, `epoch` and `cycle` those that have ended;
         `samples` and `tokens` are totals of the run.
@@ -234,7 +242,8 @@ class CheckpointManager:
         changed, gives that checkpoint and writes nothing.
 
         Raises:
-            SaveFailed: an earlier background save failed; this one was not begun.
+            SaveFailed: an earlier background save failed; this one was not begun. With `wait` also
+                that this one did not commit.
             OwnedElsewhere, Superseded: another process owns the run.
             UnsupportedState: something cannot be saved; every path is listed.
             PreflightFailed: the first save would fail; every problem is listed.
@@ -243,7 +252,11 @@ class CheckpointManager:
         now = self._moments.now(step, epoch=epoch, cycle=cycle, samples=samples, tokens=tokens)
         only = None if components is None else self._checked(components)
         due = Due(save_class, reason, components=only, tags=checked_tags(tags))
-        return self._save(now, due, metrics)
+        check_is("wait", wait, bool)
+        pending = self._save(now, due, metrics, is_awaited=wait)
+        if wait and not isinstance(pending.failure(), SaveSkipped):
+            pending.wait()
+        return pending
 
     def maybe_save(
         self,
@@ -520,6 +533,8 @@ class CheckpointManager:
         now: Timestamp,
         due: Due,
         metrics: Mapping[str, float] | None = None,
+        *,
+        is_awaited: bool = False,
     ) -> PendingSave:
         began = time.perf_counter()
         self._quiet = _NEVER_QUIET
@@ -540,7 +555,7 @@ class CheckpointManager:
         self._beginning.expect(captured, self._saver.standing, is_rollback=self._is_rollback)
         preparing = time.perf_counter()
         with collector_paused():
-            staged = self._saver.prepare(captured)
+            staged = self._saver.prepare(captured, is_awaited=is_awaited)
         timings = {"capture_s": captured_s, "stage_s": time.perf_counter() - preparing}
         if due.components is None:
             timings |= self._tuning.timings()

@@ -16,6 +16,7 @@ from bench.results import Results, read_json
 ROOT = Path(__file__).parents[2]
 SAVES = (
     "holdfast",
+    "holdfast-awaited",
     "holdfast-frozen",
     "holdfast-overlap",
     "holdfast-budget",
@@ -87,9 +88,7 @@ def test_every_row_of_both_states_is_measured_or_said_to_be_left_out(tmp_path: P
     )
     for kind in ("gpt", "small"):
         gone = _left_out(results, f"local/{kind}/")
-        assert gone <= {"holdfast-overlap", "holdfast-budget", "dcp-async-shared"} | {
-            "torch_checkpointing"
-        }
+        assert gone <= {"dcp-async-shared", "torch_checkpointing"}
         assert _measured(results, f"local/{kind}/save/") == set(SAVES) - gone
         assert _measured(results, f"local/{kind}/load/") == set(LOADS) - gone
         assert set(LIMITS) - {"aes_gcm_1_s", "aes_gcm_all_s"} <= set(
@@ -174,6 +173,18 @@ def test_every_loop_around_a_step_is_measured_and_printed(tmp_path: Path) -> Non
     assert [len(found) for found in results.cases.values()] == [2, 2, 2, 2]
     assert all(results.median(case, "step_s") for case in results.cases)
     assert all(f"| {case.removeprefix('trainer/')} |" in printed for case in results.cases)
+
+
+def test_a_profile_names_the_functions_in_which_a_load_and_a_save_spend_their_time(
+    tmp_path: Path,
+) -> None:
+    sizes = ("--size-gb", "0.05", "--seconds", "1", "--only", "save")
+    results, printed = _run(tmp_path, "bench.where", *sizes)
+    assert set(results.cases) == {"where/save"}
+    assert all(results.median(case, "call_s") for case in results.cases)
+    named = {name.split("`")[1] for name in results.cases["where/save"][0].figures if "`" in name}
+    assert named & {"Image.update", "Image.overwrite_small", "block_digest"}
+    assert "### save(), all of it changed: " in printed
 
 
 def test_the_one_command_prints_goals_before_tables(tmp_path: Path) -> None:

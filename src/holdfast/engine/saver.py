@@ -16,6 +16,7 @@ from functools import partial
 from holdfast.engine.catalog import Catalog, Entry, Marks, with_tags
 from holdfast.engine.checkpoint import PendingSave, describe
 from holdfast.engine.commit import check_fence
+from holdfast.engine.compressing import Compressing
 from holdfast.engine.fence import Guarded, Overlapped
 from holdfast.engine.links import Links
 from holdfast.engine.notes import annotate
@@ -50,6 +51,7 @@ class Saver:
         kept: int | None,
         memory_budget: int | None,
         overlap: Overlap,
+        compressing: Compressing,
         after_commit: Callable[[Entry], None],
         on_failure: Callable[[], None],
     ) -> None:
@@ -61,6 +63,7 @@ class Saver:
         self._background = Workers(1, "holdfast-save")
         self._stager = Stager(memory_budget=memory_budget)
         self._overlap = overlap
+        self._compressing = compressing
         self._guarded: tuple[Guarded, ...] = ()
         self._overlapped: Overlapped | None = None
         self._staged: Staged | None = None
@@ -73,8 +76,9 @@ class Saver:
         self.pending: PendingSave | None = None
         self.standing: Entry | None = None
 
-    def prepare(self, captured: Captured) -> Staged:
-        """Make room for the captured state. No save may be under way.
+    def prepare(self, captured: Captured, *, is_awaited: bool = False) -> Staged:
+        """Make room for the captured state. No save may be under way. `is_awaited`: training waits
+        for the commit anyway.
 
         Raises:
             OutOfMemory: there is none.
@@ -87,7 +91,7 @@ class Saver:
             self._staged = None
         self._guarded = () if self._stager.takes_waves(captured) else self._overlap.guard(captured)
         places = {(item.component, item.key) for item in self._guarded}
-        return self._stager.prepare(captured, overlapped=places)
+        return self._stager.prepare(captured, overlapped=places, is_awaited=is_awaited)
 
     def start(self, staged: Staged, request: SaveRequest, due: Due) -> PendingSave:
         """Copy the state, while the background begins to write what is there.
@@ -264,6 +268,7 @@ class Saver:
                 self._store,
                 staged,
                 request,
+                compressing=self._compressing,
                 links=self._links,
                 workers=self.workers,
                 writers=self._writers,
@@ -274,7 +279,6 @@ class Saver:
         except (OutcomeUnknown, DeadlineExceeded):
             self._owner.is_clean = False
             raise
-        self._links.committed(attempt.folder, manifest)
         # What the run went on from stays until there is something newer to go on from.
         is_good = not (manifest.left_out or manifest.unhealthy)
         self._owner.has_committed = self._owner.has_committed or is_good
@@ -295,7 +299,9 @@ class Saver:
         sizes = staged.sizes
         roots = {name: blocks.file_digest(sizes[name], digests[name]) for name in digests}
         recorded = {
-            name: file.digest for name, file in stored.files.items() if name != layout.INDEX
+            layout.plain_file(name): file.digest
+            for name, file in stored.files.items()
+            if name != layout.INDEX
         }
         found = Catalog(self._store).entry(entry.name) if roots == recorded else None
         if found is None or found.marks.rejected or found.marks.retired:

@@ -7,17 +7,18 @@ import threading
 from collections.abc import Callable
 
 from holdfast.errors import CorruptData, Tampered, UsageError
+from holdfast.format import blocks
 from holdfast.format.envelope import FileSeal
 from holdfast.format.layout import BLOCK_NBYTES
+from holdfast.format.manifest import FileEntry
 from holdfast.format.segments import (
     SEGMENT_NBYTES,
     FileCipher,
-    StoredDigest,
-    check_length,
     stored_nbytes,
+    tags_nbytes,
 )
 from holdfast.format.suites import TAG_NBYTES, Suite
-from holdfast.store.base import BlockWriter, ReadsInto, Store, ignore
+from holdfast.store.base import BlockWriter, ReadsInto, Store, final_nbytes, ignore
 
 
 class SealedFile:
@@ -25,12 +26,11 @@ class SealedFile:
 
     def __init__(self, inner: Store, key: str, seal: FileSeal, suite: Suite, what: str) -> None:
         self._inner = inner
-        self._cipher = FileCipher(suite, bytes.fromhex(seal.secret), seal.nbytes)
+        self._cipher = FileCipher(suite, bytes.fromhex(seal.secret))
         self._what = what
         self._tags: bytes | None = None
         self.key = key
         self.seal = seal
-        self.nbytes = seal.nbytes
 
     def read(
         self,
@@ -47,41 +47,46 @@ class SealedFile:
             Tampered: a segment is not as it was sealed; it was read twice.
         """
         stop = start + out.nbytes
-        if start < 0 or stop > self.nbytes:
-            raise CorruptData(f"{self._what}: has {self.nbytes} bytes, expected at least {stop}")
-        if self.nbytes == 0:
-            self._cipher.open(0, self._tag(0), memoryview(bytearray()), what=self._what)
-        at = start
-        while at < stop:
-            first = at - at % SEGMENT_NBYTES
-            until = min(first + BLOCK_NBYTES, stop)
-            piece = out[at - start : until - start]
-            self._read_run(at, piece, seen=seen, afresh=afresh)
-            at = until
+        if start < 0 or stop > self.seal.nbytes:
+            raise CorruptData(
+                f"{self._what}: has {self.seal.nbytes} bytes, expected at least {stop}"
+            )
+        tags = self._closing_tags(afresh=afresh)
+        while start < stop:
+            until = min(start - start % SEGMENT_NBYTES + BLOCK_NBYTES, stop)
+            piece, out = out[: until - start], out[until - start :]
+            self._read_run(start, piece, tags, seen=seen, afresh=afresh)
+            start = until
 
     def _read_run(
-        self, start: int, out: memoryview, *, seen: Callable[[memoryview], object], afresh: bool
+        self,
+        start: int,
+        out: memoryview,
+        tags: bytes,
+        *,
+        seen: Callable[[memoryview], object],
+        afresh: bool,
     ) -> None:
-        """At most a block and what its first and last segments have beside it."""
+        """At most a block, with what its first and last segments have beside it."""
         stop = start + out.nbytes
-        segments = [*self._cipher.split(start, stop)]
-        base, end = segments[0][1], segments[-1][2]
-        if afresh:
-            self._tags = None
+        base = start - start % SEGMENT_NBYTES
+        end = min(-(-stop // SEGMENT_NBYTES) * SEGMENT_NBYTES, self.seal.nbytes)
         # A tag stands behind its segment when that is opened; what was there comes back after.
         sealed = _scratch(end - base + TAG_NBYTES)
         self._fetch(base, sealed[: end - base], afresh=afresh)
-        for number, first, last in segments:
+        for first in range(base, end, SEGMENT_NBYTES):
+            number, last = first // SEGMENT_NBYTES, min(first + SEGMENT_NBYTES, end)
             low, high = max(first, start), min(last, stop)
-            held = bytes(sealed[last - base : last - base + TAG_NBYTES])
-            sealed[last - base : last - base + TAG_NBYTES] = self._tag(number)
+            behind = slice(last - base, last - base + TAG_NBYTES)
+            held = bytes(sealed[behind])
+            sealed[behind] = tags[number * TAG_NBYTES : (number + 1) * TAG_NBYTES]
             piece = out[low - start : high - start]
             is_whole = (low, high) == (first, last)
             plain = piece if is_whole else memoryview(bytearray(last - first))
-            self._open(number, sealed[first - base : last - base + TAG_NBYTES], plain)
+            self._open(number, sealed[first - base : behind.stop], plain)
             if not is_whole:
                 piece[:] = plain[low - first : high - first]
-            sealed[last - base : last - base + TAG_NBYTES] = held
+            sealed[behind] = held
             seen(piece)
 
     def _open(self, number: int, sealed: memoryview, plain: memoryview) -> None:
@@ -89,10 +94,9 @@ class SealedFile:
             self._cipher.open(number, sealed, plain, what=self._what)
         except Tampered:
             # One more read: a passing error on the way must not condemn a sound checkpoint.
-            self._tags = None
-            start = number * SEGMENT_NBYTES
-            self._fetch(start, sealed[:-TAG_NBYTES], afresh=True)
-            sealed[-TAG_NBYTES:] = self._tag(number)
+            tags = self._closing_tags(afresh=True)
+            self._fetch(number * SEGMENT_NBYTES, sealed[:-TAG_NBYTES], afresh=True)
+            sealed[-TAG_NBYTES:] = tags[number * TAG_NBYTES : (number + 1) * TAG_NBYTES]
             self._cipher.open(number, sealed, plain, what=self._what)
 
     def _fetch(self, start: int, out: memoryview, *, afresh: bool) -> None:
@@ -101,42 +105,70 @@ class SealedFile:
         else:
             out[:] = self._inner.get(self.key, start, out.nbytes)
 
-    def _tag(self, number: int) -> bytes:
-        if self._tags is None:
-            found = self._inner.head(self.key).nbytes
-            check_length(found, self.nbytes, what=self._what)
-            self._tags = self._inner.get(self.key, self.nbytes, found - self.nbytes)
-        return self._tags[number * TAG_NBYTES : (number + 1) * TAG_NBYTES]
+    def _closing_tags(self, *, afresh: bool) -> bytes:
+        """The tags of the file, which say where it ends."""
+        if self._tags is None or afresh:
+            nbytes = self.seal.nbytes
+            tags = memoryview(bytearray(tags_nbytes(nbytes)))
+            self._fetch(nbytes, tags, afresh=afresh)
+            self._cipher.check_closed(nbytes, bytes(tags), what=f"{self._what}, the end of it")
+            self._tags = bytes(tags)
+        return self._tags
 
 
 class SealedWriter:
     """The `BlockWriter` of a sealed file: blocks are sealed on their way to the inner one."""
 
-    def __init__(self, inner: BlockWriter, cipher: FileCipher, done: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        inner: BlockWriter,
+        cipher: FileCipher,
+        nbytes: int,
+        *,
+        at_most: bool,
+        done: Callable[[int, FileEntry], None],
+    ) -> None:
+        """`done` gets the length of the file, and what is stored of it."""
         self._inner = inner
         self._cipher = cipher
-        self._digest = StoredDigest(cipher.nbytes)
+        self._nbytes = nbytes
+        self._at_most = at_most
         self._done = done
+        self._digests: dict[int, bytes] = {}
+        self._end = b""
+        """The ciphertext of the last block, where that is shorter; the tags come behind it."""
 
     def write(self, start: int, data: memoryview) -> None:
         """See `BlockWriter.write`; takes whole blocks, and the end of the file."""
         plain = memoryview(data).cast("B")
-        is_end = start + plain.nbytes == self._cipher.nbytes
-        if start % BLOCK_NBYTES or not (is_end or plain.nbytes % BLOCK_NBYTES == 0):
+        if start % BLOCK_NBYTES:
             raise UsageError(f"sealed files are written in blocks of {BLOCK_NBYTES} bytes")
         for low in range(0, plain.nbytes, BLOCK_NBYTES):
             piece = plain[low : low + BLOCK_NBYTES]
             sealed = _scratch(piece.nbytes + TAG_NBYTES)
             self._cipher.seal(start + low, piece, sealed)
-            self._digest.update(start + low, sealed[: piece.nbytes])
-            self._inner.write(start + low, sealed[: piece.nbytes])
+            ciphertext = sealed[: piece.nbytes]
+            if piece.nbytes < BLOCK_NBYTES:
+                self._end = bytes(ciphertext)
+                return
+            self._digests[(start + low) // BLOCK_NBYTES] = blocks.block_digest(ciphertext)
+            self._inner.write(start + low, ciphertext)
 
-    def finish(self) -> None:
+    def finish(self, nbytes: int | None = None) -> None:
         """See `BlockWriter.finish`."""
-        tags = self._cipher.tags()
-        self._inner.write(self._cipher.nbytes, memoryview(tags))
-        self._inner.finish()
-        self._done(self._digest.finish(tags))
+        length = final_nbytes(nbytes, self._nbytes, at_most=self._at_most, what="a sealed file")
+        num_blocks = length // BLOCK_NBYTES
+        if len(self._end) != length % BLOCK_NBYTES or len(self._digests) != num_blocks:
+            raise UsageError(f"finish: not all of the {length} bytes were written")
+        rest = memoryview(self._end + self._cipher.close(length))
+        for low in range(0, rest.nbytes, BLOCK_NBYTES):
+            start = num_blocks * BLOCK_NBYTES + low
+            self._inner.write(start, rest[low : low + BLOCK_NBYTES])
+        stored = stored_nbytes(length)
+        self._inner.finish(stored if self._at_most else None)
+        whole = b"".join(self._digests[number] for number in range(num_blocks))
+        digest = blocks.file_digest(stored, whole + blocks.digest_blocks(rest))
+        self._done(length, FileEntry(nbytes=stored, digest=digest))
 
     def abort(self) -> None:
         """See `BlockWriter.abort`."""

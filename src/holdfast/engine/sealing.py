@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import msgspec
+
 from holdfast.engine.documents import read_document
 from holdfast.engine.sealedfiles import SealedFile, SealedWriter, plain_nbytes
 from holdfast.engine.unsealing import opened
@@ -58,9 +60,7 @@ from holdfast.format.records import (
     encode_rejected,
     encode_retired,
 )
-from holdfast.format.segments import (
-    FileCipher,
-)
+from holdfast.format.segments import FileCipher, seal_whole, stored_nbytes
 from holdfast.format.suites import Suite, fresh_secret
 from holdfast.keys import Encryption, wrapped
 from holdfast.store.base import (
@@ -168,7 +168,7 @@ class SealedStore:
         reader = self._reader(key)
         if reader is None:
             return cast(bytes, self.inner.get(key, start, nbytes))
-        stop = reader.nbytes if nbytes is None else start + nbytes
+        stop = reader.seal.nbytes if nbytes is None else start + nbytes
         plain = bytearray(max(stop - start, 0))
         reader.read(start, memoryview(plain))
         return bytes(plain)
@@ -417,8 +417,7 @@ class SealedStore:
     def _put_file(self, folder: str, name: str, data: Buffer) -> None:
         plain = memoryview(data).cast("B")
         attempt, seal = self._new_file(folder, name, plain.nbytes)
-        cipher = FileCipher(self._suite, bytes.fromhex(seal.secret), seal.nbytes)
-        sealed = cipher.seal_whole(plain)
+        sealed = seal_whole(self._suite, bytes.fromhex(seal.secret), plain)
         self.inner.put(f"{folder}/{seal.name}", sealed, if_absent=True)
         digest = blocks.file_digest(len(sealed), blocks.digest_blocks(sealed))
         attempt.stored[seal.name] = FileEntry(nbytes=len(sealed), digest=digest)
@@ -491,20 +490,22 @@ class _SealedReadsInto(SealedStore):
 
 
 class _SealedWritesBlocks(SealedStore):
-    def create(self, key: str, nbytes: int) -> BlockWriter:
-        """See `WritesBlocks.create`."""
+    def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
+        """See `WritesBlocks.create`; pieces come as with `at_most` in either case."""
         place = _place(key)
         if place is None:
-            return cast(BlockWriter, self.inner.create(key, nbytes))
+            return cast(BlockWriter, self.inner.create(key, nbytes, at_most=at_most))
         folder, name = place
         attempt, seal = self._new_file(folder, name, nbytes)
-        cipher = FileCipher(self._suite, bytes.fromhex(seal.secret), nbytes)
-        inner = self.inner.create(f"{folder}/{seal.name}", cipher.stored_nbytes)
+        stored = f"{folder}/{seal.name}"
+        inner = self.inner.create(stored, stored_nbytes(nbytes), at_most=at_most)
 
-        def done(digest: str) -> None:
-            attempt.stored[seal.name] = FileEntry(nbytes=cipher.stored_nbytes, digest=digest)
+        def done(length: int, entry: FileEntry) -> None:
+            attempt.stored[seal.name] = entry
+            attempt.seals[name] = msgspec.structs.replace(seal, nbytes=length)
 
-        return SealedWriter(inner, cipher, done)
+        cipher = FileCipher(self._suite, bytes.fromhex(seal.secret))
+        return SealedWriter(inner, cipher, nbytes, at_most=at_most, done=done)
 
 
 class _SealedLinksFiles(SealedStore):

@@ -6,7 +6,7 @@ saves copy into memory that is already there, and only what has changed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from holdfast.engine.waves import Pool, StagedInWaves, WaveFile
 from holdfast.format.tensors import TensorSpec, lay_out
 from holdfast.state.capture import Captured, CapturedComponent
 
-Path = tuple[str, str]
+Place = tuple[str, str]
 """Component and key of a tensor."""
 
 
@@ -49,12 +49,19 @@ class Stager:
         kept = sum(known.file.nbytes for files in others for known in files)
         return wanted + kept > self._budget
 
-    def prepare(self, captured: Captured, *, overlapped: Collection[Path] = ()) -> Staged:
+    def prepare(
+        self,
+        captured: Captured,
+        *,
+        overlapped: Collection[Place] = (),
+        is_awaited: bool = False,
+    ) -> Staged:
         """Where the state goes; what is small is copied now, and `copying` does the rest.
 
         The images are overwritten by the next call. Those of components that are not in it are
         kept, for a save that has them again. Tensors in `overlapped` are copied by
-        `Copying.run_later`, the others by `Copying.run_now`.
+        `Copying.run_later`, the others by `Copying.run_now`. With `is_awaited` writing begins
+        beside the copies, which takes longer for them and less for the whole.
 
         Raises:
             OutOfMemory: there is no memory for a structure that is new.
@@ -72,17 +79,8 @@ class Stager:
                 for image in self._files[name]:
                     assert isinstance(image, Image)
                     image.overwrite_small(component.tensors)
-                    for position in image.large:
-                        key = image.file.specs[position].key
-                        if not component.tensors[key].is_cuda:
-                            pieces = later if key in keys else now
-                            pieces += pieces_of(image, position, component.tensors[key])
-                    sources = _on_cuda(image, component.tensors)
-                    for pieces, is_later in ((now, False), (later, True)):
-                        pieces += arrivals_of(
-                            image,
-                            {i: t for i, (key, t) in sources.items() if (key in keys) is is_later},
-                        )
+                    now += _pieces(image, component.tensors, component.tensors.keys() - keys)
+                    later += _pieces(image, component.tensors, keys)
         for pieces in (now, later):
             pieces.sort(key=lambda piece: piece.image.is_apart)
         return StagedInMemory(
@@ -90,6 +88,7 @@ class Stager:
             trees={name: component.tree for name, component in components.items()},
             kinds={name: component.kind for name, component in components.items()},
             copying=Copying(now, later),
+            is_early=is_awaited or _any_apart(self._files[name] for name in components),
             on_device=tuple(one.device_copy for one in later if isinstance(one, Arrival)),
         )
 
@@ -142,9 +141,19 @@ class Stager:
         self._specs[name] = specs
 
 
-def _on_cuda(image: Image, tensors: Mapping[str, Tensor]) -> dict[int, tuple[str, Tensor]]:
-    """By position: key and source of what a CUDA device has to copy."""
-    if not torch.cuda.is_available():
-        return {}
-    keyed = ((spec.key, tensors[spec.key]) for spec in image.file.specs)
-    return {i: pair for i, pair in enumerate(keyed) if pair[1].is_cuda}
+def _any_apart(files: Iterable[tuple[KnownFile, ...]]) -> bool:
+    return any(known.is_apart for some in files for known in some)
+
+
+def _pieces(image: Image, tensors: Mapping[str, Tensor], keys: Collection[str]) -> list[Piece]:
+    """The copies that bring the large tensors among `keys`, and all on a CUDA device, to an image;
+    those that a device makes are begun."""
+    pieces: list[Piece] = []
+    for position in image.large:
+        key = image.file.specs[position].key
+        if key in keys and not tensors[key].is_cuda:
+            pieces += pieces_of(image, position, tensors[key])
+    if torch.cuda.is_available():
+        named = ((i, spec.key) for i, spec in enumerate(image.file.specs) if spec.key in keys)
+        pieces += arrivals_of(image, {i: tensors[key] for i, key in named if tensors[key].is_cuda})
+    return pieces

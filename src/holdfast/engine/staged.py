@@ -93,6 +93,8 @@ class StagedInMemory(Staged):
     """A whole copy, in images that stay until the next save."""
 
     copying: Copying
+    is_early: bool
+    """Whether blocks are written beside the copies that training waits for."""
     on_device: tuple[DeviceCopy, ...] = ()
     """Those of the copies beside training that a device makes."""
     helpers: list[Future[None]] = field(default_factory=list)
@@ -111,8 +113,7 @@ class StagedInMemory(Staged):
 
     def content(self, known: KnownFile, timeout_s: float) -> Content:
         """See `Staged.content`."""
-        has_still = any(other.is_apart for other in self.all_files)
-        return _ImageContent(_image(known), self.copying, is_early=has_still)
+        return _ImageContent(_image(known), self.copying, is_early=self.is_early)
 
     def is_unchanged(self, known: KnownFile, timeout_s: float) -> bool:
         """See `Staged.is_unchanged`; the answer may come before the copy is done."""
@@ -150,7 +151,8 @@ class _ImageContent:
 
     Writing and hashing take memory and cores, so they come after the copy that training waits
     for; beside a copy that overlaps with training they take the blocks as they come, and so do they
-    with `is_early`, where most of the copy is a comparison and there is little to write.
+    with `is_early`: where training waits for the commit too, or where most of the copy is a
+    comparison and there is little to write.
     """
 
     def __init__(self, image: Image, copying: Copying, *, is_early: bool) -> None:

@@ -26,12 +26,11 @@ from holdfast.format.manifest import (
     Positive,
     decode_register,
 )
+from holdfast.format.sealed import SEALED
 from holdfast.format.segments import stored_nbytes
 from holdfast.format.suites import SECRET_NBYTES, Suite, fresh_secret, suite_named
 from holdfast.store.base import Buffer
 
-SEALED = "sealed"
-"""The kind of a sealed manifest, and the feature that its readers must know."""
 MARK = "sealed-mark"
 BOX = "keys"
 MAX_RECIPIENTS = 64

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import types
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holdfast.errors import FormatError, UsageError
@@ -21,6 +23,10 @@ DATA_ALIGNMENT = 4096
 MAX_TENSOR_FILE_NBYTES = 4 * 1024**3
 MAX_TENSORS_PER_FILE = 50_000
 MAX_LABEL_BYTES = 200
+CODEC_SUFFIXES: Mapping[str, str] = types.MappingProxyType(
+    {"zstd": ".zst", "lz4": ".lz4", "blosc2": ".blosc2"}
+)
+"""What the names of files that a codec made end with."""
 
 _SUFFIX = re.compile(r"\.([0-9]{4,10})-([0-9]{6,12})-([0-9a-f]{8})$", re.ASCII)
 _LABEL = re.compile(r"[A-Za-z0-9_=+\-][A-Za-z0-9._=+\-]*", re.ASCII)
@@ -223,8 +229,25 @@ def tensor_file(component: str, number: int) -> str:
     return f"{component}-{number:05d}.safetensors"
 
 
+def component_of(name: str) -> str:
+    """The component to which a file of that name belongs."""
+    return name.rpartition("-")[0]
+
+
+def stored_file(name: str, codec: str) -> str:
+    """Name of a component's file as it lies there when a codec made it, from its plain name."""
+    return name + CODEC_SUFFIXES[codec]
+
+
+def plain_file(name: str) -> str:
+    """Name of a component's file without the suffix of a codec."""
+    suffix = next((text for text in CODEC_SUFFIXES.values() if name.endswith(text)), "")
+    return name.removesuffix(suffix)
+
+
 def check_file_name(name: str) -> None:
     """Raise `FormatError` unless a manifest may list a file of this name."""
-    stem = re.fullmatch(r"([a-z0-9_\-]{1,64})-([0-9]{5,7})\.(json|safetensors)", name, re.ASCII)
+    plain = plain_file(name)
+    stem = re.fullmatch(r"([a-z0-9_\-]{1,64})-([0-9]{5,7})\.(json|safetensors)", plain, re.ASCII)
     if name != INDEX and stem is None:
         raise FormatError(f"a manifest may not list a file named {name[:80]!r}")

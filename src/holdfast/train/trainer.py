@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from holdfast.engine.checkpoint import PendingSave
+from holdfast.engine.compressing import Compress
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.options import OnExisting, check_options
 from holdfast.engine.overlap import Mode
@@ -89,6 +90,7 @@ class Trainer:
         takeover: bool = False,
         overlap: Mode | None = None,
         memory_budget: int | str | None = None,
+        compress: Compress = None,
         stop: Stop | None = Stop(),
         validate: Any = None,
         skip_steps: Iterable[range] = (),
@@ -118,9 +120,9 @@ class Trainer:
                 `state_dict` and `load_state_dict` whose iteration gives the rest of an epoch.
             loss: called with the model and a batch; gives the batch's mean loss, or that and a
                 dict of metrics.
-            root, every, keep, savers, on_existing, label, run_name, takeover, memory_budget: as
-                for `CheckpointManager`; the last step is always saved, and fractions of the run in
-                `every` are those of the goal.
+            root, every, keep, savers, on_existing, label, run_name, takeover, memory_budget,
+                compress: as for `CheckpointManager`; the last step is always saved, and fractions
+                of the run in `every` are those of the goal.
             overlap: as for `CheckpointManager`; None: on accelerators only. `fit` calls `fence`
                 before each update and each validation.
             stop: the signals that end `fit`, or make it save; None: it handles none.
@@ -180,6 +182,7 @@ class Trainer:
             "run_name": run_name,
             "takeover": takeover,
             "memory_budget": memory_budget,
+            "compress": compress,
             "stop": stop,
         }
         self._stop = stop
