@@ -15,6 +15,7 @@ import msgspec
 
 from holdfast.care.findings import Problem, Report, RootReport
 from holdfast.care.reading import Block, FolderReader, Seen, look_at
+from holdfast.care.scrub import scrub
 from holdfast.engine.blockreading import FileBlocks
 from holdfast.engine.catalog import Catalog
 from holdfast.engine.documents import read_document
@@ -23,6 +24,7 @@ from holdfast.engine.parts import Parts, parts_of
 from holdfast.errors import (
     FormatError,
     HoldfastError,
+    MissingKey,
     NoCheckpoint,
     NotFound,
     StoreError,
@@ -83,7 +85,7 @@ def verify(
     Blocks that a codec made are compared as they lie there, and unless `decode` is False they are
     decoded too; the report notes where the package for it is missing. A block that differs is read
     a second time; when it is right then, the report only notes it. So it notes components that
-    retention has dropped.
+    retention has dropped. Of a sealed one, without a key, the stored bytes are compared.
 
     Raises:
         NoCheckpoint: the folder holds no committed checkpoint, or no longer does.
@@ -91,7 +93,10 @@ def verify(
     """
     while True:
         inspection = _Inspection(store, folder, progress, decode=decode)
-        report = inspection.run()
+        try:
+            report = inspection.run()
+        except MissingKey:
+            return scrub(store, folder, progress=progress)
         # What retention dropped meanwhile is not damaged: look again without it.
         if report.ok or not inspection.lost_parts():
             return report

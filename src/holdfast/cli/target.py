@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 
+from holdfast.cli.unlocking import unlocked
 from holdfast.engine.catalog import Catalog, Entry, is_root, standalone
 from holdfast.engine.locate import split_source
 from holdfast.errors import NoCheckpoint, UsageError
@@ -40,7 +41,7 @@ def open_root(text: str) -> Store:
     if isinstance(store, LocalStore):
         _expect_folder(store.url)
     if is_root(store):
-        return store
+        return unlocked(store)
     if is_checkpoint_folder(root):
         raise UsageError(f"{text!r} is one checkpoint; this command takes the root it is in")
     if not store.children():
@@ -60,7 +61,7 @@ def open_target(text: str) -> tuple[Store, str]:
     root, which = split_target(text)
     if which is None and is_checkpoint_folder(root):
         parent, folder = os.path.split(os.path.abspath(root))
-        return open_store(parent), folder
+        return unlocked(open_store(parent)), folder
     store = open_root(root)
     if which is not None and layout.parse_attempt(which) in Catalog(store).attempts():
         return store, which

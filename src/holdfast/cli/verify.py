@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from holdfast.care.findings import Report, RootReport
+from holdfast.care.scrub import NOTE
 from holdfast.care.verify import verify_kept, verify_root
 from holdfast.cli.documents import problem_document, report_document
 from holdfast.cli.output import Answer, Code, progress_bar, size
@@ -54,7 +55,9 @@ def _answer(store: Store, found: RootReport) -> Answer:
 
 def _lines(report: Report) -> list[str]:
     verdict = "ok" if report.ok else "DAMAGED"
-    if report.step is None:
+    if report.step is None and NOTE in report.notes:
+        lines = [f"{verdict:<10}  sealed  {report.folder}  {size(report.nbytes)}"]
+    elif report.step is None:
         lines = [f"UNREADABLE  {report.folder}"]
     else:
         step, nbytes = f"step {report.step}", size(report.nbytes)

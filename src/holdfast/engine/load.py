@@ -16,7 +16,7 @@ from holdfast.engine.arena import Arena
 from holdfast.engine.blockreading import FileBlocks, read_block
 from holdfast.engine.wanted import wanted_by_file
 from holdfast.engine.workers import Workers, gather
-from holdfast.errors import CorruptData, LimitExceeded, NotFound
+from holdfast.errors import CorruptData, LimitExceeded, NotFound, Tampered
 from holdfast.format import blocks, layout
 from holdfast.format.index import Index, decode_index
 from holdfast.format.manifest import FileEntry, Manifest
@@ -176,15 +176,23 @@ def _read_block(
 ) -> None:
     start = number * opened.index.block_nbytes
     memory = arena.memory[start : start + opened.index.block_nbytes]
-    fault = read_block(store, file, number, memory, verify=verify)
+    try:
+        fault = read_block(store, file, number, memory, verify=verify)
+    except Tampered as error:
+        raise Tampered(f"{error}; {_held(opened, file, start, len(memory))}") from error
     if fault:
-        name = file.key.rpartition("/")[2]
-        names = tensors_in(opened.index, name, start, start + len(memory))
         raise CorruptData(
             f"{store.url}/{file.key}: block {number} (bytes {start} to {start + len(memory)}) "
-            f"{fault}; it holds {', '.join(names[:5]) or 'the header'}"
-            + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            f"{fault}; {_held(opened, file, start, len(memory))}"
         )
+
+
+def _held(opened: Opened, file: FileBlocks, start: int, nbytes: int) -> str:
+    """What lies in a stretch of a file, for messages."""
+    name = file.key.rpartition("/")[2]
+    names = tensors_in(opened.index, name, start, start + nbytes)
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"it holds {', '.join(names[:5]) or 'the header'}{more}"
 
 
 def tensors_in(index: Index, file: str, start: int, stop: int) -> list[str]:
