@@ -10,12 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast import data, errors, events, testing, train
+    from holdfast import data, errors, events, keys, testing, train
     from holdfast.engine.checkpoint import Checkpoint, PendingSave
     from holdfast.engine.hooks import StateHooks
     from holdfast.engine.reading import reading
     from holdfast.engine.stop import Stop
     from holdfast.format.codec import Compression
+    from holdfast.keys import Encryption
     from holdfast.manager import CheckpointManager
     from holdfast.policy.auto import Auto
     from holdfast.policy.classes import SavePolicy
@@ -52,6 +53,7 @@ __all__ = [
     "CheckpointManager",
     "Compression",
     "Daily",
+    "Encryption",
     "Every",
     "EveryNth",
     "Hourly",
@@ -70,13 +72,14 @@ __all__ = [
     "data",
     "errors",
     "events",
+    "keys",
     "load_weights",
     "reading",
     "testing",
     "train",
 ]
 
-_MODULES = frozenset({"data", "errors", "events", "testing", "train"})
+_MODULES = frozenset({"data", "errors", "events", "keys", "testing", "train"})
 _NAMES = {
     "All": "holdfast.policy.retention",
     "At": "holdfast.policy.triggers",
@@ -92,6 +95,7 @@ _NAMES = {
     "Compression": "holdfast.format.codec",
     "Daily": "holdfast.policy.retention",
     "Every": "holdfast.policy.triggers",
+    "Encryption": "holdfast.keys",
     "EveryNth": "holdfast.policy.retention",
     "Hourly": "holdfast.policy.retention",
     "Last": "holdfast.policy.retention",

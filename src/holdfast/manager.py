@@ -48,6 +48,7 @@ from holdfast.engine.resume import (
 from holdfast.engine.save import SaveRequest
 from holdfast.engine.saver import Saver
 from holdfast.engine.sealing import sealing
+from holdfast.engine.seen import parse_seen
 from holdfast.engine.stop import Stop
 from holdfast.errors import (
     DeadlineExceeded,
@@ -342,17 +343,24 @@ class CheckpointManager:
 
     @collector_paused()
     def resume(
-        self, which: str | int = "latest", *, unhealthy: Unhealthy = "avoid"
+        self,
+        which: str | int = "latest",
+        *,
+        unhealthy: Unhealthy = "avoid",
+        seen: str | None = None,
     ) -> Checkpoint | None:
         """Claim the run and apply its newest usable checkpoint; None when nothing was saved yet.
 
         What is damaged or was saved in part is passed over, listed in `rejected` and kept; so is
         what was unhealthy when it was saved, unless there is nothing else or `unhealthy` is
         "accept". With another `which` the run goes back to that checkpoint, and what came after
-        it is left behind.
+        it is left behind. `seen` is that of the newest `Checkpoint` that the caller knows of, kept
+        elsewhere: the latest must be that one or a later one.
 
         Raises:
             OwnedElsewhere: a live process owns the run.
+            RolledBack: what was seen before is gone; nothing was claimed or changed.
+            SealError: the newest is sealed for other keys, or not sealed.
             NoUsableCheckpoint: something was saved and nothing can be used.
             MismatchError: the checkpoint does not fit the live state; nothing was changed.
             FormatError: a checkpoint that was named explicitly is damaged.
@@ -362,7 +370,7 @@ class CheckpointManager:
         self._drain()
         reader = self._reader()
         options = LoadOptions(edit=self._hooks.edit_load)
-        search = Search(reader, which, options=options, unhealthy=unhealthy)
+        search = Search(reader, which, options=options, unhealthy=unhealthy, seen=parse_seen(seen))
         self._owner.take(search)
         found = search.found
         search.announce(self._emit, reject=self._housekeeper.reject)

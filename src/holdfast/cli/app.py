@@ -125,11 +125,13 @@ def show(
 
 @app.command()
 @_ending
-def verify(target: options.Target, as_json: AsJson = False) -> Answer:
+def verify(
+    target: options.Target, seen: options.SeenCommit = None, as_json: AsJson = False
+) -> Answer:
     """Read every byte again and compare; without @WHICH all checkpoints of the root."""
     from holdfast.cli.verify import check
 
-    return check(target)
+    return check(target, seen=seen)
 
 
 @app.command()

@@ -74,6 +74,13 @@ KeepOld = Annotated[bool, typer.Option("--keep-old", help="Let the keys before o
 
 Tensors = Annotated[bool, typer.Option("--tensors", help="List every tensor too.")]
 
+# verify
+
+SeenCommit = Annotated[
+    str | None,
+    typer.Option("--seen", metavar="TEXT", help="Fail unless the latest is this commit or newer."),
+]
+
 # gc, prune, tag
 
 DeadEpochs = Annotated[

@@ -8,22 +8,30 @@ from holdfast.care.verify import verify_kept, verify_root
 from holdfast.cli.documents import problem_document, report_document
 from holdfast.cli.output import Answer, Code, progress_bar, size
 from holdfast.cli.target import is_checkpoint_folder, open_root, open_target, split_target
-from holdfast.errors import NoCheckpoint
+from holdfast.engine.catalog import Catalog
+from holdfast.engine.seen import parse_seen
+from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.store.base import Store
 
 
-def check(target: str) -> Answer:
+def check(target: str, *, seen: str | None = None) -> Answer:
     """Verify one checkpoint, or with a root every committed one.
 
     Raises:
         NoCheckpoint: there is none.
+        RolledBack: the newest is older than the one that was `seen`.
     """
+    known = parse_seen(seen)
     root, which = split_target(target)
     if which is None and not is_checkpoint_folder(root):
         store = open_root(root)
         with progress_bar() as progress:
             found = verify_root(store, progress=progress, keeps=True)
+        if known is not None:
+            known.expect(Catalog(store).latest(), where=store.url)
         return _answer(store, found)
+    if known is not None:
+        raise UsageError("--seen: takes a whole root, not one checkpoint")
     store, folder = open_target(target)
     with progress_bar() as progress:
         report = verify_kept(store, folder, progress=progress)

@@ -19,10 +19,12 @@ from holdfast.engine.compressing import Compress
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.options import OnExisting, check_options
 from holdfast.engine.overlap import Mode
+from holdfast.engine.sealing import sealing
 from holdfast.engine.stop import Stop
 from holdfast.errors import SaveSkipped, UsageError
 from holdfast.events import log_event
 from holdfast.format.manifest import Timestamp
+from holdfast.keys import Encryption
 from holdfast.manager import CheckpointManager
 from holdfast.policy.classes import SavePolicy
 from holdfast.policy.clock import Time, Unit
@@ -33,6 +35,7 @@ from holdfast.policy.triggers import SaveFunction, Trigger
 from holdfast.state.capture import check_state
 from holdfast.state.components import RNG
 from holdfast.state.edits import StateView
+from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.train import making
 from holdfast.train.asked import asks_for, check_counted, checked_every
@@ -91,6 +94,7 @@ class Trainer:
         overlap: Mode | None = None,
         memory_budget: int | str | None = None,
         compress: Compress = None,
+        encrypt: Encryption | None = None,
         stop: Stop | None = Stop(),
         validate: Any = None,
         skip_steps: Iterable[range] = (),
@@ -121,8 +125,8 @@ class Trainer:
             loss: called with the model and a batch; gives the batch's mean loss, or that and a
                 dict of metrics.
             root, every, keep, savers, on_existing, label, run_name, takeover, memory_budget,
-                compress: as for `CheckpointManager`; the last step is always saved, and fractions
-                of the run in `every` are those of the goal.
+                compress, encrypt: as for `CheckpointManager`; the last step is always saved, and
+                fractions of the run in `every` are those of the goal.
             overlap: as for `CheckpointManager`; None: on accelerators only. `fit` calls `fence`
                 before each update and each validation.
             stop: the signals that end `fit`, or make it save; None: it handles none.
@@ -159,7 +163,7 @@ class Trainer:
         self.schedulers = make_schedulers(scheduler, self.optimizer)
         """By the names of their components."""
         self.data = data
-        self.root = root
+        self.root = root if encrypt is None else sealing(open_store(root), encrypt)
         self.counters = Counters()
         self.manager: CheckpointManager | None = None
         """The manager while `fit` runs."""
