@@ -241,7 +241,7 @@ def main() -> None:
     make_all({"run": make_run, "types": make_types, "thinned": make_thinned})
 
 
-def make_all(roots: Mapping[str, Callable[[Path], None]]) -> None:
+def make_all(roots: Mapping[str, Callable[[Path], None]], base: Path = V1) -> None:
     """Make some golden roots, as by the same process everywhere."""
     same = {
         "holdfast.manager.environment": {"host": "golden"},
@@ -252,10 +252,10 @@ def make_all(roots: Mapping[str, Callable[[Path], None]]) -> None:
     for patch in patches:
         patch.start()
     for name, make in roots.items():
-        make(V1 / name)
+        make(base / name)
     for patch in patches:
         patch.stop()
-    for path in (path for name in roots for path in (V1 / name).rglob("*")):
+    for path in (path for name in roots for path in (base / name).rglob("*")):
         if path.is_symlink():
             path.unlink()  # `latest` is for people, and git need not know links
         elif path.is_file():

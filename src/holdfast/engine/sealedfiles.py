@@ -1,4 +1,4 @@
-"""Reading and writing sealed files of a store, in pieces (docs/format.md, section 9)."""
+"""Reading and writing sealed files of a store, in pieces (docs/format.md, section 10)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A store that seals: whoever uses it sees plain checkpoints, and what it stores is sealed.
 
 It wraps any store and offers the same optional protocols. In the folders of checkpoints it maps
-names, lengths and bytes (docs/format.md, section 9); claims, leases and requests pass through.
+names, lengths and bytes (docs/format.md, section 10); claims, leases and requests pass through.
 The protocol's order of puts stays that of its user, with one put more: a box of keys right before
 the manifest.
 """

@@ -1,4 +1,4 @@
-"""Sealed manifests, the sidecars beside them and the boxes of keys (docs/format.md, section 9).
+"""Sealed manifests, the sidecars beside them and the boxes of keys (docs/format.md, section 10).
 
 What is visible of a sealed checkpoint is authenticated with what is not. Keys come as bytes;
 whose they are, and how they are wrapped, is not known here.

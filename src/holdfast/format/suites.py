@@ -1,4 +1,4 @@
-"""Authenticated encryption and key derivation, by suite (docs/format.md, section 9).
+"""Authenticated encryption and key derivation, by suite (docs/format.md, section 10).
 
 Only standard constructions of the library `cryptography`; nothing here knows what is encrypted.
 Every key that is used with a nonce comes from `derive` or `fresh_secret` and encrypts one thing.
