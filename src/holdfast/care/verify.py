@@ -33,7 +33,7 @@ from holdfast.errors import (
 )
 from holdfast.format import layout
 from holdfast.format.blocks import DIGEST_NBYTES, digest_blocks, file_digest, split
-from holdfast.format.envelope import decode_box
+from holdfast.format.envelope import MAX_MARK_NBYTES, check_mark, decode_box, is_mark
 from holdfast.format.index import Index, decode_index
 from holdfast.format.manifest import (
     MAX_JSON_FILE_NBYTES,
@@ -458,7 +458,11 @@ class _Inspection:
             decode = _sidecar_decoder(name)
             if decode is not None:
                 try:
-                    decode(self._reader.document(name, _MAX_RECORD_NBYTES), what=name)
+                    data = self._reader.document(name, MAX_MARK_NBYTES)
+                    if is_mark(data):  # beside a manifest that cannot be opened
+                        check_mark(data, name, what=name)
+                    else:
+                        decode(data, what=name)
                 except NotFound:
                     continue
                 except (FormatError, StoreError) as error:

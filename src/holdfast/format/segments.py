@@ -1,4 +1,4 @@
-"""The sealed form of a file: ciphertext, then the tags of its segments (docs/format.md, section 10).
+"""The sealed form of a file: ciphertext, then tags of its segments (docs/format.md, section 10).
 
 Tags lie behind the ciphertext, so that a byte of the file lies at the same place sealed as plain:
 a range of it is read by its own offsets, and aligned blocks stay aligned.
