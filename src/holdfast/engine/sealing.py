@@ -186,11 +186,10 @@ class SealedStore:
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See `Store.list`; of files the lengths are plain, of all else as stored."""
         found: Iterable[ObjectInfo] = self.inner.list(prefix)
-        place = _place(prefix) if prefix.count("/") == 1 else None
-        if place is None and not prefix.endswith("/"):
+        folder, slash, _ = prefix.partition("/")
+        if not slash or _place(f"{folder}/x") is None:
             yield from found
             return
-        folder = prefix.partition("/")[0]
         names = self._plain_names(folder)
         seals = {seal.name: seal for seal in self._seals(folder).values()}
         for info in found:
