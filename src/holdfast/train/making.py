@@ -193,7 +193,9 @@ def own_loggers(
     loggers: list[Logger] = []
     if log is True:
         if not isinstance(root, str | os.PathLike) or "://" in os.fspath(root):
-            raise UsageError("log=True needs a local root: name a file, or pass log=False")
+            raise UsageError(
+                "log=True needs a local root that is not sealed: name a file, or pass log=False"
+            )
         loggers.append(JsonLines(Path(root) / "log" / "train.jsonl"))
     elif log is not False:
         loggers.append(JsonLines(log))

@@ -157,13 +157,15 @@ class Trainer:
         making.check_range("log_every", log_every, 1, 2**63)
         on = making.checked_device(device)
         self.model = making.make_model(model, seed, on)
-        self._callbacks = Callbacks([*callbacks, *making.own_loggers(root, log, progress)], self)
+        self.root = root if encrypt is None else sealing(open_store(root), encrypt)
+        self._callbacks = Callbacks(
+            [*callbacks, *making.own_loggers(self.root, log, progress)], self
+        )
         self._callbacks.tell(Callback.model_made)
         self.optimizer = making.make_optimizer(optimizer, self.model, self.model is not model)
         self.schedulers = make_schedulers(scheduler, self.optimizer)
         """By the names of their components."""
         self.data = data
-        self.root = root if encrypt is None else sealing(open_store(root), encrypt)
         self.counters = Counters()
         self.manager: CheckpointManager | None = None
         """The manager while `fit` runs."""
