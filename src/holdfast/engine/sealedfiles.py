@@ -145,14 +145,21 @@ class SealedWriter:
             raise UsageError(f"sealed files are written in blocks of {BLOCK_NBYTES} bytes")
         for low in range(0, plain.nbytes, BLOCK_NBYTES):
             piece = plain[low : low + BLOCK_NBYTES]
-            sealed = _scratch(piece.nbytes + TAG_NBYTES)
-            self._cipher.seal(start + low, piece, sealed)
-            ciphertext = sealed[: piece.nbytes]
+            ciphertext, digest = self._seal(start + low, piece)
             if piece.nbytes < BLOCK_NBYTES:
                 self._end = bytes(ciphertext)
                 return
-            self._digests[(start + low) // BLOCK_NBYTES] = blocks.block_digest(ciphertext)
+            self._digests[(start + low) // BLOCK_NBYTES] = digest
             self._inner.write(start + low, ciphertext)
+
+    def _seal(self, start: int, plain: memoryview) -> tuple[memoryview, bytes]:
+        """The ciphertext of a block and its digest, taken while it is in the processor's cache."""
+        sealed, hasher = _scratch(plain.nbytes + TAG_NBYTES), blocks.block_hasher()
+        for low in range(0, plain.nbytes, SEGMENT_NBYTES):
+            high = min(low + SEGMENT_NBYTES, plain.nbytes)
+            self._cipher.seal(start + low, plain[low:high], sealed[low : high + TAG_NBYTES])
+            hasher.update(sealed[low:high])
+        return sealed[: plain.nbytes], hasher.digest()
 
     def finish(self, nbytes: int | None = None) -> None:
         """See `BlockWriter.finish`."""
