@@ -230,6 +230,7 @@ class Saver:
         self._after_commit(entry)
         for name, digests in learned.items():
             self._links.look_ahead(name, digests)
+        self._compressing.learn()
 
     def _learn(self, staged: Staged) -> dict[str, bytes]:
         """Take note of what was committed, before the next save takes its memory: by file that is
