@@ -22,7 +22,7 @@ LAYERS = (
     ("errors", "events"),
     ("store",),
     ("format",),
-    ("state", "policy"),
+    ("state", "policy", "keys"),
     ("engine",),
     ("care",),
     ("manager", "weights"),

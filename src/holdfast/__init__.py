@@ -10,12 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast import data, errors, events, testing, train
+    from holdfast import data, errors, events, keys, testing, train
     from holdfast.engine.checkpoint import Checkpoint, PendingSave
     from holdfast.engine.hooks import StateHooks
     from holdfast.engine.reading import reading
     from holdfast.engine.stop import Stop
     from holdfast.engine.tiers.tiered import Tiered
+    from holdfast.format.codec import Compression
+    from holdfast.keys import Encryption
     from holdfast.manager import CheckpointManager
     from holdfast.policy.auto import Auto
     from holdfast.policy.classes import SavePolicy
@@ -50,7 +52,9 @@ __all__ = [
     "BySaver",
     "Checkpoint",
     "CheckpointManager",
+    "Compression",
     "Daily",
+    "Encryption",
     "Every",
     "EveryNth",
     "Hourly",
@@ -70,13 +74,14 @@ __all__ = [
     "data",
     "errors",
     "events",
+    "keys",
     "load_weights",
     "reading",
     "testing",
     "train",
 ]
 
-_MODULES = frozenset({"data", "errors", "events", "testing", "train"})
+_MODULES = frozenset({"data", "errors", "events", "keys", "testing", "train"})
 _NAMES = {
     "All": "holdfast.policy.retention",
     "At": "holdfast.policy.triggers",
@@ -89,8 +94,10 @@ _NAMES = {
     "BySaver": "holdfast.policy.retention",
     "Checkpoint": "holdfast.engine.checkpoint",
     "CheckpointManager": "holdfast.manager",
+    "Compression": "holdfast.format.codec",
     "Daily": "holdfast.policy.retention",
     "Every": "holdfast.policy.triggers",
+    "Encryption": "holdfast.keys",
     "EveryNth": "holdfast.policy.retention",
     "Hourly": "holdfast.policy.retention",
     "Last": "holdfast.policy.retention",

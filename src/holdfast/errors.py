@@ -15,8 +15,15 @@ HoldfastError
 │   └── OutcomeUnknown         the operation may or may not have taken effect
 ├── FormatError                bytes that are not a valid document or file
 │   ├── CorruptData            a digest or a size is wrong
+│   │   └── Tampered           sealed bytes are not those that the key's holder wrote
 │   ├── UnsupportedVersion     written by a newer Holdfast
 │   └── LimitExceeded          larger or deeper than any honest file
+├── SealError                  whether this may be read is not a question of its bytes
+│   ├── MissingKey             it is sealed, and no key was given
+│   ├── WrongKey               it is sealed for other keys than those that were given
+│   ├── NotSealed              it is not sealed, and only sealed ones are wanted
+│   └── KeyUnavailable         a key could not be had from where it is kept
+├── RolledBack                 the root is older than what the caller has seen of it
 ├── NoCheckpoint               nothing there answers the request
 ├── NoUsableCheckpoint         candidates exist and none can be used
 ├── OwnershipError
@@ -136,12 +143,40 @@ class CorruptData(FormatError):
     """A digest or a size is wrong: these are not the bytes that were written."""
 
 
+class Tampered(CorruptData):
+    """Sealed bytes that the key's holder did not write so: changed, moved, cut or replaced."""
+
+
 class UnsupportedVersion(FormatError):
     """Written by a newer Holdfast, or with a feature that this one does not know."""
 
 
 class LimitExceeded(FormatError):
     """Larger, deeper or more numerous than the format allows."""
+
+
+class SealError(HoldfastError):
+    """A checkpoint that cannot be read for want of the right key; nothing is wrong with it."""
+
+
+class MissingKey(SealError):
+    """It is sealed, and no key was given."""
+
+
+class WrongKey(SealError):
+    """It is sealed for other keys than those that were given; the message names both."""
+
+
+class NotSealed(SealError):
+    """It is not sealed, and the caller takes only sealed ones."""
+
+
+class KeyUnavailable(SealError):
+    """A key could not be had: no such file, a command that failed, a service that refused."""
+
+
+class RolledBack(HoldfastError):
+    """What is there is older than what the caller says it has seen; something was taken away."""
 
 
 class NoCheckpoint(HoldfastError):

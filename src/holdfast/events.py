@@ -32,6 +32,7 @@ Kind = Literal[
     "uploaded",
     "upload_failed",
     "mended",
+    "compression",
     "gc",
     "housekeeping_failed",
     "not_saved",
@@ -64,6 +65,7 @@ _LEVELS: Mapping[str, int] = {
     "preflight": logging.INFO,
     "not_saved": logging.INFO,
     "interval": logging.INFO,
+    "compression": logging.INFO,
 }
 
 

@@ -20,6 +20,7 @@ from holdfast.engine import exits
 from holdfast.engine.catalog import Entry
 from holdfast.engine.checkpoint import Checkpoint, PendingSave, describe
 from holdfast.engine.claim import Settled
+from holdfast.engine.compressing import Compress, Compressing, choices
 from holdfast.engine.fingerprint import differences, environment, numerics
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.moments import Counters, Moments
@@ -47,6 +48,7 @@ from holdfast.engine.resume import (
 )
 from holdfast.engine.save import SaveRequest
 from holdfast.engine.saver import Saver
+from holdfast.engine.seen import parse_seen
 from holdfast.engine.stop import Stop
 from holdfast.engine.tiers.catalog import TieredCatalog, catalog_of
 from holdfast.engine.tiers.claims import TieredOwnership
@@ -62,6 +64,7 @@ from holdfast.errors import (
 )
 from holdfast.events import Emitter, Sink, log_event
 from holdfast.format.manifest import Timestamp
+from holdfast.keys import Encryption
 from holdfast.policy.classes import Due, SaveClass, SavePolicy
 from holdfast.policy.clock import Time, parse
 from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction, compile_label
@@ -104,8 +107,13 @@ class CheckpointManager:
         memory_budget: how much memory a save may take for its copy of the state, in bytes or as
             "256MiB". A larger state is staged in waves: `save` returns when the last of them was
             copied, most of it written. None: as much as the state has.
+        compress: how files are compressed: "zstd", "lz4", "blosc2", a `Compression`, "auto" for
+            what makes saves faster here, if anything does, or one of these for each component that
+            is to be compressed (docs/compression.md).
         hooks: functions to call around saves and loads; see `StateHooks`.
         stop: the signals that end the run; `maybe_save` saves when there was one.
+        encrypt: with which keys checkpoints are sealed and opened (docs/encryption.md). None: they
+            are not sealed.
         counters: gives `epoch`, `cycle`, `samples` and `tokens` where a call does not.
         takeover: claim the run although another live process owns it.
         label: name for people, a template or a function of the Timestamp.
@@ -135,8 +143,10 @@ class CheckpointManager:
         on_failure: OnFailure = "raise",
         overlap: Mode = False,
         memory_budget: int | str | None = None,
+        compress: Compress = None,
         hooks: StateHooks | None = None,
         stop: Stop | None = None,
+        encrypt: Encryption | None = None,
         counters: Counters | None = None,
         takeover: bool = False,
         label: str | LabelFunction = DEFAULT_LABEL,
@@ -156,6 +166,7 @@ class CheckpointManager:
             run_name=run_name,
             takeover=takeover,
             memory_budget=memory_budget,
+            compress=compress,
             stop=stop,
         )
         rules = Rules.of(root, keep, savers, {*state, RNG})
@@ -166,7 +177,7 @@ class CheckpointManager:
         check_is("preflight", preflight, bool)
         check_is("hooks", hooks, StateHooks | None)
         self._emit = Emitter(tuple(sinks))
-        self._catalog = catalog_of(root, self._emit)
+        self._catalog = catalog_of(root, self._emit, encrypt)
         self.store = self._catalog.store
         self.state = state
         self._capturer = Capturer(state)
@@ -216,6 +227,7 @@ class CheckpointManager:
             kept=rules.local.quota(),
             memory_budget=budget_of(memory_budget),
             overlap=self._overlap,
+            compressing=Compressing(choices(compress, {*state, RNG}), self._emit),
             after_commit=self._after_commit,
             on_failure=lambda: exits.hold(self),
         )
@@ -363,17 +375,24 @@ class CheckpointManager:
 
     @collector_paused()
     def resume(
-        self, which: str | int = "latest", *, unhealthy: Unhealthy = "avoid"
+        self,
+        which: str | int = "latest",
+        *,
+        unhealthy: Unhealthy = "avoid",
+        seen: str | None = None,
     ) -> Checkpoint | None:
         """Claim the run and apply its newest usable checkpoint; None when nothing was saved yet.
 
         What is damaged or was saved in part is passed over, listed in `rejected` and kept; so is
         what was unhealthy when it was saved, unless there is nothing else or `unhealthy` is
         "accept". With another `which` the run goes back to that checkpoint, and what came after
-        it is left behind.
+        it is left behind. `seen` is that of the newest `Checkpoint` that the caller knows of, kept
+        elsewhere: the latest must be that one or a later one.
 
         Raises:
             OwnedElsewhere: a live process owns the run.
+            RolledBack: what was seen before is gone; nothing was claimed or changed.
+            SealError: the newest is sealed for other keys, or not sealed.
             NoUsableCheckpoint: something was saved and nothing can be used.
             MismatchError: the checkpoint does not fit the live state; nothing was changed.
             FormatError: a checkpoint that was named explicitly is damaged.
@@ -383,7 +402,7 @@ class CheckpointManager:
         self._drain()
         reader = self._reader()
         options = LoadOptions(edit=self._hooks.edit_load)
-        search = Search(reader, which, options=options, unhealthy=unhealthy)
+        search = Search(reader, which, options=options, unhealthy=unhealthy, seen=parse_seen(seen))
         self._owner.take(search)
         found = search.found
         search.announce(self._emit, reject=self._housekeeper.reject)

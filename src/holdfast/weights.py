@@ -12,6 +12,7 @@ from holdfast.engine.checkpoint import Checkpoint, describe
 from holdfast.engine.locate import located
 from holdfast.engine.resume import LoadOptions, Reader, Rename
 from holdfast.engine.workers import Workers, num_cores
+from holdfast.keys import Encryption
 from holdfast.state.edits import Edit
 from holdfast.state.selection import listed
 
@@ -29,18 +30,21 @@ def load_weights(
     include: Iterable[str] = (),
     skip: Iterable[str] = (),
     edit: Edit | None = None,
+    encrypt: Encryption | None = None,
 ) -> Checkpoint:
     """Load a model's weights from a checkpoint, verified; owns nothing and runs no code from it.
 
     `source` is a root (its newest checkpoint), `root@step=1000`, `root@tag`, or the folder of one
     checkpoint. `include` and `skip` choose leaves by `component.path` or by patterns, `rename`
     maps stored names to the model's, `edit` changes what is stored before it is compared with the
-    model. With `strict=False`, `notes` of the result says what was missing or unexpected.
+    model. `encrypt` has the keys of sealed checkpoints. With `strict=False`, `notes` of the result
+    says what was missing or unexpected.
 
     Raises:
         UsageError: an argument names nothing, or an edit that cannot be.
         NoCheckpoint: nothing there answers.
         FormatError: it is damaged.
+        SealError: it is sealed for other keys, or not sealed.
         MismatchError: it does not fit the model; nothing was changed.
     """
     options = LoadOptions(
@@ -54,7 +58,7 @@ def load_weights(
     )
     workers = Workers(min(2 * num_cores(), 8), "holdfast-io")
     try:
-        with located(source) as (store, kept):
+        with located(source, encrypt=encrypt) as (store, kept):
             reader = Reader(
                 catalog=Catalog(store),
                 state={component: model},

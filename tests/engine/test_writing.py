@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import random
+import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from holdfast import errors
 from holdfast.engine import writing
 from holdfast.engine.workers import Workers
-from holdfast.engine.writing import Document, FileToWrite, Phase, write_files
-from holdfast.format.blocks import block_digest, digest_blocks, num_blocks
+from holdfast.engine.writing import Document, FileToWrite, Phase, WrittenFile, write_files
+from holdfast.format.blocks import block_digest, digest_blocks, num_blocks, split
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
@@ -69,7 +72,7 @@ def write(
     pools: tuple[Workers, Workers],
     phase: Phase | None = None,
     timeout_s: float = 60,
-) -> dict[str, bytes]:
+) -> dict[str, WrittenFile]:
     workers, writers = pools
     return write_files(
         store,
@@ -97,8 +100,147 @@ def test_every_file_is_there_with_the_digests_of_its_blocks(
     document = FileToWrite(key="f/tree", content=Document(b"{}"))
     files = [*files_of(), document]
     found = write(store, files, pools)
-    assert found == {file.key: digest_blocks(file.content.data) for file in files}
+    assert found == {
+        file.key: WrittenFile(digests=digest_blocks(file.content.data)) for file in files
+    }
     assert {key: store.get(key) for key in found} == {f.key: f.content.data for f in files}
+
+
+class Reversing:
+    """An encoder whose blocks are longer or shorter than the plain ones."""
+
+    def encode(self, number: int, plain: memoryview) -> bytes:
+        data = bytes(plain[::-1])
+        return data + b"more" * number if number % 2 else data[: -(-len(data) // 3)]
+
+
+@pytest.mark.parametrize("at_once", [1, 64])
+@pytest.mark.parametrize("kind", ["local", "memory", "whole"])
+def test_encoded_blocks_lie_one_behind_the_other(
+    tmp_path: Path,
+    pools: tuple[Workers, Workers],
+    monkeypatch: pytest.MonkeyPatch,
+    at_once: int,
+    kind: str,
+) -> None:
+    """The digests of the plain blocks stay what they are; those of the stored ones are beside."""
+    monkeypatch.setattr(writing, "FILES_AT_ONCE", at_once)
+    store: Store = LocalStore(tmp_path / "root") if kind == "local" else MemoryStore()
+    if isinstance(store, LocalStore):
+        store.make_folder("f")
+    if kind == "whole":
+        store = Whole(store)
+    encoder = Reversing()
+    plain, document = files_of()[2], FileToWrite(key="f/d", content=Document(b"{}"))
+    files = [
+        *(
+            FileToWrite(key=f"f/e{n}", content=file.content, encoder=encoder)
+            for n, file in enumerate([*files_of((*SIZES, 5 * BLOCK_NBYTES)), document])
+        ),
+        plain,
+        document,
+    ]
+    found = write(store, files, pools)
+    for file in files:
+        data = file.content.data
+        assert found[file.key].digests == digest_blocks(data)
+        blocks = [
+            encoder.encode(n, memoryview(data)[start:stop])
+            for n, (start, stop) in enumerate(split(len(data)))
+        ]
+        stored = found[file.key].stored
+        if file.encoder is None:
+            assert stored is None
+            assert store.get(file.key) == data
+        else:
+            assert stored is not None
+            assert stored.lengths == tuple(map(len, blocks))
+            assert stored.digests == b"".join(map(block_digest, blocks))
+            assert store.get(file.key) == b"".join(blocks)
+        assert getattr(file.content, "unwritten", set()) == set()
+
+
+class Whole:
+    """A store that takes only whole objects."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> object:
+        if name in ("create", "read_into", "link"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+class Counting:
+    """An encoder that says how many of its blocks are alive."""
+
+    def __init__(self) -> None:
+        self.alive = 0
+        self.most = 0
+        self._lock = threading.Lock()
+
+    def encode(self, number: int, plain: memoryview) -> memoryview:
+        with self._lock:
+            self.alive += 1
+            self.most = max(self.most, self.alive)
+        data = bytearray(1)
+        block = np.frombuffer(data, np.uint8)
+        weakref.finalize(block, self._gone)
+        return memoryview(block)
+
+    def _gone(self) -> None:
+        with self._lock:
+            self.alive -= 1
+
+
+def test_a_bounded_number_of_encoded_blocks_waits(pools: tuple[Workers, Workers]) -> None:
+    """However large the file is, and however slow the store."""
+    encoder = Counting()
+    data = bytes(4 * writing.ENCODED_AT_ONCE * BLOCK_NBYTES)
+    write(MemoryStore(), [FileToWrite(key="a", content=Held(data), encoder=encoder)], pools)
+    assert encoder.most <= writing.ENCODED_AT_ONCE + 2
+
+
+class Broken:
+    """An encoder that fails."""
+
+    def encode(self, number: int, plain: memoryview) -> bytes:
+        if number == 1:
+            raise RuntimeError("no memory for a block")
+        return bytes(plain)
+
+
+def test_an_encoder_that_fails_ends_everything(
+    tmp_path: Path, pools: tuple[Workers, Workers]
+) -> None:
+    """R7: the error comes through, and nothing is left open or half written."""
+    store = LocalStore(tmp_path)
+    store.make_folder("f")
+    before = set(os.listdir("/proc/self/fd"))
+    content = Held(noise(5 * BLOCK_NBYTES))
+    with pytest.raises(RuntimeError, match="no memory for a block"):
+        write(store, [FileToWrite(key="f/a", content=content, encoder=Broken())], pools)
+    assert os.listdir(tmp_path / "f") == []
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("op", ["create", "write", "finish"])
+def test_a_store_that_fails_ends_the_encoding_too(
+    tmp_path: Path, pools: tuple[Workers, Workers], op: str
+) -> None:
+    """R7: invariant 2 holds for files that are encoded."""
+    inner = LocalStore(tmp_path)
+    inner.make_folder("f")
+    fault = Fault(kind="fail", op=op, at=0, error=errors.StoreError("EIO"))  # type: ignore[arg-type]
+    content = Held(noise(20 * BLOCK_NBYTES))
+    with pytest.raises(errors.StoreError, match="EIO"):
+        write(
+            FaultyStore(inner, [fault]),
+            [FileToWrite(key="f/a", content=content, encoder=Reversing())],
+            pools,
+        )
+    assert os.listdir(tmp_path / "f") == []
 
 
 @pytest.mark.parametrize(

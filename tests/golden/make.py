@@ -1,4 +1,4 @@
-"""Makes the golden roots in `v1/`: `python -m tests.golden.make`.
+"""Makes the golden roots in `v1/`: `python -m tests.golden.make [NAME …]`.
 
 They were made once. Running it again makes new ones beside what the tests expect of the old ones;
 that is right only for a new version of the format.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import random
 import shutil
 import struct
+import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from http import HTTPStatus
 from pathlib import Path
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from holdfast.format.codec import Compression
 from holdfast.format.manifest import Aborted, Deleted, encode_aborted, encode_deleted
 from holdfast.format.nodes import EnumValue
 from holdfast.format.records import Process, Retired, encode_retired
@@ -235,13 +237,47 @@ def make_thinned(root: Path) -> None:
             only.save(step).wait()
 
 
-def main() -> None:
-    """Make every golden root anew."""
-    shutil.rmtree(V1, ignore_errors=True)
-    make_all({"run": make_run, "types": make_types, "thinned": make_thinned})
+COMPRESSION: Mapping[str, Compression] = {
+    "zstd": Compression(codec="zstd"),
+    "lz4": Compression(codec="lz4"),
+    "byte": Compression(codec="blosc2", shuffle="byte"),
+    "bit": Compression(codec="blosc2", shuffle="bit", inner="lz4"),
+}
 
 
-def make_all(roots: Mapping[str, Callable[[Path], None]]) -> None:
+def compressed_state() -> dict[str, Any]:
+    """The state of the root `compressed`: a component for each way to compress, in two blocks."""
+    pattern = torch.arange(8, dtype=torch.int16).repeat(625_000)
+    components: dict[str, Any] = {
+        name: {"w": pattern + number, "few": torch.tensor([0.5, number])}
+        for number, name in enumerate(COMPRESSION)
+    }
+    components["zstd"]["names"] = ["a long list"] * 100_000
+    return {**components, "as_it_is": {"w": torch.arange(6)}, "rng": {"none": "of ours"}}
+
+
+def make_compressed(root: Path) -> None:
+    state = compressed_state()
+    with CheckpointManager(root, state, compress=COMPRESSION, sinks=(), preflight=False) as only:
+        only.save(1).wait()
+
+
+ROOTS: Mapping[str, Callable[[Path], None]] = {
+    "run": make_run,
+    "types": make_types,
+    "thinned": make_thinned,
+    "compressed": make_compressed,
+}
+
+
+def main(names: Sequence[str]) -> None:
+    """Make the golden roots of these names anew; without any, all of them."""
+    for name in names or ROOTS:
+        shutil.rmtree(V1 / name, ignore_errors=True)
+    make_all({name: ROOTS[name] for name in names or ROOTS})
+
+
+def make_all(roots: Mapping[str, Callable[[Path], None]], base: Path = V1) -> None:
     """Make some golden roots, as by the same process everywhere."""
     same = {
         "holdfast.manager.environment": {"host": "golden"},
@@ -252,10 +288,10 @@ def make_all(roots: Mapping[str, Callable[[Path], None]]) -> None:
     for patch in patches:
         patch.start()
     for name, make in roots.items():
-        make(V1 / name)
+        make(base / name)
     for patch in patches:
         patch.stop()
-    for path in (path for name in roots for path in (V1 / name).rglob("*")):
+    for path in (path for name in roots for path in (base / name).rglob("*")):
         if path.is_symlink():
             path.unlink()  # `latest` is for people, and git need not know links
         elif path.is_file():
@@ -263,4 +299,4 @@ def make_all(roots: Mapping[str, Callable[[Path], None]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

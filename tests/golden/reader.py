@@ -14,7 +14,10 @@ from datetime import datetime, timedelta
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import blosc2
+import lz4.frame
 import numpy as np
+import zstandard
 from blake3 import blake3
 
 FOLDER = re.compile(r".+\.[0-9]{4,10}-[0-9]{6,12}-[0-9a-f]{8}")
@@ -41,7 +44,7 @@ def strict_json(data: bytes) -> Any:
 def expect_version(document: Any) -> None:
     assert next(iter(document)) == "holdfast"
     assert document["holdfast"] == 1
-    assert document.get("requires", []) == []
+    assert set(document.get("requires", [])) <= {"codec"}
 
 
 def sealed(path: Path) -> dict[str, Any]:
@@ -63,6 +66,24 @@ def file_digest(nbytes: int, block_digests: bytes) -> str:
     return f"blake3:{hasher.hexdigest()}"
 
 
+def decoded(name: str, data: bytes, entry: Any, stored: Any, size: int) -> bytes:
+    """The plain bytes of a file that a codec made (section 8)."""
+    lengths, nbytes = stored["nbytes"], entry["nbytes"]
+    starts = [sum(lengths[:number]) for number in range(len(lengths))]
+    blocks = [data[at : at + length] for at, length in zip(starts, lengths, strict=True)]
+    digests = b"".join(blake3(block).digest() for block in blocks)
+    assert (len(data), digests.hex()) == (sum(lengths), stored["digests"])
+    codec = entry["stored"]["codec"]
+    digest = {"codec": codec, "nbytes": len(data), "digest": file_digest(len(data), digests)}
+    assert entry["stored"] == digest
+    assert name.endswith({"zstd": ".zst", "lz4": ".lz4", "blosc2": ".blosc2"}[codec])
+    decode = {"zstd": zstandard.decompress, "lz4": lz4.frame.decompress}.get(codec)
+    parts = [(decode or blosc2.decompress2)(block) for block in blocks]
+    sizes = [min(size, nbytes - start) for start in range(0, nbytes, size)]
+    assert [len(part) for part in parts] == sizes
+    return b"".join(parts)
+
+
 class Checkpoint:
     """One committed checkpoint: `manifest`, `marks`, `arrays` and `trees` by component."""
 
@@ -73,6 +94,7 @@ class Checkpoint:
         assert folder.name == f"{manifest['label']}.{epoch:04}-{sequence:06}-{id8}"
         self.marks = {path.name: sealed(path) for path in folder.iterdir() if MARK.match(path.name)}
         self.dropped = self._dropped()
+        self.files: dict[str, bytes] = {}
         self.index = self._index()
         left = [name for name in manifest["components"] if name not in self.dropped]
         self.arrays = {name: self._arrays(name) for name in left}
@@ -92,13 +114,20 @@ class Checkpoint:
         assert index["block_nbytes"] == size
         components = self.manifest["components"]
         lost = {file for name in self.dropped for file in components[name]["files"]}
+        stored = {n for n, entry in self.manifest["files"].items() if "stored" in entry}
+        assert stored == index.get("stored", {}).keys()
+        assert not stored or self.manifest["requires"] == ["codec"]
         for name, entry in self.manifest["files"].items():
             if name in lost:
                 continue
             data = (self.folder / name).read_bytes()
+            if name in stored:
+                data = decoded(name, data, entry, index["stored"][name], size)
+            self.files[name] = data
             parts = [data[start : start + size] for start in range(0, len(data), size)]
             digests = b"".join(blake3(part).digest() for part in parts)
-            assert entry == {"nbytes": len(data), "digest": file_digest(len(data), digests)}
+            assert entry["nbytes"] == len(data)
+            assert entry["digest"] == file_digest(len(data), digests)
             assert name == "index.json" or index["blocks"][name] == digests.hex()
         assert index["blocks"].keys() == self.manifest["files"].keys() - {"index.json"}
         return index
@@ -106,10 +135,10 @@ class Checkpoint:
     def _arrays(self, component: str) -> dict[str, np.ndarray[Any, Any]]:
         columns = self.index["components"][component]
         shards, listed = columns["shards"], self.manifest["components"][component]
-        assert listed["files"] == [f"{component}-00000.json", *columns["files"]]
+        assert listed["files"] == [self._tree_file(component), *columns["files"]]
         assert listed["num_tensors"] == len(columns["names"])
         assert shards["offsets"] is None is shards["sizes"]
-        images = [(self.folder / name).read_bytes() for name in columns["files"]]
+        images = [self.files[name] for name in columns["files"]]
         headers, found = [self._header(image, component) for image in images], {}
         places = zip(shards["tensor"], shards["file"], shards["start"], strict=True)
         for tensor, file, start in places:
@@ -135,8 +164,11 @@ class Checkpoint:
             for key, e in header.items()
         }
 
+    def _tree_file(self, component: str) -> str:
+        return next(name for name in self.files if name.startswith(f"{component}-00000.json"))
+
     def _tree(self, component: str) -> Any:
-        document = strict_json((self.folder / f"{component}-00000.json").read_bytes())
+        document = strict_json(self.files[self._tree_file(component)])
         expect_version(document)
         return Tree(self.arrays[component]).value(document["tree"])
 

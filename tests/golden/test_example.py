@@ -20,7 +20,7 @@ TENSORS = "state-00000.safetensors"
 
 
 def section() -> str:
-    return PAGE.read_text("utf-8").split("## 8. A worked example\n")[1]
+    return PAGE.read_text("utf-8").split("## 9. A worked example\n")[1].split("\n## ")[0]
 
 
 def blocks() -> dict[str, str]:

@@ -18,11 +18,13 @@ from http import HTTPStatus
 from pathlib import Path, PurePath
 from typing import Any
 
+import lz4.frame
 import numpy as np
 import pytest
 import safetensors
 import safetensors.torch
 import torch
+import zstandard
 from tests.golden import make, reader
 
 from holdfast import errors
@@ -271,7 +273,7 @@ def test_verify_finds_every_byte_right(case: str) -> None:
     notes = [note for report in found.checkpoints for note in report.notes]
     dropped = ["component slots was dropped by retention"]
     assert notes == (dropped if case == "thinned" else [])
-    assert len(found.checkpoints) == {"run": 2, "types": 1, "thinned": 2}[case]
+    assert len(found.checkpoints) == {"run": 2, "types": 1, "thinned": 2, "compressed": 1}[case]
 
 
 def test_what_is_left_of_a_thinned_checkpoint_is_read(tmp_path: Path) -> None:
@@ -295,6 +297,45 @@ def test_a_second_reader_reads_what_is_left() -> None:
     assert (older.dropped, newer.dropped) == ({"slots"}, set())
     assert older.trees["weights"]["w"].tolist() == [[1.0] * 3] * 2
     assert newer.trees["slots"]["step"] == 2
+
+
+def test_what_codecs_made_is_read(tmp_path: Path) -> None:
+    """R21: by both readers; each way to compress is a component of its own."""
+    expected, live = make.compressed_state(), make.compressed_state()
+    for tree in live.values():
+        tree.clear()
+    with manager(copy_of("compressed", tmp_path), live) as loading:
+        found = loading.resume()
+    assert found is not None
+    _, (second,) = reader.read_root(V1 / "compressed")
+    for name, tree in expected.items():
+        assert [*live[name]] == [*tree]
+        for key, value in tree.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(live[name][key], value)
+                assert second.trees[name][key].tolist() == value.tolist()
+            else:
+                assert live[name][key] == second.trees[name][key] == value
+    names = {path.name for path in folder_of("compressed", 1).iterdir()}
+    assert names == {
+        *("manifest.json", "index.json", "as_it_is-00000.json", "as_it_is-00000.safetensors"),
+        *("zstd-00000.json.zst", "lz4-00000.json", "byte-00000.json", "bit-00000.json"),
+        *("zstd-00000.safetensors.zst", "lz4-00000.safetensors.lz4", "rng-00000.json"),
+        *("byte-00000.safetensors.blosc2", "bit-00000.safetensors.blosc2"),
+    }
+
+
+def test_the_tools_of_the_formats_give_the_plain_files(tmp_path: Path) -> None:
+    """Issue 5: whoever has only `zstd` or `lz4` can get at the weights."""
+    folder, expected = folder_of("compressed", 1), make.compressed_state()
+    plain = tmp_path / "plain.safetensors"
+    with (folder / "zstd-00000.safetensors.zst").open("rb") as file, plain.open("wb") as out:
+        reading = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+        shutil.copyfileobj(reading, out)
+    assert torch.equal(safetensors.torch.load_file(plain)["w"], expected["zstd"]["w"])
+    with lz4.frame.open(folder / "lz4-00000.safetensors.lz4") as source:
+        plain.write_bytes(source.read())
+    assert torch.equal(safetensors.torch.load_file(plain)["w"], expected["lz4"]["w"])
 
 
 @pytest.mark.parametrize("path", sorted(V1.rglob("*.safetensors")), ids=lambda path: path.name)
@@ -421,8 +462,9 @@ def test_the_second_reader_uses_nothing_of_ours() -> None:
     named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     named |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
     own = {"__future__", "base64", "json", "re", "struct", "collections", "datetime", "pathlib"}
-    assert named - own <= {"typing", "numpy", "blake3"}
-    assert len(text.splitlines()) <= 220
+    codecs = {"zstandard", "lz4.frame", "blosc2"}
+    assert named - own - codecs <= {"typing", "numpy", "blake3"}
+    assert len(text.splitlines()) <= 260
 
 
 def test_the_golden_files_are_small() -> None:
@@ -437,18 +479,23 @@ def longer(data: bytearray) -> None:
     data.append(0)
 
 
+DAMAGED = [*folder_of("types", 1).iterdir(), *folder_of("compressed", 1).iterdir()]
+
+
 @pytest.mark.parametrize("damage", [wrong_byte, longer])
-@pytest.mark.parametrize("path", sorted(folder_of("types", 1).iterdir()), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted(DAMAGED), ids=lambda p: p.name)
 def test_both_readers_notice_a_changed_byte(
     tmp_path: Path, path: Path, damage: Callable[[bytearray], None]
 ) -> None:
     """R15, D14: so that the tests above are not vacuous."""
-    root = copy_of("types", tmp_path)
-    copied = root / path.relative_to(V1 / "types")
+    case = path.parent.parent.name
+    root = copy_of(case, tmp_path)
+    copied = root / path.relative_to(V1 / case)
     data = bytearray(copied.read_bytes())
     damage(data)
     copied.write_bytes(data)
     with pytest.raises((AssertionError, ValueError)):
         reader.read_root(root)
-    with manager(root, types_live()) as loading, pytest.raises(errors.FormatError):
-        loading.load(folder_of("types", 1).name)
+    live = types_live() if case == "types" else make.compressed_state()
+    with manager(root, live) as loading, pytest.raises(errors.FormatError):
+        loading.load(path.parent.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import UsageError
+from holdfast.keys import Encryption, generate
 from holdfast.store.memory import MemoryStore
 from holdfast.train import making
 from train.small import make, network
@@ -86,3 +88,20 @@ def test_what_is_no_time_is_refused(max_time: Any) -> None:
 def test_times_are_seconds() -> None:
     assert making.checked_max_time_s("3h50min") == 13_800.0
     assert making.checked_max_time_s(None) == float("inf")
+
+
+def test_a_sealed_run_goes_on_and_writes_no_log_beside_its_checkpoints(tmp_path: Path) -> None:
+    """R34: metrics would be in it."""
+    encrypt = Encryption(keys=generate())
+    with pytest.raises(UsageError, match="not sealed"):
+        make(tmp_path / "root", encrypt=encrypt)
+    make(tmp_path / "root", encrypt=encrypt, log=False).fit("4step")
+    make(tmp_path / "root", encrypt=encrypt, log=False).fit("6step")
+    whole = make(tmp_path / "whole")
+    whole.fit("6step")
+    sealed = make(tmp_path / "root", encrypt=encrypt, log=False)
+    sealed.fit("6step")
+    assert torch.equal(sealed.model[0].weight, whole.model[0].weight)
+    paths = [path for path in (tmp_path / "root").rglob("*") if path.is_file()]
+    stored = b"".join(path.read_bytes() for path in paths)
+    assert b"draw" not in stored

@@ -16,7 +16,7 @@ from holdfast.engine.commit import mark_aborted, remove_files
 from holdfast.engine.documents import read_if_there
 from holdfast.engine.leases import find_leases
 from holdfast.engine.process import Liveness, is_this_process, liveness
-from holdfast.errors import FormatError, StoreError
+from holdfast.errors import FormatError, SealError, StoreError
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
@@ -133,7 +133,10 @@ def _visit(
     store: Store, name: AttemptName, judge: _Judge, report: GcReport, *, dry_run: bool
 ) -> None:
     folder = str(name)
-    register = Catalog(store).read(folder)
+    try:
+        register = Catalog(store).read(folder)
+    except SealError:
+        return  # it is committed, whatever is in it
     if isinstance(register, Manifest):
         return
     if register is None and judge.is_live(name.epoch):
@@ -199,7 +202,7 @@ def _sweep_leases(store: Store, report: GcReport, *, dry_run: bool) -> None:
 def _is_committed(store: Store, folder: str) -> bool:
     try:
         return isinstance(Catalog(store).read(folder), Manifest)
-    except FormatError:
+    except (FormatError, SealError):
         return True
 
 
@@ -228,7 +231,8 @@ def _sweep(
             report.removed.append((name.rstrip("/"), f"{what} that did not end"))
     if not isinstance(store, Folders):
         return
-    committed = [entry.folder for entry in Catalog(store).checkpoints()]
+    folders = map(str, Catalog(store).attempts())
+    committed = [folder for folder in folders if _is_committed(store, folder)]
     # An owner's own heartbeat may be under way among the claims, and requests of others to it.
     claims = [layout.WRITERS, layout.REQUESTS] if own_epoch is None else []
     # A reader may be renewing its lease among the others.

@@ -10,7 +10,7 @@ from holdfast.care.verify import verify
 from holdfast.engine.catalog import Catalog
 from holdfast.engine.commit import check_fence
 from holdfast.engine.documents import read_document
-from holdfast.engine.tiers.pieces import Piece, length, pieces_of
+from holdfast.engine.tiers.pieces import Piece, groups_of, length, pieces_of
 from holdfast.errors import CorruptData, FormatError, NoCheckpoint, StoreError
 from holdfast.format import layout
 from holdfast.format.blocks import check_block, digest_blocks, file_digest
@@ -91,8 +91,12 @@ def _replace(
     try:
         writer = local.create(aside, nbytes)
         try:
-            for piece in pieces:
-                writer.write(piece.start, memoryview(_fetch(remote, key, piece)))
+            for group in groups_of(pieces):
+                first = group.pieces[0].start
+                data = b"".join(_fetch(remote, key, piece) for piece in group.pieces)
+                writer.write(
+                    group.start, memoryview(data)[group.start - first : group.stop - first]
+                )
             writer.finish()
         except BaseException:
             writer.abort()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 
 from msgspec import structs
@@ -67,6 +67,10 @@ class _RemoteSide:
     @property
     def has_committed(self) -> bool:
         return self._owner.remote_has_committed
+
+    @property
+    def unclear(self) -> Collection[str]:
+        return self._owner.remote_unclear
 
 
 class Mirror:
@@ -513,6 +517,9 @@ class Mirror:
             if self._waits(entry):
                 self._fail(error, entry)
         else:
+            if cost.is_unclear:
+                self._owner.remote_is_clean = False
+                self._owner.remote_unclear.add(folder)
             self._end(entry, claim)
             self._follow_up(entry, cost)
 

@@ -9,10 +9,12 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 from functools import partial
 
+from holdfast.engine.blockreading import FileBlocks, decode_block, read_block
 from holdfast.engine.documents import read_document
 from holdfast.engine.workers import Workers
-from holdfast.errors import DeadlineExceeded, FormatError, HoldfastError, StoreError
-from holdfast.format.blocks import block_digest
+from holdfast.errors import CorruptData, DeadlineExceeded, FormatError, HoldfastError, StoreError
+from holdfast.format.blocks import block_digest, split
+from holdfast.format.manifest import FileEntry
 from holdfast.format.tensors import header_nbytes
 from holdfast.store.base import Store
 
@@ -23,13 +25,18 @@ READ_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One stretch of a file. `expected` is its digest, empty where the index is lost."""
+    """One stored block. `expected` is its digest, empty where the index is lost."""
 
     file: str
     number: int
     start: int
+    """First byte in the file as it lies there; `stop` is behind the last one."""
     stop: int
     expected: bytes
+    plain: tuple[int, int]
+    """First byte, and the one behind the last, of the plain block."""
+    made_by: FileBlocks | None = None
+    """What to decode it with, for one that a codec made; None: it is not decoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +73,26 @@ class FolderReader:
         """All bytes of a file that may have at most `max_nbytes`."""
         return read_document(self._store, f"{self._folder}/{file}", max_nbytes=max_nbytes)
 
-    def header(self, file: str, file_nbytes: int) -> bytes:
-        """What comes before the data of a tensor file of `file_nbytes` bytes."""
-        key = f"{self._folder}/{file}"
-        first = self._store.get(key, 0, 8)
-        return self._store.get(key, 0, header_nbytes(first, file_nbytes=file_nbytes, what=file))
+    def header(self, file: str, listed: FileEntry, made_by: FileBlocks | None) -> bytes:
+        """What comes before the data of a tensor file."""
+        first = self.beginning(file, 8, listed, made_by)
+        nbytes = header_nbytes(first, file_nbytes=listed.nbytes, what=file)
+        return self.beginning(file, nbytes, listed, made_by)
+
+    def beginning(
+        self, file: str, nbytes: int, listed: FileEntry, made_by: FileBlocks | None
+    ) -> bytes:
+        """The first plain bytes of a file, which a codec may have made."""
+        nbytes = min(nbytes, listed.nbytes)
+        if made_by is None:
+            return self._store.get(f"{self._folder}/{file}", 0, nbytes)
+        size = made_by.block_nbytes
+        data = bytearray(min(-(-nbytes // size) * size, listed.nbytes))
+        for number, (start, stop) in enumerate(split(len(data), size)):
+            fault = read_block(self._store, made_by, number, memoryview(data)[start:stop])
+            if fault:
+                raise CorruptData(f"{file}: block {number} {fault}")
+        return bytes(data[:nbytes])
 
     def look(self, block: Block) -> Seen:
         """Read a block, and once more when it is not what it should be."""
@@ -87,7 +109,13 @@ class FolderReader:
             )
         except (StoreError, FormatError) as error:
             return Seen(block=block, error=error)
-        return Seen(block=block, digest=block_digest(data))
+        digest = block_digest(data)
+        made_by = block.made_by
+        if made_by is not None and digest == block.expected:
+            plain = memoryview(bytearray(block.plain[1] - block.plain[0]))
+            if fault := decode_block(made_by, block.number, memoryview(data), plain):
+                return Seen(block=block, digest=digest, error=CorruptData(fault))
+        return Seen(block=block, digest=digest)
 
 
 def look_at(reader: FolderReader, blocks: Sequence[Block]) -> Iterator[Seen]:

@@ -7,7 +7,7 @@ few blocks and one document in memory.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any, TypeAlias
 
@@ -15,6 +15,8 @@ import msgspec
 
 from holdfast.care.findings import Problem, Report, RootReport
 from holdfast.care.reading import Block, FolderReader, Seen, look_at
+from holdfast.care.scrub import scrub
+from holdfast.engine.blockreading import FileBlocks
 from holdfast.engine.catalog import Catalog
 from holdfast.engine.documents import read_document
 from holdfast.engine.leases import leased
@@ -22,13 +24,16 @@ from holdfast.engine.parts import Parts, parts_of
 from holdfast.errors import (
     FormatError,
     HoldfastError,
+    MissingKey,
     NoCheckpoint,
     NotFound,
     StoreError,
+    UnsupportedVersion,
     is_damage,
 )
 from holdfast.format import layout
 from holdfast.format.blocks import DIGEST_NBYTES, digest_blocks, file_digest, split
+from holdfast.format.envelope import MAX_MARK_NBYTES, check_mark, decode_box, is_mark
 from holdfast.format.index import Index, decode_index
 from holdfast.format.manifest import (
     MAX_JSON_FILE_NBYTES,
@@ -67,28 +72,39 @@ def _sidecar_decoder(name: str) -> Callable[..., object] | None:
         return decode_retired
     if layout.parse_thinned(name) is not None:
         return decode_thinned
+    if layout.parse_keys(name) is not None:
+        return decode_box
     return decode_rejected if name == layout.REJECTED else None
 
 
-def verify(store: Store, folder: str, *, progress: Progress | None = None) -> Report:
+def verify(
+    store: Store, folder: str, *, progress: Progress | None = None, decode: bool = True
+) -> Report:
     """Check every byte of the checkpoint in `folder`.
 
-    A block that differs is read a second time; when it is right then, the report only notes it.
-    So it notes components that retention has dropped.
+    Blocks that a codec made are compared as they lie there, and unless `decode` is False they are
+    decoded too; the report notes where the package for it is missing. A block that differs is read
+    a second time; when it is right then, the report only notes it. So it notes components that
+    retention has dropped. Of a sealed one, without a key, the stored bytes are compared.
 
     Raises:
         NoCheckpoint: the folder holds no committed checkpoint, or no longer does.
         DeadlineExceeded: the storage did not answer for `READ_TIMEOUT_S`.
     """
     while True:
-        inspection = _Inspection(store, folder, progress)
-        report = inspection.run()
+        inspection = _Inspection(store, folder, progress, decode=decode)
+        try:
+            report = inspection.run()
+        except MissingKey:
+            return scrub(store, folder, progress=progress)
         # What retention dropped meanwhile is not damaged: look again without it.
         if report.ok or not inspection.lost_parts():
             return report
 
 
-def verify_kept(store: Store, folder: str, *, progress: Progress | None = None) -> Report:
+def verify_kept(
+    store: Store, folder: str, *, progress: Progress | None = None, decode: bool = True
+) -> Report:
     """`verify` under a lease, so that retention does not delete the checkpoint meanwhile.
 
     Raises:
@@ -98,11 +114,11 @@ def verify_kept(store: Store, folder: str, *, progress: Progress | None = None) 
         # One that goes already is read as long as it is there.
         with suppress(NoCheckpoint):
             stack.enter_context(leased(store, folder))
-        return verify(store, folder, progress=progress)
+        return verify(store, folder, progress=progress, decode=decode)
 
 
 def verify_root(
-    store: Store, *, progress: Progress | None = None, keeps: bool = False
+    store: Store, *, progress: Progress | None = None, keeps: bool = False, decode: bool = True
 ) -> RootReport:
     """Check every committed checkpoint of a root, and its claims.
 
@@ -116,7 +132,8 @@ def verify_root(
     notes: list[str] = []
     for name in sorted((name for name in names if name is not None), reverse=True):
         try:
-            reports.append((verify_kept if keeps else verify)(store, str(name), progress=progress))
+            check = verify_kept if keeps else verify
+            reports.append(check(store, str(name), progress=progress, decode=decode))
         except NoCheckpoint as error:
             notes.append(str(error))
     return RootReport(
@@ -146,8 +163,13 @@ def _check_claims(store: Store) -> Iterator[Problem]:
 class _Inspection:
     """One checkpoint under inspection, and what was found so far."""
 
-    def __init__(self, store: Store, folder: str, progress: Progress | None) -> None:
+    def __init__(
+        self, store: Store, folder: str, progress: Progress | None, *, decode: bool
+    ) -> None:
         self._store = store
+        self._decode = decode
+        self._made_by: dict[str, FileBlocks] = {}
+        """By file: what decodes it, where a codec made it and it is to be decoded."""
         self._folder = folder
         self._reader = FolderReader(store, folder)
         self._progress = progress
@@ -271,12 +293,12 @@ class _Inspection:
     def _contents(self, manifest: Manifest, index: Index | None) -> set[str]:
         """Compare the bytes of every file but the index; the names of those that differ."""
         num_before = len(self._problems)
-        block_nbytes = manifest.block_nbytes if index is None else index.block_nbytes
         files = {file: entry for file, entry in manifest.files.items() if file != layout.INDEX}
+        if index is not None and self._decode:
+            self._made_by = self._decoders(files, index)
         jobs: list[Block] = []
         for file, listed in files.items():
-            digests = b"" if index is None else index.blocks[file]
-            jobs += self._blocks_to_read(file, listed, digests, block_nbytes)
+            jobs += self._blocks_to_read(file, listed, index, manifest.block_nbytes)
         found = dict.fromkeys(files, b"")
         for seen in look_at(self._reader, jobs):
             self._judge(seen)
@@ -287,8 +309,22 @@ class _Inspection:
                 damaged |= self._check_whole(file, files[file], found[file])
         return damaged
 
+    def _decoders(self, files: Mapping[str, FileEntry], index: Index) -> dict[str, FileBlocks]:
+        found: dict[str, FileBlocks] = {}
+        missing: dict[str, str] = {}
+        for file, listed in files.items():
+            if listed.stored is not None:
+                try:
+                    found[file] = FileBlocks.of(self._folder, file, listed, index)
+                except UnsupportedVersion as error:
+                    missing[listed.stored.codec] = str(error)
+        self._notes += [f"not decoded: {text}" for text in missing.values()]
+        return found
+
     def _check_whole(self, file: str, listed: FileEntry, digests: bytes) -> set[str]:
         """Without the index only the digest of a whole file is known, from the manifest."""
+        if listed.stored is not None:
+            return {file}  # nobody knows where its blocks begin
         digest = file_digest(listed.nbytes, digests)
         if digest == listed.digest:
             return set()
@@ -296,12 +332,19 @@ class _Inspection:
         return {file}
 
     def _blocks_to_read(
-        self, file: str, listed: FileEntry, digests: bytes, block_nbytes: int
+        self, file: str, listed: FileEntry, index: Index | None, block_nbytes: int
     ) -> list[Block]:
         """The blocks that lie wholly inside the file as it is now."""
-        nbytes = self._size(file, listed, block_nbytes)
-        if nbytes < listed.nbytes:
-            nbytes -= nbytes % block_nbytes
+        nbytes = self._size(file, listed, index, block_nbytes)
+        if listed.stored is None:
+            spans = split(min(nbytes, listed.nbytes), block_nbytes)
+            whole = spans if nbytes >= listed.nbytes else spans[: nbytes // block_nbytes]
+            digests = b"" if index is None else index.blocks[file]
+        elif index is None:
+            whole, digests = [], b""  # nobody knows where its blocks begin
+        else:
+            spans, digests = index.stored[file].spans(), index.stored[file].digests
+            whole = spans[: sum(stop <= nbytes for _, stop in spans)]
         blocks = [
             Block(
                 file=file,
@@ -309,13 +352,18 @@ class _Inspection:
                 start=start,
                 stop=stop,
                 expected=digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES],
+                plain=(
+                    number * block_nbytes,
+                    min((number + 1) * block_nbytes, listed.nbytes),
+                ),
+                made_by=self._made_by.get(file),
             )
-            for number, (start, stop) in enumerate(split(min(nbytes, listed.nbytes), block_nbytes))
+            for number, (start, stop) in enumerate(whole)
         ]
-        self._advance(listed.nbytes - (blocks[-1].stop if blocks else 0))
+        self._advance(listed.stored_nbytes - (blocks[-1].stop if blocks else 0))
         return blocks
 
-    def _size(self, file: str, listed: FileEntry, block_nbytes: int) -> int:
+    def _size(self, file: str, listed: FileEntry, index: Index | None, block_nbytes: int) -> int:
         """Length of the file as it is; 0 when there is none to read."""
         try:
             nbytes = self._reader.size(file)
@@ -325,14 +373,19 @@ class _Inspection:
         except StoreError as error:
             self._problem(file, error, tensors=self._tensors(file, 0, listed.nbytes))
             return 0
-        if nbytes != listed.nbytes:
-            start = min(nbytes, listed.nbytes) // block_nbytes * block_nbytes
+        if nbytes != listed.stored_nbytes:
+            lost_from = nbytes // block_nbytes * block_nbytes
+            if listed.stored is not None and index is not None:
+                spans = index.stored[file].spans()
+                lost_from = block_nbytes * sum(stop <= nbytes for _, stop in spans)
             self._problem(
                 file,
                 "wrong length",
-                expected=f"{listed.nbytes} bytes",
+                expected=f"{listed.stored_nbytes} bytes",
                 found=f"{nbytes} bytes",
-                tensors=self._tensors(file, start, listed.nbytes) if nbytes < listed.nbytes else (),
+                tensors=self._tensors(file, lost_from, listed.nbytes)
+                if nbytes < listed.stored_nbytes
+                else (),
             )
         return nbytes
 
@@ -349,7 +402,7 @@ class _Inspection:
             block=block.number,
             start=block.start,
             nbytes=block.stop - block.start,
-            tensors=self._tensors(block.file, block.start, block.stop),
+            tensors=self._tensors(block.file, *block.plain),
             expected="" if seen.error else block.expected.hex(),
             found=seen.digest.hex(),
         )
@@ -366,17 +419,18 @@ class _Inspection:
                     found=str(len(tensors)),
                 )
             for file in component.files:
-                if file in damaged:
+                listed = manifest.files[file]
+                if file in damaged or (listed.stored is not None and file not in self._made_by):
                     continue
                 try:
-                    if file.endswith(".json"):
-                        self._tree(file, frozenset(tensors))
+                    if layout.plain_file(file).endswith(".json"):
+                        self._tree(file, listed, frozenset(tensors))
                     else:
-                        self._header(file, manifest.files[file].nbytes, index, name)
+                        self._header(file, listed, index, name)
                 except (FormatError, StoreError) as error:
                     self._problem(file, error)
 
-    def _tree(self, file: str, keys: frozenset[str]) -> None:
+    def _tree(self, file: str, listed: FileEntry, keys: frozenset[str]) -> None:
         wanted: set[str] = set()
 
         def note_key(node: Any) -> Any:
@@ -384,15 +438,15 @@ class _Inspection:
                 wanted.add(node.key)
             return node
 
-        data = self._reader.document(file, MAX_JSON_FILE_NBYTES)
+        data = self._reader.beginning(file, listed.nbytes, listed, self._made_by.get(file))
         decode_tree(data, lift=note_key, what=file)
         unknown = sorted(wanted - keys)
         if unknown:
             self._problem(file, "names tensors that the index lacks", tensors=tuple(unknown))
 
-    def _header(self, file: str, file_nbytes: int, index: Index, component: str) -> None:
-        head = self._reader.header(file, file_nbytes)
-        found = parse_header(head, file_nbytes=file_nbytes, what=file)
+    def _header(self, file: str, listed: FileEntry, index: Index, component: str) -> None:
+        head = self._reader.header(file, listed, self._made_by.get(file))
+        found = parse_header(head, file_nbytes=listed.nbytes, what=file)
         expected = _expected_header(index, component, file)
         for key in sorted({*found, *expected}):
             if found.get(key) != expected.get(key):
@@ -410,7 +464,11 @@ class _Inspection:
             decode = _sidecar_decoder(name)
             if decode is not None:
                 try:
-                    decode(self._reader.document(name, _MAX_RECORD_NBYTES), what=name)
+                    data = self._reader.document(name, MAX_MARK_NBYTES)
+                    if is_mark(data):  # beside a manifest that cannot be opened
+                        check_mark(data, name, what=name)
+                    else:
+                        decode(data, what=name)
                 except NotFound:
                     continue
                 except (FormatError, StoreError) as error:

@@ -14,6 +14,7 @@ import typer
 from holdfast.cli import options
 from holdfast.cli.options import AsJson
 from holdfast.cli.output import Answer, Code, give, give_error
+from holdfast.cli.unlocking import NAMED, KeySources
 from holdfast.errors import HoldfastError
 
 P = ParamSpec("P")
@@ -25,6 +26,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Look after the checkpoints of training runs.",
 )
+
+keys_app = typer.Typer(
+    no_args_is_help=True, help="Make keys, and say who can open sealed checkpoints."
+)
+app.add_typer(keys_app, name="keys")
 
 
 def run() -> NoReturn:
@@ -52,8 +58,20 @@ def _top(
             "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
+    key_files: options.KeyFiles = None,
+    key_variables: options.KeyVariables = None,
+    key_commands: options.KeyCommands = None,
+    accept_plain: options.AcceptPlain = False,
 ) -> None:
     """Look after the checkpoints of training runs."""
+    NAMED.set(
+        KeySources(
+            files=key_files or (),
+            variables=key_variables or (),
+            commands=key_commands or (),
+            accepts_plain=accept_plain,
+        )
+    )
 
 
 def _ending(command: Callable[P, Answer | int]) -> Callable[P, None]:
@@ -107,11 +125,13 @@ def show(
 
 @app.command()
 @_ending
-def verify(target: options.Target, as_json: AsJson = False) -> Answer:
+def verify(
+    target: options.Target, seen: options.SeenCommit = None, as_json: AsJson = False
+) -> Answer:
     """Read every byte again and compare; without @WHICH all checkpoints of the root."""
     from holdfast.cli.verify import check
 
-    return check(target)
+    return check(target, seen=seen)
 
 
 @app.command()
@@ -255,6 +275,43 @@ def supervise(
         grace=grace,
         as_json=as_json,
     )
+
+
+@keys_app.command("generate")
+@_ending
+def keys_generate(
+    path: options.NewKeyFile, pair: options.Pair = False, as_json: AsJson = False
+) -> Answer:
+    """Make a new key and write it into a new file."""
+    from holdfast.cli.keys import generate
+
+    return generate(path, pair=pair)
+
+
+@keys_app.command("list")
+@_ending
+def keys_list(root: options.Root, as_json: AsJson = False) -> Answer:
+    """Say of every sealed checkpoint which keys open it. No key is needed."""
+    from holdfast.cli.keys import list_recipients
+
+    return list_recipients(root)
+
+
+@keys_app.command("rotate")
+@_ending
+def keys_rotate(
+    root: options.Root,
+    to_files: options.ToFiles = None,
+    to_variables: options.ToVariables = None,
+    to_commands: options.ToCommands = None,
+    keep_old: options.KeepOld = False,
+    as_json: AsJson = False,
+) -> Answer:
+    """Let other keys open every sealed checkpoint of a root; nothing else is written."""
+    from holdfast.cli.keys import rotate
+
+    to = KeySources(files=to_files or (), variables=to_variables or (), commands=to_commands or ())
+    return rotate(root, to, keep_old=keep_old)
 
 
 @app.command()

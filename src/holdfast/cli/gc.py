@@ -9,6 +9,7 @@ import typer
 from holdfast.care.gc import GcReport, collect
 from holdfast.cli.output import Answer, Code, printable, size
 from holdfast.cli.target import open_root
+from holdfast.cli.unlocking import inner
 from holdfast.engine.catalog import Catalog
 from holdfast.engine.claim import is_closed
 from holdfast.engine.process import liveness
@@ -24,7 +25,7 @@ def clean(root: str, *, dry_run: bool, dead_epochs: Collection[int]) -> Answer:
         NoCheckpoint: not a root.
         UsageError: an epoch was named dead whose process lives on this host, or that never was.
     """
-    store = open_root(root)
+    store = inner(open_root(root))  # no key is needed to see what is not committed
     for epoch in dead_epochs:
         _check_dead(store, epoch)
     report = collect(store, dry_run=dry_run, dead_epochs=dead_epochs, emit=Emitter((_tell,)))

@@ -23,9 +23,63 @@ One = Annotated[str, typer.Argument(metavar="ROOT@WHICH", help=_WHICH)]
 AsJson = Annotated[bool, typer.Option("--json", help="Answer with one JSON object.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done; touch nothing.")]
 
+# Before the command
+
+KeyFiles = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--key-file",
+        metavar="PATH",
+        envvar="HOLDFAST_KEY_FILE",
+        help="File with keys that open sealed checkpoints. Repeatable.",
+    ),
+]
+KeyVariables = Annotated[
+    list[str] | None,
+    typer.Option("--key-env", metavar="NAME", help="Environment variable with keys. Repeatable."),
+]
+KeyCommands = Annotated[
+    list[str] | None,
+    typer.Option("--key-command", metavar="COMMAND", help="Command that prints keys. Repeatable."),
+]
+AcceptPlain = Annotated[
+    bool,
+    typer.Option("--accept-plain", help="With a key, read checkpoints that are not sealed too."),
+]
+
+# keys
+
+NewKeyFile = Annotated[
+    Path, typer.Argument(metavar="PATH", help="A file that is not there yet; only you may read it.")
+]
+Pair = Annotated[
+    bool,
+    typer.Option("--pair", help="A private key, and beside it PATH.pub for those who only seal."),
+]
+ToFiles = Annotated[
+    list[str] | None,
+    typer.Option("--to-file", metavar="PATH", help="File with the new keys. Repeatable."),
+]
+ToVariables = Annotated[
+    list[str] | None,
+    typer.Option("--to-env", metavar="NAME", help="Variable with the new keys. Repeatable."),
+]
+ToCommands = Annotated[
+    list[str] | None,
+    typer.Option("--to-command", metavar="COMMAND", help="Command that prints them. Repeatable."),
+]
+KeepOld = Annotated[bool, typer.Option("--keep-old", help="Let the keys before open them too.")]
+
 # show
 
 Tensors = Annotated[bool, typer.Option("--tensors", help="List every tensor too.")]
+
+# verify
+
+SeenCommit = Annotated[
+    str | None,
+    typer.Option("--seen", metavar="TEXT", help="Fail unless the latest is this commit or newer."),
+]
 
 # gc, prune, tag
 

@@ -18,8 +18,9 @@ from holdfast.care.supervise import (
 )
 from holdfast.cli.output import Code, Table, aligned, give_line, printable
 from holdfast.cli.target import split_target
+from holdfast.cli.unlocking import inner, unlocked
 from holdfast.engine.catalog import Catalog
-from holdfast.errors import FormatError, StoreError, UsageError
+from holdfast.errors import FormatError, SealError, StoreError, UsageError
 from holdfast.policy.clock import Unit, parse
 from holdfast.store import open_store
 from holdfast.store.base import Store
@@ -77,8 +78,8 @@ def _open(root: str) -> Store:
     name, which = split_target(root)
     if which is not None:
         raise UsageError(f"--root {root!r}: must be a whole root, without @{which}")
-    store = open_store(name)
-    if isinstance(store, MemoryStore):
+    store = unlocked(open_store(name))
+    if isinstance(inner(store), MemoryStore):
         raise UsageError(f"--root {root!r}: another process cannot see it; use a folder or a URL")
     return store
 
@@ -87,7 +88,7 @@ def _head_of(store: Store) -> Callable[[], int | None]:
     def head() -> int | None:
         try:
             entry = Catalog(store).latest()
-        except (StoreError, FormatError) as error:
+        except (StoreError, FormatError, SealError) as error:
             _say(f"cannot see where the run stands: {error}")
             return None
         return None if entry is None else entry.step

@@ -22,6 +22,7 @@ from holdfast.errors import (
     FormatError,
     NotOwned,
     RequestFailed,
+    SealError,
     StoreError,
     TransientStoreError,
 )
@@ -85,7 +86,7 @@ def _saved(store: Store, folder: str, tags: Sequence[str], *, waited_s: float) -
 
 def _step(store: Store, folder: str) -> int | None:
     """The step of the new checkpoint; None where retention was faster than we are."""
-    with suppress(FormatError, StoreError):
+    with suppress(FormatError, SealError, StoreError):
         register = Catalog(store).read(folder)
         if isinstance(register, Manifest):
             return register.timestamp.step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 
+from holdfast.cli.unlocking import unlocked
 from holdfast.engine.catalog import Catalog, Entry, is_root, standalone
 from holdfast.engine.locate import split_folder, split_source
 from holdfast.errors import NoCheckpoint, UsageError
@@ -40,7 +41,7 @@ def open_root(text: str) -> Store:
     if isinstance(store, LocalStore):
         _expect_folder(store.url)
     if is_root(store):
-        return store
+        return unlocked(store)
     if split_folder(root)[1]:
         raise UsageError(f"{text!r} is one checkpoint; this command takes the root it is in")
     if not store.children():
@@ -60,7 +61,7 @@ def open_target(text: str) -> tuple[Store, str]:
     root, which = split_target(text)
     parent, folder = split_folder(root) if which is None else ("", "")
     if folder:
-        return open_store(parent), folder
+        return unlocked(open_store(parent)), folder
     store = open_root(root)
     if which is not None and layout.parse_attempt(which) in Catalog(store).attempts():
         return store, which

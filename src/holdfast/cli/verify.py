@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 from holdfast.care.findings import Report, RootReport
+from holdfast.care.scrub import NOTE
 from holdfast.care.verify import verify_kept, verify_root
 from holdfast.cli.documents import problem_document, report_document
 from holdfast.cli.output import Answer, Code, progress_bar, size
 from holdfast.cli.target import open_root, open_target, split_target
+from holdfast.engine.catalog import Catalog
 from holdfast.engine.locate import split_folder
-from holdfast.errors import NoCheckpoint
+from holdfast.engine.seen import parse_seen
+from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.store.base import Store
 
 
-def check(target: str) -> Answer:
+def check(target: str, *, seen: str | None = None) -> Answer:
     """Verify one checkpoint, or with a root every committed one.
 
     Raises:
         NoCheckpoint: there is none.
+        RolledBack: the newest is older than the one that was `seen`.
     """
+    known = parse_seen(seen)
     root, which = split_target(target)
     if which is None and not split_folder(root)[1]:
         store = open_root(root)
         with progress_bar() as progress:
             found = verify_root(store, progress=progress, keeps=True)
+        if known is not None:
+            known.expect(Catalog(store).latest(), where=store.url)
         return _answer(store, found)
+    if known is not None:
+        raise UsageError("--seen: takes a whole root, not one checkpoint")
     store, folder = open_target(target)
     with progress_bar() as progress:
         report = verify_kept(store, folder, progress=progress)
@@ -55,7 +64,9 @@ def _answer(store: Store, found: RootReport) -> Answer:
 
 def _lines(report: Report) -> list[str]:
     verdict = "ok" if report.ok else "DAMAGED"
-    if report.step is None:
+    if report.step is None and NOTE in report.notes:
+        lines = [f"{verdict:<10}  sealed  {report.folder}  {size(report.nbytes)}"]
+    elif report.step is None:
         lines = [f"UNREADABLE  {report.folder}"]
     else:
         step, nbytes = f"step {report.step}", size(report.nbytes)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from holdfast.engine.catalog import Entry
 from holdfast.engine.parts import parts_of
+from holdfast.engine.seen import seen_text
 from holdfast.engine.writing import Phase
 from holdfast.errors import DeadlineExceeded, SaveSkipped
 from holdfast.format.manifest import Timestamp
@@ -48,6 +49,8 @@ class Checkpoint:
     """Why its state should not be gone on from; none: nothing wrong is known."""
     rejected: tuple[tuple[str, str], ...] = ()
     """(folder, reason) of those that resume passed over for it, newest first."""
+    seen: str = ""
+    """What to remember outside the root: `resume(seen=…)` notices when it was rolled back."""
     notes: tuple[str, ...] = ()
     """What a load left out or could not restore exactly."""
 
@@ -83,6 +86,7 @@ def describe(
         left_out=manifest.left_out,
         unhealthy=manifest.unhealthy,
         rejected=rejected,
+        seen=seen_text(entry.order, manifest.save_id),
         notes=notes,
     )
 

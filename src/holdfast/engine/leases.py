@@ -27,6 +27,7 @@ from holdfast.errors import (
     NoCheckpoint,
     NotFound,
     OutcomeUnknown,
+    SealError,
     StoreError,
     StoreFull,
     TransientStoreError,
@@ -137,8 +138,8 @@ def _expect_standing(store: Store, folder: str) -> None:
     marks = catalog.marks(folder)
     try:
         is_there = isinstance(catalog.read(folder), Manifest)
-    except FormatError:
-        is_there = True  # damaged is for the reader to say
+    except (FormatError, SealError):
+        is_there = True  # what is wrong with it is for the reader to say
     if not is_there:
         raise NoCheckpoint(f"{store.url}/{folder}: it was deleted")
     if is_being_deleted(store, marks):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from holdfast.engine.arena import Arena
+from holdfast.engine.blockreading import FileBlocks, read_block
 from holdfast.engine.catalog import Catalog
 from holdfast.errors import HoldfastError, NotFound
 from holdfast.format import blocks
-from holdfast.format.layout import BLOCK_NBYTES
+from holdfast.format.index import StoredBlocks
+from holdfast.format.layout import BLOCK_NBYTES, component_of, plain_file
 from holdfast.format.manifest import FileEntry, Manifest
-from holdfast.store.base import LinksFiles, ReadsInto, Store
+from holdfast.store.base import LinksFiles, Store
 
 MAX_SHARING = 8
 """An unchanged file is written in full every so many saves."""
@@ -25,9 +29,21 @@ class _Origin:
     """A committed file: where it is, and how many checkpoints before shared it."""
 
     folder: str
+    name: str
+    """As it lies there."""
     entry: FileEntry
+    stored: StoredBlocks | None
     age: int
     is_verified: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linked:
+    """A file that is shared: its name as it lies there, and how it is stored."""
+
+    name: str
+    entry: FileEntry
+    stored: StoredBlocks | None
 
 
 class Links:
@@ -54,8 +70,9 @@ class Links:
             and origin.age + 1 < self._sharing
         )
 
-    def link(self, name: str, folder: str, entry: FileEntry, digests: bytes) -> bool:
-        """Make `folder/name` a second name of the file before, if that is the same and sound.
+    def link(self, name: str, folder: str, entry: FileEntry, digests: bytes) -> Linked | None:
+        """Give the file before a second name in `folder`, if its plain bytes are those of `entry`
+        and it is sound. It stays stored as it was, whatever would be chosen for it now.
 
         Otherwise the file has to be written, and nothing is left of it.
 
@@ -63,27 +80,29 @@ class Links:
             StoreError: what was begun did not become durable.
         """
         origin = self._origins.get(name)
-        if origin is None or origin.entry != entry or not self._is_standing(origin):
-            return False
-        if origin.age + 1 >= self._num_holders(_component(name)):
-            return False  # those that are there must not all share one file
+        if origin is None or msgspec.structs.replace(origin.entry, stored=None) != entry:
+            return None
+        if not self._is_standing(origin):
+            return None
+        if origin.age + 1 >= self._num_holders(component_of(name)):
+            return None  # those that are there must not all share one file
         if not origin.is_verified:
-            if not self._is_sound(f"{origin.folder}/{name}", entry.nbytes, digests):
+            if not self._is_sound(origin, digests):
                 del self._origins[name]
-                return False
+                return None
             origin = self._origins[name] = replace(origin, is_verified=True)
         assert isinstance(self._store, LinksFiles)
-        if not self._store.link(f"{origin.folder}/{name}", f"{folder}/{name}"):
-            return False
+        if not self._store.link(f"{origin.folder}/{origin.name}", f"{folder}/{origin.name}"):
+            return None
         self._linked[name] = replace(origin, folder=folder, age=origin.age + 1)
-        return True
+        return Linked(name=origin.name, entry=origin.entry, stored=origin.stored)
 
     def look_ahead(self, name: str, digests: bytes) -> None:
         """Read a file back that was just committed, because the next save will share it."""
         origin = self._origins.get(name)
         if origin is None or origin.is_verified or not self.may_have(name, origin.entry.nbytes):
             return
-        if self._is_sound(f"{origin.folder}/{name}", origin.entry.nbytes, digests):
+        if self._is_sound(origin, digests):
             self._origins[name] = replace(origin, is_verified=True)
         else:
             del self._origins[name]
@@ -92,14 +111,24 @@ class Links:
         """A save begins."""
         self._linked.clear()
 
-    def committed(self, folder: str, manifest: Manifest) -> None:
+    def committed(
+        self, folder: str, manifest: Manifest, stored: Mapping[str, StoredBlocks]
+    ) -> None:
         """A save was committed: its files are what the next one may share."""
         for component, part in manifest.components.items():
             largest = max(part.files, key=lambda name: manifest.files[name].nbytes)
             self._holders.setdefault(component, []).append(f"{folder}/{largest}")
         for name, entry in manifest.files.items():
-            written = _Origin(folder=folder, entry=entry, age=0, is_verified=False)
-            self._origins[name] = self._linked.get(name, written)
+            written = _Origin(
+                folder=folder,
+                name=name,
+                entry=entry,
+                stored=stored.get(name),
+                age=0,
+                is_verified=False,
+            )
+            plain = plain_file(name)
+            self._origins[plain] = self._linked.get(plain, written)
         self._linked.clear()
 
     def _num_holders(self, component: str) -> int:
@@ -121,37 +150,29 @@ class Links:
             return False
         return isinstance(register, Manifest) and not (marks.rejected or marks.retired)
 
-    def _is_sound(self, key: str, nbytes: int, digests: bytes) -> bool:
+    def _is_sound(self, origin: _Origin, digests: bytes) -> bool:
         """Read the file that would be shared, against the digests of the staged bytes."""
+        where = f"{self._store.url}/{origin.folder}/{origin.name}"
         try:
-            number = self._damaged_block(key, nbytes, digests)
+            fault = self._fault(origin, digests)
         except HoldfastError as error:
-            self._failed(f"{self._store.url}/{key} cannot be read, and is written anew: {error}")
+            self._failed(f"{where} cannot be read, and is written anew: {error}")
             return False
-        if number is not None:
-            self._failed(
-                f"{self._store.url}/{key}: block {number} is not what was written; the file "
-                "is written anew. That checkpoint is damaged"
-            )
-        return number is None
+        if fault:
+            self._failed(f"{where}: {fault}; the file is written anew. That checkpoint is damaged")
+        return not fault
 
-    def _damaged_block(self, key: str, nbytes: int, digests: bytes) -> int | None:
-        """The first block that is not as it was staged."""
+    def _fault(self, origin: _Origin, digests: bytes) -> str:
+        """What is wrong with the first block that is not as it was staged."""
+        file = FileBlocks(
+            key=f"{origin.folder}/{origin.name}", block_nbytes=BLOCK_NBYTES, digests=digests
+        )
+        if origin.stored is not None:
+            file = file.made_by(origin.entry, origin.stored)
+        nbytes = origin.entry.nbytes
         buffer = Arena(min(nbytes, BLOCK_NBYTES)).memory  # on a page, as direct reads want it
         for number, (start, stop) in enumerate(blocks.split(nbytes)):
-            piece = buffer[: stop - start]
-            _read(self._store, key, start, piece)
-            if blocks.block_digest(piece) != digests[32 * number : 32 * (number + 1)]:
-                return number
-        return None
-
-
-def _component(name: str) -> str:
-    return name.rpartition("-")[0]
-
-
-def _read(store: Store, key: str, start: int, buffer: memoryview) -> None:
-    if isinstance(store, ReadsInto):
-        store.read_into(key, start, buffer)
-    else:
-        buffer[:] = store.get(key, start, len(buffer))
+            fault = read_block(self._store, file, number, buffer[: stop - start])
+            if fault:
+                return f"block {number} {fault}"
+        return ""

@@ -6,21 +6,22 @@ wait until every check has passed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from holdfast.engine.arena import Arena
+from holdfast.engine.blockreading import FileBlocks, read_block
 from holdfast.engine.wanted import wanted_by_file
 from holdfast.engine.workers import Workers, gather
-from holdfast.errors import CorruptData, LimitExceeded, NotFound
+from holdfast.errors import CorruptData, LimitExceeded, NotFound, Tampered
 from holdfast.format import blocks, layout
 from holdfast.format.index import Index, decode_index
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.state.apply import StoredComponent
-from holdfast.store.base import ReadsInto, Store, ignore
+from holdfast.store.base import Store
 
 MAX_DOCUMENT_NBYTES = 64 * 1024 * 1024
 """The largest index and the largest tree (docs/format.md, section 2)."""
@@ -67,24 +68,49 @@ def open_checkpoint(
 def _stored(
     store: Store, folder: str, name: str, manifest: Manifest, index: Index, *, verify: bool
 ) -> StoredComponent:
-    tree = _read_file(store, folder, layout.tree_file(name), manifest, verify=verify)
-    kind, tensors = manifest.components[name].kind, index.components[name].specs
-    return StoredComponent(name=name, kind=kind, tree=tree, tensors=tensors)
+    component = manifest.components[name]
+    tree = component.files[0]
+    if manifest.files[tree].stored is None:
+        data = _read_file(store, folder, tree, manifest, verify=verify)
+    else:
+        data = _decode_file(store, folder, tree, manifest, index, verify=verify)
+    tensors = index.components[name].specs
+    return StoredComponent(name=name, kind=component.kind, tree=data, tensors=tensors)
 
 
 def _read_file(store: Store, folder: str, name: str, manifest: Manifest, *, verify: bool) -> bytes:
     """A whole small file, checked against the digest that the manifest has for it."""
+    key, entry = f"{folder}/{name}", _document_entry(store, folder, name, manifest)
+    data = store.get(key, 0, entry.nbytes)
+    digest = blocks.file_digest(len(data), blocks.digest_blocks(data, manifest.block_nbytes))
+    if verify and digest != entry.digest:
+        raise CorruptData(f"{store.url}/{key}: digest is {digest}, expected {entry.digest}")
+    return data
+
+
+def _decode_file(
+    store: Store, folder: str, name: str, manifest: Manifest, index: Index, *, verify: bool
+) -> bytes:
+    """The same of a file that a codec made."""
+    entry = _document_entry(store, folder, name, manifest)
+    file = FileBlocks.of(folder, name, entry, index)
+    data = bytearray(entry.nbytes)
+    for number, (start, stop) in enumerate(blocks.split(entry.nbytes, index.block_nbytes)):
+        fault = read_block(store, file, number, memoryview(data)[start:stop], verify=verify)
+        if fault:
+            raise CorruptData(f"{store.url}/{file.key}: block {number} {fault}")
+    return bytes(data)
+
+
+def _document_entry(store: Store, folder: str, name: str, manifest: Manifest) -> FileEntry:
+    """What the manifest says of a document; its length was looked at, and is not too large."""
     key, entry = f"{folder}/{name}", manifest.files.get(name)
     if entry is None:
         raise CorruptData(f"{store.url}/{folder}: the manifest lists no {name}")
     if entry.nbytes > MAX_DOCUMENT_NBYTES:
         raise LimitExceeded(f"{store.url}/{key}: {entry.nbytes} bytes are too many for a document")
     check_size(store, key, entry)
-    data = store.get(key, 0, entry.nbytes)
-    digest = blocks.file_digest(len(data), blocks.digest_blocks(data, manifest.block_nbytes))
-    if verify and digest != entry.digest:
-        raise CorruptData(f"{store.url}/{key}: digest is {digest}, expected {entry.digest}")
-    return data
+    return entry
 
 
 def check_size(store: Store, key: str, entry: FileEntry) -> None:
@@ -93,8 +119,8 @@ def check_size(store: Store, key: str, entry: FileEntry) -> None:
         found = store.head(key).nbytes
     except NotFound as error:
         raise CorruptData(f"{store.url}/{key}: the file is missing") from error
-    if found != entry.nbytes:
-        raise CorruptData(f"{store.url}/{key}: {found} bytes, expected {entry.nbytes}")
+    if found != entry.stored_nbytes:
+        raise CorruptData(f"{store.url}/{key}: {found} bytes, expected {entry.stored_nbytes}")
 
 
 Tensors = Mapping[str, Mapping[str, torch.Tensor]]
@@ -119,8 +145,14 @@ def read_tensors(
     by_file = wanted_by_file(opened.index, needed)
     result: dict[str, dict[str, torch.Tensor]] = {component: {} for component in needed}
     arenas = {file: _prepare_file(store, opened, file) for file in by_file}
+    files = {
+        file: FileBlocks.of(opened.folder, file, opened.manifest.files[file], opened.index)
+        for file in by_file
+    }
     jobs = [
-        workers.submit(partial(_read_block, store, opened, file, arenas[file], number, verify))
+        workers.submit(
+            partial(_read_block, store, opened, files[file], arenas[file], number, verify)
+        )
         for file, wanted in by_file.items()
         for number in wanted.blocks(opened.index.block_nbytes)
     ]
@@ -140,50 +172,27 @@ def _prepare_file(store: Store, opened: Opened, file: str) -> Arena:
 
 
 def _read_block(
-    store: Store, opened: Opened, file: str, arena: Arena, number: int, verify: bool
+    store: Store, opened: Opened, file: FileBlocks, arena: Arena, number: int, verify: bool
 ) -> None:
     start = number * opened.index.block_nbytes
     memory = arena.memory[start : start + opened.index.block_nbytes]
-    digest = opened.index.blocks[file][32 * number : 32 * (number + 1)]
-    key = f"{opened.folder}/{file}"
-    if not verify:
-        _fill(store, key, start, memory, seen=ignore)
-        return
-    if _read_digest(store, key, start, memory) == digest:
-        return
-    # One more read: a transient error on the way must not condemn a sound checkpoint.
-    if _read_digest(store, key, start, memory, afresh=True) != digest:
-        names = tensors_in(opened.index, file, start, start + len(memory))
+    try:
+        fault = read_block(store, file, number, memory, verify=verify)
+    except Tampered as error:
+        raise Tampered(f"{error}; {_held(opened, file, start, len(memory))}") from error
+    if fault:
         raise CorruptData(
-            f"{store.url}/{key}: block {number} (bytes {start} to {start + len(memory)}) is not "
-            f"what was written; it holds {', '.join(names[:5]) or 'the header'}"
-            + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            f"{store.url}/{file.key}: block {number} (bytes {start} to {start + len(memory)}) "
+            f"{fault}; {_held(opened, file, start, len(memory))}"
         )
 
 
-def _read_digest(
-    store: Store, key: str, start: int, memory: memoryview, *, afresh: bool = False
-) -> bytes:
-    """Fill the memory; the digest is of what is in it."""
-    hasher = blocks.block_hasher()
-    _fill(store, key, start, memory, seen=hasher.update, afresh=afresh)
-    return hasher.digest()
-
-
-def _fill(
-    store: Store,
-    key: str,
-    start: int,
-    memory: memoryview,
-    *,
-    seen: Callable[[memoryview], object],
-    afresh: bool = False,
-) -> None:
-    if isinstance(store, ReadsInto):
-        store.read_into(key, start, memory, seen=seen, afresh=afresh)
-    else:
-        memory[:] = store.get(key, start, len(memory))
-        seen(memory)
+def _held(opened: Opened, file: FileBlocks, start: int, nbytes: int) -> str:
+    """What lies in a stretch of a file, for messages."""
+    name = file.key.rpartition("/")[2]
+    names = tensors_in(opened.index, name, start, start + nbytes)
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"it holds {', '.join(names[:5]) or 'the header'}{more}"
 
 
 def tensors_in(index: Index, file: str, start: int, stop: int) -> list[str]:

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 
 from holdfast.engine.catalog import Catalog, Entry, standalone
 from holdfast.engine.leases import Kept, kept, leased
+from holdfast.engine.sealing import sealing
 from holdfast.events import Emitter
 from holdfast.format import layout
+from holdfast.keys import Encryption
 from holdfast.store import open_store
 from holdfast.store.base import Store
 
@@ -55,17 +57,21 @@ def split_folder(source: str) -> tuple[str, str]:
 
 @contextmanager
 def located(
-    source: str | os.PathLike[str], *, emit: Emitter | None = None
+    source: str | os.PathLike[str],
+    *,
+    emit: Emitter | None = None,
+    encrypt: Encryption | None = None,
 ) -> Iterator[tuple[Store, Kept]]:
     """The store and the checkpoint that a source names, kept while the block lasts.
 
-    Of a root the newest whose deletion has not begun.
+    Of a root the newest whose deletion has not begun. `encrypt` opens sealed ones.
 
     Raises:
         NoCheckpoint: nothing there answers, or its deletion has begun.
         FormatError: its manifest is damaged.
     """
     store, which, folder = _place(source)
+    store = sealing(store, encrypt)
     if folder:
         with leased(store, folder, emit=emit) as refused:
             notes = (refused,) if refused else ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, Literal, get_args
 
+from holdfast.engine.compressing import Compress, choices
 from holdfast.engine.stop import Stop
 from holdfast.errors import UsageError
 from holdfast.format.layout import BLOCK_NBYTES
@@ -29,6 +30,7 @@ def check_options(
     run_name: str | None,
     takeover: bool,
     memory_budget: int | str | None,
+    compress: Compress,
     stop: Stop | None,
 ) -> None:
     """Let pass what a manager of a state with these components would take.
@@ -41,6 +43,7 @@ def check_options(
     check_choice("on_existing", on_existing, OnExisting)
     check_is("takeover", takeover, bool)
     budget_of(memory_budget)
+    choices(compress, components)
     check_is("stop", stop, Stop | None)
 
 

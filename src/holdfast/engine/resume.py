@@ -16,6 +16,7 @@ from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.claim import Choice, dropped, is_being_deleted
 from holdfast.engine.leases import kept
 from holdfast.engine.load import Opened, Tensors, open_checkpoint, read_tensors
+from holdfast.engine.seen import Seen
 from holdfast.engine.workers import Workers
 from holdfast.errors import (
     CorruptData,
@@ -377,7 +378,9 @@ class Search:
         *,
         options: LoadOptions | None = None,
         unhealthy: Unhealthy = "avoid",
+        seen: Seen | None = None,
     ) -> None:
+        self._seen = seen
         self._reader = reader
         self._which = which
         self._options = options if options is not None else LoadOptions()
@@ -394,6 +397,9 @@ class Search:
             if is_latest
             else self._reader.named(self._which, options)
         )
+        if is_latest and self._seen is not None:
+            entry = self.found.entry if self.found is not None else None
+            self._seen.expect(entry, where=self._reader.catalog.store.url)
         return Choice(
             point=self.found.entry.reference if self.found is not None else None,
             passed_over=frozenset(self._reader.passed_over),

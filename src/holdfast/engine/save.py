@@ -8,20 +8,32 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
+
+import msgspec
 
 from holdfast.engine.claim import Claim, expect_claim
 from holdfast.engine.commit import Attempt, abandon, begin, commit
+from holdfast.engine.compressing import Compressing
 from holdfast.engine.known import KnownFile
 from holdfast.engine.links import Links
 from holdfast.engine.process import utc_now
 from holdfast.engine.staged import Staged
+from holdfast.engine.throughput import Throughput
 from holdfast.engine.workers import Workers
-from holdfast.engine.writing import Document, FileToWrite, Phase, write_files
+from holdfast.engine.writing import (
+    Content,
+    Document,
+    FileToWrite,
+    Phase,
+    WrittenFile,
+    write_files,
+)
 from holdfast.errors import HoldfastError, OutcomeUnknown, StoreError
 from holdfast.format import blocks, layout
-from holdfast.format.index import encode_index
+from holdfast.format.codec import Codec, Encoding
+from holdfast.format.index import StoredBlocks, encode_index
 from holdfast.format.manifest import (
     ComponentEntry,
     FileEntry,
@@ -53,10 +65,15 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Files of an attempt that are durable: their entries and block digests."""
+    """Files of an attempt that are durable."""
 
     entries: Mapping[str, FileEntry]
-    digests: Mapping[str, bytes]
+    stored: Mapping[str, StoredBlocks]
+    """Of those that a codec made."""
+    names: Mapping[str, str]
+    """Plain name → the name under which the file lies there."""
+    nbytes_written: int
+    """Plain bytes of those that were not shared."""
 
 
 def digest_staged(staged: Staged, workers: Workers, *, timeout_s: float) -> dict[str, bytes]:
@@ -74,6 +91,7 @@ def write(
     staged: Staged,
     request: SaveRequest,
     *,
+    compressing: Compressing,
     links: Links,
     workers: Workers,
     writers: Workers,
@@ -99,7 +117,9 @@ def write(
     )
     try:
         began = time.perf_counter()
-        written = _write_files(store, attempt, staged, links, workers, writers, phase, timeout_s)
+        compressing.begin()
+        files = _Files(attempt, staged, compressing, links, workers, timeout_s)
+        written = _write_files(store, files, writers, phase, compressing.store)
         request.timings["write_s"] = time.perf_counter() - began
         request.timings["stage_s"] += staged.now_s
         phase.text = "waiting for the copy"
@@ -113,6 +133,8 @@ def write(
             # Unclear is only what became of a file; the checkpoint certainly did not commit.
             raise StoreError(str(error)) from error
         raise
+    links.committed(attempt.folder, manifest, written.stored)
+    compressing.committed(written.nbytes_written, request.timings["write_s"])
     return attempt, manifest
 
 
@@ -126,80 +148,150 @@ def _clean_up(store: Store, attempt: Attempt, error: BaseException) -> None:
         error.__context__ = leftover
 
 
+class _Files:
+    """The files of one attempt: which are to be written, and what became of the others."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        staged: Staged,
+        compressing: Compressing,
+        links: Links,
+        workers: Workers,
+        timeout_s: float,
+    ) -> None:
+        self.attempt = attempt
+        self.staged = staged
+        self.workers = workers
+        self.timeout_s = timeout_s
+        self.names: dict[str, str] = {}
+        """Plain name → the name under which a file will lie there."""
+        self.entries: dict[str, FileEntry] = {}
+        self.stored: dict[str, StoredBlocks] = {}
+        self.digests: dict[str, bytes] = {}
+        self._compressing = compressing
+        self._links = links
+        self._codecs: dict[str, Codec] = {}
+        self.nbytes_written = 0
+        """Plain bytes of the files that were not shared."""
+
+    def to_write(self) -> Iterator[FileToWrite]:
+        """What is to be written; a file of which not one byte has changed is shared instead."""
+        self._links.begin()
+        for component, tree in self.staged.trees.items():
+            encoding = self._compressing.of_tree(component, len(tree))
+            yield self._file(layout.tree_file(component), Document(tree), encoding)
+        for known in self.staged.all_files:
+            if not self._link(known):
+                encoding = self._compressing.of_tensors(known.file)
+                content = self.staged.content(known, self.timeout_s)
+                file = self._file(known.file.name, content, encoding)
+                yield replace(file, observer=self._compressing.observer(known.file))
+        self.staged.finish()
+
+    def _file(
+        self, plain: str, content: Content | Document, encoding: Encoding | None
+    ) -> FileToWrite:
+        name = plain if encoding is None else layout.stored_file(plain, encoding.codec)
+        self.names[plain] = name
+        if encoding is not None:
+            self._codecs[name] = encoding.codec
+        return FileToWrite(
+            key=f"{self.attempt.folder}/{name}",
+            content=content,
+            encoder=None if encoding is None else encoding.encoder,
+        )
+
+    def _link(self, known: KnownFile) -> bool:
+        name, nbytes = known.file.name, known.file.nbytes
+        if not self._links.may_have(name, nbytes):
+            return False
+        if not self.staged.is_unchanged(known, self.timeout_s):
+            return False
+        digests = self.staged.digest(known, self.workers, self.timeout_s)
+        entry = FileEntry(nbytes=nbytes, digest=blocks.file_digest(nbytes, digests))
+        linked = self._links.link(name, self.attempt.folder, entry, digests)
+        if linked is None:
+            return False
+        self.names[name] = linked.name
+        self._add(linked.name, linked.entry, digests, linked.stored)
+        return True
+
+    def written(self, found: Mapping[str, WrittenFile]) -> None:
+        """The files that were to be written are durable."""
+        sizes, linked = self.staged.sizes, self.digests
+        plain_names = {name: plain for plain, name in self.names.items()}
+        self.digests = {}
+        for key, file in found.items():
+            name = key.rpartition("/")[2]
+            nbytes = sizes[plain_names[name]]
+            self.nbytes_written += nbytes
+            digest = blocks.file_digest(nbytes, file.digests)
+            stored = None if file.stored is None else file.stored.entry(self._codecs[name])
+            entry = FileEntry(nbytes=nbytes, digest=digest, stored=stored)
+            self._add(name, entry, file.digests, file.stored)
+        self.digests |= linked
+        self.entries = {self.names[plain]: self.entries[self.names[plain]] for plain in sizes}
+
+    def _add(
+        self, name: str, entry: FileEntry, digests: bytes, stored: StoredBlocks | None
+    ) -> None:
+        self.entries[name] = entry
+        self.digests[name] = digests
+        if stored is not None:
+            self.stored[name] = stored
+
+    def index(self) -> bytes:
+        """The index of all of them."""
+        plans = {
+            component: [
+                msgspec.structs.replace(known.file, name=self.names[known.file.name])
+                for known in files
+            ]
+            for component, files in self.staged.files.items()
+        }
+        return encode_index(plans, self.digests, stored=self.stored)
+
+
 def _write_files(
-    store: Store,
-    attempt: Attempt,
-    staged: Staged,
-    links: Links,
-    workers: Workers,
-    writers: Workers,
-    phase: Phase,
-    timeout_s: float,
+    store: Store, files: _Files, writers: Workers, phase: Phase, throughput: Throughput
 ) -> Written:
-    links.begin()
-    files = _files(attempt, staged, links, workers, timeout_s)
+    folder = files.attempt.folder
     found = write_files(
-        store, files, workers=workers, writers=writers, phase=phase, timeout_s=timeout_s
+        store,
+        files.to_write(),
+        workers=files.workers,
+        writers=writers,
+        phase=phase,
+        timeout_s=files.timeout_s,
+        throughput=throughput,
     )
-    digests = {key.rpartition("/")[2]: digest for key, digest in found.items()}
-    for known in staged.all_files:
-        if known.file.name not in digests:  # it was linked
-            digests[known.file.name] = known.all_digests()
-    nbytes = staged.sizes
-    plans = {name: [known.file for known in files] for name, files in staged.files.items()}
-    index = encode_index(plans, digests)
-    phase.text = f"writing {attempt.folder}/{layout.INDEX}"
-    store.put(f"{attempt.folder}/{layout.INDEX}", index)
-    digests[layout.INDEX], nbytes[layout.INDEX] = blocks.digest_blocks(index), len(index)
+    files.written(found)
+    index = files.index()
+    phase.text = f"writing {folder}/{layout.INDEX}"
+    store.put(f"{folder}/{layout.INDEX}", index)
+    digest = blocks.file_digest(len(index), blocks.digest_blocks(index))
+    entries = {**files.entries, layout.INDEX: FileEntry(nbytes=len(index), digest=digest)}
     with suppress(StoreError):  # a try whose reply was lost; gc finds what this leaves
-        abort_uploads(store, attempt.folder)
-    phase.text = f"checking sizes in {attempt.folder}"
-    _check_sizes(store, attempt, nbytes)
-    entries = {
-        name: FileEntry(nbytes=nbytes[name], digest=blocks.file_digest(nbytes[name], digests[name]))
-        for name in nbytes
-    }
-    return Written(entries=entries, digests=digests)
+        abort_uploads(store, folder)
+    phase.text = f"checking sizes in {folder}"
+    _check_sizes(store, files.attempt, entries)
+    return Written(
+        entries=entries,
+        stored=files.stored,
+        names=files.names,
+        nbytes_written=files.nbytes_written,
+    )
 
 
-def _files(
-    attempt: Attempt, staged: Staged, links: Links, workers: Workers, timeout_s: float
-) -> Iterator[FileToWrite]:
-    """What is to be written; a file of which not one byte has changed is shared instead."""
-    for component, tree in staged.trees.items():
-        key = f"{attempt.folder}/{layout.tree_file(component)}"
-        yield FileToWrite(key=key, content=Document(tree))
-    for known in staged.all_files:
-        if not _link(attempt, staged, known, links, workers, timeout_s):
-            key = f"{attempt.folder}/{known.file.name}"
-            yield FileToWrite(key=key, content=staged.content(known, timeout_s))
-    staged.finish()
-
-
-def _link(
-    attempt: Attempt,
-    staged: Staged,
-    known: KnownFile,
-    links: Links,
-    workers: Workers,
-    timeout_s: float,
-) -> bool:
-    name, nbytes = known.file.name, known.file.nbytes
-    if not links.may_have(name, nbytes) or not staged.is_unchanged(known, timeout_s):
-        return False
-    digests = staged.digest(known, workers, timeout_s)
-    entry = FileEntry(nbytes=nbytes, digest=blocks.file_digest(nbytes, digests))
-    return links.link(name, attempt.folder, entry, digests)
-
-
-def _check_sizes(store: Store, attempt: Attempt, nbytes: Mapping[str, int]) -> None:
+def _check_sizes(store: Store, attempt: Attempt, entries: Mapping[str, FileEntry]) -> None:
     found = {info.key: info.nbytes for info in store.list(f"{attempt.folder}/")}
-    for name, planned in nbytes.items():
+    for name, entry in entries.items():
         there = found.get(f"{attempt.folder}/{name}")
-        if there != planned:
+        if there != entry.stored_nbytes:
             raise StoreError(
-                f"{store.url}/{attempt.folder}/{name}: {planned} bytes were written and the "
-                f"store now has {there}; this save is not committed"
+                f"{store.url}/{attempt.folder}/{name}: {entry.stored_nbytes} bytes were written "
+                f"and the store now has {there}; this save is not committed"
             )
 
 
@@ -233,7 +325,8 @@ def _manifest(attempt: Attempt, staged: Staged, request: SaveRequest, written: W
 
 def _component(name: str, kind: str, staged: Staged, written: Written) -> ComponentEntry:
     tensor_files = staged.files.get(name, ())
-    files = (layout.tree_file(name), *(known.file.name for known in tensor_files))
+    plain = (layout.tree_file(name), *(known.file.name for known in tensor_files))
+    files = tuple(map(written.names.__getitem__, plain))
     return ComponentEntry(
         kind=kind,
         files=files,

@@ -16,6 +16,7 @@ from functools import partial
 from holdfast.engine.catalog import Catalog, Entry, Marks, with_tags
 from holdfast.engine.checkpoint import PendingSave, describe
 from holdfast.engine.commit import check_fence
+from holdfast.engine.compressing import Compressing
 from holdfast.engine.fence import Guarded, Overlapped
 from holdfast.engine.links import Links
 from holdfast.engine.notes import annotate
@@ -54,6 +55,7 @@ class Saver:
         kept: int | None,
         memory_budget: int | None,
         overlap: Overlap,
+        compressing: Compressing,
         after_commit: Callable[[Entry], None],
         on_failure: Callable[[], None],
     ) -> None:
@@ -65,6 +67,7 @@ class Saver:
         self._background = Workers(1, "holdfast-save")
         self._stager = Stager(memory_budget=memory_budget)
         self._overlap = overlap
+        self._compressing = compressing
         self._guarded: tuple[Guarded, ...] = ()
         self._overlapped: Overlapped | None = None
         self._staged: Staged | None = None
@@ -236,6 +239,7 @@ class Saver:
         self._after_commit(entry)
         for name, digests in learned.items():
             self._links.look_ahead(name, digests)
+        self._compressing.learn()
 
     def _learn(self, staged: Staged) -> dict[str, bytes]:
         """Take note of what was committed, before the next save takes its memory: by file that is
@@ -274,6 +278,7 @@ class Saver:
                 self._store,
                 staged,
                 request,
+                compressing=self._compressing,
                 links=self._links,
                 workers=self.workers,
                 writers=self._writers,
@@ -287,7 +292,6 @@ class Saver:
         if attempt.is_unclear:
             self._owner.is_clean = False
             self._owner.unclear.add(attempt.folder)
-        self._links.committed(attempt.folder, manifest)
         # What the run went on from stays until there is something newer to go on from.
         is_good = not (manifest.left_out or manifest.unhealthy)
         self._owner.has_committed = self._owner.has_committed or is_good
@@ -308,7 +312,9 @@ class Saver:
         sizes = staged.sizes
         roots = {name: blocks.file_digest(sizes[name], digests[name]) for name in digests}
         recorded = {
-            name: file.digest for name, file in stored.files.items() if name != layout.INDEX
+            layout.plain_file(name): file.digest
+            for name, file in stored.files.items()
+            if name != layout.INDEX
         }
         found = Catalog(self._store).entry(entry.name) if roots == recorded else None
         if found is None or found.marks.rejected or found.marks.retired:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import re
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate, pairwise
 from operator import add, gt
 from typing import Annotated, Any, TypeAlias
 
@@ -16,8 +18,9 @@ from msgspec import Meta
 from holdfast.errors import CorruptData, FormatError, HoldfastError
 from holdfast.format import blocks as block_digests
 from holdfast.format import layout, sealed, strictjson
+from holdfast.format.codec import Codec, max_stored_nbytes
 from holdfast.format.layout import BLOCK_NBYTES, FORMAT_VERSION
-from holdfast.format.manifest import FileEntry, check_block_nbytes
+from holdfast.format.manifest import FileEntry, StoredEntry, check_block_nbytes
 from holdfast.format.tensors import ITEM_NBYTES, MAX_DIMS, TensorFile, TensorSpec, check_shape
 from holdfast.store.base import Buffer
 
@@ -119,12 +122,35 @@ class TensorTable(Mapping[str, TensorEntry]):
         return {key: number for number, key in enumerate(self.specs)}
 
 
+class StoredBlocks(msgspec.Struct, frozen=True):
+    """The stored blocks of one file, one behind the other: their lengths and joined digests."""
+
+    lengths: tuple[int, ...]
+    digests: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(self.lengths)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """(start, stop) of every stored block in the file."""
+        return [*pairwise(accumulate(self.lengths, initial=0))]
+
+    def entry(self, codec: Codec) -> StoredEntry:
+        """What the manifest says of them."""
+        digest = block_digests.file_digest(self.nbytes, self.digests)
+        return StoredEntry(codec=codec, nbytes=self.nbytes, digest=digest)
+
+
 class Index(msgspec.Struct, frozen=True):
     """`blocks`: file → its block digests, joined. `components`: name → key → tensor."""
 
     blocks: Mapping[str, bytes]
     components: Mapping[str, TensorTable]
     block_nbytes: int
+    stored: Mapping[str, StoredBlocks] = {}
+    """File → its stored blocks, of those that a codec made."""
 
 
 class _Shards(msgspec.Struct):
@@ -143,27 +169,41 @@ class _Component(msgspec.Struct):
     shards: _Shards
 
 
+class _Stored(msgspec.Struct):
+    nbytes: list[_Count]
+    digests: str
+
+
 class _Document(msgspec.Struct):
     block_nbytes: int
     blocks: dict[str, str]
     components: dict[str, _Component]
+    stored: dict[str, _Stored] = {}
 
 
 def encode_index(
     files: Mapping[str, Sequence[TensorFile]],
     blocks: Mapping[str, bytes],
     block_nbytes: int = BLOCK_NBYTES,
+    *,
+    stored: Mapping[str, StoredBlocks] = types.MappingProxyType({}),
 ) -> bytes:
     """The index of whole tensors. `files`: component → its tensor files, in order.
 
-    `blocks` has the digests of every file of the manifest except the index itself.
+    `blocks` has the digests of every file of the manifest except the index itself; `stored` what
+    codecs made of some.
     """
-    document = {
+    document: dict[str, Any] = {
         "holdfast": FORMAT_VERSION,
         "block_nbytes": block_nbytes,
         "blocks": {name: digests.hex() for name, digests in blocks.items()},
         "components": {name: _columns(of_name) for name, of_name in files.items()},
     }
+    if stored:
+        document["stored"] = {
+            name: {"nbytes": found.lengths, "digests": found.digests.hex()}
+            for name, found in stored.items()
+        }
     return msgspec.json.encode(document)
 
 
@@ -189,6 +229,7 @@ def decode_index(data: Buffer, *, files: Mapping[str, FileEntry], what: str) -> 
             for name, component in document.components.items()
         },
         block_nbytes=document.block_nbytes,
+        stored=_decode_stored(document, files, what=what),
     )
 
 
@@ -212,6 +253,7 @@ def _columns(files: Sequence[TensorFile]) -> dict[str, Any]:
 def _check_file_lists(document: _Document, files: Mapping[str, FileEntry], *, what: str) -> None:
     """The components and their files are those of the manifest."""
     expected = {name for name in files if name != layout.INDEX}
+    names = {layout.plain_file(name): name for name in expected}
     listed: set[str] = set()
     for name, component in document.components.items():
         try:
@@ -219,9 +261,11 @@ def _check_file_lists(document: _Document, files: Mapping[str, FileEntry], *, wh
         except HoldfastError as err:
             raise FormatError(f"{what}: {str(err)[:200]}") from err
         numbers = range(len(component.files))
-        if component.files != [layout.tensor_file(name, number) for number in numbers]:
+        own = [layout.tree_file(name), *(layout.tensor_file(name, number) for number in numbers)]
+        tree, *tensors = (names.get(plain, plain) for plain in own)
+        if component.files != tensors:
             raise FormatError(f"{what}: component {name!r} has other files than its own")
-        listed |= {layout.tree_file(name), *component.files}
+        listed |= {tree, *tensors}
     if listed != expected:
         odd = min(listed ^ expected)
         raise FormatError(f"{what}: lists other files than the manifest ({odd[:200]!r})")
@@ -235,11 +279,40 @@ def _decode_blocks(
     decoded: dict[str, bytes] = {}
     for name, text in document.blocks.items():
         num_blocks = block_digests.num_blocks(files[name].nbytes, document.block_nbytes)
-        if len(text) != 2 * block_digests.DIGEST_NBYTES * num_blocks or not _HEX.fullmatch(text):
-            raise FormatError(f"{what}: {name} should have {num_blocks:,} block digests")
-        decoded[name] = bytes.fromhex(text)
+        decoded[name] = _digests(text, num_blocks, what=f"{what}: {name}")
         if block_digests.file_digest(files[name].nbytes, decoded[name]) != files[name].digest:
             raise CorruptData(f"{what}: the block digests of {name} are not the manifest's")
+    return decoded
+
+
+def _digests(text: str, num_blocks: int, *, what: str) -> bytes:
+    if len(text) != 2 * block_digests.DIGEST_NBYTES * num_blocks or not _HEX.fullmatch(text):
+        raise FormatError(f"{what} should have {num_blocks:,} block digests")
+    return bytes.fromhex(text)
+
+
+def _decode_stored(
+    document: _Document, files: Mapping[str, FileEntry], *, what: str
+) -> dict[str, StoredBlocks]:
+    """The stored blocks of every file that a codec made: as many as it has plain ones, none longer
+    than a codec makes them, together as long as the manifest says."""
+    entries = {name: entry.stored for name, entry in files.items() if entry.stored is not None}
+    if document.stored.keys() != entries.keys():
+        raise FormatError(f"{what}: `stored` lists other files than the manifest")
+    decoded: dict[str, StoredBlocks] = {}
+    for name, found in document.stored.items():
+        nbytes, num_blocks = files[name].nbytes, len(found.nbytes)
+        expected = block_digests.num_blocks(nbytes, document.block_nbytes)
+        if num_blocks != expected:
+            raise FormatError(f"{what}: {name} should have {expected:,} stored blocks")
+        spans = block_digests.split(nbytes, document.block_nbytes)
+        most = (max_stored_nbytes(stop - start) for start, stop in spans)
+        if 0 in found.nbytes or any(map(gt, found.nbytes, most)):
+            raise FormatError(f"{what}: {name} has a stored block that is too short or too long")
+        digests = _digests(found.digests, num_blocks, what=f"{what}: stored, {name}")
+        blocks = decoded[name] = StoredBlocks(tuple(found.nbytes), digests)
+        if blocks.entry(entries[name].codec) != entries[name]:
+            raise CorruptData(f"{what}: the stored blocks of {name} are not the manifest's")
     return decoded
 
 

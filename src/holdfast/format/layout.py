@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import types
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holdfast.errors import FormatError, UsageError
@@ -23,6 +25,10 @@ DATA_ALIGNMENT = 4096
 MAX_TENSOR_FILE_NBYTES = 4 * 1024**3
 MAX_TENSORS_PER_FILE = 50_000
 MAX_LABEL_BYTES = 200
+CODEC_SUFFIXES: Mapping[str, str] = types.MappingProxyType(
+    {"zstd": ".zst", "lz4": ".lz4", "blosc2": ".blosc2"}
+)
+"""What the names of files that a codec made end with."""
 
 _SUFFIX = re.compile(r"\.([0-9]{4,10})-([0-9]{6,12})-([0-9a-f]{8})$", re.ASCII)
 _LABEL = re.compile(r"[A-Za-z0-9_=+\-][A-Za-z0-9._=+\-]*", re.ASCII)
@@ -33,6 +39,8 @@ _RETIRED = re.compile(r"retired-([0-9]{8,12})\.json", re.ASCII)
 _THINNED = re.compile(r"thinned-([a-z0-9_\-]{1,64})-([0-9]{8,12})\.json", re.ASCII)
 _ANSWER = ".answer"
 _NOTES = re.compile(r"notes-([0-9]{4})\.json", re.ASCII)
+_KEYS = re.compile(r"keys-([0-9]{4})\.json", re.ASCII)
+_STORED = re.compile(r"file-[0-9]{5,7}\.sealed", re.ASCII)
 _LEASE = re.compile(r"(.+)\.([0-9a-f]{16})\.json", re.ASCII)
 
 
@@ -202,6 +210,33 @@ def parse_notes(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def keys_name(number: int) -> str:
+    """Name of the n-th box of keys of a sealed checkpoint, from 1."""
+    return f"keys-{number:04d}.json"
+
+
+def parse_keys(name: str) -> int | None:
+    """The number of a box of keys, or None."""
+    match = _KEYS.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def stored_name(number: int) -> str:
+    """Name under which the n-th file of a sealed checkpoint is stored, from 0."""
+    return f"file-{number:05d}.sealed"
+
+
+def is_stored_name(name: str) -> bool:
+    """Whether a name is that of a file of a sealed checkpoint."""
+    return _STORED.fullmatch(name) is not None
+
+
+def is_sidecar(name: str) -> bool:
+    """Whether a name in a checkpoint's folder is that of a sidecar: notes or a mark."""
+    numbers = (parse_notes(name), parse_retired(name), parse_thinned(name))
+    return name == REJECTED or any(number is not None for number in numbers)
+
+
 def tree_file(component: str) -> str:
     """Name of a component's typed tree."""
     return f"{component}-00000.json"
@@ -212,8 +247,25 @@ def tensor_file(component: str, number: int) -> str:
     return f"{component}-{number:05d}.safetensors"
 
 
+def component_of(name: str) -> str:
+    """The component to which a file of that name belongs."""
+    return name.rpartition("-")[0]
+
+
+def stored_file(name: str, codec: str) -> str:
+    """Name of a component's file as it lies there when a codec made it, from its plain name."""
+    return name + CODEC_SUFFIXES[codec]
+
+
+def plain_file(name: str) -> str:
+    """Name of a component's file without the suffix of a codec."""
+    suffix = next((text for text in CODEC_SUFFIXES.values() if name.endswith(text)), "")
+    return name.removesuffix(suffix)
+
+
 def check_file_name(name: str) -> None:
     """Raise `FormatError` unless a manifest may list a file of this name."""
-    stem = re.fullmatch(r"([a-z0-9_\-]{1,64})-([0-9]{5,7})\.(json|safetensors)", name, re.ASCII)
+    plain = plain_file(name)
+    stem = re.fullmatch(r"([a-z0-9_\-]{1,64})-([0-9]{5,7})\.(json|safetensors)", plain, re.ASCII)
     if name != INDEX and stem is None:
         raise FormatError(f"a manifest may not list a file named {name[:80]!r}")

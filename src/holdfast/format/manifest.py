@@ -9,14 +9,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from holdfast.errors import FormatError, HoldfastError, UsageError
+from holdfast.errors import FormatError, HoldfastError, MissingKey, UsageError
 from holdfast.format import layout, sealed, strictjson
+from holdfast.format.codec import Codec
 from holdfast.store.base import Buffer
 
 MAX_MANIFEST_NBYTES = 16 * 1024 * 1024
 MAX_JSON_FILE_NBYTES = 64 * 1024 * 1024
 
-_REGISTER_KINDS = ("checkpoint", "aborted", "deleted")
+_REGISTER_KINDS = ("checkpoint", "aborted", "deleted", sealed.SEALED)
 _MAX_INT = 2**63 - 1
 Natural = Annotated[int, Meta(ge=0, le=_MAX_INT)]
 Positive = Annotated[int, Meta(ge=1, le=_MAX_INT)]
@@ -70,11 +71,26 @@ _OPTIONAL_COUNTERS = _COUNTERS[_COUNTERS.index("wall_s") + 1 :]
 _OPTIONAL_LISTS = ("savers", "left_out", "unhealthy")
 
 
-class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """Length in bytes and digest ("blake3:…") of one file."""
+class StoredEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """The form in which a file is stored: its codec, and length and digest of what lies there."""
+
+    codec: Codec
+    nbytes: Natural
+    digest: Digest
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Length in bytes and digest ("blake3:…") of one file, as it is read."""
 
     nbytes: Natural
     digest: Digest
+    stored: StoredEntry | None = None
+    """As it lies there; None: just so."""
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of the file as it lies there."""
+        return self.nbytes if self.stored is None else self.stored.nbytes
 
 
 class ComponentEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +132,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": 
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files, without the manifest itself."""
+        """Bytes of all files as they lie there, without the manifest itself."""
+        return sum(entry.stored_nbytes for entry in self.files.values())
+
+    @property
+    def plain_nbytes(self) -> int:
+        """Bytes of all files as they are read: before a codec made them shorter."""
         return sum(entry.nbytes for entry in self.files.values())
 
     @property
@@ -152,7 +173,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
     Raises:
         UsageError: a text, number or size that the document cannot hold.
     """
-    members = {"requires": [], **msgspec.to_builtins(manifest)}
+    is_stored = any(entry.stored is not None for entry in manifest.files.values())
+    requires = [sealed.CODEC] if is_stored else []
+    members = {"requires": requires, **msgspec.to_builtins(manifest)}
     members["metrics"] = {name: _number(name, value) for name, value in manifest.metrics.items()}
     members["timestamp"] = {
         name: value
@@ -180,10 +203,16 @@ def decode_register(data: Buffer, *, what: str) -> Manifest | Aborted | Deleted:
 
     Raises:
         CorruptData: the digest does not fit.
+        MissingKey: it is a sealed checkpoint.
         UnsupportedVersion: written by a newer Holdfast.
         FormatError: anything else that the format does not allow.
     """
     members = sealed.unseal(data, what=what, kinds=_REGISTER_KINDS, max_nbytes=MAX_MANIFEST_NBYTES)
+    if members["kind"] == sealed.SEALED:
+        raise MissingKey(
+            f"{what}: this checkpoint is sealed, and no key was given "
+            "(`encrypt=` in Python, `holdfast --key-file` and its like)"
+        )
     if members["kind"] == "aborted":
         return strictjson.convert(members, Aborted, what=what)
     if members["kind"] == "deleted":
@@ -223,7 +252,7 @@ def _check_manifest(manifest: Manifest, *, what: str) -> None:
         expected = [layout.tree_file(name)]
         numbers = range(len(component.files) - 1)
         expected += [layout.tensor_file(name, number) for number in numbers]
-        if list(component.files) != expected:
+        if [*map(layout.plain_file, component.files)] != expected:
             raise FormatError(f"{what}: component {name!r} has other files than its own")
     of_components = {name for entry in manifest.components.values() for name in entry.files}
     _check_files(manifest, of_components | {layout.INDEX}, what=what)
@@ -244,7 +273,12 @@ def _check_files(manifest: Manifest, expected: set[str], *, what: str) -> None:
     if odd := sorted(expected ^ set(manifest.files)):
         raise FormatError(f"{what}: `files` and `components` do not list the same files ({odd[0]})")
     for name, entry in manifest.files.items():
-        if name.endswith(".json") and entry.nbytes > MAX_JSON_FILE_NBYTES:
+        plain, stored = layout.plain_file(name), entry.stored
+        if name != (plain if stored is None else layout.stored_file(plain, stored.codec)):
+            raise FormatError(f"{what}: {name} is not the name of a file that is stored so")
+        if stored is not None and name == layout.INDEX:
+            raise FormatError(f"{what}: the index must be stored as it is")
+        if plain.endswith(".json") and entry.nbytes > MAX_JSON_FILE_NBYTES:
             raise FormatError(f"{what}: {name} would have {entry.nbytes:,} bytes")
 
 

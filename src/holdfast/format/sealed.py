@@ -15,7 +15,11 @@ from holdfast.format.layout import FORMAT_VERSION
 from holdfast.store.base import Buffer
 
 MAX_SEALED_NBYTES = 64 * 1024
-KNOWN_REQUIREMENTS: frozenset[str] = frozenset()
+CODEC = "codec"
+"""The requirement of manifests that list files made by a codec."""
+SEALED = "sealed"
+"""The requirement of what is encrypted, and the kind of a manifest that is."""
+KNOWN_REQUIREMENTS = frozenset({CODEC, SEALED})
 _OWN_NAMES = ("holdfast", "kind", "digest")
 _SEAL = re.compile(rb'"digest": "blake3:([0-9a-f]{64})"\}\n')
 _BEFORE_SEAL = b",\n"

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from holdfast.errors import AccessDenied, InvalidKey, UnsupportedStore
+from holdfast.errors import AccessDenied, InvalidKey, UnsupportedStore, UsageError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -141,8 +141,11 @@ class BlockWriter(Protocol):
         """Write `data` at byte `start`. Pieces must not overlap."""
         ...
 
-    def finish(self) -> None:
-        """Put all bytes, the length and the name on stable storage. Called once, at the end."""
+    def finish(self, nbytes: int | None = None) -> None:
+        """Put all bytes, the length and the name on stable storage. Called once, at the end.
+
+        `nbytes` is the length of an object that was begun with `at_most`; of others it is known.
+        """
         ...
 
     def abort(self) -> None:
@@ -154,11 +157,14 @@ class BlockWriter(Protocol):
 class WritesBlocks(Protocol):
     """Stores that take a large object in pieces."""
 
-    def create(self, key: str, nbytes: int) -> BlockWriter:
+    def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
         """Begin an object of `nbytes` bytes under a key that is not taken (`AlreadyExists`).
 
         Readers may see it before it is finished, so only keys that no manifest lists yet are
         written this way.
+
+        With `at_most` it may become shorter: its length is what `finish` is told. Such an object
+        comes in pieces of 8 MiB, each at a multiple of that; only the last is shorter.
         """
         ...
 
@@ -242,6 +248,20 @@ def check_key(key: str) -> None:
                 f"key {key!r}: segment {segment!r} must match {_SEGMENT.pattern} "
                 f"and have at most {MAX_SEGMENT_BYTES} characters"
             )
+
+
+def final_nbytes(given: int | None, planned: int, *, at_most: bool, what: str) -> int:
+    """The length of an object that is finished: as planned, or with `at_most` what is given.
+
+    Raises:
+        UsageError: it is missing, not wanted, or not within what was planned.
+    """
+    if not at_most and given in (None, planned):
+        return planned
+    if not at_most or given is None or not 0 <= given <= planned:
+        limit = "at most " if at_most else ""
+        raise UsageError(f"finish {what}: {given} bytes where {limit}{planned} were planned")
+    return given
 
 
 def make_folder(store: Store, folder: str, *, exclusive: bool = False) -> None:

@@ -189,7 +189,7 @@ class LocalStore:
                         num_removed += 1
         return num_removed
 
-    def create(self, key: str, nbytes: int) -> BlockWriter:
+    def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
         """See `WritesBlocks.create`. Takes the room at once, where the file system can."""
         folder, name = _split(key)
         if nbytes < 0:
@@ -204,7 +204,9 @@ class LocalStore:
                 own_folder_fd = os.dup(folder_fd)
                 undo.callback(os.close, own_folder_fd)
                 direct = self._direct.open(folder_fd, name, nbytes)
-                writer = LocalBlockWriter(own_folder_fd, fd, direct, path=path, nbytes=nbytes)
+                writer = LocalBlockWriter(
+                    own_folder_fd, fd, direct, path=path, nbytes=nbytes, at_most=at_most
+                )
                 undo.pop_all()
             return writer
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from holdfast.errors import NotFound, StoreError, UnsupportedStore, UsageError
+from holdfast.store.base import final_nbytes
 from holdfast.store.localfiles import (
     FILE_MODE,
     NEW_FILE,
@@ -171,13 +172,21 @@ class LocalBlockWriter:
     """The `BlockWriter` of a local file. Owns the descriptors that it is given."""
 
     def __init__(
-        self, folder_fd: int, fd: int, direct: DirectFile | None, *, path: str, nbytes: int
+        self,
+        folder_fd: int,
+        fd: int,
+        direct: DirectFile | None,
+        *,
+        path: str,
+        nbytes: int,
+        at_most: bool = False,
     ) -> None:
         self._folder_fd = folder_fd
         self._fd = fd
         self._direct = direct
         self._path = path
         self._nbytes = nbytes
+        self._at_most = at_most
         self._lock = threading.Lock()
         self._state = _State.WRITING
         self._calls_under_way = 0
@@ -204,23 +213,25 @@ class LocalBlockWriter:
             with self._lock:
                 self._written_nbytes += len(piece)
 
-    def finish(self) -> None:
-        """Put everything on stable storage.
+    def finish(self, nbytes: int | None = None) -> None:
+        """Put everything on stable storage; room that was not needed is given back.
 
         Raises:
+            UsageError: `nbytes` is missing, not wanted, or more than was planned.
             StoreError: not every byte was written, or the sync failed, which is final.
             NotFound: somebody removed the file.
             OutcomeUnknown: the file is durable, its name may not be.
         """
+        length = final_nbytes(nbytes, self._nbytes, at_most=self._at_most, what=self._path)
         with self._lock:
-            missing_nbytes = self._nbytes - self._written_nbytes
+            missing_nbytes = length - self._written_nbytes
         if missing_nbytes:
             raise StoreError(
-                f"finish {self._path}: {missing_nbytes} of {self._nbytes} bytes were not written"
+                f"finish {self._path}: {missing_nbytes} of {length} bytes were not written"
             )
         with self._call("finish", becomes=_State.FINISHING) as report:
-            if os.fstat(self._fd).st_size != self._nbytes:
-                os.ftruncate(self._fd, self._nbytes)
+            if os.fstat(self._fd).st_size != length:
+                os.ftruncate(self._fd, length)
             os.fsync(self._fd)
             report.effect = "done"
             sync_folder_fd(self._folder_fd)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from holdfast.errors import AlreadyExists, CorruptData, NotFound, StoreError, UsageError
-from holdfast.store.base import BlockWriter, Buffer, ObjectInfo, check_key, ignore
+from holdfast.store.base import BlockWriter, Buffer, ObjectInfo, check_key, final_nbytes, ignore
 
 
 class MemoryStore:
@@ -106,7 +106,7 @@ class MemoryStore:
             for inside in [name for name in self._objects if name.startswith(key)]:
                 del self._objects[inside]
 
-    def create(self, key: str, nbytes: int) -> BlockWriter:
+    def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
         """See `WritesBlocks.create`."""
         check_key(key)
         if nbytes < 0:
@@ -116,7 +116,7 @@ class MemoryStore:
             if key in self._objects:
                 raise AlreadyExists(f"create {self._path(key)}: the key is taken")
             self._objects[key] = content
-        return _MemoryBlockWriter(self, key, content)
+        return _MemoryBlockWriter(self, key, content, at_most=at_most)
 
     def link(self, source: str, key: str) -> bool:
         """See `LinksFiles.link`."""
@@ -140,13 +140,14 @@ class MemoryStore:
 
 
 class _MemoryBlockWriter:
-    def __init__(self, store: MemoryStore, key: str, content: bytearray) -> None:
+    def __init__(self, store: MemoryStore, key: str, content: bytearray, *, at_most: bool) -> None:
         self._store = store
         self._key = key
         self._content = content
+        self._at_most = at_most
         self._lock = threading.Lock()
         self._is_open = True
-        self._missing_nbytes = len(content)
+        self._written_nbytes = 0
 
     def write(self, start: int, data: memoryview) -> None:
         stop = start + data.nbytes
@@ -158,16 +159,19 @@ class _MemoryBlockWriter:
         with self._lock:
             self._check_open("write")
             self._content[start:stop] = data.tobytes()
-            self._missing_nbytes -= data.nbytes
+            self._written_nbytes += data.nbytes
 
-    def finish(self) -> None:
+    def finish(self, nbytes: int | None = None) -> None:
+        planned = len(self._content)
+        length = final_nbytes(nbytes, planned, at_most=self._at_most, what=self._key)
         with self._lock:
             self._check_open("finish")
-            if self._missing_nbytes:
+            if length != self._written_nbytes:
                 raise StoreError(
-                    f"finish {self._key}: {self._missing_nbytes} of {len(self._content)} bytes "
+                    f"finish {self._key}: {length - self._written_nbytes} of {length} bytes "
                     f"were not written"
                 )
+            del self._content[length:]
             self._is_open = False
 
     def abort(self) -> None:

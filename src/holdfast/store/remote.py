@@ -140,7 +140,7 @@ class RemoteStore:
             self._api.delete(keys)
         abort_uploads(self, key.removesuffix("/"))
 
-    def create(self, key: str, nbytes: int) -> BlockWriter:
+    def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
         """See `WritesBlocks.create`: one request, or a multipart upload when it is long."""
         check_key(key)
         if nbytes < 0:
@@ -148,7 +148,7 @@ class RemoteStore:
         with suppress(NotFound):
             self._api.nbytes(key)
             raise AlreadyExists(f"create {self._api.url(key)}: the key is taken")
-        return self._uploads.create(key, nbytes)
+        return self._uploads.create(key, nbytes, at_most=at_most)
 
     def uploads(self, folder: str = "") -> Iterator[str]:
         """See `AbortsUploads.uploads`. Azure has none."""

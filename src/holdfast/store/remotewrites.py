@@ -50,11 +50,11 @@ class Uploads:
         self._progress_at = time.monotonic()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def create(self, key: str, nbytes: int) -> BlockWriter:
+    def create(self, key: str, nbytes: int, *, at_most: bool) -> BlockWriter:
         """Begin an object."""
         self._started()
         writer = SinglePut if nbytes <= PART_NBYTES else MultipartPut
-        return writer(self, key, nbytes)
+        return writer(self, key, nbytes, at_most=at_most)
 
     def run(self, upload: Coroutine[Any, Any, None]) -> Future[None]:
         """Start an upload in the event loop."""
@@ -155,11 +155,14 @@ class _State(enum.Enum):
 class _Writer:
     """What both writers check."""
 
-    def __init__(self, uploads: Uploads, key: str, nbytes: int) -> None:
+    def __init__(self, uploads: Uploads, key: str, nbytes: int, *, at_most: bool) -> None:
         self._uploads = uploads
         self._key = key
         self._nbytes = nbytes
-        self._missing_nbytes = nbytes
+        """The most that may come."""
+        self._length = None if at_most else nbytes
+        """What is to come; None until `finish` says it."""
+        self._written_nbytes = 0
         self._state = _State.WRITING
 
     def _checked(self, start: int, data: memoryview) -> memoryview:
@@ -176,19 +179,23 @@ class _Writer:
         if self._state is not _State.WRITING:
             raise StoreError(f"{operation} {self._key}: this was finished or given up before")
 
-    def _check_complete(self) -> None:
+    def _check_complete(self, nbytes: int | None) -> None:
         self._check_open("finish")
-        if self._missing_nbytes:
+        length = nbytes if self._length is None else self._length
+        if length is None or length != (length if nbytes is None else nbytes):
+            raise UsageError(f"finish {self._key}: nbytes={nbytes} is not the length")
+        if self._written_nbytes != length:
             raise StoreError(
-                f"finish {self._key}: {self._missing_nbytes} of {self._nbytes} bytes were not "
+                f"finish {self._key}: {length - self._written_nbytes} of {length} bytes were not "
                 "written"
             )
+        self._length = length
 
     def _expect_there(self, error: Exception) -> None:
         """After a failure: the reply may have been lost. The key is nobody else's."""
         api = self._uploads.api
         with suppress(HoldfastError):
-            if api.has(self._key, self._nbytes):
+            if self._length is not None and api.has(self._key, self._length):
                 return
         if isinstance(error, HoldfastError):
             raise error
@@ -198,8 +205,8 @@ class _Writer:
 class SinglePut(_Writer):
     """A short object: gathered, and sent by the write that completes it."""
 
-    def __init__(self, uploads: Uploads, key: str, nbytes: int) -> None:
-        super().__init__(uploads, key, nbytes)
+    def __init__(self, uploads: Uploads, key: str, nbytes: int, *, at_most: bool) -> None:
+        super().__init__(uploads, key, nbytes, at_most=at_most)
         self._lock = threading.Lock()
         self._gathered: memoryview | None = None
         self._was_sent = False
@@ -209,27 +216,29 @@ class SinglePut(_Writer):
         piece = self._checked(start, data)
         with self._lock:
             self._check_open("write")
-            self._missing_nbytes -= len(piece)
-            if len(piece) == self._nbytes:
+            self._written_nbytes += len(piece)
+            if len(piece) == self._length:
                 whole = piece
             else:
                 if self._gathered is None:
                     self._gathered = memoryview(bytearray(self._nbytes))
                 self._gathered[start : start + len(piece)] = piece
                 whole = self._gathered
-            if self._missing_nbytes or not self._nbytes:
+            if self._written_nbytes != self._length or not self._nbytes:
                 return
             self._was_sent = True
         self._send(whole)
         self._gathered = None
 
-    def finish(self) -> None:
+    def finish(self, nbytes: int | None = None) -> None:
         """See `BlockWriter.finish`."""
         with self._lock:
-            self._check_complete()
+            self._check_complete(nbytes)
             self._state = _State.FINISHED
-        if not self._nbytes:
-            self._send(memoryview(b""))
+        if not self._was_sent:  # nothing came, or nobody knew that it was all
+            gathered = memoryview(b"") if self._gathered is None else self._gathered
+            self._send(gathered[: self._length])
+            self._gathered = None
 
     def abort(self) -> None:
         """See `BlockWriter.abort`."""
@@ -255,8 +264,8 @@ class _GivenUp(Exception):
 class MultipartPut(_Writer):
     """A long object: its bytes are sent in order, while later ones are still to come."""
 
-    def __init__(self, uploads: Uploads, key: str, nbytes: int) -> None:
-        super().__init__(uploads, key, nbytes)
+    def __init__(self, uploads: Uploads, key: str, nbytes: int, *, at_most: bool) -> None:
+        super().__init__(uploads, key, nbytes, at_most=at_most)
         self._pieces: dict[int, memoryview] = {}
         """By first byte: copies that are still to be sent."""
         self._position = 0
@@ -276,11 +285,15 @@ class MultipartPut(_Writer):
         for offset in range(0, len(piece), COPY_NBYTES):
             self._take(start + offset, piece[offset : offset + COPY_NBYTES])
 
-    def finish(self) -> None:
+    def finish(self, nbytes: int | None = None) -> None:
         """See `BlockWriter.finish`. After a failure it looks whether the object is there."""
         with self._uploads.changed:
-            self._check_complete()
-        assert self._upload is not None, "an object of this length has pieces"
+            self._check_complete(nbytes)
+        if self._upload is None:  # it became empty
+            self._uploads.api.put(self._key, memoryview(b""))
+            self._state = _State.FINISHED
+            return
+        self._uploads.call(self._arrived.set)  # the upload may wait for more
         try:
             self._uploads.result(self._upload, f"finish {self._key}")
         except Exception as error:  # noqa: BLE001 - raised again unless the object is there
@@ -319,7 +332,7 @@ class MultipartPut(_Writer):
         with uploads.changed:
             self._check_open("write")
             self._pieces[start] = copy
-            self._missing_nbytes -= len(piece)
+            self._written_nbytes += len(piece)
         uploads.call(self._arrived.set)
 
     def _may_come(self, start: int) -> bool:
@@ -358,13 +371,13 @@ class MultipartPut(_Writer):
 
     async def __anext__(self) -> memoryview:
         """The next piece in order, when it has come and may go; for obstore."""
-        if self._position == self._nbytes:
-            raise StopAsyncIteration
         while True:
             self._arrived.clear()
             with self._uploads.changed:
                 if self._state is _State.ABORTED:
                     raise _GivenUp
+                if self._position == self._length:
+                    raise StopAsyncIteration
                 copy = self._pieces.pop(self._position, None)
             if copy is not None:
                 break

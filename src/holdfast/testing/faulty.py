@@ -309,9 +309,9 @@ class _FaultyReadsInto(FaultyStore):
 
 
 class _FaultyWritesBlocks(FaultyStore):
-    def create(self, key: str, nbytes: int) -> BlockWriter:
+    def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
         """See `WritesBlocks.create`."""
-        writer = self._do("create", key, lambda: self.inner.create(key, nbytes))
+        writer = self._do("create", key, lambda: self.inner.create(key, nbytes, at_most=at_most))
         return _FaultyBlockWriter(self, key, cast(BlockWriter, writer))
 
 
@@ -363,9 +363,9 @@ class _FaultyBlockWriter:
                 data = memoryview(op.damaged(data.tobytes()).ljust(data.nbytes, b"\0"))
             self._inner.write(start, data)
 
-    def finish(self) -> None:
+    def finish(self, nbytes: int | None = None) -> None:
         with _Operation(self._store, "finish", self._key):
-            self._inner.finish()
+            self._inner.finish(nbytes)
 
     def abort(self) -> None:
         with suppress(StoreError), _Operation(self._store, "abort", self._key):

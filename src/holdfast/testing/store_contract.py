@@ -20,7 +20,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from holdfast.errors import AlreadyExists, CorruptData, InvalidKey, NotFound, StoreError
+from holdfast.errors import (
+    AlreadyExists,
+    CorruptData,
+    InvalidKey,
+    NotFound,
+    StoreError,
+    UsageError,
+)
 from holdfast.store.base import (
     Folders,
     FreeSpace,
@@ -109,6 +116,7 @@ HOSTILE_KEYS = (
 
 NUM_RACERS = 64
 LARGE_NBYTES = 20 * 1024 * 1024 + 3
+PIECE_NBYTES = 8 * 1024 * 1024
 
 
 def noise(nbytes: int, seed: int = 0) -> bytes:
@@ -234,6 +242,37 @@ class StoreContract:
         store.put("a", noise(10))
         with pytest.raises(CorruptData):
             store.get("a", start, nbytes)
+
+    @pytest.mark.parametrize("nbytes", [0, 1, 4096, PIECE_NBYTES, 2 * PIECE_NBYTES + 4097])
+    def test_an_object_may_become_shorter_than_planned(self, store: Store, nbytes: int) -> None:
+        blocks = self.writes_blocks(store)
+        data = memoryview(noise(nbytes))
+        writer = blocks.create("a", nbytes + 100_000, at_most=True)
+        for start in reversed(range(0, nbytes, PIECE_NBYTES)):
+            writer.write(start, data[start : start + PIECE_NBYTES])
+        writer.finish(nbytes)
+        assert store.head("a").nbytes == nbytes
+        assert store.get("a") == data
+
+    def test_the_length_of_a_shorter_object_is_that_of_its_bytes(self, store: Store) -> None:
+        """Invariant 2: what was not written is not durable."""
+        blocks = self.writes_blocks(store)
+        for key, told in (("a", None), ("b", 11)):
+            writer = blocks.create(key, 10, at_most=True)
+            writer.write(0, memoryview(b"12345"))
+            with pytest.raises(UsageError, match="10"):
+                writer.finish(told)
+            writer.abort()
+        writer = blocks.create("c", 10, at_most=True)
+        writer.write(0, memoryview(b"12345"))
+        with pytest.raises(StoreError, match="1 of 6"):
+            writer.finish(6)
+        writer.abort()
+        writer = blocks.create("d", 10)
+        writer.write(0, memoryview(b"1234567890"))
+        with pytest.raises(UsageError, match="10"):
+            writer.finish(9)
+        writer.abort()
 
     @pytest.mark.parametrize(("start", "nbytes"), [(-1, 1), (-1, None), (0, -1)])
     def test_a_negative_range_is_a_usage_error(

@@ -187,20 +187,26 @@ def own_loggers(
     root: str | os.PathLike[str] | Store | Tiered,
     log: bool | str | os.PathLike[str] | None,
     progress: bool,
+    *,
+    is_sealed: bool = False,
 ) -> list[Logger]:
-    """The log and the bar that a Trainer has by itself.
+    """The log and the bar that a Trainer has by itself. The log of a sealed run is not beside it,
+    where it would say in clear what the checkpoints hide.
 
     Raises:
-        UsageError: the log is to be in a root that is no local folder.
+        UsageError: the log is to be in a root that is sealed, or no local folder.
     """
     root = root.local if isinstance(root, Tiered) else root
     loggers: list[Logger] = []
     is_local = isinstance(root, str | os.PathLike) and "://" not in os.fspath(root)
+    may_log = is_local and not is_sealed
     if log is None:
-        log = is_local
+        log = may_log
     if log is True:
-        if not isinstance(root, str | os.PathLike) or not is_local:
-            raise UsageError("log=True needs a local root: name a file, or pass log=False")
+        if not isinstance(root, str | os.PathLike) or not may_log:
+            raise UsageError(
+                "log=True needs a local root that is not sealed: name a file, or pass log=False"
+            )
         loggers.append(JsonLines(Path(root) / "log" / "train.jsonl"))
     elif log is not False:
         loggers.append(JsonLines(log))

@@ -23,6 +23,7 @@ from holdfast.engine.workers import Workers
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.events import Emitter
 from holdfast.format import layout
+from holdfast.keys import Encryption
 from holdfast.state.edits import Edit
 from holdfast.store import open_store
 from holdfast.store.base import Store
@@ -76,7 +77,9 @@ class Target:
 
 
 def select(
-    root: str | os.PathLike[str] | Store | Tiered, which: Which | Iterable[Which] | None
+    root: str | os.PathLike[str] | Store | Tiered,
+    which: Which | Iterable[Which] | None,
+    encryption: Encryption | None = None,
 ) -> list[Target]:
     """The checkpoints that are meant, by step and then as they were made, each of them once.
 
@@ -96,7 +99,7 @@ def select(
     wanted = [which] if isinstance(which, str | int | os.PathLike) else list(which)
     if not wanted:
         raise UsageError("which=[]: names no checkpoint")
-    own = catalog_of(root, Emitter())
+    own = catalog_of(root, Emitter(), encryption)
     found: dict[tuple[str, str], Target] = {}
     for item in wanted:
         if isinstance(item, bool) or not isinstance(item, str | int | os.PathLike):

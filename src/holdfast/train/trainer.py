@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from holdfast.engine.checkpoint import PendingSave
+from holdfast.engine.compressing import Compress
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.options import OnExisting, check_options
 from holdfast.engine.overlap import Mode
@@ -23,6 +24,7 @@ from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import SaveSkipped, UsageError
 from holdfast.events import log_event
 from holdfast.format.manifest import Timestamp
+from holdfast.keys import Encryption
 from holdfast.manager import CheckpointManager
 from holdfast.policy.classes import SavePolicy
 from holdfast.policy.clock import Time, Unit
@@ -90,6 +92,8 @@ class Trainer:
         takeover: bool = False,
         overlap: Mode | None = None,
         memory_budget: int | str | None = None,
+        compress: Compress = None,
+        encrypt: Encryption | None = None,
         stop: Stop | None = Stop(),
         validate: Any = None,
         skip_steps: Iterable[range] = (),
@@ -119,9 +123,9 @@ class Trainer:
                 `state_dict` and `load_state_dict` whose iteration gives the rest of an epoch.
             loss: called with the model and a batch; gives the batch's mean loss, or that and a
                 dict of metrics.
-            root, every, keep, savers, on_existing, label, run_name, takeover, memory_budget: as
-                for `CheckpointManager`; the last step is always saved, and fractions of the run in
-                `every` are those of the goal.
+            root, every, keep, savers, on_existing, label, run_name, takeover, memory_budget,
+                compress, encrypt: as for `CheckpointManager`; the last step is always saved, and
+                fractions of the run in `every` are those of the goal.
             overlap: as for `CheckpointManager`; None: on accelerators only. `fit` calls `fence`
                 before each update and each validation.
             stop: the signals that end `fit`, or make it save; None: it handles none.
@@ -153,7 +157,8 @@ class Trainer:
         making.check_range("log_every", log_every, 1, 2**63)
         on = making.checked_device(device)
         self.model = making.make_model(model, seed, on)
-        self._callbacks = Callbacks([*callbacks, *making.own_loggers(root, log, progress)], self)
+        loggers = making.own_loggers(root, log, progress, is_sealed=encrypt is not None)
+        self._callbacks = Callbacks([*callbacks, *loggers], self)
         self._callbacks.tell(Callback.model_made)
         self.optimizer = making.make_optimizer(optimizer, self.model, self.model is not model)
         self.schedulers = make_schedulers(scheduler, self.optimizer)
@@ -182,6 +187,8 @@ class Trainer:
             "run_name": run_name,
             "takeover": takeover,
             "memory_budget": memory_budget,
+            "compress": compress,
+            "encrypt": encrypt,
             "stop": stop,
         }
         self._stop = stop
@@ -377,7 +384,7 @@ class Trainer:
         self._check_validates()
         if self.manager is not None:
             raise UsageError(f"which={which!r}: while fit runs, only its weights can be used")
-        return select(self.root, which)
+        return select(self.root, which, self._options["encrypt"])
 
     def _validate_each(self, targets: Sequence[Target]) -> tuple[Validated, ...]:
         weights = {"model": self.model, **({} if self.ema is None else {"ema": self.ema.model})}

@@ -11,20 +11,26 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from holdfast.engine.catalog import Catalog, Entry, Register
+from holdfast.engine.sealing import sealing
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import FormatError, StoreError, UsageError
 from holdfast.events import Emitter
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Manifest
 from holdfast.format.records import Writer
+from holdfast.keys import Encryption
 from holdfast.store import open_store
 from holdfast.store.base import Store
 
 T = TypeVar("T")
 
 
-def catalog_of(root: str | os.PathLike[str] | Store | Tiered, emit: Emitter) -> Catalog:
-    """A reader of a root, or of both tiers of one.
+def catalog_of(
+    root: str | os.PathLike[str] | Store | Tiered,
+    emit: Emitter,
+    encryption: Encryption | None = None,
+) -> Catalog:
+    """A reader of a root, or of both tiers of one, each of which seals by itself.
 
     Raises:
         UsageError: no store is known by that name, or the tiers are one place.
@@ -33,8 +39,8 @@ def catalog_of(root: str | os.PathLike[str] | Store | Tiered, emit: Emitter) -> 
         local, remote = open_store(root.local), open_store(root.remote)
         if local is remote or local.url == remote.url:
             raise UsageError(f"Tiered: local and remote are one place, {local.url}")
-        return TieredCatalog(local, remote, emit)
-    return Catalog(open_store(root))
+        return TieredCatalog(sealing(local, encryption), sealing(remote, encryption), emit)
+    return Catalog(sealing(open_store(root), encryption))
 
 
 class TieredCatalog(Catalog):

@@ -70,6 +70,8 @@ class TieredOwnership(Ownership):
         self.remote_claim: Claim | None = None
         self.remote_has_committed = False
         """Whether something of this claim is there, from which the run would go on."""
+        self.remote_unclear: set[str] = set()
+        """See `Ownership.unclear`: of the uploads of this process."""
         self.remote_is_clean = True
         """Whether this epoch may be closed in the remote tier: every put of this claim is known to
         have ended, and nobody will send what it has saved."""

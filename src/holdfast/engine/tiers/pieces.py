@@ -5,12 +5,14 @@ Whoever copies a checkpoint looks at files this way, and does not care what is i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
 
 from holdfast.format import layout
 from holdfast.format.blocks import DIGEST_NBYTES, digest_blocks, split
 from holdfast.format.index import decode_index
+from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.manifest import FileEntry, Manifest
 
 
@@ -23,9 +25,32 @@ class Piece:
     digest: bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A stretch of a file as stores like to have it written, and the pieces in which it lies."""
+
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+
+def groups_of(pieces: Sequence[Piece]) -> Iterator[Group]:
+    """A whole file, in stretches of 8 MiB, the last may be shorter.
+
+    A piece that lies in two of them, as those of a compressed file do, is in both groups.
+    """
+    first, stop = 0, pieces[-1].stop
+    for start in range(0, stop, BLOCK_NBYTES):
+        end = min(start + BLOCK_NBYTES, stop)
+        while pieces[first].stop <= start:
+            first += 1
+        inside = takewhile(lambda piece, end=end: piece.start < end, islice(pieces, first, None))
+        yield Group(start=start, stop=end, pieces=tuple(inside))
+
+
 def length(entry: FileEntry) -> int:
     """Bytes that a file has where it lies."""
-    return entry.nbytes
+    return entry.stored_nbytes
 
 
 def pieces_of(
@@ -41,10 +66,14 @@ def pieces_of(
     index = decode_index(index_data, files=manifest.files, what=what)
     own = digest_blocks(index_data, manifest.block_nbytes)
     digests = {**index.blocks, layout.INDEX: own}
-    return {
-        name: _pieces(split(entry.nbytes, index.block_nbytes), digests[name])
-        for name, entry in manifest.files.items()
-    }
+    found = {}
+    for name, entry in manifest.files.items():
+        stored = index.stored.get(name)
+        if stored is None:
+            found[name] = _pieces(split(entry.nbytes, index.block_nbytes), digests[name])
+        else:
+            found[name] = _pieces(stored.spans(), stored.digests)
+    return found
 
 
 def _pieces(spans: list[tuple[int, int]], digests: bytes) -> tuple[Piece, ...]:

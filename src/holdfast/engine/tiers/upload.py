@@ -23,7 +23,7 @@ from typing import TypeVar
 from holdfast.engine.catalog import Catalog
 from holdfast.engine.commit import Attempt, publish, settle
 from holdfast.engine.documents import read_document
-from holdfast.engine.tiers.pieces import Piece, length, pieces_of
+from holdfast.engine.tiers.pieces import Group, Piece, groups_of, length, pieces_of
 from holdfast.engine.workers import Workers, cancel
 from holdfast.errors import (
     AlreadyExists,
@@ -66,6 +66,8 @@ class Cost:
     requests: int = 0
     """Operations on the store; it may have tried some of them several times."""
     seconds: float = 0.0
+    is_unclear: bool = False
+    """Whether a copy of the commit's put may still arrive."""
 
 
 class Sender:
@@ -221,10 +223,9 @@ class Sender:
         writer = self._remote.create(key, nbytes)
         waiting: deque[Future[None]] = deque()
         try:
-            for piece in pieces:
-                waiting.append(
-                    self._workers.submit(partial(self._send_piece, writer, source, piece))
-                )
+            for group in groups_of(pieces):
+                send = partial(self._send_group, writer, source, group)
+                waiting.append(self._workers.submit(send))
                 if len(waiting) >= 2 * self._num_threads:
                     self._result(waiting.popleft(), source)
             while waiting:
@@ -235,13 +236,14 @@ class Sender:
             writer.abort()
             raise
 
-    def _send_piece(self, writer: BlockWriter, source: str, piece: Piece) -> None:
+    def _send_group(self, writer: BlockWriter, source: str, group: Group) -> None:
         _be_nice()
         if self._stop.is_set():
             raise Interrupted(f"{source}: not sent to its end, for the process is closing")
-        data = self._read(source, piece)
-        writer.write(piece.start, memoryview(data))
-        self._count(len(data))
+        first, data = group.pieces[0].start, b"".join(self._read(source, p) for p in group.pieces)
+        sent = memoryview(data)[group.start - first : group.stop - first]
+        writer.write(group.start, sent)
+        self._count(len(sent))
 
     def _is_right(self, key: str, pieces: tuple[Piece, ...]) -> bool:
         """Whether the other root has these bytes, where it is to be asked."""
@@ -329,6 +331,7 @@ class Sender:
         if self._stop.is_set():
             raise Interrupted(f"{folder}: not committed, for the process is closing")
         publish(self._remote, attempt, data, epoch=epoch)
+        self._cost.is_unclear = attempt.is_unclear
         self._count(len(data), requests=3)
 
     def _confirm(self, folder: str, data: bytes) -> None:

@@ -1,0 +1,162 @@
+"""Who can open the sealed checkpoints of a root, and how others come to be able to.
+
+Only boxes of keys are written, never what they open. A new box is put and read back before an old
+one goes, so that a process killed anywhere leaves checkpoints that the old or the new keys open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from holdfast.engine.catalog import Catalog
+from holdfast.engine.documents import read_document
+from holdfast.engine.unsealing import boxes_of
+from holdfast.errors import (
+    AlreadyExists,
+    CommitConflict,
+    FormatError,
+    HoldfastError,
+    MissingKey,
+    NotFound,
+    SealError,
+    StoreError,
+    WrongKey,
+)
+from holdfast.format import layout
+from holdfast.format.envelope import KeyBox, Visible, decode_visible, encode_box
+from holdfast.format.manifest import MAX_MANIFEST_NBYTES
+from holdfast.format.suites import suite_named
+from holdfast.keys import Key, unwrapped, wrapped
+from holdfast.store.base import Store
+
+_MAX_RACES = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sealed:
+    """One sealed checkpoint: its folder, what is visible of it, and its boxes, newest first."""
+
+    folder: str
+    visible: Visible
+    boxes: dict[int, KeyBox]
+
+    @property
+    def recipients(self) -> tuple[str, ...]:
+        """Kind and id of each key that opens it, without repeats."""
+        found = (f"{r.kind} {r.id}" for box in self.boxes.values() for r in box.recipients)
+        return tuple(dict.fromkeys(found))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rekeyed:
+    """What became of one checkpoint: `done`, `was so` before, or `failed` with the reason."""
+
+    folder: str
+    outcome: str
+    reason: str = ""
+
+
+def sealed_in(store: Store) -> Iterator[Sealed | Rekeyed]:
+    """The sealed checkpoints of a root, newest first; a failure where one cannot be read."""
+    for name in Catalog(store).attempts():
+        try:
+            found = look(store, str(name))
+        except (FormatError, StoreError) as error:
+            yield Rekeyed(folder=str(name), outcome="failed", reason=str(error))
+        else:
+            if found is not None:
+                yield found
+
+
+def look(store: Store, folder: str) -> Sealed | None:
+    """What is visible of a sealed checkpoint; None where a folder holds none.
+
+    Raises:
+        FormatError: it is damaged.
+    """
+    try:
+        Catalog(store).read(folder)
+    except MissingKey:
+        key = f"{folder}/{layout.MANIFEST}"
+        document = read_document(store, key, max_nbytes=MAX_MANIFEST_NBYTES)
+        visible = decode_visible(document, what=f"{store.url}/{key}")
+        return Sealed(folder=folder, visible=visible, boxes=boxes_of(store, folder, visible))
+    return None
+
+
+def rotate(
+    store: Store, opening: Sequence[Key], sealing: Sequence[Key], *, keeps_old: bool = False
+) -> Iterator[Rekeyed]:
+    """Make every sealed checkpoint of a root one that the keys `sealing` open.
+
+    The boxes of the keys before go, unless `keeps_old`. May be run again after it was cut short,
+    and beside a training, which goes on sealing for the keys that it was given.
+    """
+    for found in sealed_in(store):
+        if isinstance(found, Rekeyed):
+            yield found
+            continue
+        try:
+            changed = _rotate_one(store, found, opening, sealing, keeps_old=keeps_old)
+        except NotFound:
+            continue  # deleted meanwhile
+        except HoldfastError as error:
+            yield Rekeyed(folder=found.folder, outcome="failed", reason=str(error))
+        else:
+            yield Rekeyed(folder=found.folder, outcome="done" if changed else "was so")
+
+
+def _rotate_one(
+    store: Store,
+    found: Sealed,
+    opening: Sequence[Key],
+    sealing: Sequence[Key],
+    *,
+    keeps_old: bool,
+) -> bool:
+    suite = suite_named(found.visible.suite, what=found.folder)
+    newest = max(found.boxes)
+    number = newest
+    is_new = not _is_for(found.boxes[newest], sealing, found)
+    if is_new:
+        keys = (*opening, *sealing)
+        data_key = unwrapped(keys, [*found.boxes.values()], suite, what=found.folder)
+        number = _put(store, found.folder, newest, wrapped(sealing, data_key, suite))
+    if keeps_old:
+        return is_new
+    for old in sorted(found.boxes):
+        if old < number:
+            store.delete(f"{found.folder}/{layout.keys_name(old)}")
+            is_new = True
+    return is_new
+
+
+def _is_for(box: KeyBox, keys: Sequence[Key], found: Sealed) -> bool:
+    """Whether a box is for these keys and for no others, as far as they can tell."""
+    if len(box.recipients) != len(keys):
+        return False
+    suite = suite_named(found.visible.suite, what=found.folder)
+    for key in keys:
+        try:
+            unwrapped([key], [box], suite, what=found.folder)
+        except WrongKey:
+            return False  # also of a public key, which opens nothing
+        except SealError:
+            return False
+    return True
+
+
+def _put(store: Store, folder: str, newest: int, box: KeyBox) -> int:
+    """Put a box under the next number, and see that it is there; gives the number."""
+    data = encode_box(box)
+    for number in range(newest + 1, newest + 1 + _MAX_RACES):
+        key = f"{folder}/{layout.keys_name(number)}"
+        try:
+            store.put(key, data, if_absent=True)
+        except AlreadyExists:
+            continue
+        if store.get(key) != data:
+            raise CommitConflict(f"{store.url}/{key}: other keys are there than were put")
+        return number
+    raise CommitConflict(f"{store.url}/{folder}: {_MAX_RACES} others put keys at once")

@@ -1,0 +1,107 @@
+"""`holdfast keys`: make keys, and say and change who can open sealed checkpoints."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from holdfast.care.rekey import Rekeyed, Sealed, sealed_in
+from holdfast.care.rekey import rotate as rotate_root
+from holdfast.cli.output import Answer, Code
+from holdfast.cli.target import open_root
+from holdfast.cli.unlocking import KeySources, given_keys, inner, keys_of
+from holdfast.errors import UsageError
+from holdfast.keys import PrivateKey
+from holdfast.keys import generate as new_key
+
+
+def generate(path: Path, *, pair: bool) -> Answer:
+    """Write a new key into a new file.
+
+    Raises:
+        UsageError: the file is there, or cannot be made.
+    """
+    key = new_key("private" if pair else "secret")
+    _write(path, key.text, mode=0o600)
+    document: dict[str, Any] = {"path": str(path), "key": key.name}
+    lines = [f"{path}: {key.name}", "Keep a copy in a safe place: nothing opens without it"]
+    if isinstance(key, PrivateKey):
+        public = path.with_name(f"{path.name}.pub")
+        _write(public, key.public.text, mode=0o644)
+        document["public_path"] = str(public)
+        lines.insert(1, f"{public}: {key.public.name}")
+    return Answer(document=document, parts=lines)
+
+
+def list_recipients(root: str) -> Answer:
+    """Which keys open each sealed checkpoint.
+
+    Raises:
+        NoCheckpoint: not a root.
+    """
+    store = inner(open_root(root))
+    found = [*sealed_in(store)]
+    lines = [
+        f"{item.folder}  {item.visible.suite}  {', '.join(item.recipients)}"
+        if isinstance(item, Sealed)
+        else f"UNREADABLE  {item.folder}: {item.reason}"
+        for item in found
+    ]
+    document = {
+        "root": store.url,
+        "checkpoints": [_described(item) for item in found if isinstance(item, Sealed)],
+        "failed": [_outcome(item) for item in found if isinstance(item, Rekeyed)],
+    }
+    code = Code.FOUND if document["failed"] else Code.OK
+    return Answer(document=document, parts=lines or ["nothing here is sealed"], code=code)
+
+
+def rotate(root: str, to: KeySources, *, keep_old: bool) -> Answer:
+    """Let the keys `to` open every sealed checkpoint.
+
+    Raises:
+        UsageError: no keys were named, old or new.
+        KeyUnavailable: a key cannot be had.
+        NoCheckpoint: not a root.
+    """
+    old, new = given_keys(), keys_of(to)
+    if not old:
+        raise UsageError("keys rotate: name the keys of now with --key-file before the command")
+    if not new:
+        raise UsageError("keys rotate: name the new keys with --to-file, --to-env or --to-command")
+    store = inner(open_root(root))
+    done = [*rotate_root(store, old, new, keeps_old=keep_old)]
+    lines = [f"{item.outcome:<6}  {item.folder}  {item.reason}".rstrip() for item in done]
+    failed = any(item.outcome == "failed" for item in done)
+    lines.append(
+        "some failed: run it again when that is mended, and keep the keys before until then"
+        if failed
+        else f"{len(done)} checkpoints: opened by {', '.join(key.name for key in new)}"
+    )
+    document = {"root": store.url, "checkpoints": [_outcome(item) for item in done]}
+    return Answer(document=document, parts=lines, code=Code.FOUND if failed else Code.OK)
+
+
+def _write(path: Path, text: str, *, mode: int) -> None:
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with os.fdopen(fd, "w", encoding="ascii") as file:
+            file.write(f"{text}\n")
+            file.flush()
+            os.fsync(fd)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}; a key is written into a new file") from error
+
+
+def _described(item: Sealed) -> dict[str, Any]:
+    return {
+        "folder": item.folder,
+        "suite": item.visible.suite,
+        "recipients": [*item.recipients],
+        "boxes": sorted(item.boxes),
+    }
+
+
+def _outcome(item: Rekeyed) -> dict[str, str]:
+    return {"folder": item.folder, "outcome": item.outcome, "reason": item.reason}

@@ -1,0 +1,94 @@
+"""Blocks as Blosc2 chunks: bytes of equal weight are put together before they are compressed.
+
+The library is asked only for what docs/format.md, section 8, lists: for filters and codecs that it
+does not know it would look for plug-ins, and run them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from holdfast.errors import CorruptData
+from holdfast.store.base import Buffer
+
+_HEADER_NBYTES = 32
+_IS_EXTENDED = 0b101
+_IS_COPIED = 0b010
+_FORMATS = (1, 4)
+"""LZ4 and Zstandard, in the upper three bits of the flags."""
+_FILTERS = frozenset({0, 1, 2})
+_SPECIALS = (0, 16)
+"""None, and a chunk of zeros, in the last byte of the header."""
+
+
+class Blosc2:
+    """Each block is one chunk. `item_nbytes` gives the size of the items in each block."""
+
+    def __init__(
+        self,
+        item_nbytes: Sequence[int],
+        *,
+        level: int = 1,
+        shuffle: Literal["byte", "bit", "none"] = "byte",
+        inner: Literal["zstd", "lz4"] = "zstd",
+    ) -> None:
+        self._item_nbytes = item_nbytes
+        self._level = level
+        self._shuffle = shuffle
+        self._inner = inner
+
+    def encode(self, number: int, plain: memoryview) -> Buffer:
+        """See `Encoder.encode`. What does not shrink is copied into the chunk."""
+        blosc2 = _library()
+        filters = {
+            "byte": blosc2.Filter.SHUFFLE,
+            "bit": blosc2.Filter.BITSHUFFLE,
+            "none": blosc2.Filter.NOFILTER,
+        }
+        codecs = {"zstd": blosc2.Codec.ZSTD, "lz4": blosc2.Codec.LZ4}
+        chunk: bytes = blosc2.compress2(
+            plain,
+            codec=codecs[self._inner],
+            clevel=self._level,
+            typesize=self._item_nbytes[number],
+            filters=[filters[self._shuffle]],
+            filters_meta=[0],
+            nthreads=1,
+        )
+        return chunk
+
+    def decode(self, number: int, stored: memoryview, plain: memoryview) -> None:
+        """See `Decoder.decode`; straight into `plain`."""
+        _check_header(stored, plain.nbytes)
+        try:
+            _library().decompress2(stored, dst=plain, nthreads=1)
+        except (RuntimeError, ValueError) as error:
+            raise CorruptData(f"no Blosc2 chunk that can be decoded: {error}") from error
+
+
+def _library() -> Any:
+    import blosc2
+
+    # Of the whole process, and for its good: without it other threads stand still meanwhile.
+    blosc2.set_releasegil(True)
+    return blosc2
+
+
+def _check_header(stored: memoryview, nbytes: int) -> None:
+    """Raise `CorruptData` unless the chunk is of the plain kind that `encode` makes.
+
+    The library itself believes the length in the header, whatever the memory that it fills.
+    """
+    if stored.nbytes < _HEADER_NBYTES:
+        raise CorruptData("too short for a Blosc2 chunk")
+    head = bytes(stored[:_HEADER_NBYTES])
+    flags, filters, special = head[2], head[16:22], head[31]
+    found, block_nbytes, length = (int.from_bytes(head[at : at + 4], "little") for at in (4, 8, 12))
+    if (found, length) != (nbytes, stored.nbytes) or not 1 <= block_nbytes <= nbytes:
+        raise CorruptData(f"a Blosc2 chunk of {found:,} bytes where {nbytes:,} are expected")
+    is_known = flags & _IS_COPIED or flags >> 5 in _FORMATS
+    if flags & _IS_EXTENDED != _IS_EXTENDED or not is_known or special not in _SPECIALS:
+        raise CorruptData("a Blosc2 chunk of a kind that is not allowed")
+    if not _FILTERS.issuperset(filters):
+        raise CorruptData("a Blosc2 chunk with filters that are not allowed")

@@ -1,0 +1,311 @@
+"""Sealed manifests, the sidecars beside them and the boxes of keys (docs/format.md, section 10).
+
+What is visible of a sealed checkpoint is authenticated with what is not. Keys come as bytes;
+whose they are, and how they are wrapped, is not known here.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from holdfast.errors import FormatError, HoldfastError, LimitExceeded, Tampered
+from holdfast.format import layout, sealed, strictjson
+from holdfast.format.manifest import (
+    MAX_MANIFEST_NBYTES,
+    FileEntry,
+    Hex128,
+    Manifest,
+    Natural,
+    Positive,
+    decode_register,
+)
+from holdfast.format.sealed import SEALED
+from holdfast.format.segments import stored_nbytes
+from holdfast.format.suites import SECRET_NBYTES, Suite, fresh_secret, suite_named
+from holdfast.store.base import Buffer
+
+MARK = "sealed-mark"
+BOX = "keys"
+MAX_RECIPIENTS = 64
+MAX_MARK_NBYTES = 2 * sealed.MAX_SEALED_NBYTES
+
+Hex256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+_Hex = Annotated[str, Meta(pattern=r"\A([0-9a-f]{2})*\Z", max_length=8192)]
+_OPENING = b'\n  "sealed": "'
+
+
+class Visible(msgspec.Struct, frozen=True, kw_only=True):
+    """What anybody can read of a sealed checkpoint; of `files` what is stored of them."""
+
+    save_id: Hex128
+    label: str
+    epoch: Positive
+    sequence: Positive
+    created: str
+    files: Mapping[str, FileEntry]
+    suite: str
+    commitment: Hex256
+    """Fixes the data key: another one does not fit."""
+    salt: Hex256
+
+
+class FileSeal(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of a sealed checkpoint: its stored name, its plain length and its secret."""
+
+    name: str
+    nbytes: Natural
+    secret: Hex256
+
+    def __repr__(self) -> str:
+        return f"FileSeal({self.name!r})"
+
+
+class Argon2(msgspec.Struct, frozen=True, kw_only=True):
+    """How a passphrase becomes a key (RFC 9106), within what a reader will do."""
+
+    salt: Annotated[str, Meta(pattern=r"\A([0-9a-f]{2}){16,64}\Z")]
+    memory_kib: Annotated[int, Meta(ge=8192, le=1024 * 1024)]
+    passes: Annotated[int, Meta(ge=1, le=32)]
+    lanes: Annotated[int, Meta(ge=1, le=16)]
+
+
+class Recipient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A data key, wrapped for one key that is named by `id`."""
+
+    kind: Literal["secret", "passphrase", "x25519", "service"]
+    id: Annotated[str, Meta(min_length=1, max_length=200)]
+    wrapped: Annotated[_Hex, Meta(min_length=2)]
+    salt: _Hex = ""
+    argon2: Argon2 | None = None
+
+
+class KeyBox(msgspec.Struct, frozen=True, kw_only=True):
+    """The data key of one checkpoint, for each of its recipients."""
+
+    commitment: Hex256
+    recipients: Annotated[tuple[Recipient, ...], Meta(min_length=1, max_length=MAX_RECIPIENTS)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Contents:
+    """A sealed checkpoint, opened."""
+
+    document: bytes
+    """The sealed manifest as it is stored."""
+    visible: Visible
+    suite: Suite
+    data_key: bytes
+    manifest: bytes
+    """The manifest document that was sealed, which is that of a plain checkpoint."""
+    files: Mapping[str, FileSeal]
+    """By plain name."""
+    components: Sequence[str]
+    """Names of the components; marks are named by their place here."""
+
+
+def encode_sealed(
+    manifest: Manifest,
+    document: bytes,
+    files: Mapping[str, FileSeal],
+    stored: Mapping[str, FileEntry],
+    *,
+    suite: Suite,
+    data_key: bytes,
+) -> Contents:
+    """Seal a manifest. `files`: plain name → seal; `stored`: stored name → length and digest.
+
+    Raises:
+        UsageError: it is too large.
+    """
+    visible = Visible(
+        save_id=manifest.save_id,
+        label=manifest.label,
+        epoch=manifest.epoch,
+        sequence=manifest.sequence,
+        created=manifest.created,
+        files=stored,
+        suite=suite.name,
+        commitment=suite.commitment(data_key).hex(),
+        salt=fresh_secret().hex(),
+    )
+    table = msgspec.json.encode(files)
+    data = _seal_document(
+        SEALED,
+        {"requires": [SEALED], **msgspec.to_builtins(visible)},
+        table + b"\n" + document,
+        suite=suite,
+        data_key=data_key,
+        max_nbytes=MAX_MANIFEST_NBYTES,
+    )
+    return Contents(
+        document=data,
+        visible=visible,
+        suite=suite,
+        data_key=data_key,
+        manifest=document,
+        files=files,
+        components=(*manifest.components,),
+    )
+
+
+def decode_visible(data: Buffer, *, what: str) -> Visible:
+    """What anybody can read of the sealed manifest in `data`.
+
+    Raises:
+        FormatError: it is damaged, or not the manifest of a sealed checkpoint.
+    """
+    members = sealed.unseal(data, what=what, kinds=(SEALED,), max_nbytes=MAX_MANIFEST_NBYTES)
+    visible = strictjson.convert(members, Visible, what=what)
+    for name in visible.files:
+        if not layout.is_stored_name(name):
+            raise FormatError(f"{what}: a sealed checkpoint has no file named {name[:80]!r}")
+    try:
+        layout.check_label(visible.label)
+    except HoldfastError as error:
+        raise FormatError(f"{what}: {str(error)[:300]}") from error
+    return visible
+
+
+def open_sealed(data: bytes, visible: Visible, data_key: bytes, *, what: str) -> Contents:
+    """Open a sealed manifest.
+
+    Raises:
+        Tampered: something of it, visible or not, is not as it was sealed.
+        FormatError: what was sealed is not what the format allows.
+    """
+    suite = suite_named(visible.suite, what=what)
+    plain = _open_document(SEALED, data, visible.salt, suite=suite, data_key=data_key, what=what)
+    table, newline, document = plain.partition(b"\n")
+    if not newline:
+        raise FormatError(f"{what}: no manifest was sealed in it")
+    files = _decode_files(table, visible, what=what)
+    manifest = decode_register(document, what=what)
+    if not isinstance(manifest, Manifest):
+        raise FormatError(f"{what}: what was sealed in it is no manifest")
+    for name in ("save_id", "label", "epoch", "sequence", "created"):
+        if getattr(manifest, name) != getattr(visible, name):
+            raise Tampered(f"{what}: `{name}` is not that of what was sealed in it")
+    return Contents(
+        document=data,
+        visible=visible,
+        suite=suite,
+        data_key=data_key,
+        manifest=document,
+        files=files,
+        components=(*manifest.components,),
+    )
+
+
+def encode_mark(contents: Contents, name: str, document: bytes) -> bytes:
+    """A sidecar of a sealed checkpoint, sealed; `name` is that under which it is stored."""
+    return _seal_document(
+        MARK,
+        {"requires": [SEALED], "name": name, "salt": fresh_secret().hex()},
+        document,
+        suite=contents.suite,
+        data_key=contents.data_key,
+        max_nbytes=MAX_MARK_NBYTES,
+    )
+
+
+def decode_mark(contents: Contents, name: str, data: Buffer, *, what: str) -> bytes:
+    """The sidecar that was sealed.
+
+    Raises:
+        Tampered: it was not sealed for this checkpoint under this name.
+        FormatError: it is damaged.
+    """
+    salt = check_mark(data, name, what=what)
+    return _open_document(
+        MARK, bytes(data), salt, suite=contents.suite, data_key=contents.data_key, what=what
+    )
+
+
+def check_mark(data: Buffer, name: str, *, what: str) -> str:
+    """Check what can be checked of a sealed sidecar without a key; gives its salt.
+
+    Raises:
+        FormatError: it is damaged, not sealed, or another sidecar's.
+    """
+    members = sealed.unseal(data, what=what, kinds=(MARK,), max_nbytes=MAX_MARK_NBYTES)
+    if members.get("name") != name:
+        raise Tampered(f"{what}: it was sealed under another name")
+    return strictjson.convert(members.get("salt"), Hex256, what=what)
+
+
+def is_mark(data: bytes) -> bool:
+    """Whether a sidecar says that it is sealed."""
+    return f'"kind": "{MARK}"'.encode() in data[:200]
+
+
+def encode_box(box: KeyBox) -> bytes:
+    """The box of keys as a sealed document."""
+    members = {"requires": [SEALED], **msgspec.to_builtins(box)}
+    return sealed.seal(BOX, members)
+
+
+def decode_box(data: Buffer, *, what: str) -> KeyBox:
+    """The box of keys in `data`; a `FormatError` otherwise."""
+    return strictjson.convert(sealed.unseal(data, what=what, kinds=(BOX,)), KeyBox, what=what)
+
+
+def _seal_document(
+    kind: str,
+    members: Mapping[str, Any],
+    plain: bytes,
+    *,
+    suite: Suite,
+    data_key: bytes,
+    max_nbytes: int,
+) -> bytes:
+    """A sealed document whose last member is `plain`, encrypted, and vouches for the rest."""
+    cipher = suite.cipher(data_key, kind, salt=bytes.fromhex(members["salt"]))
+    before = sealed.seal(kind, {**members, "sealed": ""}, max_nbytes=max_nbytes)
+    aad = before[: before.index(_OPENING) + len(_OPENING)]
+    text = base64.b64encode(cipher.encrypt(plain, aad)).decode()
+    return sealed.seal(kind, {**members, "sealed": text}, max_nbytes=max_nbytes)
+
+
+def _open_document(
+    kind: str, data: bytes, salt: str, *, suite: Suite, data_key: bytes, what: str
+) -> bytes:
+    start = data.find(_OPENING) + len(_OPENING)
+    stop = data.rfind(b'",\n"digest": ')
+    if start < len(_OPENING) or stop < start:
+        raise FormatError(f"{what}: `sealed` is not its last member")
+    try:
+        ciphertext = base64.b64decode(data[start:stop], validate=True)
+    except binascii.Error as error:
+        raise FormatError(f"{what}: `sealed` is not base64") from error
+    cipher = suite.cipher(data_key, kind, salt=bytes.fromhex(salt))
+    return cipher.decrypt(ciphertext, data[:start], what=what)
+
+
+def _decode_files(table: bytes, visible: Visible, *, what: str) -> dict[str, FileSeal]:
+    value = strictjson.loads(table, what=what, max_nbytes=MAX_MANIFEST_NBYTES)
+    files = strictjson.convert(value, dict[str, FileSeal], what=what)
+    stored = [seal.name for seal in files.values()]
+    if len({*stored}) != len(stored) or {*stored} != {*visible.files}:
+        raise FormatError(f"{what}: other files are sealed than are stored")
+    for name, seal in files.items():
+        layout.check_file_name(name)
+        try:
+            expected = stored_nbytes(seal.nbytes)
+        except LimitExceeded as error:
+            raise FormatError(f"{what}: {error}") from error
+        if visible.files[seal.name].nbytes != expected:
+            raise FormatError(f"{what}: {seal.name} has another length than it is sealed with")
+    return files
+
+
+def new_file_seal(number: int, nbytes: int) -> FileSeal:
+    """The seal of a new file of `nbytes`, the n-th of its attempt from 0."""
+    secret = fresh_secret(SECRET_NBYTES).hex()
+    return FileSeal(name=layout.stored_name(number), nbytes=nbytes, secret=secret)

@@ -1,0 +1,101 @@
+"""The sealed form of a file: ciphertext, then tags of its segments (docs/format.md, section 10).
+
+Tags lie behind the ciphertext, so that a byte of the file lies at the same place sealed as plain:
+a range of it is read by its own offsets, and aligned blocks stay aligned.
+"""
+
+from __future__ import annotations
+
+from holdfast.errors import LimitExceeded
+from holdfast.format.suites import NONCE_NBYTES, TAG_NBYTES, Suite
+from holdfast.store.base import Buffer
+
+SEGMENT_NBYTES = 1024 * 1024
+MAX_SEGMENTS = 2**32
+"""Messages under one key; far below what any of the suites allows."""
+
+
+def num_segments(nbytes: int) -> int:
+    """How many segments a file of `nbytes` has; none when it is empty."""
+    return -(-nbytes // SEGMENT_NBYTES)
+
+
+def tags_nbytes(nbytes: int) -> int:
+    """Bytes of the tags of a file of `nbytes`: of its segments, and the closing one.
+
+    Raises:
+        LimitExceeded: it would have more segments than one key may encrypt.
+    """
+    if num_segments(nbytes) >= MAX_SEGMENTS:
+        raise LimitExceeded(f"a file of {nbytes:,} bytes cannot be sealed under one key")
+    return TAG_NBYTES * (num_segments(nbytes) + 1)
+
+
+def stored_nbytes(nbytes: int) -> int:
+    """Length of the sealed form of a file of `nbytes`; raises as `tags_nbytes`."""
+    return nbytes + tags_nbytes(nbytes)
+
+
+class FileCipher:
+    """Seals and opens the segments of one file. Thread-safe; no segment is sealed twice."""
+
+    def __init__(self, suite: Suite, secret: bytes) -> None:
+        self._cipher = suite.cipher(secret, "file")
+        self._tags: dict[int, bytes] = {}
+
+    def seal(self, start: int, plain: Buffer, out: memoryview) -> None:
+        """Fill `out`, 16 bytes longer than `plain`, with the ciphertext of whole segments.
+
+        Only the last segment of the file is shorter. What is in the last 16 bytes of `out`
+        afterwards means nothing; the tags are kept.
+        """
+        data = memoryview(plain).cast("B")
+        for low in range(0, data.nbytes, SEGMENT_NBYTES):
+            number = (start + low) // SEGMENT_NBYTES
+            assert (start + low) % SEGMENT_NBYTES == 0, "segments are sealed whole"
+            assert number < MAX_SEGMENTS - 1, "the length was checked"
+            assert number not in self._tags, "a segment is sealed once"
+            high = min(low + SEGMENT_NBYTES, data.nbytes)
+            piece = out[low : high + TAG_NBYTES]
+            self._cipher.encrypt_into(data[low:high], piece, nonce=_nonce(number))
+            self._tags[number] = bytes(piece[-TAG_NBYTES:])
+
+    def close(self, nbytes: int) -> bytes:
+        """The tags of all segments and the closing one, when all `nbytes` were sealed."""
+        number = num_segments(nbytes)
+        nonce = _nonce(number, closes=True)
+        closing = self._cipher.encrypt(b"", _length(nbytes), nonce=nonce)
+        return b"".join(self._tags[n] for n in range(number)) + closing
+
+    def check_closed(self, nbytes: int, tags: bytes, *, what: str) -> None:
+        """Raise `Tampered` unless `tags` end a file of `nbytes`."""
+        nonce = _nonce(num_segments(nbytes), closes=True)
+        self._cipher.decrypt(tags[-TAG_NBYTES:], _length(nbytes), nonce=nonce, what=what)
+
+    def open(self, number: int, sealed: Buffer, out: memoryview, *, what: str) -> None:
+        """Fill `out` with a segment, from its ciphertext with its tag behind it.
+
+        Raises:
+            Tampered: they are not of this segment of this file.
+        """
+        what = f"{what}, segment {number} (from byte {number * SEGMENT_NBYTES:,})"
+        self._cipher.decrypt_into(sealed, out, nonce=_nonce(number), what=what)
+
+
+def seal_whole(suite: Suite, secret: bytes, plain: Buffer) -> bytes:
+    """The sealed form of a file whose bytes are all there."""
+    data = memoryview(plain).cast("B")
+    cipher = FileCipher(suite, secret)
+    sealed = bytearray(data.nbytes + TAG_NBYTES)
+    cipher.seal(0, data, memoryview(sealed))
+    del sealed[data.nbytes :]
+    return bytes(sealed) + cipher.close(data.nbytes)
+
+
+def _nonce(number: int, *, closes: bool = False) -> bytes:
+    """The number of the segment, 11 bytes big-endian, and whether it only closes the file."""
+    return number.to_bytes(NONCE_NBYTES - 1, "big") + bytes([closes])
+
+
+def _length(nbytes: int) -> bytes:
+    return nbytes.to_bytes(8, "little")

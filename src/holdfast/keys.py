@@ -1,0 +1,500 @@
+"""The keys that open sealed checkpoints: where they come from, and how they wrap a data key.
+
+A checkpoint is sealed with a data key of its own, which is wrapped for each of the user's keys.
+Knows nothing of files; secrets are never shown in a `repr` or in an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+from holdfast.errors import KeyUnavailable, SealError, Tampered, UsageError, WrongKey
+from holdfast.format.envelope import Argon2, KeyBox, Recipient
+from holdfast.format.suites import (
+    SECRET_NBYTES,
+    Suite,
+    SuiteName,
+    cryptography_part,
+    fresh_secret,
+    hkdf,
+)
+
+COMMAND_TIMEOUT_S = 60.0
+"""How long a command may take to print keys."""
+MIN_PASSPHRASE_LENGTH = 8
+_TEXT = re.compile(r"holdfast-(secret|private|public)-1-([0-9a-f]{64})", re.ASCII)
+_PASSPHRASE = "passphrase:"
+# RFC 9106, section 4, the second recommended option.
+_MEMORY_KIB, _PASSES, _LANES = 64 * 1024, 3, 4
+
+Wrap = Callable[[bytes, Mapping[str, str]], bytes]
+
+
+class Key(Protocol):
+    """Somebody for whom checkpoints are sealed."""
+
+    @property
+    def name(self) -> str:
+        """What it is and which one, for people; tells no secret."""
+        ...
+
+    def wrap(self, data_key: bytes, suite: Suite) -> Recipient:
+        """The data key, for this key alone.
+
+        Raises:
+            KeyUnavailable: the service that should do it refused.
+        """
+        ...
+
+    def unwrap(self, recipient: Recipient, commitment: bytes, suite: Suite) -> bytes | None:
+        """The data key; None when it was wrapped for another key.
+
+        Raises:
+            Tampered: it was wrapped for this key, and is not what was written.
+            KeyUnavailable: the service that should do it refused.
+        """
+        ...
+
+
+class SecretKey:
+    """A key of 32 random bytes: who has it seals and opens."""
+
+    def __init__(self, secret: bytes) -> None:
+        if len(secret) != SECRET_NBYTES:
+            raise UsageError(f"a secret key has {SECRET_NBYTES} bytes, not {len(secret)}")
+        self._secret = secret
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+    @property
+    def text(self) -> str:
+        """The secret itself, as a key file holds it."""
+        return f"holdfast-secret-1-{self._secret.hex()}"
+
+    @property
+    def name(self) -> str:
+        """See `Key.name`."""
+        return f"secret key {_id_of(self._secret)}"
+
+    def wrap(self, data_key: bytes, suite: Suite) -> Recipient:
+        """See `Key.wrap`."""
+        salt, wrapped = _wrap(self._secret, data_key, suite)
+        return Recipient(kind="secret", id=_id_of(self._secret), wrapped=wrapped, salt=salt)
+
+    def unwrap(self, recipient: Recipient, commitment: bytes, suite: Suite) -> bytes | None:
+        """See `Key.unwrap`."""
+        if (recipient.kind, recipient.id) != ("secret", _id_of(self._secret)):
+            return None
+        return _unwrap(self._secret, recipient, commitment, suite)
+
+
+class Passphrase:
+    """A key that a person remembers; slow to guess, by Argon2id."""
+
+    def __init__(self, text: str) -> None:
+        if len(text) < MIN_PASSPHRASE_LENGTH:
+            raise UsageError(f"a passphrase has at least {MIN_PASSPHRASE_LENGTH} characters")
+        self._text = text
+        self._ours: Argon2 | None = None
+        self._known: dict[Argon2, bytes] = {}
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+    @property
+    def name(self) -> str:
+        """See `Key.name`."""
+        return "a passphrase"
+
+    def wrap(self, data_key: bytes, suite: Suite) -> Recipient:
+        """See `Key.wrap`. All checkpoints of a process share the salt of the passphrase."""
+        with self._lock:
+            if self._ours is None:
+                self._ours = Argon2(
+                    salt=fresh_secret(16).hex(),
+                    memory_kib=_MEMORY_KIB,
+                    passes=_PASSES,
+                    lanes=_LANES,
+                )
+        secret = self._stretched(self._ours)
+        salt, wrapped = _wrap(secret, data_key, suite)
+        key_id = _id_of(secret)
+        return Recipient(
+            kind="passphrase", id=key_id, wrapped=wrapped, salt=salt, argon2=self._ours
+        )
+
+    def unwrap(self, recipient: Recipient, commitment: bytes, suite: Suite) -> bytes | None:
+        """See `Key.unwrap`."""
+        if recipient.kind != "passphrase" or recipient.argon2 is None:
+            return None
+        secret = self._stretched(recipient.argon2)
+        if recipient.id != _id_of(secret):
+            return None
+        return _unwrap(secret, recipient, commitment, suite)
+
+    def _stretched(self, how: Argon2) -> bytes:
+        with self._lock:
+            if how not in self._known:
+                argon2 = cryptography_part("hazmat.primitives.kdf.argon2")
+                stretch = argon2.Argon2id(
+                    salt=bytes.fromhex(how.salt),
+                    length=SECRET_NBYTES,
+                    iterations=how.passes,
+                    lanes=how.lanes,
+                    memory_cost=how.memory_kib,
+                )
+                self._known[how] = stretch.derive(self._text.encode())
+            return self._known[how]
+
+
+class PublicKey:
+    """An X25519 public key: seals for whoever has the private one, and opens nothing.
+
+    Whoever knows it can make checkpoints that the owner of the private key opens, so on its own
+    it does not say who wrote them.
+    """
+
+    def __init__(self, public: bytes) -> None:
+        x25519 = cryptography_part("hazmat.primitives.asymmetric.x25519")
+        self._key = x25519.X25519PublicKey.from_public_bytes(public)
+        self._public = public
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+    @property
+    def text(self) -> str:
+        """The key as a key file holds it."""
+        return f"holdfast-public-1-{self._public.hex()}"
+
+    @property
+    def name(self) -> str:
+        """See `Key.name`."""
+        return f"public key {self.key_id}"
+
+    @property
+    def key_id(self) -> str:
+        """What names it in a checkpoint; tells nothing that it could be used with."""
+        return _id_of(self._public)
+
+    def wrap(self, data_key: bytes, suite: Suite) -> Recipient:
+        """See `Key.wrap`."""
+        info = _hpke_info(suite.commitment(data_key))
+        wrapped: bytes = _hpke().encrypt(data_key, self._key, info=info)
+        return Recipient(kind="x25519", id=self.key_id, wrapped=wrapped.hex())
+
+    def unwrap(self, recipient: Recipient, commitment: bytes, suite: Suite) -> bytes | None:
+        """See `Key.unwrap`: never, with this half of the pair."""
+        return None
+
+
+class PrivateKey:
+    """An X25519 private key: opens what was sealed for its public key."""
+
+    def __init__(self, private: bytes) -> None:
+        x25519 = cryptography_part("hazmat.primitives.asymmetric.x25519")
+        self._private = private
+        self._key = x25519.X25519PrivateKey.from_private_bytes(private)
+        self.public = PublicKey(self._key.public_key().public_bytes_raw())
+        """The other half, to be given to whoever seals."""
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+    @property
+    def text(self) -> str:
+        """The secret itself, as a key file holds it."""
+        return f"holdfast-private-1-{self._private.hex()}"
+
+    @property
+    def name(self) -> str:
+        """See `Key.name`."""
+        return f"private key {self.public.key_id}"
+
+    def wrap(self, data_key: bytes, suite: Suite) -> Recipient:
+        """See `Key.wrap`."""
+        return self.public.wrap(data_key, suite)
+
+    def unwrap(self, recipient: Recipient, commitment: bytes, suite: Suite) -> bytes | None:
+        """See `Key.unwrap`."""
+        if (recipient.kind, recipient.id) != ("x25519", self.public.key_id):
+            return None
+        invalid = cryptography_part("exceptions").InvalidTag
+        try:
+            data_key: bytes = _hpke().decrypt(
+                bytes.fromhex(recipient.wrapped), self._key, info=_hpke_info(commitment)
+            )
+        except (invalid, ValueError) as error:
+            raise Tampered(f"the data key for {self.name} is not what was written") from error
+        return _fitting(data_key, commitment, suite, self.name)
+
+
+class ServiceKey:
+    """A key that never leaves a service: two functions of yours call it.
+
+    `wrap(data_key, context)` and `unwrap(wrapped, context)` take and give bytes and raise when the
+    service refuses. `context` says what the data key is for, as services take it beside the data:
+    it is the same at both calls. They are called from a thread of the save, once a checkpoint,
+    and end in time by themselves.
+    """
+
+    def __init__(self, name: str, wrap: Wrap, unwrap: Wrap) -> None:
+        if not isinstance(name, str) or not 1 <= len(name) <= 200 or not name.isprintable():
+            raise UsageError(f"name={name!r}: printable text, 1 to 200 characters")
+        self._name = name
+        self._wrap = wrap
+        self._unwrap = unwrap
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+    @property
+    def name(self) -> str:
+        """See `Key.name`."""
+        return f"service {self._name}"
+
+    def wrap(self, data_key: bytes, suite: Suite) -> Recipient:
+        """See `Key.wrap`."""
+        wrapped = self._called(self._wrap, data_key, suite.commitment(data_key))
+        return Recipient(kind="service", id=self._name, wrapped=wrapped.hex())
+
+    def unwrap(self, recipient: Recipient, commitment: bytes, suite: Suite) -> bytes | None:
+        """See `Key.unwrap`."""
+        if (recipient.kind, recipient.id) != ("service", self._name):
+            return None
+        data_key = self._called(self._unwrap, bytes.fromhex(recipient.wrapped), commitment)
+        return _fitting(data_key, commitment, suite, self.name)
+
+    def _called(self, function: Wrap, data: bytes, commitment: bytes) -> bytes:
+        context = {"purpose": "holdfast 1 data key", "commitment": commitment.hex()}
+        try:
+            answer = function(data, context)
+        except SealError:
+            raise
+        except Exception as error:
+            raise KeyUnavailable(f"{self.name} refused: {error}") from error
+        if not isinstance(answer, bytes) or not answer:
+            raise KeyUnavailable(f"{self.name} gave {type(answer).__name__} instead of bytes")
+        return answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encryption:
+    """How checkpoints are sealed, and with what they are opened.
+
+    Raises:
+        UsageError: a field is wrong.
+    """
+
+    keys: Key | Sequence[Key]
+    """For whom checkpoints are sealed: each of them opens what is written. All of them are tried
+    when something is read."""
+    also_read: Key | Sequence[Key] = ()
+    """Tried when something is read, such as the keys before a change of keys."""
+    suite: SuiteName = "aes-256-gcm"
+    """The cipher of what is written; what is read says its own."""
+    accept_plain: bool = False
+    """Whether checkpoints that are not sealed are read, too, as after encryption was switched on
+    in the middle of a run. Whoever can write to the store can then pass off one of his own."""
+
+    def __post_init__(self) -> None:
+        if self.suite not in get_args(SuiteName):
+            raise UsageError(f"suite={self.suite!r}: must be one of {get_args(SuiteName)}")
+        for name, given in (("keys", self.keys), ("also_read", self.also_read)):
+            for key in _listed(given):
+                if not hasattr(key, "unwrap"):
+                    raise UsageError(f"{name}: {type(key).__name__} is not a key of holdfast.keys")
+        if not isinstance(self.accept_plain, bool):
+            raise UsageError(f"accept_plain={self.accept_plain!r} must be True or False")
+        if not _listed(self.keys):
+            raise UsageError("keys: at least one is needed")
+        Suite(name=self.suite).cipher(bytes(SECRET_NBYTES), "check")
+
+    @property
+    def sealing(self) -> tuple[Key, ...]:
+        """The keys for which is sealed."""
+        return _listed(self.keys)
+
+    @property
+    def opening(self) -> tuple[Key, ...]:
+        """The keys that are tried."""
+        return (*_listed(self.keys), *_listed(self.also_read))
+
+
+def wrapped(keys: Iterable[Key], data_key: bytes, suite: Suite) -> KeyBox:
+    """The data key for each of the keys."""
+    recipients = tuple(key.wrap(data_key, suite) for key in keys)
+    return KeyBox(commitment=suite.commitment(data_key).hex(), recipients=recipients)
+
+
+def unwrapped(keys: Sequence[Key], boxes: Sequence[KeyBox], suite: Suite, *, what: str) -> bytes:
+    """The data key, which any of the keys opens in any of the boxes.
+
+    Raises:
+        WrongKey: the boxes are for other keys.
+        Tampered: what is for one of the keys was changed.
+        KeyUnavailable: a service refused.
+    """
+    failures: list[Tampered | KeyUnavailable] = []
+    for box in boxes:
+        commitment = bytes.fromhex(box.commitment)
+        for recipient in box.recipients:
+            for key in keys:
+                try:
+                    data_key = key.unwrap(recipient, commitment, suite)
+                except (Tampered, KeyUnavailable) as error:
+                    failures.append(error)
+                    continue
+                if data_key is not None:
+                    return data_key
+    for failure in failures:
+        raise type(failure)(f"{what}: {failure}") from failure
+    sealed_for = dict.fromkeys(f"{r.kind} {r.id}" for box in boxes for r in box.recipients)
+    raise WrongKey(
+        f"{what}: it is sealed for {', '.join(sealed_for)}; "
+        f"what was given is {', '.join(key.name for key in keys)}"
+    )
+
+
+def generate(kind: Literal["secret", "private"] = "secret") -> SecretKey | PrivateKey:
+    """A new key: a secret one, or a private one whose `public` half is given to who seals."""
+    if kind == "private":
+        return PrivateKey(fresh_secret())
+    if kind == "secret":
+        return SecretKey(fresh_secret())
+    raise UsageError(f"kind={kind!r}: must be 'secret' or 'private'")
+
+
+def from_text(text: str, *, what: str = "the text") -> tuple[Key, ...]:
+    """The keys in a text: one on each line; empty lines and what begins with # are passed over.
+
+    Raises:
+        KeyUnavailable: there is none, or a line is none.
+    """
+    lines = [line.strip() for line in text.splitlines()]
+    found = [_key_of(line, what) for line in lines if line and not line.startswith("#")]
+    if not found:
+        raise KeyUnavailable(f"{what}: there is no key in it")
+    return tuple(found)
+
+
+def from_file(path: str | os.PathLike[str]) -> tuple[Key, ...]:
+    """The keys in a file, as `from_text`.
+
+    Raises:
+        KeyUnavailable: it cannot be read, or holds no key.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise KeyUnavailable(f"key file {os.fspath(path)}: {error.strerror}") from error
+    return from_text(_decoded(data, f"key file {os.fspath(path)}"), what=f"key file {path}")
+
+
+def from_environment(name: str) -> tuple[Key, ...]:
+    """The keys in an environment variable, as `from_text`.
+
+    Raises:
+        KeyUnavailable: it is not set, or holds no key.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        raise KeyUnavailable(f"environment variable {name}: it is not set")
+    return from_text(text, what=f"environment variable {name}")
+
+
+def from_command(command: str | Sequence[str]) -> tuple[Key, ...]:
+    """The keys that a command prints, as `from_text`; it runs without a shell.
+
+    Raises:
+        KeyUnavailable: it fails, takes longer than a minute, or prints no key.
+    """
+    arguments = shlex.split(command) if isinstance(command, str) else [*command]
+    if not arguments:
+        raise UsageError("command: there is nothing to run")
+    what = f"key command {arguments[0]}"
+    try:
+        done = subprocess.run(
+            arguments,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=COMMAND_TIMEOUT_S,
+            check=False,
+        )
+    except OSError as error:
+        raise KeyUnavailable(f"{what}: {error.strerror}") from error
+    except subprocess.TimeoutExpired:
+        raise KeyUnavailable(f"{what}: not done after {COMMAND_TIMEOUT_S:.0f} s") from None
+    if done.returncode:
+        raise KeyUnavailable(f"{what}: it ended with status {done.returncode}")
+    return from_text(_decoded(done.stdout, what), what=what)
+
+
+def _key_of(line: str, what: str) -> Key:
+    if line.startswith(_PASSPHRASE):
+        return Passphrase(line.removeprefix(_PASSPHRASE).strip())
+    match = _TEXT.fullmatch(line)
+    if match is None:
+        # Not the line itself: it may be a secret with a typing error.
+        raise KeyUnavailable(
+            f"{what}: a line of {len(line)} characters is no key; a key begins with "
+            "holdfast-secret-1-, holdfast-private-1-, holdfast-public-1- or passphrase:"
+        )
+    made: dict[str, Any] = {"secret": SecretKey, "private": PrivateKey, "public": PublicKey}
+    key: Key = made[match[1]](bytes.fromhex(match[2]))
+    return key
+
+
+def _decoded(data: bytes, what: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise KeyUnavailable(f"{what}: it is not text") from None
+
+
+def _listed(given: Key | Sequence[Key]) -> tuple[Key, ...]:
+    return tuple(given) if isinstance(given, Sequence) else (given,)
+
+
+def _id_of(secret: bytes) -> str:
+    return hkdf(secret, salt=b"", info=b"holdfast 1 key id", nbytes=16).hex()
+
+
+def _wrap(secret: bytes, data_key: bytes, suite: Suite) -> tuple[str, str]:
+    """(salt, wrapped) of a data key."""
+    salt = fresh_secret()
+    cipher = suite.cipher(secret, "wrap", salt=salt)
+    return salt.hex(), cipher.encrypt(data_key, suite.commitment(data_key)).hex()
+
+
+def _unwrap(secret: bytes, recipient: Recipient, commitment: bytes, suite: Suite) -> bytes:
+    cipher = suite.cipher(secret, "wrap", salt=bytes.fromhex(recipient.salt))
+    data = bytes.fromhex(recipient.wrapped)
+    data_key = cipher.decrypt(data, commitment, what="the data key")
+    return _fitting(data_key, commitment, suite, "the key")
+
+
+def _fitting(data_key: bytes, commitment: bytes, suite: Suite, name: str) -> bytes:
+    if len(data_key) != SECRET_NBYTES or suite.commitment(data_key) != commitment:
+        raise Tampered(f"what {name} opens is not the data key of this checkpoint")
+    return data_key
+
+
+def _hpke() -> Any:
+    """HPKE (RFC 9180) in base mode: X25519, HKDF-SHA256, AES-256-GCM."""
+    hpke = cryptography_part("hazmat.primitives.hpke")
+    return hpke.Suite(hpke.KEM.X25519, hpke.KDF.HKDF_SHA256, hpke.AEAD.AES_256_GCM)
+
+
+def _hpke_info(commitment: bytes) -> bytes:
+    return b"holdfast 1 data key " + commitment

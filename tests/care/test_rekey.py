@@ -1,0 +1,136 @@
+"""Changing keys: only boxes are written, and a stop anywhere leaves checkpoints that open."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from tests.engine.test_sealing import KEY, SEALS, Tiny, folders, resumed, saved, stored
+
+from holdfast import CheckpointManager, errors
+from holdfast.care.rekey import Rekeyed, Sealed, look, rotate, sealed_in
+from holdfast.care.verify import verify_root
+from holdfast.engine.sealing import SealedStore
+from holdfast.keys import Encryption, PrivateKey, SecretKey, generate
+from holdfast.store.memory import MemoryStore
+from holdfast.testing.faulty import Fault, FaultyStore, Stopped
+
+NEW = SecretKey(bytes(range(32, 64)))
+OPENS_NEW = Encryption(keys=NEW)
+
+
+def test_after_a_rotation_the_new_keys_open_and_the_old_ones_do_not() -> None:
+    """R36: nothing but boxes is written, so that the rest is as it was, byte by byte."""
+    store = MemoryStore()
+    saved(store, 1, 2)
+    before = stored(store)
+    done = [*rotate(store, [KEY], [NEW])]
+    assert [item.outcome for item in done] == ["done", "done"]
+    assert resumed(store, OPENS_NEW) == 2
+    with pytest.raises(errors.WrongKey):
+        resumed(store, SEALS)
+    after = stored(store)
+    assert {k: v for k, v in after.items() if k in before and "/keys-" not in k} == {
+        k: v for k, v in before.items() if "/keys-" not in k
+    }
+    assert sorted(key.rpartition("/")[2] for key in after if "/keys-" in key) == [
+        "keys-0002.json",
+        "keys-0002.json",
+    ]
+    assert [item.outcome for item in rotate(store, [KEY], [NEW])] == ["was so", "was so"]
+
+
+def test_old_keys_may_be_kept_and_several_keys_can_open() -> None:
+    store = MemoryStore()
+    saved(store, 1)
+    private = generate("private")
+    assert isinstance(private, PrivateKey)
+    [done] = rotate(store, [KEY], [NEW, private.public], keeps_old=True)
+    assert done.outcome == "done"
+    (folder,) = folders(store)
+    found = look(store, folder)
+    assert found is not None
+    assert len(found.recipients) == 3
+    assert verify_root(store).ok
+    for key in (KEY, NEW, private):
+        assert verify_root(SealedStore(store, Encryption(keys=key))).ok
+
+
+def test_a_wrong_key_rotates_nothing_and_says_so() -> None:
+    store = MemoryStore()
+    saved(store, 1, encrypt=None)
+    plain = folders(store)
+    saved(store, 2, 3, encrypt=Encryption(keys=KEY, accept_plain=True), takeover=True)
+    before = stored(store)
+    done = [*rotate(store, [generate()], [NEW])]
+    assert [item.outcome for item in done] == ["failed", "failed"]
+    assert "sealed for secret" in done[0].reason
+    assert stored(store) == before
+    assert look(store, plain[0]) is None
+
+
+def test_a_run_under_way_goes_on_with_the_keys_that_it_was_given() -> None:
+    """And opens what was rotated meanwhile, because it has opened it before."""
+    store = MemoryStore()
+    tiny = Tiny()
+    with CheckpointManager(
+        store, {"tiny": tiny.tree}, encrypt=SEALS, sinks=(), preflight=False
+    ) as manager:
+        tiny.become(1)
+        manager.save(1).wait()
+        assert [item.outcome for item in rotate(store, [KEY], [NEW])] == ["done"]
+        tiny.become(2)
+        manager.save(2).wait()
+        manager.load(1)
+        assert tiny.step() == 1
+    both = Encryption(keys=NEW, also_read=KEY)
+    assert resumed(store, both) == 1  # where the run went back to
+    assert [item.outcome for item in rotate(store, [KEY], [NEW])] == ["done", "was so"]
+    assert verify_root(SealedStore(store, OPENS_NEW)).ok
+
+
+def test_a_stop_at_any_operation_leaves_every_checkpoint_readable() -> None:
+    """R36: with the old or the new key; and running it again finishes it."""
+    clean = MemoryStore()
+    saved(clean, 1, 2, 3)
+    objects = stored(clean)
+
+    def copy() -> MemoryStore:
+        store = MemoryStore()
+        for key, data in objects.items():
+            store.put(key, data)
+        return store
+
+    counted: Any = FaultyStore(copy())
+    assert len([*rotate(counted, [KEY], [NEW])]) == 3
+    for at in range(len(counted.ops)):
+        for kind in ("stop_before", "stop_after", "fail", "lose_reply"):
+            store = copy()
+            faulty = FaultyStore(store, [Fault(kind=kind, at=at)])  # type: ignore[arg-type]
+            with suppress(Stopped, errors.HoldfastError):
+                list(rotate(faulty, [KEY], [NEW]))
+            both = SealedStore(store, Encryption(keys=NEW, also_read=KEY))
+            assert verify_root(both).ok, (at, kind)
+            assert all(item.outcome != "failed" for item in rotate(store, [KEY], [NEW]))
+            assert verify_root(SealedStore(store, OPENS_NEW)).ok, (at, kind)
+            names = [key for key in stored(store) if "/keys-" in key]
+            assert len(names) == 3, (at, kind)
+
+
+def test_a_damaged_box_is_passed_over_while_another_opens() -> None:
+    store = MemoryStore()
+    saved(store, 1)
+    [*rotate(store, [KEY], [NEW], keeps_old=True)]
+    (folder,) = folders(store)
+    store.put(f"{folder}/keys-0002.json", b"junk")
+    assert resumed(store, SEALS) == 1
+    with pytest.raises(errors.WrongKey):
+        resumed(store, OPENS_NEW)
+    store.put(f"{folder}/keys-0001.json", store.get(f"{folder}/manifest.json"))
+    with pytest.raises(errors.NoUsableCheckpoint, match="keys-000"):
+        resumed(store, SEALS)
+    (found,) = sealed_in(store)
+    assert isinstance(found, Rekeyed)
+    assert not isinstance(found, Sealed)
+    assert found.outcome == "failed"
