@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from holdfast.engine.catalog import Catalog, Entry, Register
-from holdfast.engine.sealing import sealing
+from holdfast.engine.sealing import SealedStore, sealing
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import FormatError, StoreError, UsageError
 from holdfast.events import Emitter
@@ -30,16 +30,21 @@ def catalog_of(
     emit: Emitter,
     encryption: Encryption | None = None,
 ) -> Catalog:
-    """A reader of a root, or of both tiers of one, each of which seals by itself.
+    """A reader of a root, or of both tiers of one.
 
     Raises:
-        UsageError: no store is known by that name, or the tiers are one place.
+        UsageError: no store is known by that name, the tiers are one place, or are to be sealed.
     """
     if isinstance(root, Tiered):
         local, remote = open_store(root.local), open_store(root.remote)
         if local is remote or local.url == remote.url:
             raise UsageError(f"Tiered: local and remote are one place, {local.url}")
-        return TieredCatalog(sealing(local, encryption), sealing(remote, encryption), emit)
+        if encryption is not None or any(isinstance(tier, SealedStore) for tier in (local, remote)):
+            raise UsageError(
+                "encrypt: does not go with Tiered in this version; seal a run in one root, or send "
+                "it to storage that encrypts by itself"
+            )
+        return TieredCatalog(local, remote, emit)
     return Catalog(sealing(open_store(root), encryption))
 
 

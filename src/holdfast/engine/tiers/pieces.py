@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
 
 from holdfast.format import layout
 from holdfast.format.blocks import DIGEST_NBYTES, digest_blocks, split
@@ -39,13 +38,15 @@ def groups_of(pieces: Sequence[Piece]) -> Iterator[Group]:
 
     A piece that lies in two of them, as those of a compressed file do, is in both groups.
     """
-    first, stop = 0, pieces[-1].stop
-    for start in range(0, stop, BLOCK_NBYTES):
-        end = min(start + BLOCK_NBYTES, stop)
+    first, nbytes = 0, pieces[-1].stop
+    for start in range(0, nbytes, BLOCK_NBYTES):
+        stop = min(start + BLOCK_NBYTES, nbytes)
         while pieces[first].stop <= start:
             first += 1
-        inside = takewhile(lambda piece, end=end: piece.start < end, islice(pieces, first, None))
-        yield Group(start=start, stop=end, pieces=tuple(inside))
+        last = first
+        while pieces[last].stop < stop:
+            last += 1
+        yield Group(start=start, stop=stop, pieces=tuple(pieces[first : last + 1]))
 
 
 def length(entry: FileEntry) -> int:

@@ -1,0 +1,86 @@
+"""Tiers, compression, encryption, waves and overlap with each other."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast import CheckpointManager, Encryption, Last, Tiered, keys
+from holdfast.errors import UsageError
+from holdfast.format.layout import BLOCK_NBYTES
+
+CANARY = "canary_of_a_name"
+WAYS = pytest.mark.parametrize(
+    "options",
+    [{}, {"overlap": True}, {"memory_budget": "32MiB"}],
+    ids=["plain", "overlap", "waves"],
+)
+
+
+def state(seed: int) -> dict[str, Any]:
+    """More than one block that compresses, and some that does not."""
+    torch.manual_seed(seed)
+    noise = torch.randn(BLOCK_NBYTES // 4 + 1000)
+    return {CANARY: torch.arange(5_000_000) + seed, "noise": noise, "text": "a secret word"}
+
+
+def is_state(live: dict[str, Any], seed: int) -> bool:
+    return all(torch.equal(live[key], state(seed)[key]) for key in (CANARY, "noise"))
+
+
+@WAYS
+def test_a_fresh_machine_resumes_what_was_compressed_and_sent(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    local, remote = tmp_path / "local", tmp_path / "remote"
+    tiers = Tiered(local, remote, keep_local=Last(1), keep_remote=Last(2))
+    live = state(0)
+    with CheckpointManager(tiers, {"model": live}, compress="zstd", **options) as manager:
+        manager.resume()
+        for step in (1, 2, 3):
+            live.update(state(step))
+            manager.save(step, wait=True)
+        manager.wait()
+    assert any(path.suffix == ".zst" for path in remote.rglob("*"))
+    shutil.rmtree(local)
+    live = state(9)
+    with CheckpointManager(tiers, {"model": live}, compress="zstd", **options) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.step == 3
+        assert is_state(live, 3)
+        manager.save(4, wait=True)
+        manager.wait()
+        assert [checkpoint.step for checkpoint in manager.list()][:2] == [4, 3]
+
+
+@WAYS
+def test_a_sealed_and_compressed_run_resumes_and_says_nothing_in_clear(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """R34."""
+    secret = Encryption(keys=keys.generate())
+    with CheckpointManager(
+        tmp_path, {"model": state(1)}, encrypt=secret, compress="zstd", **options
+    ) as manager:
+        manager.save(1, metrics={"a_secret_metric": 0.5}, tags=["a-secret-tag"], wait=True)
+    for path in tmp_path.rglob("*"):
+        data = path.read_bytes() if path.is_file() else b""
+        for word in (CANARY, "a secret word", "a-secret-tag", "a_secret_metric", "noise"):
+            assert word not in path.name
+            assert word.encode() not in data
+    live = state(9)
+    with CheckpointManager(tmp_path, {"model": live}, encrypt=secret, **options) as manager:
+        assert manager.resume() is not None
+        assert is_state(live, 1)
+
+
+def test_two_tiers_that_are_to_be_sealed_are_refused(tmp_path: Path) -> None:
+    """Rather than that one of them is not."""
+    tiers = Tiered(tmp_path / "local", tmp_path / "remote")
+    with pytest.raises(UsageError, match="does not go with Tiered"):
+        CheckpointManager(tiers, {"a": {"b": 1}}, encrypt=Encryption(keys=keys.generate()))
