@@ -287,6 +287,22 @@ def test_a_retention_that_counts_the_unhealthy_is_noticed(monkeypatch: pytest.Mo
         play(200, phases=[Phase.generate], report_multiple_bugs=False)
 
 
+def test_a_checkpoint_whose_metric_is_nan_stands_for_others_like_any_other() -> None:
+    """nan is not equal to itself, and the manifest is as it was all the same."""
+    store, state = MemoryStore(), {"a": {"b": 1}}
+    with CheckpointManager(store, state) as manager:
+        for step in (1, 2):
+            state["a"]["b"] = step
+            manager.save(step, metrics={"loss": math.nan}).wait()
+    hooks = StateHooks(before_save=lambda *_: ["it is ill"])
+    with CheckpointManager(store, state, keep=Last(1), hooks=hooks) as manager:
+        manager.resume()
+        state["a"]["b"] = 3
+        manager.save(3).wait()
+        manager.wait()
+        assert [found.step for found in manager.list()] == [3, 2]
+
+
 @pytest.mark.parametrize("op", ["put", "delete"])
 def test_a_deletion_that_fails_anywhere_is_ended_after_the_next_save(op: Any) -> None:
     """D43, invariant 8: also when the manifest is gone by then, and only files are left."""

@@ -68,9 +68,9 @@ class Loop:
     def __post_init__(self) -> None:
         prepare = self.manager._saver.prepare
 
-        def slow_prepare(captured: Any) -> Any:
+        def slow_prepare(captured: Any, **options: Any) -> Any:
             self.clock.now_s += self.stall_s
-            return prepare(captured)
+            return prepare(captured, **options)
 
         self.manager._saver.prepare = slow_prepare  # type: ignore[method-assign]
 

@@ -15,7 +15,7 @@ from holdfast.engine.leases import Readers
 from holdfast.engine.notes import reject
 from holdfast.engine.parts import parts_of
 from holdfast.errors import CorruptData, FormatError, HoldfastError, StoreError, Superseded
-from holdfast.format.manifest import Deleted, Manifest
+from holdfast.format.manifest import Deleted, Manifest, encode_manifest
 from holdfast.policy.retention import Candidate, Decision, Rule, decide, stands_in
 from holdfast.store.base import Store
 
@@ -209,7 +209,11 @@ class Deleter:
     def _stands(self, entry: Entry) -> bool:
         """Whether the manifest of one that was read back before is still as it was then."""
         try:
-            if Catalog(self._store).read(entry.folder) == entry.manifest:
+            register = Catalog(self._store).read(entry.folder)
+            # As bytes: a metric that is nan is not equal to itself.
+            if isinstance(register, Manifest) and encode_manifest(register) == encode_manifest(
+                entry.manifest
+            ):
                 return True
         except FormatError as error:
             self._failed(entry, error)
