@@ -55,12 +55,8 @@ def uploads(service: Service, prefix: str) -> list[tuple[str, str]]:
 
 
 def broken_uploads(service: Service, root: str) -> list[tuple[str, str]]:
-    """The uploads that gc should have found under a root's URL.
-
-    On S3 alone: elsewhere the client that moves the bytes cannot list them.
-    """
-    prefix = root.removeprefix(service.root(""))
-    return uploads(service, prefix) if service.scheme == "s3" else []
+    """The uploads that gc should have found under a root's URL."""
+    return uploads(service, root.removeprefix(service.root("")))
 
 
 def clear(service: Service, prefix: str) -> None:

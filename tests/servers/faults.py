@@ -128,6 +128,7 @@ class FaultProxy:
         self._pool = ThreadPoolExecutor(1, "fault-proxy")
         self._connections: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._errors: list[BaseException] = []
         self._cut = False
 
     def __enter__(self) -> FaultProxy:
@@ -141,6 +142,8 @@ class FaultProxy:
         self._loop.call_soon_threadsafe(self._stopped.set)
         self._running.result(START_S)
         self._pool.shutdown()
+        if self._errors:
+            raise RuntimeError("the fault proxy itself is broken") from self._errors[0]
 
     @property
     def counts(self) -> Counter[str]:
@@ -208,7 +211,13 @@ class FaultProxy:
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.ensure_future(self._serve(reader, writer))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._errors.append(error)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections.add(writer)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -90,14 +91,15 @@ def service(request: pytest.FixtureRequest, servers: Servers) -> Service:
 
 
 @pytest.fixture
-def own_program(request: pytest.FixtureRequest, tmp_path: Path) -> Program:
+def own_program(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Program]:
     """A server of the test's own, not started yet, which it may kill. Name it with `on`."""
     program = PROGRAMS[request.param](tmp_path / "server")
     try:
         program.install()
     except Unavailable as error:
         skip_or_fail(f"{request.param}: {error}")
-    return program
+    yield program
+    shutil.rmtree(program.folder, ignore_errors=True)
 
 
 @pytest.fixture

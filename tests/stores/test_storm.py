@@ -66,7 +66,7 @@ def test_kills_in_multipart_uploads_leave_no_uploads(service: Service, root: str
 @on("localstack", "gcs", "azurite", "ceph")
 def test_hundreds_of_kills_lose_nothing(service: Service, root: str, size: str) -> None:
     """R1, R9, R26."""
-    check_storm(service, root, trials=250 if size == SMALL else 50, size=size)
+    check_storm(service, root, trials=450 if size == SMALL else 50, size=size)
 
 
 @on("gcs")

@@ -101,7 +101,7 @@ class Api:
                 failure = read_failure(error)
                 refused = self._refused("put", key, error)
                 if not failure.was_refused:
-                    unclear = isinstance(refused, TransientStoreError)
+                    unclear = failure.is_unclear and isinstance(refused, TransientStoreError)
                     raise (OutcomeUnknown(str(refused)) if unclear else refused) from error
                 if patience.is_over():
                     raise refused from error

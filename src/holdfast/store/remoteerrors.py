@@ -102,6 +102,11 @@ class Failure:
         return self.status in _BUSY_STATUS or (self.status is None and self.network == "Connect")
 
     @property
+    def is_unclear(self) -> bool:
+        """Whether the request may have had its effect: no reply, or that of something between."""
+        return self.status is None or self.status >= 500
+
+    @property
     def is_past_the_end(self) -> bool:
         """The range that was asked for begins after the end of the object."""
         # The second is obstore's own, where a service answers such a range with status 206.

@@ -1,0 +1,158 @@
+"""Large objects in pieces: order, memory, deadlines and giving up, against a real server."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from holdfast.errors import StoreError, TransientStoreError
+from holdfast.store.remote import RemoteStore
+from holdfast.store.remoteopen import RemoteOptions
+from holdfast.store.remotewrites import COPY_NBYTES, PART_NBYTES
+from holdfast.testing.store_contract import noise
+from servers.client import uploads
+from servers.fixtures import on
+from servers.program import Service
+
+LENGTH = 3 * PART_NBYTES + 12_345
+IMPATIENT = RemoteOptions(max_concurrency=1, max_retries=0, timeout_s=0.5, retry_s=0.5)
+"""Memory for four pieces, and a second of patience."""
+
+
+@pytest.fixture
+def store(root: str) -> RemoteStore:
+    return RemoteStore(root)
+
+
+def left_of(service: Service, root: str) -> list[tuple[str, str]]:
+    """Uploads that nobody completed or aborted."""
+    return uploads(service, root.removeprefix(service.root("")))
+
+
+@on("moto")
+@pytest.mark.parametrize("piece_nbytes", [COPY_NBYTES, 1_000_003, LENGTH])
+def test_pieces_of_any_size_from_one_thread_make_the_object(
+    store: RemoteStore, service: Service, root: str, piece_nbytes: int
+) -> None:
+    data = memoryview(noise(LENGTH))
+    writer = store.create("a", LENGTH)
+    for start in range(0, LENGTH, piece_nbytes):
+        writer.write(start, data[start : start + piece_nbytes])
+    writer.finish()
+    assert store.get("a") == data
+    assert left_of(service, root) == []
+
+
+@on("moto")
+def test_pieces_of_several_objects_may_come_from_many_threads_out_of_order(
+    service: Service, root: str
+) -> None:
+    """Also with the memory of one request: what must go next always may."""
+    store = RemoteStore(root, options=RemoteOptions(max_concurrency=1))
+    data = memoryview(noise(LENGTH))
+    writers = [store.create(name, LENGTH) for name in ("a", "b", "c")]
+    starts = [*range(0, LENGTH, COPY_NBYTES)]
+    # Neighbours change places, and the objects take turns.
+    order = [start for pair in zip(starts[1::2], starts[::2], strict=False) for start in pair]
+    jobs = [(writer, start) for start in (*order, starts[-1]) for writer in writers]
+    with ThreadPoolExecutor(8) as pool:
+        written = pool.map(lambda job: job[0].write(job[1], _piece(data, job[1])), jobs)
+        list(written)
+    for writer in writers:
+        writer.finish()
+    for name in ("a", "b", "c"):
+        assert store.get(name) == data
+
+
+@on("moto")
+def test_memory_is_free_when_write_returns(store: RemoteStore, root: str) -> None:
+    data = bytearray(noise(LENGTH))
+    expected = bytes(data)
+    writer = store.create("a", LENGTH)
+    for start in range(0, LENGTH, COPY_NBYTES):
+        writer.write(start, memoryview(data)[start : start + COPY_NBYTES])
+        data[start : start + COPY_NBYTES] = bytes(len(data[start : start + COPY_NBYTES]))
+    writer.finish()
+    assert store.get("a") == expected
+
+
+@on("moto")
+def test_a_piece_that_never_comes_ends_the_waiting_of_the_others(
+    service: Service, root: str
+) -> None:
+    """Invariant 9: an object without its beginning, whose rest fills the memory."""
+    store = RemoteStore(root, options=IMPATIENT)
+    writer = store.create("a", 8 * COPY_NBYTES)
+    piece = memoryview(bytes(COPY_NBYTES))
+    for number in range(1, 5):
+        writer.write(number * COPY_NBYTES, piece)
+    with pytest.raises(TransientStoreError, match="no byte went out"):
+        writer.write(5 * COPY_NBYTES, piece)
+    writer.abort()
+    assert left_of(service, root) == []
+
+
+@on("moto")
+def test_giving_up_wakes_who_waits(service: Service, root: str) -> None:
+    store = RemoteStore(root, options=RemoteOptions(max_concurrency=1))
+    writer = store.create("a", 8 * COPY_NBYTES)
+    piece = memoryview(bytes(COPY_NBYTES))
+    for number in range(1, 5):
+        writer.write(number * COPY_NBYTES, piece)
+    begun = threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        writer.write(5 * COPY_NBYTES, piece)
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait)
+        begun.wait(timeout=60)
+        writer.abort()
+        with pytest.raises(StoreError, match="given up"):
+            waiting.result(timeout=60)
+    assert left_of(service, root) == []
+    assert list(store.list()) == []
+
+
+@on("moto")
+def test_giving_up_a_complete_object_removes_it(store: RemoteStore, root: str) -> None:
+    for nbytes in (1000, LENGTH):
+        writer = store.create("a", nbytes)
+        writer.write(0, memoryview(noise(nbytes)))
+        writer.abort()
+        assert list(store.list()) == []
+
+
+@on("moto")
+def test_an_object_with_holes_is_never_finished(
+    store: RemoteStore, service: Service, root: str
+) -> None:
+    """Invariant 2: of an object of several requests, too."""
+    writer = store.create("a", LENGTH)
+    writer.write(0, memoryview(bytes(LENGTH - 5)))
+    with pytest.raises(StoreError, match=f"5 of {LENGTH}"):
+        writer.finish()
+    writer.abort()
+    with pytest.raises(StoreError, match="given up"):
+        writer.write(LENGTH - 5, memoryview(bytes(5)))
+    assert left_of(service, root) == []
+
+
+@on("moto")
+def test_a_limit_of_the_rate_holds_for_uploads_and_downloads(root: str) -> None:
+    """By the pace's own account: the turns that it gave."""
+    store = RemoteStore(root, options=RemoteOptions(max_upload_mb_s=2000, max_download_mb_s=2000))
+    data = memoryview(noise(LENGTH))
+    writer = store.create("a", LENGTH)
+    writer.write(0, data)
+    writer.finish()
+    buffer = bytearray(LENGTH)
+    store.read_into("a", 0, memoryview(buffer))
+    assert buffer == data
+
+
+def _piece(data: memoryview, start: int) -> memoryview:
+    return data[start : start + COPY_NBYTES]
