@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from holdfast.care.preflight import preflight
-from holdfast.errors import AccessDenied, PreflightFailed, StoreError, StoreFull
+from holdfast.errors import AccessDenied, AlreadyExists, PreflightFailed, StoreError, StoreFull
 from holdfast.events import Event
 from holdfast.manager import CheckpointManager
 from holdfast.store.base import Buffer, FreeSpace, Store
@@ -37,6 +38,30 @@ class Overwriting(MemoryStore):
 
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         super().put(key, data)
+
+
+class Looking(MemoryStore):
+    """A store that looks whether a key is free and then writes, as OpenStack Swift does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._looked = threading.Barrier(8)
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        is_taken = key in {info.key for info in self.list()}
+        if "race" in key:
+            self._looked.wait(timeout=60)
+        if if_absent and is_taken:
+            raise AlreadyExists(key)
+        super().put(key, data)
+
+
+class Approximate(MemoryStore):
+    """A store that gives what there is of a range."""
+
+    def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        stop = None if nbytes is None else start + nbytes
+        return super().get(key)[start:stop]
 
 
 class Forgetful(MemoryStore):
@@ -134,6 +159,20 @@ def test_checkpoints_that_are_there_count_as_room(tmp_path: Path) -> None:
     less = Cramped(tmp_path, nbytes=one - 1, inodes=None)
     with pytest.raises(PreflightFailed, match="room"):
         preflight(less, nbytes_per_save=nbytes, saves_kept=1, num_files=num_files)
+
+
+def test_a_store_whose_puts_are_not_atomic_is_found_out() -> None:
+    """R25, R10: it honours the condition when nobody else puts."""
+    found = problems(Looking())
+    assert len(found) == 1
+    assert "8 of 8 puts of one key" in found[0]
+    assert "memory://" in found[0]
+
+
+def test_a_store_that_gives_other_ranges_is_found_out() -> None:
+    found = problems(Approximate())
+    assert len(found) == 1
+    assert "past the end" in found[0]
 
 
 def test_a_store_that_ignores_if_absent_is_found_out() -> None:

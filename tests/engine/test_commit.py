@@ -11,7 +11,10 @@ import torch
 
 from holdfast import errors
 from holdfast.engine.catalog import Catalog
+from holdfast.engine.claim import is_closed
+from holdfast.format.manifest import Deleted
 from holdfast.manager import CheckpointManager
+from holdfast.policy.retention import Last
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
@@ -45,6 +48,41 @@ def test_a_lost_reply_of_an_object_store_is_read_back_as_success() -> None:
     store = MemoryStore()
     assert save_with(store, kind="lose_reply", op="put", key="*/manifest.json") is None
     assert steps(store) == [1]
+
+
+def test_an_unclear_put_of_which_nothing_is_to_be_seen_is_sent_again() -> None:
+    """R24; invariant 1: the same bytes, of which only one copy can have the key."""
+    store = MemoryStore()
+    lost = errors.OutcomeUnknown("no reply")
+    fault = {"kind": "fail", "op": "put", "key": "*/manifest.json", "error": lost}
+    assert save_with(store, **fault, times=2) is None
+    assert steps(store) == [1]
+    assert not is_closed(store, 1)  # a copy may still arrive after it was deleted
+
+
+def test_the_register_of_an_unclear_put_stays_when_its_checkpoint_is_deleted() -> None:
+    """Rule 1: an earlier copy of the put may still arrive, and must find the key taken."""
+    store = MemoryStore()
+    lost = errors.OutcomeUnknown("no reply")
+    fault = Fault(kind="fail", op="put", key="step-00000001*/manifest.json", error=lost)
+    state = {"tree": {"x": torch.ones(1000)}}
+    with CheckpointManager(FaultyStore(store, [fault]), state, sinks=(), keep=Last(1)) as manager:
+        for step in (1, 2, 3):
+            manager.save(step).wait()
+    assert steps(store) == [3]
+    catalog = Catalog(store)
+    left = [str(name) for name in catalog.attempts() if name.label == "step-00000001"]
+    assert [store.children(folder) for folder in left] == [("manifest.json",)]
+    assert isinstance(catalog.read(left[0]), Deleted)
+    assert len(catalog.attempts()) == 2
+
+
+def test_a_put_that_stays_unclear_is_given_up() -> None:
+    """Invariant 9."""
+    store = MemoryStore()
+    lost = errors.OutcomeUnknown("no reply")
+    fault = {"kind": "fail", "op": "put", "key": "*/manifest.json", "error": lost}
+    assert isinstance(save_with(store, **fault, times=None), errors.OutcomeUnknown)
 
 
 def test_an_unclear_put_on_a_disk_stays_unclear(tmp_path: Path) -> None:

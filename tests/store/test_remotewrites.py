@@ -142,8 +142,7 @@ def test_an_object_with_holes_is_never_finished(
 
 
 @on("moto")
-def test_a_limit_of_the_rate_holds_for_uploads_and_downloads(root: str) -> None:
-    """By the pace's own account: the turns that it gave."""
+def test_objects_pass_limits_of_the_rate_unharmed(root: str) -> None:
     store = RemoteStore(root, options=RemoteOptions(max_upload_mb_s=2000, max_download_mb_s=2000))
     data = memoryview(noise(LENGTH))
     writer = store.create("a", LENGTH)
