@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 
 from msgspec import structs
@@ -66,6 +66,10 @@ class _RemoteSide:
     @property
     def has_committed(self) -> bool:
         return self._owner.remote_has_committed
+
+    @property
+    def unclear(self) -> Collection[str]:
+        return self._owner.remote_unclear
 
 
 class Mirror:
@@ -488,7 +492,12 @@ class Mirror:
         self._begun.add(folder)
         try:
             expect_claim(self._remote, claim)
-            cost = self._sender.send(folder, epoch=claim.epoch, told=self._progress_of(entry))
+            cost = self._sender.send(
+                folder,
+                epoch=claim.epoch,
+                told=self._progress_of(entry),
+                unclear=self._owner.remote_unclear,
+            )
         except NoCheckpoint as error:
             self._told("warning", f"{folder} is not sent: {error}", step=entry.step, folder=folder)
             self._end(entry, None)
@@ -586,6 +595,7 @@ class Mirror:
                 continue
             is_over = self._owner.remote_is_clean and name.epoch == claim.epoch
             whole = is_over or nothing_in_flight(self._remote, name.epoch)
+            whole = whole and folder not in self._owner.remote_unclear
             remove_files(self._remote, folder, whole=whole)
 
     def _mend(self) -> None:

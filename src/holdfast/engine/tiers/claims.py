@@ -72,6 +72,8 @@ class TieredOwnership(Ownership):
         """Whether something of this claim is there, from which the run would go on."""
         self.remote_is_clean = True
         """Whether every put of this claim into the remote tier is known to have ended."""
+        self.remote_unclear: set[str] = set()
+        """As `unclear`, in the remote tier."""
         self.before_take: Callable[[], None] = lambda: None
         """Called before a claim; nothing may be under way in the name of the one before then."""
         self.after_take: Callable[[], None] = lambda: None
@@ -98,9 +100,9 @@ class TieredOwnership(Ownership):
         self.catalog.look_again()
         super().take(choose)
         self._stop_remote_heartbeat()
-        if before is not None and self.remote_is_clean:
+        if before is not None and self._has_ended_remotely():
             self._record_remote_close(before)
-        self.remote_is_clean = True
+        self.remote_is_clean, self.remote_unclear = True, set()
         self._beat()
         self.after_take()
 
@@ -149,9 +151,12 @@ class TieredOwnership(Ownership):
         """See `Ownership.release`."""
         claim, self.remote_claim = self.remote_claim, None
         self._stop_remote_heartbeat()
-        if claim is not None and self.remote_is_clean:
+        if claim is not None and self._has_ended_remotely():
             self._record_remote_close(claim)
         super().release()
+
+    def _has_ended_remotely(self) -> bool:
+        return self.remote_is_clean and not self.remote_unclear
 
     def _claim(self, choose: Callable[[], Choice]) -> Claim:
         is_reachable = self._is_reachable()
