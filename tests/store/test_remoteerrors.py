@@ -13,6 +13,7 @@ from holdfast.errors import (
     HoldfastError,
     NotFound,
     OutcomeUnknown,
+    StoreError,
     StoreFull,
     TransientStoreError,
     UnsupportedStore,
@@ -216,3 +217,18 @@ def test_a_refusal_of_one_object_of_a_bulk_delete_is_told_at_once(
     with pytest.raises(AccessDenied, match="Needed: s3:DeleteObject"):
         store.delete("f/")
     assert sum(asked.startswith("POST") for asked in answers.asked) == 1
+
+
+def test_an_object_whose_write_failed_is_never_finished(place: tuple[RemoteStore, Answers]) -> None:
+    """Invariant 2: the one request of a short object is sent by a write."""
+    store, answers = place
+    answers.then = lambda method, path: refusal(*_NO_SUCH if method == "HEAD" else _DENIED)
+    writer = store.create("a", 10)
+    with pytest.raises(AccessDenied):
+        writer.write(0, memoryview(bytes(10)))
+    with pytest.raises(StoreError, match="not stored"):
+        writer.finish()
+    writer.abort()
+
+
+_NO_SUCH, _DENIED = (404, "NoSuchKey"), (403, "AccessDenied")

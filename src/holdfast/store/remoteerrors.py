@@ -54,8 +54,8 @@ _NO_RIGHTS = {
 _RACE = {"ConditionalRequestConflict", "OperationAborted"}
 """S3's answer to one of two puts at once: it says of neither that it won."""
 _BUSY = {"SlowDown", "ServiceUnavailable", "ServerBusy"}
-"""With status 503: the service itself says that it did not begin. A gateway between says 503 also of
-what it has sent on, and 500 is also said of what took too long and may still be done."""
+"""With status 503: the service itself says that it did not begin. A gateway on the way says 503 of
+what it has sent on, too, and 500 is also said of what took too long and may still be done."""
 
 _PERMISSIONS = {
     "s3": {

@@ -202,7 +202,7 @@ class SinglePut(_Writer):
         super().__init__(uploads, key, nbytes)
         self._lock = threading.Lock()
         self._gathered: memoryview | None = None
-        self._was_sent = False
+        self._was_sent = self._is_there = False
 
     def write(self, start: int, data: memoryview) -> None:
         """See `BlockWriter.write`."""
@@ -222,11 +222,14 @@ class SinglePut(_Writer):
             self._was_sent = True
         self._send(whole)
         self._gathered = None
+        self._is_there = True
 
     def finish(self) -> None:
         """See `BlockWriter.finish`."""
         with self._lock:
             self._check_complete()
+            if self._nbytes and not self._is_there:
+                raise StoreError(f"finish {self._key}: it was not stored; the write before failed")
             self._state = _State.FINISHED
         if not self._nbytes:
             self._send(memoryview(b""))
