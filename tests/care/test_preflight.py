@@ -5,11 +5,19 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.care.preflight import preflight
-from holdfast.errors import AccessDenied, AlreadyExists, PreflightFailed, StoreError, StoreFull
+from holdfast.errors import (
+    AccessDenied,
+    AlreadyExists,
+    OutcomeUnknown,
+    PreflightFailed,
+    StoreError,
+    StoreFull,
+)
 from holdfast.events import Event
 from holdfast.manager import CheckpointManager
 from holdfast.store.base import Buffer, FreeSpace, Store
@@ -285,3 +293,15 @@ def test_store_errors_are_the_only_ones_that_count_as_problems() -> None:
     with pytest.raises(BaseException) as caught:
         problems(store)
     assert not isinstance(caught.value, StoreError | PreflightFailed)
+
+
+@pytest.mark.parametrize("kind", ["fail", "lose_reply"])
+@pytest.mark.parametrize(("key", "at"), [("register", 0), ("register", 1), ("race-0", 0)])
+def test_a_reply_that_a_network_loses_is_no_refusal(kind: Any, key: str, at: int) -> None:
+    """R25: only what a commit could not live with is one."""
+    lost = OutcomeUnknown("no reply")
+    fault = Fault(kind=kind, op="put", key=f"*/{key}", at=at, error=lost)
+    store = FaultyStore(MemoryStore(), [fault])
+    preflight(store, nbytes_per_save=1, saves_kept=None, num_files=1)
+    assert fault.reached.is_set()
+    assert store.children() == ()

@@ -10,12 +10,16 @@ import pytest
 import torch
 
 from holdfast import errors
+from holdfast.care.gc import collect
+from holdfast.care.verify import verify
 from holdfast.engine.catalog import Catalog
 from holdfast.engine.claim import is_closed
+from holdfast.engine.commit import mark_aborted
+from holdfast.format import layout
 from holdfast.format.manifest import Deleted
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import Last
-from holdfast.store.base import Store
+from holdfast.store.base import Buffer, Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
@@ -120,8 +124,6 @@ def test_an_unclear_file_is_a_plain_failure(tmp_path: Path) -> None:
 
 def test_a_taken_key_is_a_conflict_that_names_the_taker() -> None:
     """R10, invariant 1: gc was faster."""
-    from holdfast.engine.commit import mark_aborted
-
     store = MemoryStore()
     fault = Fault(kind="hang", op="put", key="*/manifest.json")
     manager = manager_of(FaultyStore(store, [fault]))
@@ -134,3 +136,60 @@ def test_a_taken_key_is_a_conflict_that_names_the_taker() -> None:
     assert isinstance(caught.value.__cause__, errors.CommitConflict)
     manager.close()
     assert steps(store) == []
+
+
+class LateStore(MemoryStore):
+    """The first put of a manifest hangs on the way, and its sender hears nothing of it."""
+
+    def __init__(self, meanwhile: str) -> None:
+        super().__init__()
+        self.meanwhile = meanwhile
+        self.late: tuple[str, bytes] | None = None
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        if not key.endswith(f"/{layout.MANIFEST}"):
+            super().put(key, data, if_absent=if_absent)
+        elif self.late is None:
+            self.late = key, bytes(data)
+            if self.meanwhile == "gc gives it up":
+                assert mark_aborted(self, key.rpartition("/")[0], by="gc", reason="test")
+            if self.meanwhile == "the run is taken over":
+                super().put(layout.writer_key(2), b"{}")
+            if self.meanwhile == "it arrives, and a copy is behind it":
+                super().put(key, data, if_absent=True)
+            raise errors.OutcomeUnknown("no reply")
+        elif self.meanwhile == "the credentials expire":
+            raise errors.AccessDenied("expired")
+        else:
+            super().put(key, data, if_absent=if_absent)
+
+    def arrive(self) -> None:
+        """The first put arrives at last."""
+        assert self.late is not None
+        key, data = self.late
+        with suppress(errors.AlreadyExists):
+            super().put(key, data, if_absent=True)
+
+
+@pytest.mark.parametrize(
+    "meanwhile",
+    [
+        "the credentials expire",
+        "gc gives it up",
+        "the run is taken over",
+        "it arrives, and a copy is behind it",
+    ],
+)
+def test_a_put_that_arrives_after_everything_else_resurrects_nothing(meanwhile: str) -> None:
+    """R10, invariant 1, rule 1: however the save ended, its register stays and no clean close says
+    that nothing is in flight."""
+    store = LateStore(meanwhile)
+    manager = manager_of(store)
+    manager.save(1).committed.exception(timeout=60)
+    with suppress(errors.HoldfastError):
+        manager.close()
+    assert not is_closed(store, 1)
+    collect(store)
+    store.arrive()
+    for entry in Catalog(store).checkpoints():
+        assert verify(store, entry.folder).ok

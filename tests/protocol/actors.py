@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Optional
 from .operations import (
     DONE,
     EXISTS,
+    LOST,
     Begin,
     CutPower,
     FindResumePoint,
@@ -209,6 +210,11 @@ def save(own: Own, saves: tuple[str, ...]) -> Steps:
     if is_cached and rules.synced_before_told:
         yield Sync(attempt)
     outcome = yield from find_out(rules, attempt, reply)
+    if (reply, outcome, is_cached) == (LOST, UNKNOWN, False):
+        again = yield PutManifest(attempt, attempt in own.writer.lossy, is_cached)
+        outcome = yield from find_out(rules, attempt, again)
+        if not rules.put_again_is_not_ended:
+            reply = again
     if reply == DONE or not rules.unclear_put_is_not_ended:
         own = own._replace(ended=(*own.ended, attempt))
     if outcome == OK and rules.fence_after_put and (yield ReadClaim(own.epoch + 1)):

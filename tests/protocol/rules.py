@@ -24,6 +24,8 @@ class Rules:
     """A tombstone goes only when nothing can be in flight."""
     unclear_put_is_not_ended: bool = True
     """A put that was confirmed by reading back, not by its own reply, may have a copy in flight."""
+    put_again_is_not_ended: bool = True
+    """... nor does the reply to a second put say that the first one ended."""
     close_only_when_ended: bool = True
     """A clean close is recorded only when every put was seen to end."""
     death_ends_only_local_puts: bool = True

@@ -19,6 +19,7 @@ CAUGHT = {
     "tombstone": ("takeover", "V2"),
     "tombstone_stays": ("takeover", "V1"),
     "unclear_put_is_not_ended": ("own attempts", "V9"),
+    "put_again_is_not_ended": ("own attempts", "V9"),
     "close_only_when_ended": ("own attempts", "V9"),
     "death_ends_only_local_puts": ("remote death", "V9"),
     "read_back_after_conflict": ("takeover", "V3"),

@@ -166,3 +166,15 @@ def test_payloads_are_signed_where_nothing_else_protects_them(
     # Bytes in the clear only where the address asks for that.
     allowed = str(clients.plain.client_options["allow_http"]).lower()
     assert allowed == str(endpoint.startswith("http:")).lower()
+
+
+@pytest.mark.parametrize("name", ["AWS_REGION", "AWS_DEFAULT_REGION"])
+def test_the_region_is_found_in_either_variable(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """boto3 knows only the second; most tools of AWS know, and its services set, the first."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv(name, "eu-central-1")
+    clients = open_clients(parse_place("s3://bucket/a", None), RemoteOptions())
+    assert clients.plain.config["region"] == "eu-central-1"
+    assert clients.s3 is not None
+    assert "eu-central-1" in clients.s3.meta.endpoint_url

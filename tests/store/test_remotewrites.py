@@ -15,6 +15,7 @@ from holdfast.testing.store_contract import noise
 from servers.client import uploads
 from servers.fixtures import on
 from servers.program import Service
+from store.answers import Answer, answering, refusal
 
 LENGTH = 3 * PART_NBYTES + 12_345
 IMPATIENT = RemoteOptions(max_concurrency=1, max_retries=0, timeout_s=0.5, retry_s=0.5)
@@ -155,3 +156,54 @@ def test_objects_pass_limits_of_the_rate_unharmed(root: str) -> None:
 
 def _piece(data: memoryview, start: int) -> memoryview:
     return data[start : start + COPY_NBYTES]
+
+
+def test_many_objects_at_once_share_the_memory_of_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While parts are on their way, no other object takes more than there is."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    may_end, is_stuck_or_done = threading.Event(), threading.Event()
+    begun = b"<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>"
+    ended = b"<CompleteMultipartUploadResult><ETag>x</ETag></CompleteMultipartUploadResult>"
+
+    def answer(method: str, path: str) -> Answer:
+        if method == "HEAD":
+            return refusal(404, "NoSuchKey")
+        if method == "PUT":
+            may_end.wait(timeout=60)
+        body = ended if "uploadId" in path else begun
+        return Answer(body=b"" if method == "PUT" else body, headers={"ETag": '"x"'})
+
+    with answering() as (endpoint, answers):
+        answers.then = answer
+        store = RemoteStore(
+            "s3://b-1/run", endpoint=endpoint, options=RemoteOptions(max_concurrency=1)
+        )
+        uploads = store._uploads
+        taken: list[int] = []
+        take, wait = uploads.take, uploads.changed.wait
+        monkeypatch.setattr(uploads, "take", lambda: (taken.append(uploads._num_taken), take())[1])
+
+        def stuck(timeout: float | None = None) -> bool:
+            if not wait(timeout):
+                is_stuck_or_done.set()
+            return True
+
+        monkeypatch.setattr(uploads.changed, "wait", stuck)
+
+        def write_all() -> None:
+            data = memoryview(bytes(PART_NBYTES + 1000))
+            writers = [store.create(f"{number}", len(data)) for number in range(12)]
+            for writer in writers:
+                writer.write(0, data)
+            is_stuck_or_done.set()
+            for writer in writers:
+                writer.finish()
+
+        with ThreadPoolExecutor(1) as pool:
+            job = pool.submit(write_all)
+            assert is_stuck_or_done.wait(60)
+            may_end.set()
+            job.result(timeout=60)
+    assert max(taken) + 1 <= 12, "of 36 pieces: four, and what goes before a whole part is sent"

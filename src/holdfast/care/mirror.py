@@ -502,7 +502,12 @@ class Mirror:
             expect_claim(self._remote, claim)
             self._expect_open(entry, claim)
             self._begun.add(folder)
-            cost = self._sender.send(folder, epoch=claim.epoch, told=self._progress_of(entry))
+            cost = self._sender.send(
+                folder,
+                epoch=claim.epoch,
+                told=self._progress_of(entry),
+                unclear=self._owner.remote_unclear,
+            )
         except NoCheckpoint as error:
             if self._waits(entry):
                 text = f"{folder} is not sent: {error}"
@@ -517,9 +522,6 @@ class Mirror:
             if self._waits(entry):
                 self._fail(error, entry)
         else:
-            if cost.is_unclear:
-                self._owner.remote_is_clean = False
-                self._owner.remote_unclear.add(folder)
             self._end(entry, claim)
             self._follow_up(entry, cost)
 
@@ -621,6 +623,7 @@ class Mirror:
                 continue
             is_over = self._owner.remote_is_clean and name.epoch == claim.epoch
             whole = is_over or nothing_in_flight(self._remote, name.epoch)
+            whole = whole and folder not in self._owner.remote_unclear
             remove_files(self._remote, folder, whole=whole)
 
     def _mend(self) -> None:

@@ -9,9 +9,11 @@ import os
 from collections.abc import Iterator
 from functools import partial
 
+from holdfast.engine.commit import put_once
 from holdfast.engine.workers import Workers, gather
 from holdfast.errors import (
     AlreadyExists,
+    CommitConflict,
     CorruptData,
     DeadlineExceeded,
     FormatError,
@@ -119,13 +121,13 @@ def _refusals(store: Store) -> Iterator[str]:
 def _register_refusals(store: Store, key: str) -> Iterator[str]:
     """A commit is a put that must fail when the key is taken, and a tombstone replaces it."""
     try:
-        store.put(key, _FIRST, if_absent=True)
-    except StoreError as error:
+        put_once(store, key, _FIRST)
+    except (StoreError, CommitConflict) as error:
         yield f"putting an object that is not there yet: {error}"
         return
     try:
         store.put(key, _SECOND, if_absent=True)
-    except AlreadyExists:
+    except (AlreadyExists, OutcomeUnknown):
         yield from _read_refusals(store, key, _FIRST)
     except StoreError as error:
         yield f"putting over a taken key: refused with the wrong error: {error}"
@@ -177,10 +179,9 @@ def _race_refusals(store: Store, folder: str) -> Iterator[str]:
 def _wins(store: Store, key: str, racer: int) -> bool:
     ours = b"%d" % racer
     try:
-        store.put(key, ours, if_absent=True)
-    except (AlreadyExists, OutcomeUnknown):
-        # A lost reply may be the winner's.
-        return store.get(key) == ours
+        put_once(store, key, ours)  # a lost reply may be the winner's
+    except CommitConflict:
+        return False
     return True
 
 

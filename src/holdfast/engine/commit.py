@@ -57,10 +57,10 @@ _PAUSE_S = 0.1
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """A save's folder. `put_sent` tells whether a manifest put may be in flight.
+    """A save's folder. `put_sent` tells whether a manifest was put.
 
-    `is_unclear` tells that of a committed one: a copy of its put may still arrive, so that its
-    register must stay.
+    `is_unclear` tells whether a copy of that put may still arrive, so that the register must stay,
+    whatever became of the save.
     """
 
     name: AttemptName
@@ -102,13 +102,13 @@ def publish(store: Store, attempt: Attempt, data: bytes, *, epoch: int) -> None:
     """Put the bytes of a manifest in the name of a claim, which may be later than the attempt's:
     in the remote tier a process commits what its forerunner saved. Else as `commit`."""
     check_fence(store, epoch, committed=False)
-    attempt.put_sent = True
+    attempt.put_sent = attempt.is_unclear = True
     try:
         attempt.is_unclear = put_once(store, attempt.manifest_key, data)
     except (CommitConflict, OutcomeUnknown):
         raise
     except StoreError:
-        attempt.put_sent = False  # refused for sure: nothing is in flight
+        attempt.put_sent = attempt.is_unclear = False  # refused for sure: nothing is in flight
         raise
     try:
         check_fence(store, epoch, committed=True)
@@ -128,7 +128,8 @@ def abandon(store: Store, attempt: Attempt) -> bool:
 
 
 def put_once(store: Store, key: str, data: bytes) -> bool:
-    """Put if absent, and know the outcome. Returns whether a copy may still be in flight.
+    """Put if absent, and know the outcome. Returns whether a copy may still be in flight: always,
+    unless the reply of the first put said that it was done.
 
     Where a put is a request and its outcome is unclear, the key is read back; when nothing is
     there the same bytes are put again. Whichever arrives first wins, and all others find the key
@@ -141,20 +142,27 @@ def put_once(store: Store, key: str, data: bytes) -> bool:
     for number in range(_MAX_PUTS):
         try:
             store.put(key, data, if_absent=True)
+            return number > 0
         except AlreadyExists as error:
             _expect_ours(store, key, data, error)
+            return True
         except (OutcomeUnknown, TransientStoreError) as error:
             if isinstance(store, Folders):
                 # A sync that failed: the name may be seen now and be gone after a crash.
                 raise
             try:
                 _expect_ours(store, key, data, error)
+                return True
             except _NotThere as missing:
                 if isinstance(error, TransientStoreError) or number == _MAX_PUTS - 1:
                     raise OutcomeUnknown(str(missing)) from error
-                time.sleep(_PAUSE_S * 2**number)
-                continue
-        return number > 0
+        except StoreError as error:
+            if number == 0:
+                raise  # refused for sure
+            raise OutcomeUnknown(
+                f"{store.url}/{key}: an earlier put may still take effect; then: {error}"
+            ) from error
+        time.sleep(_PAUSE_S * 2**number)
     raise AssertionError("the last put returns or raises")
 
 
@@ -169,7 +177,7 @@ def _expect_ours(store: Store, key: str, data: bytes, error: StoreError) -> None
         raise _NotThere(
             f"{store.url}/{key}: the put failed ({error}) and may still take effect"
         ) from error
-    except StoreError as reading:
+    except (StoreError, FormatError) as reading:
         raise OutcomeUnknown(f"{store.url}/{key}: not readable back: {reading}") from error
     if found != data:
         raise CommitConflict(f"{store.url}/{key}: taken by {_describe(found)}") from error

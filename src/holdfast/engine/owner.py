@@ -49,7 +49,7 @@ class Ownership:
         before, self.claim = self.claim, None  # a claim of our own fences the one before off
         claim = self._claim(choose)
         self._stop_heartbeat()
-        if before is not None and self.is_clean:
+        if before is not None and self._has_ended():
             self._record_close(before)
         self._heartbeat = Heartbeat(self._store, claim, self._emit)
         # A manager that is dropped without being closed must not look alive for ever.
@@ -67,8 +67,11 @@ class Ownership:
         """Give the run up. The close is recorded only when nothing can be in flight."""
         claim, self.claim = self.claim, None
         self._stop_heartbeat()
-        if claim is not None and self.is_clean:
+        if claim is not None and self._has_ended():
             self._record_close(claim)
+
+    def _has_ended(self) -> bool:
+        return self.is_clean and not self.unclear
 
     def _claim(self, choose: Callable[[], Choice]) -> Claim:
         return claim_run(self._store, choose, takeover=self._takeover, emit=self._emit)

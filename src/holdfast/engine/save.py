@@ -97,11 +97,14 @@ def write(
     writers: Workers,
     phase: Phase,
     timeout_s: float,
+    unclear: set[str],
     expect_staged: Callable[[], None] = lambda: None,
 ) -> tuple[Attempt, Manifest]:
     """Write and commit one checkpoint.
 
     `expect_staged` is called before the commit, and raises unless the copy is that of one state.
+    The folder is added to `unclear` when a copy of the manifest's put may still arrive, also where
+    the save fails.
 
     A failure before the manifest put removes what was written; after it, the outcome is known or
     the error says that it is not.
@@ -133,6 +136,9 @@ def write(
             # Unclear is only what became of a file; the checkpoint certainly did not commit.
             raise StoreError(str(error)) from error
         raise
+    finally:
+        if attempt.is_unclear:
+            unclear.add(attempt.folder)
     links.committed(attempt.folder, manifest, written.stored)
     compressing.committed(written.nbytes_written, request.timings["write_s"])
     return attempt, manifest

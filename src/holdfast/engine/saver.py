@@ -284,14 +284,12 @@ class Saver:
                 writers=self._writers,
                 phase=pending.phase,
                 timeout_s=self.timeout_s,
+                unclear=self._owner.unclear,
                 expect_staged=expect_copied,
             )
         except (OutcomeUnknown, DeadlineExceeded):
             self._owner.is_clean = False
             raise
-        if attempt.is_unclear:
-            self._owner.is_clean = False
-            self._owner.unclear.add(attempt.folder)
         # What the run went on from stays until there is something newer to go on from.
         is_good = not (manifest.left_out or manifest.unhealthy)
         self._owner.has_committed = self._owner.has_committed or is_good

@@ -22,6 +22,8 @@ from holdfast.errors import (
 
 _STATUS = re.compile(r"status code: (\d{3}) ([A-Za-z ]*)")
 _CODE = re.compile(r"<Code>\s*([A-Za-z0-9]+)\s*</Code>")
+_CODE_OF_ONE = re.compile(r"DeleteObjects request failed for key .* \(code: ([A-Za-z0-9]+)\)")
+"""S3 refuses single objects of a bulk delete in a reply of status 200."""
 _MESSAGE = re.compile(r"<Message>(.*?)</Message>", re.DOTALL)
 _NETWORK = re.compile(r"HttpError \{\s*kind: (\w+)")
 _MAX_REASON = 400
@@ -51,8 +53,9 @@ _NO_RIGHTS = {
 }
 _RACE = {"ConditionalRequestConflict", "OperationAborted"}
 """S3's answer to one of two puts at once: it says of neither that it won."""
-_BUSY_STATUS = {429, 500, 503}
-"""The service itself says that it did not do it now."""
+_BUSY = {"SlowDown", "ServiceUnavailable", "ServerBusy"}
+"""With status 503: the service itself says that it did not begin. A gateway on the way says 503 of
+what it has sent on, too, and 500 is also said of what took too long and may still be done."""
 
 _PERMISSIONS = {
     "s3": {
@@ -99,7 +102,9 @@ class Failure:
         """
         if self.code in _RACE:
             return True
-        return self.status in _BUSY_STATUS or (self.status is None and self.network == "Connect")
+        if self.status == 503:
+            return self.code in _BUSY
+        return self.status == 429 or (self.status is None and self.network == "Connect")
 
     @property
     def is_unclear(self) -> bool:
@@ -118,7 +123,7 @@ def read_failure(error: Exception) -> Failure:
     text = str(error)
     told, _, details = text.partition("Debug source")
     status = _STATUS.search(told)
-    code = _CODE.search(told)
+    code = _CODE.search(told) or _CODE_OF_ONE.search(told)
     network = _NETWORK.search(details)
     return Failure(
         error=error,

@@ -219,7 +219,8 @@ def _open_s3(place: Place, options: RemoteOptions) -> Clients:
         retries={"mode": "standard", "total_max_attempts": min(options.max_retries, 10) + 1},
         s3={"addressing_style": "path"},
     )
-    session = boto3.Session()
+    # boto3 knows AWS_DEFAULT_REGION only.
+    session = boto3.Session(region_name=os.environ.get("AWS_REGION") or None)
     try:
         client = session.client("s3", endpoint_url=place.endpoint, config=config)
         found = session.get_credentials()

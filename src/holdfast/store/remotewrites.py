@@ -46,6 +46,7 @@ class Uploads:
         self._num_buffers = options.concurrency * PART_NBYTES // COPY_NBYTES + 2
         self._num_taken = 0
         self._free: list[mmap.mmap] = []
+        self._sending: set[MultipartPut] = set()
         self._patience_s = options.timeout_s + options.retry_s + pace.seconds(2 * COPY_NBYTES)
         self._progress_at = time.monotonic()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -67,6 +68,14 @@ class Uploads:
     def has_room(self) -> bool:
         """Whether there is memory for a copy; asked with `changed` held."""
         return self._num_taken < self._num_buffers
+
+    def gets_room(self) -> bool:
+        """Whether memory will come back by itself: an object is sending what it has."""
+        return bool(self._sending)
+
+    def note(self, writer: MultipartPut, *, is_sending: bool) -> None:
+        """Keep in mind whether an object is sending; with `changed` held."""
+        (self._sending.add if is_sending else self._sending.discard)(writer)
 
     def take(self) -> mmap.mmap:
         """Memory for a copy, of `COPY_NBYTES`; with `changed` held."""
@@ -209,7 +218,7 @@ class SinglePut(_Writer):
         super().__init__(uploads, key, nbytes, at_most=at_most)
         self._lock = threading.Lock()
         self._gathered: memoryview | None = None
-        self._was_sent = False
+        self._was_sent = self._is_there = False
 
     def write(self, start: int, data: memoryview) -> None:
         """See `BlockWriter.write`."""
@@ -229,11 +238,14 @@ class SinglePut(_Writer):
             self._was_sent = True
         self._send(whole)
         self._gathered = None
+        self._is_there = True
 
     def finish(self, nbytes: int | None = None) -> None:
         """See `BlockWriter.finish`."""
         with self._lock:
             self._check_complete(nbytes)
+            if self._was_sent and not self._is_there:
+                raise StoreError(f"finish {self._key}: it was not stored; the write before failed")
             self._state = _State.FINISHED
         if not self._was_sent:  # nothing came, or nobody knew that it was all
             gathered = memoryview(b"") if self._gathered is None else self._gathered
@@ -339,9 +351,16 @@ class MultipartPut(_Writer):
         is_over = self._upload is not None and self._upload.done()
         if is_over or self._state is not _State.WRITING or self._uploads.has_room():
             return True
-        # All memory may be held by what can only go after this piece: it needs none, unless a
-        # whole part is on its way, which gives some back.
-        return start == self._position and self._in_flight_nbytes < self._part_nbytes + COPY_NBYTES
+        # All memory may be held by what can only go after pieces like this one: it needs none,
+        # unless a whole part of any object is on its way, which gives some back.
+        return start == self._position and not self._uploads.gets_room()
+
+    def _note(self) -> None:
+        """Whether a whole part is on its way, or all that is left. With `changed` held."""
+        nbytes = self._in_flight_nbytes
+        is_whole = nbytes >= self._part_nbytes + COPY_NBYTES
+        is_end = self._position == self._nbytes and nbytes > 0
+        self._uploads.note(self, is_sending=is_whole or is_end)
 
     def _expect_sending(self) -> None:
         if self._upload is None or not self._upload.done():
@@ -390,12 +409,14 @@ class MultipartPut(_Writer):
         with self._uploads.changed:
             self._position += len(copy)
             self._in_flight_nbytes += len(copy)
+            self._note()
             self._uploads.progress()
         return copy
 
     def _sent(self, buffer: mmap.mmap, nbytes: int) -> None:
         with self._uploads.changed:
             self._in_flight_nbytes -= nbytes
+            self._note()
             self._uploads.give_back(buffer)
 
     def _copied(self, piece: memoryview, buffer: mmap.mmap) -> memoryview:

@@ -47,7 +47,7 @@ def sender(local: Store, remote: Store, **options: Any) -> Sender:
 
 
 def send(one: Sender, local: Store, told: Any = lambda cost: None) -> Cost:
-    return one.send(Catalog(local).checkpoints()[0].folder, epoch=1, told=told)
+    return one.send(Catalog(local).checkpoints()[0].folder, epoch=1, told=told, unclear=set())
 
 
 def test_what_is_sent_is_counted_and_told(local: LocalStore, remote: Store) -> None:

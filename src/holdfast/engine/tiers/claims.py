@@ -101,9 +101,9 @@ class TieredOwnership(Ownership):
         self.catalog.look_again()
         super().take(choose)
         self._stop_remote_heartbeat()
-        if before is not None and self.remote_is_clean:
+        if before is not None and self._has_ended_remotely():
             self._record_remote_close(before)
-        self.remote_is_clean = True
+        self.remote_is_clean, self.remote_unclear = True, set()
         self._beat()
         self.after_take()
 
@@ -154,9 +154,12 @@ class TieredOwnership(Ownership):
         """See `Ownership.release`."""
         claim, self.remote_claim = self.remote_claim, None
         self._stop_remote_heartbeat()
-        if claim is not None and self.remote_is_clean:
+        if claim is not None and self._has_ended_remotely():
             self._record_remote_close(claim)
         super().release()
+
+    def _has_ended_remotely(self) -> bool:
+        return self.remote_is_clean and not self.remote_unclear
 
     def _claim(self, choose: Callable[[], Choice]) -> Claim:
         is_reachable = self._is_reachable()

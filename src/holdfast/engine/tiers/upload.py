@@ -66,8 +66,6 @@ class Cost:
     requests: int = 0
     """Operations on the store; it may have tried some of them several times."""
     seconds: float = 0.0
-    is_unclear: bool = False
-    """Whether a copy of the commit's put may still arrive."""
 
 
 class Sender:
@@ -111,11 +109,14 @@ class Sender:
         """Let the threads end."""
         self._workers.close()
 
-    def send(self, folder: str, *, epoch: int, told: Callable[[Cost], None]) -> Cost:
+    def send(
+        self, folder: str, *, epoch: int, told: Callable[[Cost], None], unclear: set[str]
+    ) -> Cost:
         """Have the checkpoint in the other root when this returns, committed by claim `epoch`.
 
         One that is there already is made durable and compared. `told` hears what was sent so far,
-        from several threads.
+        from several threads. The folder is added to `unclear` when a copy of the manifest's put may
+        still arrive.
 
         Raises:
             NoCheckpoint: it is not here, or was deleted there; it is not to be sent again.
@@ -131,7 +132,7 @@ class Sender:
         if not self._is_there(folder, data):
             self._send_files(folder, manifest)
             self._expect_sizes(folder, manifest)
-            self._commit(folder, manifest, data, epoch)
+            self._commit(folder, manifest, data, epoch, unclear)
         self._confirm(folder, data)
         self._cost.seconds = time.perf_counter() - began
         return self._cost
@@ -321,7 +322,9 @@ class Sender:
                     f"has {found}; the checkpoint is not committed there"
                 )
 
-    def _commit(self, folder: str, manifest: Manifest, data: bytes, epoch: int) -> None:
+    def _commit(
+        self, folder: str, manifest: Manifest, data: bytes, epoch: int, unclear: set[str]
+    ) -> None:
         name = layout.attempt_name(
             manifest.label, manifest.epoch, manifest.sequence, manifest.save_id
         )
@@ -330,8 +333,11 @@ class Sender:
             raise CorruptData(f"{self._local.url}/{folder}: the manifest is of {attempt.folder}")
         if self._stop.is_set():
             raise Interrupted(f"{folder}: not committed, for the process is closing")
-        publish(self._remote, attempt, data, epoch=epoch)
-        self._cost.is_unclear = attempt.is_unclear
+        try:
+            publish(self._remote, attempt, data, epoch=epoch)
+        finally:
+            if attempt.is_unclear:
+                unclear.add(folder)
         self._count(len(data), requests=3)
 
     def _confirm(self, folder: str, data: bytes) -> None:
