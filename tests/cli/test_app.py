@@ -118,7 +118,7 @@ def test_a_demo_does_not_clear_a_folder_of_others(holdfast: Command, tmp_path: P
 
 
 def test_an_unknown_kind_of_place_is_a_wrong_call(holdfast: Command) -> None:
-    for place in ("s3://bucket/run", "ftp://host/run"):
+    for place in ("s3://bucket/a run", "ftp://host/run"):
         result = holdfast("ls", place)
         assert result.code == 2
         assert result.err.startswith("holdfast: root ")
