@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -151,6 +152,20 @@ def test_objects_pass_limits_of_the_rate_unharmed(root: str) -> None:
     buffer = bytearray(LENGTH)
     store.read_into("a", 0, memoryview(buffer))
     assert buffer == data
+
+
+@on("moto")
+def test_a_store_that_is_dropped_leaves_no_thread(root: str) -> None:
+    store = RemoteStore(root)
+    before = set(threading.enumerate())
+    writer = store.create("a", LENGTH)
+    (thread,) = set(threading.enumerate()) - before
+    writer.write(0, memoryview(bytes(LENGTH)))
+    writer.finish()
+    del store, writer
+    gc.collect()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
 
 
 def _piece(data: memoryview, start: int) -> memoryview:

@@ -33,6 +33,8 @@ from holdfast.store.remoteapi import Api
 from holdfast.store.remoteopen import RemoteOptions, parse_place
 from holdfast.store.remotewrites import PART_NBYTES, Uploads
 
+__all__ = ["RemoteOptions", "RemoteStore"]
+
 _READ_NBYTES = 8 * 1024 * 1024
 """One request reads at most so much."""
 _SEEN_NBYTES = 1024 * 1024

@@ -55,7 +55,7 @@ class Api:
 
     def url(self, key: str) -> str:
         """A key, for messages."""
-        return f"{self.place.url}/{key}"
+        return f"{self.place.url}/{key}".rstrip("/")
 
     def clients(self) -> Clients:
         """The clients, made once.

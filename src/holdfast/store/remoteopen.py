@@ -242,7 +242,8 @@ def _open_s3(place: Place, options: RemoteOptions) -> Clients:
     if options.checksums:
         settings["checksum_algorithm"] = "SHA256"
     make = needed("obstore.store", "s3").S3Store
-    return _pair(make, place, options, settings, endpoint, f"AWS ({found.method})", s3=client)
+    plain, once = _pair(make, place, options, settings, endpoint)
+    return Clients(plain=plain, once=once, who=f"AWS ({found.method})", s3=client)
 
 
 def _region(name: str | None) -> str:
@@ -281,7 +282,8 @@ def _open_gcs(place: Place, options: RemoteOptions) -> Clients:
         bucket_url=f"{endpoint or _GCS}/{place.bucket}",
         timeout_s=(options.connect_timeout_s, options.timeout_s),
     )
-    return _pair(make, place, options, settings, endpoint or _GCS, who, gcs=gcs)
+    plain, once = _pair(make, place, options, settings, endpoint or _GCS)
+    return Clients(plain=plain, once=once, who=who, gcs=gcs)
 
 
 def _service_account() -> dict[str, Any]:
@@ -364,7 +366,8 @@ def _open_azure(place: Place, options: RemoteOptions) -> Clients:
         settings["credential_provider"] = _azure_provider(identity.DefaultAzureCredential())
         who = "Azure (DefaultAzureCredential)"
     make = needed("obstore.store", "az").AzureStore
-    return _pair(make, place, options, settings, endpoint or "https:", who)
+    plain, once = _pair(make, place, options, settings, endpoint or "https:")
+    return Clients(plain=plain, once=once, who=who)
 
 
 def _azure_provider(found: Any) -> Callable[[], dict[str, Any]]:
@@ -390,9 +393,8 @@ def _pair(
     options: RemoteOptions,
     settings: dict[str, Any],
     endpoint: str,
-    who: str,
-    **more: Any,
-) -> Clients:
+) -> tuple[Any, Any]:
+    """obstore's clients: one that repeats what failed, and one that repeats nothing."""
     client_options = {
         # Bytes in the clear only where the address asks for that.
         "allow_http": endpoint.startswith("http:"),
@@ -421,4 +423,4 @@ def _pair(
         except Exception as error:
             raise UsageError(f"{place.url}: {str(error).partition('Debug source')[0]}") from error
 
-    return Clients(plain=made(options.max_retries), once=made(0), who=who, **more)
+    return made(options.max_retries), made(0)
