@@ -209,6 +209,13 @@ class Storm:
             if number % 10 == 9:
                 self.trial(self.rng.uniform(0, life_s / 2))
             self.check()
+            if number % 25 == 24:
+                # In an object store each kill leaves a marker, over which later lives are slower.
+                self.rest()
+        self.rest()
+
+    def rest(self) -> None:
+        """One child that is not killed, and everything cleaned up."""
         self.trial(None)
         self.check()
         if not succeeds(self.clean_up):

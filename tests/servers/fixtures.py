@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from botocore.loaders import create_loader
 from servers.cache import Unavailable
 from servers.client import clear
 from servers.keeper import PROGRAMS, shared
-from servers.program import Program, Service
+from servers.program import Program, Service, send
 
 EVERY_RUN = ("localstack", "moto", "azurite", "gcs")
 """Servers that `make test` starts, on which saves are to work."""
@@ -88,6 +89,18 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 def service(request: pytest.FixtureRequest, servers: Servers) -> Service:
     """A running server, shared with other tests."""
     return servers.get(request.param)
+
+
+OWN_BUCKET = f"bucket-{os.getpid()}"
+"""Of this process alone."""
+
+
+@pytest.fixture
+def gcs_service(servers: Servers) -> Service:
+    """Our server of Google Cloud Storage, with a bucket of this process alone."""
+    service = servers.get("gcs")
+    send("PUT", f"{service.endpoint}/{OWN_BUCKET}")
+    return replace(service, bucket=OWN_BUCKET)
 
 
 @pytest.fixture

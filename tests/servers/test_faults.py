@@ -12,14 +12,17 @@ import pytest
 
 from servers.client import bare_store, clear, keys, uploads
 from servers.faults import TRANSIENT, FaultProxy, Kind, Rule
-from servers.fixtures import on
+from servers.fixtures import OWN_BUCKET
 from servers.program import Service
 
-pytestmark = on("gcs")
-
 BROKEN = (ConnectionError, http.client.IncompleteRead, http.client.RemoteDisconnected)
-PATH = "/holdfast/faults/a"
+PATH = f"/{OWN_BUCKET}/faults/a"
 DATA = bytes(range(256)) * 40
+
+
+@pytest.fixture
+def service(gcs_service: Service) -> Service:
+    return gcs_service
 
 
 class Client:
@@ -152,13 +155,13 @@ def test_a_rule_strikes_the_requests_that_it_names_and_no_others(service: Servic
     with FaultProxy(service, [rule]) as proxy, closing(Client(proxy.service)) as client:
         client.ask("PUT", data=DATA)
         assert [client.ask("GET")[0] for _ in range(5)] == [200, 503, 503, 200, 200]
-        assert client.ask("GET", "/holdfast/other")[0] == 404
+        assert client.ask("GET", f"/{OWN_BUCKET}/other")[0] == 404
 
 
 def test_patterns_see_the_path_without_percent_signs(service: Service) -> None:
     with FaultProxy(service, [Rule(kind="500", path="*a=b?uploads*")]) as proxy:
         with closing(Client(proxy.service)) as client:
-            assert client.ask("POST", "/holdfast/faults/a%3Db?uploads")[0] == 500
+            assert client.ask("POST", f"/{OWN_BUCKET}/faults/a%3Db?uploads")[0] == 500
         assert uploads(service, "faults") == []
 
 

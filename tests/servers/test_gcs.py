@@ -14,11 +14,14 @@ import pytest
 from obstore.exceptions import AlreadyExistsError, PreconditionError
 
 from servers.client import bare_store, clear, keys, uploads
-from servers.fixtures import on
 from servers.program import Service, send
 
-pytestmark = on("gcs")
 PART = 5 << 20
+
+
+@pytest.fixture
+def service(gcs_service: Service) -> Service:
+    return gcs_service
 
 
 @pytest.fixture
