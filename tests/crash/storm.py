@@ -211,13 +211,11 @@ class Storm:
             self.check()
         self.trial(None)
         self.check()
-        self.end()
-
-    def end(self) -> None:
         if not succeeds(self.clean_up):
             self.bad += 1
 
     def clean_up(self) -> None:
+        """Raises unless a life to its end leaves what it should."""
         if "://" in self.root:
             clean_up_objects(self.root)
         else:

@@ -127,7 +127,7 @@ def stop_at_every_operation(worlds: Worlds, kind: Any, only: str = "*", every: i
         world.check_settled()
 
 
-ALL_OR_SOME = [5, pytest.param(1, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+ALL_OR_SOME = [9, pytest.param(1, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
 
 
 @pytest.mark.parametrize("every", ALL_OR_SOME)
@@ -265,3 +265,46 @@ def test_the_storm_catches_a_local_copy_that_goes_too_early(tmp_path: Path) -> N
     """R1, D19: our own code with its order broken does not pass."""
     counts = storm(tmp_path, "--trials", "20", "--mutant", "holds_nothing")
     assert counts["bad"] > 0, counts
+
+
+LEAVES = """
+import sys, torch
+from holdfast import CheckpointManager, Tiered
+tree = {{"step": 0, "x": torch.zeros(4 * 1024 * 1024)}}
+root = Tiered("local", {remote!r}, close_timeout_s={timeout_s}, on_upload_failure="raise", tries=1)
+manager = CheckpointManager(root, {{"tree": tree}}, preflight=False)
+manager.resume()
+tree["step"] += 1
+manager.save(tree["step"])
+"""
+
+
+def leave(folder: Path, **values: Any) -> subprocess.CompletedProcess[str]:
+    """A program that saves, and ends without closing anything."""
+    return subprocess.run(
+        [sys.executable, "-c", LEAVES.format(**values)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_end_of_a_program_waits_for_its_uploads(tmp_path: Path) -> None:
+    """D39."""
+    done = leave(tmp_path, remote="remote", timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    assert steps_in(LocalStore(tmp_path / "remote")) == [1]
+
+
+def test_a_program_that_could_not_send_says_so_and_does_not_end_well(tmp_path: Path) -> None:
+    """D37, D39: if that is wanted; the next one sends it."""
+    leave(tmp_path, remote="remote", timeout_s=60)
+    (tmp_path / "remote").rename(tmp_path / "away")
+    done = leave(tmp_path, remote="remote", timeout_s=0.5)
+    assert done.returncode == 1, done.stderr
+    assert "not sent: 1 checkpoints" in done.stderr
+    (tmp_path / "away").rename(tmp_path / "remote")
+    assert leave(tmp_path, remote="remote", timeout_s=60).returncode == 0
+    assert len(steps_in(LocalStore(tmp_path / "remote"))) == 3

@@ -88,16 +88,17 @@ class TiersStorm(Storm):
 
     def __init__(self, root: Path, num_elements: int, rng: random.Random, *, is_new: bool) -> None:
         super().__init__(root, num_elements, rng)
+        self.place = root
         self.is_new = is_new
         self.lives = self.uploaded = 0
         self.wanted: set[int] = set()
 
     @property
     def local(self) -> Path:
-        return self.root / (f"local{self.lives}" if self.is_new else "local")
+        return self.place / (f"local{self.lives}" if self.is_new else "local")
 
     def live(self, told: int) -> None:
-        work(self.local, self.root / "remote", self.num_elements, told)
+        work(self.local, self.place / "remote", self.num_elements, told)
 
     def heard(self, line: str) -> None:
         step = int(line[1:])
@@ -115,13 +116,12 @@ class TiersStorm(Storm):
         return super().trial(delay_s)
 
     def check(self) -> None:
-        local, remote = self.local, self.root / "remote"
+        local, remote = self.local, self.place / "remote"
         if not succeeds(lambda: look(local, remote, self.acknowledged, self.uploaded)):
             self.bad += 1
 
-    def end(self) -> None:
-        if not succeeds(lambda: clean(self.local, self.root / "remote", self.wanted)):
-            self.bad += 1
+    def clean_up(self) -> None:
+        clean(self.local, self.place / "remote", self.wanted)
 
 
 def holds_nothing() -> None:

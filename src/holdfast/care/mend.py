@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 
 from holdfast.care.verify import verify
 from holdfast.engine.catalog import Catalog
 from holdfast.engine.commit import check_fence
 from holdfast.engine.documents import read_document
-from holdfast.engine.tiers.upload import Piece, pieces_of
+from holdfast.engine.tiers.pieces import Piece, length, pieces_of
 from holdfast.errors import CorruptData, FormatError, NoCheckpoint, StoreError
 from holdfast.format import layout
 from holdfast.format.blocks import check_block, digest_blocks, file_digest
-from holdfast.format.index import decode_index
 from holdfast.format.manifest import (
     MAX_JSON_FILE_NBYTES,
     MAX_MANIFEST_NBYTES,
@@ -44,7 +44,7 @@ def mend(local: Store, remote: Store, folder: str, *, epoch: int) -> tuple[str, 
     problems = verify(local, folder).problems
     for name in dict.fromkeys(p.file for p in problems if p.file in manifest.files):
         _replace(
-            local, remote, f"{folder}/{name}", manifest.files[name].nbytes, pieces[name], epoch
+            local, remote, f"{folder}/{name}", length(manifest.files[name]), pieces[name], epoch
         )
         mended.append(name)
     if mended:
@@ -53,19 +53,13 @@ def mend(local: Store, remote: Store, folder: str, *, epoch: int) -> tuple[str, 
     return tuple(mended)
 
 
-def _pieces(remote: Store, folder: str, manifest: Manifest) -> dict[str, tuple[Piece, ...]]:
+def _pieces(remote: Store, folder: str, manifest: Manifest) -> Mapping[str, tuple[Piece, ...]]:
     what = f"{remote.url}/{folder}/{layout.INDEX}"
     entry = manifest.files[layout.INDEX]
     data = read_document(remote, f"{folder}/{layout.INDEX}", max_nbytes=MAX_JSON_FILE_NBYTES)
-    own = digest_blocks(data, manifest.block_nbytes)
-    if file_digest(len(data), own) != entry.digest:
+    if file_digest(len(data), digest_blocks(data, manifest.block_nbytes)) != entry.digest:
         raise CorruptData(f"{what}: not what was written")
-    index = decode_index(data, files=manifest.files, what=what)
-    digests = {**index.blocks, layout.INDEX: own}
-    return {
-        name: pieces_of(file, digests[name], index.block_nbytes)
-        for name, file in manifest.files.items()
-    }
+    return pieces_of(manifest, data, what=what)
 
 
 def _mend_manifest(local: Store, folder: str, data: bytes, epoch: int) -> bool:

@@ -25,6 +25,7 @@ from holdfast.engine.notes import annotate
 from holdfast.engine.process import utc_now
 from holdfast.engine.tiers.claims import TieredOwnership
 from holdfast.engine.tiers.ledger import MAX_ERROR_CHARS, Ledger, cut
+from holdfast.engine.tiers.pieces import length
 from holdfast.engine.tiers.telling import remote_emitter
 from holdfast.engine.tiers.tiered import TieredOptions
 from holdfast.engine.tiers.upload import Cost, Interrupted, Sender
@@ -368,6 +369,7 @@ class Mirror:
     def _go_on(self) -> None:
         self._forget_all()
         self._stop.clear()
+        self._sender.start()
         self._sender.proceed()
         self._is_paused = False
         self._wake()
@@ -473,7 +475,7 @@ class Mirror:
         wrong = [
             name
             for name, file in entry.manifest.files.items()
-            if sizes.get(f"{entry.folder}/{name}") != file.nbytes
+            if sizes.get(f"{entry.folder}/{name}") != length(file)
         ]
         if wrong:
             text = f"{self._remote.url}/{entry.folder} lacks {', '.join(wrong)}"

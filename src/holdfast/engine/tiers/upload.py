@@ -23,6 +23,7 @@ from typing import TypeVar
 from holdfast.engine.catalog import Catalog
 from holdfast.engine.commit import Attempt, publish, settle
 from holdfast.engine.documents import read_document
+from holdfast.engine.tiers.pieces import Piece, length, pieces_of
 from holdfast.engine.workers import Workers, cancel
 from holdfast.errors import (
     AlreadyExists,
@@ -36,8 +37,7 @@ from holdfast.errors import (
     UnsupportedStore,
 )
 from holdfast.format import layout
-from holdfast.format.blocks import DIGEST_NBYTES, block_digest, digest_blocks, file_digest, split
-from holdfast.format.index import decode_index
+from holdfast.format.blocks import block_digest, digest_blocks, file_digest
 from holdfast.format.manifest import (
     MAX_JSON_FILE_NBYTES,
     MAX_MANIFEST_NBYTES,
@@ -68,27 +68,6 @@ class Cost:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """One stretch of a file, and the digest of its bytes."""
-
-    start: int
-    stop: int
-    digest: bytes
-
-
-def pieces_of(file: FileEntry, digests: bytes, block_nbytes: int) -> tuple[Piece, ...]:
-    """A file in the stretches of which the index has digests."""
-    return tuple(
-        Piece(
-            start=start,
-            stop=stop,
-            digest=digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES],
-        )
-        for number, (start, stop) in enumerate(split(file.nbytes, block_nbytes))
-    )
-
-
 class Sender:
     """Sends checkpoints from `local` to `remote`, a few blocks at a time."""
 
@@ -113,6 +92,10 @@ class Sender:
         self._lock = threading.Lock()
         self._cost = Cost()
         self._told: Callable[[Cost], None] = lambda cost: None
+
+    def start(self) -> None:
+        """Start the threads now: the interpreter starts none once it has begun to exit."""
+        self._workers.start()
 
     def interrupt(self) -> None:
         """Let what is being sent end soon, with `Interrupted`."""
@@ -182,14 +165,11 @@ class Sender:
         index_entry = manifest.files[layout.INDEX]
         data = self._whole(folder, layout.INDEX, index_entry, manifest.block_nbytes)
         what = f"{self._local.url}/{folder}/{layout.INDEX}"
-        index = decode_index(data, files=manifest.files, what=what)
-        digests = {**index.blocks, layout.INDEX: digest_blocks(data, index.block_nbytes)}
         there = self._sizes_there(folder)
-        for name, entry in manifest.files.items():
-            key = f"{folder}/{name}"
-            pieces = pieces_of(entry, digests[name], index.block_nbytes)
-            if there.get(name) != entry.nbytes or not self._is_right(key, pieces):
-                self._send_file(key, entry.nbytes, pieces, is_there=name in there)
+        for name, pieces in pieces_of(manifest, data, what=what).items():
+            key, nbytes = f"{folder}/{name}", length(manifest.files[name])
+            if there.get(name) != nbytes or not self._is_right(key, pieces):
+                self._send_file(key, nbytes, pieces, is_there=name in there)
 
     def _sizes_there(self, folder: str) -> dict[str, int]:
         self._count()
@@ -333,9 +313,9 @@ class Sender:
             key = f"{folder}/{name}"
             self._count()
             found = self._remote.head(key).nbytes
-            if found != entry.nbytes:
+            if found != length(entry):
                 raise StoreError(
-                    f"{self._remote.url}/{key}: {entry.nbytes} bytes were sent and the store now "
+                    f"{self._remote.url}/{key}: {length(entry)} bytes were sent and the store now "
                     f"has {found}; the checkpoint is not committed there"
                 )
 
