@@ -32,6 +32,11 @@ class Owner(Protocol):
         """Whether that claim has a commit of its own from which the run would go on."""
         ...
 
+    @property
+    def unclear(self) -> Collection[str]:
+        """Folders whose register must stay: a copy of their put may still arrive."""
+        ...
+
 
 def never_held(entry: Entry) -> str:
     """For a root of which nothing waits for anybody."""

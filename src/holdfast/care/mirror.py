@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 
 from msgspec import structs
@@ -68,6 +68,10 @@ class _RemoteSide:
     def has_committed(self) -> bool:
         return self._owner.remote_has_committed
 
+    @property
+    def unclear(self) -> Collection[str]:
+        return self._owner.remote_unclear
+
 
 class Mirror:
     """Sends what a rule wants to have in the remote tier, and does the chores there."""
@@ -108,6 +112,7 @@ class Mirror:
             num_threads=options.threads,
             timeout_s=_BLOCK_TIMEOUT_S,
             reads_back=options.reads_back,
+            unclear=owner.remote_unclear,
         )
         self._workers = Workers(1, "holdfast-mirror")
         self._changed = threading.Condition()
@@ -586,7 +591,7 @@ class Mirror:
                 self._remote, folder, by=by, reason="not wanted there before all was sent"
             ):
                 continue
-            is_over = self._owner.remote_is_clean and name.epoch == claim.epoch
+            is_over = self._owner.is_remote_over and name.epoch == claim.epoch
             whole = is_over or nothing_in_flight(self._remote, name.epoch)
             remove_files(self._remote, folder, whole=whole)
 

@@ -71,7 +71,9 @@ class TieredOwnership(Ownership):
         self.remote_has_committed = False
         """Whether something of this claim is there, from which the run would go on."""
         self.remote_is_clean = True
-        """Whether every put of this claim into the remote tier is known to have ended."""
+        """Whether nothing of this claim hangs in the remote tier, as far as its calls told."""
+        self.remote_unclear: set[str] = set()
+        """Folders there whose register must stay: a copy of this process's put may still arrive."""
         self.before_take: Callable[[], None] = lambda: None
         """Called before a claim; nothing may be under way in the name of the one before then."""
         self.after_take: Callable[[], None] = lambda: None
@@ -98,11 +100,16 @@ class TieredOwnership(Ownership):
         self.catalog.look_again()
         super().take(choose)
         self._stop_remote_heartbeat()
-        if before is not None and self.remote_is_clean:
+        if before is not None and self.is_remote_over:
             self._record_remote_close(before)
         self.remote_is_clean = True
         self._beat()
         self.after_take()
+
+    @property
+    def is_remote_over(self) -> bool:
+        """Whether every put of this process into the remote tier is known to have ended."""
+        return self.remote_is_clean and not self.remote_unclear
 
     @contextmanager
     def remote_scratch(self) -> Iterator[None]:
@@ -149,7 +156,7 @@ class TieredOwnership(Ownership):
         """See `Ownership.release`."""
         claim, self.remote_claim = self.remote_claim, None
         self._stop_remote_heartbeat()
-        if claim is not None and self.remote_is_clean:
+        if claim is not None and self.is_remote_over:
             self._record_remote_close(claim)
         super().release()
 

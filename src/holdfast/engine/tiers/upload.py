@@ -79,9 +79,12 @@ class Sender:
         num_threads: int,
         timeout_s: float,
         reads_back: bool = False,
+        unclear: set[str] | None = None,
     ) -> None:
         """`timeout_s` is the longest that one block, or one end of a file, may take; with
-        `reads_back` each file is fetched and compared before the commit."""
+        `reads_back` each file is fetched and compared before the commit. `unclear` gets the folders
+        of which a copy of a manifest's put may still arrive."""
+        self._unclear = unclear if unclear is not None else set()
         self._reads_back = reads_back
         self._local = local
         self._remote = remote
@@ -328,7 +331,14 @@ class Sender:
             raise CorruptData(f"{self._local.url}/{folder}: the manifest is of {attempt.folder}")
         if self._stop.is_set():
             raise Interrupted(f"{folder}: not committed, for the process is closing")
-        publish(self._remote, attempt, data, epoch=epoch)
+        try:
+            publish(self._remote, attempt, data, epoch=epoch)
+        except BaseException:
+            if attempt.put_sent:
+                self._unclear.add(folder)
+            raise
+        if attempt.is_unclear:
+            self._unclear.add(folder)
         self._count(len(data), requests=3)
 
     def _confirm(self, folder: str, data: bytes) -> None:
