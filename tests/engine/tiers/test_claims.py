@@ -424,3 +424,22 @@ def test_a_full_remote_tier_does_not_keep_a_run_from_going_on(
         assert manager.resume() is not None
         saved(manager, tiny, 2)
     assert steps_in(machines[0]) == [2, 1]
+
+
+def test_a_rollback_takes_from_there_what_was_dropped_here(
+    machines: tuple[LocalStore, LocalStore],
+) -> None:
+    """D30: the local rule thins, the remote one keeps all."""
+    remote, tiny = MemoryStore("remote"), Tiny()
+    rule = Last(1) | Last(5).then_drop("rng")
+    with opened(Tiered(machines[0], remote, keep_local=rule), tiny) as manager:
+        manager.resume()
+        for step in (1, 2, 3):
+            saved(manager, tiny, step)
+            manager.wait()
+    thinned = Catalog(machines[0]).checkpoints()[-1]
+    assert thinned.marks.thinned == ("rng",)
+    with opened(Tiered(machines[0], remote, keep_local=rule), tiny) as manager:
+        found = manager.resume("step=1")
+        assert found is not None
+        assert (found.step, found.root) == (1, "memory://remote")
