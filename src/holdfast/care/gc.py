@@ -55,7 +55,7 @@ def collect(
     A failure is reported and does not stop the rest.
     """
     report = GcReport()
-    judge = _Judge(store, frozenset(dead_epochs), emit or Emitter())
+    judge = _Judge(store, frozenset(dead_epochs), own_epoch, emit or Emitter())
     broken_off = _broken_off(store, report)
     for name in dict.fromkeys((*Catalog(store).attempts(), *broken_off)):
         folder = str(name)
@@ -95,8 +95,11 @@ def _broken_off(store: Store, report: GcReport) -> tuple[AttemptName, ...]:
 class _Judge:
     """What is known of each writer epoch; each is looked at once."""
 
-    def __init__(self, store: Store, dead_epochs: frozenset[int], emit: Emitter) -> None:
+    def __init__(
+        self, store: Store, dead_epochs: frozenset[int], own_epoch: int | None, emit: Emitter
+    ) -> None:
         self._store = store
+        self._named, self._own = dead_epochs, own_epoch
         self._emit = emit
         self._dead: dict[int, bool] = dict.fromkeys(dead_epochs, True)
         self._live: dict[int, bool] = dict.fromkeys(dead_epochs, False)
@@ -106,6 +109,14 @@ class _Judge:
         if epoch not in self._dead:
             self._dead[epoch] = nothing_in_flight(self._store, epoch)
         return self._dead[epoch]
+
+    def is_over(self, epoch: int) -> bool:
+        """Nothing can arrive in the attempts of that epoch, not of later writers either."""
+        if epoch in self._named:
+            return True
+        newest = Catalog(self._store).highest_epoch()
+        later = range(epoch, max(epoch, newest) + 1)
+        return all(self.is_dead(number) for number in later if number != self._own)
 
     def is_live(self, epoch: int) -> bool:
         """The epoch owns the run and its process lives."""
@@ -143,7 +154,7 @@ def _visit(
         report.kept.append((folder, f"writer {name.epoch} is alive"))
         return
     nbytes = sum(info.nbytes for info in store.list(f"{folder}/"))
-    whole = judge.is_dead(name.epoch)
+    whole = judge.is_over(name.epoch)
     why = _why(register is None, name.epoch, whole)
     if not dry_run:
         if register is None and not mark_aborted(store, folder, by="gc", reason="not committed"):

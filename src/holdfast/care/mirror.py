@@ -19,7 +19,7 @@ from holdfast.care.housekeeping import Housekeeper
 from holdfast.care.mend import mend
 from holdfast.care.retention import candidate
 from holdfast.engine.catalog import Catalog, Entry
-from holdfast.engine.claim import Claim, expect_claim, is_closed, nothing_in_flight
+from holdfast.engine.claim import Claim, expect_claim, is_closed, nothing_arrives
 from holdfast.engine.commit import mark_aborted, remove_files, settle
 from holdfast.engine.notes import annotate
 from holdfast.engine.process import utc_now
@@ -52,6 +52,8 @@ BACKOFF_MAX_S = 60.0
 _RANDOM = random.Random()  # of our own: that of the module is part of the run's state
 _NOTE_EVERY_S = 2.0
 _BLOCK_TIMEOUT_S = 600.0
+_END_S = 5.0
+"""How long `close` waits, beyond its deadline, for the blocks that are on their way."""
 
 
 class _RemoteSide:
@@ -103,6 +105,7 @@ class Mirror:
             rule,
             Emitter((self._heard,)),
             replaces=replaces,
+            held=self._awaited,
             spared=lambda: tuple(self._queue),
         )
         self._ledger = Ledger(self._local)
@@ -137,6 +140,9 @@ class Mirror:
         """By folder: why it cannot be sent at all."""
         self._suspect: dict[str, str] = {}
         """By folder: why what is there is not to be relied on."""
+        self._sending = ""
+        """The folder that is being sent. It stays, wanted or not: where saves come faster than
+        uploads end, none would ever end."""
         self._begun: set[str] = set()
         """Folders of which something may be in the remote tier that is not committed."""
         self._over: set[str] = set()
@@ -148,6 +154,8 @@ class Mirror:
         self._tries: dict[str, int] = {}
         self._num_failures = 0
         self._failure: HoldfastError | None = None
+        self._is_refusal = False
+        """Whether `_failure` is one that no later upload makes good."""
         self._lost: OwnershipError | None = None
         self._is_lost_told = False
 
@@ -168,7 +176,7 @@ class Mirror:
             is_known = self._there is not None or self._is_ours(entry) or self._was_sent(entry)
             if not (self._is_sure and is_known):
                 return f"what {self._remote.url} has is not known yet"
-            if entry.folder in self._queue:
+            if entry.folder in self._queue or entry.folder == self._sending:
                 return f"it waits for its upload to {self._remote.url}"
             return self._suspect.get(entry.folder, "")
 
@@ -204,7 +212,7 @@ class Mirror:
             raise self._lost
         failure = self._failure
         if failure is not None and self._options.on_upload_failure == "raise":
-            self._failure = None
+            self._failure, self._is_refusal = None, False
             raise failure
 
     def settle(self, timeout_s: float) -> None:
@@ -239,7 +247,7 @@ class Mirror:
                 lambda: not self._is_running, min(timeout_s, self._options.close_timeout_s)
             )
         try:
-            self._pause()
+            self._pause(_END_S)
         except DeadlineExceeded as error:
             self._emit("housekeeping_failed", str(error), tier="remote")
         self._sender.close()
@@ -278,7 +286,9 @@ class Mirror:
         return lag.is_exceeded(now, then, sum(entry.manifest.nbytes for entry in waiting))
 
     def _resumable_there(self) -> list[Candidate]:
-        return [there for there in (self._there or {}).values() if there.is_resumable]
+        """What a run could go on from there, on the line on which this one is."""
+        there = (self._there or {}).values()
+        return [one for one in there if one.is_resumable and one.order in self._lineage]
 
     # The queue
 
@@ -296,7 +306,7 @@ class Mirror:
             for folder in [f for f in noted if f not in here]:
                 self._forget(folder)
             for folder in [f for f, state in noted.items() if state != "uploaded"]:
-                if folder not in self._queue:
+                if folder not in self._queue and folder not in self._suspect:
                     self._forget(folder)
             for folder, entry in self._queue.items():
                 if folder not in noted:
@@ -343,9 +353,22 @@ class Mirror:
         """Whether it was in the remote tier once, as far as is noted."""
         return (self._noted or {}).get(entry.folder) == "uploaded"
 
+    def _awaited(self, entry: Entry) -> str:
+        """Why the remote copy must not be deleted yet: its pins may not have come along."""
+        return "its upload has not ended" if entry.folder in self._queue else ""
+
     def _forget(self, folder: str) -> None:
-        self._ledger.forget(folder)
-        self._read_notes().pop(folder, None)
+        if self._noted_down(lambda: self._ledger.forget(folder)):
+            self._read_notes().pop(folder, None)
+
+    def _noted_down(self, job: Callable[[], None]) -> bool:
+        """Whether a note could be changed. On a full disk none can, and uploads make room."""
+        try:
+            job()
+        except HoldfastError as error:
+            self._emit("housekeeping_failed", f"notes on uploads: {error}")
+            return False
+        return True
 
     def _note(
         self, entry: Entry, state: UploadState, *, sent_nbytes: int = 0, error: str = ""
@@ -359,8 +382,8 @@ class Mirror:
             tries=self._tries.get(entry.folder, 0),
             error=error or None,
         )
-        self._ledger.note(entry.folder, record)
-        self._read_notes()[entry.folder] = state
+        if self._noted_down(lambda: self._ledger.note(entry.folder, record)):
+            self._read_notes()[entry.folder] = state
 
     def _next(self) -> Entry | None:
         """The newest that waits; after those that failed less often."""
@@ -382,7 +405,7 @@ class Mirror:
         self._is_paused = False
         self._wake()
 
-    def _pause(self) -> None:
+    def _pause(self, timeout_s: float | None = None) -> None:
         """Return when nothing of this is under way.
 
         Raises:
@@ -392,10 +415,11 @@ class Mirror:
         self._stop.set()
         self._sender.interrupt()
         job = self._job
-        if job is not None and wait([job], timeout=self._timeout_s).not_done:
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        if job is not None and wait([job], timeout=limit_s).not_done:
             self._owner.remote_is_clean = False
             raise DeadlineExceeded(
-                f"{self._remote.url}: an upload does not end after {self._timeout_s:.0f} s"
+                f"{self._remote.url}: an upload does not end after {limit_s:.0f} s"
             )
         if not self._is_sure or any(map(self._is_ours, self._queue.values())):
             # Whoever sends it later commits in an epoch that must not be thought to be over.
@@ -467,8 +491,13 @@ class Mirror:
         for entry in entries:
             if entry.folder in here:
                 settle(self._remote, entry.folder)
+                if not entry.marks.notes_number:
+                    self._copy_notes(entry)
                 self._look_at_files(entry, there[entry.folder])
-                if noted.get(entry.folder) != "uploaded":
+                why = self._suspect.get(entry.folder, "")
+                if why:
+                    self._note(entry, "refused", error=why)
+                elif noted.get(entry.folder) != "uploaded":
                     self._note(entry, "uploaded", sent_nbytes=entry.manifest.nbytes)
         with self._changed:
             self._there = there
@@ -495,6 +524,16 @@ class Mirror:
 
     def _upload(self, entry: Entry) -> None:
         claim = self._owner.attach()
+        with self._changed:
+            if entry.folder not in self._queue:
+                return
+            self._sending = entry.folder
+        try:
+            self._send(entry, claim)
+        finally:
+            self._sending = ""
+
+    def _send(self, entry: Entry, claim: Claim) -> None:
         folder = entry.folder
         self._tries[folder] = self._tries.get(folder, 0) + 1
         self._note(entry, "sending")
@@ -508,6 +547,7 @@ class Mirror:
                 told=self._progress_of(entry),
                 unclear=self._owner.remote_unclear,
             )
+            self._copy_notes(entry)
         except NoCheckpoint as error:
             if self._waits(entry):
                 text = f"{folder} is not sent: {error}"
@@ -565,12 +605,16 @@ class Mirror:
             else:
                 self._note(entry, "uploaded", sent_nbytes=entry.manifest.nbytes)
                 self._there[folder] = candidate(self._local, entry)
-                self._lineage.add(entry.order)
+                if entry.order in {name.order for name in Catalog(self._local).lineage()}:
+                    self._lineage.add(entry.order)
                 is_good = not (entry.manifest.left_out or entry.manifest.unhealthy)
                 if is_good and entry.name.epoch == claim.epoch:
                     self._owner.remote_has_committed = True
             self._queue.pop(folder, None)
-            self._num_failures, self._failure = 0, None
+            self._sending = ""
+            self._num_failures = 0
+            if not self._is_refusal:
+                self._failure = None
             self._changed.notify_all()
 
     def _follow_up(self, entry: Entry, cost: Cost) -> None:
@@ -586,17 +630,14 @@ class Mirror:
             retries=self._tries.pop(entry.folder, 1) - 1,
             upload_s=cost.seconds,
         )
-        try:
-            self._note_tiers(entry, cost)
-            self._copy_notes(entry)
-        except HoldfastError as error:
-            self._emit("housekeeping_failed", f"after an upload: {error}")
+        self._note_tiers(entry, cost)
         self._housekeeper.trust(entry)
-        if any(there.order > entry.order for there in self._resumable_there()):
-            self._housekeeper.retain()  # `latest` moves forward only
-        else:
+        newest = max((there.order for there in self._resumable_there()), default=entry.order)
+        if entry.order in self._lineage and entry.order >= newest:
             self._housekeeper.after_commit(entry)
-        self.uploaded(entry, cost.nbytes >= entry.manifest.nbytes)
+        else:
+            self._housekeeper.retain()  # `latest` moves forward only, and on the run's own line
+        self.uploaded(entry, cost.is_all)
         self._requeue()
 
     def _copy_notes(self, entry: Entry) -> None:
@@ -621,9 +662,9 @@ class Mirror:
                 self._remote, folder, by=by, reason="not wanted there before all was sent"
             ):
                 continue
-            is_over = self._owner.remote_is_clean and name.epoch == claim.epoch
-            whole = is_over or nothing_in_flight(self._remote, name.epoch)
-            whole = whole and folder not in self._owner.remote_unclear
+            whole = self._owner.is_remote_over and nothing_arrives(
+                self._remote, name.epoch, own=claim.epoch
+            )
             remove_files(self._remote, folder, whole=whole)
 
     def _mend(self) -> None:
@@ -653,6 +694,8 @@ class Mirror:
         pause_s *= _RANDOM.uniform(0.5, 1.0)  # many machines must not come back in step
         what = "the remote tier" if entry is None else entry.folder
         text = f"{what}: {error}" if isinstance(error, HoldfastError) else f"{what}: {error!r}"
+        if self._num_failures >= self._options.tries:
+            self._remember(text, error)
         self._told(
             "upload_failed",
             f"{text}; tried again in {pause_s:.0f} s",
@@ -661,8 +704,6 @@ class Mirror:
             retry_in_s=pause_s,
         )
         self._record_failure(entry, text, "failed")
-        if self._num_failures >= self._options.tries:
-            self._remember(text, error)
         with self._changed:
             self._is_dirty = True
         self._stop.wait(pause_s)
@@ -671,9 +712,10 @@ class Mirror:
         """It cannot be sent, and the local copy stays for somebody to look at."""
         self._refused[entry.folder] = str(error)
         text = f"{entry.folder} cannot be sent: {error}"
+        self._remember(text, error)
+        self._is_refusal = True
         self._told("upload_failed", text, step=entry.step, folder=entry.folder)
         self._record_failure(entry, str(error), "refused")
-        self._remember(text, error)
 
     def _remember(self, text: str, error: BaseException) -> None:
         failure = UploadFailed(f"{self._remote.url}: {text}. The checkpoint is in the local tier")
@@ -690,12 +732,9 @@ class Mirror:
         self._told("upload_failed", f"nothing is sent any more: {error}")
 
     def _record_failure(self, entry: Entry | None, text: str, state: UploadState) -> None:
-        try:
-            if entry is not None:
-                self._note(entry, state, error=cut(Exception(text)))
-            self._note_tiers(error=text)
-        except HoldfastError as error:
-            self._emit("housekeeping_failed", f"noting a failed upload: {error}")
+        if entry is not None:
+            self._note(entry, state, error=cut(Exception(text)))
+        self._note_tiers(error=text)
 
     def _note_tiers(
         self, entry: Entry | None = None, cost: Cost | None = None, *, error: str = ""
@@ -719,7 +758,7 @@ class Mirror:
                 upload_s=cost.seconds,
                 requests=cost.requests,
             )
-        self._ledger.note_tiers(record)
+        self._noted_down(lambda: self._ledger.note_tiers(record))
 
     def _heard(self, event: Event) -> None:
         """What the chores in the remote tier tell."""

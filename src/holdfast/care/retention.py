@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.engine.catalog import Catalog, Entry
-from holdfast.engine.claim import Claim, dropped, nothing_in_flight
+from holdfast.engine.claim import Claim, dropped, nothing_arrives
 from holdfast.engine.commit import retract, settle, thin
 from holdfast.engine.leases import Readers
 from holdfast.engine.notes import reject
@@ -307,4 +307,4 @@ def may_remove_whole(store: Store, claim: Claim, epoch: int) -> bool:
 
     Of our own epoch: its manifest is there, so its put has arrived, and it was put only once.
     """
-    return epoch == claim.epoch or nothing_in_flight(store, epoch)
+    return epoch == claim.epoch or nothing_arrives(store, epoch, own=claim.epoch)

@@ -135,6 +135,16 @@ def nothing_in_flight(store: Store, epoch: int) -> bool:
     return writer is not None and liveness(writer.process) == "dead"
 
 
+def nothing_arrives(store: Store, epoch: int, *, own: int | None) -> bool:
+    """Whether nothing can still arrive in the attempts of an epoch, of all but the `own` claim.
+
+    Where this is the remote tier of a run, later writers send what those before them saved.
+    """
+    newest = Catalog(store).highest_epoch()
+    epochs = (later for later in range(epoch, max(epoch, newest) + 1) if later != own)
+    return all(nothing_in_flight(store, later) for later in epochs)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """The checkpoint to go on from (None: from the beginning), and what was passed over for it."""

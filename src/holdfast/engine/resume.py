@@ -222,6 +222,9 @@ class Reader:
             with self._kept(which) as entry:
                 try:
                     return self.read(entry, options)
+                except Dropped:
+                    if entry.manifest.left_out or not catalog.turn(entry.folder):
+                        raise  # the other tier does not keep what was dropped here
                 except (FormatError, StoreError) as error:
                     if is_damage(error) and catalog.turn(entry.folder):
                         continue

@@ -9,16 +9,19 @@ import msgspec
 import pytest
 
 from holdfast import errors
+from holdfast.care.prune import prune
 from holdfast.engine.catalog import Catalog
 from holdfast.engine.process import this_process
 from holdfast.engine.tiers.claims import share_claims
 from holdfast.engine.tiers.tiered import Tiered
-from holdfast.errors import TransientStoreError
+from holdfast.errors import StoreFull, TransientStoreError
+from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.records import decode_writer, encode_writer
+from holdfast.policy.retention import Last
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
-from holdfast.testing.faulty import Fault, FaultyStore
+from holdfast.testing.faulty import Fault, FaultyStore, Stopped
 from tiers import Noted, Switch, Tiny, opened, saved, steps_in, unopened, without_backoff
 
 
@@ -164,7 +167,7 @@ def test_without_the_remote_tier_the_run_is_claimed_locally_and_there_later(
         found = manager.resume()
         assert found is not None
         assert found.step == 1
-        assert any("only the local tier" in event.message for event in noted.of("warning"))
+        assert any("in the local tier only" in event.message for event in noted.of("warning"))
         saved(manager, tiny, 2, 3)
         noted.wait_for("upload_failed")
         remote.error = None
@@ -290,3 +293,153 @@ def test_a_second_resume_of_a_manager_claims_again(
         saved(manager, tiny, 10)
     assert steps_in(remote) == [10, 9, 2, 1]
     assert Catalog(remote).claims() == (3, 2, 1)
+
+
+def test_a_blip_while_it_is_chosen_does_not_set_the_run_back(
+    machines: tuple[LocalStore, LocalStore],
+) -> None:
+    """D36: a single request that fails must not hide what another machine has committed."""
+    for op in ("children", "get", "head"):
+        for at in range(6):
+            local, other = (LocalStore(f"{m.url}-{op}-{at}") for m in machines)
+            remote, tiny = MemoryStore("remote"), Tiny()
+            with opened(Tiered(local, remote), tiny) as manager:
+                manager.resume()
+                saved(manager, tiny, 1)
+            with opened(Tiered(other, remote), tiny) as manager:
+                manager.resume()
+                saved(manager, tiny, 2, 3)
+            blip = FaultyStore(remote, [Fault(kind="fail", op=op, at=at)])  # type: ignore[arg-type]
+            manager = unopened(Tiered(local, blip), Tiny())
+            try:
+                found = manager.resume()
+                assert found is not None
+                if found.step != 3:
+                    with pytest.raises(errors.Diverged):
+                        manager.wait()
+            finally:
+                manager.close()
+            with opened(Tiered(other, remote), tiny) as again:
+                found = again.resume()
+                assert found is not None
+                assert found.step == 3, (op, at)
+
+
+def unknown_branch(a: LocalStore, b: LocalStore, remote: Switch) -> None:
+    """Machine a was killed while it claimed: it has heard of b's claim, and of nothing that b has
+    committed since. It goes on while the remote tier is away."""
+    first, second = Tiny(), Tiny()
+    with opened(Tiered(a, remote), first) as manager:
+        manager.resume()
+        saved(manager, first, 1)
+    with opened(Tiered(b, remote), second) as other:
+        other.resume()
+        share_claims(a, remote)
+        saved(other, second, 2, 3, 4, 5)
+    remote.error = TransientStoreError("no network")
+    with opened(Tiered(a, remote, close_timeout_s=0), first) as manager:
+        manager.resume()
+        saved(manager, first, 100)
+
+
+def test_a_branch_that_was_begun_unseen_is_told_by_a_later_process_too(
+    machines: tuple[LocalStore, LocalStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R10: the one that began it may have ended before it could see the other tier."""
+    without_backoff(monkeypatch)
+    for is_back_at_claim in (True, False):
+        a, b = (LocalStore(f"{m.url}-{is_back_at_claim}") for m in machines)
+        remote = Switch()
+        unknown_branch(a, b, remote)
+        with opened(Tiered(a, remote, close_timeout_s=0), Tiny()) as manager:
+            if is_back_at_claim:
+                remote.error = None
+                with pytest.raises(errors.Diverged):
+                    manager.resume()
+            else:
+                manager.resume()
+                remote.error = None
+                with pytest.raises(errors.Diverged):
+                    manager.wait()
+        assert steps_in(remote.twin())[0] == 5
+
+
+def test_a_machine_that_was_killed_while_it_claimed_does_not_begin_anew(
+    machines: tuple[LocalStore, LocalStore],
+) -> None:
+    """R1: claims had arrived there, and nothing else; then the remote tier is away."""
+    remote, tiny = Switch(), Tiny()
+    with opened(Tiered(machines[0], remote), tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 1)
+    killed = FaultyStore(machines[1], [Fault(kind="stop_before", op="put", key="writers/*2.json")])
+    manager = unopened(Tiered(killed, remote), Tiny())
+    with pytest.raises(Stopped):
+        manager.resume()
+    assert Catalog(machines[1]).claims() == (1,)
+    remote.error = TransientStoreError("no network")
+    with (
+        opened(Tiered(machines[1], remote), Tiny()) as manager,
+        pytest.raises(TransientStoreError),
+    ):
+        manager.resume()
+
+
+def test_a_prune_of_each_tier_does_not_part_them(
+    machines: tuple[LocalStore, LocalStore],
+) -> None:
+    """Each claims its root for that long; neither commits anything."""
+    for others in (0, 1):
+        local, other = (LocalStore(f"{m.url}-{others}") for m in machines)
+        remote, tiny = MemoryStore("remote"), Tiny()
+        with opened(Tiered(local, remote), tiny) as manager:
+            manager.resume()
+            saved(manager, tiny, 1, 2)
+        newest = 2
+        for _ in range(others):
+            with opened(Tiered(other, remote), tiny) as manager:
+                manager.resume()
+                newest += 1
+                saved(manager, tiny, newest)
+        prune(local, Last(1), emit=Emitter(()))
+        prune(remote, Last(1), emit=Emitter(()))
+        with opened(Tiered(local, remote), tiny) as manager:
+            found = manager.resume()
+            assert found is not None
+            assert found.step == newest
+            saved(manager, tiny, newest + 1)
+        assert steps_in(remote)[:2] == [newest + 1, newest]
+
+
+def test_a_full_remote_tier_does_not_keep_a_run_from_going_on(
+    machines: tuple[LocalStore, LocalStore],
+) -> None:
+    remote, tiny = MemoryStore("remote"), Tiny()
+    with opened(Tiered(machines[0], remote), tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 1)
+    full = Fault(kind="fail", op="put", key="writers/*", times=None, error=StoreFull("quota"))
+    root = Tiered(machines[0], FaultyStore(remote, [full]), close_timeout_s=0)
+    with opened(root, tiny) as manager:
+        assert manager.resume() is not None
+        saved(manager, tiny, 2)
+    assert steps_in(machines[0]) == [2, 1]
+
+
+def test_a_rollback_takes_from_there_what_was_dropped_here(
+    machines: tuple[LocalStore, LocalStore],
+) -> None:
+    """D30: the local rule thins, the remote one keeps all."""
+    remote, tiny = MemoryStore("remote"), Tiny()
+    rule = Last(1) | Last(5).then_drop("rng")
+    with opened(Tiered(machines[0], remote, keep_local=rule), tiny) as manager:
+        manager.resume()
+        for step in (1, 2, 3):
+            saved(manager, tiny, step)
+            manager.wait()
+    thinned = Catalog(machines[0]).checkpoints()[-1]
+    assert thinned.marks.thinned == ("rng",)
+    with opened(Tiered(machines[0], remote, keep_local=rule), tiny) as manager:
+        found = manager.resume("step=1")
+        assert found is not None
+        assert (found.step, found.root) == (1, "memory://remote")

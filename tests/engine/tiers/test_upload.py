@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast import errors
+from holdfast.care.gc import collect
 from holdfast.care.verify import verify
 from holdfast.engine.catalog import Catalog
 from holdfast.engine.claim import Choice, claim_run
@@ -17,6 +18,7 @@ from holdfast.engine.commit import mark_aborted
 from holdfast.engine.tiers.claims import share_claims
 from holdfast.engine.tiers.upload import Cost, Interrupted, Sender
 from holdfast.events import Emitter
+from holdfast.format import layout
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
@@ -93,6 +95,28 @@ def test_what_gc_has_given_up_is_not_sent(local: LocalStore, remote: Store) -> N
     mark_aborted(remote, folder, by="gc", reason="not committed")
     with pytest.raises(errors.CommitConflict, match="aborted there by gc"):
         send(sender(local, remote), local)
+
+
+def test_gc_leaves_the_register_of_what_a_paused_process_sends(local: LocalStore) -> None:
+    """R10, D20: it sends what another one saved, which had closed. Without the marker its manifest
+    would arrive after all, and its files are gone."""
+    remote = MemoryStore()
+    share_claims(local, remote)
+    key = layout.closed_key(1)
+    remote.put(key, local.get(key))
+    claim_run(remote, lambda: Choice(point=None), takeover=True, emit=Emitter(()))
+    paused = Fault(kind="hang", op="put", key="*/manifest.json")
+    slow = sender(local, FaultyStore(remote, [paused]))
+    folder = Catalog(local).checkpoints()[0].folder
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(slow.send, folder, epoch=2, told=lambda cost: None)
+        assert paused.reached.wait(60)
+        claim_run(remote, lambda: Choice(point=None), takeover=True, emit=Emitter(()))
+        collect(remote, own_epoch=3)
+        paused.release.set()
+        with pytest.raises(errors.CommitConflict):
+            late.result(60)
+    assert Catalog(remote).checkpoints() == ()
 
 
 def test_it_ends_soon_when_it_is_interrupted_and_goes_on_later(

@@ -51,8 +51,8 @@ def catalog_of(
 class TieredCatalog(Catalog):
     """A reader of both tiers. Reads only.
 
-    When the remote tier cannot be reached, the local one has to do, which is told; where nobody
-    has ever claimed the run locally that is an error, for the run may be there and not be seen.
+    When the remote tier cannot be reached, the local one has to do, which is told; where nothing
+    of the run is there that is an error, for it may be in the other one and not be seen.
     """
 
     def __init__(self, local: Store, remote: Store, emit: Emitter) -> None:
@@ -61,13 +61,14 @@ class TieredCatalog(Catalog):
         self._local = Catalog(local)
         self._emit = emit
         self._homes: dict[str, Store] = {}
-        self._is_cut_off = False
+        self.cut_off: StoreError | None = None
+        """Why only the local tier has been looked at since `look_again`."""
         self.turned: set[str] = set()
         """Folders whose local copy is damaged and which are read in the remote tier."""
 
     def look_again(self) -> None:
         """Try to reach the remote tier again."""
-        self._is_cut_off = False
+        self.cut_off = None
 
     def home(self, folder: str) -> Store:
         """See `Catalog.home`: as it was when its register was read last."""
@@ -139,14 +140,14 @@ class TieredCatalog(Catalog):
 
     def _asked(self, question: Callable[[], T], nothing: T) -> T:
         """What the remote tier answers; `nothing` where it cannot be reached."""
-        if self._is_cut_off:
+        if self.cut_off is not None:
             return nothing
         try:
             return question()
         except StoreError as error:
-            if not self._local.highest_epoch():
+            if not self._local.ever_committed():
                 raise
-            self._is_cut_off = True
+            self.cut_off = error
             self._emit(
                 "warning",
                 f"{self.remote.store.url} cannot be read, so that only the local tier is looked "

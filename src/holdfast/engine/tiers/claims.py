@@ -22,6 +22,7 @@ from holdfast.engine.claim import (
     epoch_after,
     is_still_right,
     new_writer,
+    nothing_in_flight,
     put_closed,
 )
 from holdfast.engine.commit import check_fence, put_once, settle
@@ -38,11 +39,9 @@ from holdfast.errors import (
     FormatError,
     HoldfastError,
     NotFound,
-    OutcomeUnknown,
     OwnedElsewhere,
     StoreError,
     Superseded,
-    TransientStoreError,
 )
 from holdfast.events import Emitter
 from holdfast.format import layout
@@ -65,7 +64,6 @@ class TieredOwnership(Ownership):
         self.catalog = catalog
         self._remote = catalog.remote.store
         self._remote_heartbeat: Heartbeat | None = None
-        self._choice: Choice | None = None
         self._scratch = threading.Lock()
         self.remote_claim: Claim | None = None
         self.remote_has_committed = False
@@ -73,8 +71,8 @@ class TieredOwnership(Ownership):
         self.remote_unclear: set[str] = set()
         """See `Ownership.unclear`: of the uploads of this process."""
         self.remote_is_clean = True
-        """Whether this epoch may be closed in the remote tier: every put of this claim is known to
-        have ended, and nobody will send what it has saved."""
+        """Whether this epoch may be closed in the remote tier, as far as its calls told: nothing of
+        this claim hangs there, and nobody will send what it has saved."""
         self.before_take: Callable[[], None] = lambda: None
         """Called before a claim; nothing may be under way in the name of the one before then."""
         self.after_take: Callable[[], None] = lambda: None
@@ -101,11 +99,16 @@ class TieredOwnership(Ownership):
         self.catalog.look_again()
         super().take(choose)
         self._stop_remote_heartbeat()
-        if before is not None and self._has_ended_remotely():
+        if before is not None and self.is_remote_over:
             self._record_remote_close(before)
         self.remote_is_clean, self.remote_unclear = True, set()
         self._beat()
         self.after_take()
+
+    @property
+    def is_remote_over(self) -> bool:
+        """Whether every put of this process into the remote tier is known to have ended."""
+        return self.remote_is_clean and not self.remote_unclear
 
     @contextmanager
     def remote_scratch(self) -> Iterator[None]:
@@ -134,18 +137,13 @@ class TieredOwnership(Ownership):
         """
         if self.remote_claim is not None:
             return self.remote_claim
-        claim, choice = self.claim, self._choice
+        claim = self.claim
         assert claim is not None, "uploads follow a claim"
-        assert choice is not None, "a claim follows a choice"
         self._expect_root()
         self._expect_no_later_claim(claim)
         self._check_remote()
-        if self._has_newer(claim, choice):
-            raise _diverged(self._store, self._remote, claim.epoch)
         share_claims(self._store, self._remote)
         self._expect_no_later_claim(claim)
-        if self._has_newer(claim, choice):  # committed before the claim fenced it off
-            raise _diverged(self._store, self._remote, claim.epoch)
         self.remote_claim = claim
         self._beat()
         return claim
@@ -154,16 +152,15 @@ class TieredOwnership(Ownership):
         """See `Ownership.release`."""
         claim, self.remote_claim = self.remote_claim, None
         self._stop_remote_heartbeat()
-        if claim is not None and self._has_ended_remotely():
+        if claim is not None and self.is_remote_over:
             self._record_remote_close(claim)
         super().release()
-
-    def _has_ended_remotely(self) -> bool:
-        return self.remote_is_clean and not self.remote_unclear
 
     def _claim(self, choose: Callable[[], Choice]) -> Claim:
         is_reachable = self._is_reachable()
         for _ in range(_MAX_RACES):
+            if is_reachable:
+                self.catalog.look_again()
             try:
                 claim = self._try_claim(choose, is_reachable=is_reachable)
             except _CutOff as error:
@@ -178,10 +175,14 @@ class TieredOwnership(Ownership):
         """See `engine.claim.claim_run`, which does this in one tier; None: somebody was first."""
         after = self._judge(is_reachable=is_reachable)
         choice = choose()
+        if is_reachable and self.catalog.cut_off is not None:
+            # What was chosen without the remote tier must not be claimed there unlooked at.
+            raise _CutOff(self.catalog.cut_off)
         claim = self._put(after, choice, is_reachable=is_reachable)
         if claim is None or not is_still_right(self.catalog, claim, choice):
             return None
-        self._choice = choice
+        if self.remote_claim is not None and self.catalog.cut_off is not None:
+            return None  # the second look saw one tier only
         return claim
 
     def _put(self, after: int, choice: Choice, *, is_reachable: bool) -> Claim | None:
@@ -211,7 +212,7 @@ class TieredOwnership(Ownership):
         try:
             make_folder(self._remote, layout.WRITERS)
             put_once(self._remote, layout.writer_key(epoch), data)
-        except (TransientStoreError, OutcomeUnknown) as error:
+        except StoreError as error:
             self._go_without(error)
             return False
         return True
@@ -225,10 +226,11 @@ class TieredOwnership(Ownership):
         return True
 
     def _go_without(self, error: StoreError) -> None:
-        """Tell that the local tier has to do; raise `error` where nobody ever claimed the run
-        there, for it may be in the other one, and would be begun anew here."""
-        if not Catalog(self._store).highest_epoch():
+        """Let the local tier do, and tell it; raise `error` where nothing of the run is there, for
+        it may be in the other one, and would be begun anew here."""
+        if not Catalog(self._store).ever_committed():
             raise error
+        self.catalog.cut_off = error
         self._emit(
             "warning",
             f"{self._remote.url} cannot be reached, so that the run is claimed in the local tier "
@@ -291,15 +293,6 @@ class TieredOwnership(Ownership):
         if not epoch or not self._is_same(epoch) or self._is_foreign(epoch):
             self._check(self._remote)
 
-    def _has_newer(self, claim: Claim, choice: Choice) -> bool:
-        """Whether an earlier writer has committed something newer there than what was chosen."""
-        if choice.is_rollback:
-            return False
-        remote = Catalog(self._remote)
-        newest = next(committed(remote, below=claim.epoch, but=choice.passed_over), None)
-        name = layout.parse_attempt(newest) if newest is not None else None
-        return name is not None and (choice.point is None or name.order > choice.point.order)
-
     def _expect_no_later_claim(self, claim: Claim) -> None:
         """Raise `Superseded` where a machine with another local tier has claimed the run since.
 
@@ -350,15 +343,16 @@ def share_claims(local: Store, remote: Store) -> None:
     """Put each claim that only one of the tiers has into the other, oldest first.
 
     Claims are only ever put after those before them, so it is enough to compare the newest that
-    both have.
+    both have. Those that only held the local root for a while, as to prune it, give way.
 
     Raises:
-        Diverged: they hold different claims of one epoch.
+        Diverged: they hold different claims of one epoch, or the run went on locally from a
+            checkpoint than which the remote tier has a newer one, that nobody knew of here.
     """
     here, there = Catalog(local).claims(), Catalog(remote).claims()
-    common = max({*here} & {*there}, default=0)
-    if common and _document(local, common) != _document(remote, common):
-        raise _diverged(local, remote, common)
+    _give_way(local, remote, sorted({*here} & {*there}, reverse=True))
+    unseen = sorted({*here}.difference(there))
+    _expect_one_branch(local, remote, unseen)
     for epoch in sorted({*here} ^ {*there}):
         source, target = (local, remote) if epoch in here else (remote, local)
         make_folder(target, layout.WRITERS)
@@ -366,6 +360,52 @@ def share_claims(local: Store, remote: Store) -> None:
             put_once(target, layout.writer_key(epoch), _document(source, epoch))
         except CommitConflict:
             raise _diverged(local, remote, epoch) from None
+    _expect_one_branch(local, remote, unseen)  # what was committed before these fenced it off
+
+
+def _give_way(local: Store, remote: Store, common: list[int]) -> None:
+    """Take over the remote tier's claims of `common` epochs, newest first, where others are here
+    in whose name nothing was saved."""
+    differing: list[int] = []
+    for epoch in common:
+        if _document(local, epoch) == _document(remote, epoch):
+            break
+        differing.append(epoch)
+    if not differing:
+        return
+    if any(_counts(local, epoch) for epoch in Catalog(local).claims() if epoch >= differing[-1]):
+        raise _diverged(local, remote, differing[-1])
+    for epoch in reversed(differing):
+        local.put(layout.writer_key(epoch), _document(remote, epoch))
+
+
+def _counts(local: Store, epoch: int) -> bool:
+    """Whether something was saved in the name of a local claim, or may yet be."""
+    is_used = any(name.epoch == epoch for name in Catalog(local).attempts())
+    return is_used or not nothing_in_flight(local, epoch)
+
+
+def _expect_one_branch(local: Store, remote: Store, unseen: list[int]) -> None:
+    """Raise `Diverged` where the first claim of `unseen` epochs, which the remote tier lacks, would
+    leave behind there what was committed before it and never was here.
+
+    Whoever made it may have ended since, so that only the records tell what was known.
+    """
+    epoch = next((epoch for epoch in unseen if _counts(local, epoch)), None)
+    if epoch is None:
+        return
+    known = frozenset(map(str, Catalog(local).attempts()))
+    newest = next(committed(Catalog(remote), below=epoch, but=known), None)
+    name = layout.parse_attempt(newest) if newest is not None else None
+    try:
+        claim = Catalog(local).writer(epoch)
+    except FormatError:
+        claim = None
+    if name is None or (claim is not None and claim.rollback):
+        return
+    point = claim.resumed_from if claim is not None else None
+    if point is None or name.order > point.order:
+        raise _diverged(local, remote, epoch)
 
 
 def _document(store: Store, epoch: int) -> bytes:

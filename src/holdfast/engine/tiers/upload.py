@@ -66,6 +66,8 @@ class Cost:
     requests: int = 0
     """Operations on the store; it may have tried some of them several times."""
     seconds: float = 0.0
+    is_all: bool = False
+    """Whether every file was read here, and nothing was there already."""
 
 
 class Sender:
@@ -169,10 +171,14 @@ class Sender:
         data = self._whole(folder, layout.INDEX, index_entry, manifest.block_nbytes)
         what = f"{self._local.url}/{folder}/{layout.INDEX}"
         there = self._sizes_there(folder)
+        num_there = 0
         for name, pieces in pieces_of(manifest, data, what=what).items():
             key, nbytes = f"{folder}/{name}", length(manifest.files[name])
             if there.get(name) != nbytes or not self._is_right(key, pieces):
                 self._send_file(key, nbytes, pieces, is_there=name in there)
+            else:
+                num_there += 1
+        self._cost.is_all = not num_there
 
     def _sizes_there(self, folder: str) -> dict[str, int]:
         self._count()

@@ -1,0 +1,210 @@
+"""Uploads when things go wrong around them: nothing is lost, and they go on."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import errors
+from holdfast.engine.catalog import Catalog
+from holdfast.engine.tiers.ledger import Ledger
+from holdfast.engine.tiers.tiered import Tiered
+from holdfast.errors import StoreFull, TransientStoreError
+from holdfast.policy.retention import Last
+from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
+from holdfast.testing.faulty import Fault, FaultyStore
+from tiers import LARGE, Noted, Switch, Tiny, opened, saved, steps_in, unopened, without_backoff
+
+
+@pytest.fixture
+def local(ram_path: Path) -> LocalStore:
+    """The local tier."""
+    return LocalStore(ram_path / "local")
+
+
+def test_what_is_being_sent_stays_until_it_is_there(local: LocalStore) -> None:
+    """D19: also when newer saves come faster than uploads end; else nothing would ever arrive."""
+    remote, tiny, noted = MemoryStore("remote"), Tiny(LARGE), Noted()
+    slow = Fault(kind="hang", op="write", at=1)
+    tiered = Tiered(
+        local, FaultyStore(remote, [slow]), keep_local=Last(1), keep_remote=Last(1), threads=1
+    )
+    with opened(tiered, tiny, sinks=(noted,)) as manager:
+        manager.resume()
+        saved(manager, tiny, 1)
+        assert slow.reached.wait(60)
+        saved(manager, tiny, 2)
+        manager._saver.settle(60)
+        slow.release.set()
+        manager.wait()
+    assert noted.of("upload_failed") == []
+    assert [event.step for event in noted.of("uploaded")] == [1, 2]
+    assert steps_in(local) == steps_in(remote) == [2]
+
+
+def test_a_full_local_disk_does_not_stop_the_uploads_that_make_room(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_backoff(monkeypatch)
+    remote, tiny = Switch(), Tiny()
+    full = Fault(kind="fail", op="put", key="uploads/*", times=None, error=StoreFull("no space"))
+    with opened(Tiered(local, remote, close_timeout_s=0), tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 1)
+        manager.wait()
+        remote.error = TransientStoreError("no network")
+        saved(manager, tiny, 2, 3)
+    remote.error = None
+    with opened(Tiered(FaultyStore(local, [full]), remote, keep_local=0), tiny) as manager:
+        manager.resume()
+        manager.wait(30)
+    assert steps_in(remote) == [3, 2, 1]
+    assert steps_in(local) == [3]
+
+
+def test_a_pin_arrives_though_the_process_ended_before_it_was_sent(local: LocalStore) -> None:
+    """R20: the pinned checkpoint is not deleted there in between, either."""
+    remote, tiny = MemoryStore("remote"), Tiny()
+    broken = FaultyStore(remote, [Fault(kind="fail", op="put", key="*/notes-*", times=None)])
+    rules: dict[str, Any] = {"keep_local": Last(1), "keep_remote": Last(1)}
+    with opened(Tiered(local, broken, tries=1, close_timeout_s=0, **rules), tiny) as manager:
+        manager.resume()
+        tiny.become(1)
+        manager.save(1, wait=True)
+        manager.wait()
+    assert steps_in(remote) == [1]
+    switch = Switch()
+    switch._objects, switch._lock = remote._objects, remote._lock
+    noted = Noted()
+    faulty = FaultyStore(switch, [Fault(kind="fail", op="put", key="*/notes-*", times=None)])
+    with opened(
+        Tiered(local, faulty, tries=1, close_timeout_s=0, **rules), tiny, sinks=(noted,)
+    ) as manager:
+        manager.resume()
+        switch.error = TransientStoreError("no network")
+        saved(manager, tiny, 2)
+        noted.wait_for("upload_failed")
+        local_pin(local, 2)
+        switch.error = None
+        saved(manager, tiny, 3)
+        noted.wait_for("upload_failed", 3)
+    with opened(Tiered(local, remote, **rules), tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 4)
+        manager.wait()
+    assert steps_in(remote) == [4, 2]
+
+
+def local_pin(local: LocalStore, step: int) -> None:
+    """Pin a checkpoint of the local tier."""
+    from holdfast.engine.notes import annotate
+
+    entry = next(e for e in Catalog(local).checkpoints() if e.step == step)
+    annotate(local, entry, pinned=True)
+
+
+def test_a_local_copy_stays_while_the_remote_one_lacks_files(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R1: also when the next process cannot look."""
+    without_backoff(monkeypatch)
+    remote, tiny, noted = Switch(), Tiny(), Noted()
+    with opened(Tiered(local, remote), tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 1)
+    folder = Catalog(local).checkpoints()[0].folder
+    remote.delete(f"{folder}/tiny-00000.safetensors")
+    with opened(Tiered(local, remote), tiny, sinks=(noted,)) as manager:
+        manager.resume()
+        manager.wait()
+        assert any("lacks" in event.message for event in noted.of("warning"))
+    remote.error = TransientStoreError("no network")
+    with opened(Tiered(local, remote, keep_local=0, close_timeout_s=0), tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 2)
+    assert steps_in(local) == [2, 1]
+
+
+def test_close_has_a_deadline_though_the_remote_tier_hangs(local: LocalStore) -> None:
+    """Invariant 9."""
+    remote, tiny = MemoryStore("remote"), Tiny(LARGE)
+    hang = Fault(kind="hang", op="write", deadline_s=300)
+    tiered = Tiered(local, FaultyStore(remote, [hang]), close_timeout_s=0)
+    manager = unopened(tiered, tiny, save_timeout_s=300)
+    manager.resume()
+    saved(manager, tiny, 1)
+    assert hang.reached.wait(60)
+    closing = threading.Thread(target=manager.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    is_closed = not closing.is_alive()
+    hang.release.set()
+    closing.join(60)
+    assert is_closed
+
+
+def test_the_lag_is_that_of_the_line_on_which_the_run_is(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D30: what a rollback left behind does not count as caught up."""
+    without_backoff(monkeypatch)
+    remote, tiny = Switch(), Tiny()
+    tiered = Tiered(local, remote, max_lag="3step", close_timeout_s=0)
+    with opened(tiered, tiny, save_timeout_s=0.5) as manager:
+        manager.resume()
+        for step in (1, 2, 20):
+            saved(manager, tiny, step)
+            manager.wait(60)
+        manager.resume("step=1")
+        manager.wait(60)
+        remote.error = TransientStoreError("no network")
+        saved(manager, tiny, 3, 4)
+        with pytest.raises(errors.DeadlineExceeded, match="max_lag"):
+            saved(manager, tiny, 5)
+
+
+def test_latest_does_not_go_to_what_a_rollback_left_behind(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D30, D21."""
+    without_backoff(monkeypatch)
+    remote, tiny = Switch(), Tiny()
+    with opened(Tiered(local, remote, close_timeout_s=0), tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 1)
+        manager.wait()
+        remote.error = TransientStoreError("no network")
+        saved(manager, tiny, 2, 3)
+    remote.error = None
+    with opened(Tiered(local, remote), tiny) as manager:
+        found = manager.resume("step=1")
+        assert found is not None
+        manager.wait()
+        assert steps_in(remote) == [3, 2, 1]
+        assert remote.get("latest").decode() == found.folder
+
+
+def test_what_cannot_be_sent_at_all_is_raised_though_others_arrive(local: LocalStore) -> None:
+    remote, tiny, noted = Switch(), Tiny(), Noted()
+    tiered = Tiered(local, remote, on_upload_failure="raise", close_timeout_s=0)
+    manager = unopened(tiered, tiny, sinks=(noted,))
+    manager.resume()
+    saved(manager, tiny, 1)
+    manager.wait()
+    remote.error = TransientStoreError("no network")
+    saved(manager, tiny, 2, 3)
+    newest = Catalog(local).checkpoints()[0].folder
+    path = Path(local.url) / newest / "tiny-00000.json"
+    path.chmod(0o644)
+    path.write_bytes(b"{}")
+    remote.error = None
+    noted.wait_for("uploaded", 2)
+    with pytest.raises(errors.UploadFailed, match="cannot be sent"):
+        manager.save(4)
+    with pytest.raises(errors.UploadFailed, match="not sent"):
+        manager.close()
+    assert [n.state for n in Ledger(local).waiting().values() if n] == ["refused"]
