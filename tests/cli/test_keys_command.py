@@ -99,6 +99,15 @@ def test_a_commit_that_was_seen_must_be_there(sealed: tuple[Path, Path], holdfas
     assert holdfast(*given, "something").code == 2
 
 
+def test_a_key_file_in_the_environment_may_have_a_space_in_its_path(
+    sealed: tuple[Path, Path], holdfast: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, key = sealed
+    (tmp_path / "my keys").mkdir()
+    monkeypatch.setenv("HOLDFAST_KEY_FILE", str(key.rename(tmp_path / "my keys" / "run.key")))
+    assert holdfast("ls", str(root)).code == 0
+
+
 def test_keys_are_listed_and_rotated(
     sealed: tuple[Path, Path], holdfast: Command, tmp_path: Path
 ) -> None:

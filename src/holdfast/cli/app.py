@@ -66,7 +66,7 @@ def _top(
     """Look after the checkpoints of training runs."""
     NAMED.set(
         KeySources(
-            files=key_files or (),
+            files=[*map(str, key_files or ())],
             variables=key_variables or (),
             commands=key_commands or (),
             accepts_plain=accept_plain,

@@ -26,7 +26,8 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done;
 # Before the command
 
 KeyFiles = Annotated[
-    list[str] | None,
+    # As text a path with a space in the variable would be two.
+    list[Path] | None,
     typer.Option(
         "--key-file",
         metavar="PATH",
