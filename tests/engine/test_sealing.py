@@ -411,6 +411,63 @@ def test_tampering_is_not_a_wrong_key_and_names_the_tensor() -> None:
     assert older
 
 
+def test_a_checkpoint_under_another_label_is_not_taken_for_that_one() -> None:
+    """R32: a label names a checkpoint, so it has its place as a step has."""
+    store = MemoryStore()
+    saved(store, 1, 2)
+    older, newer = folders(store)
+    for key, data in stored(store).items():
+        if key.startswith(f"{older}/"):
+            store.put(key.replace("step-00000001", "step-00000009"), data)
+    store.delete(f"{older}/")
+    with pytest.raises(errors.HoldfastError):
+        resumed(store, which="step-00000009")
+    with pytest.raises(errors.Tampered, match="under the label 'step-00000001'"):
+        Catalog(SealedStore(store, SEALS)).resolve(folders(store)[1])
+    assert resumed(store) == 2
+    assert newer in folders(store)
+
+
+def test_a_passing_error_is_not_taken_for_tampering() -> None:
+    """The first read of any file, which is that of its tags, gives a flipped bit."""
+    store = MemoryStore()
+    saved(store, 1)
+    keys = [key for key in stored(store) if key.endswith(".sealed")]
+    assert len(keys) == 5
+    for key in keys:
+        fault = Fault(kind="flip", op="read_into", key=key)
+        assert resumed_by_load(FaultyStore(store, [fault])) == 1
+        assert fault.reached.is_set()
+
+
+def resumed_by_load(store: Any) -> int:
+    tiny = Tiny()
+    with CheckpointManager(
+        store, {"tiny": tiny.tree}, encrypt=SEALS, sinks=(), preflight=False
+    ) as manager:
+        return manager.load(1).step
+
+
+def test_whoever_forgets_the_keys_writes_nothing_beside_what_is_sealed() -> None:
+    """R34: and whoever brings keys writes nothing beside what is plain."""
+    for before, after, wanted in (
+        (SEALS, None, errors.MissingKey),
+        (None, SEALS, errors.NotSealed),
+    ):
+        store = MemoryStore()
+        saved(store, 1, encrypt=before)
+        objects, tiny = stored(store), Tiny()
+        tiny.become(2)
+        with (
+            CheckpointManager(
+                store, {"tiny": tiny.tree}, encrypt=after, sinks=(), preflight=False
+            ) as manager,
+            pytest.raises(wanted),
+        ):
+            manager.save(2).wait()
+        assert stored(store) == objects
+
+
 class AeadLog:
     """Every (key, nonce) with which something was encrypted."""
 
