@@ -674,6 +674,30 @@ def test_answers_to_requests_tell_no_names() -> None:
     assert sealing_module._discreet("requests/x.json", answer) == answer
 
 
+def test_what_is_no_part_of_a_checkpoint_is_neither_sealed_for_nobody_nor_stored_in_clear() -> None:
+    """R34: a part of Holdfast that keeps something new in the root has to say which of both."""
+    store = MemoryStore()
+    sealed: Any = SealedStore(store, SEALS)
+    for key in ("uploads/step.json", "sending-0123456789abcdef/a", "best/a-00000.json"):
+        with pytest.raises(errors.UsageError, match="only attempts are written"):
+            sealed.put(key, CANARY.encode())
+    assert not stored(store)
+
+
+def test_a_small_file_is_put_as_in_a_plain_checkpoint() -> None:
+    """A store in a network sends it again where the first put may have been lost."""
+    names: list[str] = []
+
+    class Noting(MemoryStore):
+        def put(self, key: str, data: Any, *, if_absent: bool = False) -> None:
+            super().put(key, data, if_absent=if_absent)
+            if if_absent and key.startswith("step-"):
+                names.append(key.rpartition("/")[2])
+
+    saved(Noting(), 1)
+    assert names == ["manifest.json"]
+
+
 def test_options_that_cannot_be_are_refused() -> None:
     for options in (
         {"keys": ()},
