@@ -65,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 keep("bench", options, results)  # a later one may fail
     lines = ["## Goals", "", *goals_table(results)]
     for name in options.only:
-        lines += ["", f"## bench.{name}", "", *_BENCHES[name].tables(results.part(name))]
+        part = results.part(name)
+        if part.cases or part.notes or not options.tables_of:  # an earlier run may have had less
+            lines += ["", f"## bench.{name}", "", *_BENCHES[name].tables(part)]
     report("bench", options, results, lines)
     return int(results.has_failed)
 

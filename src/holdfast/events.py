@@ -29,6 +29,7 @@ Kind = Literal[
     "thinned",
     "postponed",
     "interval",
+    "compression",
     "gc",
     "housekeeping_failed",
     "not_saved",
@@ -59,6 +60,7 @@ _LEVELS: Mapping[str, int] = {
     "preflight": logging.INFO,
     "not_saved": logging.INFO,
     "interval": logging.INFO,
+    "compression": logging.INFO,
 }
 
 

@@ -105,8 +105,9 @@ class CheckpointManager:
         memory_budget: how much memory a save may take for its copy of the state, in bytes or as
             "256MiB". A larger state is staged in waves: `save` returns when the last of them was
             copied, most of it written. None: as much as the state has.
-        compress: how files are compressed: "zstd", "lz4", "blosc2", a `Compression`, or one of
-            these for each component that is to be compressed (docs/compression.md).
+        compress: how files are compressed: "zstd", "lz4", "blosc2", a `Compression`, "auto" for
+            what makes saves faster here, if anything does, or one of these for each component that
+            is to be compressed (docs/compression.md).
         hooks: functions to call around saves and loads; see `StateHooks`.
         stop: the signals that end the run; `maybe_save` saves when there was one.
         encrypt: with which keys checkpoints are sealed and opened (docs/encryption.md). None: they
@@ -202,7 +203,7 @@ class CheckpointManager:
             kept=rule.quota(),
             memory_budget=budget_of(memory_budget),
             overlap=self._overlap,
-            compressing=Compressing(choices(compress, {*state, RNG})),
+            compressing=Compressing(choices(compress, {*state, RNG}), self._emit),
             after_commit=self._after_commit,
             on_failure=lambda: exits.hold(self),
         )

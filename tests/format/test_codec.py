@@ -124,6 +124,20 @@ def test_another_length_is_refused() -> None:
     check_another_length_is_refused()
 
 
+def check_no_frame_has_another_length() -> None:
+    """Found by the frame's own word, before anything is decoded."""
+    for name in ("zstd", "lz4"):
+        stored = bytes(encoder_of(Compression(codec=name)).encode(0, memoryview(bytes(5000))))
+        for nbytes in (1, 4999, 5001):
+            with pytest.raises(CorruptData, match=f"5,000 bytes where {nbytes:,} are expected"):
+                decoded(name, stored, nbytes)
+
+
+def test_no_frame_has_another_length() -> None:
+    """R29, D14."""
+    check_no_frame_has_another_length()
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_what_is_cut_or_has_more_behind_it_is_refused(name: Codec) -> None:
     plain = dict(plain_blocks())["weights"]
@@ -208,8 +222,19 @@ def check_a_chunk_of_another_kind_is_refused() -> None:
 
 
 def test_a_chunk_of_another_kind_is_refused() -> None:
-    """R29, invariant 5: the library would look for plug-ins, and run them."""
+    """R29."""
     check_a_chunk_of_another_kind_is_refused()
+
+
+def check_no_plugin_is_asked_for() -> None:
+    stored = bytes(encoder_of(Compression(codec="blosc2")).encode(0, memoryview(bytes(5000))))
+    with pytest.raises(CorruptData, match="filters that are not allowed"):
+        decoded("blosc2", stored[:16] + b"\xa0" + stored[17:], 5000)
+
+
+def test_no_plugin_is_asked_for() -> None:
+    """R29, invariant 5: the library would look for it, and run it."""
+    check_no_plugin_is_asked_for()
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -12,17 +12,31 @@ from typing import Any
 import pytest
 from tests.format import (
     test_blocks,
+    test_codec,
     test_index,
     test_manifest,
     test_objects,
     test_records,
     test_sealed,
+    test_stored,
     test_strictjson,
     test_tensors,
 )
 from tests.format.samples import documents
 
-from holdfast.format import blocks, index, manifest, objects, records, sealed, strictjson, tensors
+from holdfast.format import (
+    blocks,
+    chunks,
+    frames,
+    index,
+    layout,
+    manifest,
+    objects,
+    records,
+    sealed,
+    strictjson,
+    tensors,
+)
 
 
 class Anything(str):
@@ -128,6 +142,34 @@ MUTANTS: list[tuple[str, Any, str, Any, Callable[[], None]]] = [
         test_objects.check_shared_containers_cannot_blow_up,
     ),
     ("R29: keys", objects, "MAX_OTHER_KEYS", 10**9, check_keys),
+    (
+        "R29: frames of another length",
+        frames,
+        "_expect_size",
+        passes,
+        test_codec.check_no_frame_has_another_length,
+    ),
+    (
+        "R29: chunks of another kind",
+        chunks,
+        "_check_header",
+        passes,
+        test_codec.check_no_plugin_is_asked_for,
+    ),
+    (
+        "R29: stored blocks that are too long",
+        index,
+        "max_stored_nbytes",
+        lambda nbytes: 2**62,
+        test_stored.check_no_block_is_too_long,
+    ),
+    (
+        "R28: names of stored files",
+        layout,
+        "stored_file",
+        lambda name, codec: Anything(),
+        test_stored.check_names_fit_the_codec,
+    ),
 ]
 
 

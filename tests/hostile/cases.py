@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,8 +12,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import blosc2
+import lz4.frame
+import zstandard
+from blake3 import blake3
 from tests.hostile import payloads
-from tests.hostile.roots import Draft, digest_of, file_digest, image, seal, seal_text
+from tests.hostile.roots import (
+    BLOCK_NBYTES,
+    Draft,
+    digest_of,
+    file_digest,
+    image,
+    seal,
+    seal_text,
+)
+
+from holdfast.format.codec import Compression
 
 MODEL = "model-00000.safetensors"
 TREE = "model-00000.json"
@@ -47,6 +62,7 @@ def cases(is_thin: bool = False) -> list[Case]:
         *swap_cases(),
         *claim_cases(),
         *huge_cases(),
+        *codec_cases(),
     ]
     assert len({case.name for case in found}) == len(found)
     return found
@@ -849,3 +865,191 @@ def _doubling(draft: Draft, levels: int = 40) -> None:
     tree: list[Any] = [[0]]
     tree += [[{"$same": 1 + number}, {"$same": 1 + number}] for number in range(levels)]
     draft.set_tree("extra", {"step": 2, "tree": tree})
+
+
+# Files that codecs made
+
+
+def codec_cases() -> Iterator[Case]:
+    """Stored blocks that lie: about their length, what they hold, or how to decode them."""
+    for codec in SUFFIXES:
+        yield Case(name=f"{codec}: honest", change=partial(_stored, codec=codec))
+        for name, (change, is_refused) in LIES.items():
+            yield Case(
+                name=f"{codec}: {name}",
+                change=partial(_lie, codec=codec, change=change),
+                is_refused=is_refused,
+            )
+        yield Case(
+            name=f"{codec}: a bomb",
+            change=partial(_stored, codec=codec, block=BOMBS[codec]),
+            is_refused=True,
+        )
+        yield Case(
+            name=f"{codec}: a tree that is a bomb",
+            change=partial(_stored, codec=codec, file=TREE, block=BOMBS[codec], nbytes=2**26),
+            is_refused=True,
+        )
+        yield Case(
+            name=f"{codec}: a tree longer than a tree may be",
+            change=partial(_stored, codec=codec, file=TREE, nbytes=2**26 + 1),
+            is_refused=True,
+        )
+        yield Case(
+            name=f"{codec}: noise",
+            change=partial(_stored, codec=codec, block=lambda: random.Random(1).randbytes(3000)),
+            is_refused=True,
+        )
+    for at, value in CHUNK_BYTES:
+        yield Case(
+            name=f"blosc2: byte {at} is {value}",
+            change=partial(_stored, codec="blosc2", patch=(at, value)),
+            is_refused=True,
+        )
+    for value in WRONG:
+        for member in ("codec", "nbytes", "digest"):
+            yield Case(
+                name=f"stored {member} {str(value)[:20]!a}",
+                change=partial(
+                    _lie, codec="zstd", change=lambda d, e, i, v=value, m=member: e.update({m: v})
+                ),
+                is_refused=True,
+            )
+
+
+def _encoded(codec: str, data: bytes) -> bytes:
+    encoder = Compression(codec=codec).encoding([1] * 16).encoder  # type: ignore[arg-type]
+    return bytes(encoder.encode(0, memoryview(data)))
+
+
+def _stored(
+    draft: Draft,
+    *,
+    codec: str,
+    file: str = MODEL,
+    block: Callable[[], bytes] | None = None,
+    nbytes: int | None = None,
+    patch: tuple[int, int] | None = None,
+) -> str:
+    """Make a codec's file of one of the checkpoint's; gives its name."""
+    plain, name = draft.files.pop(file), file + SUFFIXES[codec]
+    stored = bytearray(_encoded(codec, plain) if block is None else block())
+    if patch is not None:
+        stored[patch[0]] = patch[1]
+    draft.raw[name] = bytes(stored)
+    draft.manifest["requires"] = ["codec"]
+    _rename(draft.manifest["files"], file, name)
+    _rename(draft.index["blocks"], file, name)
+    part = draft.manifest["components"]["model"]
+    part["files"] = [name if listed == file else listed for listed in part["files"]]
+    columns = draft.index["components"]["model"]
+    columns["files"] = [name if listed == file else listed for listed in columns["files"]]
+    digest, blocks = file_digest(plain)
+    if nbytes is not None:
+        blocks = blocks[:64] * -(-nbytes // BLOCK_NBYTES)
+        digest, _ = digest_of(nbytes, bytes.fromhex(blocks))
+    draft.index["blocks"][name] = blocks
+    lengths = [len(stored), *[1] * (len(blocks) // 64 - 1)]
+    draft.raw[name] += bytes(len(lengths) - 1)
+    parts = [bytes(stored), *[bytes(1)] * (len(lengths) - 1)]
+    digests = b"".join(blake3(part).digest() for part in parts)
+    draft.manifest["files"][name] = {
+        "nbytes": len(plain) if nbytes is None else nbytes,
+        "digest": digest,
+        "stored": {
+            "codec": codec,
+            "nbytes": len(draft.raw[name]),
+            "digest": digest_of(sum(lengths), digests)[0],
+        },
+    }
+    draft.index["stored"] = {name: {"nbytes": lengths, "digests": digests.hex()}}
+    return name
+
+
+Lie = Callable[[Draft, dict[str, Any], dict[str, Any]], Any]
+
+
+def _lie(draft: Draft, codec: str, change: Lie) -> None:
+    name = _stored(draft, codec=codec)
+    entry, columns = draft.manifest["files"][name]["stored"], draft.index["stored"][name]
+    change(draft, entry, columns)
+
+
+def _in_both(length: int) -> Lie:
+    """A length of the only block that manifest and index agree on."""
+
+    def change(draft: Draft, entry: dict[str, Any], columns: dict[str, Any]) -> None:
+        columns["nbytes"] = [length]
+        entry["nbytes"] = length
+        if 0 <= length < 2**63:
+            entry["digest"] = digest_of(length, bytes.fromhex(columns["digests"]))[0]
+
+    return change
+
+
+def _plain_nbytes(nbytes: int) -> Lie:
+    """Another length of the plain file."""
+
+    def change(draft: Draft, entry: dict[str, Any], columns: dict[str, Any]) -> None:
+        listed = next(e for e in draft.manifest["files"].values() if e.get("stored") is entry)
+        name = next(n for n, e in draft.manifest["files"].items() if e is listed)
+        listed["nbytes"] = nbytes
+        listed["digest"] = digest_of(nbytes, bytes.fromhex(draft.index["blocks"][name]))[0]
+
+    return change
+
+
+LIES: dict[str, tuple[Lie, bool]] = {
+    "no stored in the index": (lambda d, e, i: d.index.pop("stored"), True),
+    "stored of another file": (lambda d, e, i: d.index["stored"].update({"../x": i}), True),
+    "stored of a tree": (lambda d, e, i: d.index["stored"].update({TREE: i}), True),
+    "no requires": (lambda d, e, i: d.manifest.update(requires=[]), False),
+    "lengths that do not add up": (lambda d, e, i: i.update(nbytes=[1]), True),
+    "two blocks for one": (lambda d, e, i: i.update(nbytes=[1, 2]), True),
+    "no blocks": (lambda d, e, i: i.update(nbytes=[], digests=""), True),
+    "a length below nothing": (_in_both(-1), True),
+    "a block of nothing": (_in_both(0), True),
+    "a block of 1 TiB": (_in_both(2**40), True),
+    "a block behind the end": (_in_both(4000), True),
+    "a length of 2**63": (_in_both(2**63), True),
+    "a plain file of 1 byte": (_plain_nbytes(1), True),
+    "a plain file of a byte more": (_plain_nbytes(4096 + 61), True),
+    "a plain file of a block": (_plain_nbytes(BLOCK_NBYTES), True),
+    "a plain file of 1 EiB": (_plain_nbytes(2**60), True),
+    "another digest of the block": (lambda d, e, i: i.update(digests="0" * 64), True),
+    "the index too": (lambda d, e, i: d.manifest["files"]["index.json"].update(stored=e), True),
+}
+
+
+def _zstd_bomb() -> bytes:
+    return zstandard.ZstdCompressor(level=1).compress(bytes(2**27))
+
+
+def _lz4_bomb() -> bytes:
+    with lz4.frame.LZ4FrameCompressor() as compressor:
+        zeros = bytes(2**24)
+        head = compressor.begin(source_size=4096 + 60)
+        return bytes(head + b"".join(compressor.compress(zeros) for _ in range(16)))[:8000]
+
+
+def _blosc2_bomb() -> bytes:
+    return bytes(blosc2.compress2(bytes(2**27), typesize=4, nthreads=1))
+
+
+SUFFIXES = {"zstd": ".zst", "lz4": ".lz4", "blosc2": ".blosc2"}
+BOMBS = {"zstd": _zstd_bomb, "lz4": _lz4_bomb, "blosc2": _blosc2_bomb}
+CHUNK_BYTES = (
+    *((2, 0), (2, 0b11000101), (3, 0), (4, 255), (7, 127), (8, 255), (11, 127), (12, 1), (15, 255)),
+    *(
+        (16, 3),
+        (16, 4),
+        (16, 32),
+        (17, 160),
+        (21, 255),
+        (31, 1),
+        (31, 2),
+        (31, 8),
+        (31, 64),
+        (31, 128),
+    ),
+)

@@ -73,8 +73,10 @@ _SOURCES = (str(Path(__file__).parent), str(Path(holdfast.__file__).parent))
 WARM = (
     *("manifest with codec", "manifest requires 'sharding'", "claim 2, empty"),
     *("pickle in place of index.json", "a tombstone", "an abort", "attempt of epoch 9999"),
+    *("zstd: honest", "lz4: honest", "blosc2: honest", "blosc2: byte 3 is 0"),
 )
-"""Cases that pass through what is loaded late: one that loads, and every kind of document."""
+"""Cases that pass through what is loaded late: one that loads, every kind of document, every codec,
+and an error that a library makes a traceback of."""
 
 
 class Watch:

@@ -34,7 +34,7 @@ def run_child(*arguments: str, timeout_s: float = 280) -> list[dict[str, Any]]:
         # One malloc arena, because each reserves address space, which is what is limited.
         env={
             **os.environ,
-            "PYTHONPATH": ".:tests",
+            "PYTHONPATH": ".:tests:src",
             "MALLOC_ARENA_MAX": "1",
             "OMP_NUM_THREADS": "1",
         },

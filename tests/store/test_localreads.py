@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import CorruptData
-from holdfast.store import localreads
+from holdfast.store import localreads, syscalls
 from holdfast.store.local import LocalStore
 from holdfast.store.localreads import DIRECT_NBYTES_MIN, PIECE_NBYTES, fill
 from holdfast.store.syscalls import DirectAlignment, is_cached
@@ -94,6 +94,21 @@ def test_what_is_not_cached_is_read_past_the_cache(fd: int, arena: memoryview) -
     read(fd, arena, 0)
     assert not is_cached(fd, 0, len(arena))
     assert not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_the_cache_is_asked_for_a_part_of_a_file(
+    fd: int, monkeypatch: pytest.MonkeyPatch, is_mapped: bool
+) -> None:
+    """By cachestat, and by a mapping where the kernel is older than Linux 6.5."""
+    if is_mapped:
+        monkeypatch.setattr(syscalls, "_SYS_CACHESTAT", 10**6)
+    cool(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
+    os.pread(fd, MIB, 2 * MIB)
+    asked = [(0, MIB), (2 * MIB, 3 * MIB), (2 * MIB + 1, 2 * MIB + 7), (3 * MIB, 4 * MIB)]
+    assert [is_cached(fd, *span) for span in asked] == [False, True, True, False]
+    assert not is_cached(fd, MIB + 1, 4 * MIB)
 
 
 def test_what_is_cached_comes_from_the_cache_in_small_pieces(fd: int, arena: memoryview) -> None:
@@ -202,8 +217,11 @@ def test_what_is_seen_is_what_stays_in_memory_when_the_file_changes(
     assert not any(seen[PIECE_NBYTES:])
 
 
-def test_files_that_cannot_be_mapped_count_as_cached(tmp_path: Path) -> None:
-    """So they are read as ever; so does a range beyond the end."""
+def test_files_that_cannot_be_mapped_count_as_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So they are read as ever where nothing else tells; so does a range beyond the end."""
+    monkeypatch.setattr(syscalls, "_SYS_CACHESTAT", 10**6)
     with open("/proc/self/status", "rb") as status:
         assert is_cached(status.fileno(), 0, 4096)
     (tmp_path / "short").write_bytes(b"short")

@@ -7,7 +7,7 @@ few blocks and one document in memory.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any, TypeAlias
 
@@ -335,13 +335,16 @@ class _Inspection:
         self, file: str, listed: FileEntry, index: Index | None, block_nbytes: int
     ) -> list[Block]:
         """The blocks that lie wholly inside the file as it is now."""
-        plain = split(listed.nbytes, block_nbytes)
-        spans, digests = plain, b"" if index is None else index.blocks[file]
-        if listed.stored is not None:
-            spans, digests = [], b""  # without the index nobody knows where they begin
-            if index is not None:
-                spans, digests = index.stored[file].spans(), index.stored[file].digests
-        nbytes = self._size(file, listed, spans, block_nbytes)
+        nbytes = self._size(file, listed, index, block_nbytes)
+        if listed.stored is None:
+            spans = split(min(nbytes, listed.nbytes), block_nbytes)
+            whole = spans if nbytes >= listed.nbytes else spans[: nbytes // block_nbytes]
+            digests = b"" if index is None else index.blocks[file]
+        elif index is None:
+            whole, digests = [], b""  # nobody knows where its blocks begin
+        else:
+            spans, digests = index.stored[file].spans(), index.stored[file].digests
+            whole = spans[: sum(stop <= nbytes for _, stop in spans)]
         blocks = [
             Block(
                 file=file,
@@ -349,18 +352,18 @@ class _Inspection:
                 start=start,
                 stop=stop,
                 expected=digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES],
-                plain=plain[number],
+                plain=(
+                    number * block_nbytes,
+                    min((number + 1) * block_nbytes, listed.nbytes),
+                ),
                 made_by=self._made_by.get(file),
             )
-            for number, (start, stop) in enumerate(spans)
-            if stop <= nbytes
+            for number, (start, stop) in enumerate(whole)
         ]
         self._advance(listed.stored_nbytes - (blocks[-1].stop if blocks else 0))
         return blocks
 
-    def _size(
-        self, file: str, listed: FileEntry, spans: Sequence[tuple[int, int]], block_nbytes: int
-    ) -> int:
+    def _size(self, file: str, listed: FileEntry, index: Index | None, block_nbytes: int) -> int:
         """Length of the file as it is; 0 when there is none to read."""
         try:
             nbytes = self._reader.size(file)
@@ -371,7 +374,10 @@ class _Inspection:
             self._problem(file, error, tensors=self._tensors(file, 0, listed.nbytes))
             return 0
         if nbytes != listed.stored_nbytes:
-            lost_from = block_nbytes * sum(stop <= nbytes for _, stop in spans)
+            lost_from = nbytes // block_nbytes * block_nbytes
+            if listed.stored is not None and index is not None:
+                spans = index.stored[file].spans()
+                lost_from = block_nbytes * sum(stop <= nbytes for _, stop in spans)
             self._problem(
                 file,
                 "wrong length",

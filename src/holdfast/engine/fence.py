@@ -116,6 +116,7 @@ class Overlapped:
         self._places = places or {}
         self._tell = tell
         self._lock = threading.Lock()
+        self._is_started = False
         self._num_parts = 0
         self._error: BaseException | None = None
         self._was_looked_at = False
@@ -123,9 +124,15 @@ class Overlapped:
 
     def start(self, workers: Workers, num_threads: int) -> None:
         """Begin to copy, on so many of the workers."""
+        self._is_started = True
         self._num_parts = num_threads
         for _ in range(num_threads):
             workers.submit(self._take_part)
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody is held back any more by one that was not started."""
+        if not self._is_started:
+            self.copied.set_exception(error)
 
     def pass_by(self, who: str, timeout_s: float) -> None:
         """Return when training may change the tensors. Where all of them are on a device, what

@@ -13,7 +13,6 @@ from holdfast.engine.image import Image
 from holdfast.engine.known import LARGE_NBYTES
 from holdfast.engine.options import check_choice
 from holdfast.engine.staged import Staged, StagedInMemory
-from holdfast.engine.workers import Workers
 from holdfast.events import Emitter
 from holdfast.state.capture import Captured
 
@@ -73,13 +72,11 @@ class Overlap:
         self,
         guarded: Sequence[Guarded],
         staged: Staged,
-        workers: Workers,
         step: int,
         tell: Callable[[], None],
     ) -> Overlapped | None:
-        """Copy the guarded tensors on the workers, and put the fence up until it is done.
-
-        `tell` is called when it is. None where nothing is guarded.
+        """The copy of the guarded tensors, which is to be started; the fence is up until it is
+        done, and `tell` is called then. None where nothing is guarded.
         """
         if not guarded or not isinstance(staged, StagedInMemory):
             return None
@@ -92,7 +89,6 @@ class Overlap:
             tell=tell,
         )
         self.fence.put_up(overlapped)
-        overlapped.start(workers, NUM_THREADS)
         return overlapped
 
     def _tell(self, message: str) -> None:

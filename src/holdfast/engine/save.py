@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import msgspec
@@ -19,6 +19,7 @@ from holdfast.engine.known import KnownFile
 from holdfast.engine.links import Links
 from holdfast.engine.process import utc_now
 from holdfast.engine.staged import Staged
+from holdfast.engine.throughput import Throughput
 from holdfast.engine.workers import Workers
 from holdfast.engine.writing import (
     Content,
@@ -70,6 +71,8 @@ class Written:
     """Of those that a codec made."""
     names: Mapping[str, str]
     """Plain name → the name under which the file lies there."""
+    nbytes_written: int
+    """Plain bytes of those that were not shared."""
 
 
 def digest_staged(staged: Staged, workers: Workers, *, timeout_s: float) -> dict[str, bytes]:
@@ -113,8 +116,9 @@ def write(
     )
     try:
         began = time.perf_counter()
+        compressing.begin()
         files = _Files(attempt, staged, compressing, links, workers, timeout_s)
-        written = _write_files(store, files, writers, phase)
+        written = _write_files(store, files, writers, phase, compressing.store)
         request.timings["write_s"] = time.perf_counter() - began
         request.timings["stage_s"] += staged.now_s
         phase.text = "waiting for the copy"
@@ -129,6 +133,7 @@ def write(
             raise StoreError(str(error)) from error
         raise
     links.committed(attempt.folder, manifest, written.stored)
+    compressing.committed(written.nbytes_written, request.timings["write_s"])
     return attempt, manifest
 
 
@@ -166,6 +171,8 @@ class _Files:
         self._compressing = compressing
         self._links = links
         self._codecs: dict[str, Codec] = {}
+        self.nbytes_written = 0
+        """Plain bytes of the files that were not shared."""
 
     def to_write(self) -> Iterator[FileToWrite]:
         """What is to be written; a file of which not one byte has changed is shared instead."""
@@ -177,7 +184,8 @@ class _Files:
             if not self._link(known):
                 encoding = self._compressing.of_tensors(known.file)
                 content = self.staged.content(known, self.timeout_s)
-                yield self._file(known.file.name, content, encoding)
+                file = self._file(known.file.name, content, encoding)
+                yield replace(file, observer=self._compressing.observer(known.file))
         self.staged.finish()
 
     def _file(
@@ -216,6 +224,7 @@ class _Files:
         for key, file in found.items():
             name = key.rpartition("/")[2]
             nbytes = sizes[plain_names[name]]
+            self.nbytes_written += nbytes
             digest = blocks.file_digest(nbytes, file.digests)
             stored = None if file.stored is None else file.stored.entry(self._codecs[name])
             entry = FileEntry(nbytes=nbytes, digest=digest, stored=stored)
@@ -243,7 +252,9 @@ class _Files:
         return encode_index(plans, self.digests, stored=self.stored)
 
 
-def _write_files(store: Store, files: _Files, writers: Workers, phase: Phase) -> Written:
+def _write_files(
+    store: Store, files: _Files, writers: Workers, phase: Phase, throughput: Throughput
+) -> Written:
     folder = files.attempt.folder
     found = write_files(
         store,
@@ -252,6 +263,7 @@ def _write_files(store: Store, files: _Files, writers: Workers, phase: Phase) ->
         writers=writers,
         phase=phase,
         timeout_s=files.timeout_s,
+        throughput=throughput,
     )
     files.written(found)
     index = files.index()
@@ -261,7 +273,12 @@ def _write_files(store: Store, files: _Files, writers: Workers, phase: Phase) ->
     entries = {**files.entries, layout.INDEX: FileEntry(nbytes=len(index), digest=digest)}
     phase.text = f"checking sizes in {folder}"
     _check_sizes(store, files.attempt, entries)
-    return Written(entries=entries, stored=files.stored, names=files.names)
+    return Written(
+        entries=entries,
+        stored=files.stored,
+        names=files.names,
+        nbytes_written=files.nbytes_written,
+    )
 
 
 def _check_sizes(store: Store, attempt: Attempt, entries: Mapping[str, FileEntry]) -> None:

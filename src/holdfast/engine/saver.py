@@ -20,7 +20,7 @@ from holdfast.engine.compressing import Compressing
 from holdfast.engine.fence import Guarded, Overlapped
 from holdfast.engine.links import Links
 from holdfast.engine.notes import annotate
-from holdfast.engine.overlap import Overlap
+from holdfast.engine.overlap import NUM_THREADS, Overlap
 from holdfast.engine.owner import Ownership
 from holdfast.engine.save import SaveRequest, digest_staged, write
 from holdfast.engine.stage import Stager
@@ -35,6 +35,10 @@ from holdfast.policy.classes import Due
 from holdfast.policy.rule import MAIN
 from holdfast.state.capture import Captured
 from holdfast.store.base import Store
+
+MAX_COPIERS = 8
+"""Threads that copy what training waits for, the caller's among them; so many fill the memory's
+bandwidth where one does not (on two cores, two took 0.7 times as long as one)."""
 
 
 class Saver:
@@ -110,34 +114,39 @@ class Saver:
             nbytes=staged.nbytes,
         )
         guarded, self._guarded = self._guarded, ()
-        overlapped = self._overlap.begin(guarded, staged, self.workers, pending.step, tell)
+        overlapped = self._overlap.begin(guarded, staged, pending.step, tell)
         self._overlapped = overlapped
         if overlapped is not None:
             pending.staged = overlapped.copied
+        write = partial(self._run, pending, staged, request, overlapped)
+        self._job = None
         try:
-            self._job = self._background.submit(
-                partial(self._run, pending, staged, request, overlapped)
-            )
-        except BaseException as error:
-            staged.fail(error)
             if overlapped is None:
-                pending.staged.set_exception(error)
-            pending.committed.set_exception(as_failure(error, pending.step))
-            pending.delivered = True
-            raise
-        try:
-            staged.copy(self.workers, num_cores() // 2 - 1, self.timeout_s)
+                self._job = self._background.submit(write)
+            staged.copy(self.workers, min(num_cores(), MAX_COPIERS) - 1, self.timeout_s)
+            if overlapped is not None:
+                # Last, because on few cores these threads take the time of this one.
+                overlapped.start(self.workers, NUM_THREADS)
+                self._job = self._background.submit(write)
         except BaseException as error:
-            staged.fail(error)
-            self._staged = staged
-            if overlapped is None:
-                pending.staged.set_exception(error)
-            pending.delivered = True
+            self._not_begun(pending, staged, error)
             raise
         if overlapped is None:
             pending.staged.set_result(None)
             tell()
         return pending
+
+    def _not_begun(self, pending: PendingSave, staged: Staged, error: BaseException) -> None:
+        """Whoever waits for anything of this save hears of the error that `start` raises."""
+        staged.fail(error)
+        self._staged = staged
+        if self._overlapped is None:
+            pending.staged.set_exception(error)
+        else:
+            self._overlapped.fail(error)
+        if self._job is None:
+            pending.committed.set_exception(as_failure(error, pending.step))
+        pending.delivered = True
 
     def later(self, job: Callable[[], None]) -> None:
         """Do some housekeeping in the background, before the next save."""
@@ -230,6 +239,7 @@ class Saver:
         self._after_commit(entry)
         for name, digests in learned.items():
             self._links.look_ahead(name, digests)
+        self._compressing.learn()
 
     def _learn(self, staged: Staged) -> dict[str, bytes]:
         """Take note of what was committed, before the next save takes its memory: by file that is

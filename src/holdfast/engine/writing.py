@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from holdfast.engine.packing import Encoded, Packer, Pieces, encode
+from holdfast.engine.throughput import Throughput
 from holdfast.engine.workers import Workers, cancel, gather
 from holdfast.errors import DeadlineExceeded
 from holdfast.format import blocks
@@ -100,6 +101,8 @@ class FileToWrite:
     content: Content | Document
     encoder: Encoder | None = None
     """What makes its stored blocks; None: they are the plain ones."""
+    observer: Callable[[int, memoryview], None] | None = None
+    """Called with the number and the memory of each block that is stored as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,21 +122,22 @@ def write_files(
     writers: Workers,
     phase: Phase,
     timeout_s: float,
+    throughput: Throughput | None = None,
 ) -> dict[str, WrittenFile]:
     """Write `files`, which are durable when this returns; gives what they became by key.
 
     The next file is asked for while those before it are under way. `workers` hash and `writers`
-    write. After an error nobody writes any more, unless the error is that some call would not
-    end; what was written is for the caller to remove.
+    write; `throughput` measures the store. After an error nobody writes any more, unless the error
+    is that some call would not end; what was written is for the caller to remove.
 
     Raises:
         StoreError: a file could not be written; a sync that failed is not tried again.
         DeadlineExceeded: some file was not done after `timeout_s` seconds.
     """
     written: dict[str, WrittenFile] = {}
-    rest, pieces = iter(files), Pieces()
+    rest, pieces, measured = iter(files), Pieces(), throughput or Throughput()
     while True:
-        batch = _Batch(store, workers, writers, pieces, phase, timeout_s)
+        batch = _Batch(store, workers, writers, pieces, measured, phase, timeout_s)
         found = batch.write(islice(rest, FILES_AT_ONCE))
         written |= found
         if len(found) < FILES_AT_ONCE:
@@ -149,6 +153,7 @@ class _Batch:
         workers: Workers,
         writers: Workers,
         pieces: Pieces,
+        throughput: Throughput,
         phase: Phase,
         timeout_s: float,
     ) -> None:
@@ -156,6 +161,7 @@ class _Batch:
         self._workers = workers
         self._writers = writers
         self._pieces = pieces
+        self._throughput = throughput
         self._phase = phase
         self._timeout_s = timeout_s
         self._open: dict[str, BlockWriter] = {}
@@ -181,7 +187,7 @@ class _Batch:
                 gather(writes, timeout_s=self._timeout_s, what=key)
                 if key in self._open:
                     # Behind the writes of all files: one journal commit can serve many syncs.
-                    self._syncs[key] = self._writers.submit(self._finish(key))
+                    self._syncs[key] = self._writers.submit(partial(self._finish, key))
             return {key: self._end(key) for key in self._writes}
         except DeadlineExceeded:
             self._give_up(timeout_s=0)
@@ -205,6 +211,8 @@ class _Batch:
         writer = self._open[file.key] = _writer(self._store, file.key, content.nbytes)
         for number in range(blocks.num_blocks(content.nbytes)):
             memory = content.block(number, self._timeout_s)
+            if file.observer is not None:
+                file.observer(number, memory)
             hashes.append(self._workers.submit(partial(content.digest, number)))
             job = partial(self._write, writer, number * BLOCK_NBYTES, memory)
             writes.append(self._writers.submit(partial(job, partial(content.written, number))))
@@ -245,16 +253,18 @@ class _Batch:
         self, writer: BlockWriter, start: int, memory: memoryview, done: Callable[[], None]
     ) -> None:
         try:
-            writer.write(start, memory)
+            with self._throughput.taking(memory.nbytes):
+                writer.write(start, memory)
         except BaseException:
             self._failed = True
             raise
         finally:
             done()
 
-    def _finish(self, key: str) -> Callable[[], None]:
+    def _finish(self, key: str) -> None:
         packer = self._packers.get(key)
-        return partial(self._open[key].finish, None if packer is None else packer.blocks.nbytes)
+        with self._throughput.taking():
+            self._open[key].finish(None if packer is None else packer.blocks.nbytes)
 
     def _end(self, key: str) -> WrittenFile:
         self._phase.text = f"digesting {key}"

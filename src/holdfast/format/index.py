@@ -301,13 +301,15 @@ def _decode_stored(
         raise FormatError(f"{what}: `stored` lists other files than the manifest")
     decoded: dict[str, StoredBlocks] = {}
     for name, found in document.stored.items():
-        spans = block_digests.split(files[name].nbytes, document.block_nbytes)
-        if len(found.nbytes) != len(spans):
-            raise FormatError(f"{what}: {name} should have {len(spans):,} stored blocks")
+        nbytes, num_blocks = files[name].nbytes, len(found.nbytes)
+        expected = block_digests.num_blocks(nbytes, document.block_nbytes)
+        if num_blocks != expected:
+            raise FormatError(f"{what}: {name} should have {expected:,} stored blocks")
+        spans = block_digests.split(nbytes, document.block_nbytes)
         most = (max_stored_nbytes(stop - start) for start, stop in spans)
         if 0 in found.nbytes or any(map(gt, found.nbytes, most)):
             raise FormatError(f"{what}: {name} has a stored block that is too short or too long")
-        digests = _digests(found.digests, len(spans), what=f"{what}: stored, {name}")
+        digests = _digests(found.digests, num_blocks, what=f"{what}: stored, {name}")
         blocks = decoded[name] = StoredBlocks(tuple(found.nbytes), digests)
         if blocks.entry(entries[name].codec) != entries[name]:
             raise CorruptData(f"{what}: the stored blocks of {name} are not the manifest's")
