@@ -370,10 +370,12 @@ def tamperings(number: int) -> int:
             except errors.HoldfastError:
                 assert tiny.tree["step"] == 0, (count, kind)
                 continue
-        # What is wrong must be in what a load need not read, and verify reads all.
-        report = verify(SealedStore(target, SEALS), newer)
-        assert not report.ok or tiny.step() == 2, (count, kind)
-        assert not report.ok, (count, kind)
+        assert tiny.step() == 2, (count, kind)
+        # What is wrong must be in what a load need not read, and verify reads all; of a box of
+        # keys only what opens the checkpoint means anything.
+        changed = {key for key in {*objects, *clean} if objects.get(key) != clean.get(key)}
+        is_box = changed == {f"{newer}/keys-0001.json"}
+        assert is_box or not verify(SealedStore(target, SEALS), newer).ok, (count, kind)
     return 0
 
 
