@@ -107,11 +107,13 @@ def show(
 
 @app.command()
 @_ending
-def verify(target: options.Target, as_json: AsJson = False) -> Answer:
+def verify(
+    target: options.Target, stored_only: options.StoredOnly = False, as_json: AsJson = False
+) -> Answer:
     """Read every byte again and compare; without @WHICH all checkpoints of the root."""
     from holdfast.cli.verify import check
 
-    return check(target)
+    return check(target, decode=not stored_only)
 
 
 @app.command()

@@ -27,6 +27,13 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done;
 
 Tensors = Annotated[bool, typer.Option("--tensors", help="List every tensor too.")]
 
+# verify
+
+StoredOnly = Annotated[
+    bool,
+    typer.Option("--stored-only", help="Compare compressed blocks as they lie there; decode none."),
+]
+
 # gc, prune, tag
 
 DeadEpochs = Annotated[

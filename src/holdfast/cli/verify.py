@@ -11,8 +11,10 @@ from holdfast.errors import NoCheckpoint
 from holdfast.store.base import Store
 
 
-def check(target: str) -> Answer:
+def check(target: str, *, decode: bool = True) -> Answer:
     """Verify one checkpoint, or with a root every committed one.
+
+    Without `decode`, files that codecs made are compared as they lie there, and no more.
 
     Raises:
         NoCheckpoint: there is none.
@@ -21,11 +23,11 @@ def check(target: str) -> Answer:
     if which is None and not is_checkpoint_folder(root):
         store = open_root(root)
         with progress_bar() as progress:
-            found = verify_root(store, progress=progress, keeps=True)
+            found = verify_root(store, progress=progress, keeps=True, decode=decode)
         return _answer(store, found)
     store, folder = open_target(target)
     with progress_bar() as progress:
-        report = verify_kept(store, folder, progress=progress)
+        report = verify_kept(store, folder, progress=progress, decode=decode)
     return _answer(store, RootReport(checkpoints=(report,), problems=(), notes=()))
 
 
