@@ -140,7 +140,7 @@ def test_files_of_any_length_are_read_at_any_place(
 def canary_run(root: Path) -> list[str]:
     """A run whose every word is a canary; gives what a reader of the store must not find."""
     words = [f"{CANARY}{number}" for number in range(9)]
-    weights = torch.full((1237, 7), 3.1415927)
+    weights = torch.full((1234567,), 3.1415927)
     run = {
         f"{CANARY}a": {words[0]: weights},
         f"{CANARY}b": {"text": words[1], words[2]: [1, 2]},
@@ -162,7 +162,7 @@ def canary_run(root: Path) -> list[str]:
     with largest.open("r+b") as file:
         file.seek(5000)
         file.write(b"\xff\0\xff\0")
-    return [*words, CANARY, "1237", "7.25"]
+    return [*words, CANARY, "1234567", "7.25"]
 
 
 def test_no_word_and_no_weight_is_stored_in_clear(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_no_word_and_no_weight_is_stored_in_clear(tmp_path: Path) -> None:
     and what is read without a key."""
     root = tmp_path / "root"
     hidden = canary_run(root)
-    again = {f"{CANARY}a": {hidden[0]: torch.zeros(1237, 7)}, f"{CANARY}b": {}}
+    again = {f"{CANARY}a": {hidden[0]: torch.zeros(1234567)}, f"{CANARY}b": {}}
     with CheckpointManager(root, again, encrypt=SEALS, sinks=()) as manager:
         found = manager.resume()
         assert found is not None
@@ -212,7 +212,7 @@ def test_a_wrong_key_is_an_error_of_its_own_and_shows_nothing(kind: str, tmp_pat
         store.put(key, data)
     before = stored(store)
     for _ in range(334):
-        live = {f"{CANARY}a": {hidden[0]: torch.zeros(1237, 7)}, f"{CANARY}b": {}}
+        live = {f"{CANARY}a": {hidden[0]: torch.zeros(1234567)}, f"{CANARY}b": {}}
         sealed = sealing(store, WRONG[kind]())
         with pytest.raises(errors.WrongKey, match="sealed for secret") as caught:
             Catalog(sealed).resolve("latest")
@@ -370,10 +370,12 @@ def tamperings(number: int) -> int:
             except errors.HoldfastError:
                 assert tiny.tree["step"] == 0, (count, kind)
                 continue
-        # What is wrong must be in what a load need not read, and verify reads all.
-        report = verify(SealedStore(target, SEALS), newer)
-        assert not report.ok or tiny.step() == 2, (count, kind)
-        assert not report.ok, (count, kind)
+        assert tiny.step() == 2, (count, kind)
+        # What is wrong must be in what a load need not read, and verify reads all; of a box of
+        # keys only what opens the checkpoint means anything.
+        changed = {key for key in {*objects, *clean} if objects.get(key) != clean.get(key)}
+        is_box = changed == {f"{newer}/keys-0001.json"}
+        assert is_box or not verify(SealedStore(target, SEALS), newer).ok, (count, kind)
     return 0
 
 

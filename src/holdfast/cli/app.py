@@ -126,12 +126,15 @@ def show(
 @app.command()
 @_ending
 def verify(
-    target: options.Target, seen: options.SeenCommit = None, as_json: AsJson = False
+    target: options.Target,
+    seen: options.SeenCommit = None,
+    stored_only: options.StoredOnly = False,
+    as_json: AsJson = False,
 ) -> Answer:
     """Read every byte again and compare; without @WHICH all checkpoints of the root."""
     from holdfast.cli.verify import check
 
-    return check(target, seen=seen)
+    return check(target, seen=seen, decode=not stored_only)
 
 
 @app.command()

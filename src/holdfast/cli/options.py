@@ -81,6 +81,10 @@ SeenCommit = Annotated[
     str | None,
     typer.Option("--seen", metavar="TEXT", help="Fail unless the latest is this commit or newer."),
 ]
+StoredOnly = Annotated[
+    bool,
+    typer.Option("--stored-only", help="Compare compressed blocks as they lie there; decode none."),
+]
 
 # gc, prune, tag
 
