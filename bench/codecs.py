@@ -57,11 +57,11 @@ def trained(num_steps: int) -> Mapping[str, Tensor]:
     """By kind: all tensors of that kind behind each other, after so many steps."""
     progress(f"codecs: training for {num_steps} steps")
     torch.manual_seed(0)
-    model = GPT(Shape(width=384, num_heads=6, num_layers=6, context=128, dropout=0.0))
+    model = GPT(Shape(width=256, num_heads=4, num_layers=6, context=128, dropout=0.0))
     windows = Windows(standard_library_text(), 128)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(num_steps):
-        picked = torch.randint(len(windows), (8,)).tolist()
+        picked = torch.randint(len(windows), (4,)).tolist()
         text = torch.stack([windows[place] for place in picked])
         logits = model(text[:, :-1])
         loss = functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())

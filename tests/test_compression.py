@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from holdfast import CheckpointManager, Compression, reading
 from holdfast.care.verify import verify, verify_root
+from holdfast.cli.app import app
 from holdfast.engine.catalog import Catalog
 from holdfast.errors import CorruptData, NoUsableCheckpoint, UnsupportedVersion, UsageError
 from holdfast.format import codec, frames
@@ -309,3 +312,27 @@ def test_the_last_page_is_decoded_into_its_place(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, live, sinks=()) as loading:
         loading.load("step=1")
     assert torch.equal(live["model"]["w"], state["model"]["w"])
+
+
+def test_the_command_line_tells_of_it(tmp_path: Path) -> None:
+    """Issue 5: what was compressed, from how much to how much; and verify without decoding."""
+    with CheckpointManager(tmp_path, state_of(1), compress=CHOICES[4], sinks=()) as manager:
+        manager.save(1).wait()
+
+    def answer(*arguments: str) -> Any:
+        done = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
+        assert done.exit_code == 0
+        return json.loads(done.stdout)
+
+    shown = answer("show", str(tmp_path))["checkpoint"]
+    assert shown["codecs"] == ["blosc2", "zstd"]
+    entry = shown["files"]["model-00000.safetensors.zst"]
+    assert entry["stored"]["codec"] == "zstd"
+    assert shown["nbytes"] < 0.95 * shown["plain_nbytes"]
+    (listed,) = answer("ls", str(tmp_path))["checkpoints"]
+    assert (listed["codecs"], listed["nbytes"]) == (shown["codecs"], shown["nbytes"])
+    for more in ([], ["--stored-only"]):
+        (report,) = answer("verify", str(tmp_path), *more)["checkpoints"]
+        assert (report["ok"], report["nbytes"]) == (True, shown["nbytes"])
+    text = CliRunner().invoke(app, ["show", str(tmp_path)], catch_exceptions=False).stdout
+    assert "before blosc2 and zstd" in text

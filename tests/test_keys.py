@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from holdfast import errors, keys
+from holdfast.format import sealed
 from holdfast.format.envelope import KeyBox, decode_box, encode_box
 from holdfast.format.suites import Suite, fresh_secret
 from holdfast.keys import (
@@ -160,18 +161,60 @@ def test_a_passphrase_costs_bounded_memory_and_time(change: dict[str, Any]) -> N
     assert recipient.argon2 is not None
     how = msgspec.structs.replace(recipient.argon2, **change)
     bad = msgspec.structs.replace(recipient, argon2=how)
-    data = encode_box(KeyBox(commitment=box.commitment, recipients=(bad,)))
+    hostile = KeyBox(commitment=box.commitment, recipients=(bad,))
+    data = sealed.seal("keys", {"requires": ["sealed"], **msgspec.to_builtins(hostile)})
     with pytest.raises(errors.FormatError):
         decode_box(data, what="box")
+
+
+def test_passphrases_of_one_box_cost_bounded_memory_and_time_together() -> None:
+    """R29: 64 recipients, each within what one may ask for, would take most of an hour."""
+    box = wrapped([Passphrase("long enough")], fresh_secret(), SUITE)
+    (recipient,) = box.recipients
+    assert recipient.argon2 is not None
+    most = [
+        msgspec.structs.replace(recipient.argon2, salt=f"{n:032x}", memory_kib=2**20, passes=4)
+        for n in range(8)
+    ]
+    bad = tuple(msgspec.structs.replace(recipient, argon2=how) for how in most)
+    with pytest.raises(errors.UsageError, match="more memory and time"):
+        encode_box(KeyBox(commitment=box.commitment, recipients=bad))
+    assert encode_box(KeyBox(commitment=box.commitment, recipients=bad[:4]))
+
+
+def test_a_box_that_no_reader_would_take_is_not_made() -> None:
+    """What is sealed for it would be lost."""
+    long = ServiceKey("vault", lambda d, c: bytes(5000), lambda d, c: d)
+    for made in ([long], [SECRET] * 65):
+        with pytest.raises(errors.UsageError, match="nobody could open"):
+            encode_box(wrapped(made, fresh_secret(), SUITE))
+    with pytest.raises(errors.UsageError, match="at most 64"):
+        keys.Encryption(keys=[SECRET] * 65)
+
+
+def test_a_service_that_is_away_is_not_taken_for_damage() -> None:
+    """R31: whatever else somebody put beside it, so that a resume stops and rejects nothing."""
+
+    def away(data: bytes, context: Any) -> bytes:
+        raise ConnectionError("no route")
+
+    service = ServiceKey("vault", lambda d, c: d, away)
+    box = wrapped([SECRET, service], fresh_secret(), SUITE)
+    changed = msgspec.structs.replace(box.recipients[0], wrapped="00" * 48)
+    bad = KeyBox(commitment=box.commitment, recipients=(changed, box.recipients[1]))
+    with pytest.raises(errors.KeyUnavailable, match="no route"):
+        unwrapped([SECRET, service], [bad], SUITE, what="x")
 
 
 def test_keys_that_cannot_be_are_refused() -> None:
     attempts: tuple[Callable[[], Any], ...] = (
         lambda: SecretKey(b"short"),
         lambda: Passphrase("short"),
+        lambda: Passphrase("not Unicode \udcff"),
         lambda: ServiceKey("", lambda d, c: d, lambda d, c: d),
         lambda: keys.generate("rsa"),  # type: ignore[arg-type]
         lambda: keys.from_command(""),
+        lambda: keys.from_command("echo 'no end"),
     )
     for attempt in attempts:
         with pytest.raises(errors.UsageError):

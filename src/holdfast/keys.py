@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 from holdfast.errors import KeyUnavailable, SealError, Tampered, UsageError, WrongKey
-from holdfast.format.envelope import Argon2, KeyBox, Recipient
+from holdfast.format.envelope import MAX_RECIPIENTS, Argon2, KeyBox, Recipient
 from holdfast.format.suites import (
     SECRET_NBYTES,
     Suite,
@@ -103,6 +103,10 @@ class Passphrase:
     def __init__(self, text: str) -> None:
         if len(text) < MIN_PASSPHRASE_LENGTH:
             raise UsageError(f"a passphrase has at least {MIN_PASSPHRASE_LENGTH} characters")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UsageError("a passphrase is text that can be written as UTF-8") from None
         self._text = text
         self._ours: Argon2 | None = None
         self._known: dict[Argon2, bytes] = {}
@@ -318,6 +322,8 @@ class Encryption:
             raise UsageError(f"accept_plain={self.accept_plain!r} must be True or False")
         if not _listed(self.keys):
             raise UsageError("keys: at least one is needed")
+        if len(_listed(self.keys)) > MAX_RECIPIENTS:
+            raise UsageError(f"keys: at most {MAX_RECIPIENTS}")
         Suite(name=self.suite).cipher(bytes(SECRET_NBYTES), "check")
 
     @property
@@ -357,7 +363,8 @@ def unwrapped(keys: Sequence[Key], boxes: Sequence[KeyBox], suite: Suite, *, wha
                     continue
                 if data_key is not None:
                     return data_key
-    for failure in failures:
+    # While a service does not answer, nobody knows whether what is for it was changed too.
+    for failure in sorted(failures, key=lambda error: isinstance(error, Tampered)):
         raise type(failure)(f"{what}: {failure}") from failure
     sealed_for = dict.fromkeys(f"{r.kind} {r.id}" for box in boxes for r in box.recipients)
     raise WrongKey(
@@ -419,7 +426,10 @@ def from_command(command: str | Sequence[str]) -> tuple[Key, ...]:
     Raises:
         KeyUnavailable: it fails, takes longer than a minute, or prints no key.
     """
-    arguments = shlex.split(command) if isinstance(command, str) else [*command]
+    try:
+        arguments = shlex.split(command) if isinstance(command, str) else [*command]
+    except ValueError as error:
+        raise UsageError(f"command: {error}") from None
     if not arguments:
         raise UsageError("command: there is nothing to run")
     what = f"key command {arguments[0]}"

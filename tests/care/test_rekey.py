@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import pytest
 from tests.engine.test_sealing import KEY, SEALS, Tiny, folders, resumed, saved, stored
 
@@ -12,7 +13,8 @@ from holdfast import CheckpointManager, errors
 from holdfast.care.rekey import Rekeyed, Sealed, look, rotate, sealed_in
 from holdfast.care.verify import verify_root
 from holdfast.engine.sealing import SealedStore
-from holdfast.keys import Encryption, PrivateKey, SecretKey, generate
+from holdfast.format.envelope import MAX_STRETCHING_KIB, KeyBox, decode_box, encode_box
+from holdfast.keys import Encryption, Passphrase, PrivateKey, SecretKey, ServiceKey, generate
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
 
@@ -134,3 +136,77 @@ def test_a_damaged_box_is_passed_over_while_another_opens() -> None:
     assert isinstance(found, Rekeyed)
     assert not isinstance(found, Sealed)
     assert found.outcome == "failed"
+
+
+def test_a_key_that_was_replaced_is_in_no_box_that_is_left() -> None:
+    """R36: neither beside a key that was named twice, nor in a box that could not be read."""
+    store = MemoryStore()
+    saved(store, 1, encrypt=Encryption(keys=[KEY, NEW]))
+    (folder,) = folders(store)
+    assert [item.outcome for item in rotate(store, [KEY], [NEW, NEW])] == ["done"]
+    with pytest.raises(errors.WrongKey):
+        resumed(store, SEALS)
+    third = generate()
+    for number in ("0001", "0007"):
+        box = store.get(f"{folder}/keys-0002.json")
+        store.put(f"{folder}/keys-{number}.json", box[:-1])
+    assert [item.outcome for item in rotate(store, [NEW], [third])] == ["done"]
+    assert [key for key in stored(store) if "/keys-" in key] == [f"{folder}/keys-0003.json"]
+    assert resumed(store, Encryption(keys=third)) == 1
+
+
+def test_a_box_under_the_last_number_costs_no_checkpoint() -> None:
+    """R36: who may only add objects cannot make a rotation remove every key."""
+    store = MemoryStore()
+    saved(store, 1)
+    (folder,) = folders(store)
+    store.put(f"{folder}/keys-9999.json", store.get(f"{folder}/keys-0001.json"))
+    before = stored(store)
+    (done,) = rotate(store, [KEY], [NEW])
+    assert (done.outcome, "no number is free" in done.reason) == ("failed", True)
+    assert stored(store) == before
+    store.delete(f"{folder}/keys-9999.json")
+    assert [item.outcome for item in rotate(store, [KEY], [NEW])] == ["done"]
+    assert resumed(store, OPENS_NEW) == 1
+
+
+@pytest.mark.parametrize("answer", [ConnectionError("no route"), b"1" * 32, None])
+def test_old_keys_go_only_when_the_new_ones_open(answer: object) -> None:
+    """R36: a service that wraps and does not unwrap would be the only one left."""
+
+    def unwrap(data: bytes, context: object) -> bytes:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer  # type: ignore[return-value]
+
+    store = MemoryStore()
+    saved(store, 1)
+    before = stored(store)
+    service = ServiceKey("vault", lambda data, context: data, unwrap)
+    (done,) = rotate(store, [KEY], [service])
+    assert (done.outcome, "vault" in done.reason) == ("failed", True)
+    assert stored(store) == before
+    assert [item.outcome for item in rotate(store, [KEY], [generate("private").public])]  # type: ignore[union-attr]
+
+
+def test_hostile_passphrases_in_many_boxes_are_not_tried() -> None:
+    """R29: together they take as much as one box may; the keys beside them still open."""
+    store = MemoryStore()
+    phrase = Passphrase("correct horse battery")
+    saved(store, 1, encrypt=Encryption(keys=[KEY, phrase]))
+    (folder,) = folders(store)
+    box = decode_box(store.get(f"{folder}/keys-0001.json"), what="box")
+    recipient = box.recipients[1]
+    assert recipient.argon2 is not None
+    for number in range(2, 12):
+        how = msgspec.structs.replace(
+            recipient.argon2, salt=f"{number:032x}", memory_kib=2**20, passes=15
+        )
+        part = msgspec.structs.replace(recipient, argon2=how)
+        bad = KeyBox(commitment=box.commitment, recipients=(part,))
+        store.put(f"{folder}/keys-{number:04d}.json", encode_box(bad))
+    found = look(store, folder)
+    assert found is not None
+    assert sorted(found.boxes) == [1, 11]
+    assert sum(part.stretching_kib for part in found.boxes.values()) <= MAX_STRETCHING_KIB
+    assert resumed(store, SEALS) == 1

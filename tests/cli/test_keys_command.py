@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,25 @@ def test_a_new_key_is_for_its_owner_and_never_overwrites(tmp_path: Path, holdfas
     assert public.name.removeprefix("public") in json.loads(made.out)["key"]
     assert holdfast("keys", "generate", str(path)).code == 2
     assert path.read_text() == text
+
+
+def test_a_new_key_is_on_stable_storage_with_its_name(
+    tmp_path: Path, holdfast: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is sealed with it is; without the key it would be lost by a power cut."""
+    synced: list[tuple[int, int]] = []
+    sync = os.fsync
+
+    def noting(fd: int) -> None:
+        found = os.fstat(fd)
+        synced.append((found.st_dev, found.st_ino))
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    path = tmp_path / "a.key"
+    assert holdfast("keys", "generate", str(path)).code == 0
+    expected = [path.stat(), tmp_path.stat()]
+    assert synced == [(found.st_dev, found.st_ino) for found in expected]
 
 
 def test_commands_open_with_a_key_and_refuse_without(
@@ -97,6 +117,15 @@ def test_a_commit_that_was_seen_must_be_there(sealed: tuple[Path, Path], holdfas
     assert gone.code == 1
     assert "was seen before" in gone.err
     assert holdfast(*given, "something").code == 2
+
+
+def test_a_key_file_in_the_environment_may_have_a_space_in_its_path(
+    sealed: tuple[Path, Path], holdfast: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, key = sealed
+    (tmp_path / "my keys").mkdir()
+    monkeypatch.setenv("HOLDFAST_KEY_FILE", str(key.rename(tmp_path / "my keys" / "run.key")))
+    assert holdfast("ls", str(root)).code == 0
 
 
 def test_keys_are_listed_and_rotated(

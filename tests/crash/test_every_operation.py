@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,10 @@ def opened(store: Store, tiny: Tiny, **options: Any) -> Iterator[CheckpointManag
             manager.close()
 
 
-def scenario(store: Store, acknowledged: list[int]) -> None:
+def scenario(store: Store, acknowledged: list[int], **options: Any) -> None:
     """Resume, three saves of which one is kept, and gc. Appends each acknowledged step."""
     tiny = Tiny()
-    with opened(store, tiny, keep=Last(1)) as manager:
+    with opened(store, tiny, keep=Last(1), **options) as manager:
         found = manager.resume()
         last = found.step if found is not None else 0
         for step in range(last + 1, last + 4):
@@ -141,7 +142,13 @@ def test_a_stop_at_every_operation_loses_nothing(stores: Stores, kind: str, begi
     sweep(new, kind, total)
 
 
-def sweep(new: Stores, kind: str, total: int) -> None:
+def test_nor_does_one_of_compressed_saves(stores: Stores) -> None:
+    """R1, R2, R9; invariants 1, 2, 4: files whose length is known only at the end."""
+    compressed = partial(scenario, compress="zstd")
+    sweep(stores, "stop_after", num_operations(stores(-1), compressed), compressed)
+
+
+def sweep(new: Stores, kind: str, total: int, scenario: Callable[..., None] = scenario) -> None:
     """Stop at each of so many operations, on a new store each time."""
     for at in range(total):
         store = new(at)

@@ -49,13 +49,39 @@ def test_the_least_time_wins_and_none_where_nothing_gains(
     store_mb_per_s: float, num_threads: int, expected: Compression | None
 ) -> None:
     trials = [trial(ZSTD, 0.7, 600), trial(LZ4, 0.85, 2500)]
-    found = best(trials, 1e-6 / store_mb_per_s, num_threads)
+    found = best(
+        trials,
+        store_s_per_byte=1e-6 / store_mb_per_s,
+        plain_s_per_byte=1e-6 / store_mb_per_s,
+        num_threads=num_threads,
+    )
     assert (found.compression if found else None) == expected
 
 
-def test_what_hardly_shrinks_is_not_worth_it() -> None:
-    assert best([trial(ZSTD, 0.93, 10_000)], 1e-8, 8) is None
-    assert best([], 1e-8, 8) is None
+@pytest.mark.parametrize(
+    ("ratio", "plain", "is_taken"),
+    [
+        (0.93, 1.0, False),  # hardly shrinks
+        (0.85, 1.0, True),
+        (0.85, 2.0, False),  # the store is only half of what a save takes
+        (0.5, 2.0, True),
+    ],
+)
+def test_only_the_stores_part_of_a_save_becomes_shorter(
+    ratio: float, plain: float, is_taken: bool
+) -> None:
+    s_per_byte = 1e-8
+    found = best(
+        [trial(ZSTD, ratio, 10_000)],
+        store_s_per_byte=s_per_byte,
+        plain_s_per_byte=plain * s_per_byte,
+        num_threads=8,
+    )
+    assert (found is not None) == is_taken
+
+
+def test_without_codecs_there_is_no_choice() -> None:
+    assert best([], store_s_per_byte=1e-8, plain_s_per_byte=1e-8, num_threads=8) is None
 
 
 class Played:
@@ -111,12 +137,12 @@ def test_on_a_store_that_is_faster_than_any_codec_nothing_is_compressed() -> Non
 def test_a_choice_that_turns_out_slower_is_dropped() -> None:
     """Issue 5: never slower than none on the store that was measured."""
     played = Played()
-    played.save(store=1e6, s_per_gb=2.0)
-    assert played.save(store=1e6, s_per_gb=2.05) == {"model"}
-    assert played.save(store=1e6, s_per_gb=2.2) == {"model"}
-    assert played.save(store=1e6, s_per_gb=2.0) == set()
+    played.save(store=1e8, s_per_gb=10.0)
+    assert played.save(store=1e8, s_per_gb=10.2) == {"model"}
+    assert played.save(store=1e8, s_per_gb=11.0) == {"model"}
+    assert played.save(store=1e8, s_per_gb=10.0) == set()
     assert played.messages[-1] == (
-        "compressing nothing: a compressed save took 2.20 s/GB, and a plain one 2.00"
+        "compressing nothing: a compressed save took 11.00 s/GB, and a plain one 10.00"
     )
 
 
@@ -173,6 +199,7 @@ def test_auto_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """The first save plain, the next by what was chosen; both are the same state."""
     monkeypatch.setattr(Throughput, "bytes_per_s", property(lambda self: 1e6))
     monkeypatch.setattr(choosing, "SLOWER", 1e9)
+    monkeypatch.setattr(choosing, "GAIN", 1e9)
     events: list[Event] = []
     state = {"model": {"w": torch.randn(12 * MIB) * 0.02}, "plain": {"v": torch.ones(MIB)}}
     with CheckpointManager(

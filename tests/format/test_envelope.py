@@ -25,6 +25,7 @@ from holdfast.format.envelope import (
     open_sealed,
 )
 from holdfast.format.manifest import FileEntry, decode_register, encode_manifest
+from holdfast.format.sealed import seal as seal_document
 from holdfast.format.segments import SEGMENT_NBYTES, num_segments, stored_nbytes
 from holdfast.format.suites import Suite, fresh_secret
 from holdfast.keys import SecretKey, wrapped
@@ -170,8 +171,9 @@ def test_hostile_documents_raise_nothing_but_format_errors() -> None:
 def test_a_box_names_few_recipients() -> None:
     """R29."""
     keys = [SecretKey(fresh_secret()) for _ in range(envelope.MAX_RECIPIENTS + 1)]
+    box = msgspec.to_builtins(wrapped(keys, DATA_KEY, SUITE))
     with pytest.raises(errors.FormatError):
-        decode_box(encode_box(wrapped(keys, DATA_KEY, SUITE)), what="b")
+        decode_box(seal_document("keys", {"requires": ["sealed"], **box}), what="b")
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, SEGMENT_NBYTES - 1, SEGMENT_NBYTES, SEGMENT_NBYTES + 1])

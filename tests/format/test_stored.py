@@ -140,6 +140,14 @@ def test_the_index_is_never_stored_otherwise() -> None:
         read_manifest(document)
 
 
+def test_blocks_that_are_decoded_are_of_limited_length() -> None:
+    """R29, invariant 5: a few bytes that stand for a block of 1 GiB."""
+    document = members() | {"block_nbytes": 2**26}
+    assert read_manifest(document).block_nbytes == 2**26
+    with pytest.raises(FormatError, match="too long to be decoded"):
+        read_manifest(document | {"block_nbytes": 2**27})
+
+
 def check_lengths_fit() -> None:
     for lengths in ([0], [LENGTH - 1], [LENGTH + 1], [-1], [1.5], [True], [2**63], [], [50, 50]):
         document = stored_index()

@@ -7,6 +7,7 @@ one goes, so that a process killed anywhere leaves checkpoints that the old or t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.engine.catalog import Catalog
@@ -21,6 +22,7 @@ from holdfast.errors import (
     NotFound,
     SealError,
     StoreError,
+    Tampered,
     WrongKey,
 )
 from holdfast.format import layout
@@ -40,6 +42,8 @@ class Sealed:
     folder: str
     visible: Visible
     boxes: dict[int, KeyBox]
+    numbers: frozenset[int]
+    """Of all boxes, also of those that cannot be read."""
 
     @property
     def recipients(self) -> tuple[str, ...]:
@@ -81,7 +85,9 @@ def look(store: Store, folder: str) -> Sealed | None:
         key = f"{folder}/{layout.MANIFEST}"
         document = read_document(store, key, max_nbytes=MAX_MANIFEST_NBYTES)
         visible = decode_visible(document, what=f"{store.url}/{key}")
-        return Sealed(folder=folder, visible=visible, boxes=boxes_of(store, folder, visible))
+        numbers = {n for n in map(layout.parse_keys, store.children(folder)) if n is not None}
+        boxes = boxes_of(store, folder, visible)
+        return Sealed(folder=folder, visible=visible, boxes=boxes, numbers=frozenset(numbers))
     return None
 
 
@@ -122,35 +128,54 @@ def _rotate_one(
     if is_new:
         keys = (*opening, *sealing)
         data_key = unwrapped(keys, [*found.boxes.values()], suite, what=found.folder)
-        number = _put(store, found.folder, newest, wrapped(sealing, data_key, suite))
+        box = wrapped(sealing, data_key, suite)
+        if not keeps_old:
+            _expect_opens(box, sealing, found)
+        number = _put(store, found.folder, newest, box)
     if keeps_old:
         return is_new
-    for old in sorted(found.boxes):
-        if old < number:
-            store.delete(f"{found.folder}/{layout.keys_name(old)}")
-            is_new = True
+    # Also what cannot be read: the keys before may be in it.
+    for old in sorted(found.numbers - {number}):
+        store.delete(f"{found.folder}/{layout.keys_name(old)}")
+        is_new = True
     return is_new
 
 
 def _is_for(box: KeyBox, keys: Sequence[Key], found: Sealed) -> bool:
     """Whether a box is for these keys and for no others, as far as they can tell."""
-    if len(box.recipients) != len(keys):
+    each = [KeyBox(commitment=box.commitment, recipients=(one,)) for one in box.recipients]
+    return all(_opens([key], box, found) for key in keys) and all(
+        _opens(keys, one, found) for one in each
+    )
+
+
+def _opens(keys: Sequence[Key], box: KeyBox, found: Sealed) -> bool:
+    """Whether any of the keys opens a box; a public key opens nothing."""
+    suite = suite_named(found.visible.suite, what=found.folder)
+    try:
+        unwrapped(keys, [box], suite, what=found.folder)
+    except (SealError, Tampered):
         return False
+    return True
+
+
+def _expect_opens(box: KeyBox, keys: Sequence[Key], found: Sealed) -> None:
+    """Raise unless each key opens a new box, before nothing else does; public keys cannot.
+
+    Raises:
+        KeyUnavailable, Tampered: a service refuses, or gives something else.
+    """
     suite = suite_named(found.visible.suite, what=found.folder)
     for key in keys:
-        try:
+        with suppress(WrongKey):
             unwrapped([key], [box], suite, what=found.folder)
-        except WrongKey:
-            return False  # also of a public key, which opens nothing
-        except SealError:
-            return False
-    return True
 
 
 def _put(store: Store, folder: str, newest: int, box: KeyBox) -> int:
     """Put a box under the next number, and see that it is there; gives the number."""
     data = encode_box(box)
-    for number in range(newest + 1, newest + 1 + _MAX_RACES):
+    stop = min(newest + 1 + _MAX_RACES, layout.MAX_BOX_NUMBER + 1)
+    for number in range(newest + 1, stop):
         key = f"{folder}/{layout.keys_name(number)}"
         try:
             store.put(key, data, if_absent=True)
@@ -159,4 +184,4 @@ def _put(store: Store, folder: str, newest: int, box: KeyBox) -> int:
         if store.get(key) != data:
             raise CommitConflict(f"{store.url}/{key}: other keys are there than were put")
         return number
-    raise CommitConflict(f"{store.url}/{folder}: {_MAX_RACES} others put keys at once")
+    raise CommitConflict(f"{store.url}/{folder}: no number is free behind keys-{newest:04d}.json")

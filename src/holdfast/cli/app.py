@@ -66,7 +66,7 @@ def _top(
     """Look after the checkpoints of training runs."""
     NAMED.set(
         KeySources(
-            files=key_files or (),
+            files=[*map(str, key_files or ())],
             variables=key_variables or (),
             commands=key_commands or (),
             accepts_plain=accept_plain,
@@ -126,12 +126,15 @@ def show(
 @app.command()
 @_ending
 def verify(
-    target: options.Target, seen: options.SeenCommit = None, as_json: AsJson = False
+    target: options.Target,
+    seen: options.SeenCommit = None,
+    stored_only: options.StoredOnly = False,
+    as_json: AsJson = False,
 ) -> Answer:
     """Read every byte again and compare; without @WHICH all checkpoints of the root."""
     from holdfast.cli.verify import check
 
-    return check(target, seen=seen)
+    return check(target, seen=seen, decode=not stored_only)
 
 
 @app.command()

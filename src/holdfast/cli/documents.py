@@ -29,6 +29,8 @@ def checkpoint_document(store: Store, entry: Entry) -> dict[str, Any]:
         "class": manifest.save_class,
         "reason": manifest.reason,
         "nbytes": nbytes_left(store, entry),
+        "plain_nbytes": manifest.plain_nbytes,
+        "codecs": codecs(manifest),
         "metrics": dict(manifest.metrics),
         "tags": list(entry.tags),
         "pinned": entry.marks.pinned,
@@ -59,6 +61,12 @@ def origin_marks(manifest: Manifest) -> list[str]:
         *([f"saved without {', '.join(manifest.left_out)}"] if manifest.left_out else []),
         *([f"by {', '.join(manifest.savers)}"] if manifest.savers else []),
     ]
+
+
+def codecs(manifest: Manifest) -> list[str]:
+    """The codecs that made files of a checkpoint, by name."""
+    found = {entry.stored.codec for entry in manifest.files.values() if entry.stored is not None}
+    return sorted(found)
 
 
 def nbytes_left(store: Store, entry: Entry) -> int:

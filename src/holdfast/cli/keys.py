@@ -90,6 +90,12 @@ def _write(path: Path, text: str, *, mode: int) -> None:
             file.write(f"{text}\n")
             file.flush()
             os.fsync(fd)
+        # Its name too: what will be sealed with it outlasts a power cut.
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}; a key is written into a new file") from error
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.cli.documents import checkpoint_document, nbytes_left, origin_marks
+from holdfast.cli.documents import checkpoint_document, codecs, nbytes_left, origin_marks
 from holdfast.cli.output import Answer, Code, Table, number, size
 from holdfast.cli.target import open_root
 from holdfast.engine.catalog import Catalog, Entry
@@ -146,6 +146,7 @@ def _row(store: Store, entry: Entry, contents: _Contents) -> tuple[str, ...]:
     marks = [
         *(name for name, is_set in flags if is_set),
         *origin_marks(entry.manifest),
+        *codecs(entry.manifest),
         *(f"without {name}" for name in entry.marks.thinned),
         *(f"#{tag}" for tag in entry.tags),
     ]

@@ -26,7 +26,8 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done;
 # Before the command
 
 KeyFiles = Annotated[
-    list[str] | None,
+    # As text a path with a space in the variable would be two.
+    list[Path] | None,
     typer.Option(
         "--key-file",
         metavar="PATH",
@@ -79,6 +80,10 @@ Tensors = Annotated[bool, typer.Option("--tensors", help="List every tensor too.
 SeenCommit = Annotated[
     str | None,
     typer.Option("--seen", metavar="TEXT", help="Fail unless the latest is this commit or newer."),
+]
+StoredOnly = Annotated[
+    bool,
+    typer.Option("--stored-only", help="Compare compressed blocks as they lie there; decode none."),
 ]
 
 # gc, prune, tag

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.cli.documents import details_document, nbytes_left
+from holdfast.cli.documents import codecs, details_document, nbytes_left
 from holdfast.cli.output import Answer, Table, number, size
 from holdfast.cli.target import open_target, read_entry
 from holdfast.engine.catalog import Entry
@@ -77,11 +77,12 @@ def _parts(store: Store, entry: Entry, folder: str) -> list[str | Table]:
 
 def _size(store: Store, entry: Entry) -> str:
     manifest, left = entry.manifest, nbytes_left(store, entry)
+    made = codecs(manifest)
+    plain = f", {size(manifest.plain_nbytes)} before {' and '.join(made)}" if made else ""
     if left == manifest.nbytes:
-        return f"{size(left)} in {len(manifest.files)} files"
-    return (
-        f"{size(left)} left of {size(manifest.nbytes)}; dropped: {', '.join(entry.marks.thinned)}"
-    )
+        return f"{size(left)} in {len(manifest.files)} files{plain}"
+    dropped = ", ".join(entry.marks.thinned)
+    return f"{size(left)} left of {size(manifest.nbytes)}{plain}; dropped: {dropped}"
 
 
 def _position(at: Timestamp) -> str:
@@ -95,13 +96,21 @@ def _pairs(values: Mapping[str, Any]) -> str:
 
 
 def _component_table(entry: Entry) -> Table:
+    files = entry.manifest.files
     return Table(
-        columns=("component", "kind", "tensors", "size", "files"),
+        columns=("component", "kind", "tensors", "size", "stored", "files"),
         rows=[
-            (name, part.kind, str(part.num_tensors), size(part.nbytes), ", ".join(part.files))
+            (
+                name,
+                part.kind,
+                str(part.num_tensors),
+                size(part.nbytes),
+                size(sum(files[file].stored_nbytes for file in part.files)),
+                ", ".join(part.files),
+            )
             for name, part in entry.manifest.components.items()
         ],
-        right=frozenset({2, 3}),
+        right=frozenset({2, 3, 4}),
     )
 
 

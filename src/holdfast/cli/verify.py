@@ -15,8 +15,10 @@ from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.store.base import Store
 
 
-def check(target: str, *, seen: str | None = None) -> Answer:
+def check(target: str, *, seen: str | None = None, decode: bool = True) -> Answer:
     """Verify one checkpoint, or with a root every committed one.
+
+    Without `decode`, files that codecs made are compared as they lie there, and no more.
 
     Raises:
         NoCheckpoint: there is none.
@@ -27,7 +29,7 @@ def check(target: str, *, seen: str | None = None) -> Answer:
     if which is None and not split_folder(root)[1]:
         store = open_root(root)
         with progress_bar() as progress:
-            found = verify_root(store, progress=progress, keeps=True)
+            found = verify_root(store, progress=progress, keeps=True, decode=decode)
         if known is not None:
             known.expect(Catalog(store).latest(), where=store.url)
         return _answer(store, found)
@@ -35,7 +37,7 @@ def check(target: str, *, seen: str | None = None) -> Answer:
         raise UsageError("--seen: takes a whole root, not one checkpoint")
     store, folder = open_target(target)
     with progress_bar() as progress:
-        report = verify_kept(store, folder, progress=progress)
+        report = verify_kept(store, folder, progress=progress, decode=decode)
     return _answer(store, RootReport(checkpoints=(report,), problems=(), notes=()))
 
 

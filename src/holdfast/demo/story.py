@@ -93,7 +93,7 @@ def flip_one_bit(root: Path, chance: random.Random) -> str:
         raise NoCheckpoint(f"{root}: no checkpoint to damage")
     name = next(n for n in sorted(newest.manifest.files) if n.startswith("model-0") and "safe" in n)
     path = root / newest.folder / name
-    at, bit = chance.randrange(newest.manifest.files[name].nbytes), chance.randrange(8)
+    at, bit = chance.randrange(newest.manifest.files[name].stored_nbytes), chance.randrange(8)
     path.chmod(0o644)
     with path.open("r+b") as file:
         file.seek(at)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 import torch
 
-from holdfast.errors import FormatError, OutOfMemory
+from holdfast.engine.memory import take
+from holdfast.errors import FormatError
 from holdfast.format.index import Column
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.dtypes import TORCH_DTYPES
@@ -25,14 +25,7 @@ class Arena:
             OutOfMemory: the system refuses.
         """
         self.nbytes = nbytes
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        try:
-            self._map = mmap.mmap(-1, max(nbytes, 1), flags=flags)
-        except (OSError, OverflowError) as error:
-            raise OutOfMemory(f"{nbytes} bytes of memory are not to be had: {error}") from error
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            if hasattr(mmap, advice):
-                _advise(self._map, getattr(mmap, advice))
+        self._map = take(nbytes)
         self.memory = memoryview(self._map)[:nbytes]
 
     def tensors(
@@ -89,11 +82,3 @@ def _split(
         piece if len(spec.shape) == 1 else piece.view(spec.shape)
         for piece, spec in zip(pieces, specs, strict=True)
     ]
-
-
-def _advise(memory: mmap.mmap, advice: int) -> None:
-    try:
-        memory.madvise(advice)
-    except OSError:
-        # Only advice: a kernel without it keeps ordinary pages and copies on fork.
-        return

@@ -6,6 +6,7 @@ import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from holdfast.engine.memory import Buffers
 from holdfast.errors import CorruptData
 from holdfast.format import blocks
 from holdfast.format.blocks import DIGEST_NBYTES
@@ -56,12 +57,18 @@ class FileBlocks:
 
 
 def read_block(
-    store: Store, file: FileBlocks, number: int, plain: memoryview, *, verify: bool = True
+    store: Store,
+    file: FileBlocks,
+    number: int,
+    plain: memoryview,
+    *,
+    verify: bool = True,
+    buffers: Buffers | None = None,
 ) -> str:
     """Fill `plain`, which has the length of the block; says what is wrong with it, or nothing.
 
     A block that is not what was written is read once more: a transient error on the way must not
-    condemn a sound checkpoint.
+    condemn a sound checkpoint. `buffers` is where memory for stored blocks comes from.
 
     Raises:
         StoreError: it cannot be read.
@@ -69,17 +76,22 @@ def read_block(
     """
     if file.decoder is None:
         return _read_plain(store, file, number, plain, verify=verify)
+    buffers = buffers or Buffers()
     start, stop = file.spans[number]
     # From the page before on, because direct reads want that.
     skipped = start % mmap.PAGESIZE
-    buffer = memoryview(mmap.mmap(-1, skipped + stop - start))
-    stored = buffer[skipped:]
-    _fill(store, file.key, start - skipped, buffer)
-    if verify and not _is_block(stored, file.stored_digests, number):
-        _fill(store, file.key, start - skipped, buffer, afresh=True)
-        if not _is_block(stored, file.stored_digests, number):
-            return "is not what was written"
-    return decode_block(file, number, stored, plain, verify=verify)
+    buffer = buffers.take(skipped + stop - start)
+    try:
+        memory = buffer[: skipped + stop - start]
+        stored = memory[skipped:]
+        _fill(store, file.key, start - skipped, memory)
+        if verify and not _is_block(stored, file.stored_digests, number):
+            _fill(store, file.key, start - skipped, memory, afresh=True)
+            if not _is_block(stored, file.stored_digests, number):
+                return "is not what was written"
+        return decode_block(file, number, stored, plain, verify=verify)
+    finally:
+        buffers.give_back(buffer)
 
 
 def decode_block(

@@ -23,7 +23,7 @@ SAMPLE_NBYTES = 1 << 20
 MAX_SAMPLES = 12
 """Of each component."""
 GAIN = 0.9
-"""What writing must take at most, beside writing plain, for a codec to be worth it."""
+"""What a save must take at most, beside a plain one, for a codec to be worth it."""
 SLOWER = 1.05
 """A save that takes this much longer than the plain one did was chosen wrongly."""
 SAVES_BETWEEN = 64
@@ -74,12 +74,19 @@ def tried(compression: Compression, samples: Sequence[Sample]) -> Trial:
     return Trial(compression=compression, ratio=stored / plain, s_per_byte=spent_s / plain)
 
 
-def best(trials: Sequence[Trial], store_s_per_byte: float, num_threads: int) -> Trial | None:
-    """The one that takes the least time; None when none gains enough."""
-    found = min(trials, key=lambda trial: trial.cost(store_s_per_byte, num_threads), default=None)
-    if found is None or found.cost(store_s_per_byte, num_threads) > GAIN * store_s_per_byte:
+def best(
+    trials: Sequence[Trial], *, store_s_per_byte: float, plain_s_per_byte: float, num_threads: int
+) -> Trial | None:
+    """The one with which a save takes the least time; None when none gains enough.
+
+    A codec shortens the store's part of a plain save and nothing else.
+    """
+    costs = [trial.cost(store_s_per_byte, num_threads) for trial in trials]
+    least = min(costs, default=0.0)
+    expected = plain_s_per_byte - store_s_per_byte + least
+    if not costs or expected > GAIN * plain_s_per_byte:
         return None
-    return found
+    return trials[costs.index(least)]
 
 
 class Chooser:
@@ -137,12 +144,17 @@ class Chooser:
 
     def _choose(self, store_bytes_per_s: float) -> None:
         before = self._chosen
-        # Training goes on beside a save, and has the other half.
-        num_threads = max(num_cores() // 2, 1)
+        # Training goes on beside a save, and leaves it no more than that.
+        num_threads = max(num_cores() // 4, 1)
         found: dict[str, Trial] = {}
         for component, samples in self._samples.items():
             trials = [tried(each, samples) for each in candidates()] if samples else []
-            trial = best(trials, 1 / store_bytes_per_s, num_threads)
+            trial = best(
+                trials,
+                store_s_per_byte=1 / store_bytes_per_s,
+                plain_s_per_byte=self._plain_s_per_byte,
+                num_threads=num_threads,
+            )
             if trial is not None:
                 found[component] = trial
         self._chosen = {name: trial.compression for name, trial in found.items()}

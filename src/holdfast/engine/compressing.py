@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Literal, TypeAlias, get_args
 
 from holdfast.engine.choosing import Chooser
+from holdfast.engine.packing import Pieces
 from holdfast.engine.throughput import Throughput
 from holdfast.errors import UsageError
 from holdfast.events import Emitter
@@ -58,11 +59,15 @@ class Compressing:
         }
         self._emit = emit
         self._chooser = Chooser(chosen.keys() - self._fixed.keys(), emit)
+        self._is_settled = False
         self.begin()
 
     def begin(self) -> None:
-        """A save begins."""
+        """A save begins. Memory of one that failed may still be read, and is not used again."""
         self.store = Throughput()
+        if not self._is_settled:
+            self.pieces = Pieces()
+        self._is_settled = False
         self._written: tuple[int, float] | None = None
         self._chooser.begin()
 
@@ -85,6 +90,7 @@ class Compressing:
     def committed(self, nbytes: int, spent_s: float) -> None:
         """The save was committed: so many plain bytes were written in so many seconds."""
         self._written = (nbytes, spent_s)
+        self._is_settled = True
 
     def learn(self) -> None:
         """After a commit: choose for the saves after it what is "auto". Takes a while."""

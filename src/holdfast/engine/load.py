@@ -14,6 +14,7 @@ import torch
 
 from holdfast.engine.arena import Arena
 from holdfast.engine.blockreading import FileBlocks, read_block
+from holdfast.engine.memory import Buffers
 from holdfast.engine.wanted import wanted_by_file
 from holdfast.engine.workers import Workers, gather
 from holdfast.errors import CorruptData, LimitExceeded, NotFound, Tampered
@@ -145,13 +146,14 @@ def read_tensors(
     by_file = wanted_by_file(opened.index, needed)
     result: dict[str, dict[str, torch.Tensor]] = {component: {} for component in needed}
     arenas = {file: _prepare_file(store, opened, file) for file in by_file}
+    buffers = Buffers()
     files = {
         file: FileBlocks.of(opened.folder, file, opened.manifest.files[file], opened.index)
         for file in by_file
     }
     jobs = [
         workers.submit(
-            partial(_read_block, store, opened, files[file], arenas[file], number, verify)
+            partial(_read_block, store, opened, files[file], arenas[file], number, verify, buffers)
         )
         for file, wanted in by_file.items()
         for number in wanted.blocks(opened.index.block_nbytes)
@@ -172,12 +174,18 @@ def _prepare_file(store: Store, opened: Opened, file: str) -> Arena:
 
 
 def _read_block(
-    store: Store, opened: Opened, file: FileBlocks, arena: Arena, number: int, verify: bool
+    store: Store,
+    opened: Opened,
+    file: FileBlocks,
+    arena: Arena,
+    number: int,
+    verify: bool,
+    buffers: Buffers,
 ) -> None:
     start = number * opened.index.block_nbytes
     memory = arena.memory[start : start + opened.index.block_nbytes]
     try:
-        fault = read_block(store, file, number, memory, verify=verify)
+        fault = read_block(store, file, number, memory, verify=verify, buffers=buffers)
     except Tampered as error:
         raise Tampered(f"{error}; {_held(opened, file, start, len(memory))}") from error
     if fault:

@@ -6,11 +6,13 @@ pages, so that direct writes stay direct and an upload has equal parts.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
+import numpy as np
+
+from holdfast.engine.memory import take
 from holdfast.errors import DeadlineExceeded
 from holdfast.format.blocks import block_digest
 from holdfast.format.codec import Encoder
@@ -34,10 +36,11 @@ class Pieces:
         """A free piece, on a page.
 
         Raises:
+            OutOfMemory: the system refuses.
             DeadlineExceeded: none was given back in time.
         """
         try:
-            return self._free.get(timeout=timeout_s) or memoryview(mmap.mmap(-1, BLOCK_NBYTES))
+            return self._free.get(timeout=timeout_s) or memoryview(take(BLOCK_NBYTES))
         except Empty:
             raise DeadlineExceeded(
                 f"memory for stored blocks: no piece was written within {timeout_s:.0f} s"
@@ -88,7 +91,7 @@ class Packer:
             if self._piece is None:
                 self._piece = self._pieces.take(self._timeout_s)
             part = data[: BLOCK_NBYTES - self._used]
-            self._piece[self._used : self._used + part.nbytes] = part
+            _copy(self._piece[self._used : self._used + part.nbytes], part)
             self._used += part.nbytes
             data = data[part.nbytes :]
             if self._used == BLOCK_NBYTES:
@@ -109,3 +112,8 @@ class Packer:
             self._piece, self._used = None, 0
             self._send(self._start, piece, used)
             self._start += used
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    # NumPy lets other threads run meanwhile, which assigning to a memoryview does not.
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

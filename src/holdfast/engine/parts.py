@@ -35,7 +35,7 @@ def parts_of(store: Store, folder: str, manifest: Manifest, marks: Marks) -> Par
     nbytes = manifest.nbytes
     for name, component in manifest.components.items():
         missing = _missing(store, folder, component.files) if name in marks.thinned else []
-        nbytes -= sum(manifest.files[file].nbytes for file in missing)
+        nbytes -= sum(manifest.files[file].stored_nbytes for file in missing)
         if not missing:
             whole.append(name)
         else:

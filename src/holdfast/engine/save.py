@@ -20,7 +20,6 @@ from holdfast.engine.known import KnownFile
 from holdfast.engine.links import Links
 from holdfast.engine.process import utc_now
 from holdfast.engine.staged import Staged
-from holdfast.engine.throughput import Throughput
 from holdfast.engine.workers import Workers
 from holdfast.engine.writing import (
     Content,
@@ -122,7 +121,7 @@ def write(
         began = time.perf_counter()
         compressing.begin()
         files = _Files(attempt, staged, compressing, links, workers, timeout_s)
-        written = _write_files(store, files, writers, phase, compressing.store)
+        written = _write_files(store, files, writers, phase, compressing)
         request.timings["write_s"] = time.perf_counter() - began
         request.timings["stage_s"] += staged.now_s
         phase.text = "waiting for the copy"
@@ -260,7 +259,7 @@ class _Files:
 
 
 def _write_files(
-    store: Store, files: _Files, writers: Workers, phase: Phase, throughput: Throughput
+    store: Store, files: _Files, writers: Workers, phase: Phase, compressing: Compressing
 ) -> Written:
     folder = files.attempt.folder
     found = write_files(
@@ -270,7 +269,8 @@ def _write_files(
         writers=writers,
         phase=phase,
         timeout_s=files.timeout_s,
-        throughput=throughput,
+        throughput=compressing.store,
+        pieces=compressing.pieces,
     )
     files.written(found)
     index = files.index()

@@ -108,12 +108,19 @@ class SealedFile:
     def _closing_tags(self, *, afresh: bool) -> bytes:
         """The tags of the file, which say where it ends."""
         if self._tags is None or afresh:
-            nbytes = self.seal.nbytes
-            tags = memoryview(bytearray(tags_nbytes(nbytes)))
-            self._fetch(nbytes, tags, afresh=afresh)
-            self._cipher.check_closed(nbytes, bytes(tags), what=f"{self._what}, the end of it")
-            self._tags = bytes(tags)
+            try:
+                self._tags = self._read_tags(afresh=afresh)
+            except Tampered:
+                # Once more, as in `_open`.
+                self._tags = self._read_tags(afresh=True)
         return self._tags
+
+    def _read_tags(self, *, afresh: bool) -> bytes:
+        nbytes = self.seal.nbytes
+        tags = memoryview(bytearray(tags_nbytes(nbytes)))
+        self._fetch(nbytes, tags, afresh=afresh)
+        self._cipher.check_closed(nbytes, bytes(tags), what=f"{self._what}, the end of it")
+        return bytes(tags)
 
 
 class SealedWriter:

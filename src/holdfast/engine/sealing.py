@@ -397,6 +397,9 @@ class SealedStore:
     # Files
 
     def _attempt(self, folder: str) -> _Attempt:
+        if layout.parse_attempt(folder) is None:
+            # Its keys would never be stored; and in clear it must not be either.
+            raise UsageError(f"{self.url}/{folder}: only attempts are written into a sealed root")
         with self._lock:
             if folder not in self._attempts:
                 # Before any byte is written, so that a service that refuses costs no time.
@@ -418,7 +421,8 @@ class SealedStore:
         plain = memoryview(data).cast("B")
         attempt, seal = self._new_file(folder, name, plain.nbytes)
         sealed = seal_whole(self._suite, bytes.fromhex(seal.secret), plain)
-        self.inner.put(f"{folder}/{seal.name}", sealed, if_absent=True)
+        # The name is new, and stores send again only what need not be absent.
+        self.inner.put(f"{folder}/{seal.name}", sealed)
         digest = blocks.file_digest(len(sealed), blocks.digest_blocks(sealed))
         attempt.stored[seal.name] = FileEntry(nbytes=len(sealed), digest=digest)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.engine.documents import read_document
-from holdfast.errors import CorruptData, FormatError, NotFound, Tampered
+from holdfast.errors import CorruptData, FormatError, LimitExceeded, NotFound, Tampered
 from holdfast.format import layout
 from holdfast.format.envelope import (
+    MAX_STRETCHING_KIB,
     Contents,
     KeyBox,
     Visible,
@@ -34,6 +35,9 @@ def opened(store: Store, folder: str, document: bytes, keys: Sequence[Key]) -> C
     """
     what = f"{store.url}/{folder}/{layout.MANIFEST}"
     visible = decode_visible(document, what=what)
+    name = layout.parse_attempt(folder)
+    if name is not None and name.label != visible.label:
+        raise Tampered(f"{what}: it was sealed under the label {visible.label!r}")
     boxes = [*boxes_of(store, folder, visible).values()]
     suite = suite_named(visible.suite, what=what)
     data_key = unwrapped(keys, boxes, suite, what=what)
@@ -50,6 +54,7 @@ def boxes_of(store: Store, folder: str, visible: Visible) -> dict[int, KeyBox]:
     problem: FormatError = CorruptData(f"{where}: the keys beside the manifest are gone")
     for _ in range(_LOOKS):
         found: dict[int, KeyBox] = {}
+        work = 0
         names = store.children(folder)
         numbers = {n for n in map(layout.parse_keys, names) if n is not None}
         for number in sorted(numbers or {1}, reverse=True):
@@ -62,10 +67,13 @@ def boxes_of(store: Store, folder: str, visible: Visible) -> dict[int, KeyBox]:
             except FormatError as error:
                 problem = error
                 continue
-            if box.commitment == visible.commitment:
-                found[number] = box
-            else:
+            if box.commitment != visible.commitment:
                 problem = Tampered(f"{store.url}/{key}: the keys of another checkpoint")
+            elif work + box.stretching_kib > MAX_STRETCHING_KIB:
+                problem = LimitExceeded(f"{store.url}/{key}: too many passphrases to try")
+            else:
+                work += box.stretching_kib
+                found[number] = box
         if found:
             return found
     raise problem

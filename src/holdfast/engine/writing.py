@@ -123,19 +123,21 @@ def write_files(
     phase: Phase,
     timeout_s: float,
     throughput: Throughput | None = None,
+    pieces: Pieces | None = None,
 ) -> dict[str, WrittenFile]:
     """Write `files`, which are durable when this returns; gives what they became by key.
 
-    The next file is asked for while those before it are under way. `workers` hash and `writers`
-    write; `throughput` measures the store. After an error nobody writes any more, unless the error
-    is that some call would not end; what was written is for the caller to remove.
+    The next file is asked for while those before it are under way. `workers` hash and encode,
+    `writers` write; `throughput` measures the store, and `pieces` is memory for stored blocks.
+    After an error nobody writes any more, unless the error is that some call would not end; what
+    was written is for the caller to remove.
 
     Raises:
         StoreError: a file could not be written; a sync that failed is not tried again.
         DeadlineExceeded: some file was not done after `timeout_s` seconds.
     """
     written: dict[str, WrittenFile] = {}
-    rest, pieces, measured = iter(files), Pieces(), throughput or Throughput()
+    rest, pieces, measured = iter(files), pieces or Pieces(), throughput or Throughput()
     while True:
         batch = _Batch(store, workers, writers, pieces, measured, phase, timeout_s)
         found = batch.write(islice(rest, FILES_AT_ONCE))

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from holdfast.errors import FormatError, HoldfastError, LimitExceeded, Tampered
+from holdfast.errors import FormatError, HoldfastError, LimitExceeded, Tampered, UsageError
 from holdfast.format import layout, sealed, strictjson
 from holdfast.format.manifest import (
     MAX_MANIFEST_NBYTES,
@@ -35,6 +35,8 @@ MARK = "sealed-mark"
 BOX = "keys"
 MAX_RECIPIENTS = 64
 MAX_MARK_NBYTES = 2 * sealed.MAX_SEALED_NBYTES
+MAX_STRETCHING_KIB = 16 * 1024 * 1024
+"""Memory times passes that all passphrases of a checkpoint may take: some 20 seconds."""
 
 Hex256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 _Hex = Annotated[str, Meta(pattern=r"\A([0-9a-f]{2})*\Z", max_length=8192)]
@@ -91,6 +93,12 @@ class KeyBox(msgspec.Struct, frozen=True, kw_only=True):
 
     commitment: Hex256
     recipients: Annotated[tuple[Recipient, ...], Meta(min_length=1, max_length=MAX_RECIPIENTS)]
+
+    @property
+    def stretching_kib(self) -> int:
+        """What it takes to try a passphrase with it: memory times passes, in KiB."""
+        each = {r.argon2 for r in self.recipients if r.argon2 is not None}
+        return sum(how.memory_kib * how.passes for how in each)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -246,14 +254,28 @@ def is_mark(data: bytes) -> bool:
 
 
 def encode_box(box: KeyBox) -> bytes:
-    """The box of keys as a sealed document."""
+    """The box of keys as a sealed document.
+
+    Raises:
+        UsageError: no reader would take it, because it has too many recipients or one is too long.
+    """
     members = {"requires": [SEALED], **msgspec.to_builtins(box)}
-    return sealed.seal(BOX, members)
+    data = sealed.seal(BOX, members)
+    try:
+        decode_box(data, what="keys")
+    except FormatError as error:
+        raise UsageError(f"nobody could open what is sealed for these keys: {error}") from error
+    return data
 
 
 def decode_box(data: Buffer, *, what: str) -> KeyBox:
     """The box of keys in `data`; a `FormatError` otherwise."""
-    return strictjson.convert(sealed.unseal(data, what=what, kinds=(BOX,)), KeyBox, what=what)
+    box = strictjson.convert(sealed.unseal(data, what=what, kinds=(BOX,)), KeyBox, what=what)
+    if box.stretching_kib > MAX_STRETCHING_KIB:
+        raise LimitExceeded(
+            f"{what}: its passphrases take more memory and time than any honest ones"
+        )
+    return box
 
 
 def _seal_document(

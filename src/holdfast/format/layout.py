@@ -25,6 +25,8 @@ DATA_ALIGNMENT = 4096
 MAX_TENSOR_FILE_NBYTES = 4 * 1024**3
 MAX_TENSORS_PER_FILE = 50_000
 MAX_LABEL_BYTES = 200
+MAX_BOX_NUMBER = 9999
+"""The highest number that a box of keys may have."""
 CODEC_SUFFIXES: Mapping[str, str] = types.MappingProxyType(
     {"zstd": ".zst", "lz4": ".lz4", "blosc2": ".blosc2"}
 )

@@ -16,6 +16,8 @@ from holdfast.store.base import Buffer
 
 MAX_MANIFEST_NBYTES = 16 * 1024 * 1024
 MAX_JSON_FILE_NBYTES = 64 * 1024 * 1024
+MAX_STORED_BLOCK_NBYTES = 64 * 1024 * 1024
+"""The largest plain block that a codec may have made short: one is decoded as a whole."""
 
 _REGISTER_KINDS = ("checkpoint", "aborted", "deleted", sealed.SEALED)
 _MAX_INT = 2**63 - 1
@@ -276,8 +278,8 @@ def _check_files(manifest: Manifest, expected: set[str], *, what: str) -> None:
         plain, stored = layout.plain_file(name), entry.stored
         if name != (plain if stored is None else layout.stored_file(plain, stored.codec)):
             raise FormatError(f"{what}: {name} is not the name of a file that is stored so")
-        if stored is not None and name == layout.INDEX:
-            raise FormatError(f"{what}: the index must be stored as it is")
+        if stored is not None and manifest.block_nbytes > MAX_STORED_BLOCK_NBYTES:
+            raise FormatError(f"{what}: {name} has blocks that are too long to be decoded")
         if plain.endswith(".json") and entry.nbytes > MAX_JSON_FILE_NBYTES:
             raise FormatError(f"{what}: {name} would have {entry.nbytes:,} bytes")
 

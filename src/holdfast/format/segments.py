@@ -6,7 +6,7 @@ a range of it is read by its own offsets, and aligned blocks stay aligned.
 
 from __future__ import annotations
 
-from holdfast.errors import LimitExceeded
+from holdfast.errors import LimitExceeded, UsageError
 from holdfast.format.suites import NONCE_NBYTES, TAG_NBYTES, Suite
 from holdfast.store.base import Buffer
 
@@ -48,13 +48,15 @@ class FileCipher:
 
         Only the last segment of the file is shorter. What is in the last 16 bytes of `out`
         afterwards means nothing; the tags are kept.
+
+        Raises:
+            UsageError: a nonce would be used twice, or the pieces are no segments.
         """
         data = memoryview(plain).cast("B")
         for low in range(0, data.nbytes, SEGMENT_NBYTES):
-            number = (start + low) // SEGMENT_NBYTES
-            assert (start + low) % SEGMENT_NBYTES == 0, "segments are sealed whole"
-            assert number < MAX_SEGMENTS - 1, "the length was checked"
-            assert number not in self._tags, "a segment is sealed once"
+            number, rest = divmod(start + low, SEGMENT_NBYTES)
+            if rest or number in self._tags or number >= MAX_SEGMENTS - 1:
+                raise UsageError(f"segment {number} is sealed once, as a whole and in its place")
             high = min(low + SEGMENT_NBYTES, data.nbytes)
             piece = out[low : high + TAG_NBYTES]
             self._cipher.encrypt_into(data[low:high], piece, nonce=_nonce(number))
