@@ -165,6 +165,7 @@ class Trainer:
         """By the names of their components."""
         self.data = data
         self.root = root
+        self._encryption = encrypt
         self.counters = Counters()
         self.manager: CheckpointManager | None = None
         """The manager while `fit` runs."""
@@ -188,7 +189,6 @@ class Trainer:
             "takeover": takeover,
             "memory_budget": memory_budget,
             "compress": compress,
-            "encrypt": encrypt,
             "stop": stop,
         }
         self._stop = stop
@@ -371,6 +371,7 @@ class Trainer:
                 counters=lambda: self.counters.totals,
                 sinks=(log_event, costs),
                 overlap=self._overlap,
+                encrypt=self._encryption,
                 **self._options,
             )
             with manager, self._managed(manager):
@@ -384,7 +385,7 @@ class Trainer:
         self._check_validates()
         if self.manager is not None:
             raise UsageError(f"which={which!r}: while fit runs, only its weights can be used")
-        return select(self.root, which, self._options["encrypt"])
+        return select(self.root, which, self._encryption)
 
     def _validate_each(self, targets: Sequence[Target]) -> tuple[Validated, ...]:
         weights = {"model": self.model, **({} if self.ema is None else {"ema": self.ema.model})}
