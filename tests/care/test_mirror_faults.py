@@ -144,6 +144,9 @@ def test_close_has_a_deadline_though_the_remote_tier_hangs(local: LocalStore) ->
     is_closed = not closing.is_alive()
     hang.release.set()
     closing.join(60)
+    for thread in threading.enumerate():
+        if thread.name.startswith("holdfast-"):
+            thread.join(60)  # it still writes into the folder
     assert is_closed
 
 

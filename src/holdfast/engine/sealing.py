@@ -575,7 +575,7 @@ _MIXINS: tuple[tuple[Any, type[SealedStore]], ...] = (
 def _place(key: str) -> tuple[str, str] | None:
     """(folder, name) of what belongs to a checkpoint; None for what is passed through."""
     folder, slash, name = key.partition("/")
-    if not slash or folder in _PASSED_THROUGH or layout.is_scratch(folder):
+    if not slash or folder in _PASSED_THROUGH or layout.is_preflight(folder):
         return None
     return (folder, name) if name else None
 

@@ -145,6 +145,11 @@ def is_scratch(name: str) -> bool:
     return _SCRATCH.fullmatch(name) is not None
 
 
+def is_preflight(name: str) -> bool:
+    """Whether a folder in the root is one of preflight's, in which nothing of a state is."""
+    return is_scratch(name) and name.startswith("preflight-")
+
+
 def request_name(request_id: str) -> str:
     """Name inside `requests/` of the request with an id of 32 hex digits."""
     return f"{request_id}.json"

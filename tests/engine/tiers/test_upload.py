@@ -109,7 +109,7 @@ def test_gc_leaves_the_register_of_what_a_paused_process_sends(local: LocalStore
     slow = sender(local, FaultyStore(remote, [paused]))
     folder = Catalog(local).checkpoints()[0].folder
     with ThreadPoolExecutor(1) as pool:
-        late = pool.submit(slow.send, folder, epoch=2, told=lambda cost: None)
+        late = pool.submit(slow.send, folder, epoch=2, told=lambda cost: None, unclear=set())
         assert paused.reached.wait(60)
         claim_run(remote, lambda: Choice(point=None), takeover=True, emit=Emitter(()))
         collect(remote, own_epoch=3)
