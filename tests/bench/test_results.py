@@ -17,22 +17,23 @@ def results() -> Results:
     for disk_s, save_s in ((1.0, 2.0), (4.0, 5.0), (3.0, 30.0)):
         found.add("local/gpt/limits", Outcome(figures={"ceiling_save_s": [disk_s]}))
         found.add(
-            "local/gpt/save/holdfast", Outcome(figures={"durable_s": [save_s], "disk_s": [disk_s]})
+            "local/gpt/save/holdfast-awaited",
+            Outcome(figures={"durable_s": [save_s], "disk_s": [disk_s]}),
         )
     return found
 
 
 def test_a_share_is_the_median_of_the_shares_of_the_rounds(results: Results) -> None:
-    figure = ("local/gpt/save/holdfast", "durable_s")
+    figure = ("local/gpt/save/holdfast-awaited", "durable_s")
     assert share(results, "local/gpt", "save", figure) == 0.5  # of medians it would be 0.6
 
 
 def test_a_round_that_failed_has_no_share(results: Results) -> None:
-    results.cases["local/gpt/save/holdfast"][0] = Outcome(figures={}, error="died")
-    figure = ("local/gpt/save/holdfast", "durable_s")
+    results.cases["local/gpt/save/holdfast-awaited"][0] = Outcome(figures={}, error="died")
+    figure = ("local/gpt/save/holdfast-awaited", "durable_s")
     assert share(results, "local/gpt", "save", figure) == pytest.approx(0.45)
     assert results.has_failed
-    assert results.error("local/gpt/save/holdfast") == "died"
+    assert results.error("local/gpt/save/holdfast-awaited") == "died"
 
 
 def test_ceilings_are_the_best_of_the_ways_that_were_measured() -> None:
@@ -55,7 +56,7 @@ def test_ceilings_are_the_best_of_the_ways_that_were_measured() -> None:
 
 
 def test_worst_needs_all_and_best_of_takes_what_there_is(results: Results) -> None:
-    limit, save = "local/gpt/limits:ceiling_save_s", "local/gpt/save/holdfast:durable_s"
+    limit, save = "local/gpt/limits:ceiling_save_s", "local/gpt/save/holdfast-awaited:durable_s"
     assert worst(quotient(limit, save), quotient(save, limit))(results) == 2.0
     assert worst(quotient(limit, save), value("none:x_s"))(results) is None
     assert best_of(limit, "none:x_s", over=save)(results) == 2.0

@@ -173,9 +173,9 @@ def test_a_mutant_that_repeats_a_failed_fsync_is_caught(
     """R7: the second fsync "succeeds", and the bytes may be gone."""
     real = LocalBlockWriter.finish
 
-    def finish(self: LocalBlockWriter) -> None:
+    def finish(self: LocalBlockWriter, nbytes: int | None = None) -> None:
         try:
-            real(self)
+            real(self, nbytes)
         except errors.StoreError:
             os.fsync(self._fd)
 

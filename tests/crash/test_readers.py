@@ -38,6 +38,7 @@ with CheckpointManager(sys.argv[1], {"tree": tree}, keep=Last(2), sinks=()) as m
 COMMITS_EARLY = """
 import os, time
 from holdfast.engine import save
+from holdfast.engine.writing import WrittenFile
 real_commit, held = save.commit, []
 
 def write_files(store, files, **options):
@@ -45,13 +46,14 @@ def write_files(store, files, **options):
     for file in files:
         if isinstance(file.content, save.Document):
             store.put(file.key, file.content.data)
-            digests[file.key] = save.blocks.digest_blocks(file.content.data)
+            digest = save.blocks.digest_blocks(file.content.data)
+            digests[file.key] = WrittenFile(digests=digest)
             continue
         count = -(-file.content.nbytes // save.layout.BLOCK_NBYTES)
         data = b"".join(bytes(file.content.block(number, 60)) for number in range(count))
         store.put(file.key, bytes(len(data)))
         held.append((os.path.join(store.url, file.key), data))
-        digests[file.key] = save.blocks.digest_blocks(data)
+        digests[file.key] = WrittenFile(digests=save.blocks.digest_blocks(data))
     return digests
 
 def commit(*args):

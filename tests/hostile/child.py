@@ -39,6 +39,7 @@ from holdfast.cli.show import show
 from holdfast.cli.verify import check
 from holdfast.engine import claim
 from holdfast.errors import HoldfastError
+from holdfast.format.records import Rejected, decode_rejected, encode_rejected
 from holdfast.store.syscalls import is_cached
 from holdfast.weights import load_weights
 
@@ -253,6 +254,8 @@ def warm_up(base: Path, draft: Draft) -> None:
         root = base / "warm" / str(number)
         changed(draft, by_name[name].change).write(root)
         Trial(root, draft.folder).run()
+    rejected = encode_rejected(Rejected(by="us", reasons=("a reason",)))
+    decode_rejected(rejected, what="a mark")  # its types are looked at when it is read first
     with open(__file__, "rb") as file:
         is_cached(file.fileno(), 0, 1)  # asks the system by a function that is looked up once
     for thread in threading.enumerate():

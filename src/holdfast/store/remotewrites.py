@@ -191,8 +191,11 @@ class _Writer:
     def _check_complete(self, nbytes: int | None) -> None:
         self._check_open("finish")
         length = nbytes if self._length is None else self._length
-        if length is None or length != (length if nbytes is None else nbytes):
-            raise UsageError(f"finish {self._key}: nbytes={nbytes} is not the length")
+        if length is None or length > self._nbytes or nbytes not in (None, length):
+            raise UsageError(
+                f"finish {self._key}: nbytes={nbytes} cannot be the length of an object that was "
+                f"begun with {self._nbytes}"
+            )
         if self._written_nbytes != length:
             raise StoreError(
                 f"finish {self._key}: {length - self._written_nbytes} of {length} bytes were not "
