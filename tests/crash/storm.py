@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from holdfast.care.gc import collect
@@ -230,7 +231,11 @@ class Storm:
 
 
 def manifest_first() -> None:
-    """Mutant: commits before the files are written."""
+    """Mutant: commits before the files are written.
+
+    It waits in between as long as the child has lived, so that many kills strike there, however
+    slow the machine is.
+    """
     real_commit = commit_module.commit
 
     def commit(store: Any, attempt: Any, manifest: Any) -> None:
@@ -238,7 +243,7 @@ def manifest_first() -> None:
         for key, _ in aside:
             store.delete(key)
         real_commit(store, attempt, manifest)
-        time.sleep(0.02)
+        time.sleep(max(0.02, time.time() - psutil.Process().create_time()))
         for key, data in aside:
             store.put(key, data)
 

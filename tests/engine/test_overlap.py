@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.engine import copying, fence, image
+from holdfast.engine.checkpoint import PendingSave
 from holdfast.engine.overlap import Mode
+from holdfast.engine.staged import StagedInMemory
 from holdfast.errors import DeadlineExceeded, SaveFailed, UsageError
 from holdfast.manager import CheckpointManager
 from runs import Recorder
@@ -425,6 +427,60 @@ def test_a_save_that_failed_leaves_no_copy_under_way(
         before = bits(state)
         manager.save(2).wait()
     assert stored(tmp_path, state) == before
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("broken", ["background", "copy"])
+def test_whoever_waits_for_a_save_that_cannot_begin_hears_why(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch, overlap: bool, broken: str
+) -> None:
+    """I2, I9: the machine gives no thread for what writes, or the copy fails."""
+    gate.open()
+    model = new_model()
+    optimizer = adam(model)
+    train(model, optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    pendings: list[PendingSave] = []
+    monkeypatch.setattr("holdfast.engine.saver.PendingSave", noting(pendings))
+    with CheckpointManager(tmp_path, state, overlap=overlap, on_failure="warn") as manager:
+        with monkeypatch.context() as breaking:
+            if broken == "copy":
+                breaking.setattr(StagedInMemory, "copy", refuse)
+            else:
+                breaking.setattr(threading.Thread, "start", all_but("holdfast-save-0"))
+            with pytest.raises((OSError, RuntimeError), match="no space|no thread"):
+                manager.save(1)
+        (pending,) = pendings
+        assert pending.staged.exception(timeout=30) or (overlap and broken == "background")
+        assert isinstance(pending.committed.exception(timeout=30), SaveFailed)
+        manager.fence()
+        train(model, optimizer)
+        before = bits(state)
+        manager.save(2).wait()
+        assert [entry.step for entry in manager.list()] == [2]
+    assert stored(tmp_path, state) == before
+
+
+def noting(seen: list[PendingSave]) -> Callable[..., PendingSave]:
+    """A constructor that keeps what it makes."""
+
+    def make(*args: Any, **options: Any) -> PendingSave:
+        seen.append(PendingSave(*args, **options))
+        return seen[-1]
+
+    return make
+
+
+def all_but(name: str) -> Callable[[threading.Thread], None]:
+    """A `Thread.start` that cannot start the thread of this name."""
+    begin = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("no thread to be had")
+        begin(thread)
+
+    return start
 
 
 def refuse(*_: Any, **__: Any) -> None:

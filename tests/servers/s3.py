@@ -134,7 +134,10 @@ class LocalStack(S3Program):
 
 
 class Moto(S3Program):
-    """moto: a light simulator that keeps objects in memory and checks no checksums."""
+    """moto: a light simulator that keeps objects in memory and checks no checksums.
+
+    Its requests are served in turn, because its conditional puts are not atomic.
+    """
 
     name = "moto"
     requirements = ("moto==5.2.5", "flask", "flask-cors", "PyYAML", "py-partiql-parser")
@@ -145,7 +148,8 @@ class Moto(S3Program):
 
     def launch(self) -> None:
         """One process."""
-        self.spawn("moto", [self._bin / "moto_server", "-H", "127.0.0.1", "-p", str(self.port)])
+        script = Path(__file__).with_name("moto_in_turn.py")
+        self.spawn("moto", [self._bin / "python", script, str(self.port)])
 
 
 class Rclone(S3Program):

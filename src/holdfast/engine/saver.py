@@ -38,7 +38,7 @@ from holdfast.store.base import Store
 
 MAX_COPIERS = 8
 """Threads that copy what training waits for, the caller's among them; so many fill the memory's
-bandwidth where one does not (on two cores, two took 0.7 times as long as one)."""
+bandwidth where one does not."""
 
 
 class Saver:
