@@ -448,7 +448,7 @@ def test_whoever_waits_for_a_save_that_cannot_begin_hears_why(
                 breaking.setattr(StagedInMemory, "copy", refuse)
             else:
                 breaking.setattr(threading.Thread, "start", all_but("holdfast-save-0"))
-            with pytest.raises((OSError, RuntimeError), match="no space|no thread"):
+            with pytest.raises((OSError, RuntimeError), match=r"no space|no thread"):
                 manager.save(1)
         (pending,) = pendings
         assert pending.staged.exception(timeout=30) or (overlap and broken == "background")
