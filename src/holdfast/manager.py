@@ -466,6 +466,7 @@ class CheckpointManager:
         )
         reader = self._reader()
         reader.keeps = not self.is_owner
+        self._catalog.look_again()
         found = reader.named(which, options)
         is_rollback = which != "latest"
         if options.is_full and self.is_owner:
@@ -484,6 +485,7 @@ class CheckpointManager:
 
     def list(self) -> tuple[Checkpoint, ...]:
         """Every committed checkpoint, newest first."""
+        self._catalog.look_again()
         entries = self._catalog.checkpoints()
         return tuple(describe(self._home(entry), entry) for entry in entries)
 
@@ -734,6 +736,7 @@ class CheckpointManager:
         return self._catalog.home(entry.folder)
 
     def _annotate(self, which: str | int, **notes: Any) -> None:
+        self._catalog.look_again()
         entry = self._catalog.resolve(which)
         if not isinstance(self._catalog, TieredCatalog):
             annotate(self.store, entry, **notes)

@@ -444,6 +444,7 @@ class Mirror:
             if is_good and entry.name.epoch == claim.epoch:
                 self._owner.remote_has_committed = True
             self._end(entry)
+        self._catalog.look_again()  # it can be reached, whatever a reader has met
 
     def _end(self, entry: Entry) -> None:
         """It is there now, or is not to be sent any more."""

@@ -67,7 +67,8 @@ class TieredCatalog(Catalog):
         """Folders whose local copy is damaged and which are read in the remote tier."""
 
     def look_again(self) -> None:
-        """Try to reach the remote tier again."""
+        """See `Catalog.look_again`: until then a remote tier that failed once is left alone, so that
+        one question waits for it once."""
         self.cut_off = None
 
     def home(self, folder: str) -> Store:
