@@ -22,6 +22,7 @@ from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.claim import Claim, expect_claim, is_closed, nothing_arrives
 from holdfast.engine.commit import mark_aborted, remove_files, settle
 from holdfast.engine.notes import annotate
+from holdfast.engine.sealing import SealedStore
 from holdfast.engine.tiers.claims import TieredOwnership
 from holdfast.engine.tiers.pieces import length
 from holdfast.engine.tiers.telling import remote_emitter
@@ -34,6 +35,7 @@ from holdfast.errors import (
     FormatError,
     HoldfastError,
     NoCheckpoint,
+    NotSealed,
     OutcomeUnknown,
     OwnershipError,
     UploadFailed,
@@ -365,6 +367,8 @@ class Mirror:
             for name, file in entry.manifest.files.items()
             if sizes.get(f"{entry.folder}/{name}") != length(file)
         ]
+        if isinstance(self._remote, SealedStore):
+            wrong += self._remote.lost_keys(entry.folder)
         if not wrong:
             return ""
         text = f"{self._remote.url}/{entry.folder} lacks {', '.join(wrong)}"
@@ -401,7 +405,7 @@ class Mirror:
                 self._told("warning", text, step=entry.step, folder=folder)
             self._backlog.give_up(folder)
             self._end(entry)
-        except (CommitConflict, FormatError) as error:
+        except (CommitConflict, FormatError, NotSealed) as error:
             self._refuse(entry, error)
         except (Interrupted, OwnershipError):
             self._backlog.note(entry, "waiting")
