@@ -216,6 +216,8 @@ class CheckpointManager:
             replaces=replaces,
             held=never_held if self._mirror is None else self._mirror.holds,
         )
+        if self._mirror is not None:
+            self._mirror.caught_up = self._housekeeper.retain
         self._tuning = Tuning(self.store, self._owner, self._emit, self._schedule.auto)
         self._outside = Outside(Requests(self.store, emit=self._emit), stop, self._promote)
         self._overlap = Overlap(overlap, state, self._emit, timeout_s=save_timeout_s)

@@ -124,6 +124,9 @@ class Mirror:
         self.uploaded: Callable[[Entry, bool], None] = lambda entry, was_read: None
         """Called when a checkpoint is safe in the remote tier, and whether every byte of the local
         copy was read and found right for it."""
+        self.caught_up: Callable[[], None] = lambda: None
+        """Called once after each claim, when nothing waits. What a forerunner kept for its upload
+        may be there already, and then nothing is sent that would tell so."""
         self._forget_all()
         owner.before_take = self._pause
         owner.after_take = self._go_on
@@ -131,6 +134,8 @@ class Mirror:
     def _forget_all(self) -> None:
         """What is known of both tiers, which another process may change until the next claim."""
         self._backlog.clear()
+        self._is_behind = True
+        """Whether there was no moment yet since the claim when nothing waited."""
         self._begun: set[str] = set()
         """Folders of which something may be in the remote tier that is not committed."""
         self._num_failures = 0
@@ -332,6 +337,9 @@ class Mirror:
             self._clear_away()
         if self._may_mend and not self._stop.is_set():
             self._mend()
+        if self._is_behind and not self._stop.is_set():
+            self._is_behind = False
+            self.caught_up()
 
     def _begin(self) -> None:
         """Once after each claim: claim the remote tier too, and see what it has."""
