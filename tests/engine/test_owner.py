@@ -83,7 +83,9 @@ def test_a_remote_tier_that_hangs_at_the_end_keeps_nothing_from_the_local_one(
     hangs.append(hang("put", "writers/*.closed.json"))
     remote: Store = FaultyStore(MemoryStore(), hangs)
     recorder = Recorder()
-    manager = new_run().manager(Tiered(LocalStore(tmp_path), remote), exit_timeout_s=0.5, sinks=[recorder])
+    manager = new_run().manager(
+        Tiered(LocalStore(tmp_path), remote), exit_timeout_s=0.5, sinks=[recorder]
+    )
     manager.save(1).wait()
     manager.wait()
     manager.finish_at_exit()

@@ -25,6 +25,7 @@ from holdfast.errors import (
     FormatError,
     NoCheckpoint,
     OwnedElsewhere,
+    SealError,
     StoreError,
     UsageError,
 )
@@ -242,7 +243,7 @@ def committed(catalog: Catalog, *, below: int, but: frozenset[str]) -> Iterator[
             continue
         try:
             register = catalog.read(str(name))
-        except FormatError:
+        except (FormatError, SealError):
             yield str(name)
         else:
             if isinstance(register, Manifest):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from holdfast.engine.claim import Choice, Claim, Heartbeat, check_owner, claim_run
 from holdfast.errors import HoldfastError
@@ -17,7 +18,7 @@ _LEAST_S = 1.0
 
 
 def left_s(end: float) -> float:
-    """Seconds until `end` on the monotonic clock; at least one, in which what does not hang ends."""
+    """Seconds until `end` of the monotonic clock; never less than one, for what does not hang."""
     return max(end - time.monotonic(), _LEAST_S)
 
 
@@ -69,9 +70,7 @@ class Ownership:
         Waits no longer than `timeout_s` seconds for a storage that hangs, and tells it.
         """
         claim, self.claim = self.claim, None
-        self._end_heartbeat(
-            is_over=claim is not None and self._has_ended(), timeout_s=timeout_s
-        )
+        self._end_heartbeat(is_over=claim is not None and self._has_ended(), timeout_s=timeout_s)
 
     def _has_ended(self) -> bool:
         return self.is_clean and not self.unclear
@@ -84,7 +83,7 @@ class Ownership:
         self._end(heartbeat, is_over=is_over, timeout_s=timeout_s)
 
     def _end(
-        self, heartbeat: Heartbeat | None, *, is_over: bool, timeout_s: float, **where: str
+        self, heartbeat: Heartbeat | None, *, is_over: bool, timeout_s: float, **where: Any
     ) -> None:
         if heartbeat is None:
             return
