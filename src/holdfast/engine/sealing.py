@@ -22,6 +22,7 @@ from holdfast.errors import (
     AlreadyExists,
     CorruptData,
     FormatError,
+    KeyUnavailable,
     MissingKey,
     NotFound,
     NotSealed,
@@ -62,7 +63,7 @@ from holdfast.format.records import (
 )
 from holdfast.format.segments import FileCipher, seal_whole, stored_nbytes
 from holdfast.format.suites import Suite, fresh_secret
-from holdfast.keys import Encryption, wrapped
+from holdfast.keys import Encryption, try_key, wrapped
 from holdfast.store.base import (
     AbortsUploads,
     BlockWriter,
@@ -136,6 +137,15 @@ class SealedStore:
     def url(self) -> str:
         """See `Store.url`: that of `inner`."""
         return cast(str, self.inner.url)
+
+    def useless_keys(self) -> Iterator[str]:
+        """Why what would be sealed now might be opened by nobody: keys that are there to open, and
+        do not open what they wrap. Those that only wrap are passed over."""
+        for key in self._encryption.sealing:
+            try:
+                try_key(key, self._suite)
+            except (KeyUnavailable, Tampered) as error:
+                yield f"{key.name} does not open what it wraps: {error}"
 
     # The six operations
 

@@ -22,7 +22,7 @@ from typing import Any
 from holdfast.errors import HoldfastError, StoreError, TransientStoreError, UsageError
 from holdfast.store.base import BlockWriter
 from holdfast.store.localfiles import flat
-from holdfast.store.remoteapi import Api
+from holdfast.store.remoteapi import Api, is_own_process
 from holdfast.store.remoteopen import RemoteOptions
 from holdfast.store.throttle import Pace
 
@@ -296,12 +296,14 @@ class MultipartPut(_Writer):
     def write(self, start: int, data: memoryview) -> None:
         """See `BlockWriter.write`. Waits while the memory for copies is full."""
         piece = self._checked(start, data)
+        self._uploads.api.expect_own_process()
         self._check_open("write")
         for offset in range(0, len(piece), COPY_NBYTES):
             self._take(start + offset, piece[offset : offset + COPY_NBYTES])
 
     def finish(self, nbytes: int | None = None) -> None:
         """See `BlockWriter.finish`. After a failure it looks whether the object is there."""
+        self._uploads.api.expect_own_process()
         with self._uploads.changed:
             self._check_complete(nbytes)
         if self._upload is None:  # it became empty
@@ -317,6 +319,8 @@ class MultipartPut(_Writer):
 
     def abort(self) -> None:
         """See `BlockWriter.abort`. Waits a while for the upload to be aborted."""
+        if not is_own_process():
+            return  # the upload is that of the process that this one was forked from
         with self._uploads.changed:
             if self._state is not _State.WRITING:
                 return
@@ -417,6 +421,8 @@ class MultipartPut(_Writer):
         return copy
 
     def _sent(self, buffer: mmap.mmap, nbytes: int) -> None:
+        if not is_own_process():
+            return  # whoever held the lock when this process was forked is not here
         with self._uploads.changed:
             self._in_flight_nbytes -= nbytes
             self._note()
