@@ -1,6 +1,7 @@
 """SIGKILL storm over two tiers: kill a child that saves and sends, look, go on. Run as a script.
 
     python tests/crash/tiers_storm.py ROOT --trials 50 --seed 0 [--machines new] [--mutant NAME]
+        [--sealed]
 
 With `new` machines each child has an empty local tier. As `storm.py`, whose parts it takes.
 """
@@ -21,15 +22,32 @@ from storm import Storm, new_state, step_of, succeeds
 from holdfast.care import mirror as mirror_module
 from holdfast.care.verify import verify
 from holdfast.engine.catalog import Catalog, Entry
+from holdfast.engine.sealing import sealing
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.events import Event
+from holdfast.keys import Encryption, SecretKey
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import EveryNth, Last
+from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 
 MILESTONE = 3
 """Steps that the remote tier keeps for good."""
+
+
+SEALS = Encryption(keys=SecretKey(bytes(range(32))))
+
+
+class Look:
+    """How this run looks at its roots: with a key where it is sealed."""
+
+    encryption: Encryption | None = None
+
+    @classmethod
+    def at(cls, root: Path) -> Store:
+        """The store of a root."""
+        return sealing(LocalStore(root), cls.encryption)
 
 
 def work(local: Path, remote: Path, num_elements: int, told: int) -> None:
@@ -42,7 +60,7 @@ def work(local: Path, remote: Path, num_elements: int, told: int) -> None:
     state = new_state(num_elements)
     rule = Last(2) | EveryNth(f"{MILESTONE}step")
     root = Tiered(local, remote, keep_local=Last(1), keep_remote=rule)
-    with CheckpointManager(root, state, sinks=(tell,)) as manager:
+    with CheckpointManager(root, state, sinks=(tell,), encrypt=Look.encryption) as manager:
         manager.resume()
         first = step_of(state) + 1
         for step in range(first, first + 2):
@@ -54,7 +72,7 @@ def work(local: Path, remote: Path, num_elements: int, told: int) -> None:
 
 def newest(root: Path) -> int:
     """The newest step of a root, all of whose checkpoints are whole."""
-    store = LocalStore(root)
+    store = Look.at(root)
     entries, damaged = Catalog(store).survey()
     problems = [str(verify(store, entry.folder).problems) for entry in entries]
     if damaged or any(problem != "()" for problem in problems):
@@ -71,10 +89,10 @@ def look(local: Path, remote: Path, saved: int, uploaded: int) -> None:
 
 def clean(local: Path, remote: Path, wanted: set[int]) -> None:
     """After a life to its end each tier has what its rule keeps, all of it, and no junk."""
-    here = [entry.step for entry in Catalog(LocalStore(local)).checkpoints()]
+    here = [entry.step for entry in Catalog(Look.at(local)).checkpoints()]
     if len(here) != 1 or Ledger(LocalStore(local)).waiting():
         raise AssertionError(f"local: {os.listdir(local)}")
-    entries = Catalog(LocalStore(remote)).checkpoints()
+    entries = Catalog(Look.at(remote)).checkpoints()
     there = [entry.step for entry in entries]
     extra = [step for step in there[2:] if step % MILESTONE]
     missing = {*here, *(step for step in wanted if step % MILESTONE == 0)}.difference(there)
@@ -147,7 +165,9 @@ def main() -> int:
     parser.add_argument("--size", type=int, default=65536, help="elements of each tensor")
     parser.add_argument("--machines", choices=["same", "new"], default="same")
     parser.add_argument("--mutant", choices=sorted(MUTANTS))
+    parser.add_argument("--sealed", action="store_true")
     options = parser.parse_args()
+    Look.encryption = SEALS if options.sealed else None
     torch.set_num_threads(1)
     if options.mutant:
         MUTANTS[options.mutant]()
