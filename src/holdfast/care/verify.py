@@ -54,7 +54,7 @@ from holdfast.format.records import (
     decode_writer,
 )
 from holdfast.format.tensors import parse_header
-from holdfast.store.base import Store
+from holdfast.store.base import Store, uncached
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with a folder, the bytes checked so far and the bytes to check, in the caller's thread."""
@@ -91,6 +91,7 @@ def verify(
         NoCheckpoint: the folder holds no committed checkpoint, or no longer does.
         DeadlineExceeded: the storage did not answer for `READ_TIMEOUT_S`.
     """
+    store = uncached(store)  # a copy nearer by says nothing of what is there
     while True:
         inspection = _Inspection(store, folder, progress, decode=decode)
         try:
