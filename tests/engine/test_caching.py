@@ -149,6 +149,7 @@ def test_it_offers_what_the_store_offers(tmp_path: Path) -> None:
         assert isinstance(store, Caches)
         assert store.url == inner.url
         assert uncached(store) is inner
+        assert uncached(cached(store, tmp_path / "other")) is inner
 
 
 def test_a_url_will_do_for_a_store(tmp_path: Path) -> None:

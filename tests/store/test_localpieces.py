@@ -258,7 +258,9 @@ def test_processes_keep_to_one_room_together(tmp_path: Path, child: Callable[...
     assert not [name for name in files(tmp_path) if name.endswith(".part")]
 
 
-@pytest.mark.parametrize("count", [None, b"", b"junk", b"-1", b"9" * 20, b"9" * 40, b"\xff" * 8])
+@pytest.mark.parametrize(
+    "count", [None, b"", b"junk", b"-1", b"9" * 20, b"9" * 40, b"\xff" * 8, b"0" * 20 + b" another"]
+)
 def test_a_count_that_is_lost_or_damaged_is_taken_anew(tmp_path: Path, count: bytes | None) -> None:
     reader = Reader(tmp_path, max_nbytes=5 * ON_DISK)
     for number in range(5):

@@ -32,6 +32,7 @@ from holdfast.store.base import (
     WritesBlocks,
     ignore,
     read_into,
+    uncached,
 )
 from holdfast.store.localpieces import PIECE_NBYTES, LocalPieces, Piece
 
@@ -98,7 +99,7 @@ class CachedStore:
 
     def uncached(self) -> Store:
         """See `Caches.uncached`."""
-        return cast(Store, self.inner)
+        return uncached(self.inner)
 
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         """See `Store.put`."""
@@ -174,13 +175,14 @@ class CachedStore:
             )
 
     def _forget(self, key: str) -> None:
+        """Drop what is known of a file of a checkpoint, or of all files of one."""
         folder, _, name = key.partition("/")
-        if name and not _is_lasting(key):
+        if layout.parse_attempt(folder) is None or (name and not _is_lasting(key)):
             return
-        for known in [known for known in tuple(self._lengths) if f"{known}/".startswith(f"{key}/")]:
-            self._lengths.pop(known, None)
-        if layout.parse_attempt(folder) is not None:
-            self._pieces.forget(f"{self._place}/{key}")
+        for known in tuple(self._lengths):
+            if known.startswith(key):
+                self._lengths.pop(known, None)
+        self._pieces.forget(f"{self._place}/{key.rstrip('/')}")
 
 
 def _is_lasting(key: str) -> bool:

@@ -230,11 +230,11 @@ class LocalPieces:
                     yield False
                     return
                 time.sleep(_FIRST_PAUSE_S)
-            count = _number(os.pread(fd, 32, 0))
+            count = _counted_here(os.pread(fd, 100, 0))
             if count is None or count + needed > self._max_nbytes:
                 count = self._clear(self._max_nbytes - needed)
             has_room = count + needed <= self._max_nbytes
-            os.pwrite(fd, b"%020d" % (count + needed * has_room), 0)
+            os.pwrite(fd, b"%020d %s" % (count + needed * has_room, _boot()), 0)
             yield has_room
         finally:
             _unlock(fd)
@@ -358,5 +358,16 @@ def _on_disk(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
-def _number(text: bytes) -> int | None:
-    return int(text) if re.fullmatch(rb"[0-9]{1,20}", text) else None
+def _counted_here(text: bytes) -> int | None:
+    """The count, if it was written since this machine started: what a power failure leaves of it
+    may be older than the copies."""
+    number, _, boot = text.partition(b" ")
+    return int(number) if re.fullmatch(rb"[0-9]{20}", number) and boot == _boot() else None
+
+
+def _boot() -> bytes:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            return file.read().strip()
+    except OSError:
+        return b""
