@@ -773,7 +773,7 @@ class CheckpointManager:
         if found.options.is_full:
             self._half_loaded = None
             self._stand_on(found.entry, is_rollback=is_rollback)
-            if found.options.proves_whole:
+            if found.is_proof:
                 self._housekeeper.trust(found.entry)
 
     def _stand_on(self, entry: Entry, *, is_rollback: bool) -> None:

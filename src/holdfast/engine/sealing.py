@@ -73,6 +73,7 @@ from holdfast.store.base import (
     AbortsUploads,
     BlockWriter,
     Buffer,
+    Caches,
     Folders,
     FreeSpace,
     LinksFiles,
@@ -561,6 +562,14 @@ class _SealedReadsInto(SealedStore):
             reader.read(start, memoryview(buffer).cast("B"), seen=seen, afresh=afresh)
 
 
+class _SealedCaches(SealedStore):
+    def uncached(self) -> Store:
+        """See `Caches.uncached`; what was begun or opened here is known there, too."""
+        twin = SealedStore(self.inner.uncached(), self._encryption)
+        twin._attempts, twin._opened, twin._lock = self._attempts, self._opened, self._lock
+        return twin
+
+
 class _SealedWritesBlocks(SealedStore):
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
         """See `WritesBlocks.create`; pieces come as with `at_most` in either case."""
@@ -631,6 +640,7 @@ class _SealedProbes(SealedStore):
 _MIXINS: tuple[tuple[Any, type[SealedStore]], ...] = (
     (Folders, _SealedFolders),
     (ReadsInto, _SealedReadsInto),
+    (Caches, _SealedCaches),
     (WritesBlocks, _SealedWritesBlocks),
     (LinksFiles, _SealedLinksFiles),
     (AbortsUploads, _SealedAbortsUploads),
