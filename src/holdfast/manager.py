@@ -35,7 +35,7 @@ from holdfast.engine.options import (
 )
 from holdfast.engine.outside import Asked, Outside
 from holdfast.engine.overlap import Mode, Overlap
-from holdfast.engine.owner import Ownership
+from holdfast.engine.owner import Ownership, left_s
 from holdfast.engine.pause import collector_paused
 from holdfast.engine.requests import POLL_S, Requests
 from holdfast.engine.resume import (
@@ -517,6 +517,8 @@ class CheckpointManager:
     def close(self) -> None:
         """Finish what is under way and give the run up cleanly. Closing twice is fine.
 
+        Ends within `save_timeout_s` and a few seconds, also where the storage hangs.
+
         Raises:
             SaveFailed: a background save failed and nobody was told yet.
             UploadFailed: not all was sent in time, and `on_upload_failure` is "raise".
@@ -563,6 +565,7 @@ class CheckpointManager:
         if self._closed or os.getpid() != self._pid:
             return
         upload_failure: HoldfastError | None = None
+        end = time.monotonic() + timeout_s
         try:
             self._saver.settle(timeout_s)
         finally:
@@ -570,9 +573,9 @@ class CheckpointManager:
             self._outside.close()
             exits.forget(self)
             self._overlap.fence.close()
-            upload_failure = self._end_uploads(timeout_s)
+            upload_failure = self._end_uploads(left_s(end))
             self._saver.close()
-            self._owner.release()
+            self._owner.release(left_s(end))
             self._emit("closed", f"{self.store.url}: closed")
         self._saver.raise_failure()
         if upload_failure is not None:
@@ -770,7 +773,7 @@ class CheckpointManager:
         if found.options.is_full:
             self._half_loaded = None
             self._stand_on(found.entry, is_rollback=is_rollback)
-            if found.options.proves_whole:
+            if found.is_proof:
                 self._housekeeper.trust(found.entry)
 
     def _stand_on(self, entry: Entry, *, is_rollback: bool) -> None:

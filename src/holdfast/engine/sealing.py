@@ -23,6 +23,7 @@ from holdfast.errors import (
     AlreadyExists,
     CorruptData,
     FormatError,
+    KeyUnavailable,
     MissingKey,
     NotFound,
     NotSealed,
@@ -67,11 +68,12 @@ from holdfast.format.records import (
 )
 from holdfast.format.segments import FileCipher, seal_whole, stored_nbytes
 from holdfast.format.suites import Suite, fresh_secret
-from holdfast.keys import Encryption, wrapped
+from holdfast.keys import Encryption, try_key, wrapped
 from holdfast.store.base import (
     AbortsUploads,
     BlockWriter,
     Buffer,
+    Caches,
     Folders,
     FreeSpace,
     LinksFiles,
@@ -165,6 +167,15 @@ class SealedStore:
     def url(self) -> str:
         """See `Store.url`: that of `inner`."""
         return cast(str, self.inner.url)
+
+    def useless_keys(self) -> Iterator[str]:
+        """Why what would be sealed now might be opened by nobody: keys that are there to open, and
+        do not open what they wrap. Those that only wrap are passed over."""
+        for key in self._encryption.sealing:
+            try:
+                try_key(key, self._suite)
+            except (KeyUnavailable, Tampered) as error:
+                yield f"{key.name} does not open what it wraps: {error}"
 
     # The six operations
 
@@ -551,6 +562,14 @@ class _SealedReadsInto(SealedStore):
             reader.read(start, memoryview(buffer).cast("B"), seen=seen, afresh=afresh)
 
 
+class _SealedCaches(SealedStore):
+    def uncached(self) -> Store:
+        """See `Caches.uncached`; what was begun or opened here is known there, too."""
+        twin = SealedStore(self.inner.uncached(), self._encryption)
+        twin._attempts, twin._opened, twin._lock = self._attempts, self._opened, self._lock
+        return twin
+
+
 class _SealedWritesBlocks(SealedStore):
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
         """See `WritesBlocks.create`; pieces come as with `at_most` in either case."""
@@ -621,6 +640,7 @@ class _SealedProbes(SealedStore):
 _MIXINS: tuple[tuple[Any, type[SealedStore]], ...] = (
     (Folders, _SealedFolders),
     (ReadsInto, _SealedReadsInto),
+    (Caches, _SealedCaches),
     (WritesBlocks, _SealedWritesBlocks),
     (LinksFiles, _SealedLinksFiles),
     (AbortsUploads, _SealedAbortsUploads),
