@@ -1,4 +1,4 @@
-"""Memory of our own: on pages, private, and not inherited by forked children."""
+"""Memory of our own: on pages, private, and not inherited by forked children, unless said."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from queue import Empty, SimpleQueue
 from holdfast.errors import OutOfMemory
 
 
-def take(nbytes: int) -> mmap.mmap:
-    """So much memory, or a byte.
+def take(nbytes: int, *, is_inherited: bool = False) -> mmap.mmap:
+    """So much memory, or a byte. Forked children have a copy of it only if it `is_inherited`.
 
     Raises:
         OutOfMemory: the system refuses.
@@ -19,7 +19,7 @@ def take(nbytes: int) -> mmap.mmap:
         found = mmap.mmap(-1, max(nbytes, 1), flags=flags)
     except (OSError, OverflowError) as error:
         raise OutOfMemory(f"{nbytes} bytes of memory are not to be had: {error}") from error
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+    for advice in ("MADV_HUGEPAGE",) if is_inherited else ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
             _advise(found, getattr(mmap, advice))
     return found

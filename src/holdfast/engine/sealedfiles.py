@@ -203,7 +203,9 @@ class _Scratch(threading.local):
     """Memory on a page, as direct writes want it; one a thread, because it is used at once."""
 
     def __init__(self) -> None:
-        self.memory = take(BLOCK_NBYTES + SEGMENT_NBYTES + mmap.PAGESIZE)
+        # A forked child has the thread that forked, and goes on with what that has.
+        nbytes = BLOCK_NBYTES + SEGMENT_NBYTES + mmap.PAGESIZE
+        self.memory = take(nbytes, is_inherited=True)
 
 
 _SCRATCH = _Scratch()
