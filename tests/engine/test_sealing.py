@@ -716,3 +716,21 @@ def test_options_that_cannot_be_are_refused() -> None:
         CheckpointManager(MemoryStore(), {"a": {}}, encrypt=KEY)  # type: ignore[arg-type]
     with pytest.raises(errors.UsageError, match="seals already"):
         CheckpointManager(SealedStore(MemoryStore(), SEALS), {"a": {}}, encrypt=SEALS)
+
+
+def test_a_forked_child_opens_what_its_parent_has_opened(tmp_path: Path) -> None:
+    """I7: workers of a loader fork; the memory for sealed bytes does not come with them."""
+    saved(LocalStore(tmp_path), 1)
+    (folder,) = folders(LocalStore(tmp_path))
+
+    def opens() -> bool:
+        return verify(sealing(LocalStore(tmp_path), SEALS), folder).ok
+
+    assert opens()
+    pid = os.fork()
+    if not pid:
+        status = 1
+        with suppress(BaseException):
+            status = 0 if opens() else 2
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
