@@ -24,7 +24,7 @@ def in_a_child(job: Callable[[], bool]) -> bool:
 
 
 def test_a_forked_child_has_it_empty_and_its_own() -> None:
-    """A child that only reads it takes no copy of it, and what it writes the parent does not see."""
+    """Nothing is copied for a child, and the parent does not see what it writes."""
     memory = take(NBYTES)
     memory[:] = b"p" * NBYTES
 
