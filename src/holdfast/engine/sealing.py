@@ -565,7 +565,7 @@ class _SealedReadsInto(SealedStore):
 class _SealedCaches(SealedStore):
     def uncached(self) -> Store:
         """See `Caches.uncached`; what was begun or opened here is known there, too."""
-        twin = SealedStore(self.inner.uncached(), self._encryption)
+        twin = SealedStore(self.inner.uncached(), self._encryption, twin=self._twin)
         twin._attempts, twin._opened, twin._lock = self._attempts, self._opened, self._lock
         return twin
 

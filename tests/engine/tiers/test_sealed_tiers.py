@@ -288,9 +288,9 @@ def test_tampering_is_damage_in_either_tier(only: Tiered, local: LocalStore) -> 
 
 
 def forged(path: Path) -> None:
-    """Another length of a stored file, in a document whose digest is right again."""
+    """Another time in what is visible, in a document whose digest is right again."""
     data = path.read_bytes()
-    body = data[: data.rindex(b'"digest": ')].replace(b'"nbytes": 4', b'"nbytes": 5', 1)
+    body = data[: data.rindex(b'"digest": ')].replace(b'"created": "2', b'"created": "3', 1)
     overwrite(path, body + b'"digest": "blake3:%s"}\n' % blake3(body).hexdigest().encode())
 
 
@@ -316,6 +316,7 @@ def test_what_was_tampered_with_is_never_sent(
         manager.wait()
         assert "cannot be sent" in noted.of("upload_failed")[-1].message
     assert opened_steps(remote) == [1]
+    assert f"{newest(local)}/manifest.json" not in [info.key for info in remote.list()]
     assert Path(local.url, newest(local)).exists()
 
 
