@@ -30,8 +30,8 @@ PART_NBYTES = 16 * 1024 * 1024
 """Objects up to this length go in one request, longer ones in parts of it."""
 COPY_NBYTES = 8 * 1024 * 1024
 """Copies are made and counted in pieces of at most this length; none reaches over a multiple of it.
-Where many objects are begun at once it is the length of parts, too: then each such piece goes out by
-itself, and no object keeps memory for which the others wait."""
+Where many objects are begun at once it is the length of parts, too: then each such piece goes out
+by itself, and no object keeps memory for which the others wait."""
 _MAX_PARTS = 10_000
 _LOOK_S = 1.0
 _ABORT_S = 10.0
