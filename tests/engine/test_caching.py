@@ -296,7 +296,11 @@ def test_a_copy_that_is_no_copy_is_passed_over(
         else:
             path.write_bytes({"cut": data[:-1], "longer": data + b"x"}.get(harm, data))
             path.chmod(0o000 if harm == "unreadable" else 0o600)
+    for _ in range(2):
+        assert resume(cached(inner, tmp_path)).bits() == saved.bits()
+    inner.of_files()
     assert resume(cached(inner, tmp_path)).bits() == saved.bits()
+    assert inner.of_files() == {}
 
 
 def test_damage_of_the_checkpoint_itself_is_damage(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -326,7 +327,17 @@ def test_a_copy_that_goes_while_it_is_read_is_read_to_its_end(tmp_path: Path) ->
 def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
     reader = Reader(tmp_path / "cache")
     reader(1)
-    subprocess.run(["rm", "-r", tmp_path / "cache"], check=True)
+    shutil.rmtree(tmp_path / "cache")
+    reader(1)
+    reader(1)
+    assert reader.fetched == Counter({1: 2})
+
+
+def test_a_folder_that_is_removed_in_a_fetch_costs_a_copy_and_no_more(tmp_path: Path) -> None:
+    reader = Reader(tmp_path / "cache")
+    reader.before = lambda: shutil.rmtree(tmp_path / "cache")
+    reader(1)
+    reader.before = lambda: None
     reader(1)
     reader(1)
     assert reader.fetched == Counter({1: 2})

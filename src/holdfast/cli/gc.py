@@ -72,9 +72,10 @@ def _marker_lines(report: GcReport, root: str) -> list[str]:
     if not report.markers:
         return []
     epochs = sorted(report.markers)
+    writers = ", ".join(map(str, epochs))
     options = " ".join(f"--dead-epoch {epoch}" for epoch in epochs)
     return [
-        f"markers that stay: {sum(report.markers.values())}, of writers {', '.join(map(str, epochs))}, "
+        f"markers that stay: {sum(report.markers.values())}, of writers {writers}, "
         "which may be paused, or have a request on the way. Where you know that they ended, and "
         f"some hours ago: holdfast gc {root} {options}"
     ]

@@ -203,9 +203,7 @@ class _Scratch(threading.local):
     """Memory on a page, as direct writes want it; one a thread, because it is used at once."""
 
     def __init__(self) -> None:
-        # A forked child has the thread that forked, and goes on with what that has.
-        nbytes = BLOCK_NBYTES + SEGMENT_NBYTES + mmap.PAGESIZE
-        self.memory = take(nbytes, is_inherited=True)
+        self.memory = take(BLOCK_NBYTES + SEGMENT_NBYTES + mmap.PAGESIZE)
 
 
 _SCRATCH = _Scratch()
