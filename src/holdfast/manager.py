@@ -216,6 +216,8 @@ class CheckpointManager:
             replaces=replaces,
             held=never_held if self._mirror is None else self._mirror.holds,
         )
+        if self._mirror is not None:
+            self._mirror.caught_up = self._housekeeper.retain
         self._tuning = Tuning(self.store, self._owner, self._emit, self._schedule.auto)
         self._outside = Outside(Requests(self.store, emit=self._emit), stop, self._promote)
         self._overlap = Overlap(overlap, state, self._emit, timeout_s=save_timeout_s)
@@ -466,6 +468,7 @@ class CheckpointManager:
         )
         reader = self._reader()
         reader.keeps = not self.is_owner
+        self._catalog.look_again()
         found = reader.named(which, options)
         is_rollback = which != "latest"
         if options.is_full and self.is_owner:
@@ -484,6 +487,7 @@ class CheckpointManager:
 
     def list(self) -> tuple[Checkpoint, ...]:
         """Every committed checkpoint, newest first."""
+        self._catalog.look_again()
         entries = self._catalog.checkpoints()
         return tuple(describe(self._home(entry), entry) for entry in entries)
 
@@ -737,6 +741,7 @@ class CheckpointManager:
         return self._catalog.home(entry.folder)
 
     def _annotate(self, which: str | int, **notes: Any) -> None:
+        self._catalog.look_again()
         entry = self._catalog.resolve(which)
         if not isinstance(self._catalog, TieredCatalog):
             annotate(self.store, entry, **notes)
@@ -768,7 +773,7 @@ class CheckpointManager:
         if found.options.is_full:
             self._half_loaded = None
             self._stand_on(found.entry, is_rollback=is_rollback)
-            if found.options.proves_whole:
+            if found.is_proof:
                 self._housekeeper.trust(found.entry)
 
     def _stand_on(self, entry: Entry, *, is_rollback: bool) -> None:

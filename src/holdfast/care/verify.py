@@ -55,7 +55,7 @@ from holdfast.format.records import (
     decode_writer,
 )
 from holdfast.format.tensors import parse_header
-from holdfast.store.base import Store
+from holdfast.store.base import Store, uncached
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with a folder, the bytes checked so far and the bytes to check, in the caller's thread."""
@@ -93,6 +93,7 @@ def verify(
         SealError: the store's keys do not open it.
         DeadlineExceeded: the storage did not answer for `READ_TIMEOUT_S`.
     """
+    store = uncached(store)  # a copy nearer by says nothing of what is there
     while True:
         inspection = _Inspection(store, folder, progress, decode=decode)
         try:

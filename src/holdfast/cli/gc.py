@@ -75,9 +75,9 @@ def _marker_lines(report: GcReport, root: str) -> list[str]:
     writers = ", ".join(map(str, epochs))
     options = " ".join(f"--dead-epoch {epoch}" for epoch in epochs)
     return [
-        f"markers that stay: {sum(report.markers.values())}, of writers {writers}, which may be "
-        "paused, or have a request on the way. Where you know that they ended, and some hours ago: "
-        f"holdfast gc {root} {options}"
+        f"markers that stay: {sum(report.markers.values())}, of writers {writers}, "
+        "which may be paused, or have a request on the way. Where you know that they ended, and "
+        f"some hours ago: holdfast gc {root} {options}"
     ]
 
 

@@ -116,6 +116,9 @@ class Catalog:
         """Read a damaged checkpoint elsewhere from now on; whether there is an elsewhere."""
         return False
 
+    def look_again(self) -> None:
+        """A new question begins: what could not be reached before is tried again."""
+
     def attempts(self) -> tuple[AttemptName, ...]:
         """Every attempt, newest first, from the names alone."""
         names = (name[:-1] for name in self.store.children() if name.endswith("/"))
