@@ -43,7 +43,10 @@ QUICK: Mapping[str, Sequence[str]] = {
     "local": [*_LOCAL, "--rounds", "1", "--size-gb", "0.25", "--no-settle"],
     "slowdown": ["--rounds", "1", "--size-gb", "0.25", "--steps", "8", "--no-settle"],
     "metadata": ["--rounds", "1", "--size-gb", "0.25", "--checkpoints", "100"],
-    "codecs": ["--steps", "30", "--size-gb", "0.1", "--slow-size-gb", "0.1", "--pairs", "2"],
+    "codecs": [
+        *("--steps", "30", "--size-gb", "0.1", "--slow-size-gb", "0.1", "--pairs", "2"),
+        *("--only", "none again", "auto", "aes-256-gcm", "--no-settle"),
+    ],
     "trainer": ["--rounds", "3", "--steps", "500"],
     "gpu": ["--rounds", "1", "--size-gb", "1"],
 }

@@ -214,7 +214,13 @@ def options(setup: str) -> dict[str, Any]:
 
 
 def beside_plain(
-    make: Callable[[str], LocalStore], setup: str, state: State, num_pairs: int, folder: Path
+    make: Callable[[str], LocalStore],
+    setup: str,
+    state: State,
+    folder: Path,
+    *,
+    num_pairs: int,
+    settles: bool,
 ) -> Figures:
     """Durable saves with a setup and without, in turns, of a state that changes between them; and
     a cold load of each."""
@@ -229,10 +235,10 @@ def beside_plain(
         saves: dict[str, list[Saved]] = {name: [] for name in names}
         for step in range(1, 1 + WARMUP + num_pairs):
             for name in names if step % 2 else names[::-1]:
-                saves[name].append(_save(managers[name], step, state))
+                saves[name].append(_save(managers[name], step, state, settles=settles))
         loads = {}
         for name in names:
-            loads[name] = _load_s(managers[name], state, folder)
+            loads[name] = _load_s(managers[name], state, folder, settles=settles)
             if _sums(state) != saves[name][-1].sums:
                 raise RuntimeError("the tensors are not what was saved")
     for event in told:
@@ -256,12 +262,13 @@ def _nbytes(state: State) -> int:
     return sum(tensor.nbytes for part in state.values() for tensor in part.values())
 
 
-def _save(manager: CheckpointManager, step: int, state: State) -> Saved:
+def _save(manager: CheckpointManager, step: int, state: State, *, settles: bool) -> Saved:
     """A save that is waited for, of a state of which every tensor is another."""
     for part in state.values():
         for tensor in part.values():
             tensor.neg_()
-    settle(2 * _nbytes(state))
+    if settles:
+        settle(2 * _nbytes(state))
     began, cpu_s = perf_counter(), process_time()
     pending = manager.save(step, wait=True)
     took_s, cpu_s = perf_counter() - began, process_time() - cpu_s
@@ -269,8 +276,9 @@ def _save(manager: CheckpointManager, step: int, state: State) -> Saved:
     return Saved(took_s=took_s, cpu_s=cpu_s, nbytes=pending.wait().nbytes, sums=_sums(state))
 
 
-def _load_s(manager: CheckpointManager, state: State, folder: Path) -> float:
-    settle(2 * _nbytes(state))
+def _load_s(manager: CheckpointManager, state: State, folder: Path, *, settles: bool) -> float:
+    if settles:
+        settle(2 * _nbytes(state))
     drop_cache(folder)
     began = perf_counter()
     manager.load()
@@ -308,8 +316,9 @@ def _measure_round(options: argparse.Namespace, folder: Path, results: Results) 
                 results.titles[case] = setup
                 here = folder / "run"
                 make = partial(_store, where, options.slow_mb_per_s, here)
-                work = partial(beside_plain, make, setup, state, options.pairs, here)
-                results.add(case, _outcome(work))
+                work = partial(beside_plain, make, setup, state, here)
+                how = {"num_pairs": options.pairs, "settles": options.settle}
+                results.add(case, _outcome(partial(work, **how)))
                 shutil.rmtree(here, ignore_errors=True)
 
 

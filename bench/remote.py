@@ -68,8 +68,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def _measure_round(options: argparse.Namespace, folder: Path, results: Results) -> None:
     turn = max((len(found) for found in results.cases.values()), default=0)
     results.titles["remote"] = f"{options.size_gb:g} GB"
-    results.titles["slowdown"] = f"{options.training_gb:g} GB"
-    results.titles["server"] = options.url or options.server
+    results.titles["remoteslowdown"] = f"{options.training_gb:g} GB"
+    results.titles["remote server"] = options.url or options.server
     # Another one is first in each round.
     with _server(options, folder) as place:
         for name in _rotated(options.only, turn):
@@ -198,13 +198,13 @@ def _training(options: argparse.Namespace, name: str, place: Place, folder: Path
 def _tables(results: Results) -> list[str]:
     named = results.titles.get
     return [
-        f"**Transfers**, {named('remote')}, {named('server')}; processor time for each GB",
+        f"**Transfers**, {named('remote')}, {named('remote server')}; processor time for each GB",
         "",
         *_transfers(results, "upload"),
         "",
         *_transfers(results, "download"),
         "",
-        f"**A training**, a state of {named('slowdown')}, saved to {named('server')}",
+        f"**A training**, a state of {named('remoteslowdown')}, saved to {named('remote server')}",
         "",
         *_trainings(results),
     ]
