@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from holdfast import Best, CheckpointManager, Last
+from holdfast import Best, CachedStore, CheckpointManager, Last
 from holdfast.errors import SaveFailed
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.store import open_store
@@ -167,21 +167,26 @@ def test_a_change_behind_the_back_of_torch_is_seen(tmp_path: Path) -> None:
         assert torch.equal(manager.state["model"]["3.base"], expected)
 
 
-def test_a_damaged_source_is_not_shared(tmp_path: Path) -> None:
-    """Invariant 3: it is read against its digest before anything is linked to it."""
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_damaged_source_is_not_shared(tmp_path: Path, is_copied: bool) -> None:
+    """Invariant 3: it is read against its digest before anything is linked to it, where it lies."""
     state, messages = lora(), []
+    cached: Any = CachedStore(tmp_path, tmp_path / "cache", max_nbytes=64 * MIB)
 
     def spoil(event: Any) -> None:
         if event.kind == "warning":
             messages.append(event.message)
         if event.kind == "committed" and event.step == 3:
             cold = max((tmp_path / event.fields["folder"]).glob("model-*.safetensors"))
+            memory = memoryview(bytearray(cold.stat().st_size))
+            cached.read_into(f"{cold.parent.name}/{cold.name}", 0, memory)
             os.chmod(cold, 0o644)
             with cold.open("r+b") as file:
                 file.seek(BLOCK_NBYTES + 5)
                 file.write(b"rot")
 
-    with CheckpointManager(tmp_path, {"model": state}, sinks=[spoil]) as manager:
+    root = cached if is_copied else tmp_path
+    with CheckpointManager(root, {"model": state}, sinks=[spoil]) as manager:
         for number in range(1, 5):
             save(manager, state, number)
     assert "is not what was written" in messages[0]

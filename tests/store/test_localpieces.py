@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -298,6 +299,25 @@ def test_clearing_takes_what_dead_processes_left_and_nothing_else(
     assert all(path.read_bytes() == b"mine" for path in foreign)
     hanging.go_on()
     hanging.expect("done")
+
+
+def test_a_process_that_stops_while_it_counts_delays_one_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Invariant 9: after that nothing is kept, and nobody waits."""
+    reader = Reader(tmp_path)
+    reader(1)
+    (path,) = tmp_path.rglob("count")
+    monkeypatch.setattr("holdfast.store.localpieces._COUNT_WAIT_S", 0)
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        reader(2)
+        monkeypatch.setattr("holdfast.store.localpieces._COUNT_WAIT_S", 10_000)
+        reader(3)
+        reader(1)
+    assert reader.fetched == Counter([1, 2, 3])
+    assert set(files(tmp_path)) == names(1)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_what_is_larger_than_the_room_is_not_kept(tmp_path: Path) -> None:

@@ -224,8 +224,7 @@ class LocalPieces:
             end = time.monotonic() + _COUNT_WAIT_S
             while not _is_locked(fd):
                 if time.monotonic() > end:
-                    yield False
-                    return
+                    raise TimeoutError(f"another process counts for {_COUNT_WAIT_S:.0f} s already")
                 time.sleep(_FIRST_PAUSE_S)
             count = _counted_here(os.pread(fd, 100, 0))
             if count is None or count + needed > self._max_nbytes:
