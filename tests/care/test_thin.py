@@ -228,24 +228,24 @@ def test_a_thinning_that_ends_while_it_is_verified_is_no_damage(
 
 def test_a_thinning_that_ends_while_it_is_loaded_is_no_damage() -> None:
     """R11."""
-    store, run = MemoryStore(), new_run()
+
+    class Thinning(MemoryStore):
+        """Drops the optimizer of an entry when its first tree is read."""
+
+        def read_into(self, key: str, *args: Any, **options: Any) -> None:
+            if key == f"{entry.folder}/model-00000.json":
+                self.put(f"{entry.folder}/{layout.thinned_name('optimizer', 9)}", mark)
+                for file in entry.manifest.components["optimizer"].files:
+                    self.delete(f"{entry.folder}/{file}")
+            super().read_into(key, *args, **options)
+
+    store, run = Thinning(), new_run()
     with run.manager(store, sinks=()) as manager:
         manager.save(1).wait()
         manager.save(2).wait()
     entry = entry_at(store, 1)
     mark = encode_thinned(Thinned(by="writer 9", component="optimizer", reason="now"))
-
-    class Thinning(FaultyStore):
-        """Drops the optimizer when the first tree is read."""
-
-        def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
-            if key == f"{entry.folder}/model-00000.json":
-                store.put(f"{entry.folder}/{layout.thinned_name('optimizer', 9)}", mark)
-                for file in entry.manifest.components["optimizer"].files:
-                    store.delete(f"{entry.folder}/{file}")
-            return super().get(key, start, nbytes)
-
-    reader = new_run(seed=9).manager(Thinning(store), sinks=())
+    reader = new_run(seed=9).manager(store, sinks=())
     with pytest.raises(errors.NoCheckpoint, match="has dropped optimizer"):
         reader.load("step=1")
 
