@@ -190,6 +190,7 @@ def _training(options: argparse.Namespace, name: str, place: Place, folder: Path
         num_saves=options.saves,
         settles=options.settle,
         until_done=True,
+        num_quiet=20,
         url=place.url,
         environment=place.environment,
     )
