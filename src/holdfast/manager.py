@@ -35,7 +35,7 @@ from holdfast.engine.options import (
 )
 from holdfast.engine.outside import Asked, Outside
 from holdfast.engine.overlap import Mode, Overlap
-from holdfast.engine.owner import Ownership
+from holdfast.engine.owner import Ownership, left_s
 from holdfast.engine.pause import collector_paused
 from holdfast.engine.requests import POLL_S, Requests
 from holdfast.engine.resume import (
@@ -216,6 +216,8 @@ class CheckpointManager:
             replaces=replaces,
             held=never_held if self._mirror is None else self._mirror.holds,
         )
+        if self._mirror is not None:
+            self._mirror.caught_up = self._housekeeper.retain
         self._tuning = Tuning(self.store, self._owner, self._emit, self._schedule.auto)
         self._outside = Outside(Requests(self.store, emit=self._emit), stop, self._promote)
         self._overlap = Overlap(overlap, state, self._emit, timeout_s=save_timeout_s)
@@ -466,6 +468,7 @@ class CheckpointManager:
         )
         reader = self._reader()
         reader.keeps = not self.is_owner
+        self._catalog.look_again()
         found = reader.named(which, options)
         is_rollback = which != "latest"
         if options.is_full and self.is_owner:
@@ -484,6 +487,7 @@ class CheckpointManager:
 
     def list(self) -> tuple[Checkpoint, ...]:
         """Every committed checkpoint, newest first."""
+        self._catalog.look_again()
         entries = self._catalog.checkpoints()
         return tuple(describe(self._home(entry), entry) for entry in entries)
 
@@ -512,6 +516,8 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Finish what is under way and give the run up cleanly. Closing twice is fine.
+
+        Ends within `save_timeout_s` and a few seconds, also where the storage hangs.
 
         Raises:
             SaveFailed: a background save failed and nobody was told yet.
@@ -559,6 +565,7 @@ class CheckpointManager:
         if self._closed or os.getpid() != self._pid:
             return
         upload_failure: HoldfastError | None = None
+        end = time.monotonic() + timeout_s
         try:
             self._saver.settle(timeout_s)
         finally:
@@ -566,9 +573,9 @@ class CheckpointManager:
             self._outside.close()
             exits.forget(self)
             self._overlap.fence.close()
-            upload_failure = self._end_uploads(timeout_s)
+            upload_failure = self._end_uploads(left_s(end))
             self._saver.close()
-            self._owner.release()
+            self._owner.release(left_s(end))
             self._emit("closed", f"{self.store.url}: closed")
         self._saver.raise_failure()
         if upload_failure is not None:
@@ -734,6 +741,7 @@ class CheckpointManager:
         return self._catalog.home(entry.folder)
 
     def _annotate(self, which: str | int, **notes: Any) -> None:
+        self._catalog.look_again()
         entry = self._catalog.resolve(which)
         if not isinstance(self._catalog, TieredCatalog):
             annotate(self.store, entry, **notes)
@@ -765,7 +773,7 @@ class CheckpointManager:
         if found.options.is_full:
             self._half_loaded = None
             self._stand_on(found.entry, is_rollback=is_rollback)
-            if found.options.proves_whole:
+            if found.is_proof:
                 self._housekeeper.trust(found.entry)
 
     def _stand_on(self, entry: Entry, *, is_rollback: bool) -> None:

@@ -8,6 +8,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
+from holdfast.care import gc
 from holdfast.care.gc import collect
 from holdfast.engine.catalog import Catalog
 from holdfast.errors import AccessDenied
@@ -84,6 +87,16 @@ def test_gc_ends_what_is_left_in_a_checkpoint(service: Service, root: str) -> No
     assert uploads(service, prefix) == []
     assert [entry.folder for entry in Catalog(store).checkpoints()] == [folder]
     writer.abort()
+
+
+@on("moto")
+def test_a_gc_that_looks_for_no_uploads_is_caught(
+    service: Service, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R26: the test above fails without the line of ours that it is for."""
+    monkeypatch.setattr(gc, "_broken_off", lambda store, report: ())
+    with pytest.raises(AssertionError):
+        test_gc_ends_what_is_left_in_a_checkpoint(service, root)
 
 
 @on("moto")

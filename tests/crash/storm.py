@@ -3,23 +3,28 @@
     python tests/crash/storm.py ROOT --trials 50 --seed 0 [--mutant NAME] [--size 65536]
 
 The moment of the kill is swept evenly over the life of a child, that is over resume, gc, two
-saves and their retention; every tenth trial kills the recovering child, too. The parent stays
-single-threaded: whatever uses threads, also the checks, runs in a forked child.
+saves and their retention, and over the check of the store in one of ten; every tenth trial kills
+the recovering child, too. The parent stays single-threaded: whatever uses threads, also the
+checks, runs in a forked child.
 
 ROOT is a folder, or the URL of a place in an object store, whose credentials are in the
-environment. Prints one JSON line; exit status 1 when a promise was broken.
+environment. Prints one JSON line; exit status 1 when a promise was broken. `test_storm.py` and
+`tests/stores/test_storm.py` run it.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
 import signal
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +35,10 @@ from holdfast.care.gc import collect
 from holdfast.care.verify import verify
 from holdfast.engine import commit as commit_module
 from holdfast.engine import save as save_module
-from holdfast.engine.catalog import Catalog
+from holdfast.engine.catalog import Catalog, Entry
 from holdfast.format import layout
+from holdfast.format.layout import AttemptName
+from holdfast.format.manifest import Manifest
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import Last
 from holdfast.store import open_store
@@ -57,45 +64,86 @@ def step_of(state: dict[str, Any]) -> int:
     return int(step)
 
 
-def work(root: str | Path, num_elements: int, told: int) -> None:
+def advance(state: dict[str, Any], step: int) -> None:
+    """Make it the state of that step, in place."""
+    state["tree"]["step"] = step
+    for tensor in state["tree"]["tensors"]:
+        tensor.fill_(step)
+
+
+def work(root: str, num_elements: int, told: int, *, preflight: bool) -> None:
     """A child's life: resume, then save twice; tells each acknowledged step."""
     state = new_state(num_elements)
-    with CheckpointManager(root, state, keep=Last(2), sinks=()) as manager:
+    with CheckpointManager(root, state, keep=Last(2), sinks=(), preflight=preflight) as manager:
         manager.resume()
         first = step_of(state) + 1
         for step in range(first, first + SAVES_A_CHILD):
-            state["tree"]["step"] = step
-            for tensor in state["tree"]["tensors"]:
-                tensor.fill_(step)
+            advance(state, step)
             os.write(told, f"{manager.save(step).wait().step}\n".encode())
+
+
+def expect_whole(store: Store, entries: Collection[Entry]) -> None:
+    """Raises unless every byte of these checkpoints is there and right."""
+    for entry in entries:
+        report = verify(store, entry.folder)
+        if not report.ok:
+            raise AssertionError(f"{store.url}: {entry.folder}: {report.problems}")
+
+
+def survey(store: Store) -> tuple[Entry, ...]:
+    """The checkpoints of a root, newest first; raises when a manifest is damaged."""
+    entries, damaged = Catalog(store).survey()
+    if damaged:
+        raise AssertionError(f"{store.url}: damaged: {damaged}")
+    return entries
 
 
 def look(root: str | Path, num_elements: int, acknowledged: int) -> None:
     """Every committed checkpoint is whole, and nothing acknowledged is gone."""
     store = open_store(root)
-    entries, damaged = Catalog(store).survey()
-    if damaged:
-        raise AssertionError(f"damaged: {damaged}")
-    for entry in entries:
-        report = verify(store, entry.folder)
-        if not report.ok:
-            raise AssertionError(f"{entry.folder}: {report.problems}")
+    entries = survey(store)
+    expect_whole(store, entries[1:])
     state = new_state(num_elements)
     if entries:
-        manager = CheckpointManager(root, state, sinks=())
-        manager.load()
-        manager.close()
+        with CheckpointManager(store, state, sinks=()) as manager:
+            found = manager.load()  # which checks its bytes
+        if found.folder != entries[0].folder:
+            raise AssertionError(f"{entries[0].folder} is not what loads: {found.folder} is")
     if step_of(state) < acknowledged:
         raise AssertionError(f"lost: step {acknowledged} was acknowledged, {step_of(state)} loads")
 
 
-def clean_up(root: Path) -> None:
+def clean_up(root: str | Path) -> None:
     """After gc nothing is left but what is committed."""
     store = open_store(root)
     collect(store)
-    committed = {entry.folder: entry.manifest for entry in Catalog(store).checkpoints()}
-    if not 1 <= len(committed) <= 3:
-        raise AssertionError(f"{len(committed)} checkpoints")
+    expect_no_junk(store, str(root))
+    if not 1 <= len(survey(store)) <= 3:
+        raise AssertionError(f"{len(survey(store))} checkpoints")
+
+
+def expect_no_junk(store: Store, root: str) -> None:
+    """Raises if there is anything but checkpoints, claims and, in an object store, abort markers.
+
+    A put that a killed process has sent might still arrive there. The markers go when gc is told
+    that those processes are dead.
+    """
+    committed = {entry.folder: entry.manifest for entry in survey(store)}
+    if "://" not in root:
+        _expect_bare_folder(Path(root), committed)
+        return
+    files = {
+        f"{folder}/{file}"
+        for folder, manifest in committed.items()
+        for file in (*manifest.files, layout.MANIFEST)
+    }
+    attempts = {f"{name}/{layout.MANIFEST}" for name in Catalog(store).attempts()}
+    _expect_objects(store, files | attempts)
+    collect(store, dead_epochs=range(1, Catalog(store).highest_epoch() + 1))
+    _expect_objects(store, files)
+
+
+def _expect_bare_folder(root: Path, committed: dict[str, Manifest]) -> None:
     junk = set(os.listdir(root)) - set(committed)
     junk -= {layout.WRITERS, layout.READERS, layout.LATEST}
     if (root / layout.READERS).exists():  # whoever has loaded something has made it
@@ -104,37 +152,17 @@ def clean_up(root: Path) -> None:
         junk |= set(os.listdir(root / folder)) - set(manifest.files) - {layout.MANIFEST}
     junk |= {name for name in os.listdir(root / layout.WRITERS) if name.startswith(".")}
     if junk:
-        raise AssertionError(f"junk: {sorted(junk)}")
+        raise AssertionError(f"{root}: junk: {sorted(junk)}")
 
 
-def clean_up_objects(url: str) -> None:
-    """The same in an object store, where gc is told that the killed processes are dead.
-
-    By itself it leaves their abort markers: a put that they sent might still arrive.
-    """
-    store = open_store(url)
-    collect(store)
-    marked = {str(name) for name in Catalog(store).attempts()}
-    committed = {entry.folder: entry.manifest for entry in Catalog(store).checkpoints()}
-    files = {
-        f"{folder}/{file}"
-        for folder, manifest in committed.items()
-        for file in (*manifest.files, layout.MANIFEST)
-    }
-    files |= {f"{folder}/{layout.MANIFEST}" for folder in marked}
-    _check_objects(store, files)
-    collect(store, dead_epochs=range(1, Catalog(store).highest_epoch() + 1))
-    _check_objects(store, {key for key in files if key.partition("/")[0] in committed})
-    if not 1 <= len(committed) <= 3:
-        raise AssertionError(f"{len(committed)} checkpoints")
-
-
-def _check_objects(store: Store, expected: set[str]) -> None:
+def _expect_objects(store: Store, expected: set[str]) -> None:
     found = {info.key for info in store.list()}
     junk = {key for key in found - expected if not key.startswith(f"{layout.WRITERS}/")}
     junk -= {layout.LATEST}
     if junk or not expected <= found:
-        raise AssertionError(f"junk: {sorted(junk)}, missing: {sorted(expected - found)}")
+        raise AssertionError(
+            f"{store.url}: junk: {sorted(junk)}, missing: {sorted(expected - found)}"
+        )
 
 
 def forked(job: Callable[[], None]) -> int:
@@ -157,6 +185,16 @@ def succeeds(job: Callable[[], None]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(forked(job), 0)[1]) == 0
 
 
+def warm(url: str) -> None:
+    """Read once what every child would read again: megabytes of JSON. Starts no thread."""
+    if url.startswith("s3://"):
+        import botocore.session
+        from botocore.loaders import create_loader
+
+        botocore.session.create_loader = functools.lru_cache(create_loader)
+        botocore.session.Session().create_client("s3")
+
+
 class Storm:
     """The parent: what was acknowledged, and what went wrong."""
 
@@ -164,17 +202,24 @@ class Storm:
         self.root = root
         self.num_elements = num_elements
         self.rng = rng
+        self.preflight = True
+        # In an object store each kill leaves a marker, over which later lives are slower.
+        self.rest_every = 10 if "://" in root else 25
         self.acknowledged = 0
         self.killed = self.finished = self.bad = self.stuck = 0
+        self.lives_s = deque([1.0], maxlen=3)
+        """How long the last children lived that nobody killed. It changes with what earlier ones
+        have left, and kills are to strike everywhere."""
 
-    def trial(self, delay_s: float | None) -> float:
-        """One child, killed after `delay_s` unless it ended before; returns its life in s."""
+    def trial(self, part: float | None) -> None:
+        """One child, killed after this part of a life unless it ended before."""
+        self.preflight = part is not None and self.rng.random() < 0.1
         read, write = os.pipe()
         began = time.perf_counter()
         pid = forked(lambda: self.live(write))
         os.close(write)
-        if delay_s is not None:
-            time.sleep(delay_s)
+        if part is not None:
+            time.sleep(part * statistics.median(self.lives_s))
             os.kill(pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         lived_s = time.perf_counter() - began
@@ -185,49 +230,58 @@ class Storm:
             self.killed += 1
         elif status == 0:
             self.finished += 1
+            self.lives_s.append(lived_s)
         else:
             self.stuck += 1
-        return lived_s
 
     def live(self, told: int) -> None:
         """What a child does."""
-        work(self.root, self.num_elements, told)
+        work(self.root, self.num_elements, told, preflight=self.preflight)
 
     def heard(self, line: str) -> None:
         """What a child told."""
         self.acknowledged = max(self.acknowledged, int(line))
 
     def check(self) -> None:
-        if not succeeds(lambda: look(self.root, self.num_elements, self.acknowledged)):
+        """Count it when a promise is broken."""
+        self.judge(lambda: look(self.root, self.num_elements, self.acknowledged))
+
+    def judge(self, job: Callable[[], None]) -> None:
+        """Count it when a check raises."""
+        if not succeeds(job):
             self.bad += 1
 
-    def run(self, trials: int) -> None:
-        life_s = sorted(self.trial(None) for _ in range(3))[1]
-        moments = [(number + 0.5) / trials * life_s * 1.1 for number in range(trials)]
-        self.rng.shuffle(moments)
-        for number, moment in enumerate(moments):
-            self.trial(moment)
-            if number % 10 == 9:
-                self.trial(self.rng.uniform(0, life_s / 2))
+    def run(self, trials: int, *, until_bad: bool = False) -> None:
+        """So many kills, or lives that were too short for them; or fewer, until one did harm."""
+        warm(self.root)
+        for _ in range(3):
+            self.trial(None)
+        parts = [(number + 0.5) / trials * 1.1 for number in range(trials)]
+        self.rng.shuffle(parts)
+        for number, part in enumerate(parts, 1):
+            if until_bad and self.bad:
+                return
+            self.trial(part)
+            if number % 10 == 0:
+                self.trial(self.rng.uniform(0, 0.5))
             self.check()
-            if number % 25 == 24:
-                # In an object store each kill leaves a marker, over which later lives are slower.
+            if number % self.rest_every == 0 or number == trials:
                 self.rest()
-        self.rest()
 
     def rest(self) -> None:
         """One child that is not killed, and everything cleaned up."""
         self.trial(None)
         self.check()
-        if not succeeds(self.clean_up):
-            self.bad += 1
+        self.judge(self.clean_up)
 
     def clean_up(self) -> None:
         """Raises unless a life to its end leaves what it should."""
-        if "://" in self.root:
-            clean_up_objects(self.root)
-        else:
-            clean_up(Path(self.root))
+        clean_up(self.root)
+
+    def counts(self) -> dict[str, int]:
+        """What is told at the end."""
+        names = ("killed", "finished", "stuck", "bad")
+        return {name: getattr(self, name) for name in names} | {"last_step": self.acknowledged}
 
 
 def manifest_first() -> None:
@@ -253,28 +307,42 @@ def manifest_first() -> None:
 def forgets_the_newest() -> None:
     """Mutant: resume takes the second newest checkpoint."""
     real = Catalog.lineage
-    Catalog.lineage = lambda self: iter(list(real(self))[1:] or list(real(self)))
+
+    def lineage(self: Catalog, *, below: int | None = None) -> Iterator[AttemptName]:
+        names = [*real(self, below=below)]
+        return iter(names[1:] or names)
+
+    Catalog.lineage = lineage
 
 
 MUTANTS = {"manifest_first": manifest_first, "forgets_the_newest": forgets_the_newest}
 
 
-def main() -> int:
+def arguments(mutants: Collection[str]) -> argparse.ArgumentParser:
+    """What every storm is told."""
     parser = argparse.ArgumentParser()
     parser.add_argument("root")
     parser.add_argument("--trials", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--size", type=int, default=65536, help="elements of each tensor")
-    parser.add_argument("--mutant", choices=sorted(MUTANTS))
-    options = parser.parse_args()
+    parser.add_argument("--mutant", choices=sorted(mutants))
+    return parser
+
+
+def rage(storm: Storm, options: argparse.Namespace, mutants: dict[str, Callable[[], None]]) -> int:
+    """Run a storm and print its counts; the exit status."""
     torch.set_num_threads(1)
     if options.mutant:
-        MUTANTS[options.mutant]()
-    storm = Storm(options.root, options.size, random.Random(options.seed))
-    storm.run(options.trials)
-    counts = {name: getattr(storm, name) for name in ("killed", "finished", "stuck", "bad")}
-    print(json.dumps({**counts, "trials": options.trials, "last_step": storm.acknowledged}))
+        mutants[options.mutant]()
+    storm.run(options.trials, until_bad=bool(options.mutant))
+    print(json.dumps(storm.counts()))
     return 1 if storm.bad or storm.stuck else 0
+
+
+def main() -> int:
+    """A storm over a root of one tier."""
+    options = arguments(MUTANTS).parse_args()
+    return rage(Storm(options.root, options.size, random.Random(options.seed)), options, MUTANTS)
 
 
 if __name__ == "__main__":

@@ -1,38 +1,67 @@
 """SIGKILL storm over two tiers: kill a child that saves and sends, look, go on. Run as a script.
 
-    python tests/crash/tiers_storm.py ROOT --trials 50 --seed 0 [--machines new] [--mutant NAME]
+    python tests/crash/tiers_storm.py ROOT [--local FOLDER] [--machines new] [--mutant NAME]
+        [--sealed] ...
 
-With `new` machines each child has an empty local tier. As `storm.py`, whose parts it takes.
+ROOT is the remote tier: a folder or a URL. With `new` machines each child has an empty local tier
+in `--local`. As `storm.py`, whose parts it takes; the kills strike uploads and the retention of
+the remote tier, too. `test_tiers.py` and `tests/stores/test_storm.py` run it.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import sys
 import time
 from pathlib import Path
 
-import torch
-from storm import Storm, new_state, step_of, succeeds
+from storm import (
+    Storm,
+    advance,
+    arguments,
+    expect_no_junk,
+    expect_whole,
+    new_state,
+    rage,
+    step_of,
+    survey,
+)
 
 from holdfast.care import mirror as mirror_module
-from holdfast.care.verify import verify
-from holdfast.engine.catalog import Catalog, Entry
+from holdfast.engine.catalog import Entry
+from holdfast.engine.sealing import sealing
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.events import Event
+from holdfast.keys import Encryption, SecretKey
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import EveryNth, Last
+from holdfast.store import open_store
+from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 
-MILESTONE = 3
+MILESTONE = 5
 """Steps that the remote tier keeps for good."""
+NUM_LATEST = 2
+"""Checkpoints that it keeps beside them."""
 
 
-def work(local: Path, remote: Path, num_elements: int, told: int) -> None:
+SEALS = Encryption(keys=SecretKey(bytes(range(32))))
+
+
+class Look:
+    """How this run looks at its roots: with a key where it is sealed."""
+
+    encryption: Encryption | None = None
+
+    @classmethod
+    def at(cls, root: str | Path) -> Store:
+        """The store of a root."""
+        return sealing(open_store(root), cls.encryption)
+
+
+def work(local: Path, remote: str, num_elements: int, told: int, *, preflight: bool) -> None:
     """A child's life: resume, save twice and send; tells what is committed, and where."""
 
     def tell(event: Event) -> None:
@@ -40,67 +69,91 @@ def work(local: Path, remote: Path, num_elements: int, told: int) -> None:
             os.write(told, f"U{event.step}\n".encode())
 
     state = new_state(num_elements)
-    rule = Last(2) | EveryNth(f"{MILESTONE}step")
+    rule = Last(NUM_LATEST) | EveryNth(f"{MILESTONE}step")
     root = Tiered(local, remote, keep_local=Last(1), keep_remote=rule)
-    with CheckpointManager(root, state, sinks=(tell,)) as manager:
+    with CheckpointManager(
+        root, state, sinks=(tell,), preflight=preflight, encrypt=Look.encryption
+    ) as manager:
         manager.resume()
         first = step_of(state) + 1
         for step in range(first, first + 2):
-            state["tree"]["step"] = step
-            for tensor in state["tree"]["tensors"]:
-                tensor.fill_(step)
+            advance(state, step)
             os.write(told, f"S{manager.save(step).wait().step}\n".encode())
 
 
-def newest(root: Path) -> int:
-    """The newest step of a root, all of whose checkpoints are whole."""
-    store = LocalStore(root)
-    entries, damaged = Catalog(store).survey()
-    problems = [str(verify(store, entry.folder).problems) for entry in entries]
-    if damaged or any(problem != "()" for problem in problems):
-        raise AssertionError(f"{root}: {damaged} {problems}")
-    return max((entry.step for entry in entries), default=0)
-
-
-def look(local: Path, remote: Path, saved: int, uploaded: int) -> None:
+def look(local: Path, remote: str, saved: int, uploaded: int) -> None:
     """Nothing is torn in either tier, and nothing acknowledged is gone."""
-    here, there = newest(local), newest(remote)
-    if max(here, there) < saved or there < uploaded:
-        raise AssertionError(f"lost: {saved} saved, {uploaded} sent; now {here} and {there}")
+    here, there = Look.at(local), Look.at(remote)
+    in_local, in_remote = survey(here), survey(there)
+    expect_whole(here, in_local)
+    # Milestones are looked at when all is cleaned up: there are ever more of them.
+    expect_whole(there, in_remote[: NUM_LATEST + 2])
+    newest = max((entry.step for entry in in_remote), default=0)
+    if max(newest, *(entry.step for entry in in_local), 0) < saved or newest < uploaded:
+        raise AssertionError(f"lost: {saved} saved, {uploaded} sent; {newest} is there")
+    expect_ledger_right(LocalStore(local), in_local, in_remote)
 
 
-def clean(local: Path, remote: Path, wanted: set[int]) -> None:
+def expect_ledger_right(
+    local: Store, in_local: tuple[Entry, ...], in_remote: tuple[Entry, ...]
+) -> None:
+    """What is noted as sent is there, unless the remote rule does not keep it any more."""
+    kept_from = in_remote[NUM_LATEST - 1].step if len(in_remote) >= NUM_LATEST else 0
+    notes = Ledger(local).notes()
+    sent = {name for name, note in notes.items() if note is not None and note.state == "uploaded"}
+    gone = sent - {entry.folder for entry in in_remote}
+    lost = [
+        entry.folder
+        for entry in in_local
+        if entry.folder in gone and (entry.step % MILESTONE == 0 or entry.step > kept_from)
+    ]
+    if lost:
+        raise AssertionError(f"noted as sent, and not there: {lost}")
+
+
+def clean(local: Path, remote: str, wanted: set[int]) -> None:
     """After a life to its end each tier has what its rule keeps, all of it, and no junk."""
-    here = [entry.step for entry in Catalog(LocalStore(local)).checkpoints()]
-    if len(here) != 1 or Ledger(LocalStore(local)).waiting():
+    in_local = survey(Look.at(local))
+    if len(in_local) != 1 or Ledger(LocalStore(local)).waiting():
         raise AssertionError(f"local: {os.listdir(local)}")
-    entries = Catalog(LocalStore(remote)).checkpoints()
-    there = [entry.step for entry in entries]
-    extra = [step for step in there[2:] if step % MILESTONE]
-    missing = {*here, *(step for step in wanted if step % MILESTONE == 0)}.difference(there)
-    junk = {*os.listdir(remote)} - {entry.folder for entry in entries} - {"writers", "latest"}
-    if extra or missing or junk:
-        raise AssertionError(f"remote: {there}, missing {missing}, too many {extra}, junk {junk}")
+    store = Look.at(remote)
+    in_remote = survey(store)
+    expect_whole(store, in_remote)
+    there = [entry.step for entry in in_remote]
+    extra = [step for step in there[NUM_LATEST:] if step % MILESTONE]
+    milestones = {step for step in wanted if step % MILESTONE == 0}
+    missing = {in_local[0].step, *milestones}.difference(there)
+    if extra or missing:
+        raise AssertionError(f"remote: {there}, missing {missing}, too many {extra}")
+    if Look.encryption is None:
+        expect_no_junk(store, remote)
+    elif junk := {*os.listdir(remote)} - {e.folder for e in in_remote} - {"writers", "latest"}:
+        raise AssertionError(f"remote: junk {junk}")
 
 
 class TiersStorm(Storm):
-    """As `Storm`; tells apart what was saved and what was sent."""
+    """As `Storm`, over the remote tier; tells apart what was saved and what was sent."""
 
-    def __init__(self, root: Path, num_elements: int, rng: random.Random, *, is_new: bool) -> None:
+    def __init__(
+        self, root: str, local: Path, num_elements: int, rng: random.Random, *, is_new: bool
+    ) -> None:
         super().__init__(root, num_elements, rng)
-        self.place = root
+        self.place = local
         self.is_new = is_new
-        self.lives = self.uploaded = 0
+        self.number = self.uploaded = 0
         self.wanted: set[int] = set()
 
     @property
     def local(self) -> Path:
-        return self.place / (f"local{self.lives}" if self.is_new else "local")
+        """The local tier of this child."""
+        return self.place / (f"{self.number}" if self.is_new else "local")
 
     def live(self, told: int) -> None:
-        work(self.local, self.place / "remote", self.num_elements, told)
+        """See `work`."""
+        work(self.local, self.root, self.num_elements, told, preflight=self.preflight)
 
     def heard(self, line: str) -> None:
+        """What a child told."""
         step = int(line[1:])
         if line[0] == "U" or not self.is_new:
             self.wanted.add(step)
@@ -109,19 +162,24 @@ class TiersStorm(Storm):
         else:
             self.acknowledged = max(self.acknowledged, step)
 
-    def trial(self, delay_s: float | None) -> float:
-        self.lives += 1
+    def trial(self, part: float | None) -> None:
+        """One child, on the same machine or on a new one."""
+        self.number += 1
         if self.is_new:
             self.acknowledged = self.uploaded  # what only the lost machine had is lost
-        return super().trial(delay_s)
+        super().trial(part)
 
     def check(self) -> None:
-        local, remote = self.local, self.place / "remote"
-        if not succeeds(lambda: look(local, remote, self.acknowledged, self.uploaded)):
-            self.bad += 1
+        """Count it when a promise is broken."""
+        self.judge(lambda: look(self.local, self.root, self.acknowledged, self.uploaded))
 
     def clean_up(self) -> None:
-        clean(self.local, self.place / "remote", self.wanted)
+        """Raises unless a life to its end leaves what it should."""
+        clean(self.local, self.root, self.wanted)
+
+    def counts(self) -> dict[str, int]:
+        """What is told at the end."""
+        return {**super().counts(), "uploaded": self.uploaded}
 
 
 def holds_nothing() -> None:
@@ -140,23 +198,17 @@ MUTANTS = {"holds_nothing": holds_nothing}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("root", type=Path)
-    parser.add_argument("--trials", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--size", type=int, default=65536, help="elements of each tensor")
+    """A storm over a run in two tiers."""
+    parser = arguments(MUTANTS)
+    parser.add_argument("--local", type=Path, required=True, help="where local tiers are made")
     parser.add_argument("--machines", choices=["same", "new"], default="same")
-    parser.add_argument("--mutant", choices=sorted(MUTANTS))
+    parser.add_argument("--sealed", action="store_true", help="both tiers, which are folders")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    if options.mutant:
-        MUTANTS[options.mutant]()
+    Look.encryption = SEALS if options.sealed else None
     rng = random.Random(options.seed)
-    storm = TiersStorm(options.root, options.size, rng, is_new=options.machines == "new")
-    storm.run(options.trials)
-    names = ("killed", "finished", "stuck", "bad", "uploaded")
-    print(json.dumps({name: getattr(storm, name) for name in names}))
-    return 1 if storm.bad or storm.stuck else 0
+    is_new = options.machines == "new"
+    storm = TiersStorm(options.root, options.local, options.size, rng, is_new=is_new)
+    return rage(storm, options, MUTANTS)
 
 
 if __name__ == "__main__":

@@ -1,76 +1,111 @@
-"""SIGKILL at random moments of a process that saves to a real server (tests/crash/storm.py)."""
+"""SIGKILL at random moments of a process that saves to a real server (tests/crash/storm.py), or
+that saves to a folder and sends what it saved there (tests/crash/tiers_storm.py)."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from servers.client import broken_uploads
 from servers.fixtures import on
 from servers.program import Service
+from storms import harmless, storm
 
-STORM = Path(__file__).parent.parent / "crash" / "storm.py"
-SMALL = "4096"
+SMALL = 4096
 """Elements of each of eight tensors: files of one request."""
-LARGE = str(640 * 1024)
+LARGE = 640 * 1024
 """20 MiB a save: a multipart upload."""
 
 
-def storm(root: str, *options: str) -> dict[str, Any]:
-    """Run a storm on a URL; its counts. `root` has put the credentials into the environment."""
-    done = subprocess.run(
-        [sys.executable, str(STORM), root, *options],
-        capture_output=True,
-        text=True,
-        timeout=3000,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.stdout, done.stderr
-    counts: dict[str, Any] = json.loads(done.stdout)
-    counts["said"] = done.stderr
-    return counts
-
-
-def check_storm(service: Service, root: str, *, trials: int, size: str) -> None:
+def check_saves(service: Service, root: str, *, trials: int, size: int, seed: int = 0) -> None:
     """Nothing acknowledged is lost, nothing is torn, and gc leaves neither junk nor uploads."""
-    counts = storm(root, "--trials", str(trials), "--size", size)
-    print(counts)
-    assert (counts["bad"], counts["stuck"]) == (0, 0), counts
+    options = ("--trials", str(trials), "--size", str(size), "--seed", str(seed))
+    counts = harmless(storm("storm", root, *options))
     assert counts["killed"] >= trials * 0.5
     assert counts["last_step"] >= max(4, trials / 4)
+    assert broken_uploads(service, root) == []
+
+
+def check_tiers(
+    service: Service, root: str, local: Path, *, trials: int, size: int, machines: str
+) -> None:
+    """The same of both tiers, and what the ledger says was sent is there."""
+    options = ("--trials", str(trials), "--size", str(size), "--machines", machines)
+    counts = harmless(storm("tiers_storm", root, "--local", str(local), *options))
+    assert counts["killed"] >= trials * 0.5
+    assert counts["uploaded"] >= max(4, trials / 8)
     assert broken_uploads(service, root) == []
 
 
 @on("moto", "gcs", "azurite")
 def test_kills_of_a_saving_process_lose_nothing(service: Service, root: str) -> None:
     """R1, R9, R26: and the next process goes on from the newest checkpoint."""
-    check_storm(service, root, trials=7, size=SMALL)
+    check_saves(service, root, trials=7, size=SMALL)
 
 
 @on("localstack")
 def test_kills_in_multipart_uploads_leave_no_uploads(service: Service, root: str) -> None:
     """R1, R9, R26."""
-    check_storm(service, root, trials=6, size=LARGE)
+    check_saves(service, root, trials=6, size=LARGE)
+
+
+@on("gcs", "azurite")
+def test_kills_of_a_process_with_two_tiers_lose_nothing(
+    service: Service, root: str, tmp_path: Path
+) -> None:
+    """R1, R9, R23, D19: kills strike uploads and the retention of the remote tier, too."""
+    check_tiers(service, root, tmp_path, trials=8, size=SMALL, machines="same")
+
+
+@on("moto")
+def test_kills_in_multipart_uploads_between_tiers_leave_no_uploads(
+    service: Service, root: str, tmp_path: Path
+) -> None:
+    """R1, R9, R26: on a new machine each time, which nobody but the remote tier helps."""
+    check_tiers(service, root, tmp_path, trials=6, size=LARGE, machines="new")
+
+
+LARGE_SERVERS = on("localstack", "gcs", "azurite", "ceph")
 
 
 @pytest.mark.stores
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-@on("localstack", "gcs", "azurite", "ceph")
-def test_hundreds_of_kills_lose_nothing(service: Service, root: str, size: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "trials", "seed"), [(SMALL, 100, 0), (SMALL, 100, 1), (LARGE, 50, 2)]
+)
+@LARGE_SERVERS
+def test_hundreds_of_kills_lose_nothing(
+    service: Service, root: str, size: int, trials: int, seed: int
+) -> None:
     """R1, R9, R26."""
-    check_storm(service, root, trials=450 if size == SMALL else 50, size=size)
+    check_saves(service, root, trials=trials, size=size, seed=seed)
+
+
+@pytest.mark.stores
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("machines", "size", "trials"), [("same", SMALL, 100), ("new", SMALL, 100), ("same", LARGE, 50)]
+)
+@LARGE_SERVERS
+def test_hundreds_of_kills_with_two_tiers_lose_nothing(
+    service: Service, root: str, tmp_path: Path, machines: str, size: int, trials: int
+) -> None:
+    """R1, R9, R23, R26, D19."""
+    check_tiers(service, root, tmp_path, trials=trials, size=size, machines=machines)
 
 
 @on("gcs")
 def test_the_storm_catches_a_manifest_that_comes_first(service: Service, root: str) -> None:
     """R1: our own code with its order broken does not pass."""
-    counts = storm(root, "--trials", "12", "--size", SMALL, "--mutant", "manifest_first")
-    assert counts["bad"] > 0, counts
+    options = ("--trials", "12", "--size", str(SMALL), "--mutant", "manifest_first")
+    assert storm("storm", root, *options)["bad"] > 0
+
+
+@on("gcs")
+def test_the_storm_catches_a_local_copy_that_goes_too_early(
+    service: Service, root: str, tmp_path: Path
+) -> None:
+    """R1, D19."""
+    options = ("--local", str(tmp_path), "--trials", "12", "--size", str(SMALL))
+    assert storm("tiers_storm", root, *options, "--mutant", "holds_nothing")["bad"] > 0
