@@ -81,6 +81,8 @@ class Saved:
 def trained(num_steps: int) -> Mapping[str, Tensor]:
     """By kind: all tensors of that kind behind each other, after so many steps."""
     progress(f"codecs: training for {num_steps} steps")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more of them spin on a busy machine; this is not measured
     torch.manual_seed(0)
     model = GPT(Shape(width=256, num_heads=4, num_layers=6, context=128, dropout=0.0))
     windows = Windows(standard_library_text(), 128)
@@ -93,6 +95,7 @@ def trained(num_steps: int) -> Mapping[str, Tensor]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    torch.set_num_threads(threads)
     progress(f"codecs: the loss is {loss.item():.2f}")
     parameters = [p.detach() for p in model.parameters()]
     slots = [optimizer.state[p] for p in model.parameters()]
