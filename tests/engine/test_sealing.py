@@ -21,11 +21,12 @@ from tests.crash.test_every_operation import Tiny
 from holdfast import CheckpointManager, Last, errors, load_weights
 from holdfast.care.gc import collect
 from holdfast.care.verify import verify, verify_root
-from holdfast.engine import sealing as sealing_module
 from holdfast.engine.catalog import Catalog
+from holdfast.engine.discretion import discreet
 from holdfast.engine.sealing import SealedStore, sealing
 from holdfast.format import suites
 from holdfast.format.layout import BLOCK_NBYTES
+from holdfast.format.records import AnswerRecord, encode_answer
 from holdfast.format.segments import SEGMENT_NBYTES
 from holdfast.keys import Encryption, Passphrase, SecretKey, ServiceKey, generate
 from holdfast.policy.retention import All
@@ -671,10 +672,10 @@ def test_load_weights_and_copies_of_one_checkpoint_are_opened(tmp_path: Path) ->
 def test_answers_to_requests_tell_no_names() -> None:
     """R34: an error may name parts of the state."""
     told = {"folder": None, "error": CANARY, "created": "now", "asker": None}
-    answer = sealing_module.encode_answer(sealing_module.AnswerRecord(**told))
-    data = sealing_module._discreet("requests/x.answer", answer)
+    answer = encode_answer(AnswerRecord(**told))
+    data = discreet("requests/x.answer", answer)
     assert CANARY not in json.dumps(bytes(data).decode())
-    assert sealing_module._discreet("requests/x.json", answer) == answer
+    assert discreet("requests/x.json", answer) == answer
 
 
 def test_what_is_no_part_of_a_checkpoint_is_neither_sealed_for_nobody_nor_stored_in_clear() -> None:

@@ -18,15 +18,18 @@ from holdfast.care.backlog import Backlog
 from holdfast.care.housekeeping import Housekeeper
 from holdfast.care.mend import mend
 from holdfast.care.retention import candidate
+from holdfast.care.uploads import Uploads
 from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.claim import Claim, expect_claim, is_closed, nothing_arrives
 from holdfast.engine.commit import mark_aborted, remove_files, settle
 from holdfast.engine.notes import annotate
+from holdfast.engine.owner import Ownership
 from holdfast.engine.sealing import SealedStore
+from holdfast.engine.tiers.catalog import TieredCatalog
 from holdfast.engine.tiers.claims import TieredOwnership
 from holdfast.engine.tiers.pieces import length
 from holdfast.engine.tiers.telling import remote_emitter
-from holdfast.engine.tiers.tiered import TieredOptions
+from holdfast.engine.tiers.tiered import Rules, Tiered, TieredOptions
 from holdfast.engine.tiers.upload import Cost, Interrupted, Sender
 from holdfast.engine.workers import Workers
 from holdfast.errors import (
@@ -75,7 +78,7 @@ class _RemoteSide:
         return self._owner.remote_unclear
 
 
-class Mirror:
+class Mirror(Uploads):
     """Sends what a rule wants to have in the remote tier, and does the chores there."""
 
     def __init__(
@@ -90,6 +93,7 @@ class Mirror:
     ) -> None:
         """`rule` is that of the remote tier, in which `replaces` is as for `Housekeeper`;
         `timeout_s` bounds the waits of callers."""
+        super().__init__()
         self._owner = owner
         self._catalog = owner.catalog
         self._local, self._remote = self._catalog.store, self._catalog.remote.store
@@ -121,12 +125,6 @@ class Mirror:
         self._is_dirty = self._is_running = False
         self._is_paused = True
         self._may_mend = False
-        self.uploaded: Callable[[Entry, bool], None] = lambda entry, was_read: None
-        """Called when a checkpoint is safe in the remote tier, and whether every byte of the local
-        copy was read and found right for it."""
-        self.caught_up: Callable[[], None] = lambda: None
-        """Called once after each claim, when nothing waits. What a forerunner kept for its upload
-        may be there already, and then nothing is sent that would tell so."""
         self._forget_all()
         owner.before_take = self._pause
         owner.after_take = self._go_on
@@ -148,7 +146,7 @@ class Mirror:
     # From the threads that train and save
 
     def committed(self) -> None:
-        """The local tier has a new checkpoint: queue it, before anything there is deleted."""
+        """See `Uploads.committed`."""
         try:
             self._backlog.refresh()
         except Exception as error:  # noqa: BLE001 - the save stands; nothing is deleted meanwhile
@@ -157,21 +155,17 @@ class Mirror:
         self._wake()
 
     def holds(self, entry: Entry) -> str:
-        """Why the local copy must not be deleted yet; nothing where it may be."""
+        """See `Uploads.holds`."""
         claim = self._owner.claim
         return self._backlog.holds(entry, epoch=None if claim is None else claim.epoch)
 
     def mend_now(self) -> None:
-        """What was found damaged here and whole there may be mended from now on."""
+        """See `Uploads.mend_now`."""
         self._may_mend = True
         self._wake()
 
     def expect_room(self, now: Timestamp) -> None:
-        """Return when the remote tier is no further behind than it may be.
-
-        Raises:
-            DeadlineExceeded: it does not catch up.
-        """
+        """See `Uploads.expect_room`."""
         end = time.monotonic() + self._timeout_s
         with self._changed:
             while self._is_too_far_behind(now):
@@ -184,8 +178,7 @@ class Mirror:
                 self._changed.wait(left_s)
 
     def raise_failure(self) -> None:
-        """Raise what must not be missed: that the run went on elsewhere, each time; and a failed
-        upload once, if it is to be raised."""
+        """See `Uploads.raise_failure`."""
         if self._lost is not None:
             self._is_lost_told = True
             raise self._lost
@@ -195,11 +188,7 @@ class Mirror:
             raise failure
 
     def settle(self, timeout_s: float) -> None:
-        """Return when nothing waits to be sent any more, or nothing of it can be.
-
-        Raises:
-            DeadlineExceeded: says what still waits.
-        """
+        """See `Uploads.settle`."""
         with self._changed:
             if not self._changed.wait_for(self._is_settled, timeout_s):
                 raise DeadlineExceeded(
@@ -214,12 +203,7 @@ class Mirror:
         return not self._is_running or must_tell
 
     def close(self, timeout_s: float) -> None:
-        """Send what is left, up to a deadline, and end.
-
-        Raises:
-            UploadFailed: something is left, and that is to be raised.
-            OwnershipError: the run went on elsewhere, and nobody was told yet.
-        """
+        """See `Uploads.close`."""
         with self._changed:
             self._changed.wait_for(
                 lambda: not self._is_running, min(timeout_s, self._options.close_timeout_s)
@@ -600,3 +584,24 @@ class Mirror:
         if event.kind == "retracted":
             self._backlog.gone(str(event.fields.get("folder")))
         self._told(event.kind, event.message, step=event.step, **event.fields)
+
+
+def ownership(
+    root: object,
+    catalog: Catalog,
+    rules: Rules,
+    emit: Emitter,
+    *,
+    takeover: bool,
+    replaces: bool,
+    timeout_s: float,
+) -> tuple[Ownership, Uploads]:
+    """Who holds the claim on a root, or on both of its tiers, and what sends from one to the other.
+
+    `rules` are those of the tiers; the rest is as for `Mirror`.
+    """
+    if not (isinstance(root, Tiered) and isinstance(catalog, TieredCatalog)):
+        return Ownership(catalog.store, takeover=takeover, emit=emit), Uploads()
+    owner = TieredOwnership(catalog, takeover=takeover, emit=emit)
+    mirror = Mirror(owner, rules.remote, root.options, emit, replaces=replaces, timeout_s=timeout_s)
+    return owner, mirror

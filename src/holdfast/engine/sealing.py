@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import msgspec
 
+from holdfast.engine.discretion import NOT_TOLD, blank, discreet
 from holdfast.engine.documents import read_document
 from holdfast.engine.sealedfiles import SealedFile, SealedWriter, plain_nbytes
 from holdfast.engine.unsealing import boxes_of, opened
@@ -51,21 +52,6 @@ from holdfast.format.manifest import (
     decode_register,
     encode_deleted,
 )
-from holdfast.format.records import (
-    AnswerRecord,
-    Rejected,
-    Retired,
-    decode_answer,
-    decode_rejected,
-    decode_retired,
-    decode_tiers,
-    decode_upload,
-    encode_answer,
-    encode_rejected,
-    encode_retired,
-    encode_tiers,
-    encode_upload,
-)
 from holdfast.format.segments import FileCipher, seal_whole, stored_nbytes
 from holdfast.format.suites import Suite, fresh_secret
 from holdfast.keys import Encryption, try_key, wrapped
@@ -88,7 +74,6 @@ from holdfast.store.base import (
 )
 
 _PASSED_THROUGH = frozenset({layout.WRITERS, layout.READERS, layout.REQUESTS, layout.UPLOADS})
-_NOT_TOLD = "not told: the checkpoints here are sealed"
 
 
 def sealing(store: Store, encryption: Encryption | None, *, twin: Store | None = None) -> Store:
@@ -183,7 +168,7 @@ class SealedStore:
         """See `Store.put`."""
         place = _place(key)
         if place is None:
-            self.inner.put(key, _discreet(key, data), if_absent=if_absent)
+            self.inner.put(key, discreet(key, data), if_absent=if_absent)
             return
         folder, name = place
         if name == layout.MANIFEST:
@@ -264,7 +249,7 @@ class SealedStore:
             self._put_manifest(folder, register, data, if_absent=if_absent)
             return
         if isinstance(register, Deleted):
-            told = Deleted(save_id=register.save_id, by=register.by, reason=_NOT_TOLD)
+            told = Deleted(save_id=register.save_id, by=register.by, reason=NOT_TOLD)
             data = encode_deleted(told)
         self.inner.put(key, data, if_absent=if_absent)
         self._forget(folder)
@@ -435,9 +420,9 @@ class SealedStore:
                 decode_register(register, what=name), Manifest
             )
         except FormatError:
-            return name, _blank(name, data)
+            return name, blank(name, data)
         if contents is None:
-            return name, data if is_plain else _blank(name, data)
+            return name, data if is_plain else blank(name, data)
         stored = self._stored_name(folder, name)
         return stored, encode_mark(contents, stored, data)
 
@@ -668,34 +653,3 @@ def _cut(document: bytes, start: int, nbytes: int | None, *, what: str) -> bytes
     if stop > len(document):
         raise CorruptData(f"{what}: has {len(document)} bytes, expected at least {stop}")
     return document[start:stop]
-
-
-def _blank(name: str, data: bytes) -> bytes:
-    """A mark beside a checkpoint that cannot be opened, or is deleted: without the words."""
-    if name == layout.REJECTED:
-        rejected = decode_rejected(data, what=name)
-        return encode_rejected(Rejected(by=rejected.by, reasons=(_NOT_TOLD,)))
-    if layout.parse_retired(name) is not None:
-        return encode_retired(Retired(by=decode_retired(data, what=name).by, reason=_NOT_TOLD))
-    raise NotFound(f"{name}: there is no checkpoint that can be opened beside it")
-
-
-def _discreet(key: str, data: Buffer) -> Buffer:
-    """What is passed through, without the words of an error, which may name parts of the state."""
-    if key.startswith(f"{layout.REQUESTS}/") and layout.is_answer(key):
-        answer = decode_answer(data, what=key)
-        if answer.error is None:
-            return data
-        told = AnswerRecord(
-            folder=None, error=_NOT_TOLD, created=answer.created, asker=answer.asker
-        )
-        return encode_answer(told)
-    if key == layout.TIERS:
-        tiers = decode_tiers(data, what=key)
-        error = None if tiers.error is None else _NOT_TOLD
-        return encode_tiers(msgspec.structs.replace(tiers, error=error))
-    if key.startswith(f"{layout.UPLOADS}/"):
-        upload = decode_upload(data, what=key)
-        error = None if upload.error is None else _NOT_TOLD
-        return encode_upload(msgspec.structs.replace(upload, error=error))
-    return data

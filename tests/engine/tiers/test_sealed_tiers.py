@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from holdfast.care.verify import verify_root
 from holdfast.engine.catalog import Catalog
 from holdfast.engine.sealedfiles import SealedFile
 from holdfast.engine.sealing import sealing
+from holdfast.engine.tiers.claims import share_claims
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.tiered import Tiered
+from holdfast.engine.tiers.upload import Interrupted, Sender
 from holdfast.errors import AccessDenied, TransientStoreError
 from holdfast.events import Emitter
 from holdfast.format.manifest import Deleted, encode_deleted
@@ -431,6 +434,28 @@ def test_nothing_is_put_back_beside_what_was_deleted_meanwhile(local: LocalStore
     with pytest.raises(errors.NoCheckpoint, match="any more"):
         mend(sealing(local, SEALS), sealing(remote, SEALS), folder, epoch=1)
     assert "keys-0001.json" not in local.children(folder)
+
+
+def test_it_ends_soon_when_it_is_interrupted_while_it_compares(local: LocalStore) -> None:
+    """And nothing was sent by then."""
+    tiny, remote = Tiny(LARGE), MemoryStore("remote")
+    with opened(local, tiny, encrypt=SEALS) as manager:
+        manager.resume()
+        saved(manager, tiny, 1)
+    share_claims(local, remote)
+    slow = Fault(kind="hang", op="get", key="*/file-*", at=1)
+    sender = Sender(sealing(FaultyStore(local, [slow]), SEALS), remote, num_threads=1, timeout_s=60)
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(
+            sender.send, newest(local), epoch=1, told=lambda cost: None, unclear=set()
+        )
+        assert slow.reached.wait(60)
+        sender.interrupt()
+        slow.release.set()
+        with pytest.raises(Interrupted):
+            sending.result(60)
+    sender.close()
+    assert [info.key for info in remote.list("step-")] == []
 
 
 def test_a_store_that_seals_already_is_refused(local: LocalStore) -> None:
