@@ -1,8 +1,9 @@
 """Ways to send a state to an object store and to bring it back: Holdfast, bare clients, DCP.
 
 A bare client sends one object of as many bytes as the state has from memory, and reads it back into
-the same memory; it computes no digest, commits nothing and has one object where a checkpoint has
-several. All take large parts, four at once, which is the fastest for each of them.
+memory that it takes for it, as a load does; it computes no digest, commits nothing and has one
+object where a checkpoint has several. All take large parts, four at once, which is the fastest for
+each of them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 from bench.states import State
 
@@ -55,7 +58,7 @@ class Holdfast(Client):
     out, and a load of every byte into the live tensors, verified."""
 
     title = "holdfast, straight to the store"
-    needs = ("obstore",)
+    needs = ("obstore", "boto3")
     is_unsigned = False
     memory_budget: int | None = None
 
@@ -123,6 +126,22 @@ class Bare(Client):
         self.download()
         self.memory = whole
 
+    def download(self) -> None:
+        """See `Client.download`."""
+        self.found = memoryview(np.empty(len(self.memory), dtype=np.uint8))
+        self.fill(self.found)
+
+    @abstractmethod
+    def fill(self, memory: memoryview) -> None:
+        """Read the object into memory."""
+
+    def close(self) -> None:
+        """See `Client.close`: what came must be what was sent."""
+        from blake3 import blake3
+
+        if blake3(self.found).digest() != blake3(self.memory).digest():
+            raise RuntimeError("the bytes are not what was sent")
+
 
 def _places(state: State) -> Iterator[tuple[int, Any]]:
     at = 0
@@ -159,13 +178,13 @@ class Obstore(Bare):
             max_concurrency=PARTS_AT_ONCE,
         )
 
-    def download(self) -> None:
-        """See `Client.download`."""
+    def fill(self, memory: memoryview) -> None:
+        """See `Bare.fill`."""
         import obstore
 
         at = 0
         for piece in obstore.get(self._store, self.key).stream(min_chunk_size=1 << 20):
-            self.memory[at : at + len(piece)] = piece
+            memory[at : at + len(piece)] = piece
             at += len(piece)
 
 
@@ -201,9 +220,9 @@ class Boto3(Bare):
         file = _MemoryFile(self.memory)
         self._client.upload_fileobj(file, self.bucket, self.key, Config=self._config)
 
-    def download(self) -> None:
-        """See `Client.download`."""
-        file = _MemoryFile(self.memory)
+    def fill(self, memory: memoryview) -> None:
+        """See `Bare.fill`."""
+        file = _MemoryFile(memory)
         self._client.download_fileobj(self.bucket, self.key, file, Config=self._config)
 
 
@@ -272,12 +291,12 @@ class S3Torch(Bare):
         found = boto3.client("s3").head_object(Bucket=self.bucket, Key=self.key)
         return bool(found["ContentLength"] == len(self.memory))
 
-    def download(self) -> None:
-        """See `Client.download`."""
+    def fill(self, memory: memoryview) -> None:
+        """See `Bare.fill`."""
         reader = self._client.get_object(self.bucket, self.key)
         at = 0
-        while at < len(self.memory):
-            found = reader.readinto(self.memory[at : at + PART_NBYTES])
+        while at < len(memory):
+            found = reader.readinto(memory[at : at + PART_NBYTES])
             if not found:
                 raise RuntimeError(f"the object ends at byte {at}")
             at += found

@@ -27,7 +27,7 @@ from bench.child import settle
 from bench.command import Bench, progress
 from bench.goals import CODEC_GOALS
 from bench.machine import drop_cache
-from bench.report import megabytes, number, percent, results_table, seconds, times
+from bench.report import megabytes, number, percent, results_table, seconds, table, times
 from bench.results import Figures, Outcome, Results
 from holdfast import CheckpointManager, Compression, Last
 from holdfast.demo.model import GPT
@@ -81,6 +81,8 @@ class Saved:
 def trained(num_steps: int) -> Mapping[str, Tensor]:
     """By kind: all tensors of that kind behind each other, after so many steps."""
     progress(f"codecs: training for {num_steps} steps")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more of them spin on a busy machine; this is not measured
     torch.manual_seed(0)
     model = GPT(Shape(width=256, num_heads=4, num_layers=6, context=128, dropout=0.0))
     windows = Windows(standard_library_text(), 128)
@@ -93,6 +95,7 @@ def trained(num_steps: int) -> Mapping[str, Tensor]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    torch.set_num_threads(threads)
     progress(f"codecs: the loss is {loss.item():.2f}")
     parameters = [p.detach() for p in model.parameters()]
     slots = [optimizer.state[p] for p in model.parameters()]
@@ -338,21 +341,34 @@ def _tables(results: Results) -> list[str]:
 
 
 def _ratio_tables(results: Results) -> list[str]:
-    def row(case: str) -> list[str]:
-        return [
-            percent(results.median(case, "ratio")),
-            number(results.median(case, "encode_mb_per_s"), "{:,.0f} MB/s"),
-            number(results.median(case, "decode_mb_per_s"), "{:,.0f} MB/s"),
-        ]
+    """By coder and kind: what is stored, and how fast."""
 
-    lines = []
-    head = ["", "stored", "encode", "decode"]
-    for kind, title in KINDS.items():
-        steps = results.titles.get("codecs/steps", "?")
-        lines += [f"**{title}**, after {steps} steps; one thread", ""]
-        prefix = f"codecs/ratio/{kind}/"
-        lines += [*results_table(results, prefix, head, results.titles, row), ""]
-    return lines
+    def stored(coder: str) -> list[str]:
+        return [percent(results.median(f"{_RATIO}{kind}/{coder}", "ratio")) for kind in KINDS]
+
+    def speed(coder: str) -> list[str]:
+        return [" / ".join(_rates(results, f"{_RATIO}{kind}/{coder}")) for kind in KINDS]
+
+    coders = {case.split("/", 3)[3]: results.titles[case] for case in results.names(_RATIO)}
+    steps = results.titles.get("codecs/steps", "?")
+    return [
+        f"**Stored**, of a state after {steps} steps",
+        "",
+        *table(["", *KINDS.values()], coders, stored),
+        "",
+        "**Encode / decode**, MB/s, one thread",
+        "",
+        *table(["", *KINDS.values()], coders, speed),
+        "",
+    ]
+
+
+_RATIO = "codecs/ratio/"
+
+
+def _rates(results: Results, case: str) -> list[str]:
+    figures = ("encode_mb_per_s", "decode_mb_per_s")
+    return [number(results.median(case, figure), "{:,.0f}") for figure in figures]
 
 
 def _save_tables(results: Results) -> list[str]:

@@ -68,6 +68,7 @@ class Bench:
                 title = "warm-up" if number < 0 else f"round {number + 1} of {options.rounds}"
                 progress(f"{self.name}: {title}")
                 self.measure_round(options, folder, results if number >= 0 else Results())
+                keep(f"bench.{self.name}", options, results)  # a later round may be cut off
         finally:
             shutil.rmtree(folder)
         return results

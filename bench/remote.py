@@ -12,6 +12,7 @@ are measured too, for a byte costs the client the same on any network.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import os
 import shutil
@@ -72,6 +73,9 @@ def _measure_round(options: argparse.Namespace, folder: Path, results: Results) 
     results.titles["remote server"] = options.url or options.server
     # Another one is first in each round.
     with _server(options, folder) as place:
+        if not options.url:  # its first bytes cost a new server more than later ones
+            with _folder_in(place) as here:
+                in_child(_measure, "obstore", here, options.size_gb, options.settle)
         for name in _rotated(options.only, turn):
             case, client = f"remote/{name}", CLIENTS[name]
             if _can_measure(case, client.needs, place, results, is_s3_only=client.is_s3_only):
@@ -152,6 +156,8 @@ def _measure(name: str, place: Place, size_gb: float, settles: bool) -> Figures:
     state = build(StateSpec(kind="gpt", gpt_nbytes=round(size_gb * 1e9), num_small=0))
     state.fill(_SEED)
     nbytes = state.nbytes
+    for module in CLIENTS[name].needs:
+        importlib.import_module(module)  # what is imported is not of the transfer
     peak = {"upload": PeakMemory(), "download": PeakMemory()}
     client = CLIENTS[name](place.url, state)
     if isinstance(client, Bare):  # its own copy is not extra: a program has its bytes once
@@ -190,6 +196,7 @@ def _training(options: argparse.Namespace, name: str, place: Place, folder: Path
         num_saves=options.saves,
         settles=options.settle,
         until_done=True,
+        num_quiet=20,
         url=place.url,
         environment=place.environment,
     )

@@ -37,7 +37,6 @@ CASES = (
     "torch",
 )
 _SEED = 7
-_QUIET_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +57,9 @@ class Training:
     settles: bool
     until_done: bool = False
     """Whether the steps go on until the save is done, however long it takes."""
+
+    num_quiet: int = 5
+    """Steps without a save, with whose median all others are compared."""
 
     def saver(self, state: State) -> Saver:
         """What saves the state; not asked where nothing does."""
@@ -107,7 +109,7 @@ class _Loop:
             self._saver.begin(0).wait()
         self.step()
         self._quiet.clear()
-        for _ in range(_QUIET_STEPS):
+        for _ in range(self.training.num_quiet):
             self.step()
 
     def save_and_train(self, number: int) -> None:

@@ -33,7 +33,7 @@ from holdfast.store.base import (
 from holdfast.store.localfiles import flat
 from holdfast.store.remoteapi import Api
 from holdfast.store.remoteopen import RemoteOptions, parse_place
-from holdfast.store.remotewrites import PART_NBYTES, Uploads
+from holdfast.store.remotewrites import PART_NBYTES, Uploads, copy_bytes
 
 __all__ = ["RemoteOptions", "RemoteStore"]
 
@@ -208,8 +208,9 @@ class RemoteStore:
             piece = buffer[at : at + _READ_NBYTES]
             found = memoryview(self._api.read(key, start + at, start + at + len(piece)))
             for part in range(0, len(piece), _SEEN_NBYTES):
-                piece[part : part + _SEEN_NBYTES] = found[part : part + _SEEN_NBYTES]
-                seen(piece[part : part + _SEEN_NBYTES])
+                target = piece[part : part + _SEEN_NBYTES]
+                copy_bytes(target, found[part : part + _SEEN_NBYTES])
+                seen(target)
 
     def _found(self, prefix: str) -> Iterator[ObjectInfo]:
         found = self._api.list(prefix.rpartition("/")[0])

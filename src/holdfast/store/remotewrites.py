@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import mmap
+import sys
 import threading
 import time
 import weakref
@@ -164,10 +165,22 @@ class Uploads:
             return self._loop
 
 
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy between views of bytes of the same length.
+
+    Unlike an assignment this lets other threads run, which new memory makes them wait for: a page
+    that is touched for the first time takes longer than its copy.
+    """
+    import numpy as np  # here, because commands that read documents do without
+
+    np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
+
+
 def _new_buffer() -> mmap.mmap:
     found = mmap.mmap(-1, COPY_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # advice: in huge pages it costs a hundredth of the faults
-        found.madvise(mmap.MADV_HUGEPAGE)
+    if sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # only advice: they cost a hundredth of the faults
+            found.madvise(mmap.MADV_HUGEPAGE)
     return found
 
 
@@ -474,11 +487,8 @@ class MultipartPut(_Writer):
 
     def _copied(self, piece: memoryview, buffer: mmap.mmap) -> memoryview:
         """A copy whose memory goes back when nobody holds it any more: when it was sent."""
-        import numpy as np  # here, because commands that read documents do without
-
         copy = memoryview(buffer)[: len(piece)]
         released = weakref.finalize(copy, self._sent, buffer, len(piece))
         released.atexit = False
-        # Unlike an assignment to the view, this lets other threads run.
-        np.copyto(np.frombuffer(copy, dtype=np.uint8), np.frombuffer(piece, dtype=np.uint8))
+        copy_bytes(copy, piece)
         return copy
