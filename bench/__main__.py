@@ -7,9 +7,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench import gpu, instructions, limits, local, metadata, slowdown, trainer, where
+from bench import codecs, gpu, instructions, limits, local, metadata, slowdown, trainer, where
 from bench.command import Bench, add_common, keep, report
-from bench.goals import goals_table
+from bench.goals import CODEC_GOALS, GOALS, goals_table
 from bench.results import Results, read_json
 
 _LOCAL_CASES = (
@@ -32,6 +32,7 @@ FULL: Mapping[str, Sequence[str]] = {
     "local": [*_LOCAL, "--rounds", "2"],
     "slowdown": ["--rounds", "2"],
     "metadata": ["--rounds", "3"],
+    "codecs": [],
     "where": ["--rounds", "1"],
     "instructions": [],
     "trainer": ["--rounds", "9"],
@@ -42,13 +43,17 @@ QUICK: Mapping[str, Sequence[str]] = {
     "local": [*_LOCAL, "--rounds", "1", "--size-gb", "0.25", "--no-settle"],
     "slowdown": ["--rounds", "1", "--size-gb", "0.25", "--steps", "8", "--no-settle"],
     "metadata": ["--rounds", "1", "--size-gb", "0.25", "--checkpoints", "100"],
+    "codecs": [
+        *("--steps", "30", "--size-gb", "0.1", "--slow-size-gb", "0.1", "--pairs", "2"),
+        *("--only", "none again", "auto", "aes-256-gcm", "--no-settle"),
+    ],
     "trainer": ["--rounds", "3", "--steps", "500"],
     "gpu": ["--rounds", "1", "--size-gb", "1"],
 }
 """The same in a few minutes: shows that everything runs. The goals are meant for the full size."""
 _BENCHES: Mapping[str, Bench] = {
     module.BENCH.name: module.BENCH
-    for module in (limits, local, slowdown, metadata, where, instructions, trainer, gpu)
+    for module in (limits, local, slowdown, metadata, codecs, where, instructions, trainer, gpu)
 }
 
 
@@ -63,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if name in options.only:
                 _run(name, [*fixed, "--folder", str(options.folder)], results)
                 keep("bench", options, results)  # a later one may fail
-    lines = ["## Goals", "", *goals_table(results)]
+    lines = ["## Goals", "", *goals_table(results, [*GOALS, *CODEC_GOALS])]
     for name in options.only:
         part = results.part(name)
         if part.cases or part.notes or not options.tables_of:  # an earlier run may have had less

@@ -1,8 +1,9 @@
-"""What compression does to a trained state, and to its saves: `python -m bench.codecs`.
+"""What compression and encryption do to a trained state and its saves: `python -m bench.codecs`.
 
 A small GPT is trained on text for some hundred steps; its weights, in fp32 and bf16, and its Adam
 moments are the state. They are repeated to the size asked for: blocks are compressed one by one, so
-this changes no ratio. Saves go to the disk, and to the same disk slowed down as a network is.
+this changes no ratio. Saves go to the disk, and to the same disk slowed down as a network is. Each
+setup takes turns with a plain one, save by save, so that a slow minute hits both.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import argparse
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from time import perf_counter, sleep
-from typing import Any
+from time import perf_counter, process_time, sleep
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,10 +25,11 @@ from torch.nn import functional
 
 from bench.child import settle
 from bench.command import Bench, progress
+from bench.goals import CODEC_GOALS
 from bench.machine import drop_cache
 from bench.report import megabytes, number, percent, results_table, seconds, times
 from bench.results import Figures, Outcome, Results
-from holdfast import CheckpointManager, Compression
+from holdfast import CheckpointManager, Compression, Last
 from holdfast.demo.model import GPT
 from holdfast.demo.plan import Shape
 from holdfast.demo.text import Windows, standard_library_text
@@ -39,17 +43,38 @@ KINDS = {
     "exp_avg": "Adam exp_avg, fp32",
     "exp_avg_sq": "Adam exp_avg_sq, fp32",
 }
+State: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 CHOICES: Mapping[str, Any] = {
-    "none": None,
     "zstd": "zstd",
     "lz4": "lz4",
     "blosc2 bits": Compression(codec="blosc2", shuffle="bit", inner="lz4"),
     "blosc2 bytes": Compression(codec="blosc2", shuffle="byte", inner="zstd"),
     "auto": "auto",
 }
-STORES = {"disk": "the disk", "slow": "the disk at {rate:,.0f} MB/s"}
-SAVES = 3
-"""Of a round; the first makes buffers, and measures for "auto"."""
+"""Compression by name."""
+SUITES = ("aes-256-gcm", "chacha20-poly1305", "sm4-gcm")
+AGAIN = "none again"
+"""Plain like what it is compared with: its ratio is the noise of the measurement."""
+SETUPS = (AGAIN, *CHOICES, *SUITES)
+STORES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "disk": ("the disk", SETUPS),
+    "slow": ("the disk at {rate:,.0f} MB/s", (AGAIN, *CHOICES)),
+}
+"""Title and setups of each."""
+WARMUP = 2
+"""Pairs of saves that do not count: they make buffers, and "auto" measures and chooses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """One save that was waited for."""
+
+    took_s: float
+    cpu_s: float
+    nbytes: int
+    """Of the files in the store."""
+    sums: list[float]
+    """Of the tensors that were saved."""
 
 
 @lru_cache(maxsize=1)
@@ -179,37 +204,89 @@ class SlowStore(LocalStore):
         return writer
 
 
-def save_and_load(store: LocalStore, state: dict[str, Any], compress: Any, folder: Path) -> Figures:
-    """Some saves of a state that changes between them, and one load of what is cold."""
-    nbytes = sum(tensor.nbytes for part in state.values() for tensor in part.values())
+def options(setup: str) -> dict[str, Any]:
+    """What a manager is given for a setup."""
+    if setup in SUITES:
+        from holdfast import Encryption, keys
+
+        return {"encrypt": Encryption(keys=keys.generate(), suite=setup)}  # type: ignore[arg-type]
+    return {"compress": CHOICES[setup]} if setup in CHOICES else {}
+
+
+def beside_plain(
+    make: Callable[[str], LocalStore],
+    setup: str,
+    state: State,
+    folder: Path,
+    *,
+    num_pairs: int,
+    settles: bool,
+) -> Figures:
+    """Durable saves with a setup and without, in turns, of a state that changes between them; and
+    a cold load of each."""
+    names = ("plain", "other")
     told: list[Event] = []
-    save_s = []
-    with CheckpointManager(store, state, compress=compress, sinks=(told.append,)) as manager:
-        for step in range(1, SAVES + 1):
-            for part in state.values():
-                for tensor in part.values():
-                    tensor.neg_()
-            settle(2 * nbytes)
-            began = perf_counter()
-            saved = manager.save(step).wait()
-            save_s.append(perf_counter() - began)
-            manager.wait()
-        for event in told:
-            if event.kind == "compression":
-                progress(f"codecs: {event.message}")
-        sums = [tensor.double().sum().item() for part in state.values() for tensor in part.values()]
-        drop_cache(folder)
-        began = perf_counter()
-        manager.load(f"step={SAVES}")
-        load_s = perf_counter() - began
-    if sums != [t.double().sum().item() for part in state.values() for t in part.values()]:
-        raise RuntimeError("the tensors are not what was saved")
+    with ExitStack() as stack:
+        managers = {}
+        for name in names:
+            given = {} if name == "plain" else {**options(setup), "sinks": (told.append,)}
+            manager = CheckpointManager(make(name), state, keep=Last(1), **given)
+            managers[name] = stack.enter_context(manager)
+        saves: dict[str, list[Saved]] = {name: [] for name in names}
+        for step in range(1, 1 + WARMUP + num_pairs):
+            for name in names if step % 2 else names[::-1]:
+                saves[name].append(_save(managers[name], step, state, settles=settles))
+        loads = {}
+        for name in names:
+            loads[name] = _load_s(managers[name], state, folder, settles=settles)
+            if _sums(state) != saves[name][-1].sums:
+                raise RuntimeError("the tensors are not what was saved")
+    for event in told:
+        if event.kind == "compression":
+            progress(f"codecs: {event.message}")
+    plain, other = (saves[name][WARMUP:] for name in names)
+    pairs = list(zip(other, plain, strict=True))
     return {
-        "nbytes": [float(nbytes)],
-        "stored_nbytes": [float(saved.nbytes)],
-        "save_s": save_s[1:],
-        "load_s": [load_s],
+        "nbytes": [float(_nbytes(state))],
+        "stored_nbytes": [float(other[-1].nbytes)],
+        "save_s": [saved.took_s for saved in other],
+        "plain_save_s": [saved.took_s for saved in plain],
+        "save_ratio": [mine.took_s / its.took_s for mine, its in pairs],
+        "cpu_ratio": [mine.cpu_s / its.cpu_s for mine, its in pairs],
+        "load_s": [loads["other"]],
+        "plain_load_s": [loads["plain"]],
     }
+
+
+def _nbytes(state: State) -> int:
+    return sum(tensor.nbytes for part in state.values() for tensor in part.values())
+
+
+def _save(manager: CheckpointManager, step: int, state: State, *, settles: bool) -> Saved:
+    """A save that is waited for, of a state of which every tensor is another."""
+    for part in state.values():
+        for tensor in part.values():
+            tensor.neg_()
+    if settles:
+        settle(2 * _nbytes(state))
+    began, cpu_s = perf_counter(), process_time()
+    pending = manager.save(step, wait=True)
+    took_s, cpu_s = perf_counter() - began, process_time() - cpu_s
+    manager.wait()
+    return Saved(took_s=took_s, cpu_s=cpu_s, nbytes=pending.wait().nbytes, sums=_sums(state))
+
+
+def _load_s(manager: CheckpointManager, state: State, folder: Path, *, settles: bool) -> float:
+    if settles:
+        settle(2 * _nbytes(state))
+    drop_cache(folder)
+    began = perf_counter()
+    manager.load()
+    return perf_counter() - began
+
+
+def _sums(state: State) -> list[float]:
+    return [tensor.double().sum().item() for part in state.values() for tensor in part.values()]
 
 
 def _outcome(work: Callable[[], Figures]) -> Outcome:
@@ -227,75 +304,98 @@ def _measure_round(options: argparse.Namespace, folder: Path, results: Results) 
             case = f"codecs/ratio/{kind}/{title}"
             results.titles[case] = title
             results.add(case, _outcome(partial(try_coder, coder, data)))
-    total = sum(tensor.nbytes for tensor in found.values())
-    repeats = max(round(options.size_gb * 1e9 / total), 1)
-    state = {
-        kind: {f"{n}": tensor.clone() for n in range(repeats)} for kind, tensor in found.items()
-    }
     results.titles["codecs/steps"] = str(options.steps)
     results.titles["codecs/rate"] = str(options.slow_mb_per_s)
-    for where in STORES:
-        for name, compress in CHOICES.items():
-            progress(f"codecs: {where}, {name}")
-            case = f"codecs/save/{where}/{name}"
-            results.titles[case] = name
-            here = folder / "run"
-            store = SlowStore(here, options.slow_mb_per_s) if where == "slow" else LocalStore(here)
-            results.add(case, _outcome(partial(save_and_load, store, state, compress, here)))
-            shutil.rmtree(here, ignore_errors=True)
+    sizes = {"disk": options.size_gb, "slow": options.slow_size_gb}
+    for where, (_, setups) in STORES.items():
+        state = _repeated(found, sizes[where])
+        for setup in setups:
+            if setup in options.only:
+                case = f"codecs/save/{where}/{setup}"
+                progress(f"  {case}")
+                results.titles[case] = setup
+                here = folder / "run"
+                make = partial(_store, where, options.slow_mb_per_s, here)
+                work = partial(beside_plain, make, setup, state, here)
+                how = {"num_pairs": options.pairs, "settles": options.settle}
+                results.add(case, _outcome(partial(work, **how)))
+                shutil.rmtree(here, ignore_errors=True)
+
+
+def _repeated(found: Mapping[str, Tensor], size_gb: float) -> State:
+    total = sum(tensor.nbytes for tensor in found.values())
+    repeats = range(max(round(size_gb * 1e9 / total), 1))
+    return {kind: {f"{n}": tensor.clone() for n in repeats} for kind, tensor in found.items()}
+
+
+def _store(where: str, mb_per_s: float, folder: Path, name: str) -> LocalStore:
+    here = folder / name
+    return SlowStore(here, mb_per_s) if where == "slow" else LocalStore(here)
 
 
 def _tables(results: Results) -> list[str]:
-    lines: list[str] = []
-    steps = results.titles.get("codecs/steps", "?")
-    for kind, title in KINDS.items():
+    return [*_ratio_tables(results), *_save_tables(results)]
 
-        def row(case: str) -> list[str]:
-            return [
-                percent(results.median(case, "ratio")),
-                number(results.median(case, "encode_mb_per_s"), "{:,.0f} MB/s"),
-                number(results.median(case, "decode_mb_per_s"), "{:,.0f} MB/s"),
-            ]
 
-        prefix = f"codecs/ratio/{kind}/"
-        lines += [f"**{title}**, after {steps} steps; one thread", ""]
-        head = ["", "stored", "encode", "decode"]
-        lines += [*results_table(results, prefix, head, results.titles, row), ""]
-    for where, title in STORES.items():
-        plain = f"codecs/save/{where}/none"
-
-        def row(case: str, plain: str = plain) -> list[str]:
-            return [
-                megabytes(results.median(case, "stored_nbytes")),
-                seconds(results.median(case, "save_s")),
-                times(results.ratio((case, "save_s"), (plain, "save_s"))),
-                seconds(results.median(case, "load_s")),
-                times(results.ratio((case, "load_s"), (plain, "load_s"))),
-            ]
-
-        rate = float(results.titles.get("codecs/rate", "0"))
-        nbytes = megabytes(results.median(plain, "nbytes"))
-        lines += [f"**{title.format(rate=rate)}**, a state of {nbytes}", ""]
-        head = ["", "stored", "save", "beside none", "cold load", "beside none"]
-        lines += [
-            *results_table(results, f"codecs/save/{where}/", head, results.titles, row),
-            "",
+def _ratio_tables(results: Results) -> list[str]:
+    def row(case: str) -> list[str]:
+        return [
+            percent(results.median(case, "ratio")),
+            number(results.median(case, "encode_mb_per_s"), "{:,.0f} MB/s"),
+            number(results.median(case, "decode_mb_per_s"), "{:,.0f} MB/s"),
         ]
+
+    lines = []
+    head = ["", "stored", "encode", "decode"]
+    for kind, title in KINDS.items():
+        steps = results.titles.get("codecs/steps", "?")
+        lines += [f"**{title}**, after {steps} steps; one thread", ""]
+        prefix = f"codecs/ratio/{kind}/"
+        lines += [*results_table(results, prefix, head, results.titles, row), ""]
+    return lines
+
+
+def _save_tables(results: Results) -> list[str]:
+    def row(case: str) -> list[str]:
+        load = results.ratio((case, "load_s"), (case, "plain_load_s"))
+        return [
+            megabytes(results.median(case, "stored_nbytes")),
+            seconds(results.median(case, "save_s")),
+            times(results.median(case, "save_ratio")),
+            times(results.median(case, "cpu_ratio")),
+            seconds(results.median(case, "load_s")),
+            times(load),
+        ]
+
+    lines = []
+    head = ["", "stored", "durable save", "beside none", "processor time", "cold load"]
+    head.append("beside none")
+    for where, (title, _) in STORES.items():
+        prefix = f"codecs/save/{where}/"
+        rate = float(results.titles.get("codecs/rate", "0"))
+        nbytes = megabytes(results.median(f"{prefix}{AGAIN}", "nbytes"))
+        lines += [f"**{title.format(rate=rate)}**, a state of {nbytes}", ""]
+        lines += [*results_table(results, prefix, head, results.titles, row), ""]
     return lines
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=300, help="of training (%(default)s)")
     parser.add_argument("--size-gb", type=float, default=1.0, help="of the state, in 1e9 bytes")
+    parser.add_argument("--slow-size-gb", type=float, default=0.3, help="on the slow store")
     parser.add_argument("--slow-mb-per-s", type=float, default=200.0, help="of the slow store")
+    parser.add_argument("--pairs", type=int, default=6, help="of counted saves (%(default)s)")
+    parser.add_argument("--only", nargs="+", choices=SETUPS, default=SETUPS, help="setups")
 
 
 BENCH = Bench(
     name="codecs",
-    about="ratios of a trained state, and saves and loads with each compression beside none",
+    about="Ratios of a trained state; saves and loads with each codec and cipher beside none.",
     add_options=_add_options,
     measure_round=_measure_round,
     tables=_tables,
+    goals=CODEC_GOALS,
+    rounds=1,
 )
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
+from bench.goals import Goal, goals_table
 from bench.machine import describe, heading, versions
-from bench.results import Results, write_json
+from bench.results import Results, read_json, write_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,8 @@ class Bench:
     """Measures every case once and adds the outcomes. The folder is the same for all rounds."""
     tables: Callable[[Results], list[str]]
     """Markdown lines: what was found. Says so when there is nothing."""
+    goals: Sequence[Goal] = ()
+    """What some of its figures should be; printed first."""
     rounds: int = 3
     """Counted rounds, where no option says otherwise."""
     warmup: int = 0
@@ -50,6 +53,9 @@ class Bench:
             default=True,
             help="before each measured call, sync, and touch free memory (see bench/README.md)",
         )
+        parser.add_argument(
+            "--tables-of", type=Path, help="print what an earlier --json holds; measure nothing"
+        )
         self.add_options(parser)
         return parser.parse_args(arguments)
 
@@ -69,8 +75,10 @@ class Bench:
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Measure, print the tables and write the JSON; 1 when a case failed."""
         options = self.parse(arguments)
-        results = self.collect(options)
-        report(f"bench.{self.name}", options, results, self.tables(results))
+        is_old = options.tables_of is not None
+        results = read_json(options.tables_of) if is_old else self.collect(options)
+        goals = [*goals_table(results, self.goals), ""] if self.goals else []
+        report(f"bench.{self.name}", options, results, [*goals, *self.tables(results)])
         return int(results.has_failed)
 
 

@@ -42,9 +42,9 @@ class Goal:
         return found >= self.bound if self.is_lower_bound else found <= self.bound
 
 
-def goals_table(results: Results) -> list[str]:
+def goals_table(results: Results, wanted: Sequence[Goal]) -> list[str]:
     """Markdown lines: measure, goal, found, met."""
-    goals = {goal.measure: goal for goal in GOALS}
+    goals = {goal.measure: goal for goal in wanted}
 
     def row(measure: str) -> list[str]:
         goal = goals[measure]
@@ -77,6 +77,15 @@ def worst(*finds: Find) -> Find:
     return find
 
 
+def least(*finds: Find) -> Find:
+    """The lowest of those that were measured."""
+
+    def find(results: Results) -> float | None:
+        return min((value for find in finds if (value := find(results)) is not None), default=None)
+
+    return find
+
+
 def best_of(*figures: str, over: str) -> Find:
     """`over` beside the lowest of the figures that were measured."""
 
@@ -94,14 +103,18 @@ def _overlap_call(results: Results) -> float | None:
     return None if call_s is None or num_tensors is None else call_s / (1e-3 + 1e-6 * num_tensors)
 
 
-def _slowdown(results: Results) -> float | None:
+def _slowdown(place: str) -> Find:
     """Seconds that Holdfast's best set-up adds, less those of the best peer."""
-    added: dict[bool, list[float]] = {True: [], False: []}
-    for case in results.names(_SLOWDOWN):
-        found = results.median(case, "added_s")
-        if found is not None and case != f"{_SLOWDOWN}none":
-            added[case.startswith(f"{_SLOWDOWN}holdfast")].append(found)
-    return min(added[True]) - min(added[False]) if added[True] and added[False] else None
+
+    def find(results: Results) -> float | None:
+        added: dict[bool, list[float]] = {True: [], False: []}
+        for case in results.names(place):
+            found = results.median(case, "added_s")
+            if found is not None and case != f"{place}none":
+                added[case.startswith(f"{place}holdfast")].append(found)
+        return min(added[True]) - min(added[False]) if added[True] and added[False] else None
+
+    return find
 
 
 def _split(figure: str) -> tuple[str, str]:
@@ -172,7 +185,10 @@ GOALS: Sequence[Goal] = (
         quotient(f"{_SAVE}torch_checkpointing:durable_s", f"{_SAVE}holdfast-overlap:durable_s"),
     ),
     _at_most(
-        "slow-down of a training by a save: more than the best peer's", 0, _slowdown, _difference
+        "slow-down of a training by a save: more than the best peer's",
+        0,
+        _slowdown(_SLOWDOWN),
+        _difference,
     ),
     _at_most(
         "20,000 small tensors: save beside a bare safetensors file",
@@ -239,3 +255,56 @@ GOALS: Sequence[Goal] = (
     ),
 )
 """In the order in which they are printed; a measure with `…` goes on from the one above."""
+
+_CODECS = "codecs/save/"
+CODEC_GOALS: Sequence[Goal] = (
+    _at_most(
+        "durable save sealed by AES-256-GCM: beside a plain one",
+        1.25,
+        value(f"{_CODECS}disk/aes-256-gcm:save_ratio"),
+    ),
+    # 1, and what two equal saves differ by.
+    _at_most(
+        '`compress="auto"`: durable save beside a plain one, the worse of both stores',
+        1.05,
+        worst(*(value(f"{_CODECS}{where}/auto:save_ratio") for where in ("disk", "slow"))),
+    ),
+)
+"""Of `bench.codecs`."""
+
+_REMOTE = "remote/"
+
+
+def _beside(way: str, *others: str, ours: str = "holdfast") -> Find:
+    """The time of the fastest of the others beside that of ours."""
+    ours = f"{_REMOTE}{ours}:{way}_s"
+    return least(*(quotient(f"{_REMOTE}{name}:{way}_s", ours) for name in others))
+
+
+_BARE = ("obstore", "boto3", "s3torchconnector")
+REMOTE_GOALS: Sequence[Goal] = (
+    _at_least("upload: share of the fastest bare client", 0.95, _beside("upload", *_BARE)),
+    _at_least(
+        "… payload not signed, as over https: share of obstore",
+        0.95,
+        _beside("upload", "obstore-unsigned", ours="holdfast-unsigned"),
+    ),
+    _at_least("… times faster than `dcp.save` over s3fs", 2, _beside("upload", "dcp-fsspec")),
+    _at_least(
+        "verified download: share of the fastest bare client", 0.95, _beside("download", *_BARE)
+    ),
+    _at_least("… times faster than `dcp.load` over s3fs", 2, _beside("download", "dcp-fsspec")),
+    _at_most(
+        "extra memory of an upload with `memory_budget=256MiB`",
+        512 * _MIB,
+        value(f"{_REMOTE}holdfast-budget:upload_extra_nbytes"),
+        _mebibytes,
+    ),
+    _at_most(
+        "slow-down of a training by a save to the store: more than the best peer's",
+        0,
+        _slowdown("remoteslowdown/"),
+        _difference,
+    ),
+)
+"""Of `bench.remote`."""

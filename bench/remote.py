@@ -1,331 +1,253 @@
 """Saves to an object store and loads from it, beside bare clients: `python -m bench.remote`.
 
-Without `--url` it installs and starts a server of the tests and measures against that; a bucket of
-your own is `--url s3://bucket/prefix`, with the settings that the clouds' tools read. A bare client
-sends one object of as many bytes as the state has from memory, and reads it back into memory; it
-computes no digest, commits nothing and has one object where a checkpoint has several.
+Without `--url` it installs and starts a server of the tests, a new one in each round, and measures
+against that; a place in a bucket of your own is `--url s3://bucket/prefix`, with the settings that
+the clouds' tools read. Then a model is trained and saved to the store meanwhile: what does that
+cost the training in all?
+
+A server on the same machine takes its part of the same cores. Its processor time and the client's
+are measured too, for a byte costs the client the same on any network.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import io
 import os
+import shutil
 import sys
 import tempfile
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
-from typing import Any
+from time import perf_counter, process_time
 
-from bench.child import in_child
+from bench.child import in_child, settle
+from bench.clients import CLIENTS, Bare
 from bench.command import Bench, progress
-from bench.machine import PeakMemory
+from bench.goals import REMOTE_GOALS
+from bench.machine import PeakMemory, processor_s
+from bench.remotesavers import SAVERS, RemoteTraining
 from bench.report import megabytes, number, results_table, seconds, times
 from bench.results import Figures, Results
-from bench.states import State, StateSpec, build
+from bench.slowdown import NONE, train
+from bench.states import StateSpec, build
 
+SERVERS = ("ceph", "localstack", "moto", "gcs")
+TRAININGS = (NONE, *SAVERS)
 _SEED = 7
-_PART_NBYTES = 32 << 20
-_PARTS_AT_ONCE = 4
-SERVERS = ("localstack", "moto", "ceph")
 
 
-class Client(ABC):
-    """One way to send a state and to bring it back."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a client finds its store."""
 
-    title: str
-    needs: tuple[str, ...] = ()
-    """Modules without which it is left out."""
-
-    def __init__(self, url: str, state: State) -> None:
-        self.url = url
-        self.state = state
-
-    @abstractmethod
-    def upload(self) -> None:
-        """Send all of it; returns when the service has it."""
-
-    @abstractmethod
-    def download(self) -> None:
-        """Bring it back."""
-
-
-class Holdfast(Client):
-    """A manager whose root is the bucket: its second save, which claims nothing and tries nothing
-    out, and a load in a manager of its own."""
-
-    title = "holdfast, straight to the store"
-    needs = ("obstore",)
-    is_unsigned = False
-    memory_budget: int | None = None
-
-    def __init__(self, url: str, state: State) -> None:
-        super().__init__(url, state)
-        self._saving = self._manager()
-        self._saving.save(1, wait=True)
-        self._saving.wait()
-        state.negate()
-
-    def _manager(self) -> Any:
-        from holdfast import CheckpointManager
-        from holdfast.store.remote import RemoteStore
-        from holdfast.store.remoteopen import RemoteOptions
-
-        store = RemoteStore(self.url, options=RemoteOptions(unsigned_payload=self.is_unsigned))
-        return CheckpointManager(store, self.state.components, memory_budget=self.memory_budget)
-
-    def upload(self) -> None:
-        """See `Client.upload`."""
-        self._saving.save(2, wait=True)
-
-    def download(self) -> None:
-        """See `Client.download`: into the live tensors, every byte verified."""
-        self._saving.close()
-        with self._manager() as manager:
-            manager.load()
-
-
-class HoldfastBudget(Holdfast):
-    """In waves."""
-
-    title = "holdfast, memory_budget of 256 MiB"
-    memory_budget = 256 << 20
-
-
-class HoldfastUnsigned(Holdfast):
-    """As over https, where payloads are not signed."""
-
-    title = "holdfast, payload not signed"
-    is_unsigned = True
-
-
-class _Blob(Client):
-    """A bare client: one object, from memory and into memory."""
-
-    def __init__(self, url: str, state: State) -> None:
-        super().__init__(url, state)
-        scheme, _, rest = url.partition("://")
-        self.scheme = scheme
-        self.bucket, _, prefix = rest.partition("/")
-        self.key = f"{prefix}/blob"
-        self.memory = memoryview(bytearray(state.nbytes))
-        for at, tensor in _places(state):
-            self.memory[at : at + tensor.nbytes] = tensor.detach().numpy().tobytes()
-
-
-def _places(state: State) -> Iterator[tuple[int, Any]]:
-    at = 0
-    for tensor in state.flat().values():
-        yield at, tensor
-        at += tensor.nbytes
-
-
-class Obstore(_Blob):
-    """obstore, with parts as large as it likes best."""
-
-    title = "obstore, 32 MiB × 4"
-    needs = ("obstore",)
-    is_unsigned = False
-
-    def _store(self) -> Any:
-        from obstore.store import from_url
-
-        settings: dict[str, Any] = {"client_options": {"allow_http": True, "timeout": "300s"}}
-        if self.scheme == "s3":
-            settings["unsigned_payload"] = self.is_unsigned
-        return from_url(f"{self.scheme}://{self.bucket}", **settings)
-
-    def upload(self) -> None:
-        """See `Client.upload`."""
-        import obstore
-
-        obstore.put(
-            self._store(),
-            self.key,
-            self.memory,
-            chunk_size=_PART_NBYTES,
-            max_concurrency=_PARTS_AT_ONCE,
-        )
-
-    def download(self) -> None:
-        """See `Client.download`."""
-        import obstore
-
-        at = 0
-        for piece in obstore.get(self._store(), self.key).stream(min_chunk_size=1 << 20):
-            self.memory[at : at + len(piece)] = piece
-            at += len(piece)
-
-
-class ObstoreUnsigned(Obstore):
-    """As over https by people who know of the option."""
-
-    title = "obstore, 32 MiB × 4, payload not signed"
-    is_unsigned = True
-
-
-class Boto3(_Blob):
-    """boto3's transfer manager with its defaults: 8 MiB, 10 threads."""
-
-    title = "boto3 transfer manager"
-    needs = ("boto3",)
-
-    def _client(self) -> Any:
-        import boto3
-
-        return boto3.client("s3")
-
-    def upload(self) -> None:
-        """See `Client.upload`."""
-        self._client().upload_fileobj(io.BytesIO(self.memory), self.bucket, self.key)
-
-    def download(self) -> None:
-        """See `Client.download`."""
-        target = io.BytesIO()
-        self._client().download_fileobj(self.bucket, self.key, target)
-
-
-class S3Torch(_Blob):
-    """s3torchconnector, through the AWS runtime."""
-
-    title = "s3torchconnector"
-    needs = ("s3torchconnector",)
-
-    def _client(self) -> Any:
-        from s3torchconnector._s3client import S3Client
-
-        return S3Client(os.environ["AWS_REGION"], os.environ.get("AWS_ENDPOINT_URL"))
-
-    def upload(self) -> None:
-        """See `Client.upload`."""
-        writer = self._client().put_object(self.bucket, self.key)
-        for at in range(0, len(self.memory), 8 << 20):
-            writer.write(bytes(self.memory[at : at + (8 << 20)]))
-        writer.close()
-
-    def download(self) -> None:
-        """See `Client.download`."""
-        self._client().get_object(self.bucket, self.key).read()
-
-
-class DcpFsspec(Client):
-    """DCP over fsspec, as its documents show it."""
-
-    title = "dcp.save, dcp.load over s3fs"
-    needs = ("s3fs",)
-
-    def upload(self) -> None:
-        """See `Client.upload`."""
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
-
-        writer = FsspecWriter(f"{self.url}/dcp")
-        dcp.save(self.state.nested(), storage_writer=writer, no_dist=True)
-
-    def download(self) -> None:
-        """See `Client.download`."""
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
-
-        reader = FsspecReader(f"{self.url}/dcp")
-        dcp.load(self.state.nested(), storage_reader=reader, no_dist=True)
-
-
-CLIENTS: Mapping[str, type[Client]] = {
-    "holdfast": Holdfast,
-    "holdfast-budget": HoldfastBudget,
-    "holdfast-unsigned": HoldfastUnsigned,
-    "obstore": Obstore,
-    "obstore-unsigned": ObstoreUnsigned,
-    "boto3": Boto3,
-    "s3torchconnector": S3Torch,
-    "dcp-fsspec": DcpFsspec,
-}
-_S3_ONLY = {"holdfast-unsigned", "obstore-unsigned", "boto3", "s3torchconnector", "dcp-fsspec"}
+    url: str
+    environment: Mapping[str, str]
+    """Variables that say where the service is, and prove who asks."""
+    pids: Sequence[int]
+    """Of the server; none where it is on another machine."""
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size-gb", type=float, default=2.5, help="GPT-like state, in 1e9 bytes")
     parser.add_argument(
-        "--url", help="a place in a bucket of your own; what is written stays there"
+        "--url", help="a place in a bucket of your own; what was written is deleted"
     )
-    parser.add_argument("--server", choices=SERVERS, default="localstack", help="without --url")
-    parser.add_argument("--only", nargs="+", choices=[*CLIENTS], default=[*CLIENTS])
+    parser.add_argument("--server", choices=SERVERS, default="ceph", help="without --url")
+    parser.add_argument("--only", nargs="*", choices=CLIENTS, default=[*CLIENTS], help="clients")
+    parser.add_argument(
+        "--trainings", nargs="*", choices=TRAININGS, default=[*TRAININGS], help="slowed down"
+    )
+    parser.add_argument("--training-gb", type=float, default=0.5, help="the state of a training")
+    parser.add_argument("--steps", type=int, default=30, help="at least, from save to save")
+    parser.add_argument("--saves", type=int, default=2, help="counted, of a training in a round")
 
 
 def _measure_round(options: argparse.Namespace, folder: Path, results: Results) -> None:
-    with _place(options, folder) as (url, environment):
-        for name in options.only:
-            why = _lacks(name, url)
-            if why:
-                results.notes[f"remote/{name}"] = why
-                continue
-            progress(f"  remote/{name}")
-            prefix = f"{url}/{name}-{os.urandom(4).hex()}"
-            outcome = in_child(_measure, name, prefix, options.size_gb, environment)
-            results.add(f"remote/{name}", outcome)
+    turn = max((len(found) for found in results.cases.values()), default=0)
+    results.titles["remote"] = f"{options.size_gb:g} GB"
+    results.titles["remoteslowdown"] = f"{options.training_gb:g} GB"
+    results.titles["remote server"] = options.url or options.server
+    # Another one is first in each round.
+    with _server(options, folder) as place:
+        for name in _rotated(options.only, turn):
+            case, client = f"remote/{name}", CLIENTS[name]
+            if _can_measure(case, client.needs, place, results, is_s3_only=client.is_s3_only):
+                with _folder_in(place) as here:
+                    outcome = in_child(_measure, name, here, options.size_gb, options.settle)
+                results.add(case, outcome)
+        for name in _rotated(options.trainings, turn):
+            case, saver = f"remoteslowdown/{name}", SAVERS.get(name)
+            needs, is_s3_only = (saver.needs, saver.is_s3_only) if saver else ((), False)
+            if _can_measure(case, needs, place, results, is_s3_only=is_s3_only):
+                own = Path(tempfile.mkdtemp(dir=folder))
+                with _folder_in(place) as here:
+                    results.add(case, in_child(train, _training(options, name, here, own)))
+                shutil.rmtree(own)
+
+
+def _rotated(names: Sequence[str], turn: int) -> list[str]:
+    first = turn % max(len(names), 1)
+    return [*names[first:], *names[:first]]
 
 
 @contextmanager
-def _place(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
-    """A URL and the environment in which it is found."""
+def _server(options: argparse.Namespace, folder: Path) -> Iterator[Place]:
+    """The place of this round."""
     if options.url:
-        yield options.url.rstrip("/"), {}
+        yield Place(url=options.url.rstrip("/"), environment={}, pids=())
         return
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # they bring the servers
     from servers.keeper import PROGRAMS
 
-    with PROGRAMS[options.server](Path(tempfile.mkdtemp(dir=folder))) as service:
-        yield service.root("bench"), service.environment
+    own = Path(tempfile.mkdtemp(dir=folder))
+    program = PROGRAMS[options.server](own)
+    with program as service:
+        yield Place(
+            url=service.root("bench"), environment=service.environment, pids=[*program.pids]
+        )
+    shutil.rmtree(own, ignore_errors=True)
 
 
-def _lacks(name: str, url: str) -> str | None:
-    missing = [module for module in CLIENTS[name].needs if importlib.util.find_spec(module) is None]
-    if missing:
-        return f"{missing[0]} is not installed"
-    return "speaks S3 only" if name in _S3_ONLY and not url.startswith("s3:") else None
+@contextmanager
+def _folder_in(place: Place) -> Iterator[Place]:
+    """A prefix that nobody has used, and whose objects are deleted afterwards, so that the next
+    finds as much room and memory in the server."""
+    url = f"{place.url}/{os.urandom(6).hex()}"
+    yield Place(url=url, environment=place.environment, pids=place.pids)
+    outcome = in_child(_delete_all, url, place.environment)
+    if outcome.error:
+        progress(f"  {url} was not deleted: {outcome.error}")
 
 
-def _measure(name: str, url: str, size_gb: float, environment: Mapping[str, str]) -> Figures:
+def _delete_all(url: str, environment: Mapping[str, str]) -> Figures:
+    import obstore
+    from obstore.store import from_url
+
     os.environ.update(environment)
+    store = from_url(url, client_options={"allow_http": True})
+    for page in obstore.list(store):
+        obstore.delete(store, [item["path"] for item in page])
+    return {}
+
+
+def _can_measure(
+    case: str, needs: Sequence[str], place: Place, results: Results, *, is_s3_only: bool
+) -> bool:
+    """Whether a case can be measured here; a note says why not."""
+    missing = [module for module in needs if importlib.util.find_spec(module) is None]
+    if missing:
+        results.notes[case] = f"{missing[0]} is not installed"
+    elif is_s3_only and not place.url.startswith("s3:"):
+        results.notes[case] = "speaks S3 only"
+    else:
+        progress(f"  {case}")
+    return case not in results.notes
+
+
+def _measure(name: str, place: Place, size_gb: float, settles: bool) -> Figures:
+    os.environ.update(place.environment)
     state = build(StateSpec(kind="gpt", gpt_nbytes=round(size_gb * 1e9), num_small=0))
     state.fill(_SEED)
-    peak = PeakMemory()  # with what the client keeps for itself, but for a bare one's own bytes
-    client = CLIENTS[name](url, state)
-    if isinstance(client, _Blob):
-        peak = PeakMemory()
-    took = {}
-    for figure, call in (("upload_s", client.upload), ("download_s", client.download)):
-        with peak.watch():
+    nbytes = state.nbytes
+    peak = {"upload": PeakMemory(), "download": PeakMemory()}
+    client = CLIENTS[name](place.url, state)
+    if isinstance(client, Bare):  # its own copy is not extra: a program has its bytes once
+        peak = {"upload": PeakMemory(), "download": PeakMemory()}
+    client.warm_up()
+    figures: dict[str, list[float]] = {"nbytes": [float(nbytes)]}
+    for figure, call in (("upload", client.upload), ("download", client.download)):
+        if settles:
+            settle(nbytes)
+        server_s, client_s = processor_s(place.pids), process_time()
+        with peak[figure].watch():
             began = perf_counter()
             call()
-            took[figure] = [perf_counter() - began]
-    wrong = state.count_wrong(_SEED, negated=True) if name.startswith("holdfast") else 0
-    if wrong:
-        raise RuntimeError(f"{wrong} tensors are not what was saved")
-    nbytes = [float(state.nbytes)]
-    return {**took, "nbytes": nbytes, "peak_extra_nbytes": [float(peak.extra_nbytes)]}
+            took_s = perf_counter() - began
+        figures[f"{figure}_s"] = [took_s]
+        figures[f"{figure}_client_cpu_s"] = [process_time() - client_s]
+        figures[f"{figure}_server_cpu_s"] = [processor_s(place.pids) - server_s]
+        figures[f"{figure}_extra_nbytes"] = [float(peak[figure].extra_nbytes)]
+    client.close()
+    if not isinstance(client, Bare) and state.count_wrong(
+        _SEED, negated=name.startswith("holdfast")
+    ):
+        raise RuntimeError("the tensors are not what was saved")
+    return figures
+
+
+def _training(options: argparse.Namespace, name: str, place: Place, folder: Path) -> RemoteTraining:
+    return RemoteTraining(
+        peer=name,
+        spec=StateSpec(kind="gpt", gpt_nbytes=round(options.training_gb * 1e9), num_small=0),
+        folder=folder,
+        device="cpu",
+        num_threads=2,
+        tokens=32,
+        steps=options.steps,
+        num_saves=options.saves,
+        settles=options.settle,
+        until_done=True,
+        url=place.url,
+        environment=place.environment,
+    )
 
 
 def _tables(results: Results) -> list[str]:
+    named = results.titles.get
+    return [
+        f"**Transfers**, {named('remote')}, {named('remote server')}; processor time for each GB",
+        "",
+        *_transfers(results, "upload"),
+        "",
+        *_transfers(results, "download"),
+        "",
+        f"**A training**, a state of {named('remoteslowdown')}, saved to {named('remote server')}",
+        "",
+        *_trainings(results),
+    ]
+
+
+def _transfers(results: Results, way: str) -> list[str]:
     titles = {f"remote/{name}": client.title for name, client in CLIENTS.items()}
 
     def row(case: str) -> list[str]:
-        nbytes = results.median(case, "nbytes") or 0.0
-        cells = []
-        for figure in ("upload_s", "download_s"):
-            took = results.median(case, figure)
-            beside = results.ratio((case, figure), ("remote/holdfast", figure))
-            cells += [seconds(took), number(nbytes / took / 1e6 if took else None, "{:.0f}")]
-            cells.append(times(beside))
-        return [*cells, megabytes(results.median(case, "peak_extra_nbytes"))]
+        took = results.median(case, f"{way}_s")
+        rate = results.ratio((case, "nbytes"), (case, f"{way}_s"))
+        mine = ("remote/holdfast", f"{way}_s")
+        shares = [results.ratio((case, f"{way}_{who}_cpu_s"), (case, "nbytes")) for who in _WHO]
+        return [
+            seconds(took),
+            number(rate and rate / 1e6, "{:.0f} MB/s"),
+            times(results.ratio((case, f"{way}_s"), mine)),
+            *(seconds(share and share * 1e9) for share in shares),
+            megabytes(results.median(case, f"{way}_extra_nbytes")),
+        ]
 
-    head = ["client", "upload", "MB/s", "ratio", "download", "MB/s", "ratio", "extra memory"]
-    return results_table(results, "remote/", head, titles, row)
+    head = [way, "time", "rate", "beside holdfast", "client's processor", "server's processor"]
+    return results_table(results, "remote/", [*head, "extra memory"], titles, row)
+
+
+_WHO = ("client", "server")
+
+
+def _trainings(results: Results) -> list[str]:
+    def row(case: str) -> list[str]:
+        return [
+            number(results.median(case, "added_s"), "{:+.2f} s"),
+            seconds(results.median(case, "stall_s")),
+            seconds(results.median(case, "done_s")),
+            seconds(results.median(case, "quiet_step_s")),
+            times(results.ratio((case, "busy_step_s"), (case, "quiet_step_s"))),
+        ]
+
+    titles = {"remoteslowdown/none": "no save"}
+    titles |= {f"remoteslowdown/{name}": saver.title for name, saver in SAVERS.items()}
+    head = ["training", "added by a save", "stall", "done after", "a step"]
+    head.append("a step while a save runs")
+    return results_table(results, "remoteslowdown/", head, titles, row)
 
 
 BENCH = Bench(
@@ -334,6 +256,8 @@ BENCH = Bench(
     add_options=_add_options,
     measure_round=_measure_round,
     tables=_tables,
+    goals=REMOTE_GOALS,
+    rounds=2,
 )
 
 if __name__ == "__main__":

@@ -56,6 +56,12 @@ class Training:
     num_saves: int
     """Counted ones; there is one before them."""
     settles: bool
+    until_done: bool = False
+    """Whether the steps go on until the save is done, however long it takes."""
+
+    def saver(self, state: State) -> Saver:
+        """What saves the state; not asked where nothing does."""
+        return PEERS[self.peer].saver(state, self.folder)
 
 
 def train(training: Training) -> Figures:
@@ -82,14 +88,15 @@ class _Loop:
         with torch.no_grad():
             for parameter in self.state.components["model"].parameters():
                 parameter.normal_(std=0.02)
-        self._saver = _saver(training, self.state)
+        self._saver = None if training.peer == NONE else training.saver(self.state)
         width = self.state.components["model"]["norm"].weight.numel()
         self._batch = torch.randint(width, (1, min(training.tokens, width)), device=training.device)
         self._begun: Begun | None = None
         self._began_s = 0.0
         self._quiet: list[float] = []
         self._busy: list[float] = []
-        self._periods: list[float] = []
+        self._periods: list[tuple[float, int]] = []
+        """Seconds and steps from one save to the next."""
         self._stalls: list[float] = []
         self._done: list[float] = []
 
@@ -110,9 +117,11 @@ class _Loop:
             self._begun = self._saver.begin(number)
             self._stalls.append(perf_counter() - self._began_s)
             self._look()
-        for _ in range(self.training.steps):
+        num_steps = 0
+        while num_steps < self.training.steps or (self.training.until_done and self._begun):
             self.step()
-        self._periods.append(perf_counter() - self._began_s)
+            num_steps += 1
+        self._periods.append((perf_counter() - self._began_s, num_steps))
 
     def step(self) -> None:
         """One step; its time goes to the quiet or to the busy ones."""
@@ -147,15 +156,11 @@ class _Loop:
         return busy | {
             "nbytes": [float(self.state.nbytes)],
             "quiet_step_s": [quiet_s],
-            "added_s": [period - self.training.steps * quiet_s for period in periods],
-            "added_share": [period / (self.training.steps * quiet_s) - 1 for period in periods],
+            "added_s": [period_s - steps * quiet_s for period_s, steps in periods],
+            "added_share": [period_s / (steps * quiet_s) - 1 for period_s, steps in periods],
             "stall_s": self._stalls,
             "done_s": self._done,
         }
-
-
-def _saver(training: Training, state: State) -> Saver | None:
-    return None if training.peer == NONE else PEERS[training.peer].saver(state, training.folder)
 
 
 def _synchronize(device: str) -> None:

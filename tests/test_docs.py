@@ -16,7 +16,8 @@ from tags import README, ROW, files_of_tags, filled, tags_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), TESTS / "README.md"])
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), TESTS / "README.md"])
 MAKEFILE = (ROOT / "Makefile").read_text("utf-8")
 
 
@@ -76,6 +77,11 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
     local = [link for link in links if "://" not in link]
     assert [link for link in local if not (page.parent / link).exists()] == []
+    if page.is_relative_to(DOCS):  # what is built knows the pages, and nothing beside them
+        targets = {link: (page.parent / link).resolve() for link in local}
+        assert [
+            link for link, it in targets.items() if it.is_dir() or not it.is_relative_to(DOCS)
+        ] == []
 
 
 def test_every_page_is_in_the_navigation() -> None:

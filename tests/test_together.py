@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from holdfast import CheckpointManager, Encryption, Last, Tiered, keys
-from holdfast.errors import UsageError
 from holdfast.format.layout import BLOCK_NBYTES
 
 CANARY = "canary_of_a_name"
+WORDS = (CANARY, "a secret word", "a-secret-tag", "a_secret_metric", "noise")
 WAYS = pytest.mark.parametrize(
     "options",
     [{}, {"overlap": True}, {"memory_budget": "32MiB"}],
@@ -70,7 +70,7 @@ def test_a_sealed_and_compressed_run_resumes_and_says_nothing_in_clear(
         manager.save(1, metrics={"a_secret_metric": 0.5}, tags=["a-secret-tag"], wait=True)
     for path in tmp_path.rglob("*"):
         data = path.read_bytes() if path.is_file() else b""
-        for word in (CANARY, "a secret word", "a-secret-tag", "a_secret_metric", "noise"):
+        for word in WORDS:
             assert word not in path.name
             assert word.encode() not in data
     live = state(9)
@@ -79,8 +79,28 @@ def test_a_sealed_and_compressed_run_resumes_and_says_nothing_in_clear(
         assert is_state(live, 1)
 
 
-def test_two_tiers_that_are_to_be_sealed_are_refused(tmp_path: Path) -> None:
-    """Rather than that one of them is not."""
-    tiers = Tiered(tmp_path / "local", tmp_path / "remote")
-    with pytest.raises(UsageError, match="does not go with Tiered"):
-        CheckpointManager(tiers, {"a": {"b": 1}}, encrypt=Encryption(keys=keys.generate()))
+@WAYS
+def test_a_fresh_machine_resumes_what_was_compressed_sealed_and_sent(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """R34: and neither tier says anything in clear."""
+    local, remote = tmp_path / "local", tmp_path / "remote"
+    both: dict[str, Any] = {"encrypt": Encryption(keys=keys.generate()), "compress": "zstd"}
+    tiers = Tiered(local, remote, keep_local=Last(1), keep_remote=Last(2))
+    live = state(0)
+    with CheckpointManager(tiers, {"model": live}, **both, **options) as manager:
+        manager.resume()
+        for step in (1, 2, 3):
+            live.update(state(step))
+            manager.save(step, wait=True)
+        manager.wait()
+    for path in (path for path in tmp_path.rglob("*") if path.is_file()):
+        assert not [word for word in WORDS if word in path.name]
+        assert not [word for word in WORDS if word.encode() in path.read_bytes()]
+    shutil.rmtree(local)
+    live = state(9)
+    with CheckpointManager(tiers, {"model": live}, **both, **options) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.step == 3
+        assert is_state(live, 3)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holdfast import data, errors, events, keys, testing, train
+    from holdfast.engine.caching import CachedStore
     from holdfast.engine.checkpoint import Checkpoint, PendingSave
     from holdfast.engine.hooks import StateHooks
     from holdfast.engine.reading import reading
@@ -50,6 +51,7 @@ __all__ = [
     "Budget",
     "ByClass",
     "BySaver",
+    "CachedStore",
     "Checkpoint",
     "CheckpointManager",
     "Compression",
@@ -92,6 +94,7 @@ _NAMES = {
     "Budget": "holdfast.policy.retention",
     "ByClass": "holdfast.policy.retention",
     "BySaver": "holdfast.policy.retention",
+    "CachedStore": "holdfast.engine.caching",
     "Checkpoint": "holdfast.engine.checkpoint",
     "CheckpointManager": "holdfast.manager",
     "Compression": "holdfast.format.codec",

@@ -250,9 +250,12 @@ class ServiceKey:
     service refuses. `context` says what the data key is for, as services take it beside the data:
     it is the same at both calls. They are called from a thread of the save, once a checkpoint,
     and end in time by themselves.
+
+    `unwrap=None` says that this process is only meant to wrap: then it opens nothing with this
+    key, and nobody checks that anybody can. Otherwise preflight tries it.
     """
 
-    def __init__(self, name: str, wrap: Wrap, unwrap: Wrap) -> None:
+    def __init__(self, name: str, wrap: Wrap, unwrap: Wrap | None) -> None:
         if not isinstance(name, str) or not 1 <= len(name) <= 200 or not name.isprintable():
             raise UsageError(f"name={name!r}: printable text, 1 to 200 characters")
         self._name = name
@@ -274,7 +277,7 @@ class ServiceKey:
 
     def unwrap(self, recipient: Recipient, commitment: bytes, suite: Suite) -> bytes | None:
         """See `Key.unwrap`."""
-        if (recipient.kind, recipient.id) != ("service", self._name):
+        if self._unwrap is None or (recipient.kind, recipient.id) != ("service", self._name):
             return None
         data_key = self._called(self._unwrap, bytes.fromhex(recipient.wrapped), commitment)
         return _fitting(data_key, commitment, suite, self.name)
@@ -341,6 +344,18 @@ def wrapped(keys: Iterable[Key], data_key: bytes, suite: Suite) -> KeyBox:
     """The data key for each of the keys."""
     recipients = tuple(key.wrap(data_key, suite) for key in keys)
     return KeyBox(commitment=suite.commitment(data_key).hex(), recipients=recipients)
+
+
+def try_key(key: Key, suite: Suite) -> bool:
+    """Wrap a made-up data key and unwrap it again. False: this half of a key opens nothing.
+
+    Raises:
+        KeyUnavailable: a service refuses one of the two.
+        Tampered: what comes back is not what was wrapped.
+    """
+    data_key = fresh_secret()
+    opened = key.unwrap(key.wrap(data_key, suite), suite.commitment(data_key), suite)
+    return opened is not None
 
 
 def unwrapped(keys: Sequence[Key], boxes: Sequence[KeyBox], suite: Suite, *, what: str) -> bytes:

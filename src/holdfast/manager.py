@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Any
 
 from holdfast.care.beginning import Beginning
-from holdfast.care.housekeeping import Housekeeper, never_held
-from holdfast.care.mirror import Mirror
+from holdfast.care.housekeeping import Housekeeper
+from holdfast.care.mirror import ownership
 from holdfast.care.tuning import Tuning
 from holdfast.engine import exits
 from holdfast.engine.catalog import Entry
@@ -35,7 +35,7 @@ from holdfast.engine.options import (
 )
 from holdfast.engine.outside import Asked, Outside
 from holdfast.engine.overlap import Mode, Overlap
-from holdfast.engine.owner import Ownership
+from holdfast.engine.owner import left_s
 from holdfast.engine.pause import collector_paused
 from holdfast.engine.requests import POLL_S, Requests
 from holdfast.engine.resume import (
@@ -51,7 +51,6 @@ from holdfast.engine.saver import Saver
 from holdfast.engine.seen import parse_seen
 from holdfast.engine.stop import Stop
 from holdfast.engine.tiers.catalog import TieredCatalog, catalog_of
-from holdfast.engine.tiers.claims import TieredOwnership
 from holdfast.engine.tiers.tiered import Rules, Tiered
 from holdfast.errors import (
     DeadlineExceeded,
@@ -189,21 +188,15 @@ class CheckpointManager:
         self._label = compile_label(label, run_name=run_name)
         self._exit_timeout_s = exit_timeout_s
         replaces = on_existing == "replace"
-        self._mirror: Mirror | None = None
-        if isinstance(root, Tiered) and isinstance(self._catalog, TieredCatalog):
-            owner = TieredOwnership(self._catalog, takeover=takeover, emit=self._emit)
-            self._owner: Ownership = owner
-            self._mirror = Mirror(
-                owner,
-                rules.remote,
-                root.options,
-                self._emit,
-                replaces=replaces,
-                timeout_s=save_timeout_s,
-            )
-            self._mirror.uploaded = self._after_upload
-        else:
-            self._owner = Ownership(self.store, takeover=takeover, emit=self._emit)
+        self._owner, self._uploads = ownership(
+            root,
+            self._catalog,
+            rules,
+            self._emit,
+            takeover=takeover,
+            replaces=replaces,
+            timeout_s=save_timeout_s,
+        )
         self._moments = Moments(self._catalog, self._schedule, counters)
         self._beginning = Beginning(
             self._catalog, self._owner, rules, self._emit, preflight=preflight
@@ -214,8 +207,10 @@ class CheckpointManager:
             rules.local,
             self._emit,
             replaces=replaces,
-            held=never_held if self._mirror is None else self._mirror.holds,
+            held=self._uploads.holds,
         )
+        self._uploads.uploaded = self._after_upload
+        self._uploads.caught_up = self._housekeeper.retain
         self._tuning = Tuning(self.store, self._owner, self._emit, self._schedule.auto)
         self._outside = Outside(Requests(self.store, emit=self._emit), stop, self._promote)
         self._overlap = Overlap(overlap, state, self._emit, timeout_s=save_timeout_s)
@@ -310,7 +305,7 @@ class CheckpointManager:
         self._quiet = _NEVER_QUIET
         now = self._moments.now(step, epoch=epoch, cycle=cycle, samples=samples, tokens=tokens)
         self._check_usable()
-        self._raise_upload_failure()
+        self._uploads.raise_failure()
         pending = self._saver.pending
         if pending is not None and pending.failure() is not None:
             self._schedule.failed()
@@ -356,9 +351,8 @@ class CheckpointManager:
         self._saver.settle(limit_s)
         exits.told(self)
         self._saver.raise_failure()
-        if self._mirror is not None:
-            self._mirror.settle(max(end - time.monotonic(), 0))
-            self._mirror.raise_failure()
+        self._uploads.settle(max(end - time.monotonic(), 0))
+        self._uploads.raise_failure()
 
     def fence(self) -> None:
         """Return when parameters and optimizer slots may be changed, with `overlap`.
@@ -466,6 +460,7 @@ class CheckpointManager:
         )
         reader = self._reader()
         reader.keeps = not self.is_owner
+        self._catalog.look_again()
         found = reader.named(which, options)
         is_rollback = which != "latest"
         if options.is_full and self.is_owner:
@@ -484,6 +479,7 @@ class CheckpointManager:
 
     def list(self) -> tuple[Checkpoint, ...]:
         """Every committed checkpoint, newest first."""
+        self._catalog.look_again()
         entries = self._catalog.checkpoints()
         return tuple(describe(self._home(entry), entry) for entry in entries)
 
@@ -512,6 +508,8 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Finish what is under way and give the run up cleanly. Closing twice is fine.
+
+        Ends within `save_timeout_s` and a few seconds, also where the storage hangs.
 
         Raises:
             SaveFailed: a background save failed and nobody was told yet.
@@ -559,6 +557,7 @@ class CheckpointManager:
         if self._closed or os.getpid() != self._pid:
             return
         upload_failure: HoldfastError | None = None
+        end = time.monotonic() + timeout_s
         try:
             self._saver.settle(timeout_s)
         finally:
@@ -566,9 +565,9 @@ class CheckpointManager:
             self._outside.close()
             exits.forget(self)
             self._overlap.fence.close()
-            upload_failure = self._end_uploads(timeout_s)
+            upload_failure = self._end_uploads(left_s(end))
             self._saver.close()
-            self._owner.release()
+            self._owner.release(left_s(end))
             self._emit("closed", f"{self.store.url}: closed")
         self._saver.raise_failure()
         if upload_failure is not None:
@@ -577,8 +576,7 @@ class CheckpointManager:
     def _end_uploads(self, timeout_s: float) -> HoldfastError | None:
         """Send what is left, up to a deadline; what went wrong is raised when all is closed."""
         try:
-            if self._mirror is not None:
-                self._mirror.close(timeout_s)
+            self._uploads.close(timeout_s)
         except HoldfastError as error:
             return error
         return None
@@ -602,9 +600,8 @@ class CheckpointManager:
             self._emit("save_skipped", str(error), step=now.step)
             return PendingSave.skipped(now.step, due, error)
         self._wait_for_the_save_before()
-        self._raise_upload_failure()
-        if self._mirror is not None:
-            self._mirror.expect_room(now)
+        self._uploads.raise_failure()
+        self._uploads.expect_room(now)
         if self._refuses_existing:
             self._beginning.refuse_existing(now.step, self._saver.standing)
         captured = self._capture(due)
@@ -646,13 +643,11 @@ class CheckpointManager:
     def _after_claim(self) -> None:
         self._housekeeper.after_claim()
         self._tuning.after_claim()
-        if self._mirror is not None:
-            self._mirror.mend_now()
+        self._uploads.mend_now()
 
     def _after_commit(self, entry: Entry) -> None:
         self._tuning.after_commit(entry)
-        if self._mirror is not None:
-            self._mirror.committed()
+        self._uploads.committed()
         self._housekeeper.after_commit(entry)
 
     def _after_upload(self, entry: Entry, was_read: bool) -> None:
@@ -726,14 +721,11 @@ class CheckpointManager:
         if self._raises_failures:
             self._saver.raise_failure()
 
-    def _raise_upload_failure(self) -> None:
-        if self._mirror is not None:
-            self._mirror.raise_failure()
-
     def _home(self, entry: Entry) -> Store:
         return self._catalog.home(entry.folder)
 
     def _annotate(self, which: str | int, **notes: Any) -> None:
+        self._catalog.look_again()
         entry = self._catalog.resolve(which)
         if not isinstance(self._catalog, TieredCatalog):
             annotate(self.store, entry, **notes)
@@ -765,7 +757,7 @@ class CheckpointManager:
         if found.options.is_full:
             self._half_loaded = None
             self._stand_on(found.entry, is_rollback=is_rollback)
-            if found.options.proves_whole:
+            if found.is_proof:
                 self._housekeeper.trust(found.entry)
 
     def _stand_on(self, entry: Entry, *, is_rollback: bool) -> None:

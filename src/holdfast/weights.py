@@ -15,15 +15,17 @@ from holdfast.engine.workers import Workers, num_cores
 from holdfast.keys import Encryption
 from holdfast.state.edits import Edit
 from holdfast.state.selection import listed
+from holdfast.store.base import Store
 
 READ_TIMEOUT_S = 1800.0
 """Longest time that reading one checkpoint may take."""
 
 
 def load_weights(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Store,
     model: nn.Module,
     *,
+    which: int | str | None = None,
     component: str = "model",
     strict: bool = True,
     rename: Rename = None,
@@ -34,11 +36,12 @@ def load_weights(
 ) -> Checkpoint:
     """Load a model's weights from a checkpoint, verified; owns nothing and runs no code from it.
 
-    `source` is a root (its newest checkpoint), `root@step=1000`, `root@tag`, or the folder of one
-    checkpoint. `include` and `skip` choose leaves by `component.path` or by patterns, `rename`
-    maps stored names to the model's, `edit` changes what is stored before it is compared with the
-    model. `encrypt` has the keys of sealed checkpoints. With `strict=False`, `notes` of the result
-    says what was missing or unexpected.
+    `source` is a root (its newest checkpoint), `root@step=1000`, `root@tag`, the folder of one
+    checkpoint, or a store, of which `which` may say another checkpoint than its newest. `include`
+    and `skip` choose leaves by `component.path` or by patterns, `rename` maps stored names to the
+    model's, `edit` changes what is stored before it is compared with the model. `encrypt` has the
+    keys of sealed checkpoints. With `strict=False`, `notes` of the result says what was missing or
+    unexpected.
 
     Raises:
         UsageError: an argument names nothing, or an edit that cannot be.
@@ -58,7 +61,7 @@ def load_weights(
     )
     workers = Workers(min(2 * num_cores(), 8), "holdfast-io")
     try:
-        with located(source, encrypt=encrypt) as (store, kept):
+        with located(source, which=which, encrypt=encrypt) as (store, kept):
             reader = Reader(
                 catalog=Catalog(store),
                 state={component: model},

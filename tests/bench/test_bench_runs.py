@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 from bench.__main__ import FULL, QUICK
+from bench.clients import CLIENTS
 from bench.limits import LIMITS
 from bench.peers import PEERS
-from bench.results import Results, read_json
+from bench.remotesavers import SAVERS
+from bench.results import Outcome, Results, read_json, write_json
 
 ROOT = Path(__file__).parents[2]
 SAVES = (
@@ -147,6 +149,49 @@ def test_every_small_thing_is_measured(tmp_path: Path) -> None:
     assert "| an index of 500 shards: read |" in printed
     assert "| a root of 4 checkpoints: `holdfast ls` |" in printed
     assert "–" not in printed.split("`holdfast --help` |")[1].split("|")[0]
+
+
+def test_codecs_and_ciphers_are_compared_with_a_plain_save(tmp_path: Path) -> None:
+    results, printed = _run(
+        tmp_path,
+        "bench.codecs",
+        *("--no-settle", "--rounds", "1", "--steps", "2", "--pairs", "1"),
+        *("--size-gb", "0.01", "--slow-size-gb", "0.01"),
+        *("--only", "none again", "auto", "aes-256-gcm"),
+    )
+    assert _measured(results, "codecs/save/disk/") == {"none again", "auto", "aes-256-gcm"}
+    assert _measured(results, "codecs/save/slow/") == {"none again", "auto"}
+    assert "| durable save sealed by AES-256-GCM: beside a plain one | at most 1.25× |" in printed
+    assert "not measured" not in printed
+    assert printed.count("| zstd alone, level 3, whole |") == 4
+
+
+def test_transfers_and_trainings_are_measured_on_a_server_of_the_tests(tmp_path: Path) -> None:
+    results, printed = _run(
+        tmp_path,
+        "bench.remote",
+        *("--no-settle", "--rounds", "1", "--server", "moto", "--size-gb", "0.05"),
+        *("--training-gb", "0.01", "--steps", "2", "--saves", "1"),
+    )
+    gone = {name.partition("/")[2] for name in results.notes}
+    assert gone <= {"s3torchconnector", "dcp-fsspec", "dcp-async-fsspec"}
+    assert _measured(results, "remote/") == set(CLIENTS) - gone
+    assert _measured(results, "remoteslowdown/") == {"none", *SAVERS} - gone
+    figures = results.cases["remote/holdfast"][0].figures
+    assert figures["upload_client_cpu_s"][0] > 0
+    assert figures["upload_server_cpu_s"][0] > 0
+    assert "| verified download: share of the fastest bare client | at least 0.95× |" in printed
+    assert printed.count("| holdfast, straight to the store |") == 2
+
+
+def test_tables_of_an_earlier_run_are_printed_again(tmp_path: Path) -> None:
+    figures = tmp_path / "old.json"
+    results = Results(titles={"remote": "1 GB"})
+    results.add("remote/obstore", Outcome(figures={"nbytes": [2e6], "upload_s": [0.5]}))
+    write_json(figures, results, {})
+    words = [sys.executable, "-m", "bench.remote", "--tables-of", str(figures)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True)
+    assert "| obstore | 500 ms | 4 MB/s |" in done.stdout
 
 
 def test_the_gpu_benchmark_runs_on_cpu_tensors(tmp_path: Path) -> None:

@@ -321,7 +321,7 @@ def test_what_was_deleted_there_on_purpose_is_not_sent_again(local: LocalStore) 
             saved(manager, tiny, *steps)
         prune(remote, Last(1), emit=Emitter(()))
         assert steps_in(remote) == [steps[-1]]
-    assert [event.step for event in noted.of("uploaded")] == [1, 2, 3, 4]
+    assert sorted(event.step or 0 for event in noted.of("uploaded")) == [1, 2, 3, 4]
     assert steps_in(local) == [4, 3, 2, 1]
 
 

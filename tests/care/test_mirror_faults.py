@@ -129,6 +129,20 @@ def test_a_local_copy_stays_while_the_remote_one_lacks_files(
     assert steps_in(local) == [2, 1]
 
 
+def test_what_a_forerunner_kept_for_its_upload_goes_when_that_has_ended(local: LocalStore) -> None:
+    """As when it was killed right after the upload: nothing is sent that would tell so."""
+    remote, tiny, noted = MemoryStore("remote"), Tiny(), Noted()
+    with opened(Tiered(local, remote), tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 1, 2, 3)
+    with opened(Tiered(local, remote, keep_local=0), tiny, sinks=(noted,)) as manager:
+        manager.resume()
+        manager.wait()
+    assert noted.of("uploaded") == []
+    assert steps_in(remote) == [3, 2, 1]
+    assert steps_in(local) == [3]
+
+
 def test_close_has_a_deadline_though_the_remote_tier_hangs(local: LocalStore) -> None:
     """Invariant 9."""
     remote, tiny = MemoryStore("remote"), Tiny(LARGE)

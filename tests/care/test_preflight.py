@@ -19,6 +19,7 @@ from holdfast.errors import (
     StoreFull,
 )
 from holdfast.events import Event
+from holdfast.keys import Encryption, Key, Passphrase, SecretKey, ServiceKey, generate
 from holdfast.manager import CheckpointManager
 from holdfast.store.base import Buffer, FreeSpace, Store
 from holdfast.store.local import LocalStore
@@ -305,3 +306,80 @@ def test_a_reply_that_a_network_loses_is_no_refusal(kind: Any, key: str, at: int
     preflight(store, nbytes_per_save=1, saves_kept=None, num_files=1)
     assert fault.reached.is_set()
     assert store.children() == ()
+
+
+class Vault:
+    """A service that keeps what it wraps, and counts how often it is asked."""
+
+    def __init__(self, *, unwraps: bool = True, gives: bytes | None = None) -> None:
+        self.wrapped: dict[bytes, bytes] = {}
+        self.num_unwraps = 0
+        self._unwraps, self._gives = unwraps, gives
+
+    def wrap(self, data: bytes, context: Any) -> bytes:
+        ticket = os.urandom(8)
+        self.wrapped[ticket] = data
+        return ticket
+
+    def unwrap(self, ticket: bytes, context: Any) -> bytes:
+        self.num_unwraps += 1
+        if not self._unwraps:
+            raise PermissionError("kms:Decrypt is not allowed")
+        return self.wrapped[ticket] if self._gives is None else self._gives
+
+    @property
+    def key(self) -> ServiceKey:
+        return ServiceKey("vault", self.wrap, self.unwrap)
+
+
+@pytest.mark.parametrize(
+    ("vault", "why"),
+    [
+        (Vault(unwraps=False), "kms:Decrypt is not allowed"),
+        (Vault(gives=bytes(32)), "not the data key"),
+        (Vault(gives=b""), "instead of bytes"),
+    ],
+)
+def test_a_service_that_wraps_and_does_not_unwrap_is_found_before_the_first_save(
+    vault: Vault, why: str
+) -> None:
+    """R31: nobody could read what was saved, and nobody would know before it is needed."""
+    store = MemoryStore()
+    encrypt = Encryption(keys=[generate(), vault.key])
+    with new_run().manager(store, encrypt=encrypt, sinks=()) as manager:
+        with pytest.raises(PreflightFailed, match="service vault does not open what it wraps") as e:
+            manager.save(1)
+        assert why in str(e.value)
+    assert [*store.list()] == []
+
+
+def test_keys_are_tried_once_for_a_manager() -> None:
+    vault = Vault()
+    with new_run().manager(MemoryStore(), encrypt=Encryption(keys=vault.key), sinks=()) as manager:
+        for step in (1, 2, 3):
+            manager.save(step).wait()
+    assert vault.num_unwraps == 1
+    assert len(vault.wrapped) == 1 + 3
+
+
+def _public() -> Key:
+    private = generate("private")
+    assert not isinstance(private, SecretKey)
+    return private.public
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        _public,
+        lambda: ServiceKey("vault", Vault().wrap, None),
+        lambda: generate("private"),
+        lambda: Passphrase("correct horse battery"),
+    ],
+)
+def test_a_key_that_is_only_to_wrap_is_taken_at_its_word(key: Any) -> None:
+    """And read back by the process that wrote it, for as long as that lives."""
+    store = MemoryStore()
+    with new_run().manager(store, encrypt=Encryption(keys=key()), sinks=()) as manager:
+        manager.save(1).wait()
+        assert [found.step for found in manager.list()] == [1]

@@ -74,6 +74,7 @@ def test_json_has_every_member_that_the_page_promises(
         "marked",
         "kept",
         "failed",
+        "markers",
         "nbytes",
     ]
     (removed,) = document["removed"]
@@ -111,6 +112,24 @@ def test_a_writer_of_a_host_that_is_gone_can_be_declared_dead(
     result = holdfast("gc", root, "--dead-epoch", 1)
     assert result.code == 0
     assert not unfinished.exists()
+
+
+def test_markers_that_stay_are_counted_each_time_with_what_to_do(
+    holdfast: Command, root: Path, unfinished: Path
+) -> None:
+    """R22: nobody but a person can know that a writer elsewhere is not just paused."""
+    owned_by(root, boot_id="another", host="node17")
+    (root / "writers" / "00000002.json").write_bytes(b"not to be read: it is later than the first")
+    for first in (True, False):
+        result = holdfast("gc", root)
+        assert result.code == 0
+        assert (f"marked {unfinished.name}" in result.out) is first
+        assert "markers that stay: 1, of writers 1," in result.out
+        assert f"holdfast gc {root} --dead-epoch 1" in result.out
+    assert holdfast("gc", root, "--json").document["markers"] == [{"epoch": 1, "number": 1}]
+    assert "stay" not in holdfast("gc", root, "--dead-epoch", "1").out
+    assert not unfinished.exists()
+    assert holdfast("gc", root, "--json").document["markers"] == []
 
 
 def test_a_writer_with_an_unreadable_claim_can_be_declared_dead(

@@ -40,6 +40,7 @@ def test_json_has_every_member_that_the_page_promises(holdfast: Command, root: P
         "readers",
         "checkpoints",
         "damaged",
+        "unopened",
         "unfinished",
     ]
     assert document["holdfast"] == 1

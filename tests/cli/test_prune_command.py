@@ -102,6 +102,7 @@ def test_json_has_every_member_that_the_page_promises(holdfast: Command, root: P
         "failed",
         "postponed",
         "damaged",
+        "unopened",
         "nbytes",
     ]
     for entry in document["checkpoints"]:

@@ -126,3 +126,40 @@ def test_nothing_is_changed(holdfast: Command, mirrored: Path) -> None:
     before = sorted((path, path.stat().st_mtime_ns) for path in mirrored.parent.rglob("*"))
     holdfast("uploads", mirrored)
     assert before == sorted((p, p.stat().st_mtime_ns) for p in mirrored.parent.rglob("*"))
+
+
+def test_it_needs_no_key_and_tells_no_step_of_what_is_sealed(
+    holdfast: Command, tmp_path: Path
+) -> None:
+    """R31, R34."""
+    from holdfast.keys import Encryption, generate
+
+    tiny, noted = Tiny(), Noted()
+    local, remote = tmp_path / "local", LocalStore(tmp_path / "remote")
+    seals = Encryption(keys=generate())
+    with opened(Tiered(local, remote), tiny, encrypt=seals, label="a-{epoch}") as manager:
+        manager.resume()
+        tiny.become(1)
+        manager.save(1, epoch=1).wait()
+        manager.wait()
+    denied = AccessDenied("403: no tiny.tensors")
+    faulty = FaultyStore(
+        remote, [Fault(kind="fail", op="put", key="a-2*", times=None, error=denied)]
+    )
+    tiered = Tiered(local, faulty, close_timeout_s=0)
+    with opened(tiered, tiny, encrypt=seals, label="a-{epoch}", sinks=(noted,)) as manager:
+        manager.resume()
+        tiny.become(2)
+        manager.save(2, epoch=2).wait()
+        noted.wait_for("upload_failed")
+    result = holdfast("uploads", local)
+    assert result.code == 1
+    rows = [line.split() for line in result.out.splitlines()[1:3]]
+    assert [(row[0], row[4]) for row in rows] == [("sealed", "failed,"), ("sealed", "uploaded")]
+    assert "tensors" not in result.out
+    assert [
+        one["step"] for one in holdfast("uploads", local, "--json").document["checkpoints"]
+    ] == [
+        None,
+        None,
+    ]

@@ -47,7 +47,15 @@ def test_json_has_every_member_that_the_page_promises(holdfast: Command, root: P
     result = holdfast("verify", root, "--json")
     assert result.code == 1
     document = result.document
-    assert list(document) == ["holdfast", "root", "ok", "checkpoints", "problems", "notes"]
+    assert list(document) == [
+        "holdfast",
+        "root",
+        "ok",
+        "checkpoints",
+        "unopened",
+        "problems",
+        "notes",
+    ]
     assert document["ok"] is False
     newest, damaged, sound = document["checkpoints"]
     assert newest["problems"][0]["message"] == "is missing"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +18,6 @@ from holdfast.store.local import LocalStore
 from holdfast.store.localblocks import LocalBlockWriter
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 MiB with 500 inodes, in memory; needs root."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    options = "size=64m,nr_inodes=500"
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        if os.environ.get("CI"):
-            pytest.fail(f"mount is refused, so this promise is not tested: {done.stderr}")
-        pytest.skip(f"mount is refused: {done.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def new_manager(root: Path, nbytes: int, **options: Any) -> CheckpointManager:

@@ -14,9 +14,11 @@ import pytest
 from holdfast import errors
 from holdfast.care import mirror as mirror_module
 from holdfast.engine.catalog import Catalog
+from holdfast.engine.sealing import sealing
 from holdfast.engine.tiers import upload as upload_module
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.tiered import Tiered
+from holdfast.keys import Encryption, SecretKey
 from holdfast.policy.retention import Last
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
@@ -25,6 +27,7 @@ from holdfast.testing.faulty import Fault, FaultyStore, Stopped
 from storms import harmless, storm
 from tiers import Noted, Tiny, saved, steps_in, unopened
 
+SEALS = Encryption(keys=SecretKey(bytes(range(32))))
 SMALL, LARGE = 64, 1024 * 1024
 """Elements of a tensor: files of one block, and of two."""
 
@@ -34,9 +37,9 @@ Worlds = Callable[[int], "World"]
 class World:
     """Both tiers of a run that has saved once, and what was acknowledged since."""
 
-    def __init__(self, remote: Store, size: int) -> None:
+    def __init__(self, remote: Store, size: int, encrypt: Encryption | None = None) -> None:
         self.local, self.remote = MemoryStore("local"), remote
-        self.size = size
+        self.size, self.encrypt = size, encrypt
         self.acknowledged: list[int] = []
         self.noted = Noted()
         self.live(remote, 1)
@@ -47,7 +50,7 @@ class World:
         root = Tiered(
             self.local, remote, keep_local=0, keep_remote=Last(2), close_timeout_s=0, **options
         )
-        manager = unopened(root, tiny, sinks=(self.noted,), save_timeout_s=20)
+        manager = unopened(root, tiny, sinks=(self.noted,), save_timeout_s=20, encrypt=self.encrypt)
         try:
             manager.resume()
             for step in steps:
@@ -58,9 +61,13 @@ class World:
             with suppress(errors.HoldfastError, Stopped):
                 manager.close()
 
+    def steps(self, store: Store) -> list[int]:
+        """What is committed in a tier, and whole."""
+        return steps_in(sealing(store, self.encrypt))
+
     def check(self) -> None:
         """Nothing is torn, nothing that was acknowledged is lost, in the tier in which it was."""
-        here, there = steps_in(self.local), steps_in(self.remote)
+        here, there = self.steps(self.local), self.steps(self.remote)
         assert max([*here, *there]) >= max(self.acknowledged)
         sent = [event.step for event in self.noted.of("uploaded") if event.step is not None]
         assert there[0] >= max(sent)
@@ -68,10 +75,10 @@ class World:
     def check_settled(self) -> None:
         """Each tier has what its rule keeps, and nothing else."""
         newest = max(self.acknowledged)
-        assert steps_in(self.local) == [newest]
-        assert steps_in(self.remote) == [newest, newest - 1][: len(self.acknowledged)]
+        assert self.steps(self.local) == [newest]
+        assert self.steps(self.remote) == [newest, newest - 1][: len(self.acknowledged)]
         assert Ledger(self.local).waiting() == {}
-        kept = {entry.folder for entry in Catalog(self.remote).checkpoints()}
+        kept = {one.folder for one in Catalog(sealing(self.remote, self.encrypt)).checkpoints()}
         loose = [
             info.key
             for info in self.remote.list()
@@ -87,10 +94,10 @@ def worlds(
     """New worlds, with either kind of remote tier."""
     monkeypatch.setattr(mirror_module, "BACKOFF_S", 0.0001)
 
-    def make(number: int, size: int = SMALL) -> World:
+    def make(number: int, size: int = SMALL, encrypt: Encryption | None = None) -> World:
         is_folder = request.param == "folder"
         remote = LocalStore(ram_path / str(number)) if is_folder else MemoryStore("remote")
-        return World(remote, size)
+        return World(remote, size, encrypt)
 
     return make
 
@@ -99,6 +106,12 @@ def worlds(
 def large_worlds(worlds: Any) -> Worlds:
     """The same with large files, which are written aside."""
     return lambda number: worlds(number, LARGE)
+
+
+@pytest.fixture
+def sealed_worlds(worlds: Any) -> Worlds:
+    """The same with sealed checkpoints."""
+    return lambda number: worlds(number, SMALL, SEALS)
 
 
 def sweep(
@@ -136,6 +149,21 @@ def test_a_stop_at_every_operation_on_the_remote_tier_loses_nothing(
 ) -> None:
     """R1, R2, R23; invariants 1, 2, 4: and the next process ends what was begun."""
     stop_at_every_operation(worlds, kind, every=every)
+
+
+@pytest.mark.parametrize("every", ALL_OR_SOME)
+@pytest.mark.parametrize("kind", ["stop_before", "stop_after", "lose_reply"])
+def test_sealed_tiers_outlive_a_stop_or_a_lost_reply_at_every_operation(
+    sealed_worlds: Worlds, kind: Any, every: int
+) -> None:
+    """R1, R2, R23; invariants 1, 2, 4."""
+    stop_at_every_operation(sealed_worlds, kind, every=every)
+
+
+@pytest.mark.parametrize("kind", ["stop_before", "stop_after"])
+def test_sealed_tiers_outlive_a_stop_around_the_keys(sealed_worlds: Worlds, kind: Any) -> None:
+    """R1: what is committed opens."""
+    stop_at_every_operation(sealed_worlds, kind, "step-*/[km]*")
 
 
 @pytest.mark.parametrize("kind", ["stop_before", "stop_after"])
@@ -194,7 +222,7 @@ def manifest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     real = upload_module.Sender._send_files
 
     def send_files(self: Any, folder: str, manifest: Any) -> None:
-        data, _ = self._manifest(folder)
+        data, _ = self._listing(folder)
         self._remote.put(f"{folder}/manifest.json", data)
         real(self, folder, manifest)
 
@@ -223,12 +251,13 @@ def test_the_check_catches(
         stop_at_every_operation(large_worlds, "stop_before", "s*.safetensors")
 
 
+@pytest.mark.parametrize("sealed", [(), ("--sealed",)], ids=["plain", "sealed"])
 @pytest.mark.parametrize("machines", ["same", "new"])
 def test_kills_during_uploads_and_remote_retention_lose_nothing(
-    tmp_path: Path, machines: str
+    tmp_path: Path, machines: str, sealed: tuple[str, ...]
 ) -> None:
     """R1, R9, R23: on one machine, whose local tier stays, and on new ones each time."""
-    counts = harmless(storm_in(tmp_path, "--trials", "25", "--machines", machines))
+    counts = harmless(storm_in(tmp_path, "--trials", "25", "--machines", machines, *sealed))
     assert counts["killed"] >= 12
     assert counts["uploaded"] >= 3
 

@@ -1,6 +1,7 @@
 """SIGKILL storm over two tiers: kill a child that saves and sends, look, go on. Run as a script.
 
-    python tests/crash/tiers_storm.py ROOT [--local FOLDER] [--machines new] [--mutant NAME] ...
+    python tests/crash/tiers_storm.py ROOT [--local FOLDER] [--machines new] [--mutant NAME]
+        [--sealed] ...
 
 ROOT is the remote tier: a folder or a URL. With `new` machines each child has an empty local tier
 in `--local`. As `storm.py`, whose parts it takes; the kills strike uploads and the retention of
@@ -29,9 +30,11 @@ from storm import (
 
 from holdfast.care import mirror as mirror_module
 from holdfast.engine.catalog import Entry
+from holdfast.engine.sealing import sealing
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.events import Event
+from holdfast.keys import Encryption, SecretKey
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import EveryNth, Last
 from holdfast.store import open_store
@@ -44,6 +47,20 @@ NUM_LATEST = 2
 """Checkpoints that it keeps beside them."""
 
 
+SEALS = Encryption(keys=SecretKey(bytes(range(32))))
+
+
+class Look:
+    """How this run looks at its roots: with a key where it is sealed."""
+
+    encryption: Encryption | None = None
+
+    @classmethod
+    def at(cls, root: str | Path) -> Store:
+        """The store of a root."""
+        return sealing(open_store(root), cls.encryption)
+
+
 def work(local: Path, remote: str, num_elements: int, told: int, *, preflight: bool) -> None:
     """A child's life: resume, save twice and send; tells what is committed, and where."""
 
@@ -54,7 +71,9 @@ def work(local: Path, remote: str, num_elements: int, told: int, *, preflight: b
     state = new_state(num_elements)
     rule = Last(NUM_LATEST) | EveryNth(f"{MILESTONE}step")
     root = Tiered(local, remote, keep_local=Last(1), keep_remote=rule)
-    with CheckpointManager(root, state, sinks=(tell,), preflight=preflight) as manager:
+    with CheckpointManager(
+        root, state, sinks=(tell,), preflight=preflight, encrypt=Look.encryption
+    ) as manager:
         manager.resume()
         first = step_of(state) + 1
         for step in range(first, first + 2):
@@ -64,7 +83,7 @@ def work(local: Path, remote: str, num_elements: int, told: int, *, preflight: b
 
 def look(local: Path, remote: str, saved: int, uploaded: int) -> None:
     """Nothing is torn in either tier, and nothing acknowledged is gone."""
-    here, there = LocalStore(local), open_store(remote)
+    here, there = Look.at(local), Look.at(remote)
     in_local, in_remote = survey(here), survey(there)
     expect_whole(here, in_local)
     # Milestones are looked at when all is cleaned up: there are ever more of them.
@@ -72,7 +91,7 @@ def look(local: Path, remote: str, saved: int, uploaded: int) -> None:
     newest = max((entry.step for entry in in_remote), default=0)
     if max(newest, *(entry.step for entry in in_local), 0) < saved or newest < uploaded:
         raise AssertionError(f"lost: {saved} saved, {uploaded} sent; {newest} is there")
-    expect_ledger_right(here, in_local, in_remote)
+    expect_ledger_right(LocalStore(local), in_local, in_remote)
 
 
 def expect_ledger_right(
@@ -94,10 +113,10 @@ def expect_ledger_right(
 
 def clean(local: Path, remote: str, wanted: set[int]) -> None:
     """After a life to its end each tier has what its rule keeps, all of it, and no junk."""
-    in_local = survey(LocalStore(local))
+    in_local = survey(Look.at(local))
     if len(in_local) != 1 or Ledger(LocalStore(local)).waiting():
         raise AssertionError(f"local: {os.listdir(local)}")
-    store = open_store(remote)
+    store = Look.at(remote)
     in_remote = survey(store)
     expect_whole(store, in_remote)
     there = [entry.step for entry in in_remote]
@@ -108,7 +127,10 @@ def clean(local: Path, remote: str, wanted: set[int]) -> None:
     missing = {in_local[0].step, *multiples}.difference(there)
     if extra or missing:
         raise AssertionError(f"remote: {there}, missing {missing}, too many {extra}")
-    expect_no_junk(store, remote)
+    if Look.encryption is None:
+        expect_no_junk(store, remote)
+    elif junk := {*os.listdir(remote)} - {e.folder for e in in_remote} - {"writers", "latest"}:
+        raise AssertionError(f"remote: junk {junk}")
 
 
 class TiersStorm(Storm):
@@ -182,7 +204,9 @@ def main() -> int:
     parser = arguments(MUTANTS)
     parser.add_argument("--local", type=Path, required=True, help="where local tiers are made")
     parser.add_argument("--machines", choices=["same", "new"], default="same")
+    parser.add_argument("--sealed", action="store_true", help="both tiers, which are folders")
     options = parser.parse_args()
+    Look.encryption = SEALS if options.sealed else None
     rng = random.Random(options.seed)
     is_new = options.machines == "new"
     storm = TiersStorm(options.root, options.local, options.size, rng, is_new=is_new)

@@ -232,6 +232,22 @@ def test_a_lease_that_cannot_be_taken_back_is_told(store: MemoryStore) -> None:
     assert len(keys(store)) == len(recorder.of("housekeeping_failed")) == 1
 
 
+def test_a_storage_that_hangs_when_a_lease_is_given_back_holds_nobody_up(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariant 9; what was read was read."""
+    monkeypatch.setattr(leases, "_STOP_TIMEOUT_S", 0.2)
+    recorder = Recorder()
+    hang = Fault(kind="hang", op="delete", key="readers/*", deadline_s=3600.0)
+    try:
+        with leased(FaultyStore(store, [hang]), folder_at(store, 1), emit=Emitter((recorder,))):
+            pass
+    finally:
+        hang.release.set()
+    (event,) = recorder.of("housekeeping_failed")
+    assert "hangs in the store" in event.message
+
+
 @pytest.mark.parametrize("kind", ["file", "link", "dangling link"])
 def test_other_things_in_place_of_the_folder_stop_nobody(kind: str, tmp_path: Path) -> None:
     """R28: nothing is put behind a link, retention goes on, and the reader is told."""

@@ -17,11 +17,12 @@ NUMEL = 5_000_000  # more than two blocks, and an odd tail
 
 
 class Flaky(LocalStore):
-    """The first reads of large pieces bring one wrong bit."""
+    """The first reads of some files bring one wrong bit."""
 
-    def __init__(self, root: Path, num_wrong: int) -> None:
+    def __init__(self, root: Path, num_wrong: int, *, wrong: str = ".safetensors") -> None:
         super().__init__(root)
         self.num_wrong = num_wrong
+        self.wrong = wrong
         self.reads: list[tuple[int, bool]] = []
 
     def read_into(
@@ -34,9 +35,10 @@ class Flaky(LocalStore):
         afresh: bool = False,
     ) -> None:
         super().read_into(key, start, buffer, afresh=afresh)
-        self.reads.append((start, afresh))
-        if len(self.reads) <= self.num_wrong:
-            buffer[-1] ^= 1
+        if key.endswith(self.wrong):
+            self.reads.append((start, afresh))
+            if len(self.reads) <= self.num_wrong:
+                buffer[-1] ^= 1
         seen(buffer)
 
 
@@ -81,3 +83,13 @@ def test_a_block_that_stays_wrong_is_damaged_and_changes_nothing(tmp_path: Path)
     saved(tmp_path)
     with pytest.raises(CorruptData, match="is not what was written; it holds data"):
         load(Flaky(tmp_path, 100))
+
+
+@pytest.mark.parametrize("document", ["index.json", "data-00000.json"])
+def test_a_wrong_document_is_read_once_more_too(tmp_path: Path, document: str) -> None:
+    values = saved(tmp_path)
+    store = Flaky(tmp_path, 1, wrong=document)
+    assert torch.equal(load(store), values)
+    assert store.reads == [(0, False), (0, True)]
+    with pytest.raises(CorruptData, match=document):
+        load(Flaky(tmp_path, 2, wrong=document))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -20,11 +21,12 @@ from tests.crash.test_every_operation import Tiny
 from holdfast import CheckpointManager, Last, errors, load_weights
 from holdfast.care.gc import collect
 from holdfast.care.verify import verify, verify_root
-from holdfast.engine import sealing as sealing_module
 from holdfast.engine.catalog import Catalog
+from holdfast.engine.discretion import discreet
 from holdfast.engine.sealing import SealedStore, sealing
 from holdfast.format import suites
 from holdfast.format.layout import BLOCK_NBYTES
+from holdfast.format.records import AnswerRecord, encode_answer
 from holdfast.format.segments import SEGMENT_NBYTES
 from holdfast.keys import Encryption, Passphrase, SecretKey, ServiceKey, generate
 from holdfast.policy.retention import All
@@ -670,17 +672,19 @@ def test_load_weights_and_copies_of_one_checkpoint_are_opened(tmp_path: Path) ->
 def test_answers_to_requests_tell_no_names() -> None:
     """R34: an error may name parts of the state."""
     told = {"folder": None, "error": CANARY, "created": "now", "asker": None}
-    answer = sealing_module.encode_answer(sealing_module.AnswerRecord(**told))
-    data = sealing_module._discreet("requests/x.answer", answer)
+    answer = encode_answer(AnswerRecord(**told))
+    data = discreet("requests/x.answer", answer)
     assert CANARY not in json.dumps(bytes(data).decode())
-    assert sealing_module._discreet("requests/x.json", answer) == answer
+    assert discreet("requests/x.json", answer) == answer
 
 
 def test_what_is_no_part_of_a_checkpoint_is_neither_sealed_for_nobody_nor_stored_in_clear() -> None:
     """R34: a part of Holdfast that keeps something new in the root has to say which of both."""
     store = MemoryStore()
     sealed: Any = SealedStore(store, SEALS)
-    for key in ("uploads/step.json", "sending-0123456789abcdef/a", "best/a-00000.json"):
+    with pytest.raises(errors.FormatError):  # notes on uploads pass, and nothing else there
+        sealed.put("uploads/step.json", CANARY.encode())
+    for key in ("sending-0123456789abcdef/a", "best/a-00000.json"):
         with pytest.raises(errors.UsageError, match="only attempts are written"):
             sealed.put(key, CANARY.encode())
     assert not stored(store)
@@ -698,6 +702,27 @@ def test_a_small_file_is_put_as_in_a_plain_checkpoint() -> None:
 
     saved(Noting(), 1)
     assert names == ["manifest.json"]
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_reads_what_is_sealed_and_harms_nothing_of_its_parent(
+    tmp_path: Path,
+) -> None:
+    """In the thread that forked, whose memory it takes over."""
+    saved(tmp_path, 1)
+    store: Any = SealedStore(LocalStore(tmp_path), SEALS)
+    (folder,) = folders(store)
+    index = store.get(f"{folder}/index.json")
+
+    def read() -> None:
+        sealed: Any = SealedStore(LocalStore(tmp_path), SEALS)
+        assert sealed.get(f"{folder}/index.json") == index
+
+    child = multiprocessing.get_context("fork").Process(target=read)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    read()
 
 
 def test_options_that_cannot_be_are_refused() -> None:

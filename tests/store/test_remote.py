@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import pytest
+from torch.utils.data import DataLoader, Dataset
 
-from holdfast.errors import CorruptData
+from holdfast.errors import CorruptData, UnsupportedStore
 from holdfast.store.base import AbortsUploads
 from holdfast.store.remote import RemoteStore
 from holdfast.store.remoteopen import RemoteOptions
 from holdfast.testing.store_contract import noise
 from servers.fixtures import on
+from store.answers import Answer, answering, refusal
 
 LENGTH = 20 * 1024 * 1024 + 3
 """More than two reads of blocks."""
@@ -37,7 +40,7 @@ assert store.get("a") == b"x"
 """
 
 
-@on("moto")
+@on("moto", "gcs")
 def test_a_forked_process_is_told_instead_of_hanging(root: str) -> None:
     """Invariant 9: the threads of the network stay behind in the parent."""
     done = subprocess.run(
@@ -46,6 +49,110 @@ def test_a_forked_process_is_told_instead_of_hanging(root: str) -> None:
     told = done.stdout.splitlines()
     assert len(told) == 2
     assert all("spawn or forkserver" in line for line in told)
+
+
+FORK_AT_WORK = """
+import os, sys, threading
+from contextlib import suppress
+from holdfast.errors import NotFound, UnsupportedStore
+from holdfast.store.remote import RemoteOptions, RemoteStore
+from holdfast.store.remotewrites import PART_NBYTES
+patient = RemoteOptions(max_concurrency=1, timeout_s=3600, retry_s=3600)
+store = RemoteStore("s3://b-1/run", endpoint=sys.argv[1], options=patient)
+writer = store.create("new", 2 * PART_NBYTES)
+threading.Thread(target=lambda: store.get("slow"), daemon=True).start()
+with suppress(NotFound):
+    store.head("answered-when-slow-was-asked-for")
+child = os.fork()
+if not child:
+    piece = memoryview(bytes(100))
+    for ask in (
+        lambda: store.get("a"),
+        lambda: store.get("a", 0, 10),
+        lambda: store.read_into("a", 0, memoryview(bytearray(10))),
+        lambda: store.put("a", b""),
+        lambda: store.put("a", b"", if_absent=True),
+        lambda: store.head("a"),
+        lambda: [*store.list()],
+        lambda: store.delete("a"),
+        lambda: store.create("a", 100),
+        lambda: writer.write(0, piece),
+        lambda: writer.finish(),
+    ):
+        try:
+            ask()
+        except UnsupportedStore as error:
+            print(error, flush=True)
+    writer.abort()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+os._exit(0)
+"""
+
+
+def test_a_process_forked_while_all_requests_are_under_way_is_told_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Invariant 9: the threads that will end them, and give back what they hold, are elsewhere."""
+    for name, value in (
+        ("AWS_ACCESS_KEY_ID", "key"),
+        ("AWS_SECRET_ACCESS_KEY", "secret"),
+        ("NO_PROXY", "127.0.0.1"),
+    ):
+        monkeypatch.setenv(name, value)
+    was_asked, may_end = threading.Event(), threading.Event()
+
+    def answer(method: str, path: str) -> Answer:
+        if path.endswith("/slow"):
+            was_asked.set()
+            may_end.wait(timeout=300)
+        elif "slow" in path:
+            was_asked.wait(timeout=60)
+        return refusal(404, "NoSuchKey")
+
+    with answering() as (endpoint, answers):
+        answers.then = answer
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", FORK_AT_WORK, endpoint],
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+        finally:
+            may_end.set()
+    told = done.stdout.splitlines()
+    assert ["spawn or forkserver" in line for line in told] == [True] * 11, done.stderr
+
+
+class Reads(Dataset[int]):
+    """Samples that are read in a bucket, whoever asks for them."""
+
+    def __init__(self, store: RemoteStore) -> None:
+        self.store = store
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return self.store.get("a")[index]
+
+
+@on("moto", "gcs")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_of_a_data_loader_read_or_are_told(root: str, method: str) -> None:
+    """Invariant 9"""
+    store = RemoteStore(root)
+    store.put("a", bytes(range(4)))
+    samples = Reads(store) if method == "fork" else Reads(RemoteStore(root))
+    loader = DataLoader(
+        samples, batch_size=None, num_workers=2, multiprocessing_context=method, timeout=60
+    )
+    if method == "fork":
+        with pytest.raises(UnsupportedStore, match="spawn or forkserver"):
+            list(loader)
+    else:
+        assert list(loader) == [0, 1, 2, 3]
 
 
 @on("moto", "gcs", "azurite")

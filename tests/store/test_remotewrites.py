@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -173,52 +175,101 @@ def _piece(data: memoryview, start: int) -> memoryview:
     return data[start : start + COPY_NBYTES]
 
 
-def test_many_objects_at_once_share_the_memory_of_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While parts are on their way, no other object takes more than there is."""
+class Held:
+    """A service whose parts arrive when the test lets them, and the memory that uploads take."""
+
+    def __init__(self, store: RemoteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store = store
+        self.may_end = threading.Event()
+        self.is_stuck_or_done = threading.Event()
+        self.most = 0
+        uploads = store._uploads
+        take, wait = uploads.take, uploads.changed.wait
+
+        def counted() -> Any:
+            buffer = take()
+            self.most = max(self.most, uploads._num_taken)
+            return buffer
+
+        def watched(timeout: float | None = None) -> bool:
+            if not wait(timeout):
+                self.is_stuck_or_done.set()
+            return True
+
+        monkeypatch.setattr(uploads, "take", counted)
+        monkeypatch.setattr(uploads.changed, "wait", watched)
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Hold all parts back until the job cannot go on, or has ended."""
+
+        def ending() -> None:
+            job()
+            self.is_stuck_or_done.set()
+
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(ending)
+            assert self.is_stuck_or_done.wait(60)
+            self.may_end.set()
+            running.result(timeout=60)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    """Memory for four pieces, and one request at a time."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    may_end, is_stuck_or_done = threading.Event(), threading.Event()
     begun = b"<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>"
     ended = b"<CompleteMultipartUploadResult><ETag>x</ETag></CompleteMultipartUploadResult>"
 
-    def answer(method: str, path: str) -> Answer:
-        if method == "HEAD":
-            return refusal(404, "NoSuchKey")
-        if method == "PUT":
-            may_end.wait(timeout=60)
-        body = ended if "uploadId" in path else begun
-        return Answer(body=b"" if method == "PUT" else body, headers={"ETag": '"x"'})
-
     with answering() as (endpoint, answers):
+        options = RemoteOptions(max_concurrency=1)
+        held = Held(RemoteStore("s3://b-1/run", endpoint=endpoint, options=options), monkeypatch)
+
+        def answer(method: str, path: str) -> Answer:
+            if method == "HEAD":
+                return refusal(404, "NoSuchKey")
+            if method == "PUT":
+                held.may_end.wait(timeout=60)
+            body = ended if "uploadId" in path else begun
+            return Answer(body=b"" if method == "PUT" else body, headers={"ETag": '"x"'})
+
         answers.then = answer
-        store = RemoteStore(
-            "s3://b-1/run", endpoint=endpoint, options=RemoteOptions(max_concurrency=1)
-        )
-        uploads = store._uploads
-        taken: list[int] = []
-        take, wait = uploads.take, uploads.changed.wait
-        monkeypatch.setattr(uploads, "take", lambda: (taken.append(uploads._num_taken), take())[1])
+        yield held
+        held.may_end.set()
 
-        def stuck(timeout: float | None = None) -> bool:
-            if not wait(timeout):
-                is_stuck_or_done.set()
-            return True
 
-        monkeypatch.setattr(uploads.changed, "wait", stuck)
+def test_many_objects_at_once_share_the_memory_of_a_few(held: Held) -> None:
+    """While parts are on their way, no other object takes more than there is."""
+    data = memoryview(bytes(PART_NBYTES + 1000))
+    writers = [held.store.create(f"{number}", len(data)) for number in range(12)]
 
-        def write_all() -> None:
-            data = memoryview(bytes(PART_NBYTES + 1000))
-            writers = [store.create(f"{number}", len(data)) for number in range(12)]
-            for writer in writers:
-                writer.write(0, data)
-            is_stuck_or_done.set()
-            for writer in writers:
-                writer.finish()
+    def write() -> None:
+        for writer in writers:
+            writer.write(0, data)
+        held.may_end.set()
+        for writer in writers:
+            writer.finish()
 
-        with ThreadPoolExecutor(1) as pool:
-            job = pool.submit(write_all)
-            assert is_stuck_or_done.wait(60)
-            may_end.set()
-            job.result(timeout=60)
-    assert max(taken) + 1 <= 12, "of 36 pieces: four, and what goes before a whole part is sent"
+    held.run(write)
+    assert held.most <= 5, "four, and one without which an object could not go on"
+
+
+@pytest.mark.parametrize("at_most", [False, True])
+@pytest.mark.parametrize("num_threads", [1, 12])
+def test_objects_that_take_turns_share_it_too(held: Held, num_threads: int, at_most: bool) -> None:
+    """None keeps what cannot be sent yet while the others wait for its memory."""
+    piece = memoryview(bytes(COPY_NBYTES))
+    length = 3 * COPY_NBYTES
+    writers = [
+        held.store.create(f"{number}", length, at_most=at_most) for number in range(num_threads)
+    ] + [held.store.create(f"more-{number}", length, at_most=at_most) for number in range(12)]
+    jobs = [(writer, start) for start in range(0, length, COPY_NBYTES) for writer in writers]
+
+    def write() -> None:
+        with ThreadPoolExecutor(num_threads) as pool:
+            list(pool.map(lambda job: job[0].write(job[1], piece), jobs))
+            list(pool.map(lambda writer: writer.finish(length), writers))
+
+    held.run(write)
+    assert held.most <= 5, "four, and one without which an object could not go on"

@@ -118,7 +118,7 @@ def gather(store: Store) -> Facts:
         StoreError: the store cannot be read.
     """
     catalog = Catalog(store)
-    survey, damaged = catalog.survey()
+    survey, unread = catalog.survey()
     epochs = sorted(catalog.claims())
     claims, broken = _read_claims(catalog, epochs)
     entries = _of_this_run(survey, epochs)
@@ -142,7 +142,7 @@ def gather(store: Store) -> Facts:
         spacing=_spacing(entries, by_interval=True) or _spacing(entries, by_interval=False),
         trained_s=max((wall_s for wall_s in walls if 0 <= wall_s < MAX_S), default=0.0),
         starts=tuple(_starts(store, claims, entries)),
-        unreadable=(*(f"{folder}: {reason}" for folder, reason in damaged), *broken),
+        unreadable=(*(f"{folder}: {reason}" for folder, reason in unread), *broken),
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast.errors import SealError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
@@ -58,8 +60,11 @@ class RootReport:
     problems: tuple[Problem, ...]
     """Damaged records in `writers/`."""
     notes: tuple[str, ...]
+    unopened: tuple[tuple[str, SealError], ...] = ()
+    """(folder, why) of checkpoints that the given keys do not open: nothing is known of these."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is damaged."""
-        return not self.problems and all(report.ok for report in self.checkpoints)
+        """Whether everything was read and nothing is damaged."""
+        is_whole = all(report.ok for report in self.checkpoints)
+        return is_whole and not self.problems and not self.unopened

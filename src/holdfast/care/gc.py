@@ -35,6 +35,8 @@ class GcReport:
     marked: list[tuple[str, str]] = field(default_factory=list)
     kept: list[tuple[str, str]] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
+    markers: dict[int, int] = field(default_factory=dict)
+    """By writer epoch: how many markers and tombstones stay until a person names it dead."""
     nbytes: int = 0
 
 
@@ -164,6 +166,8 @@ def _visit(
         report.removed.append((folder, why))
     elif not _is_bare(store, folder) or register is None:
         report.marked.append((folder, why))
+    if not whole and not judge.is_live(name.epoch):
+        report.markers[name.epoch] = report.markers.get(name.epoch, 0) + 1
     report.nbytes += nbytes
 
 

@@ -73,6 +73,7 @@ class Housekeeper:
             failed=self._tell_failed,
             postponed=self._tell_postponed,
             held=held,
+            unread=self._tell_unread,
         )
 
     def after_commit(self, entry: Entry) -> None:
@@ -149,6 +150,13 @@ class Housekeeper:
             f"{entry.folder} is deleted or thinned later: {why}",
             step=entry.step,
             folder=entry.folder,
+        )
+
+    def _tell_unread(self, folder: str, error: HoldfastError) -> None:
+        self._emit(
+            "warning",
+            f"{folder} stays, whatever the rule says, because it cannot be read: {error}",
+            folder=folder,
         )
 
     def _try(self, what: str, job: Callable[[], None]) -> None:

@@ -3,57 +3,88 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from holdfast.care.verify import verify
 from holdfast.engine.catalog import Catalog
 from holdfast.engine.commit import check_fence
 from holdfast.engine.documents import read_document
-from holdfast.engine.tiers.pieces import Piece, groups_of, length, pieces_of
+from holdfast.engine.sealing import bare, vouched
+from holdfast.engine.tiers.pieces import (
+    Listing,
+    Piece,
+    decode_listing,
+    groups_of,
+    length,
+    pieces_of,
+    pieces_of_sealed,
+    read_listing,
+)
+from holdfast.engine.unsealing import box_documents, boxes_of
 from holdfast.errors import CorruptData, FormatError, NoCheckpoint, StoreError
 from holdfast.format import layout
-from holdfast.format.blocks import check_block, digest_blocks, file_digest
-from holdfast.format.manifest import (
-    MAX_JSON_FILE_NBYTES,
-    MAX_MANIFEST_NBYTES,
-    Manifest,
-    decode_register,
-)
+from holdfast.format.blocks import block_digest, check_block, digest_blocks, file_digest
+from holdfast.format.envelope import Visible
+from holdfast.format.manifest import MAX_JSON_FILE_NBYTES, FileEntry, Manifest
 from holdfast.store.base import LinksFiles, Store, WritesBlocks, make_folder
 
 
 def mend(local: Store, remote: Store, folder: str, *, epoch: int) -> tuple[str, ...]:
-    """Replace the damaged and missing files of a checkpoint; gives their names.
+    """Replace the damaged and missing files of a checkpoint; gives their names, as they lie there.
 
     Only what the manifest lists is replaced, and only by bytes that have the digests recorded
-    there. A file is fetched whole before the damaged one goes. `epoch` is the caller's claim.
+    there; and the keys of a sealed one where they are lost. A file is fetched whole before the
+    damaged one goes. `epoch` is the caller's claim.
 
     Raises:
         Superseded: a later writer owns the local root.
         NoCheckpoint: it is not committed in the remote tier any more.
+        SealError: our keys do not open it.
         FormatError, StoreError: that one is damaged too, or a tier fails.
     """
-    key = f"{folder}/{layout.MANIFEST}"
-    data = read_document(remote, key, max_nbytes=MAX_MANIFEST_NBYTES)
-    manifest = decode_register(data, what=f"{remote.url}/{key}")
-    if not isinstance(manifest, Manifest):
-        raise NoCheckpoint(f"{remote.url}/{folder}: not committed")
-    pieces = _pieces(remote, folder, manifest)
-    mended = [layout.MANIFEST] if _mend_manifest(local, folder, data, epoch) else []
-    problems = verify(local, folder).problems
-    for name in dict.fromkeys(p.file for p in problems if p.file in manifest.files):
-        _replace(
-            local, remote, f"{folder}/{name}", length(manifest.files[name]), pieces[name], epoch
-        )
+    here, there = bare(local), bare(remote)
+    data = vouched(remote, folder)
+    listing = decode_listing(data, what=f"{there.url}/{folder}/{layout.MANIFEST}")
+    if not isinstance(listing, Manifest | Visible):
+        raise NoCheckpoint(f"{there.url}/{folder}: not committed")
+    pieces_of_file = _pieces(there, folder, listing)
+    mended = _mend_keys(here, there, folder, listing, epoch)
+    if _mend_manifest(local, folder, data, epoch):
+        mended.append(layout.MANIFEST)
+    problems = verify(here, folder).problems
+    for name in dict.fromkeys(p.file for p in problems if p.file in listing.files):
+        nbytes, pieces = length(listing.files[name]), pieces_of_file(name)
+        _replace(here, there, f"{folder}/{name}", nbytes, pieces, epoch)
         mended.append(name)
     if mended:
         # Whoever could not use it has said so.
-        local.delete(f"{folder}/{layout.REJECTED}")
+        here.delete(f"{folder}/{layout.REJECTED}")
     return tuple(mended)
 
 
-def _pieces(remote: Store, folder: str, manifest: Manifest) -> Mapping[str, tuple[Piece, ...]]:
+def _pieces(remote: Store, folder: str, listing: Listing) -> Callable[[str], tuple[Piece, ...]]:
+    """What gives the pieces of each file; of a sealed one by reading all of it."""
+    if isinstance(listing, Visible):
+        return partial(_pieces_of_sealed, remote, folder, listing.files)
+    return _pieces_of_plain(remote, folder, listing).__getitem__
+
+
+def _pieces_of_sealed(
+    remote: Store, folder: str, files: Mapping[str, FileEntry], name: str
+) -> tuple[Piece, ...]:
+    key = f"{folder}/{name}"
+
+    def digests(spans: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+        return (block_digest(remote.get(key, start, stop - start)) for start, stop in spans)
+
+    return pieces_of_sealed(files[name], digests, what=f"{remote.url}/{key}")
+
+
+def _pieces_of_plain(
+    remote: Store, folder: str, manifest: Manifest
+) -> Mapping[str, tuple[Piece, ...]]:
     what = f"{remote.url}/{folder}/{layout.INDEX}"
     entry = manifest.files[layout.INDEX]
     data = read_document(remote, f"{folder}/{layout.INDEX}", max_nbytes=MAX_JSON_FILE_NBYTES)
@@ -62,13 +93,39 @@ def _pieces(remote: Store, folder: str, manifest: Manifest) -> Mapping[str, tupl
     return pieces_of(manifest, data, what=what)
 
 
+def _mend_keys(local: Store, remote: Store, folder: str, listing: Listing, epoch: int) -> list[str]:
+    """Put the keys of a sealed checkpoint back where none can be read; others may have been changed
+    on purpose."""
+    if not isinstance(listing, Visible):
+        return []
+    try:
+        boxes_of(local, folder, listing)
+    except FormatError:
+        documents = box_documents(remote, folder, listing)
+        _expect_committed(local, folder)
+        check_fence(local, epoch, committed=True)
+        for name, document in documents.items():
+            local.put(f"{folder}/{name}", document)
+        return [*documents]
+    return []
+
+
+def _expect_committed(local: Store, folder: str) -> None:
+    try:
+        listing = read_listing(local, folder)
+    except FormatError:
+        return  # it is mended next
+    if not isinstance(listing, Manifest | Visible):
+        raise NoCheckpoint(f"{local.url}/{folder}: not committed any more")
+
+
 def _mend_manifest(local: Store, folder: str, data: bytes, epoch: int) -> bool:
     """Put the manifest back where it cannot be read; one that can be, or is gone, stays so."""
     try:
         register = Catalog(local).read(folder)
     except FormatError:
         check_fence(local, epoch, committed=True)
-        local.put(f"{folder}/{layout.MANIFEST}", data)
+        bare(local).put(f"{folder}/{layout.MANIFEST}", data)
         return True
     if not isinstance(register, Manifest):
         raise NoCheckpoint(f"{local.url}/{folder}: not committed any more")

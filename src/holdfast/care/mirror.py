@@ -1,6 +1,7 @@
 """Mirrors the checkpoints of a local root to a remote one, beside training (design.md, rule 9).
 
-Owns what is sent, when, and what follows; how one checkpoint is sent is in `engine.tiers.upload`.
+Owns when something is sent, and what follows; what that is, is in `care.backlog`, and how one
+checkpoint is sent in `engine.tiers.upload`.
 All that talks to the remote tier happens in one thread of its own. A failure there is told and
 tried again, and holds back nothing but the deletion of what is not sent yet.
 """
@@ -13,21 +14,22 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 
-from msgspec import structs
-
+from holdfast.care.backlog import Backlog
 from holdfast.care.housekeeping import Housekeeper
 from holdfast.care.mend import mend
 from holdfast.care.retention import candidate
+from holdfast.care.uploads import Uploads
 from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.claim import Claim, expect_claim, is_closed, nothing_arrives
 from holdfast.engine.commit import mark_aborted, remove_files, settle
 from holdfast.engine.notes import annotate
-from holdfast.engine.process import utc_now
+from holdfast.engine.owner import Ownership
+from holdfast.engine.sealing import SealedStore
+from holdfast.engine.tiers.catalog import TieredCatalog
 from holdfast.engine.tiers.claims import TieredOwnership
-from holdfast.engine.tiers.ledger import MAX_ERROR_CHARS, Ledger, cut
 from holdfast.engine.tiers.pieces import length
 from holdfast.engine.tiers.telling import remote_emitter
-from holdfast.engine.tiers.tiered import TieredOptions
+from holdfast.engine.tiers.tiered import Rules, Tiered, TieredOptions
 from holdfast.engine.tiers.upload import Cost, Interrupted, Sender
 from holdfast.engine.workers import Workers
 from holdfast.errors import (
@@ -36,15 +38,16 @@ from holdfast.errors import (
     FormatError,
     HoldfastError,
     NoCheckpoint,
+    NotSealed,
     OutcomeUnknown,
     OwnershipError,
     UploadFailed,
 )
 from holdfast.events import Emitter, Event
 from holdfast.format import layout
-from holdfast.format.manifest import Manifest, Timestamp
-from holdfast.format.records import TiersRecord, UploadRecord, UploadState
-from holdfast.policy.retention import Candidate, Rule, decide
+from holdfast.format.manifest import Timestamp
+from holdfast.format.records import UploadState
+from holdfast.policy.retention import Candidate, Rule
 
 BACKOFF_S = 1.0
 """The pause after a first failure; it doubles with each that follows."""
@@ -75,7 +78,7 @@ class _RemoteSide:
         return self._owner.remote_unclear
 
 
-class Mirror:
+class Mirror(Uploads):
     """Sends what a rule wants to have in the remote tier, and does the chores there."""
 
     def __init__(
@@ -90,15 +93,16 @@ class Mirror:
     ) -> None:
         """`rule` is that of the remote tier, in which `replaces` is as for `Housekeeper`;
         `timeout_s` bounds the waits of callers."""
+        super().__init__()
         self._owner = owner
         self._catalog = owner.catalog
         self._local, self._remote = self._catalog.store, self._catalog.remote.store
-        self._rule = rule
         self._options = options
         self._emit = emit
-        self._replaces = replaces
         self._timeout_s = timeout_s
         self._told = remote_emitter(emit, self._remote.url)
+        self._backlog = Backlog(self._local, self._remote.url, rule, emit, replaces=replaces)
+        self._changed = self._backlog.changed
         self._housekeeper = Housekeeper(
             self._remote,
             _RemoteSide(owner),
@@ -106,9 +110,8 @@ class Mirror:
             Emitter((self._heard,)),
             replaces=replaces,
             held=self._awaited,
-            spared=lambda: tuple(self._queue),
+            spared=lambda: self._backlog.folders,
         )
-        self._ledger = Ledger(self._local)
         self._sender = Sender(
             self._local,
             self._remote,
@@ -117,41 +120,22 @@ class Mirror:
             reads_back=options.reads_back,
         )
         self._workers = Workers(1, "holdfast-mirror")
-        self._changed = threading.Condition()
         self._stop = threading.Event()
         self._job: Future[None] | None = None
         self._is_dirty = self._is_running = False
         self._is_paused = True
         self._may_mend = False
-        self.uploaded: Callable[[Entry, bool], None] = lambda entry, was_read: None
-        """Called when a checkpoint is safe in the remote tier, and whether every byte of the local
-        copy was read and found right for it."""
         self._forget_all()
         owner.before_take = self._pause
         owner.after_take = self._go_on
 
     def _forget_all(self) -> None:
         """What is known of both tiers, which another process may change until the next claim."""
-        self._there: dict[str, Candidate] | None = None
-        """By folder: what the remote tier has; None: not looked at yet."""
-        self._lineage: set[tuple[int, int]] = set()
-        self._queue: dict[str, Entry] = {}
-        self._refused: dict[str, str] = {}
-        """By folder: why it cannot be sent at all."""
-        self._suspect: dict[str, str] = {}
-        """By folder: why what is there is not to be relied on."""
-        self._sending = ""
-        """The folder that is being sent. It stays, wanted or not: where saves come faster than
-        uploads end, none would ever end."""
+        self._backlog.clear()
+        self._is_behind = True
+        """Whether there was no moment yet since the claim when nothing waited."""
         self._begun: set[str] = set()
         """Folders of which something may be in the remote tier that is not committed."""
-        self._over: set[str] = set()
-        """Folders that are not to be sent any more, and are not needed for it."""
-        self._is_sure = False
-        self._noted: dict[str, UploadState] | None = None
-        """By folder: what is noted in the local root; None: not read yet."""
-        self._known: dict[str, Manifest] = {}
-        self._tries: dict[str, int] = {}
         self._num_failures = 0
         self._failure: HoldfastError | None = None
         self._is_refusal = False
@@ -162,37 +146,26 @@ class Mirror:
     # From the threads that train and save
 
     def committed(self) -> None:
-        """The local tier has a new checkpoint: queue it, before anything there is deleted."""
+        """See `Uploads.committed`."""
         try:
-            self._requeue()
+            self._backlog.refresh()
         except Exception as error:  # noqa: BLE001 - the save stands; nothing is deleted meanwhile
-            self._is_sure = False
+            self._backlog.doubt()
             self._emit("housekeeping_failed", f"queue of uploads: {error!r}")
         self._wake()
 
     def holds(self, entry: Entry) -> str:
-        """Why the local copy must not be deleted yet; nothing where it may be."""
-        with self._changed:
-            is_known = self._there is not None or self._is_ours(entry) or self._was_sent(entry)
-            if not (self._is_sure and is_known):
-                return f"what {self._remote.url} has is not known yet"
-            if entry.folder in self._queue or entry.folder == self._sending:
-                return f"it waits for its upload to {self._remote.url}"
-            return self._suspect.get(entry.folder, "")
+        """See `Uploads.holds`."""
+        claim = self._owner.claim
+        return self._backlog.holds(entry, epoch=None if claim is None else claim.epoch)
 
     def mend_now(self) -> None:
-        """What was found damaged here and whole there may be mended from now on."""
+        """See `Uploads.mend_now`."""
         self._may_mend = True
         self._wake()
 
     def expect_room(self, now: Timestamp) -> None:
-        """Return when the remote tier is no further behind than it may be.
-
-        Raises:
-            DeadlineExceeded: it does not catch up.
-        """
-        if self._options.max_lag is None:
-            return
+        """See `Uploads.expect_room`."""
         end = time.monotonic() + self._timeout_s
         with self._changed:
             while self._is_too_far_behind(now):
@@ -200,13 +173,12 @@ class Mirror:
                 if left_s <= 0:
                     raise DeadlineExceeded(
                         f"{self._remote.url} is further behind than max_lag allows, and did not "
-                        f"catch up in {self._timeout_s:.0f} s: {self._what_is_left()}"
+                        f"catch up in {self._timeout_s:.0f} s: {self._backlog}"
                     ) from self._failure
                 self._changed.wait(left_s)
 
     def raise_failure(self) -> None:
-        """Raise what must not be missed: that the run went on elsewhere, each time; and a failed
-        upload once, if it is to be raised."""
+        """See `Uploads.raise_failure`."""
         if self._lost is not None:
             self._is_lost_told = True
             raise self._lost
@@ -216,16 +188,11 @@ class Mirror:
             raise failure
 
     def settle(self, timeout_s: float) -> None:
-        """Return when nothing waits to be sent any more, or nothing of it can be.
-
-        Raises:
-            DeadlineExceeded: says what still waits.
-        """
+        """See `Uploads.settle`."""
         with self._changed:
             if not self._changed.wait_for(self._is_settled, timeout_s):
                 raise DeadlineExceeded(
-                    f"{self._remote.url}: not all was sent after {timeout_s:.0f} s: "
-                    f"{self._what_is_left()}"
+                    f"{self._remote.url}: not all was sent after {timeout_s:.0f} s: {self._backlog}"
                 ) from self._failure
             job = self._job
         if job is not None and job.done():
@@ -236,12 +203,7 @@ class Mirror:
         return not self._is_running or must_tell
 
     def close(self, timeout_s: float) -> None:
-        """Send what is left, up to a deadline, and end.
-
-        Raises:
-            UploadFailed: something is left, and that is to be raised.
-            OwnershipError: the run went on elsewhere, and nobody was told yet.
-        """
+        """See `Uploads.close`."""
         with self._changed:
             self._changed.wait_for(
                 lambda: not self._is_running, min(timeout_s, self._options.close_timeout_s)
@@ -254,146 +216,23 @@ class Mirror:
         self._workers.close()
         if self._lost is not None and not self._is_lost_told:
             raise self._lost
-        if self._queue and self._owner.claim is not None:
+        if self._backlog.folders and self._owner.claim is not None:
             self._tell_left()
 
     def _tell_left(self) -> None:
         text = (
-            f"{self._remote.url}: not sent: {self._what_is_left()}. It stays in {self._local.url}, "
+            f"{self._remote.url}: not sent: {self._backlog}. It stays in {self._local.url}, "
             "and the next process that resumes there sends it"
         )
-        self._emit("upload_failed", text, tier="remote", waiting=len(self._queue))
+        self._emit("upload_failed", text, tier="remote", waiting=len(self._backlog.folders))
         if self._options.on_upload_failure == "raise":
             raise UploadFailed(text) from self._failure
 
-    def _what_is_left(self) -> str:
-        nbytes = sum(entry.manifest.nbytes for entry in self._queue.values())
-        names = ", ".join(sorted(self._queue)) or "nothing"
-        return f"{len(self._queue)} checkpoints ({nbytes} bytes): {names}"
-
-    def _is_ours(self, entry: Entry) -> bool:
-        claim = self._owner.claim
-        return claim is not None and entry.name.epoch == claim.epoch
-
     def _is_too_far_behind(self, now: Timestamp) -> bool:
         lag = self._options.max_lag
-        waiting = [entry for name, entry in self._queue.items() if name not in self._refused]
-        if lag is None or not waiting or self._lost is not None:
+        if lag is None or self._lost is not None:
             return False
-        newest = max(self._resumable_there(), key=lambda there: there.order, default=None)
-        oldest = min(waiting, key=lambda entry: entry.order)
-        then = newest.timestamp if newest is not None else oldest.manifest.timestamp
-        return lag.is_exceeded(now, then, sum(entry.manifest.nbytes for entry in waiting))
-
-    def _resumable_there(self) -> list[Candidate]:
-        """What a run could go on from there, on the line on which this one is."""
-        there = (self._there or {}).values()
-        return [one for one in there if one.is_resumable and one.order in self._lineage]
-
-    # The queue
-
-    def _requeue(self) -> None:
-        """Decide anew what is to be sent, from what both tiers have."""
-        with self._changed:
-            entries = Catalog(self._local).checkpoints(known=self._known)
-            self._known = {entry.folder: entry.manifest for entry in entries}
-            here = {entry.folder: entry for entry in entries}
-            there = self._there or {}
-            noted = self._read_notes()
-            wanted = self._wanted(here, there)
-            self._queue = {folder: here[folder] for folder in wanted}
-            self._is_sure = True
-            for folder in [f for f in noted if f not in here]:
-                self._forget(folder)
-            for folder in [f for f, state in noted.items() if state != "uploaded"]:
-                if folder not in self._queue and folder not in self._suspect:
-                    self._forget(folder)
-            for folder, entry in self._queue.items():
-                if folder not in noted:
-                    self._note(entry, "waiting")
-            self._changed.notify_all()
-
-    def _wanted(self, here: dict[str, Entry], there: dict[str, Candidate]) -> list[str]:
-        """What is only here, can be sent, and would be kept there.
-
-        What is not known to be there lets more be wanted, never less.
-        """
-        new = {
-            folder: candidate(self._local, entry)
-            for folder, entry in here.items()
-            if folder not in there and folder not in self._over and not self._was_sent(entry)
-        }
-        new = {
-            folder: one
-            for folder, one in new.items()
-            if one.is_usable and not one.begun and not one.dropped
-        }
-        folders = {one.order: folder for folder, one in new.items()}
-        line = {name.order for name in Catalog(self._local).lineage()} | self._lineage
-        decisions = decide(
-            [*there.values(), *new.values()], self._rule, lineage=line, replaces=self._replaces
-        )
-        return [
-            folders[decision.entry.order]
-            for decision in decisions
-            if decision.keep and decision.entry.order in folders
-        ]
-
-    def _read_notes(self) -> dict[str, UploadState]:
-        if self._noted is None:
-            notes = self._ledger.notes().items()
-            here = self._remote.url
-            self._noted = {
-                folder: note.state if note is not None and note.remote == here else "waiting"
-                for folder, note in notes
-            }
-        return self._noted
-
-    def _was_sent(self, entry: Entry) -> bool:
-        """Whether it was in the remote tier once, as far as is noted."""
-        return (self._noted or {}).get(entry.folder) == "uploaded"
-
-    def _awaited(self, entry: Entry) -> str:
-        """Why the remote copy must not be deleted yet: its pins may not have come along."""
-        return "its upload has not ended" if entry.folder in self._queue else ""
-
-    def _forget(self, folder: str) -> None:
-        if self._noted_down(lambda: self._ledger.forget(folder)):
-            self._read_notes().pop(folder, None)
-
-    def _noted_down(self, job: Callable[[], None]) -> bool:
-        """Whether a note could be changed. On a full disk none can, and uploads make room."""
-        try:
-            job()
-        except HoldfastError as error:
-            self._emit("housekeeping_failed", f"notes on uploads: {error}")
-            return False
-        return True
-
-    def _note(
-        self, entry: Entry, state: UploadState, *, sent_nbytes: int = 0, error: str = ""
-    ) -> None:
-        record = UploadRecord(
-            remote=self._remote.url,
-            state=state,
-            nbytes=entry.manifest.nbytes,
-            changed=utc_now(),
-            sent_nbytes=sent_nbytes,
-            tries=self._tries.get(entry.folder, 0),
-            error=error or None,
-        )
-        if self._noted_down(lambda: self._ledger.note(entry.folder, record)):
-            self._read_notes()[entry.folder] = state
-
-    def _next(self) -> Entry | None:
-        """The newest that waits; after those that failed less often."""
-        with self._changed:
-            waiting = [e for folder, e in self._queue.items() if folder not in self._refused]
-            rounds = {
-                e.folder: self._tries.get(e.folder, 0) // self._options.tries for e in waiting
-            }
-            newest_first = sorted(waiting, key=lambda entry: entry.order, reverse=True)
-            return min(newest_first, key=lambda entry: rounds[entry.folder], default=None)
+        return self._backlog.is_too_far_behind(now, lag)
 
     # The thread
 
@@ -421,9 +260,13 @@ class Mirror:
             raise DeadlineExceeded(
                 f"{self._remote.url}: an upload does not end after {limit_s:.0f} s"
             )
-        if not self._is_sure or any(map(self._is_ours, self._queue.values())):
+        if not self._backlog.is_sure or any(map(self._is_ours, self._backlog.waiting)):
             # Whoever sends it later commits in an epoch that must not be thought to be over.
             self._owner.remote_is_clean = False
+
+    def _is_ours(self, entry: Entry) -> bool:
+        claim = self._owner.claim
+        return claim is not None and entry.name.epoch == claim.epoch
 
     def _wake(self) -> None:
         with self._changed:
@@ -457,6 +300,8 @@ class Mirror:
         try:
             self._round()
         except Interrupted:
+            # Only `_pause` does that. What was being sent is still noted as waiting (see `_send`),
+            # and what has arrived of it stays: the next claim goes on there, in whatever process.
             pass
         except OwnershipError as error:
             self._lose(error)
@@ -465,10 +310,10 @@ class Mirror:
 
     def _round(self) -> None:
         """Send all that waits."""
-        if self._there is None:
+        if not self._backlog.has_seen:
             self._begin()
         while not self._stop.is_set():
-            entry = self._next()
+            entry = self._backlog.next(tries=self._options.tries)
             if entry is None:
                 break
             self._upload(entry)
@@ -476,67 +321,65 @@ class Mirror:
             self._clear_away()
         if self._may_mend and not self._stop.is_set():
             self._mend()
+        if self._is_behind and not self._stop.is_set():
+            self._is_behind = False
+            self.caught_up()
 
     def _begin(self) -> None:
         """Once after each claim: claim the remote tier too, and see what it has."""
-        self._note_tiers()
+        self._backlog.note_tiers(epoch=self._epoch_there)
         self._owner.attach()
-        self._note_tiers()
+        self._backlog.note_tiers(epoch=self._epoch_there)
         self._catalog.look_again()
         entries = self._catalog.remote.checkpoints()
         there = {entry.folder: candidate(self._remote, entry) for entry in entries}
-        self._lineage = {name.order for name in self._catalog.lineage()}
-        noted = self._read_notes()
-        here = {entry.folder for entry in Catalog(self._local).checkpoints(known=self._known)}
+        lineage = {name.order for name in self._catalog.lineage()}
+        here = {entry.folder for entry in Catalog(self._local).checkpoints()}
         for entry in entries:
             if entry.folder in here:
                 settle(self._remote, entry.folder)
                 if not entry.marks.notes_number:
                     self._copy_notes(entry)
-                self._look_at_files(entry, there[entry.folder])
-                why = self._suspect.get(entry.folder, "")
-                if why:
-                    self._note(entry, "refused", error=why)
-                elif noted.get(entry.folder) != "uploaded":
-                    self._note(entry, "uploaded", sent_nbytes=entry.manifest.nbytes)
+                self._backlog.found(entry, suspect=self._what_lacks(entry, there[entry.folder]))
         with self._changed:
-            self._there = there
-            self._requeue()
-            self._begun = {*map(str, self._catalog.remote.attempts())}.intersection(self._queue)
+            self._backlog.see(there, lineage)
+            attempts = map(str, self._catalog.remote.attempts())
+            self._begun = {*attempts}.intersection(self._backlog.folders)
         with self._owner.remote_scratch():
             self._housekeeper.after_claim()
         self._housekeeper.retain()
 
-    def _look_at_files(self, entry: Entry, found: Candidate) -> None:
+    def _what_lacks(self, entry: Entry, found: Candidate) -> str:
         """The local copy does not go because of one there that lacks files."""
         if found.dropped or found.begun:
-            return
+            return ""
         sizes = {info.key: info.nbytes for info in self._remote.list(f"{entry.folder}/")}
         wrong = [
             name
             for name, file in entry.manifest.files.items()
             if sizes.get(f"{entry.folder}/{name}") != length(file)
         ]
-        if wrong:
-            text = f"{self._remote.url}/{entry.folder} lacks {', '.join(wrong)}"
-            self._suspect[entry.folder] = text
-            self._told("warning", text, step=entry.step, folder=entry.folder)
+        if isinstance(self._remote, SealedStore):
+            wrong += self._remote.lost_keys(entry.folder)
+        if not wrong:
+            return ""
+        text = f"{self._remote.url}/{entry.folder} lacks {', '.join(wrong)}"
+        self._told("warning", text, step=entry.step, folder=entry.folder)
+        return text
 
     def _upload(self, entry: Entry) -> None:
         claim = self._owner.attach()
-        with self._changed:
-            if entry.folder not in self._queue:
-                return
-            self._sending = entry.folder
+        if not self._backlog.begin(entry):
+            return
         try:
             self._send(entry, claim)
         finally:
-            self._sending = ""
+            self._backlog.end()
 
     def _send(self, entry: Entry, claim: Claim) -> None:
         folder = entry.folder
-        self._tries[folder] = self._tries.get(folder, 0) + 1
-        self._note(entry, "sending")
+        retries = self._backlog.tried(entry)
+        self._backlog.note(entry, "sending")
         try:
             expect_claim(self._remote, claim)
             self._expect_open(entry, claim)
@@ -549,26 +392,22 @@ class Mirror:
             )
             self._copy_notes(entry)
         except NoCheckpoint as error:
-            if self._waits(entry):
+            if self._backlog.waits(entry):
                 text = f"{folder} is not sent: {error}"
                 self._told("warning", text, step=entry.step, folder=folder)
-            self._end(entry, None)
-        except (CommitConflict, FormatError) as error:
+            self._backlog.give_up(folder)
+            self._end(entry)
+        except (CommitConflict, FormatError, NotSealed) as error:
             self._refuse(entry, error)
         except (Interrupted, OwnershipError):
-            self._note(entry, "waiting")
+            self._backlog.note(entry, "waiting")
             raise
         except Exception as error:  # noqa: BLE001 - it is told, and tried again
-            if self._waits(entry):
+            if self._backlog.waits(entry):
                 self._fail(error, entry)
         else:
-            self._end(entry, claim)
-            self._follow_up(entry, cost)
-
-    def _waits(self, entry: Entry) -> bool:
-        """Whether it is still wanted there: local retention may have taken it meanwhile if not."""
-        with self._changed:
-            return entry.folder in self._queue
+            self._arrived(entry, claim)
+            self._follow_up(entry, cost, retries=retries)
 
     def _expect_open(self, entry: Entry, claim: Claim) -> None:
         """Raise `NoCheckpoint` where the epoch of what a forerunner saved was closed there: then
@@ -587,37 +426,32 @@ class Mirror:
             if time.monotonic() - last_s[0] < _NOTE_EVERY_S or not lock.acquire(blocking=False):
                 return
             try:
-                self._note(entry, "sending", sent_nbytes=cost.nbytes)
+                self._backlog.note(entry, "sending", sent_nbytes=cost.nbytes)
                 last_s[0] = time.monotonic()
             finally:
                 lock.release()
 
         return tell
 
-    def _end(self, entry: Entry, claim: Claim | None) -> None:
-        """It is there now, or (without a claim) is not to be sent any more."""
-        folder = entry.folder
-        self._begun.discard(folder)
+    def _arrived(self, entry: Entry, claim: Claim) -> None:
+        is_good = not (entry.manifest.left_out or entry.manifest.unhealthy)
         with self._changed:
-            if claim is None or self._there is None:
-                self._over.add(folder)
-                self._forget(folder)
-            else:
-                self._note(entry, "uploaded", sent_nbytes=entry.manifest.nbytes)
-                self._there[folder] = candidate(self._local, entry)
-                if entry.order in {name.order for name in Catalog(self._local).lineage()}:
-                    self._lineage.add(entry.order)
-                is_good = not (entry.manifest.left_out or entry.manifest.unhealthy)
-                if is_good and entry.name.epoch == claim.epoch:
-                    self._owner.remote_has_committed = True
-            self._queue.pop(folder, None)
-            self._sending = ""
+            self._backlog.arrived(entry)
+            if is_good and entry.name.epoch == claim.epoch:
+                self._owner.remote_has_committed = True
+            self._end(entry)
+        self._catalog.look_again()  # it can be reached, whatever a reader has met
+
+    def _end(self, entry: Entry) -> None:
+        """It is there now, or is not to be sent any more."""
+        self._begun.discard(entry.folder)
+        with self._changed:
             self._num_failures = 0
             if not self._is_refusal:
                 self._failure = None
             self._changed.notify_all()
 
-    def _follow_up(self, entry: Entry, cost: Cost) -> None:
+    def _follow_up(self, entry: Entry, cost: Cost, *, retries: int) -> None:
         """What a commit in the remote tier brings with it; none of it takes the commit back."""
         self._told(
             "uploaded",
@@ -627,18 +461,22 @@ class Mirror:
             nbytes=entry.manifest.nbytes,
             sent_nbytes=cost.nbytes,
             requests=cost.requests,
-            retries=self._tries.pop(entry.folder, 1) - 1,
+            retries=retries,
             upload_s=cost.seconds,
         )
-        self._note_tiers(entry, cost)
+        self._backlog.note_tiers(epoch=self._epoch_there, entry=entry, cost=cost)
         self._housekeeper.trust(entry)
-        newest = max((there.order for there in self._resumable_there()), default=entry.order)
-        if entry.order in self._lineage and entry.order >= newest:
+        newest = max((there.order for there in self._backlog.resumable_there), default=entry.order)
+        if self._backlog.is_on_line(entry) and entry.order >= newest:
             self._housekeeper.after_commit(entry)
         else:
             self._housekeeper.retain()  # `latest` moves forward only, and on the run's own line
         self.uploaded(entry, cost.is_all)
-        self._requeue()
+        self._backlog.refresh()
+
+    def _awaited(self, entry: Entry) -> str:
+        """Why the remote copy must not be deleted yet: its pins may not have come along."""
+        return "its upload has not ended" if self._backlog.waits(entry) else ""
 
     def _copy_notes(self, entry: Entry) -> None:
         """Pins and tags that it was given here before it was there. Whoever pins does so here
@@ -653,9 +491,9 @@ class Mirror:
     def _clear_away(self) -> None:
         """Remove what was sent of checkpoints that are not wanted there any more."""
         claim = self._owner.attach()
-        for folder in sorted(self._begun.difference(self._queue)):
+        for folder in sorted(self._begun.difference(self._backlog.folders)):
             self._begun.discard(folder)
-            self._over.add(folder)
+            self._backlog.give_up(folder)
             name = layout.parse_attempt(folder)
             by = f"writer {claim.epoch}"
             if name is None or not mark_aborted(
@@ -710,7 +548,7 @@ class Mirror:
 
     def _refuse(self, entry: Entry, error: HoldfastError) -> None:
         """It cannot be sent, and the local copy stays for somebody to look at."""
-        self._refused[entry.folder] = str(error)
+        self._backlog.refuse(entry)
         text = f"{entry.folder} cannot be sent: {error}"
         self._remember(text, error)
         self._is_refusal = True
@@ -733,35 +571,37 @@ class Mirror:
 
     def _record_failure(self, entry: Entry | None, text: str, state: UploadState) -> None:
         if entry is not None:
-            self._note(entry, state, error=cut(Exception(text)))
-        self._note_tiers(error=text)
+            self._backlog.note(entry, state, error=text)
+        self._backlog.note_tiers(epoch=self._epoch_there, error=text)
 
-    def _note_tiers(
-        self, entry: Entry | None = None, cost: Cost | None = None, *, error: str = ""
-    ) -> None:
-        """Write down where to, and how it went; without an upload, that of the last one stays."""
-        before = self._ledger.tiers()
-        if before is None or before.remote != self._remote.url:
-            before = TiersRecord(remote=self._remote.url, changed="")
+    @property
+    def _epoch_there(self) -> int | None:
         claim = self._owner.remote_claim
-        record = structs.replace(
-            before,
-            changed=utc_now(),
-            epoch=before.epoch if claim is None else claim.epoch,
-            error=error[:MAX_ERROR_CHARS] or None,
-        )
-        if entry is not None and cost is not None:
-            record = structs.replace(
-                record,
-                folder=entry.folder,
-                nbytes=cost.nbytes,
-                upload_s=cost.seconds,
-                requests=cost.requests,
-            )
-        self._noted_down(lambda: self._ledger.note_tiers(record))
+        return None if claim is None else claim.epoch
 
     def _heard(self, event: Event) -> None:
         """What the chores in the remote tier tell."""
-        if event.kind == "retracted" and self._there is not None:
-            self._there.pop(str(event.fields.get("folder")), None)
+        if event.kind == "retracted":
+            self._backlog.gone(str(event.fields.get("folder")))
         self._told(event.kind, event.message, step=event.step, **event.fields)
+
+
+def ownership(
+    root: object,
+    catalog: Catalog,
+    rules: Rules,
+    emit: Emitter,
+    *,
+    takeover: bool,
+    replaces: bool,
+    timeout_s: float,
+) -> tuple[Ownership, Uploads]:
+    """Who holds the claim on a root, or on both of its tiers, and what sends from one to the other.
+
+    `rules` are those of the tiers; the rest is as for `Mirror`.
+    """
+    if not (isinstance(root, Tiered) and isinstance(catalog, TieredCatalog)):
+        return Ownership(catalog.store, takeover=takeover, emit=emit), Uploads()
+    owner = TieredOwnership(catalog, takeover=takeover, emit=emit)
+    mirror = Mirror(owner, rules.remote, root.options, emit, replaces=replaces, timeout_s=timeout_s)
+    return owner, mirror

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from holdfast.engine.commit import put_once
+from holdfast.engine.sealing import SealedStore
 from holdfast.engine.workers import Workers, gather
 from holdfast.errors import (
     AlreadyExists,
@@ -37,7 +38,8 @@ _RACE_TIMEOUT_S = 120.0
 def preflight(
     store: Store, *, nbytes_per_save: int, saves_kept: int | None, num_files: int
 ) -> str | None:
-    """Check that saves of this size will find room, and that the store does what commits need.
+    """Check that saves of this size will find room, that the store does what commits need, and
+    that the keys open what they wrap.
 
     `saves_kept` is how many checkpoints retention keeps at most, beside the one being written;
     None when there is no limit, and then room for one save is asked for. `num_files` is the
@@ -52,6 +54,8 @@ def preflight(
         *_lack_of_room(store, nbytes_per_save, saves_kept, num_files),
         *_refusals(store),
     ]
+    if isinstance(store, SealedStore):
+        problems += (f"keys: {problem}" for problem in store.useless_keys())
     chosen = None
     if isinstance(store, Probes) and not problems:
         try:

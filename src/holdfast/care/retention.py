@@ -44,13 +44,17 @@ def plan(
     resumed_from: tuple[int, int] | None,
     replaces: bool = False,
     known: Mapping[str, Manifest] | None = None,
+    unread: Callable[[str, HoldfastError], None] = lambda folder, error: None,
 ) -> tuple[Planned, ...]:
     """What the rule says of every committed checkpoint of this run, newest first.
 
     Those of epochs after `epoch`, the caller's, are not its to judge. `known`: folder → manifest,
-    of those that were read before.
+    of those that were read before. What is damaged or sealed for others is not judged, stays, and
+    is told to `unread`.
     """
-    entries = catalog.checkpoints(known=known)
+    entries, others = catalog.survey(known=known)
+    for folder, error in others:
+        unread(folder, error)
     by_order = {entry.order: entry for entry in entries if entry.name.epoch <= epoch}
     decisions = decide(
         [candidate(catalog.store, entry) for entry in by_order.values()],
@@ -109,8 +113,10 @@ class Deleter:
         postponed: Callable[[Entry, str], None],
         readers: Readers | None = None,
         held: Callable[[Entry], str] = lambda entry: "",
+        unread: Callable[[str, HoldfastError], None] = lambda folder, error: None,
     ) -> None:
-        """`held` says why something must not go yet, though the rule would have it so."""
+        """`held` says why something must not go yet, though the rule would have it so. `unread`
+        is told once of each checkpoint that stays because it cannot be read, by folder."""
         self._store = store
         self._rule = rule
         self._replaces = replaces
@@ -120,6 +126,7 @@ class Deleter:
         self._postponed = postponed
         self._readers = readers if readers is not None else Readers(store)
         self._held = held
+        self._unread = unread
         self._told: set[str] = set()
         self._unclear: frozenset[str] = frozenset()
         self._verified: set[str] = set()
@@ -155,6 +162,7 @@ class Deleter:
             resumed_from=keep,
             replaces=self._replaces,
             known=self._known,
+            unread=self._tell_unread,
         )
         self._known = {item.entry.folder: item.entry.manifest for item in planned}
         self._finish(claim, catalog)
@@ -276,6 +284,11 @@ class Deleter:
             is_read=lambda: self._is_read(entry),
         ):
             self._thinned(entry, decision.drop, decision.reason)
+
+    def _tell_unread(self, folder: str, error: HoldfastError) -> None:
+        if folder not in self._told:
+            self._told.add(folder)
+            self._unread(folder, error)
 
     def _must_stay(self, entry: Entry) -> bool:
         """Whether somebody needs it yet; told once."""

@@ -27,6 +27,7 @@ from holdfast.errors import (
     MissingKey,
     NoCheckpoint,
     NotFound,
+    SealError,
     StoreError,
     UnsupportedVersion,
     is_damage,
@@ -54,7 +55,7 @@ from holdfast.format.records import (
     decode_writer,
 )
 from holdfast.format.tensors import parse_header
-from holdfast.store.base import Store
+from holdfast.store.base import Store, uncached
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with a folder, the bytes checked so far and the bytes to check, in the caller's thread."""
@@ -89,8 +90,10 @@ def verify(
 
     Raises:
         NoCheckpoint: the folder holds no committed checkpoint, or no longer does.
+        SealError: the store's keys do not open it.
         DeadlineExceeded: the storage did not answer for `READ_TIMEOUT_S`.
     """
+    store = uncached(store)  # a copy nearer by says nothing of what is there
     while True:
         inspection = _Inspection(store, folder, progress, decode=decode)
         try:
@@ -122,7 +125,8 @@ def verify_root(
 ) -> RootReport:
     """Check every committed checkpoint of a root, and its claims.
 
-    With `keeps` each has a lease while it is read; otherwise nothing is written.
+    With `keeps` each has a lease while it is read; otherwise nothing is written. What the store's
+    keys do not open is named, and stops nothing.
 
     Raises:
         DeadlineExceeded: the storage did not answer for `READ_TIMEOUT_S`.
@@ -130,14 +134,20 @@ def verify_root(
     names = [layout.parse_attempt(name.rstrip("/")) for name in store.children()]
     reports: list[Report] = []
     notes: list[str] = []
+    unopened: list[tuple[str, SealError]] = []
     for name in sorted((name for name in names if name is not None), reverse=True):
         try:
             check = verify_kept if keeps else verify
             reports.append(check(store, str(name), progress=progress, decode=decode))
         except NoCheckpoint as error:
             notes.append(str(error))
+        except SealError as error:
+            unopened.append((str(name), error))
     return RootReport(
-        checkpoints=tuple(reports), problems=tuple(_check_claims(store)), notes=tuple(notes)
+        checkpoints=tuple(reports),
+        problems=tuple(_check_claims(store)),
+        notes=tuple(notes),
+        unopened=tuple(unopened),
     )
 
 

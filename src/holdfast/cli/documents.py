@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 import msgspec
@@ -10,6 +10,7 @@ import msgspec
 from holdfast.care.findings import Problem, Report
 from holdfast.engine.catalog import Entry
 from holdfast.engine.parts import parts_of
+from holdfast.errors import HoldfastError, SealError
 from holdfast.format.manifest import Manifest
 from holdfast.store.base import Store
 
@@ -87,6 +88,36 @@ def details_document(store: Store, entry: Entry) -> dict[str, Any]:
         "environment": dict(manifest.environment),
         "timings": dict(manifest.timings),
     }
+
+
+def unread_documents(
+    unread: Sequence[tuple[str, HoldfastError]],
+) -> dict[str, list[dict[str, str]]]:
+    """Manifests that cannot be read: `damaged` ones, and those that the keys do not open."""
+    damaged = [item for item in unread if not isinstance(item[1], SealError)]
+    return {
+        "damaged": [{"folder": folder, "reason": str(error)} for folder, error in damaged],
+        "unopened": [
+            {"folder": folder, "kind": type(error).__name__, "reason": str(error)}
+            for folder, error in unread
+            if isinstance(error, SealError)
+        ],
+    }
+
+
+def unread_line(folder: str, error: HoldfastError) -> str:
+    """The same of one, for people."""
+    if isinstance(error, SealError):
+        return f"not opened ({type(error).__name__}): {folder}: {error}"
+    return f"cannot be read: {folder}: {error}"
+
+
+def expect_something_opened(opened: Sized, unread: Sequence[tuple[str, HoldfastError]]) -> None:
+    """Raise the newest `SealError` where the keys open nothing at all: then it is they that are
+    wrong, or missing."""
+    sealed = [error for _, error in unread if isinstance(error, SealError)]
+    if sealed and not opened:
+        raise sealed[0]
 
 
 def report_document(report: Report) -> dict[str, Any]:

@@ -36,10 +36,11 @@ def clean(root: str, *, dry_run: bool, dead_epochs: Collection[int]) -> Answer:
         "marked": _pairs(report.marked),
         "kept": _pairs(report.kept),
         "failed": _pairs(report.failed),
+        "markers": [{"epoch": e, "number": number} for e, number in sorted(report.markers.items())],
         "nbytes": report.nbytes,
     }
     code = Code.FOUND if report.failed else Code.OK
-    return Answer(document=document, parts=_lines(report, dry_run), code=code)
+    return Answer(document=document, parts=_lines(report, root, dry_run), code=code)
 
 
 def _check_dead(store: Store, epoch: int) -> None:
@@ -56,15 +57,28 @@ def _check_dead(store: Store, epoch: int) -> None:
         )
 
 
-def _lines(report: GcReport, dry_run: bool) -> list[str]:
+def _lines(report: GcReport, root: str, dry_run: bool) -> list[str]:
     verbs = ("would remove", "would mark") if dry_run else ("removed", "marked")
     lines = [f"{verbs[0]} {folder}: {why}" for folder, why in report.removed]
     lines += [f"{verbs[1]} {folder}: {why}" for folder, why in report.marked]
     lines += [f"kept {folder}: {why}" for folder, why in report.kept]
     lines += [f"FAILED {folder}: {why}" for folder, why in report.failed]
-    if not lines:
-        return ["nothing to remove"]
-    return [*lines, f"{size(report.nbytes)} {'to give' if dry_run else 'given'} back"]
+    total = f"{size(report.nbytes)} {'to give' if dry_run else 'given'} back"
+    return [*lines, total if lines else "nothing to remove", *_marker_lines(report, root)]
+
+
+def _marker_lines(report: GcReport, root: str) -> list[str]:
+    """What stays until somebody knows what nothing here can prove."""
+    if not report.markers:
+        return []
+    epochs = sorted(report.markers)
+    writers = ", ".join(map(str, epochs))
+    options = " ".join(f"--dead-epoch {epoch}" for epoch in epochs)
+    return [
+        f"markers that stay: {sum(report.markers.values())}, of writers {writers}, "
+        "which may be paused, or have a request on the way. Where you know that they ended, and "
+        f"some hours ago: holdfast gc {root} {options}"
+    ]
 
 
 def _pairs(items: Sequence[tuple[str, str]]) -> list[dict[str, str]]:

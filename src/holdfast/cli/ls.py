@@ -6,14 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.cli.documents import checkpoint_document, codecs, nbytes_left, origin_marks
+from holdfast.cli.documents import (
+    checkpoint_document,
+    codecs,
+    expect_something_opened,
+    nbytes_left,
+    origin_marks,
+    unread_documents,
+    unread_line,
+)
 from holdfast.cli.output import Answer, Code, Table, number, size
 from holdfast.cli.target import open_root
 from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.claim import is_closed
 from holdfast.engine.leases import FoundLease, find_leases
 from holdfast.engine.process import liveness
-from holdfast.errors import FormatError, NoCheckpoint
+from holdfast.errors import FormatError, HoldfastError, NoCheckpoint
 from holdfast.store.base import Store
 
 _STATES: Mapping[str, str] = {"ours": "alive"}
@@ -24,7 +32,7 @@ class _Contents:
     """What the root holds, newest first."""
 
     entries: Sequence[Entry]
-    damaged: Sequence[tuple[str, str]]
+    unread: Sequence[tuple[str, HoldfastError]]
     lineage: frozenset[str]
     head: str | None
     unfinished: Sequence[str]
@@ -37,10 +45,12 @@ def list_root(root: str) -> Answer:
 
     Raises:
         NoCheckpoint: there are none.
+        SealError: the keys open none of them.
     """
     store = open_root(root)
     contents = _read(store)
-    if not contents.entries and not contents.damaged:
+    expect_something_opened(contents.entries, contents.unread)
+    if not contents.entries and not contents.unread:
         raise NoCheckpoint(f"{store.url}: no checkpoints yet{_aside(contents)}")
     document = {
         "root": store.url,
@@ -51,27 +61,29 @@ def list_root(root: str) -> Answer:
             {**checkpoint_document(store, entry), "in_lineage": entry.folder in contents.lineage}
             for entry in contents.entries
         ],
-        "damaged": [{"folder": folder, "reason": why} for folder, why in contents.damaged],
+        **unread_documents(contents.unread),
         "unfinished": list(contents.unfinished),
     }
-    code = Code.FOUND if contents.damaged else Code.OK
+    code = Code.FOUND if contents.unread else Code.OK
     return Answer(document=document, parts=_parts(store, contents), code=code)
 
 
 def _read(store: Store) -> _Contents:
     catalog = Catalog(store)
-    entries, damaged = catalog.survey()
+    entries, unread = catalog.survey()
     lineage = [str(name) for name in catalog.lineage()]
     known = {entry.folder: entry for entry in entries}
     latest = catalog.latest(known[folder] for folder in lineage if folder in known)
     others = [str(name) for name in catalog.attempts()]
-    unread = {*known, *(folder for folder, _ in damaged)}
+    committed = {*known, *(folder for folder, _ in unread)}
     return _Contents(
         entries=entries,
-        damaged=damaged,
+        unread=unread,
         lineage=frozenset(lineage),
         head=None if latest is None else latest.folder,
-        unfinished=[name for name in others if name not in unread and catalog.read(name) is None],
+        unfinished=[
+            name for name in others if name not in committed and catalog.read(name) is None
+        ],
         owner=_owner(store, catalog),
         readers=[found for found in find_leases(store) if found.state != "dead"],
     )
@@ -119,7 +131,7 @@ def _parts(store: Store, contents: _Contents) -> list[str | Table]:
                 whole=frozenset({0, 1, 2, 3}),
             )
         )
-    parts += [f"cannot be read: {folder}: {why}" for folder, why in contents.damaged]
+    parts += [unread_line(folder, error) for folder, error in contents.unread]
     if contents.unfinished:
         parts.append(f"not committed: {len(contents.unfinished)} (under way, or left for gc)")
     owner = contents.owner

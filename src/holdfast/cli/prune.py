@@ -9,7 +9,14 @@ import typer
 
 from holdfast.care.prune import Pruned, preview, prune
 from holdfast.care.retention import Planned
-from holdfast.cli.documents import nbytes_left, origin_document, origin_marks
+from holdfast.cli.documents import (
+    expect_something_opened,
+    nbytes_left,
+    origin_document,
+    origin_marks,
+    unread_documents,
+    unread_line,
+)
 from holdfast.cli.output import Answer, Code, Table, printable, size
 from holdfast.cli.target import open_root
 from holdfast.engine.catalog import Catalog, Entry
@@ -27,12 +34,14 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
     Raises:
         UsageError: `keep` spells no rule.
         NoCheckpoint: not a root, or nothing in it.
+        SealError: the keys open none of them, or not where the run stands.
         OwnedElsewhere: a live process owns the run.
     """
     rule = parse_rule(keep)
     store = open_root(root)
-    entries, damaged = Catalog(store).survey()
-    if not entries and not damaged:
+    entries, unread = Catalog(store).survey()
+    expect_something_opened(entries, unread)
+    if not entries and not unread:
         raise NoCheckpoint(f"{store.url}: no checkpoints yet")
     report = (
         Pruned(planned=preview(store, rule, known={e.folder: e.manifest for e in entries}))
@@ -54,7 +63,7 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
         "thinned": report.thinned,
         "failed": [{"folder": folder, "why": why} for folder, why in report.failed],
         "postponed": [{"folder": folder, "why": why} for folder, why in report.postponed],
-        "damaged": [{"folder": folder, "reason": why} for folder, why in damaged],
+        **unread_documents(unread),
         "nbytes": nbytes,
     }
     table = Table(
@@ -66,7 +75,7 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
         right=frozenset({0, 2}),
         whole=frozenset({0, 1, 2, 3}),
     )
-    lines = [f"kept, cannot be read: {folder}: {why}" for folder, why in damaged]
+    lines = [f"kept, {unread_line(folder, error)}" for folder, error in unread]
     lines += [f"kept, {why}: {folder}" for folder, why in report.postponed]
     lines += [f"FAILED {folder}: {why}" for folder, why in report.failed]
     lines.append(f"{size(nbytes)} {'to give' if dry_run else 'given'} back")

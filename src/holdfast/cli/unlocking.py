@@ -72,6 +72,6 @@ def keys_of(sources: KeySources) -> tuple[Key, ...]:
 
 def inner(store: Store) -> Store:
     """The store under one that is unlocked."""
-    from holdfast.engine.sealing import SealedStore
+    from holdfast.engine.sealing import bare
 
-    return store.inner if isinstance(store, SealedStore) else store
+    return bare(store)

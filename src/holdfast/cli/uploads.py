@@ -1,16 +1,22 @@
-"""`holdfast uploads`: what a local root has, what of it the remote one has, and what waits."""
+"""`holdfast uploads`: what a local root has, what of it the remote one has, and what waits.
+
+Needs no key: of sealed checkpoints it says what anybody can see.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.cli.output import Answer, Code, Table, size
 from holdfast.cli.target import open_root
-from holdfast.engine.catalog import Catalog, Entry
+from holdfast.cli.unlocking import inner
+from holdfast.engine.catalog import Catalog
 from holdfast.engine.tiers.ledger import Ledger
-from holdfast.errors import HoldfastError, NoCheckpoint
+from holdfast.engine.tiers.pieces import length, read_listing
+from holdfast.errors import FormatError, HoldfastError, NoCheckpoint
+from holdfast.format.envelope import Visible
 from holdfast.format.manifest import Deleted, Manifest
 from holdfast.format.records import TiersRecord, UploadRecord
 from holdfast.store import open_store
@@ -21,7 +27,10 @@ from holdfast.store.base import Store
 class _Line:
     """One checkpoint of the local root."""
 
-    entry: Entry
+    folder: str
+    step: int | None
+    """None: that is sealed."""
+    nbytes: int
     state: str
     """`uploaded`, `deleted` (there), `unwanted`, `unknown`, or what its note says."""
     note: UploadRecord | None
@@ -33,17 +42,14 @@ def show_uploads(root: str) -> Answer:
     Raises:
         NoCheckpoint: not a root, or not one that is mirrored to another.
     """
-    store = open_root(root)
+    store = inner(open_root(root))
     ledger = Ledger(store)
     tiers = ledger.tiers()
     if tiers is None:
         raise NoCheckpoint(f"{store.url}: nothing is uploaded from here (see Tiered)")
     remote, unreachable = _remote(tiers)
     notes = ledger.notes()
-    lines = [
-        _line(entry, notes.get(entry.folder), remote, is_noted=entry.folder in notes)
-        for entry in Catalog(store).checkpoints()
-    ]
+    lines = [*_lines(store, remote, notes)]
     waiting = [line for line in lines if line.state in _WAITING]
     document = {
         "root": store.url,
@@ -54,7 +60,7 @@ def show_uploads(root: str) -> Answer:
         "last": _last(tiers),
         "checkpoints": [_document(line) for line in lines],
         "waiting": len(waiting),
-        "waiting_nbytes": sum(line.entry.manifest.nbytes for line in waiting),
+        "waiting_nbytes": sum(line.nbytes for line in waiting),
     }
     is_bad = any(line.state in ("failed", "refused") for line in lines)
     return Answer(
@@ -74,20 +80,36 @@ def _remote(tiers: TiersRecord) -> tuple[Store | None, str | None]:
     return remote, None
 
 
-def _line(
-    entry: Entry, note: UploadRecord | None, remote: Store | None, *, is_noted: bool
-) -> _Line:
-    noted = ("waiting" if note is None else note.state) if is_noted else ""
+def _lines(
+    store: Store, remote: Store | None, notes: Mapping[str, UploadRecord | None]
+) -> Iterator[_Line]:
+    for folder in map(str, Catalog(store).attempts()):
+        try:
+            listing = read_listing(store, folder)
+        except FormatError:
+            continue  # `holdfast verify` says what is wrong with it
+        if not isinstance(listing, Manifest | Visible):
+            continue
+        note = notes.get(folder)
+        noted = ("waiting" if note is None else note.state) if folder in notes else ""
+        yield _Line(
+            folder=folder,
+            step=listing.timestamp.step if isinstance(listing, Manifest) else None,
+            nbytes=sum(map(length, listing.files.values())),
+            state=_state_there(folder, remote, noted) or noted or "unknown",
+            note=note,
+        )
+
+
+def _state_there(folder: str, remote: Store | None, noted: str) -> str:
+    """What the remote tier says of it; nothing where it cannot be asked."""
+    if remote is None:
+        return ""
     try:
-        state = None if remote is None else _state_there(entry, remote, noted)
+        register = read_listing(remote, folder)
     except HoldfastError:
-        state = None
-    return _Line(entry=entry, state=state or noted or "unknown", note=note)
-
-
-def _state_there(entry: Entry, remote: Store, noted: str) -> str:
-    register = Catalog(remote).read(entry.folder)
-    if isinstance(register, Manifest):
+        return ""
+    if isinstance(register, Manifest | Visible):
         return "uploaded"
     if isinstance(register, Deleted) or noted == "uploaded":
         return "deleted"
@@ -108,9 +130,9 @@ def _last(tiers: TiersRecord) -> dict[str, Any] | None:
 def _document(line: _Line) -> dict[str, Any]:
     note = line.note
     return {
-        "folder": line.entry.folder,
-        "step": line.entry.step,
-        "nbytes": line.entry.manifest.nbytes,
+        "folder": line.folder,
+        "step": line.step,
+        "nbytes": line.nbytes,
         "state": line.state,
         "sent_nbytes": note.sent_nbytes if note is not None else None,
         "tries": note.tries if note is not None else None,
@@ -139,7 +161,7 @@ def _parts(document: Mapping[str, Any], lines: list[_Line]) -> list[str | Table]
         )
     ]
     parts += [
-        f"{line.entry.folder}: {line.note.error}"
+        f"{line.folder}: {line.note.error}"
         for line in lines
         if line.note is not None and line.note.error and line.state in ("failed", "refused")
     ]
@@ -164,9 +186,9 @@ def _parts(document: Mapping[str, Any], lines: list[_Line]) -> list[str | Table]
 def _row(line: _Line) -> tuple[str, ...]:
     note = line.note
     return (
-        str(line.entry.step),
-        line.entry.folder,
-        size(line.entry.manifest.nbytes),
+        "sealed" if line.step is None else str(line.step),
+        line.folder,
+        size(line.nbytes),
         _WORDS.get(line.state, line.state),
         size(note.sent_nbytes) if note is not None and line.state in _WAITING else "",
         str(note.tries) if note is not None and note.tries else "",

@@ -5,7 +5,13 @@ from __future__ import annotations
 from holdfast.care.findings import Report, RootReport
 from holdfast.care.scrub import NOTE
 from holdfast.care.verify import verify_kept, verify_root
-from holdfast.cli.documents import problem_document, report_document
+from holdfast.cli.documents import (
+    expect_something_opened,
+    problem_document,
+    report_document,
+    unread_documents,
+    unread_line,
+)
 from holdfast.cli.output import Answer, Code, progress_bar, size
 from holdfast.cli.target import open_root, open_target, split_target
 from holdfast.engine.catalog import Catalog
@@ -22,6 +28,7 @@ def check(target: str, *, seen: str | None = None, decode: bool = True) -> Answe
 
     Raises:
         NoCheckpoint: there is none.
+        SealError: the keys open none.
         RolledBack: the newest is older than the one that was `seen`.
     """
     known = parse_seen(seen)
@@ -42,22 +49,26 @@ def check(target: str, *, seen: str | None = None, decode: bool = True) -> Answe
 
 
 def _answer(store: Store, found: RootReport) -> Answer:
+    expect_something_opened(found.checkpoints, found.unopened)
     if not found.checkpoints and not found.problems:
         aside = f" ({len(found.notes)} not committed)" if found.notes else ""
         raise NoCheckpoint(f"{store.url}: no checkpoints{aside}")
     lines = [line for report in found.checkpoints for line in _lines(report)]
+    lines += [unread_line(folder, error) for folder, error in found.unopened]
     lines += [f"UNREADABLE  {problem}" for problem in found.problems]
     lines += [f"note: {note}" for note in found.notes]
     num_bad = sum(not report.ok for report in found.checkpoints) + len(found.problems)
     nbytes = size(sum(report.nbytes for report in found.checkpoints))
     lines.append(
         f"{len(found.checkpoints)} verified, {nbytes}: "
-        + ("every byte is as it was written" if found.ok else f"{num_bad} bad")
+        + (f"{num_bad} bad" if num_bad else "every byte is as it was written")
+        + (f"; {len(found.unopened)} not opened" if found.unopened else "")
     )
     document = {
         "root": store.url,
         "ok": found.ok,
         "checkpoints": [report_document(report) for report in found.checkpoints],
+        "unopened": unread_documents(found.unopened)["unopened"],
         "problems": [problem_document(problem) for problem in found.problems],
         "notes": list(found.notes),
     }

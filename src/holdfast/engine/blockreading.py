@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.engine.memory import Buffers
@@ -13,7 +13,7 @@ from holdfast.format.blocks import DIGEST_NBYTES
 from holdfast.format.codec import Decoder, decoder
 from holdfast.format.index import Index, StoredBlocks
 from holdfast.format.manifest import FileEntry
-from holdfast.store.base import ReadsInto, Store, ignore
+from holdfast.store.base import Store, read_into
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +84,9 @@ def read_block(
     try:
         memory = buffer[: skipped + stop - start]
         stored = memory[skipped:]
-        _fill(store, file.key, start - skipped, memory)
+        read_into(store, file.key, start - skipped, memory)
         if verify and not _is_block(stored, file.stored_digests, number):
-            _fill(store, file.key, start - skipped, memory, afresh=True)
+            read_into(store, file.key, start - skipped, memory, afresh=True)
             if not _is_block(stored, file.stored_digests, number):
                 return "is not what was written"
         return decode_block(file, number, stored, plain, verify=verify)
@@ -113,11 +113,11 @@ def _read_plain(
 ) -> str:
     start = number * file.block_nbytes
     if not verify:
-        _fill(store, file.key, start, plain)
+        read_into(store, file.key, start, plain)
         return ""
     for afresh in (False, True):
         hasher = blocks.block_hasher()
-        _fill(store, file.key, start, plain, seen=hasher.update, afresh=afresh)
+        read_into(store, file.key, start, plain, seen=hasher.update, afresh=afresh)
         if hasher.digest() == _digest(file.digests, number):
             return ""
     return "is not what was written"
@@ -129,19 +129,3 @@ def _digest(digests: bytes, number: int) -> bytes:
 
 def _is_block(data: memoryview, digests: bytes, number: int) -> bool:
     return blocks.block_digest(data) == _digest(digests, number)
-
-
-def _fill(
-    store: Store,
-    key: str,
-    start: int,
-    memory: memoryview,
-    *,
-    seen: Callable[[memoryview], object] = ignore,
-    afresh: bool = False,
-) -> None:
-    if isinstance(store, ReadsInto):
-        store.read_into(key, start, memory, seen=seen, afresh=afresh)
-    else:
-        memory[:] = store.get(key, start, len(memory))
-        seen(memory)

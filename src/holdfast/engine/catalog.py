@@ -11,7 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from holdfast.engine.documents import read_if_there
-from holdfast.errors import CorruptData, FormatError, NoCheckpoint, UnsupportedVersion, listing
+from holdfast.errors import (
+    CorruptData,
+    FormatError,
+    HoldfastError,
+    NoCheckpoint,
+    SealError,
+    UnsupportedVersion,
+    listing,
+)
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import (
@@ -108,6 +116,9 @@ class Catalog:
         """Read a damaged checkpoint elsewhere from now on; whether there is an elsewhere."""
         return False
 
+    def look_again(self) -> None:
+        """A new question begins: what could not be reached before is tried again."""
+
     def attempts(self) -> tuple[AttemptName, ...]:
         """Every attempt, newest first, from the names alone."""
         names = (name[:-1] for name in self.store.children() if name.endswith("/"))
@@ -163,7 +174,7 @@ class Catalog:
         return Entry(name=name, folder=folder, manifest=manifest, marks=self.marks(folder))
 
     def checkpoints(self, *, known: Mapping[str, Manifest] | None = None) -> tuple[Entry, ...]:
-        """Every committed checkpoint with a sound manifest, newest first.
+        """Every committed checkpoint whose manifest is sound and can be opened, newest first.
 
         `known`: folder → manifest, as for `entry`.
         """
@@ -171,20 +182,21 @@ class Catalog:
 
     def survey(
         self, *, known: Mapping[str, Manifest] | None = None
-    ) -> tuple[tuple[Entry, ...], tuple[tuple[str, str], ...]]:
-        """The checkpoints, and (folder, reason) of each manifest that cannot be read."""
+    ) -> tuple[tuple[Entry, ...], tuple[tuple[str, HoldfastError], ...]]:
+        """The checkpoints, and (folder, error) of each manifest that cannot be read: a `SealError`
+        where it is sealed for others, a `FormatError` where it is damaged."""
         manifests = known if known is not None else {}
         entries: list[Entry] = []
-        damaged: list[tuple[str, str]] = []
+        unread: list[tuple[str, HoldfastError]] = []
         for name in self.attempts():
             try:
                 entry = self.entry(name, known=manifests.get(str(name)))
-            except FormatError as error:
-                damaged.append((str(name), str(error)))
+            except (FormatError, SealError) as error:
+                unread.append((str(name), error))
             else:
                 if entry is not None:
                     entries.append(entry)
-        return tuple(entries), tuple(damaged)
+        return tuple(entries), tuple(unread)
 
     def highest_epoch(self) -> int:
         """The number of the newest claim; 0 when there is none."""
@@ -239,12 +251,23 @@ class Catalog:
         """The newest committed checkpoint of the lineage with a sound manifest, or None."""
         return next(self.lineage_entries(), None)
 
-    def lineage_entries(self) -> Iterator[Entry]:
-        """The lineage's committed checkpoints with sound manifests, newest first."""
+    def lineage_entries(self, *, opens_all: bool = True) -> Iterator[Entry]:
+        """The lineage's committed checkpoints with sound manifests, newest first.
+
+        Without `opens_all` those that are sealed for others are passed over: for who looks for
+        something older than the newest, or for something by name.
+
+        Raises:
+            SealError: one of them is sealed for others.
+        """
         for name in self.lineage():
             try:
                 entry = self.entry(name)
             except FormatError:
+                continue
+            except SealError:
+                if opens_all:
+                    raise
                 continue
             if entry is not None:
                 yield entry
@@ -281,12 +304,14 @@ class Catalog:
 
         Raises:
             NoCheckpoint: nothing there answers; the message lists what is there.
+            SealError: what answers is sealed for others, or may be what is.
             FormatError: the named folder's manifest is damaged.
         """
         wanted = f"step={which}" if isinstance(which, int) else which
         exact = layout.parse_attempt(wanted)
         entry = self.entry(exact) if exact is not None else self._search(wanted)
         if entry is None:
+            self._expect_all_opened()
             raise NoCheckpoint(self._nothing_matches(wanted))
         return entry
 
@@ -294,6 +319,9 @@ class Catalog:
         """Whether anything was ever committed here: then a fresh start would be a lie.
 
         With `whole`, something that a run could have gone on from, as far as is known.
+
+        Raises:
+            SealError: before anything else, something that is sealed for others.
         """
         for name in self.attempts():
             try:
@@ -337,7 +365,7 @@ class Catalog:
             return entry
         step = re.fullmatch(r"step=(\d{1,18})", wanted, re.ASCII)
         by_label: Entry | None = None
-        for entry in self.lineage_entries():
+        for entry in self.lineage_entries(opens_all=False):
             if step is not None and entry.step == int(step[1]):
                 return entry
             if wanted in entry.tags:
@@ -358,10 +386,17 @@ class Catalog:
             except FormatError:
                 continue  # damaged: what is before it serves
 
+    def _expect_all_opened(self) -> None:
+        """Raise the `SealError` of the newest of the lineage that is sealed for others."""
+        for _ in self.lineage_entries():
+            pass
+
     def _nothing_matches(self, wanted: str) -> str:
-        entries, damaged = self.survey()
+        entries, unread = self.survey()
         lines = [f"{entry.folder} (step {entry.step})" for entry in entries]
-        lines += [f"{folder} (manifest damaged)" for folder, _ in damaged]
+        for folder, error in unread:
+            is_sealed = isinstance(error, SealError)
+            lines.append(f"{folder} ({'sealed for others' if is_sealed else 'manifest damaged'})")
         if not lines:
             return f"{self.store.url}: no checkpoints"
         return (
@@ -402,12 +437,12 @@ class Catalog:
             return None
 
     def _is_there(self, name: AttemptName | None) -> bool:
-        """Committed, or damaged: not gone and not unfinished."""
+        """Committed, for whomever, or damaged: not gone and not unfinished."""
         if name is None:
             return False
         try:
             return isinstance(self.read(str(name)), Manifest)
-        except FormatError:
+        except (FormatError, SealError):
             return True
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 
 from holdfast.engine.catalog import Catalog, Entry, Marks
 from holdfast.engine.commit import put_once, settle
@@ -20,9 +21,11 @@ from holdfast.engine.process import liveness, this_process, utc_now
 from holdfast.engine.workers import Workers
 from holdfast.errors import (
     CommitConflict,
+    DeadlineExceeded,
     FormatError,
     NoCheckpoint,
     OwnedElsewhere,
+    SealError,
     StoreError,
     UsageError,
 )
@@ -240,7 +243,7 @@ def committed(catalog: Catalog, *, below: int, but: frozenset[str]) -> Iterator[
             continue
         try:
             register = catalog.read(str(name))
-        except FormatError:
+        except (FormatError, SealError):
             yield str(name)
         else:
             if isinstance(register, Manifest):
@@ -334,11 +337,26 @@ class Heartbeat:
         """Let it end by itself; does not wait."""
         self._stop.set()
 
-    def stop(self, timeout_s: float = 30.0) -> None:
-        """End it; waits for a beat under way."""
+    def end(self, *, is_over: bool, timeout_s: float) -> None:
+        """End it, and where nothing of the epoch is in flight any more (`is_over`) record that.
+
+        The thread of the beats does it: it is there already, when the interpreter starts none any
+        more, and who calls waits no longer than `timeout_s` seconds.
+
+        Raises:
+            DeadlineExceeded: the storage hangs; says in what. It may still be done later.
+            HoldfastError: the close cannot be recorded.
+        """
         self._stop.set()
-        self._done.result(timeout=timeout_s)
+        closing = partial(put_closed, self._store, self._claim) if is_over else _nothing
+        ended = self._workers.submit(closing)
         self._workers.close()
+        if wait([ended], timeout=timeout_s).not_done:
+            what = "recording the close" if self._done.done() else "a heartbeat"
+            raise DeadlineExceeded(
+                f"{self._store.url}: {what} hangs in the storage: not done after {timeout_s:.0f} s"
+            )
+        ended.result()
 
     def _run(self) -> None:
         beat = 0
@@ -351,6 +369,10 @@ class Heartbeat:
                 self._emit("housekeeping_failed", f"heartbeat: {error}")
             if self._stop.wait(HEARTBEAT_S):
                 return
+
+
+def _nothing() -> None:
+    """What is left to do after the last beat of a claim that is not to be closed."""
 
 
 def _beat(store: Store, owner: Writer) -> int:

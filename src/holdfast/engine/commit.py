@@ -19,6 +19,7 @@ from holdfast.errors import (
     FormatError,
     NotFound,
     OutcomeUnknown,
+    SealError,
     StoreError,
     Superseded,
     TransientStoreError,
@@ -188,6 +189,8 @@ def _describe(data: bytes) -> str:
         found = decode_register(data, what="register")
     except FormatError:
         return "something else"
+    except SealError:
+        return "another save, which is sealed"
     if isinstance(found, Aborted):
         return f"an abort marker of {found.by} ({found.reason})"
     if isinstance(found, Deleted):

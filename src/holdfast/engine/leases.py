@@ -10,10 +10,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.claim import Wait, is_being_deleted
@@ -23,6 +23,7 @@ from holdfast.engine.process import Liveness, liveness, this_process, utc_now
 from holdfast.engine.workers import Workers
 from holdfast.errors import (
     AccessDenied,
+    DeadlineExceeded,
     FormatError,
     NoCheckpoint,
     NotFound,
@@ -164,7 +165,7 @@ class _HeldLease:
         self._may_be_there = False
         self._stop = threading.Event()
         self._workers = Workers(1, "holdfast-lease")
-        self._done: Future[None] | None = None
+        self._renewed: Future[None] | None = None
 
     def take(self) -> str:
         """Put it. Returns what to tell a person when the storage refuses one, or nothing.
@@ -189,23 +190,28 @@ class _HeldLease:
 
     def keep_up(self) -> None:
         """Renew it until it is given back."""
-        self._done = self._workers.submit(self._renew)
+        self._renewed = self._workers.submit(self._renew)
 
     def give_back(self) -> None:
         """Remove it; what fails is told. A child that was forked leaves its parent's alone."""
         if os.getpid() != self._process.pid or not self._may_be_there:
             return
         self._stop.set()
+        # In the thread that renews it, which may hang in the store.
+        jobs = [self._workers.submit(partial(self._store.delete, self._key))]
+        self._workers.close()
+        if self._renewed is not None:
+            jobs.append(self._renewed)
         try:
-            if self._done is not None:
-                self._done.result(timeout=_STOP_TIMEOUT_S)
-            self._store.delete(self._key)
-        except FutureTimeout:
-            self._emit("housekeeping_failed", f"{self._key}: renewing it hangs in the store")
-        except StoreError as error:
+            if wait(jobs, timeout=_STOP_TIMEOUT_S).not_done:
+                raise DeadlineExceeded(
+                    f"giving the lease back hangs in the store: not done after "
+                    f"{_STOP_TIMEOUT_S:.0f} s"
+                )
+            for job in jobs:
+                job.result()
+        except (DeadlineExceeded, StoreError) as error:
             self._emit("housekeeping_failed", f"{self._key}: {error}")
-        finally:
-            self._workers.close()
 
     def _put_first(self) -> str:
         # The folder is not made before it is missed: each time that would wait for the disk to

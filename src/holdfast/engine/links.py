@@ -16,7 +16,7 @@ from holdfast.format import blocks
 from holdfast.format.index import StoredBlocks
 from holdfast.format.layout import BLOCK_NBYTES, component_of, plain_file
 from holdfast.format.manifest import FileEntry, Manifest
-from holdfast.store.base import LinksFiles, Store
+from holdfast.store.base import LinksFiles, Store, uncached
 
 MAX_SHARING = 8
 """An unchanged file is written in full every so many saves."""
@@ -172,7 +172,7 @@ class Links:
         nbytes = origin.entry.nbytes
         buffer = Arena(min(nbytes, BLOCK_NBYTES)).memory  # on a page, as direct reads want it
         for number, (start, stop) in enumerate(blocks.split(nbytes)):
-            fault = read_block(self._store, file, number, buffer[: stop - start])
+            fault = read_block(uncached(self._store), file, number, buffer[: stop - start])
             if fault:
                 return f"block {number} {fault}"
         return ""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from holdfast.engine.catalog import Catalog, Entry, standalone
 from holdfast.engine.leases import Kept, kept, leased
 from holdfast.engine.sealing import sealing
+from holdfast.errors import UsageError
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.keys import Encryption
@@ -57,20 +58,28 @@ def split_folder(source: str) -> tuple[str, str]:
 
 @contextmanager
 def located(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Store,
     *,
+    which: int | str | None = None,
     emit: Emitter | None = None,
     encrypt: Encryption | None = None,
 ) -> Iterator[tuple[Store, Kept]]:
     """The store and the checkpoint that a source names, kept while the block lasts.
 
-    Of a root the newest whose deletion has not begun. `encrypt` opens sealed ones.
+    Of a root the newest whose deletion has not begun; of a store `which` may say another.
+    `encrypt` opens sealed ones.
 
     Raises:
+        UsageError: `which` is said of something that is not a store.
         NoCheckpoint: nothing there answers, or its deletion has begun.
         FormatError: its manifest is damaged.
     """
-    store, which, folder = _place(source)
+    if isinstance(source, str | os.PathLike):
+        if which is not None:
+            raise UsageError(f"which={which!r}: of a path or a URL, write {source}@{which}")
+        store, which, folder = _place(source)
+    else:
+        store, which, folder = open_store(source), "latest" if which is None else which, ""
     store = sealing(store, encrypt)
     if folder:
         with leased(store, folder, emit=emit) as refused:

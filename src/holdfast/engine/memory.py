@@ -1,15 +1,28 @@
-"""Memory of our own: on pages, private, and not inherited by forked children."""
+"""Memory of our own: on pages, private, and empty in forked children."""
 
 from __future__ import annotations
 
 import mmap
+import sys
 from queue import Empty, SimpleQueue
 
 from holdfast.errors import OutOfMemory
 
+_WIPE_ON_FORK = 18
+"""Linux's MADV_WIPEONFORK, which Python has no name for."""
+_ADVICE = (
+    (mmap.MADV_HUGEPAGE, _WIPE_ON_FORK)
+    if sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE")
+    else ()
+)
+
 
 def take(nbytes: int) -> mmap.mmap:
     """So much memory, or a byte.
+
+    A forked child has it too, filled with zeros and its own: it costs nothing until it is used
+    there. Were it missing there (MADV_DONTFORK), the child would put something else into its place,
+    and unmap that when it lets go of what it inherited.
 
     Raises:
         OutOfMemory: the system refuses.
@@ -19,9 +32,8 @@ def take(nbytes: int) -> mmap.mmap:
         found = mmap.mmap(-1, max(nbytes, 1), flags=flags)
     except (OSError, OverflowError) as error:
         raise OutOfMemory(f"{nbytes} bytes of memory are not to be had: {error}") from error
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        if hasattr(mmap, advice):
-            _advise(found, getattr(mmap, advice))
+    for advice in _ADVICE:
+        _advise(found, advice)
     return found
 
 
@@ -29,7 +41,7 @@ def _advise(memory: mmap.mmap, advice: int) -> None:
     try:
         memory.madvise(advice)
     except OSError:
-        # Only advice: a kernel without it keeps ordinary pages and copies on fork.
+        # Only advice: a kernel without it keeps ordinary pages, and copies on fork.
         return
 
 

@@ -74,8 +74,8 @@ class Moments:
         """A checkpoint and, where cadences of their own depend on them, those before it."""
         if not self._schedule.looks_back():
             return [entry]
-        before = (e for e in self._catalog.lineage_entries() if e.order < entry.order)
-        return [entry, *before]
+        found = self._catalog.lineage_entries(opens_all=False)
+        return [entry, *(before for before in found if before.order < entry.order)]
 
 
 def _record(entry: Entry) -> Record:

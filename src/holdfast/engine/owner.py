@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
 
-from holdfast.engine.claim import (
-    Choice,
-    Claim,
-    Heartbeat,
-    check_owner,
-    claim_run,
-    put_closed,
-)
+from holdfast.engine.claim import Choice, Claim, Heartbeat, check_owner, claim_run
 from holdfast.errors import HoldfastError
 from holdfast.events import Emitter
 from holdfast.store.base import Store
+
+END_S = 30.0
+"""How long giving a claim up may take, in seconds, where nothing else is said."""
+_LEAST_S = 1.0
+
+
+def left_s(end: float) -> float:
+    """Seconds until `end` of the monotonic clock; never less than one, for what does not hang."""
+    return max(end - time.monotonic(), _LEAST_S)
 
 
 class Ownership:
@@ -48,9 +51,7 @@ class Ownership:
         """
         before, self.claim = self.claim, None  # a claim of our own fences the one before off
         claim = self._claim(choose)
-        self._stop_heartbeat()
-        if before is not None and self._has_ended():
-            self._record_close(before)
+        self._end_heartbeat(is_over=before is not None and self._has_ended(), timeout_s=END_S)
         self._heartbeat = Heartbeat(self._store, claim, self._emit)
         # A manager that is dropped without being closed must not look alive for ever.
         weakref.finalize(self, self._heartbeat.ask_to_stop)
@@ -63,12 +64,13 @@ class Ownership:
         self._sequence += 1
         return self._sequence
 
-    def release(self) -> None:
-        """Give the run up. The close is recorded only when nothing can be in flight."""
+    def release(self, timeout_s: float = END_S) -> None:
+        """Give the run up. The close is recorded only when nothing can be in flight.
+
+        Waits no longer than `timeout_s` seconds for a storage that hangs, and tells it.
+        """
         claim, self.claim = self.claim, None
-        self._stop_heartbeat()
-        if claim is not None and self._has_ended():
-            self._record_close(claim)
+        self._end_heartbeat(is_over=claim is not None and self._has_ended(), timeout_s=timeout_s)
 
     def _has_ended(self) -> bool:
         return self.is_clean and not self.unclear
@@ -76,19 +78,16 @@ class Ownership:
     def _claim(self, choose: Callable[[], Choice]) -> Claim:
         return claim_run(self._store, choose, takeover=self._takeover, emit=self._emit)
 
-    def _record_close(self, claim: Claim) -> None:
-        try:
-            put_closed(self._store, claim)
-        except HoldfastError as error:
-            self._emit("housekeeping_failed", f"recording the close: {error}")
-
-    def _stop_heartbeat(self) -> None:
+    def _end_heartbeat(self, *, is_over: bool, timeout_s: float) -> None:
         heartbeat, self._heartbeat = self._heartbeat, None
-        if heartbeat is not None:
-            self._end(heartbeat)
+        self._end(heartbeat, is_over=is_over, timeout_s=timeout_s)
 
-    def _end(self, heartbeat: Heartbeat) -> None:
+    def _end(
+        self, heartbeat: Heartbeat | None, *, is_over: bool, timeout_s: float, **where: Any
+    ) -> None:
+        if heartbeat is None:
+            return
         try:
-            heartbeat.stop()
-        except FutureTimeout:
-            self._emit("housekeeping_failed", "the heartbeat hangs in the store")
+            heartbeat.end(is_over=is_over, timeout_s=timeout_s)
+        except HoldfastError as error:
+            self._emit("housekeeping_failed", f"giving the run up: {error}", **where)

@@ -34,7 +34,7 @@ from holdfast.format.layout import AttemptName
 from holdfast.state.apply import Prepared, prepare
 from holdfast.state.edits import Edit, EditedLoad, edited_load
 from holdfast.state.selection import Selection
-from holdfast.store.base import Store
+from holdfast.store.base import Store, uncached
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 Unhealthy = Literal["avoid", "accept"]
@@ -105,6 +105,8 @@ class Candidate:
     options: LoadOptions
     prepared: Prepared
     tensors: Tensors
+    is_proof: bool
+    """Whether every byte of it was read where it lies, and found right."""
 
 
 @dataclass(slots=True)
@@ -157,6 +159,8 @@ class Reader:
     def _read(
         self, store: Store, entry: Entry, options: LoadOptions, components: list[str]
     ) -> Candidate:
+        if not options.verify:
+            store = uncached(store)  # nothing would tell a damaged copy
         opened = open_checkpoint(
             store, entry.folder, entry.manifest, components=components, verify=options.verify
         )
@@ -175,7 +179,13 @@ class Reader:
             unread=[name for name in entry.manifest.components if name not in components],
         )
         tensors = _completed(found.tensors, prepared.needed, read)
-        return Candidate(entry=entry, options=options, prepared=prepared, tensors=tensors)
+        return Candidate(
+            entry=entry,
+            options=options,
+            prepared=prepared,
+            tensors=tensors,
+            is_proof=options.proves_whole and uncached(store) is store,
+        )
 
     def _expect_saved(self, entry: Entry, wanted: Collection[str]) -> None:
         missing = ", ".join(name for name in wanted if name in entry.manifest.left_out)

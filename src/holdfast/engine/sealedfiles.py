@@ -6,6 +6,7 @@ import mmap
 import threading
 from collections.abc import Callable
 
+from holdfast.engine.memory import take
 from holdfast.errors import CorruptData, Tampered, UsageError
 from holdfast.format import blocks
 from holdfast.format.envelope import FileSeal
@@ -202,7 +203,7 @@ class _Scratch(threading.local):
     """Memory on a page, as direct writes want it; one a thread, because it is used at once."""
 
     def __init__(self) -> None:
-        self.memory = mmap.mmap(-1, BLOCK_NBYTES + SEGMENT_NBYTES + mmap.PAGESIZE)
+        self.memory = take(BLOCK_NBYTES + SEGMENT_NBYTES + mmap.PAGESIZE)
 
 
 _SCRATCH = _Scratch()

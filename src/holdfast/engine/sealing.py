@@ -1,7 +1,8 @@
 """A store that seals: whoever uses it sees plain checkpoints, and what it stores is sealed.
 
 It wraps any store and offers the same optional protocols. In the folders of checkpoints it maps
-names, lengths and bytes (docs/format.md, section 10); claims, leases and requests pass through.
+names, lengths and bytes (docs/format.md, section 10); claims, leases, requests and notes on uploads
+pass through.
 The protocol's order of puts stays that of its user, with one put more: a box of keys right before
 the manifest.
 """
@@ -15,13 +16,15 @@ from typing import Any, cast
 
 import msgspec
 
+from holdfast.engine.discretion import NOT_TOLD, blank, discreet
 from holdfast.engine.documents import read_document
 from holdfast.engine.sealedfiles import SealedFile, SealedWriter, plain_nbytes
-from holdfast.engine.unsealing import opened
+from holdfast.engine.unsealing import boxes_of, opened
 from holdfast.errors import (
     AlreadyExists,
     CorruptData,
     FormatError,
+    KeyUnavailable,
     MissingKey,
     NotFound,
     NotSealed,
@@ -49,24 +52,14 @@ from holdfast.format.manifest import (
     decode_register,
     encode_deleted,
 )
-from holdfast.format.records import (
-    AnswerRecord,
-    Rejected,
-    Retired,
-    decode_answer,
-    decode_rejected,
-    decode_retired,
-    encode_answer,
-    encode_rejected,
-    encode_retired,
-)
 from holdfast.format.segments import FileCipher, seal_whole, stored_nbytes
 from holdfast.format.suites import Suite, fresh_secret
-from holdfast.keys import Encryption, wrapped
+from holdfast.keys import Encryption, try_key, wrapped
 from holdfast.store.base import (
     AbortsUploads,
     BlockWriter,
     Buffer,
+    Caches,
     Folders,
     FreeSpace,
     LinksFiles,
@@ -80,12 +73,11 @@ from holdfast.store.base import (
     ignore,
 )
 
-_PASSED_THROUGH = frozenset({layout.WRITERS, layout.READERS, layout.REQUESTS})
-_NOT_TOLD = "not told: the checkpoints here are sealed"
+_PASSED_THROUGH = frozenset({layout.WRITERS, layout.READERS, layout.REQUESTS, layout.UPLOADS})
 
 
-def sealing(store: Store, encryption: Encryption | None) -> Store:
-    """`store`, or one that seals what is put into it.
+def sealing(store: Store, encryption: Encryption | None, *, twin: Store | None = None) -> Store:
+    """`store`, or one that seals what is put into it; `twin` is as for `SealedStore`.
 
     Raises:
         UsageError: it seals already.
@@ -96,7 +88,24 @@ def sealing(store: Store, encryption: Encryption | None) -> Store:
         raise UsageError(f"encrypt={encryption!r}: must be a holdfast.Encryption, or None")
     if isinstance(store, SealedStore):
         raise UsageError("encrypt: this store seals already")
-    return SealedStore(store, encryption)
+    return SealedStore(store, encryption, twin=twin if isinstance(twin, SealedStore) else None)
+
+
+def bare(store: Store) -> Store:
+    """The store under one that seals, where everything is as it lies there; else `store`."""
+    return cast(Store, store.inner) if isinstance(store, SealedStore) else store
+
+
+def vouched(store: Store, folder: str) -> bytes:
+    """The register of a folder as it lies there; of a sealed checkpoint, after it was opened.
+
+    Raises:
+        NotFound: nothing is there.
+        SealError, FormatError: it cannot be opened.
+    """
+    if isinstance(store, SealedStore):
+        return store.vouched(folder)
+    return read_document(store, f"{folder}/{layout.MANIFEST}", max_nbytes=MAX_MANIFEST_NBYTES)
 
 
 @dataclass(slots=True)
@@ -116,13 +125,20 @@ class _Attempt:
 class SealedStore:
     """`inner`, with every checkpoint sealed. Thread-safe; what one process writes it commits."""
 
-    def __new__(cls, inner: Store, encryption: Encryption) -> SealedStore:
+    def __new__(
+        cls, inner: Store, encryption: Encryption, *, twin: SealedStore | None = None
+    ) -> SealedStore:
         """An instance of a subclass that has what `inner` has."""
         offered = tuple(mixin for protocol, mixin in _MIXINS if isinstance(inner, protocol))
         made = type(cls.__name__, (*offered, cls), {"__doc__": cls.__doc__})
         return cast(SealedStore, object.__new__(made))
 
-    def __init__(self, inner: Store, encryption: Encryption) -> None:
+    def __init__(
+        self, inner: Store, encryption: Encryption, *, twin: SealedStore | None = None
+    ) -> None:
+        """`twin` has checkpoints with the same bytes: what it has opened need not be opened again,
+        which a process that has only public keys could not."""
+        self._twin = twin
         self.inner: Any = inner
         """The store as others see it."""
         self._encryption = encryption
@@ -137,13 +153,22 @@ class SealedStore:
         """See `Store.url`: that of `inner`."""
         return cast(str, self.inner.url)
 
+    def useless_keys(self) -> Iterator[str]:
+        """Why what would be sealed now might be opened by nobody: keys that are there to open, and
+        do not open what they wrap. Those that only wrap are passed over."""
+        for key in self._encryption.sealing:
+            try:
+                try_key(key, self._suite)
+            except (KeyUnavailable, Tampered) as error:
+                yield f"{key.name} does not open what it wraps: {error}"
+
     # The six operations
 
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         """See `Store.put`."""
         place = _place(key)
         if place is None:
-            self.inner.put(key, _discreet(key, data), if_absent=if_absent)
+            self.inner.put(key, discreet(key, data), if_absent=if_absent)
             return
         folder, name = place
         if name == layout.MANIFEST:
@@ -224,7 +249,7 @@ class SealedStore:
             self._put_manifest(folder, register, data, if_absent=if_absent)
             return
         if isinstance(register, Deleted):
-            told = Deleted(save_id=register.save_id, by=register.by, reason=_NOT_TOLD)
+            told = Deleted(save_id=register.save_id, by=register.by, reason=NOT_TOLD)
             data = encode_deleted(told)
         self.inner.put(key, data, if_absent=if_absent)
         self._forget(folder)
@@ -261,9 +286,8 @@ class SealedStore:
         """
         key = f"{folder}/{layout.MANIFEST}"
         data = read_document(self.inner, key, max_nbytes=MAX_MANIFEST_NBYTES)
-        with self._lock:
-            known = self._opened.get(folder)
-        if known is not None and known.document == data:
+        known = self._known(folder, data)
+        if known is not None:
             return known.manifest, known
         what = f"{self.url}/{key}"
         is_sealed, register = False, None
@@ -285,6 +309,36 @@ class SealedStore:
                 "of yours from before, give Encryption(accept_plain=True)"
             )
         return data, None
+
+    def _known(self, folder: str, document: bytes) -> Contents | None:
+        """What was opened before and is these very bytes, here or in the twin."""
+        for store in (self, self._twin):
+            if store is None:
+                continue
+            with store._lock:
+                known = store._opened.get(folder)
+            if known is not None and known.document == document:
+                with self._lock:
+                    self._opened[folder] = known
+                return known
+        return None
+
+    def vouched(self, folder: str) -> bytes:
+        """See the function `vouched`."""
+        plain, contents = self._register(folder)
+        return plain if contents is None else contents.document
+
+    def lost_keys(self, folder: str) -> tuple[str, ...]:
+        """The name that the keys of a sealed checkpoint should have, where none can be read there
+        any more, so that nobody else will open it."""
+        contents = self._contents(folder)
+        if contents is None:
+            return ()
+        try:
+            boxes_of(self.inner, folder, contents.visible)
+        except FormatError:
+            return (layout.keys_name(1),)
+        return ()
 
     # Names
 
@@ -366,9 +420,9 @@ class SealedStore:
                 decode_register(register, what=name), Manifest
             )
         except FormatError:
-            return name, _blank(name, data)
+            return name, blank(name, data)
         if contents is None:
-            return name, data if is_plain else _blank(name, data)
+            return name, data if is_plain else blank(name, data)
         stored = self._stored_name(folder, name)
         return stored, encode_mark(contents, stored, data)
 
@@ -493,6 +547,14 @@ class _SealedReadsInto(SealedStore):
             reader.read(start, memoryview(buffer).cast("B"), seen=seen, afresh=afresh)
 
 
+class _SealedCaches(SealedStore):
+    def uncached(self) -> Store:
+        """See `Caches.uncached`; what was begun or opened here is known there, too."""
+        twin = SealedStore(self.inner.uncached(), self._encryption, twin=self._twin)
+        twin._attempts, twin._opened, twin._lock = self._attempts, self._opened, self._lock
+        return twin
+
+
 class _SealedWritesBlocks(SealedStore):
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
         """See `WritesBlocks.create`; pieces come as with `at_most` in either case."""
@@ -563,6 +625,7 @@ class _SealedProbes(SealedStore):
 _MIXINS: tuple[tuple[Any, type[SealedStore]], ...] = (
     (Folders, _SealedFolders),
     (ReadsInto, _SealedReadsInto),
+    (Caches, _SealedCaches),
     (WritesBlocks, _SealedWritesBlocks),
     (LinksFiles, _SealedLinksFiles),
     (AbortsUploads, _SealedAbortsUploads),
@@ -590,24 +653,3 @@ def _cut(document: bytes, start: int, nbytes: int | None, *, what: str) -> bytes
     if stop > len(document):
         raise CorruptData(f"{what}: has {len(document)} bytes, expected at least {stop}")
     return document[start:stop]
-
-
-def _blank(name: str, data: bytes) -> bytes:
-    """A mark beside a checkpoint that cannot be opened, or is deleted: without the words."""
-    if name == layout.REJECTED:
-        rejected = decode_rejected(data, what=name)
-        return encode_rejected(Rejected(by=rejected.by, reasons=(_NOT_TOLD,)))
-    if layout.parse_retired(name) is not None:
-        return encode_retired(Retired(by=decode_retired(data, what=name).by, reason=_NOT_TOLD))
-    raise NotFound(f"{name}: there is no checkpoint that can be opened beside it")
-
-
-def _discreet(key: str, data: Buffer) -> Buffer:
-    """An answer to a request without the words of an error, which may name parts of the state."""
-    if not key.startswith(f"{layout.REQUESTS}/") or not layout.is_answer(key):
-        return data
-    answer = decode_answer(data, what=key)
-    if answer.error is None:
-        return data
-    told = AnswerRecord(folder=None, error=_NOT_TOLD, created=answer.created, asker=answer.asker)
-    return encode_answer(told)

@@ -50,10 +50,24 @@ def boxes_of(store: Store, folder: str, visible: Visible) -> dict[int, KeyBox]:
     Raises:
         CorruptData: there is none that can be read.
     """
+    return {number: box for number, (box, _) in _boxes(store, folder, visible).items()}
+
+
+def box_documents(store: Store, folder: str, visible: Visible) -> dict[str, bytes]:
+    """The same as they are stored, by their names.
+
+    Raises:
+        CorruptData: there is none that can be read.
+    """
+    found = _boxes(store, folder, visible)
+    return {layout.keys_name(number): data for number, (_, data) in found.items()}
+
+
+def _boxes(store: Store, folder: str, visible: Visible) -> dict[int, tuple[KeyBox, bytes]]:
     where = f"{store.url}/{folder}"
     problem: FormatError = CorruptData(f"{where}: the keys beside the manifest are gone")
     for _ in range(_LOOKS):
-        found: dict[int, KeyBox] = {}
+        found: dict[int, tuple[KeyBox, bytes]] = {}
         work = 0
         names = store.children(folder)
         numbers = {n for n in map(layout.parse_keys, names) if n is not None}
@@ -73,7 +87,7 @@ def boxes_of(store: Store, folder: str, visible: Visible) -> dict[int, KeyBox]:
                 problem = LimitExceeded(f"{store.url}/{key}: too many passphrases to try")
             else:
                 work += box.stretching_kib
-                found[number] = box
+                found[number] = box, data
         if found:
             return found
     raise problem

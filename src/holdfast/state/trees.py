@@ -303,6 +303,8 @@ def member_of(kind: type[Enum], stored: EnumValue) -> Any:
 
 
 def _combination(kind: type[Flag], stored: EnumValue) -> Any:
+    if type(stored.value) is not int:
+        return stored  # Python 3.10 compares it with numbers before it looks what it is
     try:
         member = kind(stored.value)
     except ValueError:

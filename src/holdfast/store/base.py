@@ -134,6 +134,15 @@ class ReadsInto(Protocol):
         ...
 
 
+@runtime_checkable
+class Caches(Protocol):
+    """Stores that may answer `read_into` from copies nearer by, unless it asks `afresh`."""
+
+    def uncached(self) -> Store:
+        """The same place without the copies, for whoever says what is there."""
+        ...
+
+
 class BlockWriter(Protocol):
     """One object that is written in pieces, in any order, from several threads."""
 
@@ -281,6 +290,28 @@ def abort_uploads(store: Store, folder: str) -> None:
     if isinstance(store, AbortsUploads):
         with suppress(AccessDenied, UnsupportedStore):
             store.abort_uploads(folder)
+
+
+def uncached(store: Store) -> Store:
+    """The store itself, where copies nearer by may answer for it."""
+    return store.uncached() if isinstance(store, Caches) else store
+
+
+def read_into(
+    store: Store,
+    key: str,
+    start: int,
+    memory: memoryview,
+    *,
+    seen: Callable[[memoryview], object] = ignore,
+    afresh: bool = False,
+) -> None:
+    """Fill `memory` as `ReadsInto.read_into` does, also from a store that only gets."""
+    if isinstance(store, ReadsInto):
+        store.read_into(key, start, memory, seen=seen, afresh=afresh)
+    else:
+        memory[:] = store.get(key, start, len(memory))
+        seen(memory)
 
 
 def refresh_folder(store: Store, folder: str) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import islice
+from typing import Any
 
 from holdfast.errors import (
     AlreadyExists,
@@ -52,18 +54,25 @@ class RemoteStore:
         options: limits, timeouts and retries.
 
     Thread-safe. Asks the cloud nothing until an operation is called. A process that was forked
-    from one which had used a remote store cannot use any: start it with spawn or forkserver.
+    from one which had used a remote store cannot use any, which it is told at once: start it with
+    spawn or forkserver. A store may be pickled for it.
     """
 
     def __init__(
         self, url: str, *, endpoint: str | None = None, options: RemoteOptions | None = None
     ) -> None:
+        self._given = (url, endpoint, options)
         self._place = parse_place(url, endpoint)
         self._api = Api(self._place, options if options is not None else RemoteOptions())
         self._uploads = Uploads(self._api, self._api.options, self._api.upload_pace)
 
     def __repr__(self) -> str:
         return f"RemoteStore({self.url!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled, it is what it was made from: another process opens the place for itself."""
+        url, endpoint, options = self._given
+        return partial(RemoteStore, url, endpoint=endpoint, options=options), ()
 
     @property
     def url(self) -> str:

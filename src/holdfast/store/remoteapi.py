@@ -40,6 +40,11 @@ _runtime_pid: int | None = None
 """The process whose network threads obstore has."""
 
 
+def is_own_process() -> bool:
+    """Whether obstore's network threads, if there are any, are in this process."""
+    return _runtime_pid in (None, os.getpid())
+
+
 class Api:
     """What can be asked of a place. Thread-safe; every method raises our errors."""
 
@@ -64,20 +69,29 @@ class Api:
             UnsupportedStore: in a process that was forked from one that had used any.
         """
         global _runtime_pid
+        self.expect_own_process()
         with self._lock:
-            if _runtime_pid not in (None, os.getpid()):
-                raise UnsupportedStore(
-                    f"{self.place.url}: this process was forked from one ({_runtime_pid}) that had "
-                    "used a remote store, and the threads of its network did not come along; start "
-                    "it with spawn or forkserver"
-                )
             if self._clients is None:
-                self._clients = open_clients(self.place, self.options)
+                # Before anything of it is there: another thread may fork in between.
                 _runtime_pid = os.getpid()
+                self._clients = open_clients(self.place, self.options)
             return self._clients
+
+    def expect_own_process(self) -> None:
+        """Raise `UnsupportedStore` in a process that was forked from one that had used a store.
+
+        Asked before any lock or slot is taken: a thread that stayed behind may hold it for ever.
+        """
+        if not is_own_process():
+            raise UnsupportedStore(
+                f"{self.place.url}: this process was forked from one ({_runtime_pid}) that had "
+                "used a remote store, and the threads of its network did not come along; start "
+                "it with spawn or forkserver"
+            )
 
     def put(self, key: str, content: memoryview) -> None:
         """One object in one request, which is repeated after a failure."""
+        self.expect_own_process()
         _wait(self.upload_pace, len(content))
         with self._slot(f"put {self.url(key)}"), self._request("put", key):
             self._obs.put(self.clients().plain, key, content, use_multipart=False)
@@ -126,6 +140,7 @@ class Api:
 
     def whole(self, key: str) -> bytes:
         """All bytes of one version of an object."""
+        self.expect_own_process()
         with self._slot(f"get {self.url(key)}"), self._request("get", key):
             result = self._obs.get(self.clients().plain, key)
             nbytes = result.meta["size"]
@@ -141,6 +156,7 @@ class Api:
         Raises:
             CorruptData: the object is shorter, or other than the asked bytes came.
         """
+        self.expect_own_process()
         _wait(self._download_pace, stop - start)
         with self._slot(f"get {self.url(key)}"), self._request("get", key):
             store = self.clients().plain

@@ -22,14 +22,16 @@ from typing import Any
 from holdfast.errors import HoldfastError, StoreError, TransientStoreError, UsageError
 from holdfast.store.base import BlockWriter
 from holdfast.store.localfiles import flat
-from holdfast.store.remoteapi import Api
+from holdfast.store.remoteapi import Api, is_own_process
 from holdfast.store.remoteopen import RemoteOptions
 from holdfast.store.throttle import Pace
 
 PART_NBYTES = 16 * 1024 * 1024
 """Objects up to this length go in one request, longer ones in parts of it."""
 COPY_NBYTES = 8 * 1024 * 1024
-"""Copies are made and counted in pieces of at most this length."""
+"""Copies are made and counted in pieces of at most this length; none reaches over a multiple of it.
+Where many objects are begun at once it is the length of parts, too: then each such piece goes out
+by itself, and no object keeps memory for which the others wait."""
 _MAX_PARTS = 10_000
 _LOOK_S = 1.0
 _ABORT_S = 10.0
@@ -46,7 +48,10 @@ class Uploads:
         self._num_buffers = options.concurrency * PART_NBYTES // COPY_NBYTES + 2
         self._num_taken = 0
         self._free: list[mmap.mmap] = []
+        self._most_in_large_parts = max(1, options.concurrency // 2)
+        self._begun: weakref.WeakSet[MultipartPut] = weakref.WeakSet()
         self._sending: set[MultipartPut] = set()
+        self._admitted: weakref.ref[MultipartPut] | None = None
         self._patience_s = options.timeout_s + options.retry_s + pace.seconds(2 * COPY_NBYTES)
         self._progress_at = time.monotonic()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -69,9 +74,25 @@ class Uploads:
         """Whether there is memory for a copy; asked with `changed` held."""
         return self._num_taken < self._num_buffers
 
-    def gets_room(self) -> bool:
-        """Whether memory will come back by itself: an object is sending what it has."""
-        return bool(self._sending)
+    def admits(self) -> bool:
+        """Whether a piece without which its object cannot go on may come although there is no room:
+        one at a time, until it is on its way or is seen not to help. With `changed` held."""
+        admitted = self._admitted() if self._admitted is not None else None
+        return not self._sending and (admitted is None or admitted.is_over())
+
+    def admit(self, writer: MultipartPut | None) -> None:
+        """Keep in mind whose piece came without room; None: it has been handed on."""
+        self._admitted = None if writer is None else weakref.ref(writer)
+
+    def is_admitted(self, writer: MultipartPut) -> bool:
+        """Whether the piece that came without room is one of this object's."""
+        return self._admitted is not None and self._admitted() is writer
+
+    def begin(self, writer: MultipartPut) -> int:
+        """Length of the parts of an object whose first piece comes, with `changed` held."""
+        others = sum(not other.has_come() for other in self._begun)
+        self._begun.add(writer)
+        return PART_NBYTES if others < self._most_in_large_parts else COPY_NBYTES
 
     def note(self, writer: MultipartPut, *, is_sending: bool) -> None:
         """Keep in mind whether an object is sending; with `changed` held."""
@@ -80,7 +101,7 @@ class Uploads:
     def take(self) -> mmap.mmap:
         """Memory for a copy, of `COPY_NBYTES`; with `changed` held."""
         # Mapped, and used again: it costs no page faults, and goes back to the system as a whole.
-        buffer = self._free.pop() if self._free else mmap.mmap(-1, COPY_NBYTES)
+        buffer = self._free.pop() if self._free else _new_buffer()
         self._num_taken += 1
         return buffer
 
@@ -141,6 +162,13 @@ class Uploads:
                 stop = weakref.finalize(self, _stop, self._loop)
                 stop.atexit = False  # a save may still be on its way
             return self._loop
+
+
+def _new_buffer() -> mmap.mmap:
+    found = mmap.mmap(-1, COPY_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # advice: in huge pages it costs a hundredth of the faults
+        found.madvise(mmap.MADV_HUGEPAGE)
+    return found
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
@@ -287,8 +315,7 @@ class MultipartPut(_Writer):
         """Everything before this byte has been handed to the upload."""
         self._in_flight_nbytes = 0
         """Of that, what was not sent yet."""
-        num_parts = -(-nbytes // PART_NBYTES)
-        self._part_nbytes = PART_NBYTES * -(-num_parts // _MAX_PARTS)
+        self._part_nbytes = PART_NBYTES
         self._upload: Future[None] | None = None
         self._arrived = asyncio.Event()
         self._given_up = asyncio.Event()
@@ -296,12 +323,16 @@ class MultipartPut(_Writer):
     def write(self, start: int, data: memoryview) -> None:
         """See `BlockWriter.write`. Waits while the memory for copies is full."""
         piece = self._checked(start, data)
+        self._uploads.api.expect_own_process()
         self._check_open("write")
-        for offset in range(0, len(piece), COPY_NBYTES):
-            self._take(start + offset, piece[offset : offset + COPY_NBYTES])
+        while piece:
+            length = COPY_NBYTES - start % COPY_NBYTES
+            self._take(start, piece[:length])
+            start, piece = start + length, piece[length:]
 
     def finish(self, nbytes: int | None = None) -> None:
         """See `BlockWriter.finish`. After a failure it looks whether the object is there."""
+        self._uploads.api.expect_own_process()
         with self._uploads.changed:
             self._check_complete(nbytes)
         if self._upload is None:  # it became empty
@@ -317,6 +348,8 @@ class MultipartPut(_Writer):
 
     def abort(self) -> None:
         """See `BlockWriter.abort`. Waits a while for the upload to be aborted."""
+        if not is_own_process():
+            return  # the upload is that of the process that this one was forked from
         with self._uploads.changed:
             if self._state is not _State.WRITING:
                 return
@@ -340,8 +373,13 @@ class MultipartPut(_Writer):
             uploads.wait_for(lambda: self._may_come(start), f"write {self._key}")
             self._check_open("write")
             self._expect_sending()
+            if not uploads.has_room():
+                uploads.admit(self)
             buffer = uploads.take()
             if self._upload is None:
+                least = uploads.begin(self)
+                num_parts = -(-self._nbytes // least)
+                self._part_nbytes = least * -(-num_parts // _MAX_PARTS)
                 self._upload = uploads.run(self._send())
         copy = self._copied(piece, buffer)
         with uploads.changed:
@@ -351,19 +389,27 @@ class MultipartPut(_Writer):
         uploads.call(self._arrived.set)
 
     def _may_come(self, start: int) -> bool:
-        is_over = self._upload is not None and self._upload.done()
-        if is_over or self._state is not _State.WRITING or self._uploads.has_room():
+        if self.is_over() or self._uploads.has_room():
             return True
         # All memory may be held by what can only go after pieces like this one: it needs none,
         # unless a whole part of any object is on its way, which gives some back.
-        return start == self._position and not self._uploads.gets_room()
+        return start == self._position and self._uploads.admits()
+
+    def is_over(self) -> bool:
+        """Whether no piece of it will be handed on any more."""
+        has_ended = self._upload is not None and self._upload.done()
+        return has_ended or self._state is not _State.WRITING
+
+    def has_come(self) -> bool:
+        """Whether it keeps no memory for what is still to come."""
+        return self.is_over() or self._position == self._length
 
     def _note(self) -> None:
         """Whether a whole part is on its way, or all that is left. With `changed` held."""
         nbytes = self._in_flight_nbytes
-        is_whole = nbytes >= self._part_nbytes + COPY_NBYTES
-        is_end = self._position == self._nbytes and nbytes > 0
-        self._uploads.note(self, is_sending=is_whole or is_end)
+        # Pieces do not reach over the end of a part, so what waits for more is less than a part.
+        is_end = self._position == self._length and nbytes > 0
+        self._uploads.note(self, is_sending=nbytes >= self._part_nbytes or is_end)
 
     def _expect_sending(self) -> None:
         if self._upload is None or not self._upload.done():
@@ -413,10 +459,14 @@ class MultipartPut(_Writer):
             self._position += len(copy)
             self._in_flight_nbytes += len(copy)
             self._note()
+            if self._uploads.is_admitted(self):
+                self._uploads.admit(None)
             self._uploads.progress()
         return copy
 
     def _sent(self, buffer: mmap.mmap, nbytes: int) -> None:
+        if not is_own_process():
+            return  # whoever held the lock when this process was forked is not here
         with self._uploads.changed:
             self._in_flight_nbytes -= nbytes
             self._note()

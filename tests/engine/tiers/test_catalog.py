@@ -145,6 +145,48 @@ def test_the_remote_tier_is_a_root_of_its_own(local: LocalStore, remote: MemoryS
         assert found.step == 3
 
 
+def test_one_failure_does_not_hide_the_remote_tier_for_good(
+    local: LocalStore, remote: MemoryStore
+) -> None:
+    """R1: what comes next looks there again, also while the run is owned."""
+    local.delete(f"{Catalog(local).checkpoints()[1].folder}/")
+    switch, tiny, noted = Switch(), Tiny(LARGE), Noted()
+    switch._objects = remote._objects
+    with opened(Tiered(local, switch), tiny, sinks=(noted,)) as manager:
+        manager.resume()
+        manager.wait()
+        for looks_again in (
+            lambda: [one.step for one in manager.list()] == [2, 1],
+            lambda: manager.load("step=1", components=["tiny"]).step == 1,
+            lambda: manager.tag("step=1", "kept") is None,
+        ):
+            switch.error = TransientStoreError("no network")
+            assert [one.step for one in manager.list()] == [2]
+            switch.error = None
+            assert looks_again()
+        assert manager.list()[1].tags == ("kept",)
+    assert len(noted.of("warning")) == 3
+
+
+def test_an_upload_that_arrives_shows_that_the_remote_tier_can_be_read(
+    local: LocalStore, remote: MemoryStore
+) -> None:
+    """So that a save does not make anew what is only there."""
+    local.delete(f"{Catalog(local).checkpoints()[1].folder}/")
+    switch, tiny = Switch(), Tiny(LARGE)
+    switch._objects = remote._objects
+    with opened(Tiered(local, switch), tiny, on_existing="error") as manager:
+        manager.resume()
+        manager.wait()
+        switch.error = TransientStoreError("no network")
+        manager.list()
+        switch.error = None
+        saved(manager, tiny, 3)
+        manager.wait()
+        with pytest.raises(errors.UsageError, match="checkpoint of step 1 already"):
+            manager.save(1)
+
+
 def test_damage_without_a_remote_copy_is_named(local: LocalStore, remote: MemoryStore) -> None:
     entry = Catalog(local).checkpoints()[0]
     remote.delete(f"{entry.folder}/")

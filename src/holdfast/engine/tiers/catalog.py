@@ -33,18 +33,16 @@ def catalog_of(
     """A reader of a root, or of both tiers of one.
 
     Raises:
-        UsageError: no store is known by that name, the tiers are one place, or are to be sealed.
+        UsageError: no store is known by that name, the tiers are one place, or seal already.
     """
     if isinstance(root, Tiered):
         local, remote = open_store(root.local), open_store(root.remote)
         if local is remote or local.url == remote.url:
             raise UsageError(f"Tiered: local and remote are one place, {local.url}")
-        if encryption is not None or any(isinstance(tier, SealedStore) for tier in (local, remote)):
-            raise UsageError(
-                "encrypt: does not go with Tiered in this version; seal a run in one root, or send "
-                "it to storage that encrypts by itself"
-            )
-        return TieredCatalog(local, remote, emit)
+        if any(isinstance(tier, SealedStore) for tier in (local, remote)):
+            raise UsageError("Tiered: give the stores as they are; encrypt= seals both")
+        local = sealing(local, encryption)
+        return TieredCatalog(local, sealing(remote, encryption, twin=local), emit)
     return Catalog(sealing(open_store(root), encryption))
 
 
@@ -67,7 +65,8 @@ class TieredCatalog(Catalog):
         """Folders whose local copy is damaged and which are read in the remote tier."""
 
     def look_again(self) -> None:
-        """Try to reach the remote tier again."""
+        """See `Catalog.look_again`: until then a remote tier that failed is left alone, so that one
+        question waits for it once."""
         self.cut_off = None
 
     def home(self, folder: str) -> Store:

@@ -8,6 +8,7 @@ still holds by then.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,11 +24,10 @@ from holdfast.engine.claim import (
     is_still_right,
     new_writer,
     nothing_in_flight,
-    put_closed,
 )
 from holdfast.engine.commit import check_fence, put_once, settle
 from holdfast.engine.documents import read_document
-from holdfast.engine.owner import Ownership
+from holdfast.engine.owner import END_S, Ownership, left_s
 from holdfast.engine.process import liveness
 from holdfast.engine.tiers.catalog import TieredCatalog
 from holdfast.engine.tiers.ledger import Ledger
@@ -37,7 +37,6 @@ from holdfast.errors import (
     DeadlineExceeded,
     Diverged,
     FormatError,
-    HoldfastError,
     NotFound,
     OwnedElsewhere,
     StoreError,
@@ -98,9 +97,7 @@ class TieredOwnership(Ownership):
         self.remote_claim, self.remote_has_committed = None, False
         self.catalog.look_again()
         super().take(choose)
-        self._stop_remote_heartbeat()
-        if before is not None and self.is_remote_over:
-            self._record_remote_close(before)
+        self._end_remotely(before, END_S)
         self.remote_is_clean, self.remote_unclear = True, set()
         self._beat()
         self.after_take()
@@ -148,13 +145,12 @@ class TieredOwnership(Ownership):
         self._beat()
         return claim
 
-    def release(self) -> None:
+    def release(self, timeout_s: float = END_S) -> None:
         """See `Ownership.release`."""
+        end = time.monotonic() + timeout_s
         claim, self.remote_claim = self.remote_claim, None
-        self._stop_remote_heartbeat()
-        if claim is not None and self.is_remote_over:
-            self._record_remote_close(claim)
-        super().release()
+        self._end_remotely(claim, timeout_s)
+        super().release(left_s(end))
 
     def _claim(self, choose: Callable[[], Choice]) -> Claim:
         is_reachable = self._is_reachable()
@@ -311,16 +307,11 @@ class TieredOwnership(Ownership):
         self._remote_heartbeat = Heartbeat(self._remote, self.remote_claim, emit)
         weakref.finalize(self, self._remote_heartbeat.ask_to_stop)
 
-    def _stop_remote_heartbeat(self) -> None:
+    def _end_remotely(self, claim: Claim | None, timeout_s: float) -> None:
+        """End the heartbeat there, and close the claim's epoch where everything of it was sent."""
         heartbeat, self._remote_heartbeat = self._remote_heartbeat, None
-        if heartbeat is not None:
-            self._end(heartbeat)
-
-    def _record_remote_close(self, claim: Claim) -> None:
-        try:
-            put_closed(self._remote, claim)
-        except HoldfastError as error:
-            self._emit("housekeeping_failed", f"recording the close: {error}", tier="remote")
+        is_over = claim is not None and self.is_remote_over
+        self._end(heartbeat, is_over=is_over, timeout_s=timeout_s, tier="remote")
 
 
 class _CutOff(Exception):

@@ -74,11 +74,6 @@ class Ledger:
         return record is not None, record
 
 
-def cut(error: BaseException) -> str:
-    """The text of an error, short enough for a note."""
-    return (str(error) or repr(error))[:MAX_ERROR_CHARS]
-
-
 def held_by_notes(local: Store) -> Mapping[str, str]:
     """Folder → why it must not be deleted yet, for whoever has no part in the uploads."""
     notes = Ledger(local).waiting()

@@ -1,18 +1,34 @@
 """Files of a checkpoint as they lie in a store: how long they are, and digests to check them by.
 
-Whoever copies a checkpoint looks at files this way, and does not care what is in them.
+Whoever copies a checkpoint looks at files this way, and does not care what is in them; of a sealed
+one nothing is opened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
+from holdfast.engine.documents import read_if_there
+from holdfast.errors import CorruptData, MissingKey
 from holdfast.format import layout
-from holdfast.format.blocks import DIGEST_NBYTES, digest_blocks, split
+from holdfast.format.blocks import DIGEST_NBYTES, digest_blocks, file_digest, split
+from holdfast.format.envelope import Visible, decode_visible
 from holdfast.format.index import decode_index
 from holdfast.format.layout import BLOCK_NBYTES
-from holdfast.format.manifest import FileEntry, Manifest
+from holdfast.format.manifest import (
+    MAX_MANIFEST_NBYTES,
+    Aborted,
+    Deleted,
+    FileEntry,
+    Manifest,
+    decode_register,
+)
+from holdfast.store.base import Buffer, Store
+
+Listing: TypeAlias = Manifest | Visible
+"""What lists the files of a checkpoint as they lie there, by name; sealed ones have other names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +68,47 @@ def groups_of(pieces: Sequence[Piece]) -> Iterator[Group]:
 def length(entry: FileEntry) -> int:
     """Bytes that a file has where it lies."""
     return entry.stored_nbytes
+
+
+def decode_listing(data: Buffer, *, what: str) -> Listing | Aborted | Deleted:
+    """The value of a register, without opening what is sealed.
+
+    Raises:
+        FormatError: the format does not allow it.
+    """
+    try:
+        return decode_register(data, what=what)
+    except MissingKey:
+        return decode_visible(data, what=what)
+
+
+def read_listing(store: Store, folder: str) -> Listing | Aborted | Deleted | None:
+    """What a folder of a store that does not seal holds; None while nothing is there.
+
+    Raises:
+        FormatError: something is there that is not a valid document.
+    """
+    key = f"{folder}/{layout.MANIFEST}"
+    return read_if_there(store, key, decode_listing, max_nbytes=MAX_MANIFEST_NBYTES)
+
+
+def pieces_of_sealed(
+    entry: FileEntry,
+    digests_of: Callable[[Sequence[tuple[int, int]]], Iterable[bytes]],
+    *,
+    what: str,
+) -> tuple[Piece, ...]:
+    """A sealed file in pieces. Only the digest of the whole of it is recorded, so all of it is read
+    first: `digests_of` gives those of some stretches, in their order.
+
+    Raises:
+        CorruptData: they are not of the file that was written; names `what`.
+    """
+    spans = split(entry.nbytes)
+    digests = b"".join(digests_of(spans))
+    if file_digest(entry.nbytes, digests) != entry.digest:
+        raise CorruptData(f"{what}: not what was written")
+    return _pieces(spans, digests)
 
 
 def pieces_of(

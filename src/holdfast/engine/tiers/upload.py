@@ -1,9 +1,10 @@
 """Sending one checkpoint from one root to another: its bytes as they are, its manifest last.
 
 Every block is compared with its digest between the disk and the network, so that damage is never
-sent. A file is in the other root when it is whole: where a store shows files that are being
-written, they are written in a scratch folder and get their name at the end. So nothing in an
-attempt's folder is ever replaced or removed by an upload, and what is there need not be sent again.
+sent. What is sealed is sent as it lies here, only its manifest is opened. A file is in the other
+root when it is whole: where a store shows files that are being written, they are written in a
+scratch folder and get their name at the end. So nothing in an attempt's folder is ever replaced or
+removed by an upload, and what is there need not be sent again.
 """
 
 from __future__ import annotations
@@ -12,18 +13,29 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from holdfast.engine.catalog import Catalog
 from holdfast.engine.commit import Attempt, publish, settle
 from holdfast.engine.documents import read_document
-from holdfast.engine.tiers.pieces import Group, Piece, groups_of, length, pieces_of
+from holdfast.engine.sealing import SealedStore, bare, vouched
+from holdfast.engine.tiers.pieces import (
+    Group,
+    Listing,
+    Piece,
+    decode_listing,
+    groups_of,
+    length,
+    pieces_of,
+    pieces_of_sealed,
+    read_listing,
+)
+from holdfast.engine.unsealing import box_documents, boxes_of
 from holdfast.engine.workers import Workers, cancel
 from holdfast.errors import (
     AlreadyExists,
@@ -33,17 +45,20 @@ from holdfast.errors import (
     HoldfastError,
     NoCheckpoint,
     NotFound,
+    NotSealed,
     StoreError,
     UnsupportedStore,
 )
 from holdfast.format import layout
 from holdfast.format.blocks import block_digest, digest_blocks, file_digest
+from holdfast.format.envelope import Visible
 from holdfast.format.manifest import (
     MAX_JSON_FILE_NBYTES,
     MAX_MANIFEST_NBYTES,
+    Aborted,
+    Deleted,
     FileEntry,
     Manifest,
-    decode_register,
 )
 from holdfast.store.base import BlockWriter, LinksFiles, Store, WritesBlocks, make_folder
 
@@ -85,8 +100,8 @@ class Sender:
         """`timeout_s` is the longest that one block, or one end of a file, may take; with
         `reads_back` each file is fetched and compared before the commit."""
         self._reads_back = reads_back
-        self._local = local
-        self._remote = remote
+        self._vouching = local
+        self._local, self._remote = bare(local), bare(remote)
         self._num_threads = num_threads
         self._timeout_s = timeout_s
         self._workers = Workers(num_threads, "holdfast-upload")
@@ -122,6 +137,7 @@ class Sender:
 
         Raises:
             NoCheckpoint: it is not here, or was deleted there; it is not to be sent again.
+            SealError: our keys do not open it, or it is not sealed where others are.
             CommitConflict: gc has given it up there.
             CorruptData: it is damaged here, or the other root has something else.
             Superseded: a later writer owns the other root.
@@ -130,33 +146,41 @@ class Sender:
         """
         began = time.perf_counter()
         self._cost, self._told = Cost(), told
-        data, manifest = self._manifest(folder)
-        if not self._is_there(folder, data):
-            self._send_files(folder, manifest)
-            self._expect_sizes(folder, manifest)
-            self._commit(folder, manifest, data, epoch, unclear)
+        data, listing = self._listing(folder)
+        if not self._is_there(folder):
+            self._send_files(folder, listing)
+            self._expect_sizes(folder, listing)
+            if isinstance(listing, Visible):
+                self._send_keys(folder, listing)
+            self._commit(folder, listing, data, epoch, unclear)
+        elif isinstance(listing, Visible):
+            self._count(requests=2)
+            boxes_of(self._remote, folder, listing)
         self._confirm(folder, data)
         self._cost.seconds = time.perf_counter() - began
         return self._cost
 
-    def _manifest(self, folder: str) -> tuple[bytes, Manifest]:
-        key = f"{folder}/{layout.MANIFEST}"
+    def _listing(self, folder: str) -> tuple[bytes, Listing]:
+        """The manifest as it lies here, of which the keys have said that nobody has changed it."""
+        where = f"{self._local.url}/{folder}"
         try:
-            data = read_document(self._local, key, max_nbytes=MAX_MANIFEST_NBYTES)
+            data = vouched(self._vouching, folder)
         except NotFound as error:
-            raise NoCheckpoint(f"{self._local.url}/{folder}: it is not committed") from error
-        manifest = decode_register(data, what=f"{self._local.url}/{key}")
-        if not isinstance(manifest, Manifest):
-            raise NoCheckpoint(f"{self._local.url}/{folder}: it was deleted")
-        return data, manifest
+            raise NoCheckpoint(f"{where}: it is not committed") from error
+        listing = decode_listing(data, what=f"{where}/{layout.MANIFEST}")
+        if isinstance(listing, Aborted | Deleted):
+            raise NoCheckpoint(f"{where}: it was deleted")
+        if isinstance(listing, Manifest) and isinstance(self._vouching, SealedStore):
+            raise NotSealed(f"{where}: it is from before the run was sealed, and not sent in clear")
+        return data, listing
 
-    def _is_there(self, folder: str, data: bytes) -> bool:
+    def _is_there(self, folder: str) -> bool:
         """Whether the other root has it committed."""
         self._count()
-        register = Catalog(self._remote).read(folder)
+        register = read_listing(self._remote, folder)
         if register is None:
             return False
-        if isinstance(register, Manifest):
+        if not isinstance(register, Aborted | Deleted):
             return True
         what = type(register).__name__.lower()
         where = f"{self._remote.url}/{folder}"
@@ -165,20 +189,58 @@ class Sender:
 
     # Files
 
-    def _send_files(self, folder: str, manifest: Manifest) -> None:
+    def _send_files(self, folder: str, listing: Listing) -> None:
         make_folder(self._remote, folder)
-        index_entry = manifest.files[layout.INDEX]
-        data = self._whole(folder, layout.INDEX, index_entry, manifest.block_nbytes)
-        what = f"{self._local.url}/{folder}/{layout.INDEX}"
+        pieces_of_file = self._pieces(folder, listing)
         there = self._sizes_there(folder)
         num_there = 0
-        for name, pieces in pieces_of(manifest, data, what=what).items():
-            key, nbytes = f"{folder}/{name}", length(manifest.files[name])
-            if there.get(name) != nbytes or not self._is_right(key, pieces):
-                self._send_file(key, nbytes, pieces, is_there=name in there)
-            else:
+        for name, entry in listing.files.items():
+            key, nbytes = f"{folder}/{name}", length(entry)
+            is_there = there.get(name) == nbytes
+            if is_there and (not self._reads_back or self._is_right(key, pieces_of_file(name))):
                 num_there += 1
+            else:
+                self._send_file(key, nbytes, pieces_of_file(name), is_there=name in there)
         self._cost.is_all = not num_there
+
+    def _pieces(self, folder: str, listing: Listing) -> Callable[[str], tuple[Piece, ...]]:
+        """What gives the pieces of each file."""
+        if isinstance(listing, Visible):
+            return partial(self._pieces_of_sealed, folder, listing.files)
+        index_entry = listing.files[layout.INDEX]
+        data = self._whole(folder, layout.INDEX, index_entry, listing.block_nbytes)
+        what = f"{self._local.url}/{folder}/{layout.INDEX}"
+        return pieces_of(listing, data, what=what).__getitem__
+
+    def _pieces_of_sealed(
+        self, folder: str, files: Mapping[str, FileEntry], name: str
+    ) -> tuple[Piece, ...]:
+        key = f"{folder}/{name}"
+        what = f"{self._local.url}/{key}"
+
+        def digest(start: int, stop: int) -> bytes:
+            self._expect_time(key)
+            return block_digest(self._local.get(key, start, stop - start))
+
+        def digests(spans: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+            return self._each((partial(digest, *span) for span in spans), key)
+
+        try:
+            return pieces_of_sealed(files[name], digests, what=what)
+        except CorruptData:
+            # Once more: a passing error on the way is not damage.
+            return pieces_of_sealed(files[name], digests, what=what)
+
+    def _send_keys(self, folder: str, visible: Visible) -> None:
+        """The boxes of keys, as they are by now; those that are there already stay, too."""
+        for name, data in box_documents(self._local, folder, visible).items():
+            key = f"{folder}/{name}"
+            self._put(key, data)
+            self._count()
+            if self._remote.get(key) != data:
+                raise StoreError(
+                    f"{self._remote.url}/{key}: read back, these are not the keys that were sent"
+                )
 
     def _sizes_there(self, folder: str) -> dict[str, int]:
         self._count()
@@ -244,9 +306,7 @@ class Sender:
             raise
 
     def _send_group(self, writer: BlockWriter, source: str, group: Group) -> None:
-        _be_nice()
-        if self._stop.is_set():
-            raise Interrupted(f"{source}: not sent to its end, for the process is closing")
+        self._expect_time(source)
         first, data = group.pieces[0].start, b"".join(self._read(source, p) for p in group.pieces)
         sent = memoryview(data)[group.start - first : group.stop - first]
         writer.write(group.start, sent)
@@ -256,16 +316,20 @@ class Sender:
         """Whether the other root has these bytes, where it is to be asked."""
         if not self._reads_back:
             return True
-        jobs = (partial(self._digest_there, key, piece) for piece in pieces)
-        waiting = deque[Future[bool]]()
+        found = self._each((partial(self._digest_there, key, piece) for piece in pieces), key)
+        with closing(found):
+            return all(found)
+
+    def _each(self, jobs: Iterable[Callable[[], T]], key: str) -> Generator[T, None, None]:
+        """The results of jobs in their order, a few of which are under way at once."""
+        waiting = deque[Future[T]]()
         try:
             for job in jobs:
                 waiting.append(self._workers.submit(job))
-                if len(waiting) >= 2 * self._num_threads and not self._result(
-                    waiting.popleft(), key
-                ):
-                    return False
-            return all(self._result(future, key) for future in waiting)
+                if len(waiting) >= 2 * self._num_threads:
+                    yield self._result(waiting.popleft(), key)
+            while waiting:
+                yield self._result(waiting.popleft(), key)
         finally:
             cancel(waiting, timeout_s=self._timeout_s)
 
@@ -300,6 +364,12 @@ class Sender:
                 return data
         raise CorruptData(f"{self._local.url}/{key}: not what was written, and is not sent")
 
+    def _expect_time(self, key: str) -> None:
+        """For a thread that is to read or send a block; raises `Interrupted`."""
+        _be_nice()
+        if self._stop.is_set():
+            raise Interrupted(f"{key}: not sent to its end, for the process is closing")
+
     def _put(self, key: str, data: bytes) -> None:
         if self._stop.is_set():
             raise Interrupted(f"{key}: not sent, for the process is closing")
@@ -317,8 +387,8 @@ class Sender:
 
     # The commit
 
-    def _expect_sizes(self, folder: str, manifest: Manifest) -> None:
-        for name, entry in manifest.files.items():
+    def _expect_sizes(self, folder: str, listing: Listing) -> None:
+        for name, entry in listing.files.items():
             key = f"{folder}/{name}"
             self._count()
             found = self._remote.head(key).nbytes
@@ -329,12 +399,10 @@ class Sender:
                 )
 
     def _commit(
-        self, folder: str, manifest: Manifest, data: bytes, epoch: int, unclear: set[str]
+        self, folder: str, listing: Listing, data: bytes, epoch: int, unclear: set[str]
     ) -> None:
-        name = layout.attempt_name(
-            manifest.label, manifest.epoch, manifest.sequence, manifest.save_id
-        )
-        attempt = Attempt(name=name, save_id=manifest.save_id)
+        name = layout.attempt_name(listing.label, listing.epoch, listing.sequence, listing.save_id)
+        attempt = Attempt(name=name, save_id=listing.save_id)
         if attempt.folder != folder:
             raise CorruptData(f"{self._local.url}/{folder}: the manifest is of {attempt.folder}")
         if self._stop.is_set():

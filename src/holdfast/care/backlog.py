@@ -1,0 +1,344 @@
+"""What a local root has that its remote tier is to have: decided from both, noted in the local one.
+
+Knows what is there and what waits; sends nothing, and asks the remote tier nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping
+
+from msgspec import structs
+
+from holdfast.care.retention import candidate
+from holdfast.engine.catalog import Catalog, Entry
+from holdfast.engine.process import utc_now
+from holdfast.engine.tiers.ledger import MAX_ERROR_CHARS, Ledger
+from holdfast.engine.tiers.tiered import Lag
+from holdfast.engine.tiers.upload import Cost
+from holdfast.errors import HoldfastError
+from holdfast.events import Emitter
+from holdfast.format.manifest import Manifest, Timestamp
+from holdfast.format.records import TiersRecord, UploadRecord, UploadState
+from holdfast.policy.retention import Candidate, Rule, decide
+from holdfast.store.base import Store
+
+
+class Backlog:
+    """The queue of one local root. From any thread; `changed` is notified when it gets shorter or
+    is decided anew."""
+
+    def __init__(
+        self, local: Store, where: str, rule: Rule, emit: Emitter, *, replaces: bool
+    ) -> None:
+        """`where` is the URL of the remote tier and `rule` what that keeps; `replaces` is as for
+        `policy.retention.decide`."""
+        self.changed = threading.Condition()
+        self._local = local
+        self._where = where
+        self._rule = rule
+        self._emit = emit
+        self._replaces = replaces
+        self._ledger = Ledger(local)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what is known of both tiers: another process may have changed it."""
+        self._there: dict[str, Candidate] | None = None
+        """By folder: what the remote tier has; None: not looked at yet."""
+        self._lineage: set[tuple[int, int]] = set()
+        self._waiting: dict[str, Entry] = {}
+        self._is_sure = False
+        self._refused: set[str] = set()
+        """Folders that cannot be sent at all."""
+        self._suspect: dict[str, str] = {}
+        """By folder: why what is there is not to be relied on."""
+        self._sending = ""
+        """The folder that is being sent. It stays, wanted or not: where saves come faster than
+        uploads end, none would ever end."""
+        self._over: set[str] = set()
+        """Folders that are not to be sent any more, and are not needed for it."""
+        self._noted: dict[str, UploadState] | None = None
+        """By folder: what is noted in the local root; None: not read yet."""
+        self._known: dict[str, Manifest] = {}
+        self._tries: dict[str, int] = {}
+
+    # What is there
+
+    @property
+    def has_seen(self) -> bool:
+        """Whether the remote tier was looked at."""
+        return self._there is not None
+
+    def see(self, there: Mapping[str, Candidate], lineage: Collection[tuple[int, int]]) -> None:
+        """The remote tier has these, by folder; `lineage` has the orders that the run is on.
+
+        Raises:
+            StoreError, FormatError: the local root cannot be read.
+        """
+        with self.changed:
+            self._there, self._lineage = dict(there), {*lineage}
+            self.refresh()
+
+    def found(self, entry: Entry, *, suspect: str) -> None:
+        """One that is here is there as well; `suspect` says why that copy is not to be relied on,
+        so that the local one stays."""
+        if suspect:
+            self._suspect[entry.folder] = suspect
+            self.note(entry, "refused", error=suspect)
+        elif not self._was_sent(entry):
+            self.note(entry, "uploaded", sent_nbytes=entry.manifest.nbytes)
+
+    def gone(self, folder: str) -> None:
+        """Retention has deleted one there."""
+        with self.changed:
+            if self._there is not None:
+                self._there.pop(folder, None)
+
+    @property
+    def resumable_there(self) -> list[Candidate]:
+        """What a run could go on from there, on the line on which this one is."""
+        there = (self._there or {}).values()
+        return [one for one in there if one.is_resumable and one.order in self._lineage]
+
+    def is_on_line(self, entry: Entry) -> bool:
+        """Whether the run has gone through this one, as far as was seen."""
+        return entry.order in self._lineage
+
+    # What waits
+
+    def refresh(self) -> None:
+        """Decide anew what is to be sent, from what both tiers have.
+
+        Raises:
+            StoreError, FormatError: the local root cannot be read.
+        """
+        with self.changed:
+            entries = Catalog(self._local).checkpoints(known=self._known)
+            self._known = {entry.folder: entry.manifest for entry in entries}
+            here = {entry.folder: entry for entry in entries}
+            noted = self._notes()
+            self._waiting = {folder: here[folder] for folder in self._wanted(here)}
+            self._is_sure = True
+            for folder in [f for f in noted if f not in here]:
+                self._forget(folder)
+            for folder in [f for f, state in noted.items() if state != "uploaded"]:
+                if folder not in self._waiting and folder not in self._suspect:
+                    self._forget(folder)
+            for folder, entry in self._waiting.items():
+                if folder not in noted:
+                    self.note(entry, "waiting")
+            self.changed.notify_all()
+
+    def doubt(self) -> None:
+        """It could not be decided: until the next `refresh` nothing may be deleted."""
+        self._is_sure = False
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether it was decided with all that is here."""
+        return self._is_sure
+
+    def _wanted(self, here: Mapping[str, Entry]) -> list[str]:
+        """What is only here, can be sent, and would be kept there.
+
+        What is not known to be there lets more be wanted, never less.
+        """
+        there = self._there or {}
+        new = {
+            folder: candidate(self._local, entry)
+            for folder, entry in here.items()
+            if folder not in there and folder not in self._over and not self._was_sent(entry)
+        }
+        new = {
+            folder: one
+            for folder, one in new.items()
+            if one.is_usable and not one.begun and not one.dropped
+        }
+        folders = {one.order: folder for folder, one in new.items()}
+        line = {name.order for name in Catalog(self._local).lineage()} | self._lineage
+        decisions = decide(
+            [*there.values(), *new.values()], self._rule, lineage=line, replaces=self._replaces
+        )
+        return [
+            folders[decision.entry.order]
+            for decision in decisions
+            if decision.keep and decision.entry.order in folders
+        ]
+
+    @property
+    def waiting(self) -> tuple[Entry, ...]:
+        """What is only here, and wanted there."""
+        return tuple(self._waiting.values())
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Where that is."""
+        return tuple(self._waiting)
+
+    def waits(self, entry: Entry) -> bool:
+        """Whether it is still wanted there: local retention may have taken it meanwhile if not."""
+        with self.changed:
+            return entry.folder in self._waiting
+
+    def holds(self, entry: Entry, *, epoch: int | None) -> str:
+        """Why the local copy must not be deleted yet; nothing where it may be. `epoch` is that of
+        the present claim, in which nobody else has sent or deleted anything."""
+        with self.changed:
+            is_ours = entry.name.epoch == epoch
+            if not self._is_sure or not (self.has_seen or is_ours or self._was_sent(entry)):
+                return f"what {self._where} has is not known yet"
+            if entry.folder in self._waiting or entry.folder == self._sending:
+                return f"it waits for its upload to {self._where}"
+            return self._suspect.get(entry.folder, "")
+
+    def is_too_far_behind(self, now: Timestamp, lag: Lag) -> bool:
+        """Whether the remote tier lacks more than it may of a run at `now`."""
+        waiting = self._sendable()
+        if not waiting:
+            return False
+        newest = max(self.resumable_there, key=lambda there: there.order, default=None)
+        oldest = min(waiting, key=lambda entry: entry.order)
+        then = newest.timestamp if newest is not None else oldest.manifest.timestamp
+        return lag.is_exceeded(now, then, sum(entry.manifest.nbytes for entry in waiting))
+
+    def __str__(self) -> str:
+        waiting = self.waiting
+        nbytes = sum(entry.manifest.nbytes for entry in waiting)
+        names = ", ".join(sorted(entry.folder for entry in waiting)) or "nothing"
+        return f"{len(waiting)} checkpoints ({nbytes} bytes): {names}"
+
+    # What is sent
+
+    def next(self, *, tries: int) -> Entry | None:
+        """The newest that waits; after those that have failed `tries` times less."""
+        with self.changed:
+            waiting = self._sendable()
+            rounds = {e.folder: self._tries.get(e.folder, 0) // tries for e in waiting}
+            newest_first = sorted(waiting, key=lambda entry: entry.order, reverse=True)
+            return min(newest_first, key=lambda entry: rounds[entry.folder], default=None)
+
+    def begin(self, entry: Entry) -> bool:
+        """Whether it is still wanted there; then it stays until `end`."""
+        with self.changed:
+            if entry.folder not in self._waiting:
+                return False
+            self._sending = entry.folder
+            return True
+
+    def end(self) -> None:
+        """Nothing is being sent."""
+        self._sending = ""
+
+    def tried(self, entry: Entry) -> int:
+        """Count one more try; gives how many there were before."""
+        before = self._tries.get(entry.folder, 0)
+        self._tries[entry.folder] = before + 1
+        return before
+
+    def arrived(self, entry: Entry) -> None:
+        """It is there now, whole.
+
+        Raises:
+            StoreError, FormatError: the local root cannot be read.
+        """
+        with self.changed:
+            assert self._there is not None, "nothing is sent before the remote tier was seen"
+            self.note(entry, "uploaded", sent_nbytes=entry.manifest.nbytes)
+            self._there[entry.folder] = candidate(self._local, entry)
+            if entry.order in {name.order for name in Catalog(self._local).lineage()}:
+                self._lineage.add(entry.order)
+            self._tries.pop(entry.folder, None)
+            self._remove(entry.folder)
+
+    def give_up(self, folder: str) -> None:
+        """It is not to be sent any more, and the local copy is not needed for it."""
+        with self.changed:
+            self._over.add(folder)
+            self._forget(folder)
+            self._remove(folder)
+
+    def refuse(self, entry: Entry) -> None:
+        """It cannot be sent, and waits for somebody to look at it."""
+        self._refused.add(entry.folder)
+
+    def _sendable(self) -> list[Entry]:
+        return [entry for name, entry in self._waiting.items() if name not in self._refused]
+
+    def _remove(self, folder: str) -> None:
+        self._waiting.pop(folder, None)
+        self._sending = ""
+        self.changed.notify_all()
+
+    # What is noted. On a full disk nothing can be, and uploads make room.
+
+    def note(
+        self, entry: Entry, state: UploadState, *, sent_nbytes: int = 0, error: str = ""
+    ) -> None:
+        """Write down how far one is."""
+        record = UploadRecord(
+            remote=self._where,
+            state=state,
+            nbytes=entry.manifest.nbytes,
+            changed=utc_now(),
+            sent_nbytes=sent_nbytes,
+            tries=self._tries.get(entry.folder, 0),
+            error=error[:MAX_ERROR_CHARS] or None,
+        )
+        if self._noted_down(lambda: self._ledger.note(entry.folder, record)):
+            self._notes()[entry.folder] = state
+
+    def note_tiers(
+        self,
+        *,
+        epoch: int | None,
+        entry: Entry | None = None,
+        cost: Cost | None = None,
+        error: str = "",
+    ) -> None:
+        """Write down where to, and how it went; without an upload, that of the last one stays.
+        `epoch` is a claim that stands there; None: none that is known."""
+        before = self._ledger.tiers()
+        if before is None or before.remote != self._where:
+            before = TiersRecord(remote=self._where, changed="")
+        record = structs.replace(
+            before,
+            changed=utc_now(),
+            epoch=before.epoch if epoch is None else epoch,
+            error=error[:MAX_ERROR_CHARS] or None,
+        )
+        if entry is not None and cost is not None:
+            record = structs.replace(
+                record,
+                folder=entry.folder,
+                nbytes=cost.nbytes,
+                upload_s=cost.seconds,
+                requests=cost.requests,
+            )
+        self._noted_down(lambda: self._ledger.note_tiers(record))
+
+    def _was_sent(self, entry: Entry) -> bool:
+        """Whether it was in the remote tier once, as far as is noted."""
+        return self._notes().get(entry.folder) == "uploaded"
+
+    def _notes(self) -> dict[str, UploadState]:
+        if self._noted is None:
+            notes = self._ledger.notes().items()
+            self._noted = {
+                folder: note.state if note is not None and note.remote == self._where else "waiting"
+                for folder, note in notes
+            }
+        return self._noted
+
+    def _forget(self, folder: str) -> None:
+        if self._noted_down(lambda: self._ledger.forget(folder)):
+            self._notes().pop(folder, None)
+
+    def _noted_down(self, job: Callable[[], None]) -> bool:
+        """Whether a note could be changed."""
+        try:
+            job()
+        except HoldfastError as error:
+            self._emit("housekeeping_failed", f"notes on uploads: {error}")
+            return False
+        return True

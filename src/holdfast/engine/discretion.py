@@ -1,0 +1,56 @@
+"""What is stored in clear beside sealed checkpoints: without the words of errors and reasons, which
+may name parts of the state."""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.errors import NotFound
+from holdfast.format import layout
+from holdfast.format.records import (
+    AnswerRecord,
+    Rejected,
+    Retired,
+    decode_answer,
+    decode_rejected,
+    decode_retired,
+    decode_tiers,
+    decode_upload,
+    encode_answer,
+    encode_rejected,
+    encode_retired,
+    encode_tiers,
+    encode_upload,
+)
+from holdfast.store.base import Buffer
+
+NOT_TOLD = "not told: the checkpoints here are sealed"
+
+
+def blank(name: str, data: bytes) -> bytes:
+    """A mark beside a checkpoint that cannot be opened, or is deleted: without the words."""
+    if name == layout.REJECTED:
+        rejected = decode_rejected(data, what=name)
+        return encode_rejected(Rejected(by=rejected.by, reasons=(NOT_TOLD,)))
+    if layout.parse_retired(name) is not None:
+        return encode_retired(Retired(by=decode_retired(data, what=name).by, reason=NOT_TOLD))
+    raise NotFound(f"{name}: there is no checkpoint that can be opened beside it")
+
+
+def discreet(key: str, data: Buffer) -> Buffer:
+    """What is passed through, without the words of an error, which may name parts of the state."""
+    if key.startswith(f"{layout.REQUESTS}/") and layout.is_answer(key):
+        answer = decode_answer(data, what=key)
+        if answer.error is None:
+            return data
+        told = AnswerRecord(folder=None, error=NOT_TOLD, created=answer.created, asker=answer.asker)
+        return encode_answer(told)
+    if key == layout.TIERS:
+        tiers = decode_tiers(data, what=key)
+        error = None if tiers.error is None else NOT_TOLD
+        return encode_tiers(msgspec.structs.replace(tiers, error=error))
+    if key.startswith(f"{layout.UPLOADS}/"):
+        upload = decode_upload(data, what=key)
+        error = None if upload.error is None else NOT_TOLD
+        return encode_upload(msgspec.structs.replace(upload, error=error))
+    return data

@@ -1,0 +1,370 @@
+"""Copies of what was read from far away, in a folder that the processes of one host share.
+
+A copy holds one *piece* of an object. One process at a time fetches a piece, under a lock that the
+kernel takes back when that process dies, and the copy gets its name when it is whole. Knows pieces
+and their lengths, nothing of stores, and nothing of what the bytes mean: nothing is synced, so
+whoever reads a copy checks it, and forgets it when it is wrong.
+
+Copies are an advantage and never a condition: what goes wrong here ends in a plain fetch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from holdfast.errors import CorruptData
+from holdfast.events import logger
+from holdfast.store import localreads
+from holdfast.store.localfiles import write_all
+from holdfast.store.localreads import Seen
+
+Fetch = Callable[[int, memoryview, Seen], None]
+"""Fills the memory from that byte of the object on, and shows it as it comes."""
+
+PIECE_NBYTES = 8 * 1024 * 1024
+"""The longest piece."""
+
+_PAGE = 4096
+_DRAFT = ".part"
+_NAME = re.compile(r"[0-9]{8}(\.part)?", re.ASCII)
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_WRITE = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
+_COUNT_WAIT_S = 10.0
+"""Longest wait for whoever counts copies, or clears old ones away."""
+_CLEARED_SHARE = 10
+"""Each time that copies have to go, a tenth of the room is made free: to look at them all takes
+longer than to remove one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Where a piece lies in its object, and where its copy is."""
+
+    place: str
+    """Path of the copy inside the folder; the last segment is a number of 8 digits."""
+    start: int
+    """Its first byte in the object."""
+    nbytes: int
+    """Its length, at most `PIECE_NBYTES`."""
+
+
+class LocalPieces:
+    """The copies in a folder. Safe against other threads and processes, and their sudden death.
+
+    Args:
+        folder: where they are; made when the first one is kept. What else is in it stays.
+        max_nbytes: what they may take together, in bytes of the disk.
+        wait_s: how long one process waits for another that fetches the same piece.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, max_nbytes: int, wait_s: float) -> None:
+        # A folder of our own: what is cleared away here is ours, and one user's.
+        name = f"holdfast-cache-{os.geteuid()}"
+        self._folder = os.path.join(os.path.abspath(os.fspath(folder)), name)
+        self._max_nbytes = max_nbytes
+        self._wait_s = wait_s
+        self._is_ours: bool | None = None
+        self._keeps = True
+
+    def read(
+        self, piece: Piece, start: int, memory: memoryview, fetch: Fetch, *, seen: Seen
+    ) -> None:
+        """Fill `memory` from byte `start` of the object, which lies in the piece.
+
+        From a copy, where there is one; else `fetch` gets the whole piece, and it is kept.
+        """
+        done = self._read_copy(piece, start, memory, seen)
+        end, pause_s = time.monotonic() + self._wait_s, _FIRST_PAUSE_S
+        while not done:
+            with self._begun(piece) as draft:
+                # It may have been finished since; and a draft that is nobody's is ours now.
+                done = self._read_copy(piece, start, memory, seen)
+                if draft is not None and not done:
+                    self._fetch(piece, start, memory, fetch, seen, draft)
+                    return
+            if not self._keeps or time.monotonic() > end:
+                break
+            if not done:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        if done < len(memory):
+            fetch(start + done, memory[done:], seen)
+
+    def forget(self, place: str) -> None:
+        """Remove the copies at and under a place, as far as they can be."""
+        path = self._path(place)
+        shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):
+            os.unlink(path)
+
+    def _path(self, place: str) -> str:
+        return os.path.join(self._folder, place)
+
+    def _read_copy(self, piece: Piece, start: int, memory: memoryview, seen: Seen) -> int:
+        """How many bytes of `memory` a copy has filled; 0 where there is none."""
+        path = self._path(piece.place)
+        done = 0
+
+        def count(part: memoryview) -> None:
+            nonlocal done
+            seen(part)
+            done += len(part)
+
+        try:
+            if not self._is_usable():
+                return 0
+            fd = os.open(path, _READ)
+        except OSError:
+            return 0
+        try:
+            with suppress(OSError):
+                os.utime(fd)  # so that it is among the last to go
+            localreads.fill(
+                fd, memory, start - piece.start, what=path, seen=count, direct=True, afresh=False
+            )
+        except (OSError, CorruptData):
+            self.forget(piece.place)  # what it did not give comes from the store
+        finally:
+            os.close(fd)
+        return done
+
+    def _fetch(
+        self,
+        piece: Piece,
+        start: int,
+        memory: memoryview,
+        fetch: Fetch,
+        seen: Seen,
+        draft: _Draft,
+    ) -> None:
+        whole = memory
+        if len(memory) == piece.nbytes:
+            fetch(start, memory, seen)
+        else:
+            whole = memoryview(bytearray(piece.nbytes))
+            fetch(piece.start, whole, lambda _: None)
+            first = start - piece.start
+            memory[:] = whole[first : first + len(memory)]
+            seen(memory)
+        self._keep(piece, whole, draft)
+
+    def _keep(self, piece: Piece, whole: memoryview, draft: _Draft) -> None:
+        try:
+            draft.write(whole)
+            with self._counted(piece.nbytes) as has_room:
+                if has_room:
+                    draft.rename(self._path(piece.place))
+        except FileNotFoundError:
+            pass  # somebody emptied the folder meanwhile
+        except OSError as error:
+            self._keep_no_more(error)
+
+    # Drafts
+
+    @contextmanager
+    def _begun(self, piece: Piece) -> Iterator[_Draft | None]:
+        """The draft of a piece; None while somebody else has it, or nothing is kept."""
+        draft = None
+        try:
+            if self._keeps and self._is_usable():
+                draft = _begin(self._path(piece.place) + _DRAFT)
+        except OSError as error:
+            self._keep_no_more(error)
+        try:
+            yield draft
+        finally:
+            if draft is not None:
+                draft.close()
+
+    def _is_usable(self) -> bool:
+        """Whether the folder is there and nobody else's, who could put anything into it."""
+        if self._is_ours is None:
+            try:
+                os.makedirs(self._folder, mode=0o700, exist_ok=True)
+                found = os.lstat(self._folder)
+                if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                    raise PermissionError("it belongs to somebody else")
+                self._is_ours = True
+            except OSError as error:
+                self._is_ours = False
+                self._keep_no_more(error)
+        return self._is_ours
+
+    def _keep_no_more(self, error: OSError) -> None:
+        if self._keeps:
+            self._keeps = False
+            logger.warning(
+                "%s: no copies are kept here any more, and what is not here yet is read from "
+                "where it is: %s",
+                self._folder,
+                error,
+            )
+
+    # Room
+
+    @contextmanager
+    def _counted(self, nbytes: int) -> Iterator[bool]:
+        """Whether there is room for a copy; the least recently used ones go for it.
+
+        Copies get their names in here alone, so that counting them misses none; and they are
+        counted first, so that who dies in between leaves a count that is too high.
+        """
+        needed = _on_disk(nbytes)
+        fd = os.open(self._path("count"), _WRITE | os.O_CREAT, 0o600)
+        try:
+            end = time.monotonic() + _COUNT_WAIT_S
+            while not _is_locked(fd):
+                if time.monotonic() > end:
+                    yield False
+                    return
+                time.sleep(_FIRST_PAUSE_S)
+            count = _counted_here(os.pread(fd, 100, 0))
+            if count is None or count + needed > self._max_nbytes:
+                count = self._clear(self._max_nbytes - needed)
+            has_room = count + needed <= self._max_nbytes
+            os.pwrite(fd, b"%020d %s" % (count + needed * has_room, _boot()), 0)
+            yield has_room
+        finally:
+            _unlock(fd)
+
+    def _clear(self, limit: int) -> int:
+        """Remove copies until they take at most `limit` bytes; how many they take then."""
+        copies, total = [], 0
+        for path, found in self._found():
+            if path.endswith(_DRAFT):
+                _remove_left(path)
+            else:
+                copies.append((found.st_mtime_ns, path, _on_disk(found.st_size)))
+                total += copies[-1][2]
+        if total <= limit:
+            return total
+        for _, path, nbytes in sorted(copies):
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            total -= nbytes
+            self._remove_empty(os.path.dirname(path))
+            if total <= limit - self._max_nbytes // _CLEARED_SHARE:
+                break
+        return total
+
+    def _found(self) -> Iterator[tuple[str, os.stat_result]]:
+        """Every copy and every draft."""
+        for folder, _, names in os.walk(self._folder):
+            for name in filter(_NAME.fullmatch, names):
+                path = os.path.join(folder, name)
+                with suppress(FileNotFoundError):
+                    yield path, os.lstat(path)
+
+    def _remove_empty(self, folder: str) -> None:
+        with suppress(OSError):
+            while folder != self._folder:
+                os.rmdir(folder)
+                folder = os.path.dirname(folder)
+
+
+class _Draft:
+    """A file without its name, locked. Whoever has the lock may write, name or remove it."""
+
+    def __init__(self, fd: int, path: str) -> None:
+        self._fd = fd
+        self._path = path
+
+    def write(self, data: memoryview) -> None:
+        """Give it its bytes."""
+        write_all(self._fd, data, 0)
+
+    def rename(self, path: str) -> None:
+        """Give it its name."""
+        os.rename(self._path, path)
+        self._path = ""
+
+    def close(self) -> None:
+        """Remove it unless it has got its name, and let others have the lock."""
+        if self._path:
+            with suppress(OSError):
+                os.unlink(self._path)
+        _unlock(self._fd)
+
+
+def _begin(path: str) -> _Draft | None:
+    """The draft at a path; None while somebody else has it."""
+    try:
+        fd = os.open(path, _WRITE | os.O_CREAT, 0o600)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        return None  # the caller comes again: a folder that is empty may be removed at any time
+    try:
+        if _is_locked(fd) and _is_at(fd, path):
+            os.ftruncate(fd, 0)  # of somebody who died
+            draft, fd = _Draft(fd, path), -1
+            return draft
+        return None
+    finally:
+        if fd >= 0:
+            _unlock(fd)
+
+
+def _remove_left(path: str) -> None:
+    """Remove a draft that nobody works on any more."""
+    try:
+        fd = os.open(path, _WRITE)
+    except FileNotFoundError:
+        return
+    try:
+        if _is_locked(fd) and _is_at(fd, path):
+            os.unlink(path)
+    finally:
+        _unlock(fd)
+
+
+def _is_locked(fd: int) -> bool:
+    """Whether this descriptor has the lock on its file now; another one has it otherwise."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _unlock(fd: int) -> None:
+    # A process that was forked meanwhile has the descriptor, too, and would keep the lock.
+    try:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    finally:
+        os.close(fd)
+
+
+def _is_at(fd: int, path: str) -> bool:
+    """Whether a path still leads to an open file: a lock on what was renamed is worth nothing."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _on_disk(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+def _counted_here(text: bytes) -> int | None:
+    """The count, if it was written since this machine started: what a power failure leaves of it
+    may be older than the copies."""
+    number, _, boot = text.partition(b" ")
+    return int(number) if re.fullmatch(rb"[0-9]{20}", number) and boot == _boot() else None
+
+
+def _boot() -> bytes:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            return file.read().strip()
+    except OSError:
+        return b""
