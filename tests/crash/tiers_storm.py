@@ -120,9 +120,11 @@ def clean(local: Path, remote: str, wanted: set[int]) -> None:
     in_remote = survey(store)
     expect_whole(store, in_remote)
     there = [entry.step for entry in in_remote]
-    extra = [step for step in there[NUM_LATEST:] if step % MILESTONE]
-    milestones = {step for step in wanted if step % MILESTONE == 0}
-    missing = {in_local[0].step, *milestones}.difference(there)
+    # Where a multiple was lost with its machine, the first step after it is the milestone.
+    firsts = {step // MILESTONE: step for step in there if step >= MILESTONE}
+    extra = {*there[NUM_LATEST:]} - {*firsts.values()}
+    multiples = {step for step in wanted if step % MILESTONE == 0}
+    missing = {in_local[0].step, *multiples}.difference(there)
     if extra or missing:
         raise AssertionError(f"remote: {there}, missing {missing}, too many {extra}")
     if Look.encryption is None:

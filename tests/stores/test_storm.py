@@ -50,7 +50,7 @@ def test_kills_in_multipart_uploads_leave_no_uploads(service: Service, root: str
     check_saves(service, root, trials=6, size=LARGE)
 
 
-@on("gcs", "azurite")
+@on("azurite")
 def test_kills_of_a_process_with_two_tiers_lose_nothing(
     service: Service, root: str, tmp_path: Path
 ) -> None:
@@ -58,7 +58,7 @@ def test_kills_of_a_process_with_two_tiers_lose_nothing(
     check_tiers(service, root, tmp_path, trials=8, size=SMALL, machines="same")
 
 
-@on("moto")
+@on("gcs")
 def test_kills_in_multipart_uploads_between_tiers_leave_no_uploads(
     service: Service, root: str, tmp_path: Path
 ) -> None:
