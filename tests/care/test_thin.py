@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.crash.test_every_operation import Stores, Tiny, stores  # noqa: F401
