@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from holdfast import CheckpointManager, Compression, reading
 from holdfast.care.verify import verify, verify_root
 from holdfast.cli.app import app
-from holdfast.engine.catalog import Catalog
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import CorruptData, NoUsableCheckpoint, UnsupportedVersion, UsageError
 from holdfast.format import codec, frames
 from holdfast.format.layout import BLOCK_NBYTES

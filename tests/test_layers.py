@@ -32,7 +32,7 @@ LAYERS = (
 )
 RANK = {folder: rank for rank, folders in enumerate(LAYERS) for folder in folders}
 WITHOUT_TORCH = ("errors", "events", "store", "format", "policy", "care", "cli")
-WITHOUT_TORCH_MODULES = ("holdfast.engine.catalog", "holdfast.engine.stop")
+WITHOUT_TORCH_MODULES = ("holdfast.engine.roots.catalog", "holdfast.engine.control.stop")
 
 # The package's own lazy table may name everything; whoever drives a whole job may use it.
 ROOT_USERS = ("cli", "demo", "testing")
@@ -262,9 +262,9 @@ def test_an_upward_import_is_found(tmp_path: Path, name: str, text: str) -> None
 
 def test_downward_imports_and_listed_seams_pass(tmp_path: Path) -> None:
     files = {
-        "engine/save.py": "import torch\nfrom holdfast import errors",
-        "engine/stage.py": "from holdfast.store import base",
-        "engine/load.py": "import holdfast.engine.save",
+        "engine/saving/save.py": "import torch\nfrom holdfast import errors",
+        "engine/staging/stage.py": "from holdfast.store import base",
+        "engine/loading/load.py": "import holdfast.engine.saving.save",
         "cli/app.py": "def demo():\n    from holdfast.demo import story",
         "demo/worker.py": "import holdfast",
         "errors.py": "",
@@ -279,7 +279,7 @@ def test_downward_imports_and_listed_seams_pass(tmp_path: Path) -> None:
         {"format/blocks.py": "import torch"},
         {"format/blocks.py": "from torch import nn"},
         {"format/blocks.py": "def f():\n    import torch.nn"},
-        {"engine/catalog.py": "import torch"},
+        {"engine/roots/catalog.py": "import torch"},
         {
             "policy/a.py": "import holdfast.policy.b",
             "policy/b.py": "try:\n    import torch\nfinally:\n    pass",
@@ -292,13 +292,13 @@ def test_torch_in_the_wrong_place_is_found(tmp_path: Path, files: dict[str, str]
 
 def test_torch_through_a_package_is_found(tmp_path: Path) -> None:
     files = {
-        "engine/__init__.py": "from holdfast.engine.save import save",
-        "engine/save.py": "import torch",
-        "care/verify.py": "import holdfast.engine.catalog",
-        "engine/catalog.py": "",
+        "engine/__init__.py": "from holdfast.engine.saving.save import save",
+        "engine/saving/save.py": "import torch",
+        "care/verify.py": "import holdfast.engine.roots.catalog",
+        "engine/roots/catalog.py": "",
     }
     assert torch_breaches(_planted(tmp_path, files)) == [
-        "holdfast.care.verify -> holdfast.engine -> holdfast.engine.save -> torch",
+        "holdfast.care.verify -> holdfast.engine -> holdfast.engine.saving.save -> torch",
     ]
 
 
@@ -306,6 +306,6 @@ def test_torch_for_types_or_in_a_listed_function_passes(tmp_path: Path) -> None:
     files = {
         "care/preflight.py": "def estimate():\n    import torch",
         "policy/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
-        "engine/save.py": "import torch",
+        "engine/saving/save.py": "import torch",
     }
     assert torch_breaches(_planted(tmp_path, files)) == []

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from holdfast import errors
-from holdfast.engine import save as save_module
 from holdfast.engine.hooks import StateHooks
+from holdfast.engine.saving import save as save_module
 from holdfast.format import layout
 from holdfast.format.records import Retired, encode_retired
 from holdfast.manager import CheckpointManager

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from holdfast import SideSaver, StateHooks, Stop, load_weights
-from holdfast.engine import image
-from holdfast.engine.notes import reject
+from holdfast.engine.roots.notes import reject
+from holdfast.engine.staging import image
 from holdfast.errors import (
     MismatchError,
     NoCheckpoint,

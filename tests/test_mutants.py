@@ -20,8 +20,8 @@ from tests.format import test_envelope, test_segments, test_suites
 
 from holdfast import errors, keys
 from holdfast.care import preflight, rekey
-from holdfast.engine import sealing
-from holdfast.engine.seen import Seen
+from holdfast.engine.roots.seen import Seen
+from holdfast.engine.sealed import sealing
 from holdfast.format import envelope, layout, segments, suites
 from holdfast.format.segments import FileCipher
 from holdfast.format.suites import Cipher

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from holdfast.care.verify import verify
-from holdfast.engine.catalog import Catalog
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.events import Event
 from holdfast.manager import CheckpointManager

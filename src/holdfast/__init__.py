@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holdfast import data, errors, events, keys, testing, train
-    from holdfast.engine.caching import CachedStore
     from holdfast.engine.checkpoint import Checkpoint, PendingSave
+    from holdfast.engine.claims.reading import reading
+    from holdfast.engine.control.stop import Stop
     from holdfast.engine.hooks import StateHooks
-    from holdfast.engine.reading import reading
-    from holdfast.engine.stop import Stop
+    from holdfast.engine.loading.caching import CachedStore
     from holdfast.engine.tiers.tiered import Tiered
     from holdfast.format.codec import Compression
     from holdfast.keys import Encryption
@@ -94,7 +94,7 @@ _NAMES = {
     "Budget": "holdfast.policy.retention",
     "ByClass": "holdfast.policy.retention",
     "BySaver": "holdfast.policy.retention",
-    "CachedStore": "holdfast.engine.caching",
+    "CachedStore": "holdfast.engine.loading.caching",
     "Checkpoint": "holdfast.engine.checkpoint",
     "CheckpointManager": "holdfast.manager",
     "Compression": "holdfast.format.codec",
@@ -109,14 +109,14 @@ _NAMES = {
     "SavePolicy": "holdfast.policy.classes",
     "SideSaver": "holdfast.policy.savers",
     "StateHooks": "holdfast.engine.hooks",
-    "Stop": "holdfast.engine.stop",
+    "Stop": "holdfast.engine.control.stop",
     "Tiered": "holdfast.engine.tiers.tiered",
     "Time": "holdfast.policy.clock",
     "WallClock": "holdfast.policy.triggers",
     "When": "holdfast.policy.triggers",
     "Within": "holdfast.policy.retention",
     "load_weights": "holdfast.weights",
-    "reading": "holdfast.engine.reading",
+    "reading": "holdfast.engine.claims.reading",
 }
 
 

@@ -16,15 +16,23 @@ from holdfast.care.beginning import Beginning
 from holdfast.care.housekeeping import Housekeeper
 from holdfast.care.mirror import ownership
 from holdfast.care.tuning import Tuning
-from holdfast.engine import exits
-from holdfast.engine.catalog import Entry
 from holdfast.engine.checkpoint import Checkpoint, PendingSave, describe
-from holdfast.engine.claim import Settled
-from holdfast.engine.compressing import Compress, Compressing, choices
-from holdfast.engine.fingerprint import differences, environment, numerics
+from holdfast.engine.claims.claim import Settled
+from holdfast.engine.claims.owner import left_s
+from holdfast.engine.control import exits
+from holdfast.engine.control.outside import Asked, Outside
+from holdfast.engine.control.requests import POLL_S, Requests
+from holdfast.engine.control.stop import Stop
 from holdfast.engine.hooks import StateHooks
+from holdfast.engine.loading.resume import (
+    Candidate,
+    LoadOptions,
+    Reader,
+    Rename,
+    Search,
+    Unhealthy,
+)
 from holdfast.engine.moments import Counters, Moments
-from holdfast.engine.notes import annotate, checked_metrics, checked_reasons, checked_tags
 from holdfast.engine.options import (
     OnExisting,
     OnFailure,
@@ -33,23 +41,15 @@ from holdfast.engine.options import (
     check_is,
     check_options,
 )
-from holdfast.engine.outside import Asked, Outside
-from holdfast.engine.overlap import Mode, Overlap
-from holdfast.engine.owner import left_s
 from holdfast.engine.pause import collector_paused
-from holdfast.engine.requests import POLL_S, Requests
-from holdfast.engine.resume import (
-    Candidate,
-    LoadOptions,
-    Reader,
-    Rename,
-    Search,
-    Unhealthy,
-)
-from holdfast.engine.save import SaveRequest
-from holdfast.engine.saver import Saver
-from holdfast.engine.seen import parse_seen
-from holdfast.engine.stop import Stop
+from holdfast.engine.roots.catalog import Entry
+from holdfast.engine.roots.notes import annotate, checked_metrics, checked_reasons, checked_tags
+from holdfast.engine.roots.seen import parse_seen
+from holdfast.engine.saving.compressing import Compress, Compressing, choices
+from holdfast.engine.saving.fingerprint import differences, environment, numerics
+from holdfast.engine.saving.save import SaveRequest
+from holdfast.engine.saving.saver import Saver
+from holdfast.engine.staging.overlap import Mode, Overlap
 from holdfast.engine.tiers.catalog import TieredCatalog, catalog_of
 from holdfast.engine.tiers.tiered import Rules, Tiered
 from holdfast.errors import (

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from holdfast.engine.catalog import Catalog
 from holdfast.engine.checkpoint import Checkpoint, describe
-from holdfast.engine.locate import located
-from holdfast.engine.resume import LoadOptions, Reader, Rename
+from holdfast.engine.loading.resume import LoadOptions, Reader, Rename
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.roots.locate import located
 from holdfast.engine.workers import Workers, num_cores
 from holdfast.keys import Encryption
 from holdfast.state.edits import Edit

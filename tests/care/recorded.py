@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.engine.process import this_process
+from holdfast.engine.claims.process import this_process
 from holdfast.format import layout
 from holdfast.format.manifest import (
     ComponentEntry,

@@ -6,7 +6,7 @@ import pytest
 from tests.care.recorded import RecordedRun, dead, elsewhere, three_failures
 
 from holdfast.care.advise import Facts, gather
-from holdfast.engine.process import this_process
+from holdfast.engine.claims.process import this_process
 from holdfast.format import layout
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import FaultyStore

@@ -13,8 +13,8 @@ from tests.engine.test_sealing import KEY, SEALS, resumed, saved
 
 from holdfast import CheckpointManager, errors
 from holdfast.care.verify import verify_root
-from holdfast.engine.catalog import Catalog
-from holdfast.engine.sealing import SealedStore
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.sealed.sealing import SealedStore
 from holdfast.format import layout
 from holdfast.keys import Encryption, SecretKey
 from holdfast.policy.retention import Last

@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.care import gc
 from holdfast.care.gc import collect
-from holdfast.engine.catalog import Catalog
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import AccessDenied
 from holdfast.store import open_store
 from holdfast.store.base import Store, WritesBlocks

@@ -10,8 +10,8 @@ from tests.engine.test_leases import Clock, folder_at, keys, make, put_lease, st
 from holdfast import errors, load_weights, reading
 from holdfast.care.prune import prune
 from holdfast.care.verify import verify, verify_root
-from holdfast.engine.catalog import Catalog
-from holdfast.engine.leases import SILENT_S, leased
+from holdfast.engine.claims.leases import SILENT_S, leased
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.policy.retention import All, Last
@@ -119,7 +119,7 @@ def test_a_prune_watches_a_reader_on_another_host(
 
 
 def _with_clock(clock: Clock) -> object:
-    from holdfast.engine.leases import Readers
+    from holdfast.engine.claims.leases import Readers
 
     return lambda store: Readers(store, clock=clock)
 

@@ -9,8 +9,8 @@ import pytest
 
 from holdfast import errors
 from holdfast.care.prune import prune
-from holdfast.engine.catalog import Catalog
-from holdfast.engine.claim import is_closed
+from holdfast.engine.claims.claim import is_closed
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import AccessDenied, TransientStoreError

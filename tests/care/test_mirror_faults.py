@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from holdfast import errors
-from holdfast.engine.catalog import Catalog
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import StoreFull, TransientStoreError
@@ -101,7 +101,7 @@ def test_a_pin_arrives_though_the_process_ended_before_it_was_sent(local: LocalS
 
 def local_pin(local: LocalStore, step: int) -> None:
     """Pin a checkpoint of the local tier."""
-    from holdfast.engine.notes import annotate
+    from holdfast.engine.roots.notes import annotate
 
     entry = next(e for e in Catalog(local).checkpoints() if e.step == step)
     annotate(local, entry, pinned=True)

@@ -6,8 +6,8 @@ import pytest
 
 from holdfast import errors
 from holdfast.care.prune import preview, prune
-from holdfast.engine.catalog import Catalog
-from holdfast.engine.claim import is_closed
+from holdfast.engine.claims.claim import is_closed
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.policy.retention import All, Last

@@ -12,7 +12,7 @@ from tests.engine.test_sealing import KEY, SEALS, Tiny, folders, resumed, saved,
 from holdfast import CheckpointManager, errors
 from holdfast.care.rekey import Rekeyed, Sealed, look, rotate, sealed_in
 from holdfast.care.verify import verify_root
-from holdfast.engine.sealing import SealedStore
+from holdfast.engine.sealed.sealing import SealedStore
 from holdfast.format.envelope import MAX_STRETCHING_KIB, KeyBox, decode_box, encode_box
 from holdfast.keys import Encryption, Passphrase, PrivateKey, SecretKey, ServiceKey, generate
 from holdfast.store.memory import MemoryStore

@@ -23,9 +23,9 @@ from hypothesis.stateful import (
 
 from holdfast import errors
 from holdfast.care.retention import candidate, plan
-from holdfast.engine import commit
-from holdfast.engine.catalog import Catalog, Entry
 from holdfast.engine.hooks import StateHooks
+from holdfast.engine.roots import commit
+from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.events import Event
 from holdfast.manager import CheckpointManager
 from holdfast.policy import retention as policy

@@ -13,8 +13,8 @@ from torch import nn
 from holdfast import errors, load_weights
 from holdfast.care.retention import candidate
 from holdfast.care.verify import verify, verify_root
-from holdfast.engine.catalog import Catalog, Entry
-from holdfast.engine.commit import thin
+from holdfast.engine.roots.catalog import Catalog, Entry
+from holdfast.engine.roots.commit import thin
 from holdfast.format import layout
 from holdfast.format.records import Thinned, decode_thinned, encode_thinned
 from holdfast.manager import CheckpointManager

@@ -16,8 +16,8 @@ from blake3 import blake3
 from holdfast.care import reading
 from holdfast.care.findings import Problem, Report
 from holdfast.care.verify import verify, verify_root
-from holdfast.engine.catalog import Catalog
-from holdfast.engine.commit import mark_aborted
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.roots.commit import mark_aborted
 from holdfast.errors import DeadlineExceeded, NoCheckpoint, StoreError
 from holdfast.format import layout
 from holdfast.format.blocks import digest_blocks, file_digest

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from tests.cli.roots import Result, flip, folder_of, overwrite
 
-from holdfast.engine.process import this_process
+from holdfast.engine.claims.process import this_process
 from holdfast.format.records import Writer, decode_writer, encode_writer
 
 Command = Callable[..., Result]

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from tests.cli.roots import Result, flip, folder_of, overwrite
 
-from holdfast.engine.catalog import Catalog
-from holdfast.engine.process import this_process
+from holdfast.engine.claims.process import this_process
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.format.manifest import decode_register, encode_manifest
 from holdfast.format.records import decode_writer, encode_writer
 from holdfast.store.local import LocalStore

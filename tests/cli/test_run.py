@@ -17,7 +17,7 @@ from tests.cli.roots import Result
 from holdfast.care.child import FORWARDED
 from holdfast.care.supervise import Limits
 from holdfast.cli.app import app
-from holdfast.engine.catalog import Catalog
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.policy.clock import parse
 from holdfast.store.local import LocalStore
 

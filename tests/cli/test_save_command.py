@@ -16,7 +16,7 @@ from tests.cli import asked
 from tests.cli.roots import Result, overwrite
 
 from holdfast.cli import save as command
-from holdfast.engine.process import this_process
+from holdfast.engine.claims.process import this_process
 from holdfast.format.records import (
     Alive,
     AnswerRecord,

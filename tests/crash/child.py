@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from holdfast import errors
-from holdfast.engine import commit as commit_module
+from holdfast.engine.roots import commit as commit_module
 from holdfast.manager import CheckpointManager
 
 

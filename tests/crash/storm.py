@@ -33,9 +33,9 @@ import torch
 
 from holdfast.care.gc import collect
 from holdfast.care.verify import verify
-from holdfast.engine import commit as commit_module
-from holdfast.engine import save as save_module
-from holdfast.engine.catalog import Catalog, Entry
+from holdfast.engine.roots import commit as commit_module
+from holdfast.engine.roots.catalog import Catalog, Entry
+from holdfast.engine.saving import save as save_module
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Manifest

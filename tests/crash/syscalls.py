@@ -34,10 +34,10 @@ import storm
 import torch
 
 from holdfast.care.gc import collect
-from holdfast.engine import commit as commit_module
-from holdfast.engine import saver as saver_module
-from holdfast.engine.commit import begin
-from holdfast.engine.fingerprint import environment
+from holdfast.engine.roots import commit as commit_module
+from holdfast.engine.roots.commit import begin
+from holdfast.engine.saving import saver as saver_module
+from holdfast.engine.saving.fingerprint import environment
 from holdfast.format import layout
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import Last

@@ -16,8 +16,8 @@ from torch import nn
 from holdfast import errors
 from holdfast.care import housekeeping as housekeeping_module
 from holdfast.care.verify import verify
-from holdfast.engine import load as load_module
-from holdfast.engine.catalog import Catalog
+from holdfast.engine.loading import load as load_module
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.format import blocks, sealed
 from holdfast.manager import CheckpointManager
 from holdfast.store.local import LocalStore

@@ -19,9 +19,9 @@ from holdfast import errors
 from holdfast.care import gc as gc_module
 from holdfast.care.gc import collect
 from holdfast.care.verify import verify
-from holdfast.engine import commit as commit_module
-from holdfast.engine import save as save_module
-from holdfast.engine.catalog import Catalog
+from holdfast.engine.roots import commit as commit_module
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.saving import save as save_module
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import Last
 from holdfast.store.base import Store

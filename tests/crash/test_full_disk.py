@@ -11,7 +11,7 @@ import torch
 
 from holdfast import errors
 from holdfast.care.verify import verify_root
-from holdfast.engine import save as save_module
+from holdfast.engine.saving import save as save_module
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import Last
 from holdfast.store.local import LocalStore

@@ -20,7 +20,7 @@ import torch
 
 from holdfast import errors
 from holdfast.care.verify import verify
-from holdfast.engine.catalog import Catalog
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import Last
 from holdfast.store import localfiles

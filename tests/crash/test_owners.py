@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.care.gc import collect
 from holdfast.care.verify import verify_root
-from holdfast.engine.catalog import Catalog
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.store.local import LocalStore
 
 CHILD = Path(__file__).with_name("child.py")

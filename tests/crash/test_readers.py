@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from holdfast import errors
-from holdfast.engine import save as save_module
-from holdfast.engine.stage import Stager
-from holdfast.engine.staged import Staged
+from holdfast.engine.saving import save as save_module
+from holdfast.engine.staging.stage import Stager
+from holdfast.engine.staging.staged import Staged
 from holdfast.manager import CheckpointManager
 from holdfast.state.capture import Captured
 
@@ -37,8 +37,8 @@ with CheckpointManager(sys.argv[1], {"tree": tree}, keep=Last(2), sinks=()) as m
 
 COMMITS_EARLY = """
 import os, time
-from holdfast.engine import save
-from holdfast.engine.writing import WrittenFile
+from holdfast.engine.saving import save
+from holdfast.engine.saving.writing import WrittenFile
 real_commit, held = save.commit, []
 
 def write_files(store, files, **options):

@@ -13,8 +13,8 @@ import pytest
 
 from holdfast import errors
 from holdfast.care import mirror as mirror_module
-from holdfast.engine.catalog import Catalog
-from holdfast.engine.sealing import sealing
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.sealed.sealing import sealing
 from holdfast.engine.tiers import upload as upload_module
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.tiered import Tiered

@@ -29,8 +29,8 @@ from storm import (
 )
 
 from holdfast.care import mirror as mirror_module
-from holdfast.engine.catalog import Entry
-from holdfast.engine.sealing import sealing
+from holdfast.engine.roots.catalog import Entry
+from holdfast.engine.sealed.sealing import sealing
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.events import Event

@@ -21,10 +21,10 @@ import storm
 import torch
 
 from holdfast.care.gc import collect
-from holdfast.engine import commit as commit_module
-from holdfast.engine import save as save_module
-from holdfast.engine.catalog import Catalog
-from holdfast.engine.fingerprint import environment
+from holdfast.engine.roots import commit as commit_module
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.saving import save as save_module
+from holdfast.engine.saving.fingerprint import environment
 from holdfast.format import layout
 from holdfast.format.manifest import Deleted
 from holdfast.manager import CheckpointManager

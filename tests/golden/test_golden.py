@@ -29,9 +29,9 @@ from tests.golden import make, reader
 
 from holdfast import errors
 from holdfast.care.verify import verify_root
-from holdfast.engine.catalog import Catalog
-from holdfast.engine.image import Image
-from holdfast.engine.stage import Stager
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.staging.image import Image
+from holdfast.engine.staging.stage import Stager
 from holdfast.engine.workers import Workers
 from holdfast.format.manifest import Aborted, Deleted
 from holdfast.format.nodes import EnumValue

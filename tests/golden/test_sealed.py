@@ -13,7 +13,7 @@ from tests.golden.make_sealed import PASSPHRASE, PRIVATE, SEALED, SECRET, SUITES
 from tests.golden.unsealer import hpke_open, unseal_root
 
 from holdfast.care.verify import verify_root
-from holdfast.engine.sealing import SealedStore
+from holdfast.engine.sealed.sealing import SealedStore
 from holdfast.keys import Encryption
 from holdfast.manager import CheckpointManager
 from holdfast.store.local import LocalStore

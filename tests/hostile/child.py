@@ -37,7 +37,7 @@ from holdfast.cli.ls import list_root
 from holdfast.cli.output import Answer, give
 from holdfast.cli.show import show
 from holdfast.cli.verify import check
-from holdfast.engine import claim
+from holdfast.engine.claims import claim
 from holdfast.errors import HoldfastError
 from holdfast.format.records import Rejected, decode_rejected, encode_rejected
 from holdfast.store.syscalls import is_cached

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.engine import load
+from holdfast.engine.loading import load
 from holdfast.format import layout
 from holdfast.format.nodes import EnumValue
 from holdfast.state import merge, plans

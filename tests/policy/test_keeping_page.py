@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.engine.catalog import Catalog
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.format.manifest import Timestamp
 from holdfast.policy import rule, rules
 from holdfast.policy.retention import AnyOf, Candidate, Last, Rule, ThenDrop, decide

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from holdfast.care.gc import collect
 from holdfast.care.retention import Deleter
-from holdfast.engine.catalog import Catalog, Entry
-from holdfast.engine.claim import Choice, Claim, claim_run, dropped, is_being_deleted
-from holdfast.engine.commit import begin, commit
-from holdfast.engine.leases import leased
-from holdfast.engine.notes import annotate
+from holdfast.engine.claims.claim import Choice, Claim, claim_run, dropped, is_being_deleted
+from holdfast.engine.claims.leases import leased
+from holdfast.engine.roots.catalog import Catalog, Entry
+from holdfast.engine.roots.commit import begin, commit
+from holdfast.engine.roots.notes import annotate
 from holdfast.errors import (
     CommitConflict,
     NoCheckpoint,

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from holdfast.care import retention
-from holdfast.engine import leases
-from holdfast.engine.claim import Claim
+from holdfast.engine.claims import leases
+from holdfast.engine.claims.claim import Claim
 from holdfast.errors import HoldfastError
 from holdfast.store.memory import MemoryStore
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from holdfast.care.verify import verify
-from holdfast.engine.catalog import Catalog
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import AlreadyExists, CommitConflict, HoldfastError, OutcomeUnknown
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import Last

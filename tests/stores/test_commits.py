@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from holdfast.care.gc import collect
-from holdfast.engine import commit as commit_module
+from holdfast.engine.roots import commit as commit_module
 from holdfast.errors import CommitConflict, OutcomeUnknown, StoreError, TransientStoreError
 from holdfast.store import open_store
 from holdfast.store.base import Buffer, Store

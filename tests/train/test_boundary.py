@@ -13,7 +13,7 @@ from torch import nn
 
 from holdfast import Stop
 from holdfast.data import Loader, randomness
-from holdfast.engine.stop import Interrupted
+from holdfast.engine.control.stop import Interrupted
 from holdfast.train import Callback
 from holdfast.train.boundary import Boundary, small
 from holdfast.train.callbacks import Callbacks

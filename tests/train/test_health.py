@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from holdfast.engine.catalog import Catalog
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import SaveSkipped, UsageError
 from holdfast.store import open_store
 from holdfast.store.memory import MemoryStore

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from holdfast.data import Loader
-from holdfast.engine import copying, fence, image
-from holdfast.engine.catalog import Catalog
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.staging import copying, fence, image
 from holdfast.errors import UsageError
 from holdfast.store import open_store
 from holdfast.train import Callback, Training, Validation
@@ -38,7 +38,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     monkeypatch.setattr(copying.Copying, "run_later", copy_late)
     monkeypatch.setattr(fence.Fence, "wait", wait_and_open)
     monkeypatch.setattr(image, "LARGE_NBYTES", 4)
-    monkeypatch.setattr("holdfast.engine.overlap.LARGE_NBYTES", 4)
+    monkeypatch.setattr("holdfast.engine.staging.overlap.LARGE_NBYTES", 4)
     return opened
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from holdfast.data import Loader
-from holdfast.engine.catalog import Catalog
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import SaveFailed, UsageError
 from holdfast.policy.classes import SavePolicy
 from holdfast.policy.savers import SideSaver

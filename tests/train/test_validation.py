@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from holdfast import Last
 from holdfast.data import Loader
-from holdfast.engine.catalog import Catalog
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.policy.classes import SavePolicy
 from holdfast.state.edits import StateView

@@ -13,9 +13,9 @@ from itertools import pairwise
 from statistics import median
 from typing import Literal
 
-from holdfast.engine.catalog import Catalog, Entry
-from holdfast.engine.claim import is_closed
-from holdfast.engine.process import liveness
+from holdfast.engine.claims.claim import is_closed
+from holdfast.engine.claims.process import liveness
+from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import FormatError
 from holdfast.format.manifest import Reference
 from holdfast.format.records import Process, Writer

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping
 from msgspec import structs
 
 from holdfast.care.retention import candidate
-from holdfast.engine.catalog import Catalog, Entry
-from holdfast.engine.process import utc_now
+from holdfast.engine.claims.process import utc_now
+from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.tiers.ledger import MAX_ERROR_CHARS, Ledger
 from holdfast.engine.tiers.tiered import Lag
 from holdfast.engine.tiers.upload import Cost

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from holdfast.care.preflight import preflight
-from holdfast.engine.catalog import Catalog, Entry
-from holdfast.engine.claim import Choice, Settled
-from holdfast.engine.owner import Ownership
+from holdfast.engine.claims.claim import Choice, Settled
+from holdfast.engine.claims.owner import Ownership
+from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.tiers.claims import TieredOwnership
 from holdfast.engine.tiers.tiered import Rules
 from holdfast.errors import StoreError, UsageError

@@ -10,12 +10,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
-from holdfast.engine.catalog import Catalog
-from holdfast.engine.claim import is_live, nothing_in_flight
-from holdfast.engine.commit import mark_aborted, remove_files
-from holdfast.engine.documents import read_if_there
-from holdfast.engine.leases import find_leases
-from holdfast.engine.process import Liveness, is_this_process, liveness
+from holdfast.engine.claims.claim import is_live, nothing_in_flight
+from holdfast.engine.claims.leases import find_leases
+from holdfast.engine.claims.process import Liveness, is_this_process, liveness
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.roots.commit import mark_aborted, remove_files
+from holdfast.engine.roots.documents import read_if_there
 from holdfast.errors import FormatError, SealError, StoreError
 from holdfast.events import Emitter
 from holdfast.format import layout

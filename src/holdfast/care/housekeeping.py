@@ -9,9 +9,9 @@ from typing import Protocol
 
 from holdfast.care.gc import collect
 from holdfast.care.retention import Deleter
-from holdfast.engine.catalog import Catalog, Entry
-from holdfast.engine.claim import Claim
-from holdfast.engine.notes import reject
+from holdfast.engine.claims.claim import Claim
+from holdfast.engine.roots.catalog import Catalog, Entry
+from holdfast.engine.roots.notes import reject
 from holdfast.errors import HoldfastError, Superseded
 from holdfast.events import Emitter
 from holdfast.format import layout

@@ -8,10 +8,11 @@ from contextlib import suppress
 from functools import partial
 
 from holdfast.care.verify import verify
-from holdfast.engine.catalog import Catalog
-from holdfast.engine.commit import check_fence
-from holdfast.engine.documents import read_document
-from holdfast.engine.sealing import bare, vouched
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.roots.commit import check_fence
+from holdfast.engine.roots.documents import read_document
+from holdfast.engine.sealed.sealing import bare, vouched
+from holdfast.engine.sealed.unsealing import box_documents, boxes_of
 from holdfast.engine.tiers.pieces import (
     Listing,
     Piece,
@@ -22,7 +23,6 @@ from holdfast.engine.tiers.pieces import (
     pieces_of_sealed,
     read_listing,
 )
-from holdfast.engine.unsealing import box_documents, boxes_of
 from holdfast.errors import CorruptData, FormatError, NoCheckpoint, StoreError
 from holdfast.format import layout
 from holdfast.format.blocks import block_digest, check_block, digest_blocks, file_digest

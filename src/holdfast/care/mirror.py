@@ -19,12 +19,12 @@ from holdfast.care.housekeeping import Housekeeper
 from holdfast.care.mend import mend
 from holdfast.care.retention import candidate
 from holdfast.care.uploads import Uploads
-from holdfast.engine.catalog import Catalog, Entry
-from holdfast.engine.claim import Claim, expect_claim, is_closed, nothing_arrives
-from holdfast.engine.commit import mark_aborted, remove_files, settle
-from holdfast.engine.notes import annotate
-from holdfast.engine.owner import Ownership
-from holdfast.engine.sealing import SealedStore
+from holdfast.engine.claims.claim import Claim, expect_claim, is_closed, nothing_arrives
+from holdfast.engine.claims.owner import Ownership
+from holdfast.engine.roots.catalog import Catalog, Entry
+from holdfast.engine.roots.commit import mark_aborted, remove_files, settle
+from holdfast.engine.roots.notes import annotate
+from holdfast.engine.sealed.sealing import SealedStore
 from holdfast.engine.tiers.catalog import TieredCatalog
 from holdfast.engine.tiers.claims import TieredOwnership
 from holdfast.engine.tiers.pieces import length

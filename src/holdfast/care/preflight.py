@@ -9,8 +9,8 @@ import os
 from collections.abc import Iterator
 from functools import partial
 
-from holdfast.engine.commit import put_once
-from holdfast.engine.sealing import SealedStore
+from holdfast.engine.roots.commit import put_once
+from holdfast.engine.sealed.sealing import SealedStore
 from holdfast.engine.workers import Workers, gather
 from holdfast.errors import (
     AlreadyExists,

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from holdfast.care.retention import Deleter, Planned, plan
-from holdfast.engine.catalog import Catalog, Entry
-from holdfast.engine.claim import Choice, Wait, dropped, is_being_deleted
-from holdfast.engine.leases import Readers
-from holdfast.engine.owner import Ownership
+from holdfast.engine.claims.claim import Choice, Wait, dropped, is_being_deleted
+from holdfast.engine.claims.leases import Readers
+from holdfast.engine.claims.owner import Ownership
+from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.tiers.ledger import held_by_notes
 from holdfast.errors import FormatError, HoldfastError, OutcomeUnknown
 from holdfast.events import Emitter

@@ -9,8 +9,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 from functools import partial
 
-from holdfast.engine.blockreading import FileBlocks, decode_block, read_block
-from holdfast.engine.documents import read_document
+from holdfast.engine.loading.blockreading import FileBlocks, decode_block, read_block
+from holdfast.engine.roots.documents import read_document
 from holdfast.engine.workers import Workers
 from holdfast.errors import CorruptData, DeadlineExceeded, FormatError, HoldfastError, StoreError
 from holdfast.format.blocks import block_digest, split

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from holdfast.engine.catalog import Catalog
-from holdfast.engine.documents import read_document
-from holdfast.engine.unsealing import boxes_of
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.roots.documents import read_document
+from holdfast.engine.sealed.unsealing import boxes_of
 from holdfast.errors import (
     AlreadyExists,
     CommitConflict,

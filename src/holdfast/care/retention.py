@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.engine.catalog import Catalog, Entry
-from holdfast.engine.claim import Claim, dropped, nothing_arrives
-from holdfast.engine.commit import retract, settle, thin
-from holdfast.engine.leases import Readers
-from holdfast.engine.notes import reject
-from holdfast.engine.parts import parts_of
+from holdfast.engine.claims.claim import Claim, dropped, nothing_arrives
+from holdfast.engine.claims.leases import Readers
+from holdfast.engine.roots.catalog import Catalog, Entry
+from holdfast.engine.roots.commit import retract, settle, thin
+from holdfast.engine.roots.notes import reject
+from holdfast.engine.roots.parts import parts_of
 from holdfast.errors import CorruptData, FormatError, HoldfastError, StoreError, Superseded
 from holdfast.format.manifest import Deleted, Manifest, encode_manifest
 from holdfast.policy.retention import Candidate, Decision, Rule, decide, stands_in

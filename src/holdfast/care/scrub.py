@@ -11,7 +11,7 @@ from functools import partial
 
 from holdfast.care.findings import Problem, Report
 from holdfast.care.reading import READ_TIMEOUT_S, FolderReader
-from holdfast.engine.documents import read_document
+from holdfast.engine.roots.documents import read_document
 from holdfast.engine.workers import Workers, gather
 from holdfast.errors import FormatError, NotFound, StoreError
 from holdfast.format import layout

@@ -6,8 +6,8 @@ Owns when it is told what, and in which thread. What follows is for `holdfast.po
 from __future__ import annotations
 
 from holdfast.care.advise import gather
-from holdfast.engine.catalog import Entry
-from holdfast.engine.owner import Ownership
+from holdfast.engine.claims.owner import Ownership
+from holdfast.engine.roots.catalog import Entry
 from holdfast.errors import HoldfastError
 from holdfast.events import Emitter
 from holdfast.format.manifest import Timestamp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from holdfast.engine.catalog import Entry
+from holdfast.engine.roots.catalog import Entry
 from holdfast.format.manifest import Timestamp
 
 

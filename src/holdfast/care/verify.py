@@ -16,11 +16,11 @@ import msgspec
 from holdfast.care.findings import Problem, Report, RootReport
 from holdfast.care.reading import Block, FolderReader, Seen, look_at
 from holdfast.care.scrub import scrub
-from holdfast.engine.blockreading import FileBlocks
-from holdfast.engine.catalog import Catalog
-from holdfast.engine.documents import read_document
-from holdfast.engine.leases import leased
-from holdfast.engine.parts import Parts, parts_of
+from holdfast.engine.claims.leases import leased
+from holdfast.engine.loading.blockreading import FileBlocks
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.roots.documents import read_document
+from holdfast.engine.roots.parts import Parts, parts_of
 from holdfast.errors import (
     FormatError,
     HoldfastError,

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from holdfast.care.findings import Problem, Report
-from holdfast.engine.catalog import Entry
-from holdfast.engine.parts import parts_of
+from holdfast.engine.roots.catalog import Entry
+from holdfast.engine.roots.parts import parts_of
 from holdfast.errors import HoldfastError, SealError
 from holdfast.format.manifest import Manifest
 from holdfast.store.base import Store

@@ -10,9 +10,9 @@ from holdfast.care.gc import GcReport, collect
 from holdfast.cli.output import Answer, Code, printable, size
 from holdfast.cli.target import open_root
 from holdfast.cli.unlocking import inner
-from holdfast.engine.catalog import Catalog
-from holdfast.engine.claim import is_closed
-from holdfast.engine.process import liveness
+from holdfast.engine.claims.claim import is_closed
+from holdfast.engine.claims.process import liveness
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import FormatError, UsageError
 from holdfast.events import Emitter, Event
 from holdfast.store.base import Store

@@ -17,10 +17,10 @@ from holdfast.cli.documents import (
 )
 from holdfast.cli.output import Answer, Code, Table, number, size
 from holdfast.cli.target import open_root
-from holdfast.engine.catalog import Catalog, Entry
-from holdfast.engine.claim import is_closed
-from holdfast.engine.leases import FoundLease, find_leases
-from holdfast.engine.process import liveness
+from holdfast.engine.claims.claim import is_closed
+from holdfast.engine.claims.leases import FoundLease, find_leases
+from holdfast.engine.claims.process import liveness
+from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import FormatError, HoldfastError, NoCheckpoint
 from holdfast.store.base import Store
 

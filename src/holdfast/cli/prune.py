@@ -19,7 +19,7 @@ from holdfast.cli.documents import (
 )
 from holdfast.cli.output import Answer, Code, Table, printable, size
 from holdfast.cli.target import open_root
-from holdfast.engine.catalog import Catalog, Entry
+from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import NoCheckpoint
 from holdfast.events import Emitter, Event
 from holdfast.policy.spelling import parse_rule

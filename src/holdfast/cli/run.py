@@ -19,7 +19,7 @@ from holdfast.care.supervise import (
 from holdfast.cli.output import Code, Table, aligned, give_line, printable
 from holdfast.cli.target import split_target
 from holdfast.cli.unlocking import inner, unlocked
-from holdfast.engine.catalog import Catalog
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import FormatError, SealError, StoreError, UsageError
 from holdfast.policy.clock import Unit, parse
 from holdfast.store import open_store

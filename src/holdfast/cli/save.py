@@ -12,11 +12,11 @@ import typer
 
 from holdfast.cli.output import Answer, printable
 from holdfast.cli.target import open_root
-from holdfast.engine.catalog import Catalog
-from holdfast.engine.claim import WATCH_S, is_closed
-from holdfast.engine.documents import read_if_there
-from holdfast.engine.process import liveness
-from holdfast.engine.requests import answer_to, ask, is_open, new_id, withdraw
+from holdfast.engine.claims.claim import WATCH_S, is_closed
+from holdfast.engine.claims.process import liveness
+from holdfast.engine.control.requests import answer_to, ask, is_open, new_id, withdraw
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.roots.documents import read_if_there
 from holdfast.errors import (
     DeadlineExceeded,
     FormatError,

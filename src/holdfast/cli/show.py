@@ -8,8 +8,8 @@ from typing import Any
 from holdfast.cli.documents import codecs, details_document, nbytes_left
 from holdfast.cli.output import Answer, Table, number, size
 from holdfast.cli.target import open_target, read_entry
-from holdfast.engine.catalog import Entry
-from holdfast.engine.documents import read_document
+from holdfast.engine.roots.catalog import Entry
+from holdfast.engine.roots.documents import read_document
 from holdfast.errors import CorruptData
 from holdfast.format import layout
 from holdfast.format.blocks import digest_blocks, file_digest

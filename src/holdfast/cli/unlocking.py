@@ -41,7 +41,7 @@ def unlocked(store: Store) -> Store:
     sources = NAMED.get(KeySources())
     if sources.is_empty:
         return store
-    from holdfast.engine.sealing import sealing
+    from holdfast.engine.sealed.sealing import sealing
     from holdfast.keys import Encryption
 
     return sealing(store, Encryption(keys=keys_of(sources), accept_plain=sources.accepts_plain))
@@ -72,6 +72,6 @@ def keys_of(sources: KeySources) -> tuple[Key, ...]:
 
 def inner(store: Store) -> Store:
     """The store under one that is unlocked."""
-    from holdfast.engine.sealing import bare
+    from holdfast.engine.sealed.sealing import bare
 
     return bare(store)

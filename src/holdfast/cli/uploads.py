@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.cli.output import Answer, Code, Table, size
 from holdfast.cli.target import open_root
 from holdfast.cli.unlocking import inner
-from holdfast.engine.catalog import Catalog
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.pieces import length, read_listing
 from holdfast.errors import FormatError, HoldfastError, NoCheckpoint

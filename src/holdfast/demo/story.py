@@ -16,7 +16,7 @@ from statistics import median
 from holdfast.demo.plan import Kill, Plan, draw_kills
 from holdfast.demo.process import Line, Worker
 from holdfast.demo.record import Life, Record, Run
-from holdfast.engine.catalog import Catalog
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.store import open_store
 

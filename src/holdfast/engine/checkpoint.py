@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
-from holdfast.engine.catalog import Entry
-from holdfast.engine.parts import parts_of
-from holdfast.engine.seen import seen_text
-from holdfast.engine.writing import Phase
+from holdfast.engine.roots.catalog import Entry
+from holdfast.engine.roots.parts import parts_of
+from holdfast.engine.roots.seen import seen_text
+from holdfast.engine.saving.writing import Phase
 from holdfast.errors import DeadlineExceeded, SaveSkipped
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.classes import Due

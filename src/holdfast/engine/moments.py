@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from holdfast.engine.catalog import Catalog, Entry
+from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.odometer import Odometer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, Literal, get_args
 
-from holdfast.engine.compressing import Compress, choices
-from holdfast.engine.stop import Stop
+from holdfast.engine.control.stop import Stop
+from holdfast.engine.saving.compressing import Compress, choices
 from holdfast.errors import UsageError
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.policy.amounts import number_of_bytes

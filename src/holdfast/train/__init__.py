@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.engine.stop import REQUEUE_EXIT_CODE
+from holdfast.engine.control.stop import REQUEUE_EXIT_CODE
 from holdfast.train.callbacks import HookFailed
 from holdfast.train.counters import Counters
 from holdfast.train.early import EarlyStopping, StopWhen

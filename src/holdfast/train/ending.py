@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from holdfast.engine.stop import Stop
+from holdfast.engine.control.stop import Stop
 from holdfast.policy.clock import Time, argument_name
 from holdfast.train.counters import Counters
 from holdfast.train.outcome import EndReason, Outcome

@@ -15,7 +15,7 @@ from torch import nn
 
 from holdfast.data.randomness import preserved
 from holdfast.engine.checkpoint import Checkpoint, PendingSave
-from holdfast.engine.stop import Interrupted
+from holdfast.engine.control.stop import Interrupted
 from holdfast.errors import OwnershipError, UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager

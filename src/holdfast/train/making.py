@@ -16,7 +16,7 @@ from torch import nn
 from holdfast.data.foreign import describe_inexact
 from holdfast.data.randomness import preserved
 from holdfast.engine.options import check_choice
-from holdfast.engine.overlap import Mode
+from holdfast.engine.staging.overlap import Mode
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import UsageError
 from holdfast.policy.clock import Time, Unit, parse

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from holdfast.engine.stop import REQUEUE_EXIT_CODE
+from holdfast.engine.control.stop import REQUEUE_EXIT_CODE
 
 EndReason = Literal["goal", "max_time", "signal", "stopped"]
 

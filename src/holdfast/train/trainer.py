@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from holdfast.engine.checkpoint import PendingSave
-from holdfast.engine.compressing import Compress
+from holdfast.engine.control.stop import Stop
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.options import OnExisting, check_options
-from holdfast.engine.overlap import Mode
-from holdfast.engine.stop import Stop
+from holdfast.engine.saving.compressing import Compress
+from holdfast.engine.staging.overlap import Mode
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import SaveSkipped, UsageError
 from holdfast.events import log_event

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from holdfast.data import Loader
-from holdfast.engine.stop import Interrupted, Stop
+from holdfast.engine.control.stop import Interrupted, Stop
 from holdfast.train.boundary import Boundary, small
 from holdfast.train.callbacks import Callbacks
 

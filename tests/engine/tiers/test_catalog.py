@@ -9,7 +9,7 @@ import pytest
 
 from holdfast import errors
 from holdfast.care.verify import verify
-from holdfast.engine.catalog import Catalog
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import TransientStoreError
 from holdfast.store.local import LocalStore

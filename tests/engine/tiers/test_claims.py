@@ -10,8 +10,8 @@ import pytest
 
 from holdfast import errors
 from holdfast.care.prune import prune
-from holdfast.engine.catalog import Catalog
-from holdfast.engine.process import this_process
+from holdfast.engine.claims.process import this_process
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.claims import share_claims
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import StoreFull, TransientStoreError
@@ -102,7 +102,9 @@ def test_a_live_owner_on_another_machine_is_refused(
         disowned(remote, 1)
         second = unopened(Tiered(machines[1], remote), Tiny())
         monkey = pytest.MonkeyPatch()
-        monkey.setattr("holdfast.engine.claim.threading.Event.wait", beating(remote, watched))
+        monkey.setattr(
+            "holdfast.engine.claims.claim.threading.Event.wait", beating(remote, watched)
+        )
         with pytest.raises(errors.OwnedElsewhere):
             second.resume()
         monkey.undo()

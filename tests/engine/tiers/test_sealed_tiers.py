@@ -17,9 +17,9 @@ from holdfast.care import rekey
 from holdfast.care.mend import mend
 from holdfast.care.prune import prune
 from holdfast.care.verify import verify_root
-from holdfast.engine.catalog import Catalog
-from holdfast.engine.sealedfiles import SealedFile
-from holdfast.engine.sealing import sealing
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.sealed.sealedfiles import SealedFile
+from holdfast.engine.sealed.sealing import sealing
 from holdfast.engine.tiers.claims import share_claims
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.tiered import Tiered

@@ -12,9 +12,9 @@ import pytest
 from holdfast import errors
 from holdfast.care.gc import collect
 from holdfast.care.verify import verify
-from holdfast.engine.catalog import Catalog
-from holdfast.engine.claim import Choice, claim_run
-from holdfast.engine.commit import mark_aborted
+from holdfast.engine.claims.claim import Choice, claim_run
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.roots.commit import mark_aborted
 from holdfast.engine.tiers.claims import share_claims
 from holdfast.engine.tiers.upload import Cost, Interrupted, Sender
 from holdfast.events import Emitter

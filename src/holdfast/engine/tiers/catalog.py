@@ -10,8 +10,8 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from holdfast.engine.catalog import Catalog, Entry, Register
-from holdfast.engine.sealing import SealedStore, sealing
+from holdfast.engine.roots.catalog import Catalog, Entry, Register
+from holdfast.engine.sealed.sealing import SealedStore, sealing
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import FormatError, StoreError, UsageError
 from holdfast.events import Emitter

@@ -13,8 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from holdfast.engine.catalog import Catalog
-from holdfast.engine.claim import (
+from holdfast.engine.claims.claim import (
     Choice,
     Claim,
     Heartbeat,
@@ -25,10 +24,11 @@ from holdfast.engine.claim import (
     new_writer,
     nothing_in_flight,
 )
-from holdfast.engine.commit import check_fence, put_once, settle
-from holdfast.engine.documents import read_document
-from holdfast.engine.owner import END_S, Ownership, left_s
-from holdfast.engine.process import liveness
+from holdfast.engine.claims.owner import END_S, Ownership, left_s
+from holdfast.engine.claims.process import liveness
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.roots.commit import check_fence, put_once, settle
+from holdfast.engine.roots.documents import read_document
 from holdfast.engine.tiers.catalog import TieredCatalog
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.telling import remote_emitter
@@ -168,7 +168,7 @@ class TieredOwnership(Ownership):
         raise OwnedElsewhere(f"{self._store.url}: lost the race for the run {_MAX_RACES} times")
 
     def _try_claim(self, choose: Callable[[], Choice], *, is_reachable: bool) -> Claim | None:
-        """See `engine.claim.claim_run`, which does this in one tier; None: somebody was first."""
+        """As `engine.claims.claim.claim_run` does in one tier; None: somebody was first."""
         after = self._judge(is_reachable=is_reachable)
         choice = choose()
         if is_reachable and self.catalog.cut_off is not None:

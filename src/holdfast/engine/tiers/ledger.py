@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from holdfast.engine.documents import read_if_there
+from holdfast.engine.roots.documents import read_if_there
 from holdfast.errors import FormatError
 from holdfast.format import layout
 from holdfast.format.records import (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from holdfast.engine.documents import read_if_there
+from holdfast.engine.roots.documents import read_if_there
 from holdfast.errors import CorruptData, MissingKey
 from holdfast.format import layout
 from holdfast.format.blocks import DIGEST_NBYTES, digest_blocks, file_digest, split

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from holdfast.engine.commit import Attempt, publish, settle
-from holdfast.engine.documents import read_document
-from holdfast.engine.sealing import SealedStore, bare, vouched
+from holdfast.engine.roots.commit import Attempt, publish, settle
+from holdfast.engine.roots.documents import read_document
+from holdfast.engine.sealed.sealing import SealedStore, bare, vouched
+from holdfast.engine.sealed.unsealing import box_documents, boxes_of
 from holdfast.engine.tiers.pieces import (
     Group,
     Listing,
@@ -35,7 +36,6 @@ from holdfast.engine.tiers.pieces import (
     pieces_of_sealed,
     read_listing,
 )
-from holdfast.engine.unsealing import box_documents, boxes_of
 from holdfast.engine.workers import Workers, cancel
 from holdfast.errors import (
     AlreadyExists,

@@ -1,0 +1,1 @@
+"""Who owns a run, who reads it, and whether they still live."""

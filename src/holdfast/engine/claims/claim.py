@@ -1,0 +1,383 @@
+"""Owning a run: claims, owners, heartbeats, clean closes (docs/design.md, rules 2 and 3).
+
+Ownership is a courtesy that prevents accidents; the fence in `engine.roots.commit` is what makes
+two writers safe.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
+
+from holdfast.engine.claims.process import liveness, this_process, utc_now
+from holdfast.engine.roots.catalog import Catalog, Entry, Marks
+from holdfast.engine.roots.commit import put_once, settle
+from holdfast.engine.roots.documents import read_if_there
+from holdfast.engine.roots.parts import parts_of
+from holdfast.engine.workers import Workers
+from holdfast.errors import (
+    CommitConflict,
+    DeadlineExceeded,
+    FormatError,
+    NoCheckpoint,
+    OwnedElsewhere,
+    SealError,
+    StoreError,
+    UsageError,
+)
+from holdfast.events import Emitter
+from holdfast.format import layout
+from holdfast.format.manifest import Manifest, Reference
+from holdfast.format.records import (
+    Alive,
+    Closed,
+    Writer,
+    decode_alive,
+    decode_closed,
+    decode_writer,
+    encode_alive,
+    encode_closed,
+    encode_writer,
+)
+from holdfast.store.base import Folders, Store, make_folder
+
+HEARTBEAT_S = 10.0
+"""Seconds between heartbeats; only a claimer on another host ever looks at them."""
+WATCH_S = 3 * HEARTBEAT_S
+"""A heartbeat that does not change for so long belongs to nobody."""
+_MAX_RACES = 100
+
+Wait = Callable[[float], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """This process's claim of a run."""
+
+    epoch: int
+    nonce: str
+    resumed_from: Reference | None
+
+
+def check_owner(store: Store, *, takeover: bool, emit: Emitter, watch: Wait | None = None) -> int:
+    """The epoch of the newest claim, whose owner no longer counts; 0 when there is none.
+
+    On the owner's host this is exact. Elsewhere the heartbeat is watched for up to `WATCH_S`
+    seconds (`watch(seconds)` waits; a test may pass its own). Writes nothing.
+
+    Raises:
+        OwnedElsewhere: a live process owns the run.
+    """
+    epoch = Catalog(store).highest_epoch()
+    if epoch == 0:
+        return 0
+    try:
+        owner = Catalog(store).writer(epoch)
+    except FormatError as error:
+        emit("warning", f"claim {epoch} cannot be read and binds nobody: {error}")
+        return epoch
+    if owner is None or not is_live(store, owner, emit=emit, watch=watch):
+        return epoch
+    text = (
+        f"{store.url}: process {owner.process.pid} on {owner.process.host} owns this run "
+        f"(writer {epoch}, since {owner.created})"
+    )
+    if not takeover:
+        raise OwnedElsewhere(f"{text}. Wait for it, stop it, or pass takeover=True")
+    emit("warning", f"{text}; taking over", epoch=epoch)
+    return epoch
+
+
+def is_live(store: Store, owner: Writer, *, emit: Emitter, watch: Wait | None = None) -> bool:
+    """Whether the process of a claim still lives and has not closed; ourselves do not count."""
+    if is_closed(store, owner.epoch):
+        return False
+    state = liveness(owner.process)
+    if state != "unknown":
+        return state == "alive"
+    emit(
+        "warning",
+        f"writer {owner.epoch} ran on {owner.process.host}; watching its heartbeat "
+        f"for up to {WATCH_S:.0f} s",
+    )
+    wait = watch if watch is not None else threading.Event().wait
+    first = _beat(store, owner)
+    for _ in range(3):
+        wait(WATCH_S / 3)
+        if _beat(store, owner) != first:
+            return True
+    return False
+
+
+def is_closed(store: Store, epoch: int) -> bool:
+    """Whether the epoch's writer recorded a clean close."""
+    try:
+        return read_if_there(store, layout.closed_key(epoch), decode_closed) is not None
+    except FormatError:
+        return False
+
+
+def nothing_in_flight(store: Store, epoch: int) -> bool:
+    """Whether no put of that epoch can still arrive: it was closed, or its process is gone.
+
+    A process that is gone proves that only where puts are calls of the local kernel; a request to
+    an object store may outlive its sender.
+    """
+    if is_closed(store, epoch):
+        return True
+    if not isinstance(store, Folders):
+        return False
+    try:
+        writer = Catalog(store).writer(epoch)
+    except FormatError:
+        return False
+    return writer is not None and liveness(writer.process) == "dead"
+
+
+def nothing_arrives(store: Store, epoch: int, *, own: int | None) -> bool:
+    """Whether nothing can still arrive in the attempts of an epoch, of all but the `own` claim.
+
+    Where this is the remote tier of a run, later writers send what those before them saved.
+    """
+    newest = Catalog(store).highest_epoch()
+    epochs = (later for later in range(epoch, max(epoch, newest) + 1) if later != own)
+    return all(nothing_in_flight(store, later) for later in epochs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The checkpoint to go on from (None: from the beginning), and what was passed over for it."""
+
+    point: Reference | None
+    passed_over: frozenset[str] = frozenset()
+    """Folders of newer checkpoints that cannot be used."""
+    is_rollback: bool = False
+    """Whether a person chose it by name, so that newer ones are left behind on purpose."""
+
+
+def claim_run(
+    store: Store, choose: Callable[[], Choice], *, takeover: bool, emit: Emitter
+) -> Claim:
+    """Claim the run from a chosen checkpoint on.
+
+    `choose` is asked again when another claim came first, when its choice is being deleted, and
+    when an earlier writer committed something newer before the claim fenced it off.
+
+    Raises:
+        OwnedElsewhere: a live process owns the run.
+    """
+    for _ in range(_MAX_RACES):
+        after = check_owner(store, takeover=takeover, emit=emit)
+        choice = choose()
+        claim = _put_claim(store, after, choice, takeover=takeover)
+        if claim is not None and is_still_right(Catalog(store), claim, choice):
+            return claim
+    raise OwnedElsewhere(f"{store.url}: lost the race for the run {_MAX_RACES} times")
+
+
+def _put_claim(store: Store, after: int, choice: Choice, *, takeover: bool) -> Claim | None:
+    """Put the claim that follows epoch `after`; None when somebody else did."""
+    point = choice.point
+    epoch = epoch_after(Catalog(store), after, point)
+    make_folder(store, layout.WRITERS)
+    if point is not None:
+        settle(store, point.folder)
+    record = new_writer(epoch, choice, takeover=takeover)
+    try:
+        put_once(store, layout.writer_key(epoch), encode_writer(record))
+    except CommitConflict:
+        return None
+    return Claim(epoch=epoch, nonce=record.nonce, resumed_from=point)
+
+
+def new_writer(epoch: int, choice: Choice, *, takeover: bool) -> Writer:
+    """The record of a claim of this process."""
+    return Writer(
+        epoch=epoch,
+        nonce=os.urandom(16).hex(),
+        resumed_from=choice.point,
+        rollback=choice.is_rollback,
+        takeover=takeover,
+        created=utc_now(),
+        process=this_process(),
+    )
+
+
+def epoch_after(catalog: Catalog, after: int, point: Reference | None) -> int:
+    """The epoch of a claim that follows `after` and goes on from `point`.
+
+    Raises:
+        UsageError: `point` was copied from another run.
+    """
+    if after == 0:
+        # Folders that were copied here without their claims keep their order below ours.
+        after = max((name.epoch for name in catalog.attempts()), default=0)
+    if point is not None and point.epoch > after:
+        raise UsageError(
+            f"{catalog.store.url}/{point.folder} was copied here from another run: its writer "
+            f"epoch {point.epoch} is beyond those of this run ({after}). Resume it in a root of "
+            "its own"
+        )
+    return after + 1
+
+
+def is_still_right(catalog: Catalog, claim: Claim, choice: Choice) -> bool:
+    """After the claim, which fences earlier writers off: would the same choice be made?"""
+    point = choice.point
+    if point is not None and not _still_stands(catalog, point):
+        return False
+    if choice.is_rollback:
+        return True
+    newest = next(committed(catalog, below=claim.epoch, but=choice.passed_over), None)
+    return newest == (point.folder if point is not None else None)
+
+
+def committed(catalog: Catalog, *, below: int, but: frozenset[str]) -> Iterator[str]:
+    """Folders of the lineage below an epoch that hold a manifest, newest first."""
+    for name in catalog.lineage(below=below):
+        if str(name) in but:
+            continue
+        try:
+            register = catalog.read(str(name))
+        except (FormatError, SealError):
+            yield str(name)
+        else:
+            if isinstance(register, Manifest):
+                yield str(name)
+
+
+def expect_claim(store: Store, claim: Claim) -> None:
+    """Raise `StoreError` unless our claim is still in the root.
+
+    A root that was moved or unmounted would otherwise be made anew, empty, by the next save.
+    """
+    found = read_if_there(store, layout.writer_key(claim.epoch), decode_writer)
+    if found is None or found.nonce != claim.nonce:
+        raise StoreError(
+            f"{store.url}/{layout.writer_key(claim.epoch)}: the record of this process's claim is "
+            "gone; was the root moved, deleted or unmounted?"
+        )
+
+
+def _still_stands(catalog: Catalog, point: Reference) -> bool:
+    # Marks first: a deleter that is done has removed its mark, but then the tombstone is there.
+    store = catalog.home(point.folder)
+    try:
+        marks = catalog.marks(point.folder)
+        register = catalog.read(point.folder)
+    except FormatError:
+        return False
+    if catalog.home(point.folder) is not store:
+        return False  # it has just gone from here, and the marks of the other tier were not read
+    if is_being_deleted(store, marks):
+        return False
+    if not isinstance(register, Manifest) or register.save_id != point.save_id:
+        return False
+    return not dropped(store, point.folder, register, marks)
+
+
+def is_being_deleted(store: Store, marks: Marks) -> bool:
+    """Marked by a deleter that may still be at it."""
+    return any(not nothing_in_flight(store, epoch) for epoch in marks.retired_by)
+
+
+def dropped(store: Store, folder: str, manifest: Manifest, marks: Marks) -> tuple[str, ...]:
+    """Components that cannot be loaded: retention has dropped them, or may be at it."""
+    at_it = {name for name, epoch in marks.thinned_by if not nothing_in_flight(store, epoch)}
+    whole = parts_of(store, folder, manifest, marks).whole
+    return tuple(name for name in manifest.components if name in at_it or name not in whole)
+
+
+def put_closed(store: Store, claim: Claim) -> None:
+    """Record that nothing of this epoch is in flight any more."""
+    record = Closed(epoch=claim.epoch, nonce=claim.nonce)
+    put_once(store, layout.closed_key(claim.epoch), encode_closed(record))
+    store.delete(layout.alive_key(claim.epoch))
+
+
+class Settled:
+    """A choice that was made already. When it no longer holds, that is an error."""
+
+    def __init__(self, entry: Entry, *, is_rollback: bool) -> None:
+        self._entry = entry
+        self._is_rollback = is_rollback
+        self._asked = False
+
+    def __call__(self) -> Choice:
+        """See `claim_run`.
+
+        Raises:
+            NoCheckpoint: it is asked for the second time.
+        """
+        if self._asked:
+            raise NoCheckpoint(
+                f"{self._entry.folder}: it is being deleted, or the run went on from a newer one "
+                "meanwhile; resume again"
+            )
+        self._asked = True
+        return Choice(point=self._entry.reference, is_rollback=self._is_rollback)
+
+
+class Heartbeat:
+    """Renews the `alive` record of a claim until it is stopped."""
+
+    def __init__(self, store: Store, claim: Claim, emit: Emitter) -> None:
+        self._store = store
+        self._claim = claim
+        self._emit = emit
+        self._stop = threading.Event()
+        self._workers = Workers(1, "holdfast-heartbeat")
+        self._done: Future[None] = self._workers.submit(self._run)
+
+    def ask_to_stop(self) -> None:
+        """Let it end by itself; does not wait."""
+        self._stop.set()
+
+    def end(self, *, is_over: bool, timeout_s: float) -> None:
+        """End it, and where nothing of the epoch is in flight any more (`is_over`) record that.
+
+        The thread of the beats does it: it is there already, when the interpreter starts none any
+        more, and who calls waits no longer than `timeout_s` seconds.
+
+        Raises:
+            DeadlineExceeded: the storage hangs; says in what. It may still be done later.
+            HoldfastError: the close cannot be recorded.
+        """
+        self._stop.set()
+        closing = partial(put_closed, self._store, self._claim) if is_over else _nothing
+        ended = self._workers.submit(closing)
+        self._workers.close()
+        if wait([ended], timeout=timeout_s).not_done:
+            what = "recording the close" if self._done.done() else "a heartbeat"
+            raise DeadlineExceeded(
+                f"{self._store.url}: {what} hangs in the storage: not done after {timeout_s:.0f} s"
+            )
+        ended.result()
+
+    def _run(self) -> None:
+        beat = 0
+        while True:
+            beat += 1
+            record = Alive(epoch=self._claim.epoch, nonce=self._claim.nonce, beat=beat)
+            try:
+                self._store.put(layout.alive_key(self._claim.epoch), encode_alive(record))
+            except StoreError as error:
+                self._emit("housekeeping_failed", f"heartbeat: {error}")
+            if self._stop.wait(HEARTBEAT_S):
+                return
+
+
+def _nothing() -> None:
+    """What is left to do after the last beat of a claim that is not to be closed."""
+
+
+def _beat(store: Store, owner: Writer) -> int:
+    try:
+        alive = read_if_there(store, layout.alive_key(owner.epoch), decode_alive)
+    except FormatError:
+        return 0
+    return alive.beat if alive is not None else 0

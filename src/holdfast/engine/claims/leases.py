@@ -1,0 +1,394 @@
+"""Leases: while one is there, the checkpoint that it names is not deleted (docs/design.md, rule 8).
+
+A reader puts its lease and then looks whether a deletion has begun; a deleter puts its mark and
+then looks for leases. So at least one of them sees the other, and gives way.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+
+from holdfast.engine.claims.claim import Wait, is_being_deleted
+from holdfast.engine.claims.process import Liveness, liveness, this_process, utc_now
+from holdfast.engine.roots.catalog import Catalog, Entry
+from holdfast.engine.roots.commit import put_once
+from holdfast.engine.roots.documents import read_document
+from holdfast.engine.workers import Workers
+from holdfast.errors import (
+    AccessDenied,
+    DeadlineExceeded,
+    FormatError,
+    NoCheckpoint,
+    NotFound,
+    OutcomeUnknown,
+    SealError,
+    StoreError,
+    StoreFull,
+    TransientStoreError,
+    UnsupportedStore,
+)
+from holdfast.events import Emitter
+from holdfast.format import layout
+from holdfast.format.blocks import block_digest
+from holdfast.format.layout import AttemptName
+from holdfast.format.manifest import Manifest
+from holdfast.format.records import Lease, decode_lease, encode_lease
+from holdfast.format.sealed import MAX_SEALED_NBYTES
+from holdfast.store.base import Store, make_folder, refresh_folder
+
+BEAT_S = 10.0
+"""Seconds between the beats of a lease; only deleters on another host look at them."""
+SILENT_S = 120.0
+"""A lease from elsewhere that a deleter saw unchanged for so long binds nobody.
+
+Measured by the deleter's own clock: twelve beats, so that a storage that hangs ends no lease.
+"""
+_STOP_TIMEOUT_S = 30.0
+
+
+class BeingDeleted(NoCheckpoint):
+    """The deletion of the checkpoint has begun; it is there, and may go at any moment."""
+
+
+# The reader's side -------------------------------------------------------------------------------
+
+
+@contextmanager
+def leased(store: Store, folder: str, *, emit: Emitter | None = None) -> Iterator[str]:
+    """Keep a checkpoint from being deleted and thinned while the block lasts.
+
+    Gives what a person has to be told: nothing, or why there is no lease. What was read of the
+    checkpoint's marks before the block may be outdated. Where nobody ever claimed the run,
+    nobody deletes, and no lease is needed.
+
+    Raises:
+        BeingDeleted: its deletion has begun.
+        NoCheckpoint: it is gone.
+    """
+    if layout.parse_attempt(folder) is None or not Catalog(store).highest_epoch():
+        yield ""
+        return
+    lease = _HeldLease(store, folder, emit or Emitter())
+    try:
+        refused = lease.take()
+        if not refused:
+            _expect_standing(store, folder)
+            lease.keep_up()
+        yield refused
+    finally:
+        lease.give_back()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A checkpoint that stays while somebody reads it, with its marks as they are by then."""
+
+    entry: Entry
+    notes: tuple[str, ...]
+    """Why it may go all the same; empty where it cannot."""
+
+
+@contextmanager
+def kept(catalog: Catalog, which: str | int, *, emit: Emitter | None = None) -> Iterator[Kept]:
+    """The checkpoint that `which` names (see `Catalog.resolve`), under a lease.
+
+    When it is replaced meanwhile, what the name means by then; "latest" passes over those whose
+    deletion has begun.
+
+    Raises:
+        NoCheckpoint: nothing answers, or its deletion has begun.
+        FormatError: its manifest is damaged.
+    """
+    passed_over: list[str] = []
+    with ExitStack() as stack:
+        while True:
+            entry = _find(catalog, which, passed_over)
+            store = catalog.home(entry.folder)
+            try:
+                refused = stack.enter_context(leased(store, entry.folder, emit=emit))
+                break
+            except NoCheckpoint:
+                passed_over.append(entry.folder)
+                if _find(catalog, which, passed_over).folder in passed_over:
+                    raise
+        fresh = Catalog(store).entry(entry.name)
+        if fresh is None:
+            raise NoCheckpoint(f"{store.url}/{entry.folder}: it was deleted")
+        yield Kept(entry=fresh, notes=(refused,) if refused else ())
+
+
+def _find(catalog: Catalog, which: str | int, but: Collection[str]) -> Entry:
+    if which == "latest" and but:
+        others = (entry for entry in catalog.lineage_entries() if entry.folder not in but)
+        found = catalog.latest(others)
+        if found is not None:
+            return found
+    return catalog.resolve(which)
+
+
+def _expect_standing(store: Store, folder: str) -> None:
+    # Marks first: a deleter that is done has removed its mark, but then the tombstone is there.
+    catalog = Catalog(store)
+    marks = catalog.marks(folder)
+    try:
+        is_there = isinstance(catalog.read(folder), Manifest)
+    except (FormatError, SealError):
+        is_there = True  # what is wrong with it is for the reader to say
+    if not is_there:
+        raise NoCheckpoint(f"{store.url}/{folder}: it was deleted")
+    if is_being_deleted(store, marks):
+        raise BeingDeleted(
+            f"{store.url}/{folder}: its deletion has begun, so that it cannot be kept for reading; "
+            "take another checkpoint"
+        )
+
+
+class _HeldLease:
+    """One lease of this process."""
+
+    def __init__(self, store: Store, folder: str, emit: Emitter) -> None:
+        self._store = store
+        self._emit = emit
+        self._nonce = os.urandom(16).hex()
+        self._key = layout.lease_key(folder, self._nonce)
+        self._folder = folder
+        self._process = this_process()
+        self._created = utc_now()
+        self._beat = 1
+        self._may_be_there = False
+        self._stop = threading.Event()
+        self._workers = Workers(1, "holdfast-lease")
+        self._renewed: Future[None] | None = None
+
+    def take(self) -> str:
+        """Put it. Returns what to tell a person when the storage refuses one, or nothing.
+
+        Raises:
+            StoreError: it failed in another way.
+        """
+        try:
+            self._may_be_there = True
+            refused = self._put_first()
+            if refused:
+                return refused
+            # What others put is looked for next, and must not be hidden by a cache of names.
+            refresh_folder(self._store, self._folder)
+        except (AccessDenied, StoreFull, UnsupportedStore) as error:
+            self._remove_quietly()
+            return self._refused(error)
+        except StoreError:
+            self._remove_quietly()
+            raise
+        return ""
+
+    def keep_up(self) -> None:
+        """Renew it until it is given back."""
+        self._renewed = self._workers.submit(self._renew)
+
+    def give_back(self) -> None:
+        """Remove it; what fails is told. A child that was forked leaves its parent's alone."""
+        if os.getpid() != self._process.pid or not self._may_be_there:
+            return
+        self._stop.set()
+        # In the thread that renews it, which may hang in the store.
+        jobs = [self._workers.submit(partial(self._store.delete, self._key))]
+        self._workers.close()
+        if self._renewed is not None:
+            jobs.append(self._renewed)
+        try:
+            if wait(jobs, timeout=_STOP_TIMEOUT_S).not_done:
+                raise DeadlineExceeded(
+                    f"giving the lease back hangs in the store: not done after "
+                    f"{_STOP_TIMEOUT_S:.0f} s"
+                )
+            for job in jobs:
+                job.result()
+        except (DeadlineExceeded, StoreError) as error:
+            self._emit("housekeeping_failed", f"{self._key}: {error}")
+
+    def _put_first(self) -> str:
+        # The folder is not made before it is missed: each time that would wait for the disk to
+        # confirm one that is there.
+        try:
+            put_once(self._store, self._key, self._document())
+            return ""
+        except (TransientStoreError, AccessDenied, StoreFull, UnsupportedStore, OutcomeUnknown):
+            raise
+        except StoreError:
+            # The first lease here, or somebody has tidied the folder away, or something else is in
+            # its place.
+            pass
+        try:
+            make_folder(self._store, layout.READERS)
+        except TransientStoreError:
+            raise
+        except StoreError as error:
+            self._may_be_there = False
+            return self._refused(error)
+        put_once(self._store, self._key, self._document())
+        return ""
+
+    def _renew(self) -> None:
+        while not self._stop.wait(BEAT_S):
+            self._beat += 1
+            try:
+                self._store.put(self._key, self._document())
+            except StoreError as error:
+                self._emit("housekeeping_failed", f"{self._key}: {error}")
+
+    def _document(self) -> bytes:
+        return encode_lease(
+            Lease(nonce=self._nonce, beat=self._beat, created=self._created, process=self._process)
+        )
+
+    def _remove_quietly(self) -> None:
+        with suppress(StoreError):
+            self._store.delete(self._key)
+        self._may_be_there = False
+
+    def _refused(self, error: StoreError) -> str:
+        return f"read without a lease, so that retention may delete it meanwhile: {error}"
+
+
+# The deleter's side ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundLease:
+    """A lease as it lies in a root, and what this host knows of its process."""
+
+    key: str
+    name: AttemptName
+    """The checkpoint that it is about."""
+    lease: Lease | None
+    """None: it cannot be read. Then it says nothing of a process, and its silence decides."""
+    state: Liveness
+    digest: bytes
+
+    @property
+    def folder(self) -> str:
+        """The checkpoint's folder."""
+        return str(self.name)
+
+    @property
+    def who(self) -> str:
+        """For messages: whose it is."""
+        if self.lease is None:
+            return f"somebody whose lease {self.key} cannot be read"
+        process = self.lease.process
+        return f"process {process.pid} on {process.host} (since {self.lease.created})"
+
+
+def find_leases(store: Store, *, folder: str | None = None) -> Iterator[FoundLease]:
+    """The leases of a root, or those on one checkpoint. Those of the dead are among them."""
+    for name in _names(store):
+        parsed = layout.parse_lease(name)
+        if parsed is None or folder not in (None, str(parsed[0])):
+            continue
+        found = _read_lease(store, f"{layout.READERS}/{name}", *parsed)
+        if found is not None:
+            yield found
+
+
+def _names(store: Store) -> tuple[str, ...]:
+    try:
+        refresh_folder(store, layout.READERS)
+        return store.children(layout.READERS)
+    except StoreError:
+        if f"{layout.READERS}/" in store.children():
+            raise
+        return ()  # a link, say, in which nobody can have put a lease
+
+
+def _read_lease(store: Store, key: str, name: AttemptName, nonce: str) -> FoundLease | None:
+    """What lies there; None when it was given back meanwhile."""
+    lease, data = None, b""
+    try:
+        data = read_document(store, key, max_nbytes=MAX_SEALED_NBYTES)
+        lease = decode_lease(data, what=key)
+    except NotFound:
+        return None
+    except (FormatError, AccessDenied):
+        lease = None
+    if lease is not None and not lease.nonce.startswith(nonce):
+        lease = None  # the copy of another
+    return FoundLease(
+        key=key,
+        name=name,
+        lease=lease,
+        state="unknown" if lease is None else liveness(lease.process),
+        digest=block_digest(data),
+    )
+
+
+class Readers:
+    """Who reads what, for one deleter, which remembers since when a lease has not moved.
+
+    `clock` gives seconds that only go up.
+    """
+
+    def __init__(self, store: Store, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._clock = clock
+        self._seen: dict[str, tuple[bytes, float]] = {}
+
+    def of(self, folder: str) -> tuple[FoundLease, ...]:
+        """The leases on a checkpoint that bind: their process lives, or may live."""
+        found = tuple(find_leases(self._store, folder=folder))
+        keys = {lease.key for lease in found}
+        self._seen = {
+            key: seen
+            for key, seen in self._seen.items()
+            if key in keys or not key.startswith(f"{layout.READERS}/{folder}.")
+        }
+        return tuple(lease for lease in found if self._binds(lease))
+
+    def watch(self, folders: Collection[str], *, wait: Wait, emit: Emitter) -> None:
+        """Look at leases from elsewhere until each has moved, or was silent for `SILENT_S`.
+
+        For a deleter that looks only once. `wait(seconds)` waits; a test may pass its own.
+        """
+        first = {lease.key: lease for lease in self._unknown(folders)}
+        for lease in first.values():
+            self._binds(lease)
+            emit(
+                "warning",
+                f"{lease.folder} is read by {lease.who}; watching its lease for up to "
+                f"{SILENT_S:.0f} s",
+            )
+        end = self._clock() + SILENT_S
+        while first and self._clock() < end:
+            wait(BEAT_S)
+            now = {lease.key: lease for lease in self._unknown(folders)}
+            first = {
+                key: lease
+                for key, lease in first.items()
+                if key in now and now[key].digest == lease.digest
+            }
+
+    def tidy(self, folder: str) -> None:
+        """Remove leases on a checkpoint that is gone."""
+        for lease in find_leases(self._store, folder=folder):
+            self._store.delete(lease.key)
+            self._seen.pop(lease.key, None)
+
+    def _unknown(self, folders: Collection[str]) -> Iterator[FoundLease]:
+        for lease in find_leases(self._store):
+            if lease.state == "unknown" and lease.folder in folders:
+                yield lease
+
+    def _binds(self, lease: FoundLease) -> bool:
+        if lease.state != "unknown":
+            return lease.state != "dead"
+        digest, since_s = self._seen.get(lease.key, (b"", 0.0))
+        if digest != lease.digest:
+            self._seen[lease.key] = (lease.digest, self._clock())
+            return True
+        return self._clock() - since_s < SILENT_S

@@ -1,0 +1,93 @@
+"""The claim that a manager holds: checking, taking, keeping alive, giving up."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from holdfast.engine.claims.claim import Choice, Claim, Heartbeat, check_owner, claim_run
+from holdfast.errors import HoldfastError
+from holdfast.events import Emitter
+from holdfast.store.base import Store
+
+END_S = 30.0
+"""How long giving a claim up may take, in seconds, where nothing else is said."""
+_LEAST_S = 1.0
+
+
+def left_s(end: float) -> float:
+    """Seconds until `end` of the monotonic clock; never less than one, for what does not hang."""
+    return max(end - time.monotonic(), _LEAST_S)
+
+
+class Ownership:
+    """One manager's side of the run's ownership."""
+
+    def __init__(self, store: Store, *, takeover: bool, emit: Emitter) -> None:
+        self._store = store
+        self._takeover = takeover
+        self._emit = emit
+        self._heartbeat: Heartbeat | None = None
+        self._sequence = 0
+        self.claim: Claim | None = None
+        self.has_committed = False
+        """Whether this claim has a commit of its own from which the run would go on."""
+        self.is_clean = True
+        """Whether every put of this claim is known to have ended."""
+        self.unclear: set[str] = set()
+        """Folders of this claim whose register must stay: a copy of their put may still arrive."""
+
+    def check(self) -> None:
+        """Raise `OwnedElsewhere` when a live process has the run; writes nothing."""
+        check_owner(self._store, takeover=self._takeover, emit=self._emit)
+
+    def take(self, choose: Callable[[], Choice]) -> None:
+        """Claim the run from the chosen checkpoint on; see `claim_run`.
+
+        Raises:
+            OwnedElsewhere: a live process owns the run.
+        """
+        before, self.claim = self.claim, None  # a claim of our own fences the one before off
+        claim = self._claim(choose)
+        self._end_heartbeat(is_over=before is not None and self._has_ended(), timeout_s=END_S)
+        self._heartbeat = Heartbeat(self._store, claim, self._emit)
+        # A manager that is dropped without being closed must not look alive for ever.
+        weakref.finalize(self, self._heartbeat.ask_to_stop)
+        self.claim, self._sequence, self.has_committed = claim, 0, False
+        self.is_clean, self.unclear = True, set()
+        self._emit("claimed", f"{self._store.url}: writer {claim.epoch}", epoch=claim.epoch)
+
+    def next_sequence(self) -> int:
+        """The number of the next save of this claim."""
+        self._sequence += 1
+        return self._sequence
+
+    def release(self, timeout_s: float = END_S) -> None:
+        """Give the run up. The close is recorded only when nothing can be in flight.
+
+        Waits no longer than `timeout_s` seconds for a storage that hangs, and tells it.
+        """
+        claim, self.claim = self.claim, None
+        self._end_heartbeat(is_over=claim is not None and self._has_ended(), timeout_s=timeout_s)
+
+    def _has_ended(self) -> bool:
+        return self.is_clean and not self.unclear
+
+    def _claim(self, choose: Callable[[], Choice]) -> Claim:
+        return claim_run(self._store, choose, takeover=self._takeover, emit=self._emit)
+
+    def _end_heartbeat(self, *, is_over: bool, timeout_s: float) -> None:
+        heartbeat, self._heartbeat = self._heartbeat, None
+        self._end(heartbeat, is_over=is_over, timeout_s=timeout_s)
+
+    def _end(
+        self, heartbeat: Heartbeat | None, *, is_over: bool, timeout_s: float, **where: Any
+    ) -> None:
+        if heartbeat is None:
+            return
+        try:
+            heartbeat.end(is_over=is_over, timeout_s=timeout_s)
+        except HoldfastError as error:
+            self._emit("housekeeping_failed", f"giving the run up: {error}", **where)

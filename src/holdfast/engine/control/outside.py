@@ -1,0 +1,94 @@
+"""What others ask of a training that runs: signals, and requests for a save."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.control.requests import Request, Requests
+from holdfast.engine.control.stop import Promote, Stop
+from holdfast.policy.classes import Due
+from holdfast.policy.triggers import Event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Saves that people wait for."""
+
+    requests: tuple[Request, ...] = ()
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Tags that they want on the checkpoint."""
+        return tuple(tag for request in self.requests for tag in request.tags)
+
+    def added_to(self, due: Due) -> Due:
+        """The save with the reasons and tags of those who asked for it."""
+        reasons = dict.fromkeys((due.reason, *(request.reason for request in self.requests)))
+        if len(reasons) > 1:
+            reasons.pop("demand", None)
+        return replace(
+            due, reason=", ".join(reasons), tags=tuple(dict.fromkeys(due.tags + self.tags))
+        )
+
+
+_BY_NOBODY = Asked()
+
+
+class Outside:
+    """The signals and the requests of one manager."""
+
+    def __init__(self, requests: Requests, stop: Stop | None, promote: Promote) -> None:
+        """`promote` finishes the save under way when a stop has no more time."""
+        self._requests = requests
+        self._stop = stop
+        self._promote = promote
+        if stop is not None:
+            stop.register(promote)
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether a signal waits for an answer."""
+        return self._stop is not None and self._stop.is_asked
+
+    def look(self, event: Event | Sequence[Event], *, is_owner: bool) -> tuple[list[Event], Asked]:
+        """What triggers are to look at beside `event`, and the requests that are new.
+
+        Only the owner looks for requests: nobody else can do what they ask for.
+        """
+        events: list[Event] = [event] if isinstance(event, str) else list(event)
+        requests = self._requests.poll() if is_owner else ()
+        is_asked = bool(requests)
+        if self._stop is not None:
+            if self._stop.requested is not None:
+                events.append("signal")
+            is_asked = self._stop.take_save_request() or is_asked
+        if is_asked:
+            events.append("demand")
+        return events, Asked(requests=requests) if requests else _BY_NOBODY
+
+    def tell(self, asked: Asked, outcome: Future[Checkpoint]) -> None:
+        """Tell those who asked what became of the save, when that is known."""
+        if asked.requests:
+            outcome.add_done_callback(lambda ended: self._tell(asked, ended))
+
+    def refuse(self, asked: Asked, error: BaseException) -> None:
+        """Tell those who asked that there is no save."""
+        for request in asked.requests:
+            self._requests.answer(request, error=str(error) or repr(error))
+
+    def close(self) -> None:
+        """Look no more."""
+        if self._stop is not None:
+            self._stop.forget(self._promote)
+        self._requests.close()
+
+    def _tell(self, asked: Asked, ended: Future[Checkpoint]) -> None:
+        error = ended.exception()
+        if error is not None:
+            self.refuse(asked, error)
+            return
+        for request in asked.requests:
+            self._requests.answer(request, folder=ended.result().folder)

@@ -1,0 +1,379 @@
+"""Saves that are asked for from outside: by `holdfast save`, or by a file in `requests/`.
+
+The process that owns the run looks for requests between two steps, and answers them. Everything
+that lies there was written by others: it is read with limits, and nothing of it may stop training.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+from holdfast.engine.claims.process import this_process, utc_now
+from holdfast.engine.roots.documents import read_document, read_if_there
+from holdfast.engine.roots.notes import checked_tags
+from holdfast.engine.workers import Workers
+from holdfast.errors import (
+    AccessDenied,
+    FormatError,
+    NotFound,
+    StoreError,
+    UsageError,
+)
+from holdfast.events import Emitter
+from holdfast.format import layout
+from holdfast.format.records import (
+    AnswerRecord,
+    Process,
+    RequestRecord,
+    decode_answer,
+    decode_request,
+    encode_answer,
+    encode_request,
+)
+from holdfast.format.sealed import MAX_SEALED_NBYTES
+from holdfast.store.base import Folders, Store, make_folder
+
+POLL_S = 1.0
+"""Seconds between two looks of the training process into a folder."""
+REMOTE_POLL_S = 5.0
+"""The same where a look is a request that is paid for."""
+MAX_REQUESTS = 100
+"""More than these at once are no people's wishes; the others are removed."""
+MAX_LISTED = 2000
+"""What one look takes in at most."""
+MAX_TAGS = 20
+MAX_REASON = 200
+"""Characters."""
+_MAX_ERROR = 4000
+_TRIES = 3
+_PAUSE_S = 1.0
+_CLOSE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A save that somebody asks for."""
+
+    name: str
+    """Its name inside `requests/`."""
+    tags: tuple[str, ...] = ()
+    """Tags for the checkpoint."""
+    reason: str = "request"
+    """What the manifest says why it was saved; never the reason of a trigger."""
+    asker: Process | None = None
+    """The process that waits for an answer; None when nobody does."""
+
+
+class Requests:
+    """The side of the process that owns the run.
+
+    Where the store has folders a look is one listing of a folder, in the caller's thread. Elsewhere
+    a background thread looks. Answers are given in the background, too.
+
+    Args:
+        store: the root.
+        poll_s: seconds between two looks (default: 1, and 5 where there are no folders).
+        emit: receives what went wrong.
+    """
+
+    def __init__(
+        self, store: Store, *, poll_s: float | None = None, emit: Emitter | None = None
+    ) -> None:
+        self._is_local = isinstance(store, Folders)
+        default_s = POLL_S if self._is_local else REMOTE_POLL_S
+        self._poll_s = poll_s if poll_s is not None else default_s
+        self._stop = threading.Event()
+        self._tray = _Tray(store, emit if emit is not None else Emitter(), self._stop)
+        self._workers = Workers(1 if self._is_local else 2, "holdfast-requests")
+        self._next_look = 0.0
+        self._looking: Future[None] | None = None
+        self._lock = threading.Lock()
+        self._under_way: list[Future[None]] = []
+        # One that is dropped without being closed must not look for ever.
+        weakref.finalize(self, self._stop.set)
+
+    def poll(self) -> tuple[Request, ...]:
+        """Requests that were not returned before; often none. Cheap, and never raises.
+
+        One save may answer all of them.
+        """
+        if self._stop.is_set():
+            return ()
+        if not self._is_local:
+            self._start_looking()
+        elif time.monotonic() >= self._next_look:
+            for refused in self._tray.look():
+                self._submit(refused)
+            self._next_look = time.monotonic() + self._poll_s
+        found = self._tray.take()
+        if found:
+            # The answer may be due while the interpreter exits, when no thread can be started.
+            self._workers.start()
+        return found
+
+    def answer(
+        self, request: Request, *, folder: str | None = None, error: str | None = None
+    ) -> None:
+        """Say what became of a request, and remove it, in the background.
+
+        `folder` is that of the checkpoint, `error` why there is none. May be called from any
+        thread. A failure is told as an event.
+        """
+        assert (folder is None) is not (error is None), "a request has one outcome"
+        answer = None if request.asker is None else _answer(request.asker, folder, error)
+        self._submit(partial(self._tray.settle, request.name, answer))
+
+    def close(self) -> None:
+        """Stop looking; waits a few seconds for answers under way. Closing twice is fine."""
+        with self._lock:
+            self._stop.set()
+            under_way = list(self._under_way)
+        wait(under_way, timeout=_CLOSE_S)
+        self._workers.close()
+
+    def _start_looking(self) -> None:
+        if self._looking is None:
+            keep_looking = partial(_keep_looking, self._tray, self._stop, self._poll_s)
+            self._looking = self._workers.submit(keep_looking)
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._stop.is_set():
+                self._under_way = [future for future in self._under_way if not future.done()]
+                self._under_way.append(self._workers.submit(job))
+                return
+        job()  # closed: the threads take no more work
+
+
+class _Tray:
+    """The requests that were seen and not yet settled. Thread-safe."""
+
+    def __init__(self, store: Store, emit: Emitter, stop: threading.Event) -> None:
+        self._store = store
+        self._emit = emit
+        self._stop = stop
+        self._lock = threading.Lock()
+        self._known: set[str] = set()
+        """Names that need no look: they wait, are being honoured, or could not be removed."""
+        self._waiting: list[Request] = []
+        self._has_folder = False
+        self._trouble = ""
+
+    def take(self) -> tuple[Request, ...]:
+        """What was found since the last time."""
+        with self._lock:
+            found, self._waiting = tuple(self._waiting), []
+        return found
+
+    def look(self) -> list[Callable[[], None]]:
+        """Find what is new; returns the jobs that refuse what cannot be honoured."""
+        trouble, self._trouble = self._trouble, ""
+        try:
+            fresh = self._fresh()
+        except StoreError as error:
+            self._trouble = str(error)
+            fresh = []
+        jobs = [self._read(name) for name in fresh[:MAX_REQUESTS]]
+        if self._trouble not in ("", trouble):  # once, not at every look
+            self._emit("warning", f"cannot look for requests for a save: {self._trouble}")
+        excess = fresh[MAX_REQUESTS:]
+        if excess:
+            self._emit(
+                "warning",
+                f"{self._store.url}/{layout.REQUESTS}: more than {MAX_REQUESTS} requests at once; "
+                f"{len(excess)} are removed and not honoured",
+            )
+            jobs.append(partial(self._discard, excess))
+        return [job for job in jobs if job is not None]
+
+    def settle(self, name: str, answer: AnswerRecord | None) -> None:
+        """Put the answer unless the request was withdrawn, and remove the request."""
+        problem = ""
+        for _ in range(_TRIES):
+            try:
+                self._settle(name, answer)
+            except StoreError as error:
+                problem = str(error)
+                self._stop.wait(_PAUSE_S)
+            else:
+                return
+        self._emit("housekeeping_failed", f"the answer to request {name}: {problem}")
+
+    def _settle(self, name: str, answer: AnswerRecord | None) -> None:
+        key, answer_key = layout.request_key(name), layout.answer_key(name)
+        if answer is not None and answer_key is not None and self._is_there(key):
+            self._store.put(answer_key, encode_answer(answer))
+        self._store.delete(key)
+        with self._lock:
+            self._known.discard(name)
+
+    def _discard(self, names: list[str]) -> None:
+        try:
+            for name in names:
+                self._settle(name, None)
+        except StoreError as error:
+            self._emit("housekeeping_failed", f"removing requests: {error}")
+
+    def _fresh(self) -> list[str]:
+        """Names that were not seen before, and from now on are."""
+        names = self._names()
+        with self._lock:
+            if len(names) < MAX_LISTED:
+                self._known.intersection_update(names)
+            fresh = [name for name in names if name not in self._known]
+            self._known.update(fresh)
+        return fresh
+
+    def _names(self) -> list[str]:
+        if isinstance(self._store, Folders):
+            if not self._has_folder and f"{layout.WRITERS}/" in self._store.children():
+                # So that `touch` works. Before the first claim nothing is written.
+                make_folder(self._store, layout.REQUESTS)
+                self._has_folder = True
+            names: Iterable[str] = self._store.children(layout.REQUESTS)
+        else:
+            prefix = f"{layout.REQUESTS}/"
+            infos = islice(self._store.list(prefix), MAX_LISTED)
+            names = (info.key[len(prefix) :] for info in infos)
+        requests = (name for name in names if "/" not in name and not layout.is_answer(name))
+        return list(islice(requests, MAX_LISTED))
+
+    def _read(self, name: str) -> Callable[[], None] | None:
+        """Take a request in; what cannot be honoured gives the job that says so."""
+        try:
+            request = _read_request(self._store, name)
+        except NotFound:
+            self._forget(name)  # withdrawn meanwhile
+        except (FormatError, UsageError, AccessDenied) as error:
+            self._emit("warning", f"a request for a save cannot be honoured: {error}")
+            return partial(self.settle, name, _answer(None, None, str(error)))
+        except StoreError as error:
+            self._forget(name)  # tried again at the next look
+            self._trouble = str(error)
+        else:
+            with self._lock:
+                self._waiting.append(request)
+        return None
+
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            self._known.discard(name)
+
+    def _is_there(self, key: str) -> bool:
+        try:
+            self._store.head(key)
+        except NotFound:
+            return False
+        return True
+
+
+def new_id() -> str:
+    """The id of a request that is to be put."""
+    return os.urandom(16).hex()
+
+
+def ask(
+    store: Store, request_id: str | None = None, *, reason: str = "", tags: Iterable[str] = ()
+) -> str:
+    """Put a request; returns its name inside `requests/`.
+
+    Who may be interrupted meanwhile gives the id, so as to know what to withdraw.
+
+    Raises:
+        UsageError: the reason or a tag is not allowed.
+    """
+    request_id = request_id if request_id is not None else new_id()
+    record = RequestRecord(
+        id=request_id,
+        who=_user(),
+        process=this_process(),
+        created=utc_now(),
+        reason=reason,
+        tags=checked_tags(tags),
+    )
+    _check(record)
+    data = encode_request(record)
+    make_folder(store, layout.REQUESTS)
+    name = layout.request_name(request_id)
+    store.put(layout.request_key(name), data, if_absent=True)
+    return name
+
+
+def answer_to(store: Store, name: str) -> AnswerRecord | None:
+    """The answer to a request; None while there is none.
+
+    Raises:
+        FormatError: it is damaged.
+    """
+    key = layout.answer_key(name)
+    assert key is not None, "`ask` gives names that leave room for an answer"
+    return read_if_there(store, key, decode_answer)
+
+
+def is_open(store: Store, name: str) -> bool:
+    """Whether a request is still there: neither answered nor removed."""
+    try:
+        store.head(layout.request_key(name))
+    except NotFound:
+        return False
+    return True
+
+
+def withdraw(store: Store, name: str) -> None:
+    """Remove a request of one's own, and the answer to it where there is one."""
+    store.delete(layout.request_key(name))
+    key = layout.answer_key(name)
+    if key is not None:
+        store.delete(key)
+
+
+def _keep_looking(tray: _Tray, stop: threading.Event, poll_s: float) -> None:
+    while True:
+        for refuse in tray.look():
+            refuse()
+        if stop.wait(poll_s):
+            return
+
+
+def _read_request(store: Store, name: str) -> Request:
+    key = layout.request_key(name)
+    data = read_document(store, key, max_nbytes=MAX_SEALED_NBYTES)
+    if not data:
+        return Request(name=name)
+    record = decode_request(data, what=f"{store.url}/{key}")
+    _check(record)
+    reason = f"request: {record.reason}" if record.reason else "request"
+    return Request(name=name, tags=record.tags, reason=reason, asker=record.process)
+
+
+def _check(record: RequestRecord) -> None:
+    """Raise `UsageError` unless its texts may stand in a manifest."""
+    checked_tags(record.tags)
+    if len(record.tags) > MAX_TAGS:
+        raise UsageError(f"{len(record.tags)} tags: a request has at most {MAX_TAGS}")
+    if len(record.reason) > MAX_REASON or not record.reason.isprintable():
+        raise UsageError(
+            f"reason {record.reason[:40]!r}: printable text of at most {MAX_REASON} characters"
+        )
+
+
+def _answer(asker: Process | None, folder: str | None, error: str | None) -> AnswerRecord:
+    # The text of an error may hold names from a file system, which need not be valid text.
+    text = None if error is None else error[:_MAX_ERROR].encode("utf-8", "replace").decode()
+    return AnswerRecord(folder=folder, error=text, created=utc_now(), asker=asker)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError, ImportError):
+        return f"user {os.getuid()}"

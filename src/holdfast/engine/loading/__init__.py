@@ -1,0 +1,1 @@
+"""From a checkpoint that can be used to a state: found, read, verified."""

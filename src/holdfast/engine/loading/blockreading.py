@@ -1,0 +1,131 @@
+"""Plain blocks of a file, read and checked, however they are stored."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.engine.staging.memory import Buffers
+from holdfast.errors import CorruptData
+from holdfast.format import blocks
+from holdfast.format.blocks import DIGEST_NBYTES
+from holdfast.format.codec import Decoder, decoder
+from holdfast.format.index import Index, StoredBlocks
+from holdfast.format.manifest import FileEntry
+from holdfast.store.base import Store, read_into
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileBlocks:
+    """The blocks of one file of a checkpoint: where they lie, and what they must be."""
+
+    key: str
+    block_nbytes: int
+    digests: bytes
+    """Of the plain blocks."""
+    stored_digests: bytes = b""
+    """Of the stored blocks, where a codec made them."""
+    spans: Sequence[tuple[int, int]] = ()
+    """(start, stop) of the stored blocks."""
+    decoder: Decoder | None = None
+    """None: the file is stored as it is."""
+
+    @classmethod
+    def of(cls, folder: str, name: str, entry: FileEntry, index: Index) -> FileBlocks:
+        """Those of a file that manifest and index list.
+
+        Raises:
+            UnsupportedVersion: the package that decodes them is not installed.
+        """
+        found = cls(
+            key=f"{folder}/{name}", block_nbytes=index.block_nbytes, digests=index.blocks[name]
+        )
+        return found if entry.stored is None else found.made_by(entry, index.stored[name])
+
+    def made_by(self, entry: FileEntry, stored: StoredBlocks) -> FileBlocks:
+        """The same file, stored as blocks of a codec."""
+        assert entry.stored is not None
+        return FileBlocks(
+            key=self.key,
+            block_nbytes=self.block_nbytes,
+            digests=self.digests,
+            stored_digests=stored.digests,
+            spans=stored.spans(),
+            decoder=decoder(entry.stored.codec),
+        )
+
+
+def read_block(
+    store: Store,
+    file: FileBlocks,
+    number: int,
+    plain: memoryview,
+    *,
+    verify: bool = True,
+    buffers: Buffers | None = None,
+) -> str:
+    """Fill `plain`, which has the length of the block; says what is wrong with it, or nothing.
+
+    A block that is not what was written is read once more: a transient error on the way must not
+    condemn a sound checkpoint. `buffers` is where memory for stored blocks comes from.
+
+    Raises:
+        StoreError: it cannot be read.
+        CorruptData: the file is too short.
+    """
+    if file.decoder is None:
+        return _read_plain(store, file, number, plain, verify=verify)
+    buffers = buffers or Buffers()
+    start, stop = file.spans[number]
+    # From the page before on, because direct reads want that.
+    skipped = start % mmap.PAGESIZE
+    buffer = buffers.take(skipped + stop - start)
+    try:
+        memory = buffer[: skipped + stop - start]
+        stored = memory[skipped:]
+        read_into(store, file.key, start - skipped, memory)
+        if verify and not _is_block(stored, file.stored_digests, number):
+            read_into(store, file.key, start - skipped, memory, afresh=True)
+            if not _is_block(stored, file.stored_digests, number):
+                return "is not what was written"
+        return decode_block(file, number, stored, plain, verify=verify)
+    finally:
+        buffers.give_back(buffer)
+
+
+def decode_block(
+    file: FileBlocks, number: int, stored: memoryview, plain: memoryview, *, verify: bool = True
+) -> str:
+    """Fill `plain` from a stored block; says what is wrong with it, or nothing."""
+    assert file.decoder is not None
+    try:
+        file.decoder.decode(number, stored, plain)
+    except CorruptData as error:
+        return f"cannot be decoded: {error}"
+    if verify and not _is_block(plain, file.digests, number):
+        return "decodes to other bytes than were saved"
+    return ""
+
+
+def _read_plain(
+    store: Store, file: FileBlocks, number: int, plain: memoryview, *, verify: bool
+) -> str:
+    start = number * file.block_nbytes
+    if not verify:
+        read_into(store, file.key, start, plain)
+        return ""
+    for afresh in (False, True):
+        hasher = blocks.block_hasher()
+        read_into(store, file.key, start, plain, seen=hasher.update, afresh=afresh)
+        if hasher.digest() == _digest(file.digests, number):
+            return ""
+    return "is not what was written"
+
+
+def _digest(digests: bytes, number: int) -> bytes:
+    return digests[DIGEST_NBYTES * number : DIGEST_NBYTES * (number + 1)]
+
+
+def _is_block(data: memoryview, digests: bytes, number: int) -> bool:
+    return blocks.block_digest(data) == _digest(digests, number)

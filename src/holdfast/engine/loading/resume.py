@@ -1,0 +1,437 @@
+"""Finding a checkpoint that can be used, and reading it, without changing anything.
+
+`resume` walks back along the lineage over damaged candidates and says why each was passed over;
+a checkpoint that was named explicitly is taken or the damage is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, get_args
+
+from holdfast.engine.claims.claim import Choice, dropped, is_being_deleted
+from holdfast.engine.claims.leases import kept
+from holdfast.engine.loading.load import Opened, Tensors, open_checkpoint, read_tensors
+from holdfast.engine.roots.catalog import Catalog, Entry
+from holdfast.engine.roots.seen import Seen
+from holdfast.engine.workers import Workers
+from holdfast.errors import (
+    CorruptData,
+    FormatError,
+    HoldfastError,
+    NoCheckpoint,
+    NotFound,
+    NoUsableCheckpoint,
+    StoreError,
+    UsageError,
+    is_damage,
+)
+from holdfast.events import Emitter, Kind
+from holdfast.format.layout import AttemptName
+from holdfast.state.apply import Prepared, prepare
+from holdfast.state.edits import Edit, EditedLoad, edited_load
+from holdfast.state.selection import Selection
+from holdfast.store.base import Store, uncached
+
+Rename = Mapping[str, str] | Callable[[str], str] | None
+Unhealthy = Literal["avoid", "accept"]
+"""Whether a walk goes on from an unhealthy state only when there is no other."""
+_MAX_RELISTS = 10
+_MAX_LOOKS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """What part of a checkpoint goes where."""
+
+    components: Collection[str] | None = None
+    """Names to load; None: all."""
+    strict: bool = True
+    """Whether missing and unexpected leaves, and arguments that name nothing, are an error."""
+    rename: Rename = None
+    """Stored path → live path."""
+    include: Collection[str] = ()
+    """Load only these: components, `component.path` or what is above it, patterns. Empty: all."""
+    skip: Collection[str] = ()
+    """Leave these alone, of what `include` names; entries as there."""
+    edit: Edit | None = None
+    """Changes what is stored, before anything is compared with the live state. It may be called
+    again, with a new view: for an older checkpoint, when this one proves damaged."""
+    verify: bool = True
+    """Whether digests are checked."""
+    rng: bool = True
+    """Whether generator states are restored."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the whole state is loaded, so that the run stands where the checkpoint does.
+
+        An edit changes nothing about that: under `strict` every leaf got a value all the same.
+        """
+        is_all = self.components is None and not self.include and not self.skip
+        return is_all and self.rename is None and self.strict
+
+    @property
+    def proves_whole(self) -> bool:
+        """Whether such a load has read and checked every byte of a checkpoint."""
+        return self.is_full and self.verify and self.edit is None
+
+    @property
+    def selection(self) -> Selection:
+        """What `include` and `skip` leave."""
+        return Selection(include=self.include, skip=self.skip)
+
+
+class PassedOver(NoCheckpoint):
+    """Nothing of it is damaged, and yet a run does not go on from it."""
+
+
+class Dropped(PassedOver):
+    """Components that are asked for were not saved, or were dropped; what is there is sound."""
+
+
+class Avoided(PassedOver):
+    """The state was not healthy when it was saved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A checkpoint that was read whole and fits: what is left is to apply it."""
+
+    entry: Entry
+    options: LoadOptions
+    prepared: Prepared
+    tensors: Tensors
+    is_proof: bool
+    """Whether every byte of it was read where it lies, and found right."""
+
+
+@dataclass(slots=True)
+class Reader:
+    """Reads checkpoints of one run for one live state."""
+
+    catalog: Catalog
+    state: Mapping[str, Any]
+    workers: Workers
+    timeout_s: float
+    passed_over: dict[str, HoldfastError] = field(default_factory=dict)
+    """Folder → why the walk did not take it, newest first."""
+    keeps: bool = False
+    """Whether a lease keeps what is named while it is read; the owner of the run needs none."""
+    notes: tuple[str, ...] = ()
+    """Why what is read is not kept."""
+
+    @property
+    def rejected(self) -> tuple[tuple[str, str], ...]:
+        """(folder, reason) of what the walk passed over, newest first."""
+        return tuple((folder, str(error)) for folder, error in self.passed_over.items())
+
+    def read(self, entry: Entry, options: LoadOptions) -> Candidate:
+        """Read and check one checkpoint.
+
+        Raises:
+            Dropped: components that are asked for are not there, and `options` are strict.
+            FormatError, StoreError: it is damaged or cannot be read.
+            MismatchError: it does not fit the live state.
+        """
+        store = self.catalog.home(entry.folder)
+        gone = dropped(store, entry.folder, entry.manifest, entry.marks)
+        everything = (*entry.manifest.components, *entry.manifest.left_out)
+        asked = everything if options.components is None else options.components
+        selection = options.selection
+        wanted = [name for name in asked if not selection.omits(name)]
+        if options.strict:
+            self._expect_saved(entry, wanted)
+            self._expect_there(entry, wanted, gone)
+        try:
+            components = [name for name in wanted if name not in gone]
+            return self._read(store, entry, options, components)
+        except (FormatError, StoreError):
+            # Files may have gone while they were read.
+            marks = Catalog(store).marks(entry.folder)
+            now = dropped(store, entry.folder, entry.manifest, marks)
+            self._expect_there(entry, wanted, set(now) - set(gone))
+            raise
+
+    def _read(
+        self, store: Store, entry: Entry, options: LoadOptions, components: list[str]
+    ) -> Candidate:
+        if not options.verify:
+            store = uncached(store)  # nothing would tell a damaged copy
+        opened = open_checkpoint(
+            store, entry.folder, entry.manifest, components=components, verify=options.verify
+        )
+        read = partial(self._read_tensors, store, opened, verify=options.verify)
+        found = _edited(opened, options.edit, read)
+        prepared = prepare(
+            self.state,
+            found.components,
+            where=entry.folder,
+            components=options.components,
+            strict=options.strict,
+            rename=options.rename,
+            include=options.include,
+            skip=options.skip,
+            rng=options.rng,
+            unread=[name for name in entry.manifest.components if name not in components],
+        )
+        tensors = _completed(found.tensors, prepared.needed, read)
+        return Candidate(
+            entry=entry,
+            options=options,
+            prepared=prepared,
+            tensors=tensors,
+            is_proof=options.proves_whole and uncached(store) is store,
+        )
+
+    def _expect_saved(self, entry: Entry, wanted: Collection[str]) -> None:
+        missing = ", ".join(name for name in wanted if name in entry.manifest.left_out)
+        if missing:
+            raise Dropped(
+                f"{self._place(entry)}: saved without {missing}; a run cannot go on "
+                "from it. Load the components that are there by name, or take another checkpoint"
+            )
+
+    def _read_tensors(
+        self, store: Store, opened: Opened, needed: Mapping[str, Iterable[str]], *, verify: bool
+    ) -> Tensors:
+        return read_tensors(
+            store,
+            opened,
+            needed,
+            workers=self.workers,
+            timeout_s=self.timeout_s,
+            verify=verify,
+        )
+
+    def _expect_there(self, entry: Entry, wanted: list[str], gone: Collection[str]) -> None:
+        missing = ", ".join(name for name in wanted if name in gone)
+        if missing:
+            raise Dropped(
+                f"{self._place(entry)}: retention has dropped {missing} of it; a run "
+                "cannot go on from what is left. Load the other components by name, or take "
+                "another checkpoint"
+            )
+
+    def _place(self, entry: Entry) -> str:
+        return f"{self.catalog.home(entry.folder).url}/{entry.folder}"
+
+    def named(self, which: str | int, options: LoadOptions) -> Candidate:
+        """Read what is named; when it is deleted meanwhile, what the name means by then.
+
+        Raises:
+            NoCheckpoint: nothing answers, or it is always gone before it is read.
+            Dropped: components that are asked for are not there.
+            FormatError, StoreError: it is damaged or cannot be read.
+        """
+        catalog = self.catalog
+        for _ in range(_MAX_LOOKS):
+            with self._kept(which) as entry:
+                try:
+                    return self.read(entry, options)
+                except Dropped:
+                    if entry.manifest.left_out or not catalog.turn(entry.folder):
+                        raise  # the other tier does not keep what was dropped here
+                except (FormatError, StoreError) as error:
+                    if is_damage(error) and catalog.turn(entry.folder):
+                        continue
+                    is_gone = isinstance(error, FormatError | NotFound)
+                    if not is_gone or catalog.entry(entry.name) is not None:
+                        raise
+        raise NoCheckpoint(f"{catalog.store.url}: {which!r} was deleted while it was read")
+
+    @contextmanager
+    def _kept(self, which: str | int) -> Iterator[Entry]:
+        if not self.keeps:
+            yield self.catalog.resolve(which)
+            return
+        with kept(self.catalog, which) as found:
+            self.notes = found.notes
+            yield found.entry
+
+    def walk(self, options: LoadOptions, *, unhealthy: Unhealthy = "avoid") -> Candidate | None:
+        """The newest usable checkpoint of the lineage; None when nothing whole was committed yet.
+
+        Unless `unhealthy` is "accept", an unhealthy one is taken only when no other can be used.
+
+        Raises:
+            NoUsableCheckpoint: something was committed and nothing can be used.
+        """
+        if unhealthy not in get_args(Unhealthy):
+            raise UsageError(f"unhealthy={unhealthy!r}: must be one of {get_args(Unhealthy)}")
+        catalog = self.catalog
+        for _ in range(_MAX_RELISTS):
+            self.passed_over.clear()
+            names = [*catalog.lineage()]
+            before: list[tuple[AttemptName, str]] = []
+            found = self._first(catalog, names, options, unhealthy, seen=before)
+            if found is None and _registers(catalog) == before:
+                avoided = [n for n in names if isinstance(self.passed_over.get(str(n)), Avoided)]
+                found = self._first(catalog, avoided, options, "accept")
+            if found is not None:
+                return found
+            if _registers(catalog) == before:
+                break
+        if not catalog.ever_committed(whole=True):
+            return None  # parts that side savers saved before the first whole one are no start
+        raise NoUsableCheckpoint(
+            f"{catalog.store.url}: this run has committed checkpoints and none can be used. "
+            "Nothing was changed; name another one explicitly, or use another root",
+            self.rejected,
+        )
+
+    def _first(
+        self,
+        catalog: Catalog,
+        names: Sequence[AttemptName],
+        options: LoadOptions,
+        unhealthy: Unhealthy,
+        *,
+        seen: list[tuple[AttemptName, str]] | None = None,
+    ) -> Candidate | None:
+        """The first that can be used; those before it are noted in `passed_over`.
+
+        `seen` gets the state of each register before it is looked at any closer.
+        """
+        for name in names:
+            if seen is not None:
+                seen.append((name, _register_state(catalog, name)))
+            try:
+                candidate = self._read_twice(catalog, name, options, unhealthy)
+            except HoldfastError as error:
+                if not (is_damage(error) or isinstance(error, PassedOver)):
+                    raise
+                self.passed_over[str(name)] = error
+                continue
+            if candidate is not None:
+                self.passed_over.pop(str(name), None)
+                return candidate
+        return None
+
+    def _read_twice(
+        self, catalog: Catalog, name: AttemptName, options: LoadOptions, unhealthy: Unhealthy
+    ) -> Candidate | None:
+        """Read a candidate, once more when the first time fails: errors may pass, and where there
+        is another tier it may be whole there."""
+        try:
+            return self._read_candidate(catalog, name, options, unhealthy)
+        except (StoreError, FormatError) as error:
+            is_turned = is_damage(error) and catalog.turn(str(name))
+            if not is_turned and not isinstance(error, StoreError | CorruptData):
+                raise
+            return self._read_candidate(catalog, name, options, unhealthy)
+
+    def _read_candidate(
+        self, catalog: Catalog, name: AttemptName, options: LoadOptions, unhealthy: Unhealthy
+    ) -> Candidate | None:
+        entry = catalog.entry(name)
+        if entry is None:
+            return None
+        if is_being_deleted(catalog.home(entry.folder), entry.marks):
+            raise PassedOver("its deletion was begun")
+        self._expect_saved(entry, entry.manifest.left_out)
+        if unhealthy == "avoid" and catalog.is_avoided(entry):
+            raise Avoided(f"not healthy: {', '.join(entry.manifest.unhealthy)}")
+        return self.read(entry, options)
+
+
+def _edited(
+    opened: Opened, edit: Edit | None, read: Callable[[Mapping[str, Iterable[str]]], Tensors]
+) -> EditedLoad:
+    if edit is None:
+        return EditedLoad(components=opened.components, tensors={})
+    return edited_load(
+        opened.components,
+        edit,
+        where=opened.folder,
+        read=lambda name: read({name: opened.components[name].tensors})[name],
+    )
+
+
+def _completed(
+    found: Tensors,
+    needed: Mapping[str, Iterable[str]],
+    read: Callable[[Mapping[str, Iterable[str]]], Tensors],
+) -> Tensors:
+    """The needed tensors: those that an edit has brought, and the rest from the checkpoint."""
+    if not found:
+        return read(needed)
+    there = {
+        name: {key: found[name][key] for key in keys if key in found.get(name, {})}
+        for name, keys in needed.items()
+    }
+    rest = read(
+        {name: [key for key in keys if key not in there[name]] for name, keys in needed.items()}
+    )
+    return {name: {**there[name], **rest[name]} for name in needed}
+
+
+def _registers(catalog: Catalog) -> list[tuple[AttemptName, str]]:
+    """The lineage with the state of each register: when that changes, look again."""
+    return [(name, _register_state(catalog, name)) for name in catalog.lineage()]
+
+
+def _register_state(catalog: Catalog, name: AttemptName) -> str:
+    try:
+        return type(catalog.read(str(name))).__name__
+    except FormatError:
+        return "damaged"
+
+
+class Search:
+    """The choice that resume makes: read anew each time that the claim asks for it."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        which: str | int,
+        *,
+        options: LoadOptions | None = None,
+        unhealthy: Unhealthy = "avoid",
+        seen: Seen | None = None,
+    ) -> None:
+        self._seen = seen
+        self._reader = reader
+        self._which = which
+        self._options = options if options is not None else LoadOptions()
+        self._unhealthy = unhealthy
+        self.found: Candidate | None = None
+        """What was chosen last; None for a fresh start."""
+
+    def __call__(self) -> Choice:
+        """See `engine.claims.claim.claim_run`."""
+        is_latest = self._which == "latest"
+        options = self._options
+        self.found = (
+            self._reader.walk(options, unhealthy=self._unhealthy)
+            if is_latest
+            else self._reader.named(self._which, options)
+        )
+        if is_latest and self._seen is not None:
+            entry = self.found.entry if self.found is not None else None
+            self._seen.expect(entry, where=self._reader.catalog.store.url)
+        return Choice(
+            point=self.found.entry.reference if self.found is not None else None,
+            passed_over=frozenset(self._reader.passed_over),
+            is_rollback=not is_latest,
+        )
+
+    def announce(self, emit: Emitter, *, reject: Callable[[str, str], None]) -> None:
+        """Say what was not taken and why; `reject(folder, reason)` gets the damaged ones."""
+        for folder, error in self._reader.passed_over.items():
+            if not isinstance(error, PassedOver):
+                reject(folder, str(error))
+                continue
+            kind: Kind = "warning" if isinstance(error, Avoided) else "passed_over"
+            emit(kind, f"passed over {folder}: {error}", folder=folder, reason=str(error))
+        if self.found is not None and self.found.entry.manifest.unhealthy:
+            entry = self.found.entry
+            reasons = ", ".join(entry.manifest.unhealthy)
+            emit(
+                "warning",
+                f"the run goes on from {entry.folder}, which is not healthy: {reasons}",
+                folder=entry.folder,
+            )

@@ -1,0 +1,497 @@
+"""What is in a root: attempts, registers, claims, the lineage and its head. Reads only.
+
+This module knows the order of things (docs/design.md, section 3) and nothing about tensors. It
+never writes and never claims.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from holdfast.engine.roots.documents import read_if_there
+from holdfast.errors import (
+    CorruptData,
+    FormatError,
+    HoldfastError,
+    NoCheckpoint,
+    SealError,
+    UnsupportedVersion,
+    listing,
+)
+from holdfast.format import layout
+from holdfast.format.layout import AttemptName
+from holdfast.format.manifest import (
+    MAX_MANIFEST_NBYTES,
+    Aborted,
+    Deleted,
+    Manifest,
+    Reference,
+    decode_register,
+)
+from holdfast.format.records import (
+    Notes,
+    Writer,
+    decode_notes,
+    decode_rejected,
+    decode_writer,
+)
+from holdfast.store.base import Store
+
+Register = Manifest | Aborted | Deleted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """What sidecars add to a checkpoint."""
+
+    retired_by: tuple[int, ...] = ()
+    """The writer epochs that began to delete it."""
+    thinned_by: tuple[tuple[str, int], ...] = ()
+    """(component, writer epoch): who began to drop what."""
+    rejected: tuple[str, ...] = ()
+    pinned: bool = False
+    tags: tuple[str, ...] = ()
+    notes_number: int = 0
+
+    @property
+    def retired(self) -> bool:
+        """Whether its deletion was begun."""
+        return bool(self.retired_by)
+
+    @property
+    def thinned(self) -> tuple[str, ...]:
+        """The components that somebody began to drop."""
+        return tuple(dict.fromkeys(name for name, _ in self.thinned_by))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One committed checkpoint: its name, its manifest, its marks."""
+
+    name: AttemptName
+    folder: str
+    """Its folder inside the root; a copy of one checkpoint may have any name."""
+    manifest: Manifest
+    marks: Marks
+
+    @property
+    def step(self) -> int:
+        """Completed optimizer windows."""
+        return self.manifest.timestamp.step
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """(epoch, sequence)."""
+        return self.name.order
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Tags given at the save and later, without repeats."""
+        return tuple(dict.fromkeys(self.manifest.tags + self.marks.tags))
+
+    @property
+    def reference(self) -> Reference:
+        """How records name this checkpoint."""
+        return Reference(
+            epoch=self.name.epoch,
+            sequence=self.name.sequence,
+            save_id=self.manifest.save_id,
+            folder=self.folder,
+        )
+
+
+class Catalog:
+    """A reader of one root. Holds no state: each call looks at the store anew."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def home(self, folder: str) -> Store:
+        """The store in which a checkpoint is read: where a run has two tiers, one of them."""
+        return self.store
+
+    def turn(self, folder: str) -> bool:
+        """Read a damaged checkpoint elsewhere from now on; whether there is an elsewhere."""
+        return False
+
+    def look_again(self) -> None:
+        """A new question begins: what could not be reached before is tried again."""
+
+    def attempts(self) -> tuple[AttemptName, ...]:
+        """Every attempt, newest first, from the names alone."""
+        names = (name[:-1] for name in self.store.children() if name.endswith("/"))
+        parsed = (layout.parse_attempt(name) for name in names)
+        return tuple(sorted((name for name in parsed if name is not None), reverse=True))
+
+    def read(self, folder: str) -> Register | None:
+        """The value of an attempt's register; None while nothing is there.
+
+        Raises:
+            FormatError: something is there that is not a valid document.
+        """
+        key = f"{folder}/{layout.MANIFEST}"
+        register = read_if_there(self.store, key, decode_register, max_nbytes=MAX_MANIFEST_NBYTES)
+        if isinstance(register, Manifest):
+            _check_place(register, folder)
+        return register
+
+    def marks(self, folder: str) -> Marks:
+        """The sidecars of a checkpoint; damaged ones are passed over."""
+        return self._marks(folder, self.home(folder).children(folder))
+
+    def _marks(self, folder: str, names: tuple[str, ...]) -> Marks:
+        notes, number = self._newest_notes(folder, names)
+        return Marks(
+            retired_by=tuple(n for n in map(layout.parse_retired, names) if n is not None),
+            thinned_by=tuple(mark for mark in map(layout.parse_thinned, names) if mark is not None),
+            rejected=self._reasons(folder) if layout.REJECTED in names else (),
+            pinned=notes.pinned,
+            tags=notes.tags,
+            notes_number=number,
+        )
+
+    def entry(self, name: AttemptName, *, known: Manifest | None = None) -> Entry | None:
+        """The checkpoint in an attempt's folder; None when it is not committed.
+
+        `known` is its manifest as it was read before, which is read again only if the folder
+        looks as if somebody had begun to delete it since.
+
+        Raises:
+            FormatError: the manifest is damaged.
+        """
+        folder = str(name)
+        if known is not None:
+            names = self.home(folder).children(folder)
+            marks = self._marks(folder, names)
+            # A deleter leaves its mark before the tombstone, and removes the index before the mark.
+            if not marks.retired and {layout.MANIFEST, layout.INDEX} <= {*names}:
+                return Entry(name=name, folder=folder, manifest=known, marks=marks)
+        manifest = self.read(folder)
+        if not isinstance(manifest, Manifest):
+            return None
+        return Entry(name=name, folder=folder, manifest=manifest, marks=self.marks(folder))
+
+    def checkpoints(self, *, known: Mapping[str, Manifest] | None = None) -> tuple[Entry, ...]:
+        """Every committed checkpoint whose manifest is sound and can be opened, newest first.
+
+        `known`: folder → manifest, as for `entry`.
+        """
+        return self.survey(known=known)[0]
+
+    def survey(
+        self, *, known: Mapping[str, Manifest] | None = None
+    ) -> tuple[tuple[Entry, ...], tuple[tuple[str, HoldfastError], ...]]:
+        """The checkpoints, and (folder, error) of each manifest that cannot be read: a `SealError`
+        where it is sealed for others, a `FormatError` where it is damaged."""
+        manifests = known if known is not None else {}
+        entries: list[Entry] = []
+        unread: list[tuple[str, HoldfastError]] = []
+        for name in self.attempts():
+            try:
+                entry = self.entry(name, known=manifests.get(str(name)))
+            except (FormatError, SealError) as error:
+                unread.append((str(name), error))
+            else:
+                if entry is not None:
+                    entries.append(entry)
+        return tuple(entries), tuple(unread)
+
+    def highest_epoch(self) -> int:
+        """The number of the newest claim; 0 when there is none."""
+        return max(self.claims(), default=0)
+
+    def writer(self, epoch: int) -> Writer | None:
+        """The claim of an epoch; None when there is none.
+
+        Raises:
+            FormatError: the record is damaged.
+        """
+        return read_if_there(self.store, layout.writer_key(epoch), decode_writer)
+
+    def claims(self) -> tuple[int, ...]:
+        """The epochs that have a claim, newest first. The newest is found by point reads.
+
+        A list may lag, so the epochs after the highest listed one are asked for by name.
+        """
+        listed = (layout.parse_writer(name) for name in self.store.children(layout.WRITERS))
+        epochs = {epoch for epoch in listed if epoch is not None}
+        following = max(epochs, default=0) + 1
+        while self._has_claim(following):
+            epochs.add(following)
+            following += 1
+        return tuple(sorted(epochs, reverse=True))
+
+    def lineage(self, *, below: int | None = None) -> Iterator[AttemptName]:
+        """Attempts that resume may use, newest first: down the chain of claims.
+
+        Attempts without a commit are among them; the caller reads each. `below` looks at the run
+        as it was before that epoch's claim. Claims that do not count are passed over
+        (docs/design.md, rule 2).
+        """
+        attempts = self.attempts()
+        epochs = self._epochs(attempts, below)
+        epoch = self._standing_epoch(attempts, epochs)
+        last: int | None = None
+        while epoch > 0:
+            for name in attempts:
+                if name.epoch == epoch and (last is None or name.sequence <= last):
+                    yield name
+            claim = self._claim_or_none(epoch)
+            point = claim.resumed_from if claim is not None else None
+            if claim is not None and point is None:
+                return
+            if point is None or point.epoch >= epoch:
+                epoch, last = max((e for e in epochs if e < epoch), default=0), None
+            else:
+                epoch, last = point.order
+
+    def head(self) -> Entry | None:
+        """The newest committed checkpoint of the lineage with a sound manifest, or None."""
+        return next(self.lineage_entries(), None)
+
+    def lineage_entries(self, *, opens_all: bool = True) -> Iterator[Entry]:
+        """The lineage's committed checkpoints with sound manifests, newest first.
+
+        Without `opens_all` those that are sealed for others are passed over: for who looks for
+        something older than the newest, or for something by name.
+
+        Raises:
+            SealError: one of them is sealed for others.
+        """
+        for name in self.lineage():
+            try:
+                entry = self.entry(name)
+            except FormatError:
+                continue
+            except SealError:
+                if opens_all:
+                    raise
+                continue
+            if entry is not None:
+                yield entry
+
+    def latest(self, entries: Iterable[Entry] | None = None) -> Entry | None:
+        """What "latest" means: the one from which a run would go on, damage aside.
+
+        That is the newest of the lineage (or of `entries`, newest first) that holds the whole
+        state and is not avoided, else the newest that holds it, else the newest not avoided.
+        """
+        best: Entry | None = None
+        best_rank = (True, True)
+        for entry in self.lineage_entries() if entries is None else entries:
+            rank = (bool(entry.manifest.left_out), self.is_avoided(entry))
+            if rank == (False, False):
+                return entry
+            if best is None or rank < best_rank:
+                best, best_rank = entry, rank
+        return best
+
+    def is_avoided(self, entry: Entry) -> bool:
+        """Whether its state was not healthy, and nobody has gone back to it by name."""
+        if not entry.manifest.unhealthy:
+            return False
+        claims = (self._claim_or_none(epoch) for epoch in self.claims())
+        points = (claim.resumed_from for claim in claims if claim is not None and claim.rollback)
+        return all(point is None or point.folder != entry.folder for point in points)
+
+    def resolve(self, which: str | int = "latest") -> Entry:
+        """The checkpoint that `which` names, in the current lineage.
+
+        `which` is "latest" (see the method), "step=1000" (or an int), a folder's name, a tag, or
+        a label; a folder's name is also found outside the lineage.
+
+        Raises:
+            NoCheckpoint: nothing there answers; the message lists what is there.
+            SealError: what answers is sealed for others, or may be what is.
+            FormatError: the named folder's manifest is damaged.
+        """
+        wanted = f"step={which}" if isinstance(which, int) else which
+        exact = layout.parse_attempt(wanted)
+        entry = self.entry(exact) if exact is not None else self._search(wanted)
+        if entry is None:
+            self._expect_all_opened()
+            raise NoCheckpoint(self._nothing_matches(wanted))
+        return entry
+
+    def ever_committed(self, *, whole: bool = False) -> bool:
+        """Whether anything was ever committed here: then a fresh start would be a lie.
+
+        With `whole`, something that a run could have gone on from, as far as is known.
+
+        Raises:
+            SealError: before anything else, something that is sealed for others.
+        """
+        for name in self.attempts():
+            try:
+                register = self.read(str(name))
+            except FormatError:
+                return True
+            if isinstance(register, Manifest) and whole and register.left_out:
+                continue
+            if isinstance(register, Manifest | Deleted):
+                return True
+        claims = (self._claim_or_none(epoch) for epoch in self.claims())
+        return any(claim is not None and claim.resumed_from is not None for claim in claims)
+
+    def _epochs(self, attempts: tuple[AttemptName, ...], below: int | None) -> tuple[int, ...]:
+        """The epochs of this run, newest first: the claims, and what lay here before the first.
+
+        Other attempts were copied here from another run and are not of this one.
+        """
+        claims = self.claims()
+        first = min(claims, default=None)
+        earlier = {name.epoch for name in attempts if first is None or name.epoch < first}
+        epochs = sorted({*claims, *earlier}, reverse=True)
+        return tuple(epoch for epoch in epochs if below is None or epoch < below)
+
+    def _standing_epoch(self, attempts: tuple[AttemptName, ...], epochs: tuple[int, ...]) -> int:
+        """The highest epoch that has committed, or is a rollback to what is still there."""
+        for epoch in epochs:
+            if any(self._is_there(name) for name in attempts if name.epoch == epoch):
+                return epoch
+            claim = self._claim_or_none(epoch)
+            if claim is None or not claim.rollback or claim.resumed_from is None:
+                continue
+            if self._is_there(layout.parse_attempt(claim.resumed_from.folder)):
+                return epoch
+        return 0
+
+    def _search(self, wanted: str) -> Entry | None:
+        if wanted == "latest":
+            entry = self.latest()
+            self._expect_readable_after(entry)
+            return entry
+        step = re.fullmatch(r"step=(\d{1,18})", wanted, re.ASCII)
+        by_label: Entry | None = None
+        for entry in self.lineage_entries(opens_all=False):
+            if step is not None and entry.step == int(step[1]):
+                return entry
+            if wanted in entry.tags:
+                return entry
+            if by_label is None and wanted == entry.name.label:
+                by_label = entry
+        return by_label
+
+    def _expect_readable_after(self, entry: Entry | None) -> None:
+        """Raise `UnsupportedVersion` where a newer Holdfast has committed after `entry`."""
+        for name in self.lineage():
+            if entry is not None and name.order <= entry.order:
+                return
+            try:
+                self.entry(name)
+            except UnsupportedVersion:
+                raise
+            except FormatError:
+                continue  # damaged: what is before it serves
+
+    def _expect_all_opened(self) -> None:
+        """Raise the `SealError` of the newest of the lineage that is sealed for others."""
+        for _ in self.lineage_entries():
+            pass
+
+    def _nothing_matches(self, wanted: str) -> str:
+        entries, unread = self.survey()
+        lines = [f"{entry.folder} (step {entry.step})" for entry in entries]
+        for folder, error in unread:
+            is_sealed = isinstance(error, SealError)
+            lines.append(f"{folder} ({'sealed for others' if is_sealed else 'manifest damaged'})")
+        if not lines:
+            return f"{self.store.url}: no checkpoints"
+        return (
+            f"{self.store.url}: no checkpoint for {wanted!r} in this run. There are:\n"
+            + listing(lines)
+        )
+
+    def _newest_notes(self, folder: str, names: tuple[str, ...]) -> tuple[Notes, int]:
+        numbers = [layout.parse_notes(name) for name in names]
+        for number in sorted((n for n in numbers if n is not None), reverse=True):
+            try:
+                key = f"{folder}/{layout.notes_name(number)}"
+                notes = read_if_there(self.home(folder), key, decode_notes)
+            except FormatError:
+                continue
+            if notes is not None:
+                return notes, max(n for n in numbers if n is not None)
+        return Notes(tags=(), pinned=False), max((n for n in numbers if n is not None), default=0)
+
+    def _reasons(self, folder: str) -> tuple[str, ...]:
+        try:
+            key = f"{folder}/{layout.REJECTED}"
+            record = read_if_there(self.home(folder), key, decode_rejected)
+        except FormatError:
+            record = None
+        return record.reasons if record is not None else ("rejected",)
+
+    def _has_claim(self, epoch: int) -> bool:
+        try:
+            return self.writer(epoch) is not None
+        except FormatError:
+            return True
+
+    def _claim_or_none(self, epoch: int) -> Writer | None:
+        try:
+            return self.writer(epoch)
+        except FormatError:
+            return None
+
+    def _is_there(self, name: AttemptName | None) -> bool:
+        """Committed, for whomever, or damaged: not gone and not unfinished."""
+        if name is None:
+            return False
+        try:
+            return isinstance(self.read(str(name)), Manifest)
+        except (FormatError, SealError):
+            return True
+
+
+def is_root(store: Store) -> bool:
+    """Whether anything of ours is there: a claim or an attempt."""
+    names = store.children()
+    return f"{layout.WRITERS}/" in names or any(
+        layout.parse_attempt(name.rstrip("/")) is not None for name in names
+    )
+
+
+def standalone(store: Store, folder: str) -> Entry:
+    """The checkpoint in a folder of any name (`cp -r` of one checkpoint is one).
+
+    Raises:
+        NoCheckpoint: the folder holds no committed checkpoint.
+        FormatError: its manifest is damaged.
+    """
+    register = read_if_there(
+        store, f"{folder}/{layout.MANIFEST}", decode_register, max_nbytes=MAX_MANIFEST_NBYTES
+    )
+    if not isinstance(register, Manifest):
+        raise NoCheckpoint(f"{store.url}/{folder}: no committed checkpoint")
+    return Entry(
+        name=AttemptName(
+            epoch=register.epoch,
+            sequence=register.sequence,
+            id8=register.save_id[:8],
+            label=register.label,
+        ),
+        folder=folder,
+        manifest=register,
+        marks=Catalog(store).marks(folder),
+    )
+
+
+def with_tags(entry: Entry, tags: tuple[str, ...]) -> Entry:
+    """The entry as it is after a notes sidecar added `tags`."""
+    return replace(entry, marks=replace(entry.marks, tags=entry.marks.tags + tags))
+
+
+def _check_place(manifest: Manifest, folder: str) -> None:
+    name = layout.parse_attempt(folder)
+    if name is None or (manifest.epoch, manifest.sequence, manifest.save_id[:8]) != (
+        name.epoch,
+        name.sequence,
+        name.id8,
+    ):
+        raise CorruptData(
+            f"{folder}: the manifest belongs to another folder "
+            f"({manifest.epoch}-{manifest.sequence}-{manifest.save_id[:8]})"
+        )

@@ -1,0 +1,351 @@
+"""The commit protocol's writes: registers, fences, attempts, deletion (docs/design.md, section 3).
+
+Every function here is a few store operations in an order that matters. Nothing retries blindly:
+after an unclear outcome the key is read back and the whole save id compared.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from holdfast.engine.roots.catalog import Catalog, Marks
+from holdfast.engine.roots.documents import read_document, read_if_there
+from holdfast.errors import (
+    AlreadyExists,
+    CommitConflict,
+    FormatError,
+    NotFound,
+    OutcomeUnknown,
+    SealError,
+    StoreError,
+    Superseded,
+    TransientStoreError,
+)
+from holdfast.format import layout
+from holdfast.format.layout import AttemptName
+from holdfast.format.manifest import (
+    MAX_MANIFEST_NBYTES,
+    Aborted,
+    Deleted,
+    Manifest,
+    decode_register,
+    encode_aborted,
+    encode_deleted,
+    encode_manifest,
+)
+from holdfast.format.records import (
+    Retired,
+    Thinned,
+    decode_writer,
+    encode_retired,
+    encode_thinned,
+)
+from holdfast.store.base import (
+    Folders,
+    Store,
+    abort_uploads,
+    make_folder,
+    refresh_folder,
+    sync_folder,
+)
+
+_MAX_PUTS = 5
+_PAUSE_S = 0.1
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """A save's folder. `put_sent` tells whether a manifest was put.
+
+    `is_unclear` tells whether a copy of that put may still arrive, so that the register must stay,
+    whatever became of the save.
+    """
+
+    name: AttemptName
+    save_id: str
+    put_sent: bool = False
+    is_unclear: bool = False
+
+    @property
+    def folder(self) -> str:
+        """The folder inside the root."""
+        return str(self.name)
+
+    @property
+    def manifest_key(self) -> str:
+        """The key of the register."""
+        return f"{self.folder}/{layout.MANIFEST}"
+
+
+def begin(store: Store, *, label: str, epoch: int, sequence: int) -> Attempt:
+    """Make a new attempt's folder. The save id comes from the operating system's randomness."""
+    save_id = os.urandom(16).hex()
+    name = layout.attempt_name(label, epoch, sequence, save_id)
+    make_folder(store, str(name), exclusive=True)
+    return Attempt(name=name, save_id=save_id)
+
+
+def commit(store: Store, attempt: Attempt, manifest: Manifest) -> None:
+    """Put the manifest, fenced on both sides. Everything it lists must be durable.
+
+    Raises:
+        Superseded: a later writer owns the run; `committed` says whether this commit stands.
+        CommitConflict: gc or another save has the key.
+        OutcomeUnknown: the storage did not say, and reading back did not tell.
+    """
+    publish(store, attempt, encode_manifest(manifest), epoch=attempt.name.epoch)
+
+
+def publish(store: Store, attempt: Attempt, data: bytes, *, epoch: int) -> None:
+    """Put the bytes of a manifest in the name of a claim, which may be later than the attempt's:
+    in the remote tier a process commits what its forerunner saved. Else as `commit`."""
+    check_fence(store, epoch, committed=False)
+    attempt.put_sent = attempt.is_unclear = True
+    try:
+        attempt.is_unclear = put_once(store, attempt.manifest_key, data)
+    except (CommitConflict, OutcomeUnknown):
+        raise
+    except StoreError:
+        attempt.put_sent = attempt.is_unclear = False  # refused for sure: nothing is in flight
+        raise
+    try:
+        check_fence(store, epoch, committed=True)
+    except StoreError as error:
+        raise OutcomeUnknown(
+            f"{store.url}/{attempt.folder}: the manifest is there, but whether this process still "
+            f"owns the run cannot be read: {error}"
+        ) from error
+
+
+def abandon(store: Store, attempt: Attempt) -> bool:
+    """Remove a failed attempt's folder, unless a put of its manifest may still arrive."""
+    if attempt.put_sent:
+        return False
+    store.delete(f"{attempt.folder}/")
+    return True
+
+
+def put_once(store: Store, key: str, data: bytes) -> bool:
+    """Put if absent, and know the outcome. Returns whether a copy may still be in flight: always,
+    unless the reply of the first put said that it was done.
+
+    Where a put is a request and its outcome is unclear, the key is read back; when nothing is
+    there the same bytes are put again. Whichever arrives first wins, and all others find the key
+    taken, as long as the register is never removed.
+
+    Raises:
+        CommitConflict: the key holds something else.
+        OutcomeUnknown: it cannot be told whether the put took effect, or will.
+    """
+    for number in range(_MAX_PUTS):
+        try:
+            store.put(key, data, if_absent=True)
+            return number > 0
+        except AlreadyExists as error:
+            _expect_ours(store, key, data, error)
+            return True
+        except (OutcomeUnknown, TransientStoreError) as error:
+            if isinstance(store, Folders):
+                # A sync that failed: the name may be seen now and be gone after a crash.
+                raise
+            try:
+                _expect_ours(store, key, data, error)
+                return True
+            except _NotThere as missing:
+                if isinstance(error, TransientStoreError) or number == _MAX_PUTS - 1:
+                    raise OutcomeUnknown(str(missing)) from error
+        except StoreError as error:
+            if number == 0:
+                raise  # refused for sure
+            raise OutcomeUnknown(
+                f"{store.url}/{key}: an earlier put may still take effect; then: {error}"
+            ) from error
+        time.sleep(_PAUSE_S * 2**number)
+    raise AssertionError("the last put returns or raises")
+
+
+class _NotThere(OutcomeUnknown):
+    """The key shows nothing of a put that failed."""
+
+
+def _expect_ours(store: Store, key: str, data: bytes, error: StoreError) -> None:
+    try:
+        found = read_document(store, key, max_nbytes=MAX_MANIFEST_NBYTES)
+    except NotFound:
+        raise _NotThere(
+            f"{store.url}/{key}: the put failed ({error}) and may still take effect"
+        ) from error
+    except (StoreError, FormatError) as reading:
+        raise OutcomeUnknown(f"{store.url}/{key}: not readable back: {reading}") from error
+    if found != data:
+        raise CommitConflict(f"{store.url}/{key}: taken by {_describe(found)}") from error
+
+
+def _describe(data: bytes) -> str:
+    try:
+        found = decode_register(data, what="register")
+    except FormatError:
+        return "something else"
+    except SealError:
+        return "another save, which is sealed"
+    if isinstance(found, Aborted):
+        return f"an abort marker of {found.by} ({found.reason})"
+    if isinstance(found, Deleted):
+        return f"a tombstone of {found.by} ({found.reason})"
+    return f"save {found.save_id}"
+
+
+def check_fence(store: Store, epoch: int, *, committed: bool) -> None:
+    """Raise `Superseded` when a later writer has claimed the run: one point read."""
+    key = layout.writer_key(epoch + 1)
+    refresh_folder(store, layout.WRITERS)
+    try:
+        store.head(key)
+    except NotFound:
+        return
+    stands = (
+        "this save was committed, but the run goes on from elsewhere"
+        if committed
+        else "this save was not committed"
+    )
+    raise Superseded(
+        f"{store.url}: {_describe_claim(store, key)} took the run over (writer {epoch + 1} after "
+        f"{epoch}); {stands}. Stop this process, or resume with takeover=True to take it back",
+        committed=committed,
+    )
+
+
+def _describe_claim(store: Store, key: str) -> str:
+    """Who claimed; a record that cannot be read is a claim all the same."""
+    try:
+        writer = read_if_there(store, key, decode_writer)
+    except (FormatError, StoreError):
+        writer = None
+    if writer is None:
+        return "a process whose record cannot be read"
+    return f"process {writer.process.pid} on {writer.process.host} ({writer.created})"
+
+
+def retract(
+    store: Store,
+    folder: str,
+    *,
+    epoch: int,
+    reason: str,
+    may_remove_whole: Callable[[int], bool],
+    is_read: Callable[[], bool],
+) -> bool:
+    """Delete one checkpoint: mark, fence, pins, leases, tombstone, files. False when it must stay.
+
+    The caller has made sure that what justifies the deletion is durable. `may_remove_whole`
+    says of a writer epoch that nothing of it can be in flight; `is_read` looks for leases (rule
+    8), and is asked after the mark.
+
+    Raises:
+        Superseded: a later writer owns the run; at most the mark was left.
+    """
+    by = f"writer {epoch}"
+    mark = encode_retired(Retired(by=by, reason=reason))
+    try:
+        store.put(f"{folder}/{layout.retired_name(epoch)}", mark, if_absent=True)
+    except AlreadyExists:
+        reason = f"{reason} (marked before)"
+    except NotFound:
+        return False
+    check_fence(store, epoch, committed=True)
+    catalog = Catalog(store)
+    marks, register = catalog.marks(folder), catalog.read(folder)
+    if isinstance(register, Manifest):
+        if is_held(register, marks) or is_read():
+            return False
+        _bury(store, folder, Deleted(save_id=register.save_id, by=by, reason=reason))
+    name = layout.parse_attempt(folder)
+    remove_files(store, folder, whole=name is not None and may_remove_whole(name.epoch))
+    return True
+
+
+def thin(
+    store: Store,
+    folder: str,
+    components: Sequence[str],
+    *,
+    epoch: int,
+    reason: str,
+    is_read: Callable[[], bool],
+) -> bool:
+    """Drop components of a checkpoint that stays: marks, fence, pins, leases, files.
+
+    False when it must stay whole after all. What is said of `retract` holds here, too.
+
+    Raises:
+        Superseded: a later writer owns the run; at most the marks were left.
+    """
+    ours: list[str] = []
+    for component in components:
+        key = f"{folder}/{layout.thinned_name(component, epoch)}"
+        mark = Thinned(by=f"writer {epoch}", component=component, reason=reason)
+        try:
+            store.put(key, encode_thinned(mark), if_absent=True)
+        except AlreadyExists:
+            continue  # We began before; some files may be gone already.
+        except NotFound:
+            return False
+        ours.append(key)
+    check_fence(store, epoch, committed=True)
+    catalog = Catalog(store)
+    marks, register = catalog.marks(folder), catalog.read(folder)
+    if not isinstance(register, Manifest):
+        return False
+    if is_held(register, marks):
+        for key in ours:
+            store.delete(key)
+        return False
+    if is_read():
+        return False
+    for component in components:
+        for file in register.components[component].files:
+            store.delete(f"{folder}/{file}")
+    return True
+
+
+def is_held(manifest: Manifest, marks: Marks) -> bool:
+    """Whether a person asked to keep it: pinned or tagged."""
+    return marks.pinned or bool(marks.tags) or bool(manifest.tags)
+
+
+def _bury(store: Store, folder: str, tombstone: Deleted) -> None:
+    store.put(f"{folder}/{layout.MANIFEST}", encode_deleted(tombstone))
+
+
+def mark_aborted(store: Store, folder: str, *, by: str, reason: str) -> bool:
+    """Decide that an attempt without a manifest never commits. False when it has committed."""
+    data = encode_aborted(Aborted(by=by, reason=reason))
+    try:
+        store.put(f"{folder}/{layout.MANIFEST}", data, if_absent=True)
+    except AlreadyExists:
+        return not isinstance(Catalog(store).read(folder), Manifest)
+    except NotFound:
+        return True
+    return True
+
+
+def remove_files(store: Store, folder: str, *, whole: bool) -> None:
+    """Remove the files of a dead attempt: all but its marker, or with `whole` the folder too."""
+    for info in tuple(store.list(f"{folder}/")):
+        if info.key != f"{folder}/{layout.MANIFEST}":
+            store.delete(info.key)
+    if whole:
+        store.delete(f"{folder}/")
+    elif isinstance(store, Folders):
+        store.sweep(folder)
+    else:
+        abort_uploads(store, folder)
+
+
+def settle(store: Store, folder: str) -> None:
+    """Put a checkpoint's names on stable storage before anything relies on it (rule 5)."""
+    sync_folder(store, folder)
+    sync_folder(store, "")

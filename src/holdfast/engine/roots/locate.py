@@ -1,0 +1,99 @@
+"""What people write to name a checkpoint: `root`, `root@which`, or a checkpoint's own folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from holdfast.engine.claims.leases import Kept, kept, leased
+from holdfast.engine.roots.catalog import Catalog, Entry, standalone
+from holdfast.engine.sealed.sealing import sealing
+from holdfast.errors import UsageError
+from holdfast.events import Emitter
+from holdfast.format import layout
+from holdfast.keys import Encryption
+from holdfast.store import open_store
+from holdfast.store.base import Store
+
+
+def split_source(source: str | os.PathLike[str]) -> tuple[str, str | None]:
+    """(root, which) of `root@which`; which is None without one. A path with an @ in it that is
+    there wins."""
+    text = os.fspath(source)
+    root, at, which = text.rpartition("@")
+    if not at or os.path.isdir(text):
+        return text, None
+    return root, which
+
+
+def locate(source: str | os.PathLike[str]) -> tuple[Store, Entry]:
+    """The store and the checkpoint that a source names; of a root, its newest. Keeps nothing.
+
+    Raises:
+        NoCheckpoint: nothing there answers.
+        FormatError: its manifest is damaged.
+    """
+    store, which, folder = _place(source)
+    entry = standalone(store, folder) if folder else Catalog(store).resolve(which)
+    return store, entry
+
+
+def split_folder(source: str) -> tuple[str, str]:
+    """(root, folder) of what names the folder of one checkpoint; otherwise nothing twice.
+
+    A path does when a manifest is in it, which a person may have renamed. A URL does when it ends
+    with the name of a checkpoint.
+    """
+    scheme, separator, rest = source.partition("://")
+    if separator:
+        root, slash, folder = rest.rstrip("/").rpartition("/")
+        is_named = bool(slash) and layout.parse_attempt(folder) is not None
+        return (f"{scheme}://{root}", folder) if is_named else ("", "")
+    if os.path.isfile(os.path.join(source, layout.MANIFEST)):
+        root, folder = os.path.split(os.path.abspath(source))
+        return root, folder
+    return "", ""
+
+
+@contextmanager
+def located(
+    source: str | os.PathLike[str] | Store,
+    *,
+    which: int | str | None = None,
+    emit: Emitter | None = None,
+    encrypt: Encryption | None = None,
+) -> Iterator[tuple[Store, Kept]]:
+    """The store and the checkpoint that a source names, kept while the block lasts.
+
+    Of a root the newest whose deletion has not begun; of a store `which` may say another.
+    `encrypt` opens sealed ones.
+
+    Raises:
+        UsageError: `which` is said of something that is not a store.
+        NoCheckpoint: nothing there answers, or its deletion has begun.
+        FormatError: its manifest is damaged.
+    """
+    if isinstance(source, str | os.PathLike):
+        if which is not None:
+            raise UsageError(f"which={which!r}: of a path or a URL, write {source}@{which}")
+        store, which, folder = _place(source)
+    else:
+        store, which, folder = open_store(source), "latest" if which is None else which, ""
+    store = sealing(store, encrypt)
+    if folder:
+        with leased(store, folder, emit=emit) as refused:
+            notes = (refused,) if refused else ()
+            yield store, Kept(entry=standalone(store, folder), notes=notes)
+        return
+    with kept(Catalog(store), which, emit=emit) as found:
+        yield store, found
+
+
+def _place(source: str | os.PathLike[str]) -> tuple[Store, str, str]:
+    """(store, which, folder): the folder of one checkpoint, or nothing and what is asked for."""
+    root, which = split_source(source)
+    parent, folder = split_folder(root) if which is None else ("", "")
+    if folder:
+        return open_store(parent), "", folder
+    return open_store(root), "latest" if which is None else which, ""

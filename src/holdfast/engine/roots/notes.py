@@ -1,0 +1,121 @@
+"""Sidecars that people and resume add to a committed checkpoint: tags, pins, rejections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from holdfast.engine.claims.claim import dropped, is_being_deleted
+from holdfast.engine.roots.catalog import Catalog, Entry
+from holdfast.errors import AlreadyExists, CommitConflict, NoCheckpoint, NotFound, UsageError
+from holdfast.format import layout
+from holdfast.format.manifest import Manifest
+from holdfast.format.records import Notes, Rejected, encode_notes, encode_rejected
+from holdfast.store.base import Store
+
+_MAX_RACES = 100
+
+
+def annotate(
+    store: Store, entry: Entry, *, add_tags: Iterable[str] = (), pinned: bool | None = None
+) -> None:
+    """Add tags, pin or unpin. Put first, then look whether a deleter was there (rule 4).
+
+    Raises:
+        NoCheckpoint: it is gone, or its deletion has begun.
+    """
+    catalog = Catalog(store)
+    for _ in range(_MAX_RACES):
+        marks = catalog.marks(entry.folder)
+        notes = Notes(
+            tags=tuple(dict.fromkeys((*marks.tags, *checked_tags(add_tags)))),
+            pinned=marks.pinned if pinned is None else pinned,
+        )
+        key = f"{entry.folder}/{layout.notes_name(marks.notes_number + 1)}"
+        try:
+            store.put(key, encode_notes(notes), if_absent=True)
+        except AlreadyExists:
+            continue
+        except NotFound as error:
+            raise NoCheckpoint(f"{store.url}/{entry.folder}: it is gone") from error
+        _expect_kept(store, entry)
+        return
+    raise CommitConflict(f"{store.url}/{entry.folder}: {_MAX_RACES} others wrote notes at once")
+
+
+def checked_tags(tags: Iterable[str]) -> tuple[str, ...]:
+    """The tags, each a word that cannot be taken for a step, a folder or `latest`.
+
+    Raises:
+        UsageError: one is not.
+    """
+    if isinstance(tags, str):
+        raise UsageError(f"tags={tags!r}: give a list of tags, not one text")
+    checked = tuple(tags)
+    for tag in checked:
+        if not isinstance(tag, str) or not tag.strip() or len(tag) > 200 or not tag.isprintable():
+            raise UsageError(f"tag {tag!r}: printable text, 1 to 200 characters")
+        if tag == "latest" or tag.startswith("step=") or layout.parse_attempt(tag) is not None:
+            raise UsageError(f"tag {tag!r} would be taken for something else")
+    return checked
+
+
+def checked_reasons(reasons: Any) -> tuple[str, ...]:
+    """What `before_save` returned: reasons why a state is unhealthy; None: there are none.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    given = () if reasons is None else reasons
+    if isinstance(given, list | tuple) and all(isinstance(reason, str) for reason in given):
+        return tuple(given)
+    raise UsageError(
+        f"before_save returned {reasons!r}: return a list of reasons, each a text, why the state "
+        "should not be gone on from, or None"
+    )
+
+
+def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """The metrics as floats; one-element tensors and NumPy scalars are taken, too.
+
+    Raises:
+        UsageError: a name is not text, or a value is not one number.
+    """
+    checked: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        if not isinstance(name, str):
+            raise UsageError(f"metrics: the name {name!r} is not text")
+        try:
+            checked[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"metrics[{name!r}]={value!r} is not one number") from error
+    return checked
+
+
+def reject(store: Store, folder: str, *, by: str, reason: str) -> None:
+    """Mark a checkpoint that resume could not use. It is not deleted, and may be tried again.
+
+    One from which retention dropped something is not marked: what is left of it is not damaged.
+    """
+    if Catalog(store).marks(folder).thinned_by:
+        return
+    record = encode_rejected(Rejected(by=by, reasons=(reason,)))
+    try:
+        store.put(f"{folder}/{layout.REJECTED}", record, if_absent=True)
+    except (AlreadyExists, NotFound):
+        return  # marked before, or gone: either way there is nothing to add
+
+
+def _expect_kept(store: Store, entry: Entry) -> None:
+    # Marks first: a deleter that is done has removed its mark, but then the tombstone is there.
+    being_deleted = is_being_deleted(store, Catalog(store).marks(entry.folder))
+    if being_deleted or not isinstance(Catalog(store).read(entry.folder), Manifest):
+        raise NoCheckpoint(f"{store.url}/{entry.folder}: its deletion has begun; it is not kept")
+    marks = Catalog(store).marks(entry.folder)
+    before = dropped(store, entry.folder, entry.manifest, entry.marks)
+    lost = set(dropped(store, entry.folder, entry.manifest, marks)).difference(before)
+    if lost:
+        raise NoCheckpoint(
+            f"{store.url}/{entry.folder}: retention has just dropped {', '.join(sorted(lost))} of "
+            "it; what is left is kept, and no run can go on from it"
+        )

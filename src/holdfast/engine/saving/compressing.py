@@ -1,0 +1,113 @@
+"""Which files of a save are compressed, and how."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping
+from typing import Literal, TypeAlias, get_args
+
+from holdfast.engine.saving.choosing import Chooser
+from holdfast.engine.saving.packing import Pieces
+from holdfast.engine.saving.throughput import Throughput
+from holdfast.errors import UsageError
+from holdfast.events import Emitter
+from holdfast.format.blocks import num_blocks
+from holdfast.format.codec import Codec, Compression, Encoding
+from holdfast.format.layout import BLOCK_NBYTES, component_of
+from holdfast.format.tensors import ITEM_NBYTES, TensorFile
+
+MIN_TREE_NBYTES = 1 << 20
+"""Shorter trees stay readable."""
+
+Auto = Literal["auto"]
+Choice: TypeAlias = Compression | Codec | Auto | None
+"""What may be asked for: None is as it is."""
+Compress: TypeAlias = Choice | Mapping[str, Choice]
+
+
+def choices(asked: Compress, components: Collection[str]) -> dict[str, Compression | Auto]:
+    """The compression of each component that is to have one.
+
+    Raises:
+        UsageError: no such codec or component, or a package is missing.
+    """
+    if not isinstance(asked, Mapping):
+        asked = dict.fromkeys(components, asked)
+    elif unknown := sorted(set(asked) - set(components)):
+        raise UsageError(
+            f"compress: no component {unknown[0]!r}; there are {', '.join(sorted(components))}"
+        )
+    found = {name: _compression(choice) for name, choice in asked.items()}
+    return {name: choice for name, choice in found.items() if choice is not None}
+
+
+def _compression(choice: Choice) -> Compression | Auto | None:
+    if choice is None or choice == "auto" or isinstance(choice, Compression):
+        return choice
+    if choice not in get_args(Codec):
+        names = (*get_args(Codec), "auto")
+        raise UsageError(f"compress={choice!r} must be one of {names}, or a Compression")
+    return Compression(codec=choice)
+
+
+class Compressing:
+    """The compression of each component's files. One save at a time."""
+
+    def __init__(self, chosen: Mapping[str, Compression | Auto], emit: Emitter) -> None:
+        self._fixed = {
+            name: choice for name, choice in chosen.items() if isinstance(choice, Compression)
+        }
+        self._emit = emit
+        self._chooser = Chooser(chosen.keys() - self._fixed.keys(), emit)
+        self._is_settled = False
+        self.begin()
+
+    def begin(self) -> None:
+        """A save begins. Memory of one that failed may still be read, and is not used again."""
+        self.store = Throughput()
+        if not self._is_settled:
+            self.pieces = Pieces()
+        self._is_settled = False
+        self._written: tuple[int, float] | None = None
+        self._chooser.begin()
+
+    def of_tensors(self, file: TensorFile) -> Encoding | None:
+        """How a tensor file is stored; None: as it is."""
+        compression = self._of(component_of(file.name))
+        return None if compression is None else compression.encoding(item_sizes(file))
+
+    def of_tree(self, component: str, nbytes: int) -> Encoding | None:
+        """The same for a component's tree."""
+        compression = self._of(component)
+        if compression is None or nbytes < MIN_TREE_NBYTES:
+            return None
+        return compression.encoding([1] * num_blocks(nbytes))
+
+    def observer(self, file: TensorFile) -> Callable[[int, memoryview], None] | None:
+        """What is to see the blocks of a tensor file that is stored as it is; None: nobody need."""
+        return self._chooser.observer(component_of(file.name), item_sizes(file))
+
+    def committed(self, nbytes: int, spent_s: float) -> None:
+        """The save was committed: so many plain bytes were written in so many seconds."""
+        self._written = (nbytes, spent_s)
+        self._is_settled = True
+
+    def learn(self) -> None:
+        """After a commit: choose for the saves after it what is "auto". Takes a while."""
+        if self._written is None:
+            return
+        try:
+            self._chooser.learn(*self._written, self.store)
+        except Exception as error:  # noqa: BLE001 - it is told, and the commit stands
+            self._emit("warning", f"what was to be chosen for compression was not: {error!r}")
+        self._written = None
+
+    def _of(self, component: str) -> Compression | None:
+        return self._fixed.get(component) or self._chooser.compression(component)
+
+
+def item_sizes(file: TensorFile) -> list[int]:
+    """The size of the items in each block of a tensor file, as its middle has them."""
+    middles = range(BLOCK_NBYTES // 2, file.nbytes + BLOCK_NBYTES // 2, BLOCK_NBYTES)
+    found = [bisect_right(file.starts, min(middle, file.nbytes - 1)) - 1 for middle in middles]
+    return [ITEM_NBYTES[file.specs[max(position, 0)].dtype] for position in found]

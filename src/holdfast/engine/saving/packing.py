@@ -1,0 +1,119 @@
+"""Encoded blocks on their way out: packed in order into pieces, as stores want them.
+
+Stored blocks are of any length; a store takes pieces of 8 MiB at multiples of that, from memory on
+pages, so that direct writes stay direct and an upload has equal parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+import numpy as np
+
+from holdfast.engine.staging.memory import take
+from holdfast.errors import DeadlineExceeded
+from holdfast.format.blocks import block_digest
+from holdfast.format.codec import Encoder
+from holdfast.format.index import StoredBlocks
+from holdfast.format.layout import BLOCK_NBYTES
+from holdfast.store.base import Buffer
+
+NUM_PIECES = 9
+"""One that is filled, and one for each writer."""
+
+
+class Pieces:
+    """Memory for pieces; taken when it is first needed. Whoever takes one gives it back."""
+
+    def __init__(self, num_pieces: int = NUM_PIECES) -> None:
+        self._free: SimpleQueue[memoryview | None] = SimpleQueue()
+        for _ in range(num_pieces):
+            self._free.put(None)
+
+    def take(self, timeout_s: float) -> memoryview:
+        """A free piece, on a page.
+
+        Raises:
+            OutOfMemory: the system refuses.
+            DeadlineExceeded: none was given back in time.
+        """
+        try:
+            return self._free.get(timeout=timeout_s) or memoryview(take(BLOCK_NBYTES))
+        except Empty:
+            raise DeadlineExceeded(
+                f"memory for stored blocks: no piece was written within {timeout_s:.0f} s"
+            ) from None
+
+    def give_back(self, piece: memoryview) -> None:
+        """The piece is not used any more."""
+        self._free.put(piece)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """A stored block and its digest."""
+
+    data: Buffer
+    digest: bytes
+
+
+def encode(encoder: Encoder, number: int, plain: memoryview) -> Encoded:
+    """The stored block; its digest is taken while it is in the processor's cache."""
+    data = encoder.encode(number, plain)
+    return Encoded(data=data, digest=block_digest(data))
+
+
+class Packer:
+    """Packs the stored blocks of one file. Not thread-safe."""
+
+    def __init__(
+        self, pieces: Pieces, send: Callable[[int, memoryview, int], None], timeout_s: float
+    ) -> None:
+        """`send` is called with the first byte of a piece, the piece, and how much of it is used;
+        the piece is then no longer the packer's."""
+        self._pieces = pieces
+        self._send = send
+        self._timeout_s = timeout_s
+        self._piece: memoryview | None = None
+        self._start = 0
+        self._used = 0
+        self._lengths: list[int] = []
+        self._digests: list[bytes] = []
+
+    def add(self, block: Encoded) -> None:
+        """Pack the next block."""
+        data = memoryview(block.data)
+        self._lengths.append(data.nbytes)
+        self._digests.append(block.digest)
+        while data.nbytes:
+            if self._piece is None:
+                self._piece = self._pieces.take(self._timeout_s)
+            part = data[: BLOCK_NBYTES - self._used]
+            _copy(self._piece[self._used : self._used + part.nbytes], part)
+            self._used += part.nbytes
+            data = data[part.nbytes :]
+            if self._used == BLOCK_NBYTES:
+                self._flush()
+
+    def end(self) -> None:
+        """There are no more blocks."""
+        self._flush()
+
+    @property
+    def blocks(self) -> StoredBlocks:
+        """What was packed."""
+        return StoredBlocks(tuple(self._lengths), b"".join(self._digests))
+
+    def _flush(self) -> None:
+        if self._piece is not None:
+            piece, used = self._piece, self._used
+            self._piece, self._used = None, 0
+            self._send(self._start, piece, used)
+            self._start += used
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    # NumPy lets other threads run meanwhile, which assigning to a memoryview does not.
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

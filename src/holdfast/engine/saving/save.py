@@ -1,0 +1,341 @@
+"""Writing one staged state: blocks in parallel, then the index, then the commit.
+
+The order is invariant 2: every file durable and of its planned size before the manifest is put.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import msgspec
+
+from holdfast.engine.claims.claim import Claim, expect_claim
+from holdfast.engine.claims.process import utc_now
+from holdfast.engine.roots.commit import Attempt, abandon, begin, commit
+from holdfast.engine.saving.compressing import Compressing
+from holdfast.engine.saving.links import Links
+from holdfast.engine.saving.writing import (
+    Content,
+    Document,
+    FileToWrite,
+    Phase,
+    WrittenFile,
+    write_files,
+)
+from holdfast.engine.staging.known import KnownFile
+from holdfast.engine.staging.staged import Staged
+from holdfast.engine.workers import Workers
+from holdfast.errors import HoldfastError, OutcomeUnknown, StoreError
+from holdfast.format import blocks, layout
+from holdfast.format.codec import Codec, Encoding
+from holdfast.format.index import StoredBlocks, encode_index
+from holdfast.format.manifest import (
+    ComponentEntry,
+    FileEntry,
+    Manifest,
+    Timestamp,
+)
+from holdfast.store.base import Store, abort_uploads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """What a save records beside the state: everything but bytes and identity."""
+
+    label: str
+    claim: Claim
+    sequence: int
+    timestamp: Timestamp
+    save_class: Literal["permanent", "ephemeral"]
+    reason: str
+    tags: tuple[str, ...]
+    metrics: Mapping[str, float]
+    numerics: Mapping[str, object]
+    environment: Mapping[str, object]
+    savers: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    unhealthy: tuple[str, ...] = ()
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """Files of an attempt that are durable."""
+
+    entries: Mapping[str, FileEntry]
+    stored: Mapping[str, StoredBlocks]
+    """Of those that a codec made."""
+    names: Mapping[str, str]
+    """Plain name → the name under which the file lies there."""
+    nbytes_written: int
+    """Plain bytes of those that were not shared."""
+
+
+def digest_staged(staged: Staged, workers: Workers, *, timeout_s: float) -> dict[str, bytes]:
+    """Block digests of every file that a save of `staged` would write, but the index."""
+    digests = {
+        known.file.name: staged.digest(known, workers, timeout_s) for known in staged.all_files
+    }
+    for component, tree in staged.trees.items():
+        digests[layout.tree_file(component)] = blocks.digest_blocks(tree)
+    return digests
+
+
+def write(
+    store: Store,
+    staged: Staged,
+    request: SaveRequest,
+    *,
+    compressing: Compressing,
+    links: Links,
+    workers: Workers,
+    writers: Workers,
+    phase: Phase,
+    timeout_s: float,
+    unclear: set[str],
+    expect_staged: Callable[[], None] = lambda: None,
+) -> tuple[Attempt, Manifest]:
+    """Write and commit one checkpoint.
+
+    `expect_staged` is called before the commit, and raises unless the copy is that of one state.
+    The folder is added to `unclear` when a copy of the manifest's put may still arrive, also where
+    the save fails.
+
+    A failure before the manifest put removes what was written; after it, the outcome is known or
+    the error says that it is not.
+
+    Raises:
+        Superseded, CommitConflict, OutcomeUnknown: as `engine.roots.commit.commit`.
+        StoreError, DeadlineExceeded: a file could not be written.
+    """
+    phase.text = "making the folder"
+    expect_claim(store, request.claim)
+    attempt = begin(
+        store, label=request.label, epoch=request.claim.epoch, sequence=request.sequence
+    )
+    try:
+        began = time.perf_counter()
+        compressing.begin()
+        files = _Files(attempt, staged, compressing, links, workers, timeout_s)
+        written = _write_files(store, files, writers, phase, compressing)
+        request.timings["write_s"] = time.perf_counter() - began
+        request.timings["stage_s"] += staged.now_s
+        phase.text = "waiting for the copy"
+        expect_staged()
+        manifest = _manifest(attempt, staged, request, written)
+        phase.text = f"committing {attempt.folder}"
+        commit(store, attempt, manifest)
+    except BaseException as error:
+        _clean_up(store, attempt, error)
+        if isinstance(error, OutcomeUnknown) and not attempt.put_sent:
+            # Unclear is only what became of a file; the checkpoint certainly did not commit.
+            raise StoreError(str(error)) from error
+        raise
+    finally:
+        if attempt.is_unclear:
+            unclear.add(attempt.folder)
+    links.committed(attempt.folder, manifest, written.stored)
+    compressing.committed(written.nbytes_written, request.timings["write_s"])
+    return attempt, manifest
+
+
+def _clean_up(store: Store, attempt: Attempt, error: BaseException) -> None:
+    """Give the space back; a failure here must not hide why the save failed."""
+    if not isinstance(error, Exception):
+        return  # the process is being taken down: gc finds the folder
+    try:
+        abandon(store, attempt)
+    except HoldfastError as leftover:
+        error.__context__ = leftover
+
+
+class _Files:
+    """The files of one attempt: which are to be written, and what became of the others."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        staged: Staged,
+        compressing: Compressing,
+        links: Links,
+        workers: Workers,
+        timeout_s: float,
+    ) -> None:
+        self.attempt = attempt
+        self.staged = staged
+        self.workers = workers
+        self.timeout_s = timeout_s
+        self.names: dict[str, str] = {}
+        """Plain name → the name under which a file will lie there."""
+        self.entries: dict[str, FileEntry] = {}
+        self.stored: dict[str, StoredBlocks] = {}
+        self.digests: dict[str, bytes] = {}
+        self._compressing = compressing
+        self._links = links
+        self._codecs: dict[str, Codec] = {}
+        self.nbytes_written = 0
+        """Plain bytes of the files that were not shared."""
+
+    def to_write(self) -> Iterator[FileToWrite]:
+        """What is to be written; a file of which not one byte has changed is shared instead."""
+        self._links.begin()
+        for component, tree in self.staged.trees.items():
+            encoding = self._compressing.of_tree(component, len(tree))
+            yield self._file(layout.tree_file(component), Document(tree), encoding)
+        for known in self.staged.all_files:
+            if not self._link(known):
+                encoding = self._compressing.of_tensors(known.file)
+                content = self.staged.content(known, self.timeout_s)
+                file = self._file(known.file.name, content, encoding)
+                yield replace(file, observer=self._compressing.observer(known.file))
+        self.staged.finish()
+
+    def _file(
+        self, plain: str, content: Content | Document, encoding: Encoding | None
+    ) -> FileToWrite:
+        name = plain if encoding is None else layout.stored_file(plain, encoding.codec)
+        self.names[plain] = name
+        if encoding is not None:
+            self._codecs[name] = encoding.codec
+        return FileToWrite(
+            key=f"{self.attempt.folder}/{name}",
+            content=content,
+            encoder=None if encoding is None else encoding.encoder,
+        )
+
+    def _link(self, known: KnownFile) -> bool:
+        name, nbytes = known.file.name, known.file.nbytes
+        if not self._links.may_have(name, nbytes):
+            return False
+        if not self.staged.is_unchanged(known, self.timeout_s):
+            return False
+        digests = self.staged.digest(known, self.workers, self.timeout_s)
+        entry = FileEntry(nbytes=nbytes, digest=blocks.file_digest(nbytes, digests))
+        linked = self._links.link(name, self.attempt.folder, entry, digests)
+        if linked is None:
+            return False
+        self.names[name] = linked.name
+        self._add(linked.name, linked.entry, digests, linked.stored)
+        return True
+
+    def written(self, found: Mapping[str, WrittenFile]) -> None:
+        """The files that were to be written are durable."""
+        sizes, linked = self.staged.sizes, self.digests
+        plain_names = {name: plain for plain, name in self.names.items()}
+        self.digests = {}
+        for key, file in found.items():
+            name = key.rpartition("/")[2]
+            nbytes = sizes[plain_names[name]]
+            self.nbytes_written += nbytes
+            digest = blocks.file_digest(nbytes, file.digests)
+            stored = None if file.stored is None else file.stored.entry(self._codecs[name])
+            entry = FileEntry(nbytes=nbytes, digest=digest, stored=stored)
+            self._add(name, entry, file.digests, file.stored)
+        self.digests |= linked
+        self.entries = {self.names[plain]: self.entries[self.names[plain]] for plain in sizes}
+
+    def _add(
+        self, name: str, entry: FileEntry, digests: bytes, stored: StoredBlocks | None
+    ) -> None:
+        self.entries[name] = entry
+        self.digests[name] = digests
+        if stored is not None:
+            self.stored[name] = stored
+
+    def index(self) -> bytes:
+        """The index of all of them."""
+        plans = {
+            component: [
+                msgspec.structs.replace(known.file, name=self.names[known.file.name])
+                for known in files
+            ]
+            for component, files in self.staged.files.items()
+        }
+        return encode_index(plans, self.digests, stored=self.stored)
+
+
+def _write_files(
+    store: Store, files: _Files, writers: Workers, phase: Phase, compressing: Compressing
+) -> Written:
+    folder = files.attempt.folder
+    found = write_files(
+        store,
+        files.to_write(),
+        workers=files.workers,
+        writers=writers,
+        phase=phase,
+        timeout_s=files.timeout_s,
+        throughput=compressing.store,
+        pieces=compressing.pieces,
+    )
+    files.written(found)
+    index = files.index()
+    phase.text = f"writing {folder}/{layout.INDEX}"
+    store.put(f"{folder}/{layout.INDEX}", index)
+    digest = blocks.file_digest(len(index), blocks.digest_blocks(index))
+    entries = {**files.entries, layout.INDEX: FileEntry(nbytes=len(index), digest=digest)}
+    with suppress(StoreError):  # a try whose reply was lost; gc finds what this leaves
+        abort_uploads(store, folder)
+    phase.text = f"checking sizes in {folder}"
+    _check_sizes(store, files.attempt, entries)
+    return Written(
+        entries=entries,
+        stored=files.stored,
+        names=files.names,
+        nbytes_written=files.nbytes_written,
+    )
+
+
+def _check_sizes(store: Store, attempt: Attempt, entries: Mapping[str, FileEntry]) -> None:
+    found = {info.key: info.nbytes for info in store.list(f"{attempt.folder}/")}
+    for name, entry in entries.items():
+        there = found.get(f"{attempt.folder}/{name}")
+        if there != entry.stored_nbytes:
+            raise StoreError(
+                f"{store.url}/{attempt.folder}/{name}: {entry.stored_nbytes} bytes were written "
+                f"and the store now has {there}; this save is not committed"
+            )
+
+
+def _manifest(attempt: Attempt, staged: Staged, request: SaveRequest, written: Written) -> Manifest:
+    return Manifest(
+        save_id=attempt.save_id,
+        label=request.label,
+        epoch=request.claim.epoch,
+        sequence=request.sequence,
+        parent=request.claim.resumed_from,
+        timestamp=request.timestamp,
+        created=utc_now(),
+        save_class=request.save_class,
+        reason=request.reason,
+        tags=request.tags,
+        metrics=request.metrics,
+        world_size=1,
+        components={
+            name: _component(name, kind, staged, written) for name, kind in staged.kinds.items()
+        },
+        block_nbytes=layout.BLOCK_NBYTES,
+        files=written.entries,
+        numerics=request.numerics,
+        environment=request.environment,
+        timings=request.timings,
+        savers=request.savers,
+        left_out=request.left_out,
+        unhealthy=request.unhealthy,
+    )
+
+
+def _component(name: str, kind: str, staged: Staged, written: Written) -> ComponentEntry:
+    tensor_files = staged.files.get(name, ())
+    plain = (layout.tree_file(name), *(known.file.name for known in tensor_files))
+    files = tuple(map(written.names.__getitem__, plain))
+    return ComponentEntry(
+        kind=kind,
+        files=files,
+        nbytes=sum(written.entries[file].nbytes for file in files),
+        num_tensors=sum(len(known.file.specs) for known in tensor_files),
+    )

@@ -1,0 +1,350 @@
+"""One save at a time: staged in the caller's thread, written and committed in the background.
+
+A failure is kept until somebody is told: by `PendingSave.wait`, by the next call, by close, or at
+the interpreter's exit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from functools import partial
+
+from holdfast.engine.checkpoint import PendingSave, describe
+from holdfast.engine.claims.owner import Ownership
+from holdfast.engine.roots.catalog import Catalog, Entry, Marks, with_tags
+from holdfast.engine.roots.commit import check_fence
+from holdfast.engine.roots.notes import annotate
+from holdfast.engine.saving.compressing import Compressing
+from holdfast.engine.saving.links import Links
+from holdfast.engine.saving.save import SaveRequest, digest_staged, write
+from holdfast.engine.saving.writing import NUM_WRITERS
+from holdfast.engine.staging.fence import Guarded, Overlapped
+from holdfast.engine.staging.overlap import NUM_THREADS, Overlap
+from holdfast.engine.staging.stage import Stager
+from holdfast.engine.staging.staged import Staged
+from holdfast.engine.workers import Workers, num_cores
+from holdfast.errors import DeadlineExceeded, OutcomeUnknown, OwnershipError, SaveFailed
+from holdfast.events import Emitter
+from holdfast.format import blocks, layout
+from holdfast.format.manifest import Manifest
+from holdfast.policy.classes import Due
+from holdfast.policy.rule import MAIN
+from holdfast.state.capture import Captured
+from holdfast.store.base import Store
+
+MAX_COPIERS = 8
+"""Threads that copy what training waits for, the caller's among them; so many fill the memory's
+bandwidth where one does not."""
+
+
+class Saver:
+    """Runs saves and the housekeeping after them. `standing` is where the run stands: the newest
+    checkpoint of the whole state."""
+
+    def __init__(
+        self,
+        store: Store,
+        owner: Ownership,
+        emit: Emitter,
+        *,
+        timeout_s: float,
+        kept: int | None,
+        memory_budget: int | None,
+        overlap: Overlap,
+        compressing: Compressing,
+        after_commit: Callable[[Entry], None],
+        on_failure: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._owner = owner
+        self._emit = emit
+        self._after_commit = after_commit
+        self._on_failure = on_failure
+        self._background = Workers(1, "holdfast-save")
+        self._stager = Stager(memory_budget=memory_budget)
+        self._overlap = overlap
+        self._compressing = compressing
+        self._guarded: tuple[Guarded, ...] = ()
+        self._overlapped: Overlapped | None = None
+        self._staged: Staged | None = None
+        self._links = Links(store, kept=kept, failed=partial(emit, "warning"))
+        self._job: Future[None] | None = None
+        self.workers = Workers(min(2 * num_cores(), 8), "holdfast-io")
+        """Threads for copies, digests and reads of blocks; more than cores, because reads wait."""
+        self._writers = Workers(NUM_WRITERS, "holdfast-write")
+        self.timeout_s = timeout_s
+        self.pending: PendingSave | None = None
+        self.standing: Entry | None = None
+
+    def prepare(self, captured: Captured, *, is_awaited: bool = False) -> Staged:
+        """Make room for the captured state. No save may be under way. `is_awaited`: training waits
+        for the commit anyway.
+
+        Raises:
+            OutOfMemory: there is none.
+            DeadlineExceeded: the copy of the save before, which failed, is not done yet.
+        """
+        if self._overlapped is not None:
+            self._overlapped.settle("the next save", self.timeout_s)
+        if self._staged is not None:
+            self._staged.settle(self.timeout_s)
+            self._staged = None
+        self._guarded = () if self._stager.takes_waves(captured) else self._overlap.guard(captured)
+        places = {(item.component, item.key) for item in self._guarded}
+        return self._stager.prepare(captured, overlapped=places, is_awaited=is_awaited)
+
+    def start(self, staged: Staged, request: SaveRequest, due: Due) -> PendingSave:
+        """Copy the state, while the background begins to write what is there.
+
+        What overlaps may still be being copied when this returns, behind the fence.
+        """
+        self.workers.start()
+        self._writers.start()
+        pending = PendingSave(request.timestamp.step, due, timeout_s=self.timeout_s)
+        self.pending = pending
+        tell = partial(
+            self._emit,
+            "staged",
+            f"staged step {pending.step}",
+            step=pending.step,
+            nbytes=staged.nbytes,
+        )
+        guarded, self._guarded = self._guarded, ()
+        overlapped = self._overlap.begin(guarded, staged, pending.step, tell)
+        self._overlapped = overlapped
+        if overlapped is not None:
+            pending.staged = overlapped.copied
+        write = partial(self._run, pending, staged, request, overlapped)
+        self._job = None
+        try:
+            if overlapped is None:
+                self._job = self._background.submit(write)
+            staged.copy(self.workers, min(num_cores(), MAX_COPIERS) - 1, self.timeout_s)
+            if overlapped is not None:
+                # Last, because on few cores these threads take the time of this one.
+                overlapped.start(self.workers, NUM_THREADS)
+                self._job = self._background.submit(write)
+        except BaseException as error:
+            self._not_begun(pending, staged, error)
+            raise
+        if overlapped is None:
+            pending.staged.set_result(None)
+            tell()
+        return pending
+
+    def _not_begun(self, pending: PendingSave, staged: Staged, error: BaseException) -> None:
+        """Whoever waits for anything of this save hears of the error that `start` raises."""
+        staged.fail(error)
+        self._staged = staged
+        if self._overlapped is None:
+            pending.staged.set_exception(error)
+        else:
+            self._overlapped.fail(error)
+        if self._job is None:
+            pending.committed.set_exception(as_failure(error, pending.step))
+        pending.delivered = True
+
+    def later(self, job: Callable[[], None]) -> None:
+        """Do some housekeeping in the background, before the next save."""
+        self._job = self._background.submit(job)
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until nothing is under way; errors of a save stay where they are.
+
+        Raises:
+            DeadlineExceeded: says what is still being done.
+        """
+        if self._job is None:
+            return
+        try:
+            self._job.result(timeout=timeout_s)
+        except FutureTimeout as error:
+            raise self._late(timeout_s) from error
+
+    def wait_for_arenas(self, timeout_s: float) -> None:
+        """Wait until the outcome of the last save is known; its housekeeping may go on.
+
+        Raises:
+            DeadlineExceeded: says what is still being done.
+        """
+        if self.pending is not None:
+            _, running = wait([self.pending.committed], timeout=timeout_s)
+            if running:
+                raise self._late(timeout_s)
+
+    def raise_failure(self) -> None:
+        """Raise the error of the last save, once, when nobody was told yet."""
+        pending = self.pending
+        failure = pending.failure() if pending is not None and not pending.delivered else None
+        if pending is not None and failure is not None:
+            pending.delivered = True
+            raise failure
+
+    def _late(self, timeout_s: float) -> DeadlineExceeded:
+        doing = self.pending.phase.text if self.pending is not None else "housekeeping"
+        return DeadlineExceeded(
+            f"{self._store.url}: not done after {timeout_s:.0f} s; it is {doing}"
+        )
+
+    def close(self) -> None:
+        """Let the threads end when they have nothing left to do."""
+        if self._job is not None and not self._job.done():
+            self._owner.is_clean = False
+        self._background.close()
+        self.workers.close()
+        self._writers.close()
+
+    def _run(
+        self,
+        pending: PendingSave,
+        staged: Staged,
+        request: SaveRequest,
+        overlapped: Overlapped | None,
+    ) -> None:
+        began = time.perf_counter()
+        step = pending.step
+        self._emit("save_started", f"saving step {step}", step=step)
+        try:
+            expect_copied = partial(self._expect_copied, overlapped)
+            entry = self._unchanged(staged, request, expect_copied) or self._write(
+                pending, staged, request, expect_copied
+            )
+        except BaseException as error:  # noqa: BLE001 - the future carries it to the caller
+            self._end_copy(overlapped)
+            failure = as_failure(error, step)
+            self._stager.failed(staged)
+            self._emit("save_failed", str(failure), step=step)
+            pending.committed.set_exception(failure)
+            self._on_failure()
+            return
+        finally:
+            staged.finish()
+        learned = self._learn(staged)
+        if not entry.manifest.left_out:
+            self.standing = entry
+        self._emit(
+            "committed",
+            f"committed {entry.folder}",
+            step=step,
+            folder=entry.folder,
+            nbytes=entry.manifest.nbytes,
+            save_s=time.perf_counter() - began,
+        )
+        pending.phase.text = "doing the housekeeping after it"
+        pending.committed.set_result(describe(self._store, entry))
+        self._after_commit(entry)
+        for name, digests in learned.items():
+            self._links.look_ahead(name, digests)
+        self._compressing.learn()
+
+    def _learn(self, staged: Staged) -> dict[str, bytes]:
+        """Take note of what was committed, before the next save takes its memory: by file that is
+        thought not to change, the digests of its blocks. Nothing here takes the commit back."""
+        try:
+            self._stager.committed(staged)
+            return {
+                known.file.name: known.all_digests() for known in staged.all_files if known.is_apart
+            }
+        except Exception as error:  # noqa: BLE001 - it is told, and the commit stands
+            self._stager.failed(staged)
+            self._emit("warning", f"the next save writes every file anew: {error!r}")
+            return {}
+
+    def _expect_copied(self, overlapped: Overlapped | None) -> None:
+        """Wait for the copy beside training; raises unless it is that of one state."""
+        if overlapped is not None:
+            overlapped.settle("the save", self.timeout_s)
+            overlapped.copied.result()
+
+    def _end_copy(self, overlapped: Overlapped | None) -> None:
+        """Before it is told that the save failed: the next one takes the same memory."""
+        if overlapped is not None:
+            with suppress(DeadlineExceeded):  # the next save waits for it again, and says so
+                overlapped.settle("the save", self.timeout_s)
+
+    def _write(
+        self,
+        pending: PendingSave,
+        staged: Staged,
+        request: SaveRequest,
+        expect_copied: Callable[[], None],
+    ) -> Entry:
+        try:
+            attempt, manifest = write(
+                self._store,
+                staged,
+                request,
+                compressing=self._compressing,
+                links=self._links,
+                workers=self.workers,
+                writers=self._writers,
+                phase=pending.phase,
+                timeout_s=self.timeout_s,
+                unclear=self._owner.unclear,
+                expect_staged=expect_copied,
+            )
+        except (OutcomeUnknown, DeadlineExceeded):
+            self._owner.is_clean = False
+            raise
+        # What the run went on from stays until there is something newer to go on from.
+        is_good = not (manifest.left_out or manifest.unhealthy)
+        self._owner.has_committed = self._owner.has_committed or is_good
+        return Entry(name=attempt.name, folder=attempt.folder, manifest=manifest, marks=Marks())
+
+    def _unchanged(
+        self, staged: Staged, request: SaveRequest, expect_copied: Callable[[], None]
+    ) -> Entry | None:
+        """The checkpoint on which the run stands, when this save would write it once more."""
+        entry = self.standing
+        if entry is None or entry.step != request.timestamp.step:
+            return None
+        stored = entry.manifest
+        if not _records_all(stored, request):
+            return None
+        digests = digest_staged(staged, self.workers, timeout_s=self.timeout_s)
+        expect_copied()
+        sizes = staged.sizes
+        roots = {name: blocks.file_digest(sizes[name], digests[name]) for name in digests}
+        recorded = {
+            layout.plain_file(name): file.digest
+            for name, file in stored.files.items()
+            if name != layout.INDEX
+        }
+        found = Catalog(self._store).entry(entry.name) if roots == recorded else None
+        if found is None or found.marks.rejected or found.marks.retired:
+            return None
+        check_fence(self._store, request.claim.epoch, committed=False)
+        new_tags = tuple(tag for tag in request.tags if tag not in entry.tags)
+        if new_tags:
+            annotate(self._store, entry, add_tags=new_tags)
+        return with_tags(entry, new_tags)
+
+
+def _records_all(stored: Manifest, request: SaveRequest) -> bool:
+    """Whether a checkpoint says all that a save of the same bytes would say, and stays as long."""
+    if not set(request.savers or (MAIN,)) <= set(stored.savers or (MAIN,)):
+        return False
+    if (stored.save_class, request.save_class) == ("ephemeral", "permanent"):
+        return False
+    if stored.unhealthy != request.unhealthy:
+        return False
+    # As text, in which nan is what it is.
+    return set(map(str, request.metrics.items())) <= set(map(str, stored.metrics.items()))
+
+
+def as_failure(error: BaseException, step: int) -> BaseException:
+    """What the caller is to see: ownership errors as they are, all else as SaveFailed."""
+    if isinstance(error, OwnershipError):
+        return error
+    verdict = "may or may not have committed" if isinstance(error, OutcomeUnknown) else "failed"
+    failure = SaveFailed(
+        f"the save of step {step} {verdict}: {error}. Training can go on; earlier checkpoints are "
+        "as they were",
+        step=step,
+    )
+    failure.__cause__ = error
+    return failure

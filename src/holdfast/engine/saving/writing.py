@@ -1,0 +1,329 @@
+"""Writing the files of an attempt: many blocks on their way to the disk while others are hashed.
+
+Digests and writes are separate jobs for separate threads. Neither waits for the other, so the
+disk always has something to do, and a disk that is slower than the hash leaves cores idle rather
+than the other way round. Blocks of files that a codec makes are encoded by the threads that hash,
+and packed and written in order. Knows keys and bytes, nothing of a state.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, Protocol
+
+from holdfast.engine.saving.packing import Encoded, Packer, Pieces, encode
+from holdfast.engine.saving.throughput import Throughput
+from holdfast.engine.workers import Workers, cancel, gather
+from holdfast.errors import DeadlineExceeded
+from holdfast.format import blocks
+from holdfast.format.codec import Encoder, max_file_nbytes
+from holdfast.format.index import StoredBlocks
+from holdfast.format.layout import BLOCK_NBYTES
+from holdfast.store.base import BlockWriter, Store, WritesBlocks, final_nbytes
+
+NUM_WRITERS = 8
+"""Writes under way at once. They wait for the disk: more of them than cores cost nothing, and
+one that ends finds the next already queued."""
+
+FILES_AT_ONCE = 64
+"""Each holds up to three descriptors until it is on stable storage."""
+
+ENCODED_AT_ONCE = 8
+"""Blocks that are encoded and not yet packed: with as many pieces on their way out, they bound the
+memory that a codec takes to about 140 MiB."""
+
+
+class Phase:
+    """What a save is doing now, for the errors of those who wait for it."""
+
+    def __init__(self) -> None:
+        self.text = "waiting to start"
+
+
+class Content(Protocol):
+    """The bytes of a file, which may come to be while the file is written."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        ...
+
+    def block(self, number: int, timeout_s: float) -> memoryview:
+        """The memory of a block, when it is there; asked for once, and in order.
+
+        Raises:
+            DeadlineExceeded: it was not in time.
+        """
+        ...
+
+    def digest(self, number: int) -> bytes:
+        """The digest of a block that is there, from any thread."""
+        ...
+
+    def written(self, number: int) -> None:
+        """The memory of a block is not read any more for writing."""
+        ...
+
+
+class Document:
+    """A small file whose bytes are there and stay; without an encoder it is put as a whole."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    @property
+    def nbytes(self) -> int:
+        """See `Content.nbytes`."""
+        return len(self.data)
+
+    def block(self, number: int, timeout_s: float) -> memoryview:
+        """See `Content.block`."""
+        return memoryview(self.data)[number * BLOCK_NBYTES : (number + 1) * BLOCK_NBYTES]
+
+    def digest(self, number: int) -> bytes:
+        """See `Content.digest`."""
+        return blocks.block_digest(self.block(number, 0))
+
+    def written(self, number: int) -> None:
+        """See `Content.written`; the memory stays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileToWrite:
+    """One file of an attempt."""
+
+    key: str
+    content: Content | Document
+    encoder: Encoder | None = None
+    """What makes its stored blocks; None: they are the plain ones."""
+    observer: Callable[[int, memoryview], None] | None = None
+    """Called with the number and the memory of each block that is stored as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFile:
+    """A file that is durable: the digests of its blocks, and its stored blocks where an encoder
+    made them."""
+
+    digests: bytes
+    stored: StoredBlocks | None = None
+
+
+def write_files(
+    store: Store,
+    files: Iterable[FileToWrite],
+    *,
+    workers: Workers,
+    writers: Workers,
+    phase: Phase,
+    timeout_s: float,
+    throughput: Throughput | None = None,
+    pieces: Pieces | None = None,
+) -> dict[str, WrittenFile]:
+    """Write `files`, which are durable when this returns; gives what they became by key.
+
+    The next file is asked for while those before it are under way. `workers` hash and encode,
+    `writers` write; `throughput` measures the store, and `pieces` is memory for stored blocks.
+    After an error nobody writes any more, unless the error is that some call would not end; what
+    was written is for the caller to remove.
+
+    Raises:
+        StoreError: a file could not be written; a sync that failed is not tried again.
+        DeadlineExceeded: some file was not done after `timeout_s` seconds.
+    """
+    written: dict[str, WrittenFile] = {}
+    rest, pieces, measured = iter(files), pieces or Pieces(), throughput or Throughput()
+    while True:
+        batch = _Batch(store, workers, writers, pieces, measured, phase, timeout_s)
+        found = batch.write(islice(rest, FILES_AT_ONCE))
+        written |= found
+        if len(found) < FILES_AT_ONCE:
+            return written
+
+
+class _Batch:
+    """Files that are written at once."""
+
+    def __init__(
+        self,
+        store: Store,
+        workers: Workers,
+        writers: Workers,
+        pieces: Pieces,
+        throughput: Throughput,
+        phase: Phase,
+        timeout_s: float,
+    ) -> None:
+        self._store = store
+        self._workers = workers
+        self._writers = writers
+        self._pieces = pieces
+        self._throughput = throughput
+        self._phase = phase
+        self._timeout_s = timeout_s
+        self._open: dict[str, BlockWriter] = {}
+        self._writes: dict[str, list[Future[None]]] = {}
+        self._syncs: dict[str, Future[None]] = {}
+        self._hashes: dict[str, list[Future[bytes]]] = {}
+        self._packers: dict[str, Packer] = {}
+        self._encoding: deque[tuple[Packer, Future[Encoded] | None]] = deque()
+        """Blocks that are encoded, oldest first; None stands at the end of a file."""
+        self._failed = False
+
+    def write(self, files: Iterable[FileToWrite]) -> dict[str, WrittenFile]:
+        """Everything, or nothing."""
+        try:
+            for file in files:
+                self._phase.text = f"writing {file.key}"
+                self._begin(file)
+                if self._failed:
+                    break
+            self._pack(leave=0)
+            for key, writes in self._writes.items():
+                self._phase.text = f"writing {key}"
+                gather(writes, timeout_s=self._timeout_s, what=key)
+                if key in self._open:
+                    # Behind the writes of all files: one journal commit can serve many syncs.
+                    self._syncs[key] = self._writers.submit(partial(self._finish, key))
+            return {key: self._end(key) for key in self._writes}
+        except DeadlineExceeded:
+            self._give_up(timeout_s=0)
+            raise
+        except BaseException:
+            self._give_up(timeout_s=self._timeout_s)
+            raise
+
+    def _begin(self, file: FileToWrite) -> None:
+        content = file.content
+        hashes = self._hashes[file.key] = []
+        writes = self._writes[file.key] = []
+        if file.encoder is not None:
+            self._begin_encoded(file.key, content, file.encoder)
+            return
+        if isinstance(content, Document):
+            writes.append(self._writers.submit(partial(self._store.put, file.key, content.data)))
+            numbers = range(blocks.num_blocks(content.nbytes))
+            hashes += [self._workers.submit(partial(content.digest, number)) for number in numbers]
+            return
+        writer = self._open[file.key] = _writer(self._store, file.key, content.nbytes)
+        for number in range(blocks.num_blocks(content.nbytes)):
+            memory = content.block(number, self._timeout_s)
+            if file.observer is not None:
+                file.observer(number, memory)
+            hashes.append(self._workers.submit(partial(content.digest, number)))
+            job = partial(self._write, writer, number * BLOCK_NBYTES, memory)
+            writes.append(self._writers.submit(partial(job, partial(content.written, number))))
+            if self._failed:
+                return  # the error is in one of the futures
+
+    def _begin_encoded(self, key: str, content: Content | Document, encoder: Encoder) -> None:
+        nbytes = max_file_nbytes(content.nbytes)
+        writer = self._open[key] = _writer(self._store, key, nbytes, at_most=True)
+
+        def send(start: int, piece: memoryview, used: int) -> None:
+            job = partial(self._write, writer, start, piece[:used])
+            done = partial(self._pieces.give_back, piece)
+            self._writes[key].append(self._writers.submit(partial(job, done)))
+
+        packer = self._packers[key] = Packer(self._pieces, send, self._timeout_s)
+        for number in range(blocks.num_blocks(content.nbytes)):
+            memory = content.block(number, self._timeout_s)
+            self._hashes[key].append(self._workers.submit(partial(content.digest, number)))
+            job = partial(_encode, encoder, content, number, memory)
+            self._encoding.append((packer, self._workers.submit(job)))
+            self._pack(leave=ENCODED_AT_ONCE)
+            if self._failed:
+                return
+        self._encoding.append((packer, None))
+
+    def _pack(self, *, leave: int) -> None:
+        """Pack the oldest of the encoded blocks, until so many are left."""
+        while len(self._encoding) > leave and not self._failed:
+            packer, block = self._encoding[0]
+            if block is None:
+                packer.end()
+            else:
+                packer.add(*gather([block], timeout_s=self._timeout_s, what="encoding a block"))
+            self._encoding.popleft()
+
+    def _write(
+        self, writer: BlockWriter, start: int, memory: memoryview, done: Callable[[], None]
+    ) -> None:
+        try:
+            with self._throughput.taking(memory.nbytes):
+                writer.write(start, memory)
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            done()
+
+    def _finish(self, key: str) -> None:
+        packer = self._packers.get(key)
+        with self._throughput.taking():
+            self._open[key].finish(None if packer is None else packer.blocks.nbytes)
+
+    def _end(self, key: str) -> WrittenFile:
+        self._phase.text = f"digesting {key}"
+        found = gather(self._hashes[key], timeout_s=self._timeout_s, what=f"digest of {key}")
+        if key in self._syncs:
+            self._phase.text = f"writing {key} to stable storage"
+            gather([self._syncs[key]], timeout_s=self._timeout_s, what=key)
+        packer = self._packers.get(key)
+        return WrittenFile(
+            digests=b"".join(found), stored=None if packer is None else packer.blocks
+        )
+
+    def _give_up(self, *, timeout_s: float) -> None:
+        jobs: list[Future[Any]] = [*self._syncs.values()]
+        for writes in self._writes.values():
+            jobs += writes
+        for hashes in self._hashes.values():
+            jobs += hashes
+        jobs += [block for _, block in self._encoding if block is not None]
+        cancel(jobs, timeout_s=timeout_s)
+        for writer in self._open.values():
+            writer.abort()
+
+
+def _encode(
+    encoder: Encoder, content: Content | Document, number: int, memory: memoryview
+) -> Encoded:
+    try:
+        return encode(encoder, number, memory)
+    finally:
+        content.written(number)
+
+
+def _writer(store: Store, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
+    if not isinstance(store, WritesBlocks):
+        return _Gathered(store, key, nbytes, at_most=at_most)
+    return store.create(key, nbytes, at_most=at_most)
+
+
+class _Gathered:
+    """The `BlockWriter` of a store that takes only whole objects."""
+
+    def __init__(self, store: Store, key: str, nbytes: int, *, at_most: bool) -> None:
+        self._store = store
+        self._key = key
+        self._data = bytearray(nbytes)
+        self._at_most = at_most
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Keep a piece."""
+        self._data[start : start + data.nbytes] = data
+
+    def finish(self, nbytes: int | None = None) -> None:
+        """Send them all."""
+        planned = len(self._data)
+        length = final_nbytes(nbytes, planned, at_most=self._at_most, what=self._key)
+        self._store.put(self._key, memoryview(self._data)[:length])
+
+    def abort(self) -> None:
+        """Nothing was sent."""

@@ -1,0 +1,1 @@
+"""Roots whose checkpoints are encrypted."""

@@ -1,0 +1,213 @@
+"""Reading and writing sealed files of a store, in pieces (docs/format.md, section 10)."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable
+
+from holdfast.engine.staging.memory import take
+from holdfast.errors import CorruptData, Tampered, UsageError
+from holdfast.format import blocks
+from holdfast.format.envelope import FileSeal
+from holdfast.format.layout import BLOCK_NBYTES
+from holdfast.format.manifest import FileEntry
+from holdfast.format.segments import (
+    SEGMENT_NBYTES,
+    FileCipher,
+    stored_nbytes,
+    tags_nbytes,
+)
+from holdfast.format.suites import TAG_NBYTES, Suite
+from holdfast.store.base import BlockWriter, ReadsInto, Store, final_nbytes, ignore
+
+
+class SealedFile:
+    """Opens ranges of one sealed file. Thread-safe."""
+
+    def __init__(self, inner: Store, key: str, seal: FileSeal, suite: Suite, what: str) -> None:
+        self._inner = inner
+        self._cipher = FileCipher(suite, bytes.fromhex(seal.secret))
+        self._what = what
+        self._tags: bytes | None = None
+        self.key = key
+        self.seal = seal
+
+    def read(
+        self,
+        start: int,
+        out: memoryview,
+        *,
+        seen: Callable[[memoryview], object] = ignore,
+        afresh: bool = False,
+    ) -> None:
+        """Fill `out` with the plain bytes at `start`; nothing that was not vouched for is in it.
+
+        Raises:
+            CorruptData: the file is shorter.
+            Tampered: a segment is not as it was sealed; it was read twice.
+        """
+        stop = start + out.nbytes
+        if start < 0 or stop > self.seal.nbytes:
+            raise CorruptData(
+                f"{self._what}: has {self.seal.nbytes} bytes, expected at least {stop}"
+            )
+        tags = self._closing_tags(afresh=afresh)
+        while start < stop:
+            until = min(start - start % SEGMENT_NBYTES + BLOCK_NBYTES, stop)
+            piece, out = out[: until - start], out[until - start :]
+            self._read_run(start, piece, tags, seen=seen, afresh=afresh)
+            start = until
+
+    def _read_run(
+        self,
+        start: int,
+        out: memoryview,
+        tags: bytes,
+        *,
+        seen: Callable[[memoryview], object],
+        afresh: bool,
+    ) -> None:
+        """At most a block, with what its first and last segments have beside it."""
+        stop = start + out.nbytes
+        base = start - start % SEGMENT_NBYTES
+        end = min(-(-stop // SEGMENT_NBYTES) * SEGMENT_NBYTES, self.seal.nbytes)
+        # A tag stands behind its segment when that is opened; what was there comes back after.
+        sealed = _scratch(end - base + TAG_NBYTES)
+        self._fetch(base, sealed[: end - base], afresh=afresh)
+        for first in range(base, end, SEGMENT_NBYTES):
+            number, last = first // SEGMENT_NBYTES, min(first + SEGMENT_NBYTES, end)
+            low, high = max(first, start), min(last, stop)
+            behind = slice(last - base, last - base + TAG_NBYTES)
+            held = bytes(sealed[behind])
+            sealed[behind] = tags[number * TAG_NBYTES : (number + 1) * TAG_NBYTES]
+            piece = out[low - start : high - start]
+            is_whole = (low, high) == (first, last)
+            plain = piece if is_whole else memoryview(bytearray(last - first))
+            self._open(number, sealed[first - base : behind.stop], plain)
+            if not is_whole:
+                piece[:] = plain[low - first : high - first]
+            sealed[behind] = held
+            seen(piece)
+
+    def _open(self, number: int, sealed: memoryview, plain: memoryview) -> None:
+        try:
+            self._cipher.open(number, sealed, plain, what=self._what)
+        except Tampered:
+            # One more read: a passing error on the way must not condemn a sound checkpoint.
+            tags = self._closing_tags(afresh=True)
+            self._fetch(number * SEGMENT_NBYTES, sealed[:-TAG_NBYTES], afresh=True)
+            sealed[-TAG_NBYTES:] = tags[number * TAG_NBYTES : (number + 1) * TAG_NBYTES]
+            self._cipher.open(number, sealed, plain, what=self._what)
+
+    def _fetch(self, start: int, out: memoryview, *, afresh: bool) -> None:
+        if isinstance(self._inner, ReadsInto):
+            self._inner.read_into(self.key, start, out, afresh=afresh)
+        else:
+            out[:] = self._inner.get(self.key, start, out.nbytes)
+
+    def _closing_tags(self, *, afresh: bool) -> bytes:
+        """The tags of the file, which say where it ends."""
+        if self._tags is None or afresh:
+            try:
+                self._tags = self._read_tags(afresh=afresh)
+            except Tampered:
+                # Once more, as in `_open`.
+                self._tags = self._read_tags(afresh=True)
+        return self._tags
+
+    def _read_tags(self, *, afresh: bool) -> bytes:
+        nbytes = self.seal.nbytes
+        tags = memoryview(bytearray(tags_nbytes(nbytes)))
+        self._fetch(nbytes, tags, afresh=afresh)
+        self._cipher.check_closed(nbytes, bytes(tags), what=f"{self._what}, the end of it")
+        return bytes(tags)
+
+
+class SealedWriter:
+    """The `BlockWriter` of a sealed file: blocks are sealed on their way to the inner one."""
+
+    def __init__(
+        self,
+        inner: BlockWriter,
+        cipher: FileCipher,
+        nbytes: int,
+        *,
+        at_most: bool,
+        done: Callable[[int, FileEntry], None],
+    ) -> None:
+        """`done` gets the length of the file, and what is stored of it."""
+        self._inner = inner
+        self._cipher = cipher
+        self._nbytes = nbytes
+        self._at_most = at_most
+        self._done = done
+        self._digests: dict[int, bytes] = {}
+        self._end = b""
+        """The ciphertext of the last block, where that is shorter; the tags come behind it."""
+
+    def write(self, start: int, data: memoryview) -> None:
+        """See `BlockWriter.write`; takes whole blocks, and the end of the file."""
+        plain = memoryview(data).cast("B")
+        if start % BLOCK_NBYTES:
+            raise UsageError(f"sealed files are written in blocks of {BLOCK_NBYTES} bytes")
+        for low in range(0, plain.nbytes, BLOCK_NBYTES):
+            piece = plain[low : low + BLOCK_NBYTES]
+            ciphertext, digest = self._seal(start + low, piece)
+            if piece.nbytes < BLOCK_NBYTES:
+                self._end = bytes(ciphertext)
+                return
+            self._digests[(start + low) // BLOCK_NBYTES] = digest
+            self._inner.write(start + low, ciphertext)
+
+    def _seal(self, start: int, plain: memoryview) -> tuple[memoryview, bytes]:
+        """The ciphertext of a block and its digest, taken while it is in the processor's cache."""
+        sealed, hasher = _scratch(plain.nbytes + TAG_NBYTES), blocks.block_hasher()
+        for low in range(0, plain.nbytes, SEGMENT_NBYTES):
+            high = min(low + SEGMENT_NBYTES, plain.nbytes)
+            self._cipher.seal(start + low, plain[low:high], sealed[low : high + TAG_NBYTES])
+            hasher.update(sealed[low:high])
+        return sealed[: plain.nbytes], hasher.digest()
+
+    def finish(self, nbytes: int | None = None) -> None:
+        """See `BlockWriter.finish`."""
+        length = final_nbytes(nbytes, self._nbytes, at_most=self._at_most, what="a sealed file")
+        num_blocks = length // BLOCK_NBYTES
+        if len(self._end) != length % BLOCK_NBYTES or len(self._digests) != num_blocks:
+            raise UsageError(f"finish: not all of the {length} bytes were written")
+        rest = memoryview(self._end + self._cipher.close(length))
+        for low in range(0, rest.nbytes, BLOCK_NBYTES):
+            start = num_blocks * BLOCK_NBYTES + low
+            self._inner.write(start, rest[low : low + BLOCK_NBYTES])
+        stored = stored_nbytes(length)
+        self._inner.finish(stored if self._at_most else None)
+        whole = b"".join(self._digests[number] for number in range(num_blocks))
+        digest = blocks.file_digest(stored, whole + blocks.digest_blocks(rest))
+        self._done(length, FileEntry(nbytes=stored, digest=digest))
+
+    def abort(self) -> None:
+        """See `BlockWriter.abort`."""
+        self._inner.abort()
+
+
+def plain_nbytes(found: int, seal: FileSeal) -> int:
+    """The length to report of a stored file: the plain one exactly if the stored one is right."""
+    expected = stored_nbytes(seal.nbytes)
+    if found == expected:
+        return seal.nbytes
+    guess = found - (expected - seal.nbytes)
+    return guess if guess >= 0 and guess != seal.nbytes else seal.nbytes + 1
+
+
+class _Scratch(threading.local):
+    """Memory on a page, as direct writes want it; one a thread, because it is used at once."""
+
+    def __init__(self) -> None:
+        self.memory = take(BLOCK_NBYTES + SEGMENT_NBYTES + mmap.PAGESIZE)
+
+
+_SCRATCH = _Scratch()
+
+
+def _scratch(nbytes: int) -> memoryview:
+    return memoryview(_SCRATCH.memory)[:nbytes]

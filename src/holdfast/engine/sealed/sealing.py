@@ -1,0 +1,655 @@
+"""A store that seals: whoever uses it sees plain checkpoints, and what it stores is sealed.
+
+It wraps any store and offers the same optional protocols. In the folders of checkpoints it maps
+names, lengths and bytes (docs/format.md, section 10); claims, leases, requests and notes on uploads
+pass through.
+The protocol's order of puts stays that of its user, with one put more: a box of keys right before
+the manifest.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import msgspec
+
+from holdfast.engine.roots.documents import read_document
+from holdfast.engine.sealed.discretion import NOT_TOLD, blank, discreet
+from holdfast.engine.sealed.sealedfiles import SealedFile, SealedWriter, plain_nbytes
+from holdfast.engine.sealed.unsealing import boxes_of, opened
+from holdfast.errors import (
+    AlreadyExists,
+    CorruptData,
+    FormatError,
+    KeyUnavailable,
+    MissingKey,
+    NotFound,
+    NotSealed,
+    SealError,
+    Tampered,
+    UsageError,
+)
+from holdfast.format import blocks, layout
+from holdfast.format.envelope import (
+    MAX_MARK_NBYTES,
+    Contents,
+    FileSeal,
+    decode_mark,
+    encode_box,
+    encode_mark,
+    encode_sealed,
+    is_mark,
+    new_file_seal,
+)
+from holdfast.format.manifest import (
+    MAX_MANIFEST_NBYTES,
+    Deleted,
+    FileEntry,
+    Manifest,
+    decode_register,
+    encode_deleted,
+)
+from holdfast.format.segments import FileCipher, seal_whole, stored_nbytes
+from holdfast.format.suites import Suite, fresh_secret
+from holdfast.keys import Encryption, try_key, wrapped
+from holdfast.store.base import (
+    AbortsUploads,
+    BlockWriter,
+    Buffer,
+    Caches,
+    Folders,
+    FreeSpace,
+    LinksFiles,
+    ObjectInfo,
+    Points,
+    Probes,
+    ReadsInto,
+    Store,
+    TellsSpace,
+    WritesBlocks,
+    ignore,
+)
+
+_PASSED_THROUGH = frozenset({layout.WRITERS, layout.READERS, layout.REQUESTS, layout.UPLOADS})
+
+
+def sealing(store: Store, encryption: Encryption | None, *, twin: Store | None = None) -> Store:
+    """`store`, or one that seals what is put into it; `twin` is as for `SealedStore`.
+
+    Raises:
+        UsageError: it seals already.
+    """
+    if encryption is None:
+        return store
+    if not isinstance(encryption, Encryption):
+        raise UsageError(f"encrypt={encryption!r}: must be a holdfast.Encryption, or None")
+    if isinstance(store, SealedStore):
+        raise UsageError("encrypt: this store seals already")
+    return SealedStore(store, encryption, twin=twin if isinstance(twin, SealedStore) else None)
+
+
+def bare(store: Store) -> Store:
+    """The store under one that seals, where everything is as it lies there; else `store`."""
+    return cast(Store, store.inner) if isinstance(store, SealedStore) else store
+
+
+def vouched(store: Store, folder: str) -> bytes:
+    """The register of a folder as it lies there; of a sealed checkpoint, after it was opened.
+
+    Raises:
+        NotFound: nothing is there.
+        SealError, FormatError: it cannot be opened.
+    """
+    if isinstance(store, SealedStore):
+        return store.vouched(folder)
+    return read_document(store, f"{folder}/{layout.MANIFEST}", max_nbytes=MAX_MANIFEST_NBYTES)
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """What this process has written of a checkpoint that is not committed."""
+
+    data_key: bytes = field(repr=False)
+    box: bytes
+    """The data key for those who may read."""
+    seals: dict[str, FileSeal] = field(default_factory=dict)
+    """By plain name."""
+    stored: dict[str, FileEntry] = field(default_factory=dict)
+    """By stored name; only what is finished."""
+    num_files: int = 0
+
+
+class SealedStore:
+    """`inner`, with every checkpoint sealed. Thread-safe; what one process writes it commits."""
+
+    def __new__(
+        cls, inner: Store, encryption: Encryption, *, twin: SealedStore | None = None
+    ) -> SealedStore:
+        """An instance of a subclass that has what `inner` has."""
+        offered = tuple(mixin for protocol, mixin in _MIXINS if isinstance(inner, protocol))
+        made = type(cls.__name__, (*offered, cls), {"__doc__": cls.__doc__})
+        return cast(SealedStore, object.__new__(made))
+
+    def __init__(
+        self, inner: Store, encryption: Encryption, *, twin: SealedStore | None = None
+    ) -> None:
+        """`twin` has checkpoints with the same bytes: what it has opened need not be opened again,
+        which a process that has only public keys could not."""
+        self._twin = twin
+        self.inner: Any = inner
+        """The store as others see it."""
+        self._encryption = encryption
+        self._suite = Suite(name=encryption.suite)
+        self._attempts: dict[str, _Attempt] = {}
+        self._opened: dict[str, Contents] = {}
+        self._readers: dict[str, dict[str, SealedFile]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        """See `Store.url`: that of `inner`."""
+        return cast(str, self.inner.url)
+
+    def useless_keys(self) -> Iterator[str]:
+        """Why what would be sealed now might be opened by nobody: keys that are there to open, and
+        do not open what they wrap. Those that only wrap are passed over."""
+        for key in self._encryption.sealing:
+            try:
+                try_key(key, self._suite)
+            except (KeyUnavailable, Tampered) as error:
+                yield f"{key.name} does not open what it wraps: {error}"
+
+    # The six operations
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        """See `Store.put`."""
+        place = _place(key)
+        if place is None:
+            self.inner.put(key, discreet(key, data), if_absent=if_absent)
+            return
+        folder, name = place
+        if name == layout.MANIFEST:
+            self._put_register(folder, bytes(data), if_absent=if_absent)
+        elif layout.is_sidecar(name):
+            stored, sealed = self._sealed_sidecar(folder, name, bytes(data))
+            self.inner.put(f"{folder}/{stored}", sealed, if_absent=if_absent)
+        elif _is_ours(name):
+            self.inner.put(key, data, if_absent=if_absent)
+        else:
+            self._put_file(folder, name, data)
+
+    def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        """See `Store.get`.
+
+        Raises:
+            SealError: the checkpoint is not for our keys, or not sealed.
+            Tampered: it is not as it was sealed.
+        """
+        document = self._document(key)
+        if document is not None:
+            return _cut(document, start, nbytes, what=f"{self.url}/{key}")
+        reader = self._reader(key)
+        if reader is None:
+            return cast(bytes, self.inner.get(key, start, nbytes))
+        stop = reader.seal.nbytes if nbytes is None else start + nbytes
+        plain = bytearray(max(stop - start, 0))
+        reader.read(start, memoryview(plain))
+        return bytes(plain)
+
+    def head(self, key: str) -> ObjectInfo:
+        """See `Store.head`: the length is that of the plain object."""
+        document = self._document(key)
+        if document is not None:
+            return ObjectInfo(key, len(document))
+        reader = self._reader(key)
+        if reader is None:
+            return cast(ObjectInfo, self.inner.head(key))
+        return ObjectInfo(key, plain_nbytes(self.inner.head(reader.key).nbytes, reader.seal))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """See `Store.list`; of files the lengths are plain, of all else as stored."""
+        found: Iterable[ObjectInfo] = self.inner.list(prefix)
+        folder, slash, _ = prefix.partition("/")
+        if not slash or _place(f"{folder}/x") is None:
+            yield from found
+            return
+        names = self._plain_names(folder)
+        seals = {seal.name: seal for seal in self._seals(folder).values()}
+        for info in found:
+            name = info.key.partition("/")[2]
+            nbytes = plain_nbytes(info.nbytes, seals[name]) if name in seals else info.nbytes
+            yield ObjectInfo(f"{folder}/{names(name)}", nbytes)
+
+    def children(self, folder: str = "") -> tuple[str, ...]:
+        """See `Store.children`."""
+        found: tuple[str, ...] = self.inner.children(folder)
+        if not folder or "/" in folder or _place(f"{folder}/x") is None:
+            return found
+        return tuple(sorted(map(self._plain_names(folder), found)))
+
+    def delete(self, key: str) -> None:
+        """See `Store.delete`."""
+        place = None if key.endswith("/") else _place(key)
+        if place is not None:
+            folder, name = place
+            self.inner.delete(f"{folder}/{self._stored_name(folder, name)}")
+            return
+        self.inner.delete(key)
+        self._forget(key.rstrip("/"))
+
+    # Manifests
+
+    def _put_register(self, folder: str, data: bytes, *, if_absent: bool) -> None:
+        key = f"{folder}/{layout.MANIFEST}"
+        register = decode_register(data, what=key)
+        if isinstance(register, Manifest):
+            self._put_manifest(folder, register, data, if_absent=if_absent)
+            return
+        if isinstance(register, Deleted):
+            told = Deleted(save_id=register.save_id, by=register.by, reason=NOT_TOLD)
+            data = encode_deleted(told)
+        self.inner.put(key, data, if_absent=if_absent)
+        self._forget(folder)
+
+    def _put_manifest(
+        self, folder: str, manifest: Manifest, data: bytes, *, if_absent: bool
+    ) -> None:
+        """The keys, and then what they open: without the second, the first means nothing."""
+        attempt = self._attempt(folder)
+        contents = encode_sealed(
+            manifest,
+            data,
+            attempt.seals,
+            attempt.stored,
+            suite=self._suite,
+            data_key=attempt.data_key,
+        )
+        # Only now: of an attempt that never gets here nothing is left that opens anything.
+        self.inner.put(f"{folder}/{layout.keys_name(1)}", attempt.box)
+        with self._lock:
+            # It counts only as long as these very bytes are read back.
+            self._opened[folder] = contents
+        self.inner.put(f"{folder}/{layout.MANIFEST}", contents.document, if_absent=if_absent)
+        with self._lock:
+            self._attempts.pop(folder, None)
+
+    def _register(self, folder: str) -> tuple[bytes, Contents | None]:
+        """The register as a plain checkpoint's, and the checkpoint where it is a sealed one.
+
+        Raises:
+            NotFound: nothing is there.
+            NotSealed: a checkpoint that is not sealed, and that is not accepted.
+            WrongKey, KeyUnavailable, Tampered, FormatError: it cannot be opened.
+        """
+        key = f"{folder}/{layout.MANIFEST}"
+        data = read_document(self.inner, key, max_nbytes=MAX_MANIFEST_NBYTES)
+        known = self._known(folder, data)
+        if known is not None:
+            return known.manifest, known
+        what = f"{self.url}/{key}"
+        is_sealed, register = False, None
+        try:
+            register = decode_register(data, what=what)
+        except MissingKey:
+            is_sealed = True
+        except FormatError:
+            return data, None  # whoever asked finds the same
+        if is_sealed:
+            contents = opened(self.inner, folder, data, self._encryption.opening)
+            with self._lock:
+                self._opened[folder] = contents
+                self._readers.pop(folder, None)
+            return contents.manifest, contents
+        if isinstance(register, Manifest) and not self._encryption.accept_plain:
+            raise NotSealed(
+                f"{what}: this checkpoint is not sealed, so nobody vouches for it. If it is one "
+                "of yours from before, give Encryption(accept_plain=True)"
+            )
+        return data, None
+
+    def _known(self, folder: str, document: bytes) -> Contents | None:
+        """What was opened before and is these very bytes, here or in the twin."""
+        for store in (self, self._twin):
+            if store is None:
+                continue
+            with store._lock:
+                known = store._opened.get(folder)
+            if known is not None and known.document == document:
+                with self._lock:
+                    self._opened[folder] = known
+                return known
+        return None
+
+    def vouched(self, folder: str) -> bytes:
+        """See the function `vouched`."""
+        plain, contents = self._register(folder)
+        return plain if contents is None else contents.document
+
+    def lost_keys(self, folder: str) -> tuple[str, ...]:
+        """The name that the keys of a sealed checkpoint should have, where none can be read there
+        any more, so that nobody else will open it."""
+        contents = self._contents(folder)
+        if contents is None:
+            return ()
+        try:
+            boxes_of(self.inner, folder, contents.visible)
+        except FormatError:
+            return (layout.keys_name(1),)
+        return ()
+
+    # Names
+
+    def _contents(self, folder: str) -> Contents | None:
+        """The sealed checkpoint in a folder; None where there is none.
+
+        Raises:
+            SealError, FormatError: it cannot be opened.
+        """
+        with self._lock:
+            known = self._opened.get(folder)
+        if known is not None:
+            return known
+        try:
+            return self._register(folder)[1]
+        except NotFound:
+            return None
+
+    def _seals(self, folder: str) -> Mapping[str, FileSeal]:
+        """The files by plain name, as far as this can be known."""
+        with self._lock:
+            attempt = self._attempts.get(folder)
+            if attempt is not None:
+                return dict(attempt.seals)
+        try:
+            contents = self._contents(folder)
+        except (SealError, FormatError):
+            return {}
+        return contents.files if contents is not None else {}
+
+    def _components(self, folder: str) -> tuple[str, ...]:
+        with self._lock:
+            known = self._opened.get(folder)
+        return tuple(known.components) if known is not None else ()
+
+    def _plain_names(self, folder: str) -> Callable[[str], str]:
+        """From stored names to plain ones; what is not known keeps its name."""
+        names = {seal.name: plain for plain, seal in self._seals(folder).items()}
+        components = self._components(folder)
+
+        def plain(name: str) -> str:
+            mark = layout.parse_thinned(name)
+            if mark is None:
+                return names.get(name, name)
+            number = mark[0].removeprefix("c")
+            is_ours = number.isdecimal() and int(number) < len(components)
+            return layout.thinned_name(components[int(number)], mark[1]) if is_ours else name
+
+        return plain
+
+    def _stored_name(self, folder: str, name: str) -> str:
+        if name == layout.MANIFEST or _is_ours(name):
+            return name
+        mark = layout.parse_thinned(name)
+        if mark is not None:
+            self._seals(folder)
+            components = self._components(folder)
+            if mark[0] in components:
+                return layout.thinned_name(f"c{components.index(mark[0])}", mark[1])
+            return name
+        if layout.is_sidecar(name):
+            return name
+        seal = self._seals(folder).get(name)
+        return seal.name if seal is not None else name
+
+    def _forget(self, folder: str) -> None:
+        with self._lock:
+            self._attempts.pop(folder, None)
+            self._opened.pop(folder, None)
+            self._readers.pop(folder, None)
+
+    # Sidecars
+
+    def _sealed_sidecar(self, folder: str, name: str, data: bytes) -> tuple[str, bytes]:
+        """(stored name, bytes) of a sidecar."""
+        try:
+            register, contents = self._register(folder)
+            is_plain = contents is None and isinstance(
+                decode_register(register, what=name), Manifest
+            )
+        except FormatError:
+            return name, blank(name, data)
+        if contents is None:
+            return name, data if is_plain else blank(name, data)
+        stored = self._stored_name(folder, name)
+        return stored, encode_mark(contents, stored, data)
+
+    def _sidecar(self, folder: str, name: str) -> bytes:
+        stored = self._stored_name(folder, name)
+        key = f"{folder}/{stored}"
+        data = read_document(self.inner, key, max_nbytes=MAX_MARK_NBYTES)
+        contents = self._contents(folder)
+        if contents is None:
+            return data
+        if is_mark(data):
+            return decode_mark(contents, stored, data, what=f"{self.url}/{key}")
+        if layout.parse_notes(name) is not None:
+            raise Tampered(f"{self.url}/{key}: it is not sealed, and the checkpoint is")
+        return data  # a mark counts by its name, whoever put it
+
+    def _document(self, key: str) -> bytes | None:
+        """The bytes of a manifest or a sidecar; None for other keys."""
+        place = _place(key)
+        if place is None:
+            return None
+        if place[1] == layout.MANIFEST:
+            return self._register(place[0])[0]
+        return self._sidecar(*place) if layout.is_sidecar(place[1]) else None
+
+    # Files
+
+    def _attempt(self, folder: str) -> _Attempt:
+        if layout.parse_attempt(folder) is None:
+            # Its keys would never be stored; and in clear it must not be either.
+            raise UsageError(f"{self.url}/{folder}: only attempts are written into a sealed root")
+        with self._lock:
+            if folder not in self._attempts:
+                # Before any byte is written, so that a service that refuses costs no time.
+                data_key = fresh_secret()
+                box = wrapped(self._encryption.sealing, data_key, self._suite)
+                self._attempts[folder] = _Attempt(data_key=data_key, box=encode_box(box))
+            return self._attempts[folder]
+
+    def _new_file(self, folder: str, name: str, nbytes: int) -> tuple[_Attempt, FileSeal]:
+        attempt = self._attempt(folder)
+        with self._lock:
+            if name in attempt.seals or folder in self._opened:
+                raise AlreadyExists(f"{self.url}/{folder}/{name}: it is there, or was begun")
+            seal = attempt.seals[name] = new_file_seal(attempt.num_files, nbytes)
+            attempt.num_files += 1
+        return attempt, seal
+
+    def _put_file(self, folder: str, name: str, data: Buffer) -> None:
+        plain = memoryview(data).cast("B")
+        attempt, seal = self._new_file(folder, name, plain.nbytes)
+        sealed = seal_whole(self._suite, bytes.fromhex(seal.secret), plain)
+        # The name is new, and stores send again only what need not be absent.
+        self.inner.put(f"{folder}/{seal.name}", sealed)
+        digest = blocks.file_digest(len(sealed), blocks.digest_blocks(sealed))
+        attempt.stored[seal.name] = FileEntry(nbytes=len(sealed), digest=digest)
+
+    def _reader(self, key: str) -> SealedFile | None:
+        """What reads a file; None where it is to be read as it is stored.
+
+        Raises:
+            NotFound: the checkpoint is sealed and has no such file.
+        """
+        place = _place(key)
+        if place is None or _is_ours(place[1]):
+            return None
+        folder, name = place
+        with self._lock:
+            known = self._readers.get(folder, {}).get(name)
+            attempt = self._attempts.get(folder)
+        if known is not None:
+            return known
+        suite = self._suite
+        if attempt is not None:
+            seal = attempt.seals.get(name)
+        else:
+            contents = self._contents(folder)
+            if contents is None:
+                return None
+            seal, suite = contents.files.get(name), contents.suite
+        if seal is None:
+            raise NotFound(f"{self.url}/{key}: the checkpoint has no such file")
+        reader = SealedFile(self.inner, f"{folder}/{seal.name}", seal, suite, f"{self.url}/{key}")
+        with self._lock:
+            self._readers.setdefault(folder, {})[name] = reader
+        return reader
+
+
+class _SealedFolders(SealedStore):
+    def make_folder(self, folder: str, *, exclusive: bool = False) -> None:
+        """See `Folders.make_folder`."""
+        self.inner.make_folder(folder, exclusive=exclusive)
+
+    def sync_folder(self, folder: str) -> None:
+        """See `Folders.sync_folder`."""
+        self.inner.sync_folder(folder)
+
+    def refresh_folder(self, folder: str) -> None:
+        """See `Folders.refresh_folder`."""
+        self.inner.refresh_folder(folder)
+
+    def sweep(self, folder: str) -> int:
+        """See `Folders.sweep`."""
+        return cast(int, self.inner.sweep(folder))
+
+
+class _SealedReadsInto(SealedStore):
+    def read_into(
+        self,
+        key: str,
+        start: int,
+        buffer: memoryview,
+        *,
+        seen: Callable[[memoryview], object] = ignore,
+        afresh: bool = False,
+    ) -> None:
+        """See `ReadsInto.read_into`."""
+        reader = self._reader(key)
+        if reader is None:
+            self.inner.read_into(key, start, buffer, seen=seen, afresh=afresh)
+        else:
+            reader.read(start, memoryview(buffer).cast("B"), seen=seen, afresh=afresh)
+
+
+class _SealedCaches(SealedStore):
+    def uncached(self) -> Store:
+        """See `Caches.uncached`; what was begun or opened here is known there, too."""
+        twin = SealedStore(self.inner.uncached(), self._encryption, twin=self._twin)
+        twin._attempts, twin._opened, twin._lock = self._attempts, self._opened, self._lock
+        return twin
+
+
+class _SealedWritesBlocks(SealedStore):
+    def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
+        """See `WritesBlocks.create`; pieces come as with `at_most` in either case."""
+        place = _place(key)
+        if place is None:
+            return cast(BlockWriter, self.inner.create(key, nbytes, at_most=at_most))
+        folder, name = place
+        attempt, seal = self._new_file(folder, name, nbytes)
+        stored = f"{folder}/{seal.name}"
+        inner = self.inner.create(stored, stored_nbytes(nbytes), at_most=at_most)
+
+        def done(length: int, entry: FileEntry) -> None:
+            attempt.stored[seal.name] = entry
+            attempt.seals[name] = msgspec.structs.replace(seal, nbytes=length)
+
+        cipher = FileCipher(self._suite, bytes.fromhex(seal.secret))
+        return SealedWriter(inner, cipher, nbytes, at_most=at_most, done=done)
+
+
+class _SealedLinksFiles(SealedStore):
+    def link(self, source: str, key: str) -> bool:
+        """See `LinksFiles.link`: the same sealed file, whose secret goes into the new manifest."""
+        from_folder, from_name = source.split("/")
+        folder, name = key.split("/")
+        contents = self._contents(from_folder)
+        seal = contents.files.get(from_name) if contents is not None else None
+        if contents is None or seal is None or contents.suite != self._suite:
+            return False
+        attempt = self._attempt(folder)
+        with self._lock:
+            stored = layout.stored_name(attempt.num_files)
+            attempt.num_files += 1
+        if not self.inner.link(f"{from_folder}/{seal.name}", f"{folder}/{stored}"):
+            return False
+        attempt.stored[stored] = contents.visible.files[seal.name]
+        attempt.seals[name] = FileSeal(name=stored, nbytes=seal.nbytes, secret=seal.secret)
+        return True
+
+
+class _SealedAbortsUploads(SealedStore):
+    def uploads(self, folder: str = "") -> Iterator[str]:
+        """See `AbortsUploads.uploads`; the keys are those under which the files will lie."""
+        return cast("Iterator[str]", self.inner.uploads(folder))
+
+    def abort_uploads(self, folder: str) -> int:
+        """See `AbortsUploads.abort_uploads`."""
+        return cast(int, self.inner.abort_uploads(folder))
+
+
+class _SealedPoints(SealedStore):
+    def point(self, name: str, target: str) -> None:
+        """See `Points.point`."""
+        self.inner.point(name, target)
+
+
+class _SealedTellsSpace(SealedStore):
+    def free_space(self) -> FreeSpace:
+        """See `TellsSpace.free_space`."""
+        return cast(FreeSpace, self.inner.free_space())
+
+
+class _SealedProbes(SealedStore):
+    def probe(self) -> str:
+        """See `Probes.probe`."""
+        return cast(str, self.inner.probe())
+
+
+_MIXINS: tuple[tuple[Any, type[SealedStore]], ...] = (
+    (Folders, _SealedFolders),
+    (ReadsInto, _SealedReadsInto),
+    (Caches, _SealedCaches),
+    (WritesBlocks, _SealedWritesBlocks),
+    (LinksFiles, _SealedLinksFiles),
+    (AbortsUploads, _SealedAbortsUploads),
+    (Points, _SealedPoints),
+    (TellsSpace, _SealedTellsSpace),
+    (Probes, _SealedProbes),
+)
+
+
+def _place(key: str) -> tuple[str, str] | None:
+    """(folder, name) of what belongs to a checkpoint; None for what is passed through."""
+    folder, slash, name = key.partition("/")
+    if not slash or folder in _PASSED_THROUGH or layout.is_preflight(folder):
+        return None
+    return (folder, name) if name else None
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a name is that of something that only sealed checkpoints have."""
+    return layout.is_stored_name(name) or layout.parse_keys(name) is not None
+
+
+def _cut(document: bytes, start: int, nbytes: int | None, *, what: str) -> bytes:
+    stop = len(document) if nbytes is None else start + nbytes
+    if stop > len(document):
+        raise CorruptData(f"{what}: has {len(document)} bytes, expected at least {stop}")
+    return document[start:stop]

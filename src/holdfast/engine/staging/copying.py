@@ -1,0 +1,206 @@
+"""The copies of one staging, made in order by one or several threads; others wait for blocks.
+
+What overlaps with training is written block by block while others are still being copied.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from holdfast.engine.staging.device import DeviceCopy, begin_copies
+from holdfast.engine.staging.image import Image
+from holdfast.errors import DeadlineExceeded
+from holdfast.format.layout import BLOCK_NBYTES
+
+
+class Piece(Protocol):
+    """A copy that is to be made."""
+
+    image: Image
+    blocks: Sequence[int]
+    """Numbers of the blocks that it fills, or a part of them."""
+
+    def copy(self) -> None:
+        """Make it."""
+        ...
+
+
+@dataclass(slots=True)
+class Bytes:
+    """Bytes of a contiguous tensor in host memory, inside one block."""
+
+    image: Image
+    key: str
+    blocks: Sequence[int]
+    start: int
+    source: int
+    nbytes: int
+
+    def copy(self) -> None:
+        """See `Piece.copy`; bytes that are there already are left alone."""
+        self.image.update(self.key, self.blocks[0], self.start, self.source, self.nbytes)
+
+
+@dataclass(slots=True)
+class Whole:
+    """A tensor whose bytes have to be gathered, from strides or from a device."""
+
+    image: Image
+    position: int
+    blocks: Sequence[int]
+    source: Tensor
+
+    def copy(self) -> None:
+        """See `Piece.copy`."""
+        self.image.overwrite(self.position, self.source)
+
+
+@dataclass(slots=True)
+class Arrival:
+    """Tensors that a device copies, all at once."""
+
+    image: Image
+    blocks: Sequence[int]
+    device_copy: DeviceCopy
+
+    def copy(self) -> None:
+        """See `Piece.copy`; it was begun before, and is waited for."""
+        self.device_copy.arrive()
+        self.device_copy.result()
+
+
+def arrivals_of(image: Image, sources: Mapping[int, Tensor]) -> list[Arrival]:
+    """Begin the copies that bring tensors, by position, from CUDA devices to their places."""
+    blocks = sorted({number for position in sources for number in image.blocks_of(position)})
+    begun = begin_copies(image.overwritten_by_device(*pair) for pair in sources.items())
+    return [Arrival(image, blocks, device_copy) for device_copy in begun]
+
+
+def pieces_of(image: Image, position: int, source: Tensor) -> Iterator[Piece]:
+    """The copies that bring one tensor to its place."""
+    if not is_plain(source):
+        yield Whole(image, position, image.blocks_of(position), source)
+        return
+    spec, start = image.file.specs[position], image.file.starts[position]
+    address, stop = source.data_ptr() - start, start + spec.nbytes
+    while start < stop:
+        number = start // BLOCK_NBYTES
+        until = min(stop, (number + 1) * BLOCK_NBYTES)
+        blocks = range(number, number + 1)
+        yield Bytes(image, spec.key, blocks, start, address + start, until - start)
+        start = until
+
+
+def is_plain(source: Tensor) -> bool:
+    """Whether the tensor is a run of bytes in host memory."""
+    if source.device.type != "cpu" or not source.is_contiguous():
+        return False
+    return not (source.is_conj() or source.is_neg())
+
+
+class Copying:
+    """Copies to be made at once, and such that may be made `later`, beside the training.
+
+    Whoever makes them holds the tensors until then.
+    """
+
+    def __init__(self, now: Sequence[Piece], later: Sequence[Piece]) -> None:
+        self._now: Iterator[Piece] = iter(now)
+        self._later: Iterator[Piece] = iter(later)
+        self._left: dict[tuple[str, int], int] = {}
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._num_now = len(now)
+        self._is_staged = threading.Event()
+        self.now_s = 0.0
+        """Seconds that training waited for copies."""
+        for piece in (*now, *later):
+            for number in piece.blocks:
+                place = (piece.image.file.name, number)
+                self._left[place] = self._left.get(place, 0) + 1
+
+    def run_now(self, timeout_s: float) -> None:
+        """Make the copies that training waits for, or what nobody else has made of them.
+
+        Raises:
+            DeadlineExceeded: another thread is still copying. Otherwise what a copy failed with.
+        """
+        began = time.perf_counter()
+        self._run(self._now)
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or not self._num_now, timeout_s)
+            if self._error is not None:
+                raise self._error
+        if self._num_now:
+            late = DeadlineExceeded(f"staging: not done after {timeout_s:.0f} s")
+            self.fail(late)
+            raise late
+        self.now_s = time.perf_counter() - began
+        self._is_staged.set()
+
+    def help_now(self) -> None:
+        """Take part in them from another thread."""
+        self._run(self._now)
+
+    def wait_staged(self, timeout_s: float) -> None:
+        """Block until training goes on.
+
+        Raises:
+            DeadlineExceeded: it was not in time.
+        """
+        if not self._is_staged.wait(timeout_s):
+            raise DeadlineExceeded(f"staging: not done after {timeout_s:.0f} s")
+
+    def run_later(self) -> None:
+        """Take part in the others."""
+        self._run(self._later, is_later=True)
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody is to wait for blocks any more."""
+        with self._changed:
+            self._error = self._error or error
+            self._is_staged.set()
+            self._changed.notify_all()
+
+    def wait(self, image: Image, number: int, timeout_s: float) -> None:
+        """Block until a block is staged.
+
+        Raises:
+            DeadlineExceeded: it was not in time. Otherwise what a copy failed with.
+        """
+        place = (image.file.name, number)
+        with self._changed:
+            is_known = self._changed.wait_for(
+                lambda: self._error is not None or not self._left.get(place), timeout_s
+            )
+            if self._error is not None:
+                raise self._error
+        if not is_known:
+            raise DeadlineExceeded(
+                f"staging block {number} of {image.file.name}: not done after {timeout_s:.0f} s"
+            )
+
+    def _run(self, pieces: Iterator[Piece], *, is_later: bool = False) -> None:
+        try:
+            for piece in pieces:
+                if self._error is not None:
+                    raise self._error
+                piece.copy()
+                self._made(piece, is_later=is_later)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _made(self, piece: Piece, *, is_later: bool) -> None:
+        name = piece.image.file.name
+        with self._changed:
+            for number in piece.blocks:
+                self._left[name, number] -= 1
+            self._changed.notify_all()
+            self._num_now -= not is_later

@@ -1,0 +1,281 @@
+"""The fence between training and the copy of what training changes.
+
+With overlap a save returns while parameters and optimizer slots are still being copied. Whoever
+changes them waits here first: optimizers by a hook that torch calls before every step, all others
+by a call of `Fence.wait`. What went past the fence is found when the copy ends, and fails the save.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from holdfast.engine.staging.device import DeviceCopy, is_capturing
+from holdfast.engine.workers import Workers
+from holdfast.errors import DeadlineExceeded, UsageError, listing
+
+SAMPLE_ITEMS = 4096
+"""How many elements of a tensor are compared when overlap is checked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guarded:
+    """A tensor that is being copied, and how it was when the save was made."""
+
+    component: str
+    key: str
+    tensor: Tensor
+    """Held until the copy is done, also where training has no more use for it."""
+    version: int
+    address: int
+    sample: bytes | None
+    """Some of its elements; None: not asked for."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.component}.{self.key}"
+
+    def change(self) -> str | None:
+        """What has happened to it since."""
+        if self.tensor.data_ptr() != self.address:
+            return "was given other memory"
+        if self.tensor._version != self.version:
+            return "was changed"
+        if self.sample is not None and sampled(self.tensor) != self.sample:
+            return "was changed, in a way that torch does not count"
+        return None
+
+
+def guard(
+    tensors: Iterable[tuple[str, str, Tensor]], *, takes_samples: bool = False
+) -> tuple[Guarded, ...]:
+    """Note how (component, key, tensor) are now, before their copy begins."""
+    return tuple(
+        Guarded(
+            component=component,
+            key=key,
+            tensor=tensor,
+            version=tensor._version,
+            address=tensor.data_ptr(),
+            sample=sampled(tensor) if takes_samples else None,
+        )
+        for component, key, tensor in tensors
+    )
+
+
+def sampled(tensor: Tensor) -> bytes:
+    """Bytes of elements that are spread over a tensor. Waits for its device."""
+    with torch.no_grad():
+        flat = tensor.detach().reshape(-1)
+        some = flat[:: max(1, len(flat) // SAMPLE_ITEMS)].cpu().contiguous()
+    return some.view(torch.uint8).numpy().tobytes()
+
+
+class Copies(Protocol):
+    """Copies that several threads can make."""
+
+    def run_later(self) -> None:
+        """Take part, until all of them are made or being made."""
+        ...
+
+
+class Overlapped:
+    """The copy of the guarded tensors of one save, made beside training."""
+
+    def __init__(
+        self,
+        guarded: Sequence[Guarded],
+        copies: Copies,
+        *,
+        step: int,
+        on_device: Sequence[DeviceCopy] = (),
+        places: Mapping[tuple[str, str], Tensor] | None = None,
+        tell: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_device` has those of `copies` that a device makes; `places` is where they go, if
+        samples of them are to be compared too; `tell` is called when all went well."""
+        self.step = step
+        self.copied: Future[None] = Future()
+        """Resolves when all is copied and nothing was changed meanwhile, or with the error."""
+        self.copied.set_running_or_notify_cancel()
+        self._guarded = tuple(guarded)
+        self._copies = copies
+        self._on_device = tuple(on_device)
+        self._is_all_on_device = all(item.tensor.is_cuda for item in guarded)
+        self._places = places or {}
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._is_started = False
+        self._num_parts = 0
+        self._error: BaseException | None = None
+        self._was_looked_at = False
+        self._changed: list[str] = []
+
+    def start(self, workers: Workers, num_threads: int) -> None:
+        """Begin to copy, on so many of the workers."""
+        self._is_started = True
+        self._num_parts = num_threads
+        for _ in range(num_threads):
+            workers.submit(self._take_part)
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody is held back any more by one that was not started."""
+        if not self._is_started:
+            self.copied.set_exception(error)
+
+    def pass_by(self, who: str, timeout_s: float) -> None:
+        """Return when training may change the tensors. Where all of them are on a device, what
+        the current stream does next comes after the copy, and the host does not wait.
+
+        Raises:
+            DeadlineExceeded: after `timeout_s` seconds; says who waited for what.
+        """
+        for copy in self._on_device:
+            copy.hold_current_stream()
+        if self._on_device and self._is_all_on_device:
+            self._look()
+        else:
+            self.settle(who, timeout_s)
+
+    def settle(self, who: str, timeout_s: float) -> None:
+        """Return when nothing is being copied any more, whatever became of it.
+
+        Raises:
+            DeadlineExceeded: as for `pass_by`.
+        """
+        if wait([self.copied], timeout=timeout_s).not_done:
+            raise DeadlineExceeded(
+                f"{who} waits for the copy of {len(self._guarded)} tensors that the save of step "
+                f"{self.step} overlaps with training: not done after {timeout_s:.0f} s"
+            )
+
+    def _take_part(self) -> None:
+        error: BaseException | None = None
+        try:
+            self._copies.run_later()
+        except BaseException as found:  # noqa: BLE001 - the future carries it to its owner
+            error = found
+        with self._lock:
+            self._error = self._error or error
+            self._num_parts -= 1
+            is_last = self._num_parts == 0
+        if is_last:
+            self._end()
+
+    def _end(self) -> None:
+        try:
+            self._look()
+            self._compare_copies()
+        except BaseException as found:  # noqa: BLE001 - the future carries it to its owner
+            self._error = self._error or found
+        if self._error is None and self._changed:
+            self._error = UsageError(
+                f"{len(self._changed)} tensors were not left alone while they were copied for the "
+                f"save of step {self.step}; call fence() of the manager before you change weights "
+                "or optimizer state other than by a torch optimizer's step:\n"
+                + listing(self._changed)
+            )
+        self._guarded = ()
+        if self._error is None:
+            self._tell()
+            self.copied.set_result(None)
+        else:
+            self.copied.set_exception(self._error)
+
+    def _look(self) -> None:
+        """Compare the tensors with what they were, once: before the first who may change them."""
+        with self._lock:
+            if self._was_looked_at:
+                return
+            self._was_looked_at = True
+            found = ((item, item.change()) for item in self._guarded)
+            self._changed += [f"{item.name} {change}" for item, change in found if change]
+
+    def _compare_copies(self) -> None:
+        """Find what was changed and changed back while it was copied."""
+        for item in () if self._changed else self._guarded:
+            place = self._places.get((item.component, item.key))
+            if place is not None and sampled(place) != item.sample:
+                self._changed.append(f"{item.name} was changed, and changed back")
+
+
+class Fence:
+    """Holds optimizers back while tensors are copied that they are about to change.
+
+    One hook for all optimizers of the process, also those that are made later, from the first
+    `watch` to `close`.
+    """
+
+    def __init__(self, *, timeout_s: float) -> None:
+        """`timeout_s` is the longest that an optimizer waits, in seconds."""
+        self._timeout_s = timeout_s
+        self._overlapped: Overlapped | None = None
+        self._pid = os.getpid()
+        self._handle: Any = None
+        self.has_seen_capture = False
+        """Whether a step was captured in a graph, whose replays no hook sees."""
+
+    def watch(self) -> None:
+        """Have torch call before every step of an optimizer, from now on."""
+        if self._handle is not None:
+            return
+        own = weakref.ref(self)
+
+        # A graph that is compiled calls it as it is: the wait must not become part of the graph.
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            fence = own()
+            if fence is not None:
+                fence.before_step(optimizer)
+
+        hook = torch.compiler.disable(before_step)  # type: ignore[no-untyped-call]
+        self._handle = register_optimizer_step_pre_hook(hook)
+        weakref.finalize(self, self._handle.remove)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """What the hook does.
+
+        Raises:
+            DeadlineExceeded: the copy was not done in time.
+        """
+        if is_capturing():
+            # Torch has waited for all of the device before; and here nobody may.
+            self.has_seen_capture = True
+            return
+        if self._overlapped is not None:
+            self.wait(f"step() of {type(optimizer).__name__}")
+
+    def put_up(self, overlapped: Overlapped) -> None:
+        """Hold back who comes, until this copy is done."""
+        self._overlapped = overlapped
+
+    def wait(self, who: str = "fence()") -> None:
+        """Return when parameters and optimizer slots may be changed. From any thread.
+
+        Raises:
+            DeadlineExceeded: the copy was not done in time; says who waited.
+        """
+        overlapped = self._overlapped
+        # A forked child has its own memory, and none of the threads that copy.
+        if overlapped is None or os.getpid() != self._pid:
+            return
+        overlapped.pass_by(who, self._timeout_s)
+        if overlapped.copied.done() and self._overlapped is overlapped:
+            self._overlapped = None
+
+    def close(self) -> None:
+        """Let optimizers be, unless a copy is under way: then the hook goes with the fence."""
+        overlapped = self._overlapped
+        is_over = overlapped is None or overlapped.copied.done()
+        if self._handle is not None and is_over:
+            self._handle.remove()

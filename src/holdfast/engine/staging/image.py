@@ -1,0 +1,98 @@
+"""One tensor file in memory, and what is known of its bytes.
+
+An image stays from one save to the next. Where the live bytes equal those that are there, nothing
+is copied, and the digest of the block stays known.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from holdfast.engine.staging.arena import Arena
+from holdfast.engine.staging.device import pin
+from holdfast.engine.staging.known import LARGE_NBYTES, KnownFile
+from holdfast.format import blocks
+from holdfast.format.layout import BLOCK_NBYTES
+from holdfast.format.tensors import TensorFile
+
+_libc = ctypes.CDLL(None)
+_memcmp = _libc.memcmp
+_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memcmp.restype = ctypes.c_int
+_memcpy = _libc.memcpy
+_memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memcpy.restype = ctypes.c_void_p
+
+
+class Image(KnownFile):
+    """The memory of one tensor file: a view for each tensor, and what is known of each block."""
+
+    def __init__(self, file: TensorFile, *, is_apart: bool = False) -> None:
+        """Take the memory.
+
+        Raises:
+            OutOfMemory: the system refuses.
+        """
+        super().__init__(file, is_apart=is_apart)
+        self.arena = Arena(file.nbytes)
+        self.arena.memory[: len(file.header)] = file.header
+        self.views = tuple(self.arena.tensors(file.specs, file.starts))
+        self._small_keys = [file.specs[i].key for i in self.small]
+        self._small_views = [self.views[i] for i in self.small]
+        self._small_blocks = sorted({number for i in self.small for number in self.blocks_of(i)})
+        self._is_pinned: bool | None = None
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.arena.memory))
+
+    def block(self, number: int) -> memoryview:
+        """The memory of a block."""
+        return self.arena.memory[number * BLOCK_NBYTES : (number + 1) * BLOCK_NBYTES]
+
+    def update(self, key: str, number: int, start: int, source: int, nbytes: int) -> None:
+        """Make the bytes from `start`, inside one block, equal to those at address `source`."""
+        target = self._address + start
+        if _memcmp(target, source, nbytes):
+            self.digests[number] = None
+            self.differs = True
+            self.changed.add(key)
+            _memcpy(target, source, nbytes)
+
+    def overwrite_small(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy all small tensors in one call, but those on a CUDA device."""
+        self.forget_versions()
+        sources = [tensors[key] for key in self._small_keys]
+        if sources:
+            self.forget(self._small_blocks)
+            views = self._small_views
+            if any(source.is_cuda for source in sources):
+                pairs = zip(views, sources, strict=True)
+                here = [(view, source) for view, source in pairs if not source.is_cuda]
+                views, sources = [view for view, _ in here], [source for _, source in here]
+            if views:
+                torch._foreach_copy_(views, sources)
+
+    def overwritten_by_device(self, position: int, source: Tensor) -> tuple[Tensor, Tensor]:
+        """The copy, (to, from), of a tensor that a device will make."""
+        if self._is_pinned is None:
+            self._is_pinned = pin(torch.frombuffer(self.arena.memory, dtype=torch.uint8), self)
+        if self.file.specs[position].nbytes >= LARGE_NBYTES:
+            self.note_version(position, source)
+        self.forget(self.blocks_of(position))
+        return self.views[position], source
+
+    def overwrite(self, position: int, source: Tensor) -> None:
+        """Copy a tensor of any strides, on any device."""
+        self.note_version(position, source)
+        self.forget(self.blocks_of(position))
+        self.views[position].copy_(source)
+
+    def digest(self, number: int) -> bytes:
+        """The digest of a block, computed unless it is known."""
+        digests = self.digests
+        known = digests[number]
+        if known is None:
+            known = digests[number] = blocks.block_digest(self.block(number))
+        return known

@@ -1,0 +1,159 @@
+"""Staging: one consistent host copy of the state, in memory laid out as the files will be.
+
+The images are kept between saves while the structure of the state is the same, so that later
+saves copy into memory that is already there, and only what has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from holdfast.engine.staging.copying import Arrival, Copying, Piece, arrivals_of, pieces_of
+from holdfast.engine.staging.grouping import Grouping
+from holdfast.engine.staging.image import Image
+from holdfast.engine.staging.known import KnownFile
+from holdfast.engine.staging.staged import Staged, StagedInMemory
+from holdfast.engine.staging.waves import Pool, StagedInWaves, WaveFile
+from holdfast.format.tensors import TensorSpec, lay_out
+from holdfast.state.capture import Captured, CapturedComponent
+
+Place = tuple[str, str]
+"""Component and key of a tensor."""
+
+
+class Stager:
+    """Copies captured states into images that it keeps. Not thread-safe; one state at a time."""
+
+    def __init__(self, *, memory_budget: int | None = None) -> None:
+        """`memory_budget` is how many bytes may be taken at most; None: what the state takes."""
+        self._budget = memory_budget
+        self._is_in_waves = False
+        self._pool: Pool | None = None
+        self._specs: dict[str, tuple[TensorSpec, ...]] = {}
+        self._groups: dict[str, Grouping] = {}
+        self._files: dict[str, tuple[KnownFile, ...]] = {}
+
+    def takes_waves(self, captured: Captured) -> bool:
+        """Whether the state is larger than the memory that may be taken for it.
+
+        After the first such state all are staged in waves, also smaller ones.
+        """
+        if self._budget is None or self._is_in_waves:
+            return self._is_in_waves
+        parts = captured.components
+        wanted = sum(spec.nbytes for part in parts.values() for spec in part.specs)
+        others = (files for name, files in self._files.items() if name not in parts)
+        kept = sum(known.file.nbytes for files in others for known in files)
+        return wanted + kept > self._budget
+
+    def prepare(
+        self,
+        captured: Captured,
+        *,
+        overlapped: Collection[Place] = (),
+        is_awaited: bool = False,
+    ) -> Staged:
+        """Where the state goes; what is small is copied now, and `copying` does the rest.
+
+        The images are overwritten by the next call. Those of components that are not in it are
+        kept, for a save that has them again. Tensors in `overlapped` are copied by
+        `Copying.run_later`, the others by `Copying.run_now`. With `is_awaited` writing begins
+        beside the copies, which takes longer for them and less for the whole.
+
+        Raises:
+            OutOfMemory: there is no memory for a structure that is new.
+        """
+        if self.takes_waves(captured):
+            return self._in_waves(captured)
+        components = captured.components
+        for component in components.values():
+            self._fit(component, Image)
+        now: list[Piece] = []
+        later: list[Piece] = []
+        with torch.inference_mode(False), torch.no_grad():
+            for name, component in components.items():
+                keys = {key for owner, key in overlapped if owner == name}
+                for image in self._files[name]:
+                    assert isinstance(image, Image)
+                    image.overwrite_small(component.tensors)
+                    now += _pieces(image, component.tensors, component.tensors.keys() - keys)
+                    later += _pieces(image, component.tensors, keys)
+        for pieces in (now, later):
+            pieces.sort(key=lambda piece: piece.image.is_apart)
+        return StagedInMemory(
+            files={name: self._files[name] for name in components},
+            trees={name: component.tree for name, component in components.items()},
+            kinds={name: component.kind for name, component in components.items()},
+            copying=Copying(now, later),
+            is_early=is_awaited or _any_apart(self._files[name] for name in components),
+            on_device=tuple(one.device_copy for one in later if isinstance(one, Arrival)),
+        )
+
+    def _in_waves(self, captured: Captured) -> Staged:
+        assert self._budget is not None
+        if not self._is_in_waves:
+            self._is_in_waves = True
+            self._specs.clear()
+            self._files.clear()
+        if self._pool is None:
+            self._pool = Pool(self._budget)
+        components = captured.components
+        for component in components.values():
+            self._fit(component, WaveFile)
+        return StagedInWaves(
+            files={name: self._files[name] for name in components},
+            trees={name: component.tree for name, component in components.items()},
+            kinds={name: component.kind for name, component in components.items()},
+            tensors={name: component.tensors for name, component in components.items()},
+            pool=self._pool,
+        )
+
+    def failed(self, staged: Staged) -> None:
+        """A save failed: what its threads may still use is not used again."""
+        for known in staged.all_files:
+            known.doubt()
+        self._pool = None
+
+    def committed(self, staged: Staged) -> None:
+        """Learn from a save that was committed which tensors change from one to the next."""
+        for name, files in staged.files.items():
+            changed = [known.committed() for known in files]
+            if None not in changed:
+                self._groups[name].observe({key for keys in changed for key in keys or ()})
+
+    def _fit(self, component: CapturedComponent, make: type[KnownFile]) -> None:
+        """Make files for a component whose structure, or whose grouping, is new."""
+        name, specs = component.name, component.specs
+        if self._specs.get(name) != specs:
+            self._groups[name] = Grouping(specs)
+        elif not self._groups[name].has_moved:
+            return
+        self._files.pop(name, None)
+        self._specs.pop(name, None)  # there may be no memory for new ones
+        apart = self._groups[name].settle()
+        self._files[name] = tuple(
+            make(file, is_apart=file.specs[0].key in apart)
+            for file in lay_out(name, specs, apart=apart)
+        )
+        self._specs[name] = specs
+
+
+def _any_apart(files: Iterable[tuple[KnownFile, ...]]) -> bool:
+    return any(known.is_apart for some in files for known in some)
+
+
+def _pieces(image: Image, tensors: Mapping[str, Tensor], keys: Collection[str]) -> list[Piece]:
+    """The copies that bring the large tensors among `keys`, and all on a CUDA device, to an image;
+    those that a device makes are begun."""
+    pieces: list[Piece] = []
+    for position in image.large:
+        key = image.file.specs[position].key
+        if key in keys and not tensors[key].is_cuda:
+            pieces += pieces_of(image, position, tensors[key])
+    if torch.cuda.is_available():
+        named = ((i, spec.key) for i, spec in enumerate(image.file.specs) if spec.key in keys)
+        pieces += arrivals_of(image, {i: tensors[key] for i, key in named if tensors[key].is_cuda})
+    return pieces

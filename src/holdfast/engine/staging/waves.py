@@ -1,0 +1,251 @@
+"""Staging in waves: a state that is larger than the memory that may be taken for it.
+
+A few blocks at a time are copied, hashed and written, and their memory is used again. The state
+must not change before the last block was copied, so training waits until then; what bounds the
+memory costs the time of the write.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+
+import torch
+from torch import Tensor
+
+from holdfast.engine.staging.arena import Arena
+from holdfast.engine.staging.known import KnownFile
+from holdfast.engine.staging.staged import Staged
+from holdfast.engine.workers import Workers
+from holdfast.errors import DeadlineExceeded
+from holdfast.format.blocks import block_digest
+from holdfast.format.layout import BLOCK_NBYTES
+
+
+class Pool:
+    """Memory for so many blocks. Whoever takes a buffer gives it back."""
+
+    def __init__(self, nbytes: int) -> None:
+        """Take the memory, in whole blocks.
+
+        Raises:
+            OutOfMemory: the system refuses.
+        """
+        self._arena = Arena(nbytes - nbytes % BLOCK_NBYTES)
+        self._bytes = torch.frombuffer(self._arena.memory, dtype=torch.uint8)
+        self._free: SimpleQueue[int] = SimpleQueue()
+        for number in range(nbytes // BLOCK_NBYTES):
+            self._free.put(number)
+
+    def take(self, timeout_s: float) -> int:
+        """The number of a free buffer.
+
+        Raises:
+            DeadlineExceeded: none was given back in time.
+        """
+        try:
+            return self._free.get(timeout=timeout_s)
+        except Empty:
+            raise DeadlineExceeded(
+                f"memory for a wave: no block was written within {timeout_s:.0f} s"
+            ) from None
+
+    def give_back(self, buffer: int) -> None:
+        """The buffer is not used any more."""
+        self._free.put(buffer)
+
+    def memory(self, buffer: int, nbytes: int) -> memoryview:
+        """The first bytes of a buffer."""
+        return self._arena.memory[buffer * BLOCK_NBYTES :][:nbytes]
+
+    def bytes(self, buffer: int, start: int, stop: int) -> Tensor:
+        """The same memory as a tensor."""
+        return self._bytes[buffer * BLOCK_NBYTES + start : buffer * BLOCK_NBYTES + stop]
+
+
+class WaveFile(KnownFile):
+    """A tensor file that is never in memory as a whole."""
+
+    def note_versions(self, tensors: Mapping[str, Tensor]) -> None:
+        """A save begins."""
+        self.forget_versions()
+        for position in self.large:
+            self.note_version(position, tensors[self.file.specs[position].key])
+
+
+class LiveState:
+    """Says whether the state still stands still; a copy of it is one or none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left: BaseException | None = None
+
+    def leave(self, error: BaseException) -> None:
+        """Training goes on, now that nobody copies."""
+        with self._lock:
+            self._left = error
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The state does not change inside; raises what made training go on."""
+        with self._lock:
+            if self._left is not None:
+                raise self._left
+            yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedInWaves(Staged):
+    """The live state itself, which is copied block by block as it is written."""
+
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    """The live tensors of each component."""
+    pool: Pool
+    live: LiveState = field(default_factory=LiveState)
+    _asked: threading.Event = field(default_factory=threading.Event)
+    _waited_s: list[float] = field(default_factory=list)
+
+    @property
+    def now_s(self) -> float:
+        """See `Staged.now_s`."""
+        return sum(self._waited_s)
+
+    def copy(self, workers: Workers, num_helpers: int, timeout_s: float) -> None:
+        """See `Staged.copy`: the save copies what it needs meanwhile."""
+        began = time.perf_counter()
+        if not self._asked.wait(timeout_s):
+            raise DeadlineExceeded(f"staging in waves: not done after {timeout_s:.0f} s")
+        self._waited_s.append(time.perf_counter() - began)
+
+    def content(self, known: KnownFile, timeout_s: float) -> WaveContent:
+        """See `Staged.content`."""
+        tensors = next(self.tensors[name] for name, files in self.files.items() if known in files)
+        assert isinstance(known, WaveFile)
+        known.note_versions(tensors)
+        return WaveContent(known, tensors, self.pool, self.live)
+
+    def is_unchanged(self, known: KnownFile, timeout_s: float) -> bool:
+        """See `Staged.is_unchanged`: every block is hashed, up to the first that differs."""
+        return self.content(known, timeout_s).matches(timeout_s)
+
+    def digest(self, known: KnownFile, workers: Workers, timeout_s: float) -> bytes:
+        """See `Staged.digest`."""
+        self.content(known, timeout_s).digest_all(timeout_s)
+        return known.all_digests()
+
+    def fail(self, error: BaseException) -> None:
+        """See `Staged.fail`."""
+        self.live.leave(error)
+
+    def settle(self, timeout_s: float) -> None:
+        """See `Staged.settle`; only the save itself copies."""
+
+    def finish(self) -> None:
+        """See `Staged.finish`."""
+        self._asked.set()
+
+
+class WaveContent:
+    """Blocks of a file, each copied when it is asked for (`writing.Content`)."""
+
+    def __init__(
+        self, known: KnownFile, tensors: Mapping[str, Tensor], pool: Pool, live: LiveState
+    ) -> None:
+        self._known = known
+        self._file = known.file
+        self._tensors = tensors
+        self._pool = pool
+        self._live = live
+        self._buffers: dict[int, int] = {}
+        self._done: set[int] = set()
+        self._lock = threading.Lock()
+        self._gathered: tuple[int, Tensor] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """See `Content.nbytes`."""
+        return self._file.nbytes
+
+    def block(self, number: int, timeout_s: float) -> memoryview:
+        """See `Content.block`."""
+        buffer = self._pool.take(timeout_s)
+        self._buffers[number] = buffer
+        return self._fill(buffer, number)
+
+    def digest(self, number: int) -> bytes:
+        """See `Content.digest`."""
+        try:
+            memory = self._pool.memory(self._buffers[number], self._block_nbytes(number))
+            digest = self._known.digests[number] = block_digest(memory)
+            return digest
+        finally:
+            self._let_go(number)
+
+    def written(self, number: int) -> None:
+        """See `Content.written`."""
+        self._let_go(number)
+
+    def matches(self, timeout_s: float) -> bool:
+        """Whether every block has the digest that is known; ends at the first that has not."""
+        return all(
+            self._hashed(number, timeout_s) == digest
+            for number, digest in enumerate(self._known.digests)
+        )
+
+    def digest_all(self, timeout_s: float) -> None:
+        """Make all digests known."""
+        for number in range(len(self._known.digests)):
+            self._known.digests[number] = self._hashed(number, timeout_s)
+
+    def _hashed(self, number: int, timeout_s: float) -> bytes:
+        buffer = self._pool.take(timeout_s)
+        try:
+            return block_digest(self._fill(buffer, number))
+        finally:
+            self._pool.give_back(buffer)
+
+    def _let_go(self, number: int) -> None:
+        """A block is hashed, or written; after both its memory is free."""
+        with self._lock:
+            if number not in self._done:
+                self._done.add(number)
+                return
+            buffer = self._buffers.pop(number)
+        self._pool.give_back(buffer)
+
+    def _block_nbytes(self, number: int) -> int:
+        return min(BLOCK_NBYTES, self._file.nbytes - number * BLOCK_NBYTES)
+
+    def _fill(self, buffer: int, number: int) -> memoryview:
+        """Copy everything that lies in a block to its place there."""
+        start = number * BLOCK_NBYTES
+        memory = self._pool.memory(buffer, self._block_nbytes(number))
+        header = self._file.header[start : start + len(memory)]
+        memory[: len(header)] = header
+        stop, starts = start + len(memory), self._file.starts
+        position = max(bisect_right(starts, start) - 1, 0)
+        with self._live.held(), torch.inference_mode(False), torch.no_grad():
+            while position < len(starts) and starts[position] < stop:
+                first = starts[position]
+                last = first + self._file.specs[position].nbytes
+                low, high = max(first, start), min(last, stop)
+                if low < high:
+                    part = self._flat(position)[low - first : high - first]
+                    self._pool.bytes(buffer, low - start, high - start).copy_(part)
+                position += 1
+        return memory
+
+    def _flat(self, position: int) -> Tensor:
+        """The bytes of a tensor, gathered first where it is not a run of them."""
+        source = self._tensors[self._file.specs[position].key]
+        if source.is_contiguous() and not (source.is_conj() or source.is_neg()):
+            return source.view(-1).view(torch.uint8)
+        if self._gathered is None or self._gathered[0] != position:
+            copy = torch.empty(source.shape, dtype=source.dtype, device=source.device)
+            self._gathered = (position, copy.copy_(source).view(-1).view(torch.uint8))
+        return self._gathered[1]

@@ -1,0 +1,238 @@
+"""Claims: exact, looked at again, and what proves a process dead."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import errors
+from holdfast.engine.claims import process as process_module
+from holdfast.engine.claims.claim import (
+    Choice,
+    check_owner,
+    claim_run,
+    nothing_in_flight,
+    put_closed,
+)
+from holdfast.engine.claims.process import liveness, this_process
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.events import Emitter
+from holdfast.format import layout
+from holdfast.format.records import Alive, Process, Writer, encode_alive, encode_writer
+from holdfast.policy.retention import Last
+from holdfast.store.base import Store, make_folder
+from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
+from runs import new_run
+
+QUIET = Emitter(())
+
+
+def put_writer(store: Store, epoch: int, process: Process, **members: Any) -> None:
+    """A claim by some process."""
+    make_folder(store, layout.WRITERS)
+    record = Writer(
+        epoch=epoch,
+        nonce="0" * 32,
+        **{"resumed_from": None, "rollback": False, "takeover": False, "created": ""} | members,
+        process=process,
+    )
+    store.put(layout.writer_key(epoch), encode_writer(record), if_absent=True)
+
+
+def elsewhere() -> Process:
+    return Process(host="other", pid=1, start="1", boot_id="another", pid_namespace="pid:[1]")
+
+
+def test_only_one_of_two_that_judged_the_same_claim_gets_the_run(tmp_path: Path) -> None:
+    """R10: the second one's put finds the key taken, and it looks again."""
+    store = LocalStore(tmp_path)
+    judged: list[str] = []
+
+    def slow_choice() -> Choice:
+        if not judged:
+            judged.append("slow")
+            claim_run(store, lambda: Choice(point=None), takeover=False, emit=QUIET)
+        else:
+            judged.append("again")
+        return Choice(point=None)
+
+    claim = claim_run(store, slow_choice, takeover=False, emit=QUIET)
+    assert judged == ["slow", "again"]
+    assert claim.epoch == 2
+
+
+def test_what_was_committed_before_the_claim_is_not_left_behind(tmp_path: Path) -> None:
+    """Rule 2: an acknowledged checkpoint between choice and claim makes the claimer choose anew."""
+    run = new_run()
+    owner = run.manager(tmp_path, preflight=False)
+    owner.save(1).wait()
+    first = Catalog(owner.store).resolve()
+    choices: list[int] = []
+
+    def choose() -> Choice:
+        if not choices:
+            choices.append(1)
+            run.train()
+            owner.save(2).wait()
+            return Choice(point=first.reference)
+        newest = Catalog(owner.store).resolve()
+        choices.append(newest.step)
+        return Choice(point=newest.reference)
+
+    claim = claim_run(owner.store, choose, takeover=True, emit=QUIET)
+    assert choices == [1, 2]
+    assert claim.resumed_from is not None
+    assert claim.resumed_from.order == (1, 2)
+    owner.close()
+
+
+def test_an_uncommitted_claim_of_the_latest_moves_nothing(tmp_path: Path) -> None:
+    """Rule 2: it read step 1, step 2 was committed, and it died."""
+    run = new_run()
+    with run.manager(tmp_path, preflight=False) as owner:
+        owner.save(1).wait()
+        point = Catalog(owner.store).resolve().reference
+        run.train()
+        owner.save(2).wait()
+    store = LocalStore(tmp_path)
+    put_writer(store, 2, elsewhere(), resumed_from=point)
+    assert Catalog(store).resolve().step == 2
+    put_writer(store, 3, elsewhere(), resumed_from=point, rollback=True)
+    assert Catalog(store).resolve().step == 1
+
+
+def test_a_copied_checkpoint_of_a_later_epoch_is_not_of_this_run(tmp_path: Path) -> None:
+    """D5: it does not outrank our own, is never deleted by us, and is not resumed here."""
+    other = new_run(seed=9)
+    for _ in range(3):
+        with other.manager(tmp_path / "other", preflight=False) as manager:
+            manager.resume()
+            other.train()
+            manager.save(40 + other.counters["step"]).wait()
+    run = new_run()
+    with run.manager(tmp_path / "run", keep=Last(1), preflight=False) as manager:
+        manager.save(1).wait()
+        copied = sorted(p.name for p in (tmp_path / "other").glob("step-*.0003-*"))[0]
+        shutil.copytree(tmp_path / "other" / copied, tmp_path / "run" / copied)
+        run.train()
+        saved = manager.save(2).wait()
+        manager.wait()
+        assert {c.folder for c in manager.list()} == {copied, saved.folder}
+    with run.manager(tmp_path / "run", preflight=False) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.step == 2
+        with pytest.raises(errors.UsageError, match="another run"):
+            manager.resume(copied)
+
+
+def test_copies_alone_make_a_root_that_can_be_resumed(tmp_path: Path) -> None:
+    """Invariant 10: without their claims they keep their order."""
+    run = new_run()
+    with run.manager(tmp_path / "one", preflight=False) as manager:
+        for step in (1, 2):
+            run.train()
+            manager.save(step).wait()
+    shutil.copytree(
+        tmp_path / "one", tmp_path / "two", ignore=shutil.ignore_patterns("writers", "latest")
+    )
+    with run.manager(tmp_path / "two", preflight=False) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.step == 2
+        run.train()
+        manager.save(3).wait()
+        assert Catalog(manager.store).resolve().step == 3
+
+
+def test_a_claim_that_cannot_be_read_fences_all_the_same(tmp_path: Path) -> None:
+    """Rule 3: presence is what counts."""
+    run = new_run()
+    manager = run.manager(tmp_path, preflight=False)
+    manager.save(1).wait()
+    (tmp_path / layout.writer_key(2)).write_bytes(b"garbage")
+    run.train()
+    with pytest.raises(errors.Superseded, match="cannot be read"):
+        manager.save(2).wait()
+    manager.close()
+
+
+def test_a_heartbeat_of_another_host_that_stands_still_binds_nobody() -> None:
+    """Invariant 11, over hosts: no clock is compared, only whether the record changes."""
+    store = MemoryStore()
+    put_writer(store, 1, elsewhere())
+    store.put(layout.alive_key(1), encode_alive(Alive(epoch=1, nonce="0" * 32, beat=4)))
+    waits: list[float] = []
+    assert check_owner(store, takeover=False, emit=QUIET, watch=waits.append) == 1
+    assert len(waits) == 3
+
+    def beating(seconds: float) -> None:
+        beat = Alive(epoch=1, nonce="0" * 32, beat=5)
+        store.put(layout.alive_key(1), encode_alive(beat))
+
+    with pytest.raises(errors.OwnedElsewhere, match="takeover"):
+        check_owner(store, takeover=False, emit=QUIET, watch=beating)
+
+
+def test_a_closed_epoch_has_nothing_in_flight_and_a_dead_process_only_locally(
+    tmp_path: Path,
+) -> None:
+    """Rule 1: a request to an object store may outlive its sender."""
+    done = subprocess.run(
+        [sys.executable, "-c", IDENTITY], capture_output=True, text=True, check=True
+    )
+    dead = Process(**eval(done.stdout))
+    local, remote = LocalStore(tmp_path), MemoryStore()
+    for store in (local, remote):
+        put_writer(store, 1, dead)
+    assert nothing_in_flight(local, 1)
+    assert not nothing_in_flight(remote, 1)
+    claim = claim_run(remote, lambda: Choice(point=None), takeover=False, emit=QUIET)
+    assert not nothing_in_flight(remote, claim.epoch)
+    put_closed(remote, claim)
+    assert nothing_in_flight(remote, claim.epoch)
+
+
+IDENTITY = """
+from holdfast.engine.claims.process import this_process
+p = this_process()
+print({name: getattr(p, name) for name in p.__struct_fields__})
+"""
+
+
+def test_what_cannot_be_read_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rule 1: with hidepid, or without descriptors left, only the kernel's "no" is proof."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        start = process_module._start_time(child.pid)
+        assert start
+        here = this_process()
+        record = Process(
+            host="h",
+            pid=child.pid,
+            start=start,
+            boot_id=here.boot_id,
+            pid_namespace=here.pid_namespace,
+        )
+        assert liveness(record) == "alive"
+        real = process_module._read
+        hidden = f"/proc/{child.pid}/stat"
+        monkeypatch.setattr(
+            process_module, "_read", lambda path: "" if path == hidden else real(path)
+        )
+        assert liveness(record) == "alive"
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        monkeypatch.undo()
+        assert liveness(record) == "dead"  # a zombie does nothing any more
+    finally:
+        child.kill()
+        child.communicate()
+    assert liveness(record) == "dead"

@@ -1,0 +1,222 @@
+"""Which checkpoint a run goes on from when some are unhealthy or were saved in part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from holdfast import errors
+from holdfast.care.prune import preview
+from holdfast.engine.hooks import StateHooks
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.format.manifest import Timestamp
+from holdfast.manager import CheckpointManager
+from holdfast.policy.retention import All, Last
+from holdfast.state.edits import StateView
+from holdfast.store.base import Store
+from holdfast.store.memory import MemoryStore
+from runs import Recorder, new_run
+
+ILL = ("the loss is nan", "weight 0.weight is not finite")
+
+
+class Story:
+    """Saves of one run, some of them unhealthy or without the optimizer."""
+
+    def __init__(self, store: Store | None = None) -> None:
+        self.store = store if store is not None else MemoryStore()
+        self.recorder = Recorder()
+        self.ill: Sequence[str] = ()
+        self.left_out: Sequence[str] = ()
+
+    def open(self, **options: Any) -> CheckpointManager:
+        hooks = StateHooks(before_save=self._before_save, edit_save=self._edit_save)
+        options = {"sinks": (self.recorder,), "preflight": False, "hooks": hooks} | options
+        self.run = new_run(seed=3)
+        return self.run.manager(self.store, **options)
+
+    def save(self, manager: CheckpointManager, step: int, kind: str = "good") -> str:
+        """Kinds: good, ill, part (without the optimizer)."""
+        self.ill = ILL if kind == "ill" else ()
+        self.left_out = ("optimizer",) if kind == "part" else ()
+        self.run.train()
+        return manager.save(step).wait().folder
+
+    def tell(self, *kinds: str, **options: Any) -> list[str]:
+        """One process that saves at steps 1, 2, … and closes; gives the folders."""
+        with self.open(**options) as manager:
+            return [self.save(manager, step, kind) for step, kind in enumerate(kinds, start=1)]
+
+    def resumed(self, which: str | int = "latest", **options: Any) -> int:
+        with self.open() as manager:
+            found = manager.resume(which, **options)
+        assert found is not None
+        return found.step
+
+    def marked(self) -> list[str]:
+        """Folders with a mark that says that they cannot be used."""
+        return [e.folder for e in Catalog(self.store).checkpoints() if e.marks.rejected]
+
+    def _before_save(self, now: Timestamp, metrics: Mapping[str, float]) -> Sequence[str]:
+        return self.ill
+
+    def _edit_save(self, view: StateView) -> None:
+        for component in self.left_out:
+            del view[component]
+
+
+def test_resume_prefers_the_newest_healthy_one_and_says_why() -> None:
+    story = Story()
+    folders = story.tell("good", "good", "ill", "ill")
+    with story.open() as manager:
+        found = manager.resume()
+    assert found is not None
+    assert (found.step, found.unhealthy) == (2, ())
+    reason = "not healthy: the loss is nan, weight 0.weight is not finite"
+    assert found.rejected == ((folders[3], reason), (folders[2], reason))
+    warnings = [event.message for event in story.recorder.of("warning")]
+    assert warnings == [f"passed over {folder}: {reason}" for folder in folders[:1:-1]]
+
+
+def test_what_is_passed_over_is_not_marked_and_the_next_resume_chooses_the_same() -> None:
+    """It is not damaged; a claim that never commits moves nothing (rule 2)."""
+    story = Story()
+    story.tell("good", "good", "ill", "part")
+    assert [story.resumed() for _ in range(3)] == [2, 2, 2]
+    assert story.marked() == []
+    assert story.recorder.of("rejected") == []
+
+
+def test_a_new_lineage_does_not_descend_from_what_was_passed_over() -> None:
+    story = Story()
+    folders = story.tell("good", "ill", "part")
+    with story.open() as manager:
+        manager.resume()
+        story.save(manager, 2)
+    catalog = Catalog(story.store)
+    newest = catalog.resolve("latest")
+    assert newest.manifest.parent is not None
+    assert newest.manifest.parent.folder == folders[0]
+    assert [entry.step for entry in catalog.lineage_entries()] == [2, 1]
+    assert story.resumed() == 2
+
+
+def test_where_nothing_is_healthy_the_newest_is_taken_with_a_warning() -> None:
+    story = Story()
+    folders = story.tell("part", "ill", "ill", "part")
+    with story.open() as manager:
+        found = manager.resume()
+        assert found is not None
+        assert (found.step, found.unhealthy) == (3, ILL)
+        assert "the state was not healthy: the loss is nan" in found.notes
+        assert folders[2] not in dict(found.rejected)
+        story.save(manager, 4)
+    assert (
+        f"goes on from {folders[2]}, which is not healthy"
+        in story.recorder.of("warning")[-1].message
+    )
+    assert story.resumed() == 4
+
+
+def test_an_unhealthy_one_is_taken_where_the_healthy_ones_are_damaged() -> None:
+    """R19: the damaged one is marked, the unhealthy ones are not."""
+    story = Story()
+    folders = story.tell("good", "ill", "ill")
+    story.store.delete(f"{folders[0]}/model-00000.safetensors")
+    story.store.delete(f"{folders[2]}/model-00000.safetensors")
+    with story.open() as manager:
+        found = manager.resume()
+    assert found is not None
+    assert found.step == 2
+    assert [folder for folder, _ in found.rejected] == [folders[2], folders[0]]
+    assert sorted(story.marked()) == sorted([folders[0], folders[2]])
+    assert story.resumed() == 2
+
+
+def test_unhealthy_ones_are_accepted_when_asked() -> None:
+    story = Story()
+    story.tell("good", "ill")
+    assert story.resumed(unhealthy="accept") == 2
+    assert story.resumed() == 1
+    with story.open() as manager, pytest.raises(errors.UsageError, match="unhealthy='take'"):
+        manager.resume(unhealthy="take")  # type: ignore[arg-type]
+
+
+def test_an_unhealthy_one_that_is_named_is_taken_and_stays_chosen() -> None:
+    """Rule 2: a person's choice holds, also when the process ends before it has saved."""
+    story = Story()
+    story.tell("good", "ill", "good")
+    assert story.resumed("step=2") == 2
+    assert Catalog(story.store).resolve("latest").step == 2
+    assert story.resumed() == 2
+
+
+def test_resume_passes_over_what_was_saved_in_part_and_its_components_load() -> None:
+    """Invariant 7: no run goes on from part of a state."""
+    story = Story()
+    folders = story.tell("good", "part", "part")
+    with story.open() as manager:
+        with pytest.raises(errors.NoCheckpoint, match="saved without optimizer"):
+            manager.resume("step=3")
+        with pytest.raises(errors.NoCheckpoint, match="saved without optimizer"):
+            manager.load("step=3")
+        with pytest.raises(errors.NoCheckpoint, match="saved without optimizer"):
+            manager.load("step=3", components=["model", "optimizer"])
+        loaded = manager.load("step=3", components=["model", "counters"])
+        assert (loaded.step, loaded.left_out) == (3, ("optimizer",))
+        assert story.run.counters == {"step": 3}
+        assert manager.load("step=3", skip=["optimizer"]).step == 3
+        assert manager.load("step=3", strict=False).step == 3
+        assert manager.load().step == 1
+        found = manager.resume()
+    assert found is not None
+    assert found.step == 1
+    assert [folder for folder, _ in found.rejected] == folders[:0:-1]
+    assert all("saved without optimizer" in reason for _, reason in found.rejected)
+    assert story.recorder.of("warning") == []
+
+
+def test_a_run_with_nothing_but_parts_begins_afresh() -> None:
+    story = Story()
+    story.tell("part", "part")
+    with story.open() as manager:
+        assert manager.resume() is None
+    assert story.marked() == []
+    assert Catalog(story.store).resolve("latest").step == 2
+
+
+@pytest.mark.parametrize(
+    ("kinds", "step"),
+    [
+        (("good", "ill", "part"), 1),
+        (("ill", "part"), 1),
+        (("ill", "good", "ill"), 2),
+        (("part", "part"), 2),
+        (("good", "part", "good"), 3),
+    ],
+)
+def test_latest_is_where_a_run_would_go_on(kinds: Sequence[str], step: int) -> None:
+    story = Story()
+    folders = story.tell(*kinds)
+    assert Catalog(story.store).resolve("latest").step == step
+    if set(kinds) != {"part"}:
+        assert story.store.get("latest") == folders[step - 1].encode()
+    standing = preview(story.store, All())
+    assert [item.decision.keep for item in standing] == [True] * len(kinds)
+
+
+def test_retention_keeps_the_newest_healthy_one_until_another_is_there() -> None:
+    """R20, invariant 4; and the one that was saved in part is judged apart."""
+    story = Story()
+    keep = Last(1)
+    with story.open(keep=keep) as manager:
+        for step, kind in enumerate(("good", "good", "ill", "part", "ill"), start=1):
+            story.save(manager, step, kind)
+        manager.wait()
+        steps = [entry.step for entry in Catalog(story.store).checkpoints()]
+        assert steps == [5, 4, 3, 2]
+        story.save(manager, 6)
+        manager.wait()
+        assert [entry.step for entry in Catalog(story.store).checkpoints()] == [6, 4]

@@ -1,0 +1,99 @@
+"""What is read of a root, and what of it may be remembered."""
+
+from __future__ import annotations
+
+from holdfast.engine.claims.claim import claim_run
+from holdfast.engine.loading.resume import Reader, Search
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.roots.commit import retract
+from holdfast.engine.workers import Workers
+from holdfast.events import Emitter
+from holdfast.format import layout
+from holdfast.format.records import Retired, encode_retired
+from holdfast.policy.retention import Last
+from runs import ReadsNoted, Recorder, new_run
+
+
+def a_run(num_saves: int, store: ReadsNoted) -> list[str]:
+    """The folders of one process that saved so often, newest first."""
+    run = new_run()
+    with run.manager(store, preflight=False) as manager:
+        folders = []
+        for step in range(1, num_saves + 1):
+            run.train()
+            folders.append(manager.save(step).wait().folder)
+    store.manifests()
+    return folders[::-1]
+
+
+def test_a_resume_decides_on_the_newest_manifest_alone() -> None:
+    """However many there are: to look for it, to take it, to claim the run, to look again."""
+    store = ReadsNoted()
+    folders = a_run(12, store)
+    workers = Workers(1, "test")
+    search = Search(
+        Reader(catalog=Catalog(store), state=new_run().state, workers=workers, timeout_s=60.0),
+        "latest",
+    )
+    claim_run(store, search, takeover=False, emit=Emitter(()))
+    workers.close()
+    assert search.found is not None
+    assert search.found.entry.folder == folders[0]
+    assert set(store.manifests()) == {folders[0]}
+
+
+def test_a_resume_past_a_damaged_one_reads_the_next_and_no_more() -> None:
+    store = ReadsNoted()
+    folders = a_run(12, store)
+    store.delete(f"{folders[0]}/model-00000.safetensors")
+    run, recorder = new_run(), Recorder()
+    with run.manager(store, preflight=False, sinks=(recorder,)) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.folder == folders[1]
+
+
+def reads_of_the_oldest(num_saves: int) -> int:
+    """How often a process that resumes, saves so often and closes reads the oldest manifest."""
+    store = ReadsNoted()
+    oldest = a_run(3, store)[-1]
+    run = new_run()
+    with run.manager(store, preflight=False, keep=Last(100)) as manager:
+        manager.resume()
+        for step in range(4, 4 + num_saves):
+            run.train()
+            manager.save(step).wait()
+    return store.manifests().count(oldest)
+
+
+def test_retention_reads_a_manifest_once_in_a_process() -> None:
+    assert reads_of_the_oldest(2) == reads_of_the_oldest(6) > 0
+
+
+def test_a_known_manifest_is_read_again_once_somebody_begins_to_delete() -> None:
+    """Rule 4: the mark comes before the tombstone and goes after the files."""
+    store = ReadsNoted()
+    folder, older = a_run(2, store)
+    catalog = Catalog(store)
+    name = layout.parse_attempt(folder)
+    assert name is not None
+    entry = catalog.entry(name)
+    assert entry is not None
+    store.manifests()
+    assert catalog.entry(name, known=entry.manifest) == entry
+    assert store.manifests() == []
+    store.put(f"{folder}/{layout.retired_name(1)}", encode_retired(Retired(by="x", reason="y")))
+    marked = catalog.entry(name, known=entry.manifest)
+    assert marked is not None
+    assert marked.marks.retired
+    assert store.manifests() == [folder]
+    retract(
+        store,
+        folder,
+        epoch=1,
+        reason="test",
+        may_remove_whole=lambda epoch: False,
+        is_read=lambda: False,
+    )
+    assert catalog.entry(name, known=entry.manifest) is None
+    assert [e.folder for e in catalog.checkpoints(known={folder: entry.manifest})] == [older]

@@ -1,0 +1,195 @@
+"""The manifest's put: what is said of each outcome, and what happens to the folder."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast import errors
+from holdfast.care.gc import collect
+from holdfast.care.verify import verify
+from holdfast.engine.claims.claim import is_closed
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.roots.commit import mark_aborted
+from holdfast.format import layout
+from holdfast.format.manifest import Deleted
+from holdfast.manager import CheckpointManager
+from holdfast.policy.retention import Last
+from holdfast.store.base import Buffer, Store
+from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
+from holdfast.testing.faulty import Fault, FaultyStore
+
+
+def manager_of(store: Store) -> CheckpointManager:
+    state = {"tree": {"x": torch.ones(1000)}}
+    return CheckpointManager(store, state, sinks=(), preflight=False)
+
+
+def save_with(store: Store, **fault: Any) -> BaseException | None:
+    """Save step 1 with one fault; the cause of the failure."""
+    manager = manager_of(FaultyStore(store, [Fault(**fault)]))
+    failure = manager.save(1).committed.exception(timeout=60)
+    with suppress(errors.SaveFailed):
+        manager.close()
+    if failure is None:
+        return None
+    is_unclear = isinstance(failure.__cause__, errors.OutcomeUnknown)
+    assert ("may or may not" in str(failure)) == is_unclear
+    return failure.__cause__
+
+
+def steps(store: Store) -> list[int]:
+    return [entry.step for entry in Catalog(store).checkpoints()]
+
+
+def test_a_lost_reply_of_an_object_store_is_read_back_as_success() -> None:
+    """R10; invariant 1: the key holds our save id."""
+    store = MemoryStore()
+    assert save_with(store, kind="lose_reply", op="put", key="*/manifest.json") is None
+    assert steps(store) == [1]
+
+
+def test_an_unclear_put_of_which_nothing_is_to_be_seen_is_sent_again() -> None:
+    """R24; invariant 1: the same bytes, of which only one copy can have the key."""
+    store = MemoryStore()
+    lost = errors.OutcomeUnknown("no reply")
+    fault = {"kind": "fail", "op": "put", "key": "*/manifest.json", "error": lost}
+    assert save_with(store, **fault, times=2) is None
+    assert steps(store) == [1]
+    assert not is_closed(store, 1)  # a copy may still arrive after it was deleted
+
+
+def test_the_register_of_an_unclear_put_stays_when_its_checkpoint_is_deleted() -> None:
+    """Rule 1: an earlier copy of the put may still arrive, and must find the key taken."""
+    store = MemoryStore()
+    lost = errors.OutcomeUnknown("no reply")
+    fault = Fault(kind="fail", op="put", key="step-00000001*/manifest.json", error=lost)
+    state = {"tree": {"x": torch.ones(1000)}}
+    with CheckpointManager(FaultyStore(store, [fault]), state, sinks=(), keep=Last(1)) as manager:
+        for step in (1, 2, 3):
+            manager.save(step).wait()
+    assert steps(store) == [3]
+    catalog = Catalog(store)
+    left = [str(name) for name in catalog.attempts() if name.label == "step-00000001"]
+    assert [store.children(folder) for folder in left] == [("manifest.json",)]
+    assert isinstance(catalog.read(left[0]), Deleted)
+    assert len(catalog.attempts()) == 2
+
+
+def test_a_put_that_stays_unclear_is_given_up() -> None:
+    """Invariant 9."""
+    store = MemoryStore()
+    lost = errors.OutcomeUnknown("no reply")
+    fault = {"kind": "fail", "op": "put", "key": "*/manifest.json", "error": lost}
+    assert isinstance(save_with(store, **fault, times=None), errors.OutcomeUnknown)
+
+
+def test_an_unclear_put_on_a_disk_stays_unclear(tmp_path: Path) -> None:
+    """Rule 5: a name whose folder could not be synced may be gone after a crash."""
+    store = LocalStore(tmp_path)
+    cause = save_with(store, kind="lose_reply", op="put", key="*/manifest.json")
+    assert isinstance(cause, errors.OutcomeUnknown)
+
+
+def test_a_put_that_may_still_arrive_is_unknown_and_its_folder_is_left() -> None:
+    """Rule 1: removing it now would resurrect a torn checkpoint later."""
+    store = MemoryStore()
+    cause = save_with(store, kind="fail", op="put", key="*/manifest.json")
+    assert isinstance(cause, errors.OutcomeUnknown)
+    assert len(Catalog(store).attempts()) == 1
+
+
+def test_a_refused_put_gives_the_space_back(tmp_path: Path) -> None:
+    """R8: what was refused for sure is not in flight."""
+    store = LocalStore(tmp_path)
+    full = errors.StoreFull("no space left")
+    cause = save_with(store, kind="fail", op="put", key="*/manifest.json", error=full)
+    assert isinstance(cause, errors.StoreFull)
+    assert Catalog(store).attempts() == ()
+
+
+def test_an_unclear_file_is_a_plain_failure(tmp_path: Path) -> None:
+    """Invariant 2: without a manifest nothing was committed, whatever became of a file."""
+    store = LocalStore(tmp_path)
+    cause = save_with(store, kind="lose_reply", op="put", key="*/index.json")
+    assert isinstance(cause, errors.StoreError)
+    assert not isinstance(cause, errors.OutcomeUnknown)
+    assert Catalog(store).attempts() == ()
+
+
+def test_a_taken_key_is_a_conflict_that_names_the_taker() -> None:
+    """R10, invariant 1: gc was faster."""
+    store = MemoryStore()
+    fault = Fault(kind="hang", op="put", key="*/manifest.json")
+    manager = manager_of(FaultyStore(store, [fault]))
+    pending = manager.save(1)
+    assert fault.reached.wait(60)
+    assert mark_aborted(store, str(Catalog(store).attempts()[0]), by="gc", reason="test")
+    fault.release.set()
+    with pytest.raises(errors.SaveFailed, match="abort marker of gc") as caught:
+        pending.wait()
+    assert isinstance(caught.value.__cause__, errors.CommitConflict)
+    manager.close()
+    assert steps(store) == []
+
+
+class LateStore(MemoryStore):
+    """The first put of a manifest hangs on the way, and its sender hears nothing of it."""
+
+    def __init__(self, meanwhile: str) -> None:
+        super().__init__()
+        self.meanwhile = meanwhile
+        self.late: tuple[str, bytes] | None = None
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        if not key.endswith(f"/{layout.MANIFEST}"):
+            super().put(key, data, if_absent=if_absent)
+        elif self.late is None:
+            self.late = key, bytes(data)
+            if self.meanwhile == "gc gives it up":
+                assert mark_aborted(self, key.rpartition("/")[0], by="gc", reason="test")
+            if self.meanwhile == "the run is taken over":
+                super().put(layout.writer_key(2), b"{}")
+            if self.meanwhile == "it arrives, and a copy is behind it":
+                super().put(key, data, if_absent=True)
+            raise errors.OutcomeUnknown("no reply")
+        elif self.meanwhile == "the credentials expire":
+            raise errors.AccessDenied("expired")
+        else:
+            super().put(key, data, if_absent=if_absent)
+
+    def arrive(self) -> None:
+        """The first put arrives at last."""
+        assert self.late is not None
+        key, data = self.late
+        with suppress(errors.AlreadyExists):
+            super().put(key, data, if_absent=True)
+
+
+@pytest.mark.parametrize(
+    "meanwhile",
+    [
+        "the credentials expire",
+        "gc gives it up",
+        "the run is taken over",
+        "it arrives, and a copy is behind it",
+    ],
+)
+def test_a_put_that_arrives_after_everything_else_resurrects_nothing(meanwhile: str) -> None:
+    """R10, invariant 1, rule 1: however the save ended, its register stays and no clean close says
+    that nothing is in flight."""
+    store = LateStore(meanwhile)
+    manager = manager_of(store)
+    manager.save(1).committed.exception(timeout=60)
+    with suppress(errors.HoldfastError):
+        manager.close()
+    assert not is_closed(store, 1)
+    collect(store)
+    store.arrive()
+    for entry in Catalog(store).checkpoints():
+        assert verify(store, entry.folder).ok

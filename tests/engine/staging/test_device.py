@@ -1,0 +1,103 @@
+"""Copies from a device: what can be tried without one, and with one all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.engine.staging.copying import Arrival, Copying
+from holdfast.engine.staging.device import DeviceCopy, begin_copies, is_capturing, pin
+from holdfast.engine.staging.image import Image
+from holdfast.errors import DeadlineExceeded
+from holdfast.format.tensors import TensorSpec, lay_out
+from holdfast.manager import CheckpointManager
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Event:
+    """Stands in for what comes after copies on a stream."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
+
+    def synchronize(self) -> None:
+        """The copies have arrived, or failed."""
+        if self._error is not None:
+            raise self._error
+
+
+def device_copy(error: Exception | None = None) -> DeviceCopy:
+    event: Any = Event(error)
+    return DeviceCopy(event, torch.device("cuda"))
+
+
+def new_image() -> Image:
+    specs = [TensorSpec(key="a", dtype="F32", shape=(4,))]
+    return Image(lay_out("model", specs)[0])
+
+
+def test_nothing_is_captured_and_nothing_begun_without_a_device_tensor() -> None:
+    assert is_capturing() is False
+    assert begin_copies([]) == []
+
+
+def test_blocks_are_there_when_the_copy_has_arrived() -> None:
+    image, copy = new_image(), device_copy()
+    copying = Copying([], [Arrival(image, [0], copy)])
+    with pytest.raises(DeadlineExceeded):
+        copying.wait(image, 0, 0.01)
+    copying.run_later()
+    copying.wait(image, 0, 0.01)
+    assert copy.done()
+
+
+def test_who_waits_for_blocks_gets_the_error_of_the_copy() -> None:
+    image = new_image()
+    copying = Copying([Arrival(image, [0], device_copy(RuntimeError("device lost")))], [])
+    with pytest.raises(RuntimeError, match="device lost"):
+        copying.run_now(1.0)
+    with pytest.raises(RuntimeError, match="device lost"):
+        copying.wait(image, 0, 0.01)
+
+
+@needs_cuda
+def test_pinned_memory_is_given_back() -> None:
+    memory, owner = torch.zeros(1 << 20, dtype=torch.uint8), nn.Identity()
+    assert pin(memory, owner)
+    assert not pin(memory, nn.Identity()), "registered twice"
+    del owner
+    assert pin(memory, nn.Identity())
+
+
+@needs_cuda
+@pytest.mark.parametrize("overlap", [False, True, "check"])
+def test_a_state_on_a_device_is_saved_as_it_was(tmp_path: Path, overlap: Any) -> None:
+    """R14: also when the next step is given to the stream at once."""
+    model = nn.Sequential(nn.Linear(512, 2048), nn.BatchNorm1d(2048), nn.Linear(2048, 512)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def train() -> None:
+        model(torch.randn(64, 512, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    state = {"model": model, "optimizer": optimizer}
+    with CheckpointManager(tmp_path, state, overlap=overlap) as manager:
+        for step in range(1, 4):
+            before = [value.clone() for value in model.state_dict().values()]
+            slots = [dict(slot) for slot in optimizer.state.values()]
+            moments = [slot["exp_avg"].clone() for slot in slots]
+            pending = manager.save(step)
+            train()
+            train()
+            pending.wait()
+            manager.load(step)
+            assert all(map(torch.equal, model.state_dict().values(), before))
+            found = [slot["exp_avg"] for slot in optimizer.state.values()]
+            assert all(map(torch.equal, found, moments))
