@@ -57,7 +57,7 @@ class RemoteOptions:
     """Megabytes (10^6 bytes) a second that the host uploads at most; None is without limit."""
     max_download_mb_s: float | None = None
     """Megabytes a second that the host downloads at most; None is without limit."""
-    max_concurrency: int = 12
+    max_concurrency: int = 10
     """Requests with data under way at once, each of up to 16 MiB, which an upload keeps in memory
     until they are done. Clouds give one connection 50 to 100 MB/s."""
     ranks_on_host: int = 1
