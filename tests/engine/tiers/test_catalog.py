@@ -12,8 +12,10 @@ from holdfast.care.verify import verify
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import TransientStoreError
+from holdfast.policy.retention import Last
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
+from holdfast.testing.faulty import Fault, FaultyStore
 from tiers import LARGE, Noted, Switch, Tiny, opened, saved, steps_in
 
 Damage = Callable[[Path], None]
@@ -77,6 +79,25 @@ def test_a_damaged_local_copy_is_read_from_the_remote_tier_and_mended(
     assert verify(local, folder).ok
     assert steps_in(local) == [3, 2, 1]
     assert [name for name in local.children() if name.startswith("sending-")] == []
+
+
+def test_what_was_read_in_the_remote_tier_vouches_for_no_local_copy(
+    local: LocalStore, remote: MemoryStore
+) -> None:
+    """Invariant 4, R17: of the three local ones only the first is whole, so it stays."""
+    folder = Catalog(local).checkpoints()[0].folder
+    flip(Path(local.url) / folder / "tiny-00000.safetensors")
+    unmended = Fault(kind="fail", op="make_folder", key="sending-*", times=None)
+    rotting = Fault(kind="flip", op="write", key="*tiny-00000.safetensors")
+    tiny, noted = Tiny(LARGE), Noted()
+    tiered = Tiered(FaultyStore(local, [unmended, rotting]), remote, keep_local=Last(2))
+    with opened(tiered, tiny, sinks=(noted,)) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert (found.folder, tiny.step()) == (folder, 2)
+        saved(manager, tiny, 3)
+    assert noted.of("retracted") == []
+    assert verify(local, Catalog(local).checkpoints()[-1].folder).ok
 
 
 def test_what_is_damaged_in_both_tiers_is_passed_over(

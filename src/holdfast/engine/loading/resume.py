@@ -106,7 +106,8 @@ class Candidate:
     prepared: Prepared
     tensors: Tensors
     is_proof: bool
-    """Whether every byte of it was read where it lies, and found right."""
+    """Whether every byte of it was read in the root from which retention would delete because of
+    it, and found right: not from copies of a host, and not in the other tier."""
 
 
 @dataclass(slots=True)
@@ -184,7 +185,7 @@ class Reader:
             options=options,
             prepared=prepared,
             tensors=tensors,
-            is_proof=options.proves_whole and uncached(store) is store,
+            is_proof=options.proves_whole and uncached(store) is store is self.catalog.store,
         )
 
     def _expect_saved(self, entry: Entry, wanted: Collection[str]) -> None:
