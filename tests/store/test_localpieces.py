@@ -363,6 +363,27 @@ def test_a_folder_that_is_removed_in_a_fetch_costs_a_copy_and_no_more(tmp_path: 
     assert reader.fetched == Counter({1: 2})
 
 
+def test_a_folder_that_another_process_tidies_away_while_it_is_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = Reader(tmp_path)
+    mkdir = os.mkdir
+    tidied: list[str] = []
+
+    def raced(path: str, mode: int = 0o777) -> None:
+        if path.endswith("object") and not tidied:
+            tidied.append(path)
+            os.rmdir(os.path.dirname(path))
+        mkdir(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", raced)
+    reader(1)
+    reader(1)
+    assert tidied
+    assert reader.fetched == Counter({1: 1})
+    assert caplog.records == []
+
+
 def test_what_is_forgotten_is_fetched_again(tmp_path: Path) -> None:
     reader = Reader(tmp_path)
     for number in (1, 2, 3):
@@ -376,9 +397,28 @@ def test_what_is_forgotten_is_fetched_again(tmp_path: Path) -> None:
 
 
 def test_only_this_user_may_read_copies(tmp_path: Path) -> None:
-    Reader(tmp_path)(1)
+    """Also after somebody has removed the folder of a process that lives."""
+    reader = Reader(tmp_path)
+    for number in (1, 2):
+        reader(number)
+        (ours,) = tmp_path.glob("holdfast-cache-*")
+        assert ours.stat().st_mode & 0o077 == 0
+        shutil.rmtree(ours)
+
+
+def test_a_link_in_the_place_of_a_folder_that_was_removed_is_not_followed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """R28: anybody may make something there meanwhile."""
+    reader = Reader(tmp_path)
+    reader(1)
     (ours,) = tmp_path.glob("holdfast-cache-*")
-    assert ours.stat().st_mode & 0o077 == 0
+    shutil.rmtree(ours)
+    (tmp_path / "elsewhere").mkdir()
+    ours.symlink_to("elsewhere")
+    reader(1)
+    assert os.listdir(tmp_path / "elsewhere") == []
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders away")

@@ -72,7 +72,6 @@ class LocalPieces:
         self._folder = os.path.join(os.path.abspath(os.fspath(folder)), name)
         self._max_nbytes = max_nbytes
         self._wait_s = wait_s
-        self._is_ours: bool | None = None
         self._keeps = True
 
     def read(
@@ -187,17 +186,16 @@ class LocalPieces:
 
     def _is_usable(self) -> bool:
         """Whether the folder is there and nobody else's, who could put anything into it."""
-        if self._is_ours is None:
-            try:
-                os.makedirs(self._folder, mode=0o700, exist_ok=True)
-                found = os.lstat(self._folder)
-                if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-                    raise PermissionError("it belongs to somebody else")
-                self._is_ours = True
-            except OSError as error:
-                self._is_ours = False
-                self._keep_no_more(error)
-        return self._is_ours
+        # Asked each time: it may be removed at any time, and then be made by anybody.
+        try:
+            os.makedirs(self._folder, mode=0o700, exist_ok=True)
+            found = os.lstat(self._folder)
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                raise PermissionError("it belongs to somebody else")
+        except OSError as error:
+            self._keep_no_more(error)
+            return False
+        return True
 
     def _keep_no_more(self, error: OSError) -> None:
         if self._keeps:
@@ -299,7 +297,8 @@ def _begin(path: str) -> _Draft | None:
     try:
         fd = os.open(path, _WRITE | os.O_CREAT, 0o600)
     except FileNotFoundError:
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        with suppress(FileNotFoundError):
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         return None  # the caller comes again: a folder that is empty may be removed at any time
     try:
         if _is_locked(fd) and _is_at(fd, path):
