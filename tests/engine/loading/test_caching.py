@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from holdfast.store.base import (
 from holdfast.store.local import LocalStore
 from holdfast.store.localpieces import PIECE_NBYTES
 from holdfast.store.memory import MemoryStore
+from holdfast.store.remote import RemoteOptions, RemoteStore
 from holdfast.testing.faulty import Fault, FaultyStore
 from holdfast.testing.store_contract import StoreContract, noise
 from rights import read_only
@@ -160,6 +162,19 @@ def test_a_url_will_do_for_a_store(tmp_path: Path) -> None:
 def test_wrong_options_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
         cached(MemoryStore(), tmp_path, **wrong)
+
+
+def test_it_goes_to_a_process_that_is_spawned(tmp_path: Path) -> None:
+    """Forked ones cannot use a store that was used before."""
+    options = RemoteOptions(max_concurrency=3)
+    store = CachedStore(RemoteStore("s3://b-1/run", options=options), tmp_path, max_nbytes=ROOM)
+    found = pickle.loads(pickle.dumps(store))
+    assert found.url == store.url
+    assert isinstance(found, CachedStore)
+    assert isinstance(found, WritesBlocks)
+    assert not isinstance(found, Folders)
+    assert found.inner._given == store.inner._given
+    assert found._given == store._given
 
 
 # What is copied

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 from holdfast.errors import FormatError, UsageError
@@ -52,8 +53,8 @@ class CachedStore:
         wait_s: how long to wait for another process that fetches the same 8 MiB. After that it is
             fetched here, too.
 
-    Thread-safe. A folder that is full or cannot be written makes it read without copies, which is
-    told once; it never makes a read fail.
+    Thread-safe. It may be pickled where `inner` may. A folder that is full or cannot be written
+    makes it read without copies, which is told once; it never makes a read fail.
     """
 
     def __new__(
@@ -84,6 +85,7 @@ class CachedStore:
             raise UsageError(f"max_nbytes={max_nbytes!r}: must be at least {PIECE_NBYTES} bytes")
         if not 0 <= wait_s <= 3600:
             raise UsageError(f"wait_s={wait_s!r}: must be from 0 to 3600 seconds")
+        self._given = (folder, max_nbytes, wait_s)
         self._pieces = LocalPieces(folder, max_nbytes=max_nbytes, wait_s=wait_s)
         self._place = hashlib.sha256(self.url.encode()).hexdigest()[:16]
         self._lengths: dict[str, int] = {}
@@ -91,6 +93,12 @@ class CachedStore:
 
     def __repr__(self) -> str:
         return f"CachedStore({self.inner!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled, it is what it was made from: its class is there only in this process."""
+        folder, max_nbytes, wait_s = self._given
+        made = partial(CachedStore, max_nbytes=max_nbytes, wait_s=wait_s)
+        return made, (self.inner, folder)
 
     @property
     def url(self) -> str:
