@@ -35,7 +35,7 @@ PIECE_NBYTES = 8 * 1024 * 1024
 _PAGE = 4096
 _DRAFT = ".part"
 _NAME = re.compile(r"[0-9]{8}(\.part)?", re.ASCII)
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe would wait
 _WRITE = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
 _COUNT_WAIT_S = 10.0
@@ -101,9 +101,10 @@ class LocalPieces:
     def forget(self, place: str) -> None:
         """Remove the copies at and under a place, as far as they can be."""
         path = self._path(place)
-        shutil.rmtree(path, ignore_errors=True)
         with suppress(OSError):
             os.unlink(path)
+        if os.path.isdir(path):
+            shutil.rmtree(path, ignore_errors=True)
 
     def _path(self, place: str) -> str:
         return os.path.join(self._folder, place)

@@ -296,7 +296,7 @@ def test_a_damaged_copy_costs_one_more_read_and_condemns_nothing(
     assert inner.of_files() == {}
 
 
-@pytest.mark.parametrize("harm", ["cut", "longer", "folder", "unreadable", "link"])
+@pytest.mark.parametrize("harm", ["cut", "longer", "folder", "unreadable", "link", "fifo"])
 def test_a_copy_that_is_no_copy_is_passed_over(
     inner: Counted, saved: Run, tmp_path: Path, harm: str
 ) -> None:
@@ -306,6 +306,8 @@ def test_a_copy_that_is_no_copy_is_passed_over(
         path.unlink()
         if harm == "folder":
             path.mkdir()
+        elif harm == "fifo":
+            os.mkfifo(path)
         elif harm == "link":
             path.symlink_to("/etc/passwd")
         else:

@@ -169,10 +169,10 @@ class Links:
         )
         if origin.stored is not None:
             file = file.made_by(origin.entry, origin.stored)
-        nbytes = origin.entry.nbytes
+        store, nbytes = uncached(self._store), origin.entry.nbytes
         buffer = Arena(min(nbytes, BLOCK_NBYTES)).memory  # on a page, as direct reads want it
         for number, (start, stop) in enumerate(blocks.split(nbytes)):
-            fault = read_block(uncached(self._store), file, number, buffer[: stop - start])
+            fault = read_block(store, file, number, buffer[: stop - start])
             if fault:
                 return f"block {number} {fault}"
         return ""

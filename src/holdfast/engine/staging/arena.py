@@ -16,7 +16,7 @@ from holdfast.state.dtypes import TORCH_DTYPES
 
 
 class Arena:
-    """Page-aligned private memory that forked children do not inherit."""
+    """Page-aligned private memory, which forked children find empty."""
 
     def __init__(self, nbytes: int) -> None:
         """Take the memory.
