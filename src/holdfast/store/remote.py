@@ -180,6 +180,7 @@ class RemoteStore:
 
     def probe(self) -> str:
         """See `Probes.probe`: whether broken uploads can be found; writes nothing."""
+        self._api.expect_own_process()
         options = self._api.options
         size = f"{PART_NBYTES >> 20} MiB"
         text = (
