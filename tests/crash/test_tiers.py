@@ -287,7 +287,7 @@ LEAVES = """
 import sys, torch
 from holdfast import CheckpointManager, Tiered
 tree = {{"step": 0, "x": torch.zeros(4 * 1024 * 1024)}}
-root = Tiered("local", {remote!r}, close_timeout_s={timeout_s}, on_upload_failure="raise", tries=1)
+root = Tiered("local", {remote!r}, close_timeout_s={timeout_s}, on_upload_failure="raise")
 manager = CheckpointManager(root, {{"tree": tree}}, preflight=False)
 manager.resume()
 tree["step"] += 1
