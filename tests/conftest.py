@@ -16,6 +16,9 @@ from runs import Recorder
 
 pytest_plugins = ["servers.fixtures"]
 
+# Before the first import: so that a failure in the shipped suite shows its values.
+pytest.register_assert_rewrite("holdfast.testing.store_contract")
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what runs in its background so, and children would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests import test_keys
 from tests.care import test_preflight, test_rekey
-from tests.engine import test_sealing
+from tests.engine.sealed import test_sealing
 from tests.format import test_envelope, test_segments, test_suites
 
 from holdfast import errors, keys

@@ -9,7 +9,7 @@ import pytest
 from tests.cli.conftest import holdfast  # noqa: F401
 from tests.cli.roots import Result, flip
 from tests.crash.test_every_operation import Tiny
-from tests.engine.test_sealing import KEY, SEALS, resumed, saved
+from tests.engine.sealed.test_sealing import KEY, SEALS, resumed, saved
 
 from holdfast import CheckpointManager, errors
 from holdfast.care.verify import verify_root

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.engine.test_leases import Clock, folder_at, keys, make, put_lease, steps
+from tests.engine.claims.test_leases import Clock, folder_at, keys, make, put_lease, steps
 
 from holdfast import errors, load_weights, reading
 from holdfast.care.prune import prune

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.engine.test_sealing import KEY, SEALS, Tiny, folders, resumed, saved, stored
+from tests.engine.sealed.test_sealing import KEY, SEALS, Tiny, folders, resumed, saved, stored
 
 from holdfast import CheckpointManager, errors
 from holdfast.care.rekey import Rekeyed, Sealed, look, rotate, sealed_in

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from tests.engine.test_sealing import KEY, SEALS, folders, saved, stored
+from tests.engine.sealed.test_sealing import KEY, SEALS, folders, saved, stored
 
 from holdfast import CheckpointManager, errors
 from holdfast.care.verify import verify, verify_root
