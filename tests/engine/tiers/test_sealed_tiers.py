@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,6 +38,7 @@ from tiers import LARGE, Noted, Switch, Tiny, opened, saved, sent_nbytes, steps_
 
 KEY = SecretKey(bytes(range(32)))
 SEALS = Encryption(keys=KEY)
+NEW = SecretKey(bytes(range(32, 64)))
 CANARY = "kanarienvogel"
 
 
@@ -358,6 +360,76 @@ def test_a_local_copy_stays_while_nobody_can_open_the_remote_one(
     assert steps_in(sealing(local, SEALS)) == [2, 1]
 
 
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_local_copy_stays_while_the_remote_one_lacks_files(
+    local: LocalStore, remote: Store, is_changed: bool
+) -> None:
+    """R1: also where the keys were changed in the local tier and not yet in the remote one."""
+    tiny, noted, encrypt = Tiny(), Noted(), SEALS
+    with opened(Tiered(local, remote), tiny, encrypt=SEALS) as manager:
+        manager.resume()
+        saved(manager, tiny, 1, 2, 3)
+    if is_changed:
+        encrypt = Encryption(keys=NEW)
+        assert {one.outcome for one in rekey.rotate(local, [KEY], [NEW])} == {"done"}
+    remote.delete(f"{Catalog(local).attempts()[1]}/file-00001.sealed")
+    tiered = Tiered(local, remote, keep_local=Last(1))
+    with opened(tiered, tiny, encrypt=encrypt, sinks=(noted,)) as manager:
+        assert manager.resume() is not None
+        manager.wait()
+    assert "lacks" in noted.of("warning")[0].message
+    assert opened_steps(local, encrypt) == [3, 2]
+
+
+def test_what_waits_for_its_upload_does_so_while_other_keys_are_in_use(
+    local: LocalStore, ram_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R1: its note stays, and so does what has arrived of it."""
+    without_backoff(monkeypatch)
+    root, tiny, noted = LocalStore(ram_path / "remote"), Tiny(), Noted()
+    refusing = FaultyStore(root, [Fault(kind="fail", op="put", key="*/keys-*", times=None)])
+    tiered = Tiered(local, refusing, close_timeout_s=0)
+    with opened(tiered, tiny, encrypt=SEALS, sinks=(noted,)) as manager:
+        manager.resume()
+        saved(manager, tiny, 1)
+        noted.wait_for("upload_failed")
+    folder, both = newest(local), Encryption(keys=NEW, also_read=KEY)
+    arrived = [info.key for info in root.list(f"{folder}/")]
+    with opened(local, tiny, encrypt=both) as manager:
+        manager.resume()
+        saved(manager, tiny, 2)
+    with opened(Tiered(local, root), tiny, encrypt=Encryption(keys=NEW)) as manager:
+        manager.resume()
+        saved(manager, tiny, 3)
+        manager.wait()
+    assert [info.key for info in root.list(f"{folder}/")] == arrived
+    report = prune(sealing(local, both), Last(1), emit=Emitter(()))
+    assert report.postponed == [(folder, f"it waits for its upload to {root.url}")]
+    with opened(Tiered(local, root), tiny, encrypt=both) as manager:
+        manager.resume()
+        manager.wait()
+    assert 1 in opened_steps(root, both)
+
+
+def test_a_run_goes_on_locally_beside_what_is_sealed_for_others(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R31: also while the remote tier is away; what was left behind is no reason to stop."""
+    without_backoff(monkeypatch)
+    remote, tiny = Switch(), Tiny()
+    tiered = Tiered(local, remote, close_timeout_s=0)
+    for step, encrypt in ((1, SEALS), (2, Encryption(keys=NEW, also_read=KEY))):
+        with opened(tiered, tiny, encrypt=encrypt) as manager:
+            manager.resume()
+            saved(manager, tiny, step)
+    for error in (None, TransientStoreError("no network")):
+        remote.error = error
+        with opened(tiered, tiny, encrypt=SEALS) as manager:
+            found = manager.resume("step=1" if error is None else "latest")
+            assert found is not None
+            assert found.step == 1
+
+
 def test_a_process_with_public_keys_only_keeps_house_in_both_tiers(
     local: LocalStore, remote: Store
 ) -> None:
@@ -434,6 +506,29 @@ def test_nothing_is_put_back_beside_what_was_deleted_meanwhile(local: LocalStore
     with pytest.raises(errors.NoCheckpoint, match="any more"):
         mend(sealing(local, SEALS), sealing(remote, SEALS), folder, epoch=1)
     assert "keys-0001.json" not in local.children(folder)
+
+
+def test_nothing_is_mended_from_another_checkpoint_that_our_keys_open(
+    local: LocalStore, ram_path: Path
+) -> None:
+    """R32: whoever writes to the remote tier can put it there, and must not reach the local one."""
+    remote, other, tiny = LocalStore(ram_path / "remote"), LocalStore(ram_path / "other"), Tiny()
+    for root in (Tiered(local, remote), other):
+        with opened(root, tiny, encrypt=SEALS) as manager:
+            manager.resume()
+            saved(manager, tiny, 1)
+    folder = newest(remote)
+    shutil.rmtree(Path(remote.url, folder))
+    shutil.copytree(Path(other.url, newest(other)), Path(remote.url, folder))
+    lost = max(Path(local.url, folder).glob("file-*"), key=lambda path: path.stat().st_size)
+    whole = lost.read_bytes()
+    lost.unlink()
+    before = {info.key: local.get(info.key) for info in local.list()}
+    with pytest.raises(errors.CorruptData, match="the manifest there is of"):
+        mend(sealing(local, SEALS), sealing(remote, SEALS), folder, epoch=1)
+    assert {info.key: local.get(info.key) for info in local.list()} == before
+    lost.write_bytes(whole)
+    assert opened_steps(local) == [1]
 
 
 def test_it_ends_soon_when_it_is_interrupted_while_it_compares(local: LocalStore) -> None:
