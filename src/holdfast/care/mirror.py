@@ -352,14 +352,14 @@ class Mirror(Uploads):
 
     def _what_lacks(self, entry: Entry, found: Candidate) -> str:
         """The local copy does not go because of one there that lacks files."""
-        if found.dropped or found.begun:
-            return ""
-        sizes = {info.key: info.nbytes for info in self._remote.list(f"{entry.folder}/")}
-        wrong = [
-            name
-            for name, file in entry.manifest.files.items()
-            if sizes.get(f"{entry.folder}/{name}") != length(file)
-        ]
+        wrong: list[str] = []
+        if not (found.dropped or found.begun):
+            sizes = {info.key: info.nbytes for info in self._remote.list(f"{entry.folder}/")}
+            wrong += [
+                name
+                for name, file in entry.manifest.files.items()
+                if sizes.get(f"{entry.folder}/{name}") != length(file)
+            ]
         if isinstance(self._remote, SealedStore):
             wrong += self._remote.lost_keys(entry.folder)
         if not wrong:

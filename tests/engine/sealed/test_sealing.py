@@ -658,7 +658,7 @@ def test_gc_removes_what_a_killed_save_left_without_a_key() -> None:
 
 
 def test_what_was_committed_meanwhile_is_not_aborted_without_a_key() -> None:
-    """R34: gc has found no manifest, and then there is one."""
+    """As when gc has found no manifest, and then there is one."""
     store = MemoryStore()
     saved(store, 1)
     assert not mark_aborted(store, folders(store)[0], by="gc", reason="not committed")

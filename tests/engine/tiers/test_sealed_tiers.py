@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from blake3 import blake3
@@ -19,6 +20,7 @@ from holdfast.care.mend import mend
 from holdfast.care.prune import prune
 from holdfast.care.verify import verify_root
 from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.roots.commit import thin
 from holdfast.engine.sealed.sealedfiles import SealedFile
 from holdfast.engine.sealed.sealing import sealing
 from holdfast.engine.tiers.claims import share_claims
@@ -27,7 +29,9 @@ from holdfast.engine.tiers.tiered import Tiered
 from holdfast.engine.tiers.upload import Interrupted, Sender
 from holdfast.errors import AccessDenied, TransientStoreError
 from holdfast.events import Emitter
+from holdfast.format import layout
 from holdfast.format.manifest import Deleted, encode_deleted
+from holdfast.format.records import decode_writer, encode_writer
 from holdfast.keys import Encryption, Passphrase, SecretKey, generate
 from holdfast.policy.retention import Last
 from holdfast.store.base import Store
@@ -360,6 +364,26 @@ def test_a_local_copy_stays_while_nobody_can_open_the_remote_one(
     assert steps_in(sealing(local, SEALS)) == [2, 1]
 
 
+def test_a_local_copy_stays_while_nobody_can_open_what_is_left_of_the_remote_one(
+    local: LocalStore, ram_path: Path
+) -> None:
+    """R1: where retention has dropped a part of it there, its keys are needed all the same."""
+    remote, state = LocalStore(ram_path / "remote"), {"a": {"x": torch.zeros(4)}, "b": {"y": 1}}
+    options: dict[str, Any] = {"encrypt": SEALS, "sinks": (), "preflight": False}
+    with CheckpointManager(Tiered(local, remote), state, **options) as manager:
+        manager.resume()
+        for step in (1, 2, 3):
+            manager.save(step).wait()
+    sealed, folder = sealing(remote, SEALS), str(Catalog(local).attempts()[1])
+    assert thin(sealed, folder, ["b"], epoch=1, reason="not needed", is_read=lambda: False)
+    remote.delete(f"{folder}/keys-0001.json")
+    tiered = Tiered(local, remote, keep_local=Last(1))
+    with CheckpointManager(tiered, state, **options) as manager:
+        assert manager.resume() is not None
+        manager.wait()
+    assert opened_steps(local) == [3, 2]
+
+
 @pytest.mark.parametrize("is_changed", [False, True])
 def test_a_local_copy_stays_while_the_remote_one_lacks_files(
     local: LocalStore, remote: Store, is_changed: bool
@@ -506,6 +530,28 @@ def test_nothing_is_put_back_beside_what_was_deleted_meanwhile(local: LocalStore
     with pytest.raises(errors.NoCheckpoint, match="any more"):
         mend(sealing(local, SEALS), sealing(remote, SEALS), folder, epoch=1)
     assert "keys-0001.json" not in local.children(folder)
+
+
+def test_a_claim_forged_in_the_remote_tier_is_noticed_by_who_pins_the_newest(
+    local: LocalStore, remote: Store
+) -> None:
+    """R37: before anything is claimed, or goes in the local one."""
+    tiny = Tiny()
+    with opened(Tiered(local, remote), tiny, encrypt=SEALS) as manager:
+        manager.resume()
+        saved(manager, tiny, 1, 2)
+        seen = manager.list()[0].seen
+    older = Catalog(sealing(local, SEALS)).checkpoints()[1].reference
+    claim = decode_writer(remote.get(layout.writer_key(1)), what="claim")
+    changes: dict[str, Any] = {"epoch": 2, "nonce": "0" * 32, "rollback": True}
+    forged = msgspec.structs.replace(claim, resumed_from=older, **changes)
+    remote.put(layout.writer_key(2), encode_writer(forged))
+    before = {info.key: local.get(info.key) for info in local.list()}
+    tiered = Tiered(local, remote)
+    with opened(tiered, tiny, encrypt=SEALS) as manager, pytest.raises(errors.RolledBack):
+        manager.resume(seen=seen)
+    after = {info.key: local.get(info.key) for info in local.list()}
+    assert {key: after[key] for key in before} == before
 
 
 def test_nothing_is_mended_from_another_checkpoint_that_our_keys_open(
