@@ -206,6 +206,16 @@ def test_a_service_that_is_away_is_not_taken_for_damage() -> None:
         unwrapped([SECRET, service], [bad], SUITE, what="x")
 
 
+def test_a_service_that_only_wraps_here_says_so_where_it_cannot_open() -> None:
+    """R31: or the error would name one service as both the right one and the wrong one."""
+    service = ServiceKey("vault", lambda d, c: d, None)
+    box = wrapped([service], fresh_secret(), SUITE)
+    with pytest.raises(
+        errors.WrongKey, match=r"for service vault; .* service vault \(to wrap only"
+    ):
+        unwrapped([service], [box], SUITE, what="x")
+
+
 def test_keys_that_cannot_be_are_refused() -> None:
     attempts: tuple[Callable[[], Any], ...] = (
         lambda: SecretKey(b"short"),

@@ -268,7 +268,7 @@ class ServiceKey:
     @property
     def name(self) -> str:
         """See `Key.name`."""
-        return f"service {self._name}"
+        return f"service {self._name}" + (" (to wrap only)" if self._unwrap is None else "")
 
     def wrap(self, data_key: bytes, suite: Suite) -> Recipient:
         """See `Key.wrap`."""

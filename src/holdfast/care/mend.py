@@ -49,6 +49,7 @@ def mend(local: Store, remote: Store, folder: str, *, epoch: int) -> tuple[str, 
     listing = decode_listing(data, what=f"{there.url}/{folder}/{layout.MANIFEST}")
     if not isinstance(listing, Manifest | Visible):
         raise NoCheckpoint(f"{there.url}/{folder}: not committed")
+    _expect_same(listing, folder, where=there.url)
     pieces_of_file = _pieces(there, folder, listing)
     mended = _mend_keys(here, there, folder, listing, epoch)
     if _mend_manifest(local, folder, data, epoch):
@@ -62,6 +63,13 @@ def mend(local: Store, remote: Store, folder: str, *, epoch: int) -> tuple[str, 
         # Whoever could not use it has said so.
         here.delete(f"{folder}/{layout.REJECTED}")
     return tuple(mended)
+
+
+def _expect_same(listing: Listing, folder: str, *, where: str) -> None:
+    """Raise `CorruptData` where another checkpoint of ours was put in the place of this one."""
+    name = layout.attempt_name(listing.label, listing.epoch, listing.sequence, listing.save_id)
+    if str(name) != folder:
+        raise CorruptData(f"{where}/{folder}: the manifest there is of {name}")
 
 
 def _pieces(remote: Store, folder: str, listing: Listing) -> Callable[[str], tuple[Piece, ...]]:

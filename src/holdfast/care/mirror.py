@@ -110,7 +110,7 @@ class Mirror(Uploads):
             Emitter((self._heard,)),
             replaces=replaces,
             held=self._awaited,
-            spared=lambda: self._backlog.folders,
+            spared=lambda: self._backlog.spared,
         )
         self._sender = Sender(
             self._local,
@@ -221,8 +221,8 @@ class Mirror(Uploads):
 
     def _tell_left(self) -> None:
         text = (
-            f"{self._remote.url}: not sent: {self._backlog}. It stays in {self._local.url}, "
-            "and the next process that resumes there sends it"
+            f"{self._remote.url}: not sent: {self._backlog}. It stays in {self._local.url}; the "
+            "next process that resumes there sends what can be sent"
         )
         self._emit("upload_failed", text, tier="remote", waiting=len(self._backlog.folders))
         if self._options.on_upload_failure == "raise":
@@ -331,10 +331,11 @@ class Mirror(Uploads):
         self._owner.attach()
         self._backlog.note_tiers(epoch=self._epoch_there)
         self._catalog.look_again()
+        # First: what is opened here need not be opened there, where keys may be changed later.
+        here = {entry.folder for entry in Catalog(self._local).checkpoints()}
         entries = self._catalog.remote.checkpoints()
         there = {entry.folder: candidate(self._remote, entry) for entry in entries}
         lineage = {name.order for name in self._catalog.lineage()}
-        here = {entry.folder for entry in Catalog(self._local).checkpoints()}
         for entry in entries:
             if entry.folder in here:
                 settle(self._remote, entry.folder)
@@ -351,14 +352,14 @@ class Mirror(Uploads):
 
     def _what_lacks(self, entry: Entry, found: Candidate) -> str:
         """The local copy does not go because of one there that lacks files."""
-        if found.dropped or found.begun:
-            return ""
-        sizes = {info.key: info.nbytes for info in self._remote.list(f"{entry.folder}/")}
-        wrong = [
-            name
-            for name, file in entry.manifest.files.items()
-            if sizes.get(f"{entry.folder}/{name}") != length(file)
-        ]
+        wrong: list[str] = []
+        if not (found.dropped or found.begun):
+            sizes = {info.key: info.nbytes for info in self._remote.list(f"{entry.folder}/")}
+            wrong += [
+                name
+                for name, file in entry.manifest.files.items()
+                if sizes.get(f"{entry.folder}/{name}") != length(file)
+            ]
         if isinstance(self._remote, SealedStore):
             wrong += self._remote.lost_keys(entry.folder)
         if not wrong:

@@ -22,6 +22,7 @@ from holdfast import CheckpointManager, Last, errors, load_weights
 from holdfast.care.gc import collect
 from holdfast.care.verify import verify, verify_root
 from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.roots.commit import mark_aborted
 from holdfast.engine.sealed.discretion import discreet
 from holdfast.engine.sealed.sealing import SealedStore, sealing
 from holdfast.format import suites
@@ -653,6 +654,14 @@ def test_gc_removes_what_a_killed_save_left_without_a_key() -> None:
     store.put(f"{folder}/keys-0001.json", b"junk")
     report = collect(store, dead_epochs=[1])
     assert [name for name, _ in report.removed] == [folder]
+    assert resumed(store) == 1
+
+
+def test_what_was_committed_meanwhile_is_not_aborted_without_a_key() -> None:
+    """As when gc has found no manifest, and then there is one."""
+    store = MemoryStore()
+    saved(store, 1)
+    assert not mark_aborted(store, folders(store)[0], by="gc", reason="not committed")
     assert resumed(store) == 1
 
 

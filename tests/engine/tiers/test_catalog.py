@@ -153,6 +153,25 @@ def test_the_local_copy_is_read_where_it_is_whole(local: LocalStore, remote: Mem
         assert (found.step, found.root) == (2, local.url)
 
 
+def test_what_was_read_in_the_remote_tier_lets_nothing_go_in_the_local_one(
+    local: LocalStore, remote: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R1: where it could not be mended, the one before is the only whole one here."""
+
+    def fail(*args: object, **options: object) -> None:
+        raise TransientStoreError("no network")
+
+    monkeypatch.setattr("holdfast.care.mirror.mend", fail)
+    flip(Path(local.url, str(Catalog(local).attempts()[0]), "tiny-00000.safetensors"))
+    tiny = Tiny(LARGE)
+    with opened(Tiered(local, remote, keep_local=Last(1)), tiny) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.step == 2
+        manager.wait()
+    assert len(Catalog(local).checkpoints()) == 2
+
+
 def test_the_remote_tier_is_a_root_of_its_own(local: LocalStore, remote: MemoryStore) -> None:
     tiny = Tiny(LARGE)
     with opened(remote, tiny) as manager:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from blake3 import blake3
@@ -18,6 +20,7 @@ from holdfast.care.mend import mend
 from holdfast.care.prune import prune
 from holdfast.care.verify import verify_root
 from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.roots.commit import thin
 from holdfast.engine.sealed.sealedfiles import SealedFile
 from holdfast.engine.sealed.sealing import sealing
 from holdfast.engine.tiers.claims import share_claims
@@ -26,7 +29,9 @@ from holdfast.engine.tiers.tiered import Tiered
 from holdfast.engine.tiers.upload import Interrupted, Sender
 from holdfast.errors import AccessDenied, TransientStoreError
 from holdfast.events import Emitter
+from holdfast.format import layout
 from holdfast.format.manifest import Deleted, encode_deleted
+from holdfast.format.records import decode_writer, encode_writer
 from holdfast.keys import Encryption, Passphrase, SecretKey, generate
 from holdfast.policy.retention import Last
 from holdfast.store.base import Store
@@ -37,6 +42,7 @@ from tiers import LARGE, Noted, Switch, Tiny, opened, saved, sent_nbytes, steps_
 
 KEY = SecretKey(bytes(range(32)))
 SEALS = Encryption(keys=KEY)
+NEW = SecretKey(bytes(range(32, 64)))
 CANARY = "kanarienvogel"
 
 
@@ -361,6 +367,96 @@ def test_a_local_copy_stays_while_nobody_can_open_the_remote_one(
     assert steps_in(sealing(local, SEALS)) == [2, 1]
 
 
+def test_a_local_copy_stays_while_nobody_can_open_what_is_left_of_the_remote_one(
+    local: LocalStore, ram_path: Path
+) -> None:
+    """R1: where retention has dropped a part of it there, its keys are needed all the same."""
+    remote, state = LocalStore(ram_path / "remote"), {"a": {"x": torch.zeros(4)}, "b": {"y": 1}}
+    options: dict[str, Any] = {"encrypt": SEALS, "sinks": (), "preflight": False}
+    with CheckpointManager(Tiered(local, remote), state, **options) as manager:
+        manager.resume()
+        for step in (1, 2, 3):
+            manager.save(step).wait()
+    sealed, folder = sealing(remote, SEALS), str(Catalog(local).attempts()[1])
+    assert thin(sealed, folder, ["b"], epoch=1, reason="not needed", is_read=lambda: False)
+    remote.delete(f"{folder}/keys-0001.json")
+    tiered = Tiered(local, remote, keep_local=Last(1))
+    with CheckpointManager(tiered, state, **options) as manager:
+        assert manager.resume() is not None
+        manager.wait()
+    assert opened_steps(local) == [3, 2]
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_local_copy_stays_while_the_remote_one_lacks_files(
+    local: LocalStore, remote: Store, is_changed: bool
+) -> None:
+    """R1: also where the keys were changed in the local tier and not yet in the remote one."""
+    tiny, noted, encrypt = Tiny(), Noted(), SEALS
+    with opened(Tiered(local, remote), tiny, encrypt=SEALS) as manager:
+        manager.resume()
+        saved(manager, tiny, 1, 2, 3)
+    if is_changed:
+        encrypt = Encryption(keys=NEW)
+        assert {one.outcome for one in rekey.rotate(local, [KEY], [NEW])} == {"done"}
+    remote.delete(f"{Catalog(local).attempts()[1]}/file-00001.sealed")
+    tiered = Tiered(local, remote, keep_local=Last(1))
+    with opened(tiered, tiny, encrypt=encrypt, sinks=(noted,)) as manager:
+        assert manager.resume() is not None
+        manager.wait()
+    assert "lacks" in noted.of("warning")[0].message
+    assert opened_steps(local, encrypt) == [3, 2]
+
+
+def test_what_waits_for_its_upload_does_so_while_other_keys_are_in_use(
+    local: LocalStore, ram_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R1: its note stays, and so does what has arrived of it."""
+    without_backoff(monkeypatch)
+    root, tiny, noted = LocalStore(ram_path / "remote"), Tiny(), Noted()
+    refusing = FaultyStore(root, [Fault(kind="fail", op="put", key="*/keys-*", times=None)])
+    tiered = Tiered(local, refusing, close_timeout_s=0)
+    with opened(tiered, tiny, encrypt=SEALS, sinks=(noted,)) as manager:
+        manager.resume()
+        saved(manager, tiny, 1)
+        noted.wait_for("upload_failed")
+    folder, both = newest(local), Encryption(keys=NEW, also_read=KEY)
+    arrived = [info.key for info in root.list(f"{folder}/")]
+    with opened(local, tiny, encrypt=both) as manager:
+        manager.resume()
+        saved(manager, tiny, 2)
+    with opened(Tiered(local, root), tiny, encrypt=Encryption(keys=NEW)) as manager:
+        manager.resume()
+        saved(manager, tiny, 3)
+        manager.wait()
+    assert [info.key for info in root.list(f"{folder}/")] == arrived
+    report = prune(sealing(local, both), Last(1), emit=Emitter(()))
+    assert report.postponed == [(folder, f"it waits for its upload to {root.url}")]
+    with opened(Tiered(local, root), tiny, encrypt=both) as manager:
+        manager.resume()
+        manager.wait()
+    assert 1 in opened_steps(root, both)
+
+
+def test_a_run_goes_on_locally_beside_what_is_sealed_for_others(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R31: also while the remote tier is away; what was left behind is no reason to stop."""
+    without_backoff(monkeypatch)
+    remote, tiny = Switch(), Tiny()
+    tiered = Tiered(local, remote, close_timeout_s=0)
+    for step, encrypt in ((1, SEALS), (2, Encryption(keys=NEW, also_read=KEY))):
+        with opened(tiered, tiny, encrypt=encrypt) as manager:
+            manager.resume()
+            saved(manager, tiny, step)
+    for error in (None, TransientStoreError("no network")):
+        remote.error = error
+        with opened(tiered, tiny, encrypt=SEALS) as manager:
+            found = manager.resume("step=1" if error is None else "latest")
+            assert found is not None
+            assert found.step == 1
+
+
 def test_a_process_with_public_keys_only_keeps_house_in_both_tiers(
     local: LocalStore, remote: Store
 ) -> None:
@@ -437,6 +533,51 @@ def test_nothing_is_put_back_beside_what_was_deleted_meanwhile(local: LocalStore
     with pytest.raises(errors.NoCheckpoint, match="any more"):
         mend(sealing(local, SEALS), sealing(remote, SEALS), folder, epoch=1)
     assert "keys-0001.json" not in local.children(folder)
+
+
+def test_a_claim_forged_in_the_remote_tier_is_noticed_by_who_pins_the_newest(
+    local: LocalStore, remote: Store
+) -> None:
+    """R37: before anything is claimed, or goes in the local one."""
+    tiny = Tiny()
+    with opened(Tiered(local, remote), tiny, encrypt=SEALS) as manager:
+        manager.resume()
+        saved(manager, tiny, 1, 2)
+        seen = manager.list()[0].seen
+    older = Catalog(sealing(local, SEALS)).checkpoints()[1].reference
+    claim = decode_writer(remote.get(layout.writer_key(1)), what="claim")
+    changes: dict[str, Any] = {"epoch": 2, "nonce": "0" * 32, "rollback": True}
+    forged = msgspec.structs.replace(claim, resumed_from=older, **changes)
+    remote.put(layout.writer_key(2), encode_writer(forged))
+    before = {info.key: local.get(info.key) for info in local.list()}
+    tiered = Tiered(local, remote)
+    with opened(tiered, tiny, encrypt=SEALS) as manager, pytest.raises(errors.RolledBack):
+        manager.resume(seen=seen)
+    after = {info.key: local.get(info.key) for info in local.list()}
+    assert {key: after[key] for key in before} == before
+
+
+def test_nothing_is_mended_from_another_checkpoint_that_our_keys_open(
+    local: LocalStore, ram_path: Path
+) -> None:
+    """R32: whoever writes to the remote tier can put it there, and must not reach the local one."""
+    remote, other, tiny = LocalStore(ram_path / "remote"), LocalStore(ram_path / "other"), Tiny()
+    for root in (Tiered(local, remote), other):
+        with opened(root, tiny, encrypt=SEALS) as manager:
+            manager.resume()
+            saved(manager, tiny, 1)
+    folder = newest(remote)
+    shutil.rmtree(Path(remote.url, folder))
+    shutil.copytree(Path(other.url, newest(other)), Path(remote.url, folder))
+    lost = max(Path(local.url, folder).glob("file-*"), key=lambda path: path.stat().st_size)
+    whole = lost.read_bytes()
+    lost.unlink()
+    before = {info.key: local.get(info.key) for info in local.list()}
+    with pytest.raises(errors.CorruptData, match="the manifest there is of"):
+        mend(sealing(local, SEALS), sealing(remote, SEALS), folder, epoch=1)
+    assert {info.key: local.get(info.key) for info in local.list()} == before
+    lost.write_bytes(whole)
+    assert opened_steps(local) == [1]
 
 
 def test_it_ends_soon_when_it_is_interrupted_while_it_compares(local: LocalStore) -> None:

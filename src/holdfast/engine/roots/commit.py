@@ -326,10 +326,17 @@ def mark_aborted(store: Store, folder: str, *, by: str, reason: str) -> bool:
     try:
         store.put(f"{folder}/{layout.MANIFEST}", data, if_absent=True)
     except AlreadyExists:
-        return not isinstance(Catalog(store).read(folder), Manifest)
+        return not _is_manifest(store, folder)
     except NotFound:
         return True
     return True
+
+
+def _is_manifest(store: Store, folder: str) -> bool:
+    try:
+        return isinstance(Catalog(store).read(folder), Manifest)
+    except SealError:
+        return True  # for whomever it is sealed
 
 
 def remove_files(store: Store, folder: str, *, whole: bool) -> None:

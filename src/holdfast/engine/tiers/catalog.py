@@ -13,7 +13,7 @@ from typing import TypeVar
 from holdfast.engine.roots.catalog import Catalog, Entry, Register
 from holdfast.engine.sealed.sealing import SealedStore, sealing
 from holdfast.engine.tiers.tiered import Tiered
-from holdfast.errors import FormatError, StoreError, UsageError
+from holdfast.errors import FormatError, SealError, StoreError, UsageError
 from holdfast.events import Emitter
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Manifest
@@ -44,6 +44,14 @@ def catalog_of(
         local = sealing(local, encryption)
         return TieredCatalog(local, sealing(remote, encryption, twin=local), emit)
     return Catalog(sealing(open_store(root), encryption))
+
+
+def holds_a_run(store: Store) -> bool:
+    """Whether anything was ever committed in a root, for whomever it is sealed."""
+    try:
+        return Catalog(store).ever_committed()
+    except SealError:
+        return True
 
 
 class TieredCatalog(Catalog):
@@ -144,7 +152,7 @@ class TieredCatalog(Catalog):
         try:
             return question()
         except StoreError as error:
-            if not self._local.ever_committed():
+            if not holds_a_run(self.store):
                 raise
             self.cut_off = error
             self._emit(

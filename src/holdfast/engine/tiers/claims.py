@@ -29,7 +29,7 @@ from holdfast.engine.claims.process import liveness
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import check_fence, put_once, settle
 from holdfast.engine.roots.documents import read_document
-from holdfast.engine.tiers.catalog import TieredCatalog
+from holdfast.engine.tiers.catalog import TieredCatalog, holds_a_run
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.telling import remote_emitter
 from holdfast.errors import (
@@ -224,7 +224,7 @@ class TieredOwnership(Ownership):
     def _go_without(self, error: StoreError) -> None:
         """Let the local tier do, and tell it; raise `error` where nothing of the run is there, for
         it may be in the other one, and would be begun anew here."""
-        if not Catalog(self._store).ever_committed():
+        if not holds_a_run(self._store):
             raise error
         self.catalog.cut_off = error
         self._emit(
