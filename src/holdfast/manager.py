@@ -757,8 +757,7 @@ class CheckpointManager:
         if found.options.is_full:
             self._half_loaded = None
             self._stand_on(found.entry, is_rollback=is_rollback)
-            # What was read in the other tier says nothing of the copy that is here.
-            if found.is_proof and self._home(found.entry) is self.store:
+            if found.is_proof:
                 self._housekeeper.trust(found.entry)
 
     def _stand_on(self, entry: Entry, *, is_rollback: bool) -> None:
