@@ -67,8 +67,9 @@ def job(root: str) -> None:
             checkpoints.maybe_save(step)  # saves when it is time, and when a signal has come
             if stop.requested:
                 break
-        else:
-            checkpoints.save(step, wait=True)
+        # Also after a signal, which may have come when maybe_save was done; a step that is saved
+        # already is not saved again.
+        checkpoints.save(step, wait=True)
 
 
 def run(root: Path, preempt: signal.Signals | None = None) -> int:

@@ -53,6 +53,7 @@ class Stop:
                 manager.maybe_save(step)
                 if stop.requested:
                     break
+            manager.save(step)  # the signal may have come after maybe_save
 
     Leaving the block after a request raises what ends the program as its scheduler expects:
     `SystemExit(75)`, or `KeyboardInterrupt` after SIGINT. So what closes and saves belongs inside.
