@@ -164,6 +164,41 @@ def test_close_has_a_deadline_though_the_remote_tier_hangs(local: LocalStore) ->
     assert is_closed
 
 
+def test_nobody_waits_for_ever_for_a_queue_whose_reader_hangs(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariant 9: such as on a disk, or for a service that opens keys."""
+    reached, release = threading.Event(), threading.Event()
+
+    class Hanging(Catalog):
+        def survey(self, **options: Any) -> Any:
+            reached.set()
+            assert release.wait(200)
+            return super().survey(**options)
+
+    tiny = Tiny()
+    tiered = Tiered(local, MemoryStore("remote"), max_lag="9step", close_timeout_s=0)
+    manager = unopened(tiered, tiny, save_timeout_s=0.5)
+    manager.resume()
+    saved(manager, tiny, 1)
+    manager.wait(60)
+    monkeypatch.setattr("holdfast.care.backlog.Catalog", Hanging)
+    reader = threading.Thread(target=manager._uploads.committed, daemon=True)
+    reader.start()
+    assert reached.wait(60)
+    for call in (lambda: manager.save(2), lambda: manager.wait(0.1)):
+        with pytest.raises(errors.DeadlineExceeded, match="still being read"):
+            call()
+    closing = threading.Thread(target=manager.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    is_closed = not closing.is_alive()
+    release.set()
+    for thread in (reader, closing):
+        thread.join(60)
+    assert is_closed
+
+
 def test_the_lag_is_that_of_the_line_on_which_the_run_is(
     local: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

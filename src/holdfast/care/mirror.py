@@ -11,8 +11,9 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 
 from holdfast.care.backlog import Backlog
 from holdfast.care.housekeeping import Housekeeper
@@ -166,8 +167,10 @@ class Mirror(Uploads):
 
     def expect_room(self, now: Timestamp) -> None:
         """See `Uploads.expect_room`."""
+        if self._options.max_lag is None:
+            return
         end = time.monotonic() + self._timeout_s
-        with self._changed:
+        with self._held(self._timeout_s):
             while self._is_too_far_behind(now):
                 left_s = end - time.monotonic()
                 if left_s <= 0:
@@ -189,8 +192,9 @@ class Mirror(Uploads):
 
     def settle(self, timeout_s: float) -> None:
         """See `Uploads.settle`."""
-        with self._changed:
-            if not self._changed.wait_for(self._is_settled, timeout_s):
+        end = time.monotonic() + timeout_s
+        with self._held(timeout_s):
+            if not self._changed.wait_for(self._is_settled, max(end - time.monotonic(), 0)):
                 raise DeadlineExceeded(
                     f"{self._remote.url}: not all was sent after {timeout_s:.0f} s: {self._backlog}"
                 ) from self._failure
@@ -198,18 +202,38 @@ class Mirror(Uploads):
         if job is not None and job.done():
             job.result()
 
+    @contextmanager
+    def _held(self, timeout_s: float) -> Iterator[None]:
+        """With the queue held, which another thread may have that waits for a disk or for a key.
+
+        Raises:
+            DeadlineExceeded: it has it for `timeout_s` seconds.
+        """
+        if not self._changed.acquire(timeout=timeout_s):
+            raise DeadlineExceeded(
+                f"{self._local.url}: the queue of uploads is still being read after "
+                f"{timeout_s:.0f} s; its storage, or what opens its keys, hangs"
+            )
+        try:
+            yield
+        finally:
+            self._changed.release()
+
     def _is_settled(self) -> bool:
         must_tell = self._failure is not None and self._options.on_upload_failure == "raise"
         return not self._is_running or must_tell
 
     def close(self, timeout_s: float) -> None:
         """See `Uploads.close`."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: not self._is_running, min(timeout_s, self._options.close_timeout_s)
-            )
+        limit_s = min(timeout_s, self._options.close_timeout_s)
+        end = time.monotonic() + limit_s
         try:
-            self._pause(_END_S)
+            try:
+                with self._held(limit_s + _END_S):
+                    left_s = max(end - time.monotonic(), 0)
+                    self._changed.wait_for(lambda: not self._is_running, left_s)
+            finally:
+                self._pause(_END_S)
         except DeadlineExceeded as error:
             self._emit("housekeeping_failed", str(error), tier="remote")
         self._sender.close()
