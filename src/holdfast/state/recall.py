@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -25,6 +26,7 @@ from holdfast.state.leaves import Leaves, identity, refusal
 _TENSORS = frozenset({Tensor, Parameter})
 _NUMBERS = frozenset({bool, int, float})
 _CONTAINERS = frozenset({dict, list, tuple})
+_DICTS = frozenset({dict})
 _TEXT = frozenset({str})
 # All that a tensor's spec and node are made of, and all that could make it one that is refused.
 _ATTRIBUTES = attrgetter("dtype", "shape", "device", "requires_grad", "is_leaf", "layout")
@@ -80,9 +82,26 @@ class Walk:
         if _TENSORS.issuperset(kinds):
             self.tensors += values
             self.outline += kinds
+        elif _DICTS.issuperset(kinds) and self._visit_dicts_of_tensors(values):
+            return
         else:
             for value in values:
                 self._visit(value)
+
+    def _visit_dicts_of_tensors(self, values: Sequence[dict[Any, Any]]) -> bool:
+        """As if each had been visited; False where there is more to them. Slots are many."""
+        ids = list(map(id, values))
+        keys = list(map(tuple, values))
+        tensors = list(chain.from_iterable(map(dict.values, values)))
+        kinds = list(map(type, tensors))
+        is_new = len({*ids, *self._seen}) == len(ids) + len(self._seen)
+        is_text = _TEXT.issuperset(map(type, chain.from_iterable(keys)))
+        if not (is_new and is_text and _TENSORS.issuperset(kinds)):
+            return False
+        self._seen.update(zip(ids, count(len(self._seen))))
+        self.outline += (dict, *keys, *kinds)
+        self.tensors += tensors
+        return True
 
     def _was_seen(self, value: Any) -> bool:
         """Whether the container was met before, as `{"$same": …}` says in the tree."""
