@@ -79,7 +79,7 @@ class Capturer:
         self._namings: dict[str, optimizers.Naming] = {}
         self._recollections: dict[str, Recollection] = {}
         self._foreseen: dict[str, Foreseen | None] = {}
-        """Of this capture, until code that is not torch's has run."""
+        """Of this capture; looked at anew when code that is not torch's has run."""
         self._modules: dict[str, _KnownModule] = {}
         self._stepping: list[int] = []
         self._offenders: list[tuple[str, str]] = []
@@ -146,7 +146,9 @@ class Capturer:
 
     def _module(self, name: str, module: nn.Module) -> CapturedComponent:
         """A module, without asking it for its `state_dict` where it is known what that gives."""
-        foreseen, known = self._foreseen.get(name) or foresee(module), self._modules.get(name)
+        if name not in self._foreseen:
+            self._foreseen[name] = foresee(module)
+        foreseen, known = self._foreseen[name], self._modules.get(name)
         if foreseen is not None and known is not None and known.fits(foreseen, self._stepping):
             tensors = [tensor.detach() for tensor in foreseen.tensors]
             component = self._recalled(name, "module", tensors, known.stamp)

@@ -16,19 +16,16 @@ from torch.nn.parameter import Parameter
 from holdfast.state.names import unwrap
 
 _TENSORS = frozenset({Tensor, Parameter})
-# As they are before anybody has put others in their place.
-_OF_TORCH = {
-    name: getattr(nn.Module, name)
-    for name in (
-        "state_dict",
-        "_save_to_state_dict",
-        "get_extra_state",
-        "named_parameters",
-        "named_modules",
-        "_named_members",
-    )
-}
-_SHADOWED = frozenset({*_OF_TORCH, "_version"})
+_DECIDING = (
+    "state_dict",
+    "_save_to_state_dict",
+    "get_extra_state",
+    "named_parameters",
+    "named_modules",
+    "_named_members",
+)
+_SHADOWED = frozenset({*_DECIDING, "_version"})
+_TORCHS = vars(nn.modules.module)
 _CONTAINERS = ("_parameters", "_buffers", "_modules")
 
 
@@ -55,6 +52,7 @@ def foresee(wrapped: nn.Module) -> Foreseen | None:
     look = _Look()
     if not look.at(unwrap(wrapped)):
         return None
+    look.outline += look.kinds.values()
     tensors = [entry for entry in look.entries if entry is not None]
     if not all(map(_is_plain, look.kinds)) or not _TENSORS.issuperset(map(type, tensors)):
         return None
@@ -65,10 +63,14 @@ class _Look:
     def __init__(self) -> None:
         self.outline: list[Any] = []
         self.entries: list[Tensor | None] = []
-        self.kinds: set[type[nn.Module]] = set()
+        self.kinds: dict[type[nn.Module], int] = {}
+        """Types of modules, and the versions of what they save."""
 
-    def at(self, module: nn.Module) -> bool:
+    def at(self, module: nn.Module | None) -> bool:
         """Note a module and all inside it; False where one of them is not plain."""
+        if module is None:
+            self.outline.append(None)
+            return True
         own, kind = module.__dict__, type(module)
         parameters, buffers, children = map(own.get, _CONTAINERS)
         if not (type(parameters) is type(buffers) is type(children) is dict):
@@ -77,13 +79,14 @@ class _Look:
             return False
         if not own.keys().isdisjoint(_SHADOWED):
             return False
-        self.kinds.add(kind)
-        names = (tuple(parameters), tuple(children))
-        self.outline += (kind, kind._version, *names, *map(id, parameters.values()))
-        self.entries += parameters.values()
+        self.kinds[kind] = kind._version
+        self.outline += (kind, tuple(parameters), tuple(children))
+        if parameters:
+            self.outline += map(id, parameters.values())
+            self.entries += parameters.values()
         if buffers:
-            self._note_buffers(buffers, own["_non_persistent_buffers_set"])
-        return all(child is None or self.at(child) for child in children.values())
+            self._note_buffers(buffers, own.get("_non_persistent_buffers_set", ()))
+        return all(map(self.at, children.values()))
 
     def _note_buffers(
         self, buffers: Mapping[str, Tensor | None], not_kept: Collection[str]
@@ -95,4 +98,7 @@ class _Look:
 
 
 def _is_plain(kind: type[nn.Module]) -> bool:
-    return all(getattr(kind, name) is function for name, function in _OF_TORCH.items())
+    """Whether all that decides is written where torch defines `Module`, and not put in its place
+    by a subclass or by anybody else."""
+    deciding = (getattr(kind, name) for name in _DECIDING)
+    return all(getattr(one, "__globals__", None) is _TORCHS for one in deciding)

@@ -14,6 +14,7 @@ from itertools import chain, count
 from operator import attrgetter
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
@@ -28,8 +29,14 @@ _NUMBERS = frozenset({bool, int, float})
 _CONTAINERS = frozenset({dict, list, tuple})
 _DICTS = frozenset({dict})
 _TEXT = frozenset({str})
-# All that a tensor's spec and node are made of, and all that could make it one that is refused.
-_ATTRIBUTES = attrgetter("dtype", "shape", "device", "requires_grad", "is_leaf", "layout")
+_IS_CPU = attrgetter("is_cpu")
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_IS_LEAF = attrgetter("is_leaf")
+_DEVICE = attrgetter("device")
+_DTYPE = attrgetter("dtype")
+_LAYOUT = attrgetter("layout")
+_SHAPE = attrgetter("shape")
+_PLAIN = frozenset({torch.strided})
 
 _Place: TypeAlias = tuple[Any, Any]
 
@@ -203,13 +210,21 @@ class Recollection:
 
 
 def _facts(tensors: list[Tensor]) -> list[Any]:
-    """Everything about the tensors but where they are and what is in them."""
+    """All that a tensor's spec and node are made of, and all that could make it one that is
+    refused; but where the tensors are and what is in them."""
     try:
-        if any(map(Tensor.is_neg, tensors)):
+        if any(map(Tensor.is_neg, tensors)) or not _PLAIN.issuperset(map(_LAYOUT, tensors)):
             raise Irregular
-        return [*map(_ATTRIBUTES, tensors), *map(Tensor.stride, tensors)]
+        facts: list[Any] = [*map(Tensor.stride, tensors), *map(_SHAPE, tensors)]
     except RuntimeError as error:  # layouts without shapes or strides
         raise Irregular from error
+    facts += map(_DTYPE, tensors)
+    if not all(map(_IS_CPU, tensors)):
+        facts += map(_DEVICE, tensors)
+    if any(map(_REQUIRES_GRAD, tensors)):
+        facts += map(_REQUIRES_GRAD, tensors)
+        facts += map(_IS_LEAF, tensors)  # without gradients each is one
+    return facts
 
 
 def _partition(tensors: list[Tensor]) -> list[int] | None:
