@@ -200,6 +200,19 @@ def test_what_may_overlap_follows_the_groups_of_optimizers() -> None:
     assert overlapping() == {"1.weight", "1.bias"}
 
 
+def test_what_may_overlap_follows_a_parameter_into_another_module() -> None:
+    first, second = nn.Module(), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
+    state = {"first": first, "second": second, "optimizer": optimizer}
+    capturer = Capturer(state)
+    capturer.capture()
+    first.weight = second.weight
+    later, anew = capturer.capture().components, capture(state).components
+    for name in ("first", "second"):
+        assert later[name].may_overlap == anew[name].may_overlap
+    assert later["first"].may_overlap == {"weight"}
+
+
 def test_no_tensor_is_held_from_one_capture_to_the_next() -> None:
     module = nn.Linear(2, 2)
     capturer = Capturer({"model": module})

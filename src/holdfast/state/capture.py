@@ -128,6 +128,7 @@ class Capturer:
         if structures != self._structures:
             self._names = parameter_names(found.items())
             self._structures = structures
+            self._modules.clear()  # whose parameters they are may have changed
         optimizers_ = (value for value in self._state.values() if isinstance(value, Optimizer))
         groups = (group for optimizer in optimizers_ for group in optimizer.param_groups)
         self._stepping = [id(parameter) for group in groups for parameter in group["params"]]
