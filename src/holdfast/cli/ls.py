@@ -20,6 +20,7 @@ from holdfast.cli.target import open_root
 from holdfast.engine.claims.claim import is_closed
 from holdfast.engine.claims.leases import FoundLease, find_leases
 from holdfast.engine.claims.process import liveness
+from holdfast.engine.pause import collector_paused
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import FormatError, HoldfastError, NoCheckpoint
 from holdfast.store.base import Store
@@ -40,6 +41,7 @@ class _Contents:
     readers: Sequence[FoundLease]
 
 
+@collector_paused()
 def list_root(root: str) -> Answer:
     """The checkpoints of a root, newest first, and who writes there.
 

@@ -16,6 +16,7 @@ from holdfast.format.objects import Document
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import modules, optimizers
 from holdfast.state.components import RNG, Kind, check_state, kind_of
+from holdfast.state.foreseen import Foreseen, foresee
 from holdfast.state.generators import global_generators
 from holdfast.state.leaves import Leaves
 from holdfast.state.names import ParameterNames, parameter_names, structure, unwrap
@@ -77,6 +78,10 @@ class Capturer:
         self._names = ParameterNames(homes={})
         self._namings: dict[str, optimizers.Naming] = {}
         self._recollections: dict[str, Recollection] = {}
+        self._foreseen: dict[str, Foreseen | None] = {}
+        """Of this capture; looked at anew when code that is not torch's has run."""
+        self._modules: dict[str, _KnownModule] = {}
+        self._stepping: list[int] = []
         self._offenders: list[tuple[str, str]] = []
 
     def capture(self, only: Collection[str] | None = None) -> Captured:
@@ -92,6 +97,12 @@ class Capturer:
             UnsupportedState: lists every leaf of every component that cannot be saved.
         """
         check_state(self._state)
+        try:
+            return self._capture(only)
+        finally:
+            self._foreseen.clear()  # holds tensors
+
+    def _capture(self, only: Collection[str] | None) -> Captured:
         self._name_parameters()
         self._offenders = []
         wanted = {*self._state, RNG} if only is None else set(only)
@@ -109,10 +120,18 @@ class Capturer:
 
     def _name_parameters(self) -> None:
         found = {name: value for name, value in self._state.items() if isinstance(value, nn.Module)}
-        structures = {name: structure(module) for name, module in found.items()}
+        self._foreseen.update((name, foresee(module)) for name, module in found.items())
+        structures = {}
+        for name, module in found.items():
+            foreseen = self._foreseen[name]
+            structures[name] = structure(module) if foreseen is None else foreseen.outline
         if structures != self._structures:
             self._names = parameter_names(found.items())
             self._structures = structures
+            self._modules.clear()  # whose parameters they are may have changed
+        optimizers_ = (value for value in self._state.values() if isinstance(value, Optimizer))
+        groups = (group for optimizer in optimizers_ for group in optimizer.param_groups)
+        self._stepping = [id(parameter) for group in groups for parameter in group["params"]]
 
     def _component(self, name: str, value: Any) -> CapturedComponent:
         kind = kind_of(value)
@@ -120,22 +139,50 @@ class Capturer:
             return self._module(name, value)
         if kind == "optimizer":
             return self._optimizer(name, value)
+        if kind == "object":
+            self._foreseen.clear()
         content = value.state_dict() if kind == "object" else value
         walked = None if kind == "generator" else content
         return self._captured(name, kind, walked, None, partial(encoded, content))
 
     def _module(self, name: str, module: nn.Module) -> CapturedComponent:
+        """A module, without asking it for its `state_dict` where it is known what that gives."""
+        if name not in self._foreseen:
+            self._foreseen[name] = foresee(module)
+        foreseen, known = self._foreseen[name], self._modules.get(name)
+        if foreseen is not None and known is not None and known.fits(foreseen, self._stepping):
+            tensors = [tensor.detach() for tensor in foreseen.tensors]
+            component = self._recalled(name, "module", tensors, known.stamp)
+            if component is not None:
+                return replace(component, may_overlap=known.may_overlap)
+        return self._asked_module(name, module, foreseen)
+
+    def _asked_module(
+        self, name: str, module: nn.Module, foreseen: Foreseen | None
+    ) -> CapturedComponent:
         state = unwrap(module).state_dict()
         tensors = list(state.values())
         are_all = all(isinstance(tensor, Tensor) for tensor in tensors)
+        stamp = (self._structures[name], modules.stamp(state))
         component = self._captured(
             name,
             "module",
             tensors if are_all else None,
-            (self._structures[name], modules.stamp(state)),
+            stamp,
             partial(modules.capture_module, module, state),
         )
-        return replace(component, may_overlap=self._stepped(component))
+        may_overlap = self._stepped(component)
+        self._modules.pop(name, None)
+        if foreseen is None:
+            self._foreseen.clear()
+        elif name in self._recollections and foreseen.is_right(tensors):
+            self._modules[name] = _KnownModule(
+                outline=foreseen.outline,
+                stepping=self._stepping,
+                stamp=stamp,
+                may_overlap=may_overlap,
+            )
+        return replace(component, may_overlap=may_overlap)
 
     def _stepped(self, component: CapturedComponent) -> frozenset[str]:
         """Keys of the parameters of a module that an optimizer of the state has."""
@@ -173,17 +220,9 @@ class Capturer:
         stepped: Callable[[Leaves], frozenset[str]] = lambda _: frozenset(),
     ) -> CapturedComponent:
         """A component, recalled where `walked` and `stamp` are as they were, or encoded."""
-        known = self._recollections.get(name)
-        found = None if known is None or walked is None else known.recall(walked, (kind, stamp))
+        found = None if walked is None else self._recalled(name, kind, walked, stamp)
         if found is not None:
-            return CapturedComponent(
-                name=name,
-                kind=kind,
-                tree=found.tree,
-                tensors=found.tensors,
-                specs=found.specs,
-                may_overlap=found.may_overlap,
-            )
+            return found
         self._recollections.pop(name, None)
         leaves = Leaves(component=name) if key_of is None else Leaves(component=name, key_of=key_of)
         document = encode(leaves)
@@ -203,8 +242,36 @@ class Capturer:
             may_overlap=may_overlap,
         )
 
+    def _recalled(self, name: str, kind: Kind, walked: Any, stamp: Any) -> CapturedComponent | None:
+        known = self._recollections.get(name)
+        found = None if known is None else known.recall(walked, (kind, stamp))
+        if found is None:
+            return None
+        return CapturedComponent(
+            name=name,
+            kind=kind,
+            tree=found.tree,
+            tensors=found.tensors,
+            specs=found.specs,
+            may_overlap=found.may_overlap,
+        )
+
     def _rng(self) -> CapturedComponent:
         return self._captured(RNG, "rng", None, None, partial(encoded, global_generators()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KnownModule:
+    """What was found out when a module was asked for its `state_dict`."""
+
+    outline: list[Any]
+    stepping: list[int]
+    stamp: Any
+    may_overlap: frozenset[str]
+
+    def fits(self, foreseen: Foreseen, stepping: list[int]) -> bool:
+        """Whether it holds now: names, and which parameters optimizers have, are the same."""
+        return self.outline == foreseen.outline and self.stepping == stepping
 
 
 def _not_saved(state: Mapping[str, Any], names: ParameterNames) -> list[str]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from operator import attrgetter
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
@@ -25,9 +27,16 @@ from holdfast.state.leaves import Leaves, identity, refusal
 _TENSORS = frozenset({Tensor, Parameter})
 _NUMBERS = frozenset({bool, int, float})
 _CONTAINERS = frozenset({dict, list, tuple})
+_DICTS = frozenset({dict})
 _TEXT = frozenset({str})
-# All that a tensor's spec and node are made of, and all that could make it one that is refused.
-_ATTRIBUTES = attrgetter("dtype", "shape", "device", "requires_grad", "is_leaf", "layout")
+_IS_CPU = attrgetter("is_cpu")
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_IS_LEAF = attrgetter("is_leaf")
+_DEVICE = attrgetter("device")
+_DTYPE = attrgetter("dtype")
+_LAYOUT = attrgetter("layout")
+_SHAPE = attrgetter("shape")
+_PLAIN = frozenset({torch.strided})
 
 _Place: TypeAlias = tuple[Any, Any]
 
@@ -80,9 +89,26 @@ class Walk:
         if _TENSORS.issuperset(kinds):
             self.tensors += values
             self.outline += kinds
+        elif _DICTS.issuperset(kinds) and self._visit_dicts_of_tensors(values):
+            return
         else:
             for value in values:
                 self._visit(value)
+
+    def _visit_dicts_of_tensors(self, values: Sequence[dict[Any, Any]]) -> bool:
+        """As if each had been visited; False where there is more to them. Slots are many."""
+        ids = list(map(id, values))
+        keys = list(map(tuple, values))
+        tensors = list(chain.from_iterable(map(dict.values, values)))
+        kinds = list(map(type, tensors))
+        is_new = len({*ids, *self._seen}) == len(ids) + len(self._seen)
+        is_text = _TEXT.issuperset(map(type, chain.from_iterable(keys)))
+        if not (is_new and is_text and _TENSORS.issuperset(kinds)):
+            return False
+        self._seen.update(zip(ids, count(len(self._seen))))
+        self.outline += (dict, *keys, *kinds)
+        self.tensors += tensors
+        return True
 
     def _was_seen(self, value: Any) -> bool:
         """Whether the container was met before, as `{"$same": …}` says in the tree."""
@@ -184,13 +210,21 @@ class Recollection:
 
 
 def _facts(tensors: list[Tensor]) -> list[Any]:
-    """Everything about the tensors but where they are and what is in them."""
+    """All that a tensor's spec and node are made of, and all that could make it one that is
+    refused; but where the tensors are and what is in them."""
     try:
-        if any(map(Tensor.is_neg, tensors)):
+        if any(map(Tensor.is_neg, tensors)) or not _PLAIN.issuperset(map(_LAYOUT, tensors)):
             raise Irregular
-        return [*map(_ATTRIBUTES, tensors), *map(Tensor.stride, tensors)]
+        facts: list[Any] = [*map(Tensor.stride, tensors), *map(_SHAPE, tensors)]
     except RuntimeError as error:  # layouts without shapes or strides
         raise Irregular from error
+    facts += map(_DTYPE, tensors)
+    if not all(map(_IS_CPU, tensors)):
+        facts += map(_DEVICE, tensors)
+    if any(map(_REQUIRES_GRAD, tensors)):
+        facts += map(_REQUIRES_GRAD, tensors)
+        facts += map(_IS_LEAF, tensors)  # without gradients each is one
+    return facts
 
 
 def _partition(tensors: list[Tensor]) -> list[int] | None:

@@ -61,7 +61,8 @@ def overlapped(
     places: dict[tuple[str, str], torch.Tensor] | None = None,
 ) -> Overlapped:
     """The copy of parameters, which ends when all of `copies` were made."""
-    named = [("model", str(i), parameter.detach()) for i, parameter in enumerate(parameters)]
+    keys = {"model": tuple(map(str, range(len(parameters))))}
+    guarded = guard(keys, [p.detach() for p in parameters], takes_samples=takes_samples)
     workers = Workers(len(copies), "test")
     turns = iter(copies)
 
@@ -69,7 +70,7 @@ def overlapped(
         def run_later(self) -> None:
             next(turns).run_later()
 
-    made = Overlapped(guard(named, takes_samples=takes_samples), Several(), step=7, places=places)
+    made = Overlapped(guarded, Several(), step=7, places=places)
     made.start(workers, len(copies))
     workers.close()
     return made
@@ -184,7 +185,7 @@ def test_tensors_live_until_the_copy_is_done_and_no_longer(fence: Fence) -> None
     parameters, held = weights(1), Held()
     copy = overlapped(parameters, held)
     fence.put_up(copy)
-    seen = weakref.ref(copy._guarded[0].tensor)
+    seen = weakref.ref(copy._guarded.tensors[0])
     parameters[0].data = torch.zeros(4)
     gc.collect()
     assert seen() is not None

@@ -68,7 +68,7 @@ class Saver:
         self._stager = Stager(memory_budget=memory_budget)
         self._overlap = overlap
         self._compressing = compressing
-        self._guarded: tuple[Guarded, ...] = ()
+        self._guarded = Guarded(keys={})
         self._overlapped: Overlapped | None = None
         self._staged: Staged | None = None
         self._links = Links(store, kept=kept, failed=partial(emit, "warning"))
@@ -93,9 +93,11 @@ class Saver:
         if self._staged is not None:
             self._staged.settle(self.timeout_s)
             self._staged = None
-        self._guarded = () if self._stager.takes_waves(captured) else self._overlap.guard(captured)
-        places = {(item.component, item.key) for item in self._guarded}
-        return self._stager.prepare(captured, overlapped=places, is_awaited=is_awaited)
+        self._guarded = Guarded(keys={})
+        if not self._stager.takes_waves(captured):
+            self._guarded = self._overlap.guard(captured)
+        keys = self._guarded.keys
+        return self._stager.prepare(captured, overlapped=keys, is_awaited=is_awaited)
 
     def start(self, staged: Staged, request: SaveRequest, due: Due) -> PendingSave:
         """Copy the state, while the background begins to write what is there.
@@ -113,7 +115,7 @@ class Saver:
             step=pending.step,
             nbytes=staged.nbytes,
         )
-        guarded, self._guarded = self._guarded, ()
+        guarded, self._guarded = self._guarded, Guarded(keys={})
         overlapped = self._overlap.begin(guarded, staged, pending.step, tell)
         self._overlapped = overlapped
         if overlapped is not None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import chain
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -17,6 +18,21 @@ from holdfast.engine.staging.device import DeviceCopy, begin_copies
 from holdfast.engine.staging.image import Image
 from holdfast.errors import DeadlineExceeded
 from holdfast.format.layout import BLOCK_NBYTES
+
+
+class Work(Protocol):
+    """Copies that are to be made, each block's in one of them."""
+
+    image: Image
+
+    @property
+    def blocks(self) -> Sequence[int]:
+        """Numbers of the blocks that they fill, or parts of them."""
+        ...
+
+    def pieces(self) -> Iterable[Piece]:
+        """The copies."""
+        ...
 
 
 class Piece(Protocol):
@@ -61,6 +77,38 @@ class Whole:
         self.image.overwrite(self.position, self.source)
 
 
+class Source:
+    """A tensor that is to be copied. Where it is, is settled when this is made."""
+
+    __slots__ = ("_address", "_position", "_tensor", "image")
+
+    def __init__(self, image: Image, position: int, tensor: Tensor) -> None:
+        self.image = image
+        self._position = position
+        self._tensor = tensor
+        self._address = tensor.data_ptr() if is_plain(tensor) else None
+
+    @property
+    def blocks(self) -> Sequence[int]:
+        """See `Work.blocks`."""
+        return self.image.blocks_of(self._position)
+
+    def pieces(self) -> Iterator[Piece]:
+        """See `Work.pieces`; a run of bytes is copied block by block."""
+        image, position = self.image, self._position
+        if self._address is None:
+            yield Whole(image, position, self.blocks, self._tensor)
+            return
+        spec, start = image.file.specs[position], image.file.starts[position]
+        address, stop = self._address - start, start + spec.nbytes
+        while start < stop:
+            number = start // BLOCK_NBYTES
+            until = min(stop, (number + 1) * BLOCK_NBYTES)
+            blocks = range(number, number + 1)
+            yield Bytes(image, spec.key, blocks, start, address + start, until - start)
+            start = until
+
+
 @dataclass(slots=True)
 class Arrival:
     """Tensors that a device copies, all at once."""
@@ -74,27 +122,16 @@ class Arrival:
         self.device_copy.arrive()
         self.device_copy.result()
 
+    def pieces(self) -> Iterable[Piece]:
+        """See `Work.pieces`."""
+        return (self,)
+
 
 def arrivals_of(image: Image, sources: Mapping[int, Tensor]) -> list[Arrival]:
     """Begin the copies that bring tensors, by position, from CUDA devices to their places."""
     blocks = sorted({number for position in sources for number in image.blocks_of(position)})
     begun = begin_copies(image.overwritten_by_device(*pair) for pair in sources.items())
     return [Arrival(image, blocks, device_copy) for device_copy in begun]
-
-
-def pieces_of(image: Image, position: int, source: Tensor) -> Iterator[Piece]:
-    """The copies that bring one tensor to its place."""
-    if not is_plain(source):
-        yield Whole(image, position, image.blocks_of(position), source)
-        return
-    spec, start = image.file.specs[position], image.file.starts[position]
-    address, stop = source.data_ptr() - start, start + spec.nbytes
-    while start < stop:
-        number = start // BLOCK_NBYTES
-        until = min(stop, (number + 1) * BLOCK_NBYTES)
-        blocks = range(number, number + 1)
-        yield Bytes(image, spec.key, blocks, start, address + start, until - start)
-        start = until
 
 
 def is_plain(source: Tensor) -> bool:
@@ -110,20 +147,20 @@ class Copying:
     Whoever makes them holds the tensors until then.
     """
 
-    def __init__(self, now: Sequence[Piece], later: Sequence[Piece]) -> None:
-        self._now: Iterator[Piece] = iter(now)
-        self._later: Iterator[Piece] = iter(later)
-        self._left: dict[tuple[str, int], int] = {}
+    def __init__(self, now: Sequence[Work], later: Sequence[Work]) -> None:
+        pieces = list(_cut(now))
+        self._num_now = len(pieces)
+        self._now: Iterator[Piece] = iter(pieces)
+        # Cut by those who copy, and counted by the first of them: there are many, and training
+        # waits for whoever makes this.
+        self._later: Iterator[Piece] = _Shared(_cut(later))
+        self._works: Sequence[Work] = (*now, *later)
+        self._left: dict[_Block, int] | None = None
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._num_now = len(now)
         self._is_staged = threading.Event()
         self.now_s = 0.0
         """Seconds that training waited for copies."""
-        for piece in (*now, *later):
-            for number in piece.blocks:
-                place = (piece.image.file.name, number)
-                self._left[place] = self._left.get(place, 0) + 1
 
     def run_now(self, timeout_s: float) -> None:
         """Make the copies that training waits for, or what nobody else has made of them.
@@ -177,7 +214,7 @@ class Copying:
         place = (image.file.name, number)
         with self._changed:
             is_known = self._changed.wait_for(
-                lambda: self._error is not None or not self._left.get(place), timeout_s
+                lambda: self._error is not None or not self._pieces_left().get(place), timeout_s
             )
             if self._error is not None:
                 raise self._error
@@ -200,7 +237,39 @@ class Copying:
     def _made(self, piece: Piece, *, is_later: bool) -> None:
         name = piece.image.file.name
         with self._changed:
+            left = self._pieces_left()
             for number in piece.blocks:
-                self._left[name, number] -= 1
+                left[name, number] -= 1
             self._changed.notify_all()
             self._num_now -= not is_later
+
+    def _pieces_left(self) -> dict[_Block, int]:
+        """How many pieces each block still waits for; for who holds the lock."""
+        if self._left is None:
+            self._left = {}
+            for work in self._works:
+                for number in work.blocks:
+                    block = (work.image.file.name, number)
+                    self._left[block] = self._left.get(block, 0) + 1
+            self._works = ()
+        return self._left
+
+
+_Block: TypeAlias = tuple[str, int]
+"""Name of a file and number of the block in it."""
+
+
+def _cut(works: Sequence[Work]) -> Iterator[Piece]:
+    return chain.from_iterable(work.pieces() for work in works)
+
+
+class _Shared(Iterator[Piece]):
+    """What several threads take from; each thing goes to one of them."""
+
+    def __init__(self, pieces: Iterator[Piece]) -> None:
+        self._pieces = pieces
+        self._lock = threading.Lock()
+
+    def __next__(self) -> Piece:
+        with self._lock:
+            return next(self._pieces)

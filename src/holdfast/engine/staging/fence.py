@@ -13,7 +13,8 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, Protocol
+from operator import attrgetter, eq
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,53 +25,70 @@ from holdfast.engine.staging.device import DeviceCopy, is_capturing
 from holdfast.engine.workers import Workers
 from holdfast.errors import DeadlineExceeded, UsageError, listing
 
+Place: TypeAlias = tuple[str, str]
+"""Component and key of a tensor."""
+
 SAMPLE_ITEMS = 4096
 """How many elements of a tensor are compared when overlap is checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guarded:
-    """A tensor that is being copied, and how it was when the save was made."""
+    """Tensors that are being copied, and how they were when the save was made."""
 
-    component: str
-    key: str
-    tensor: Tensor
-    """Held until the copy is done, also where training has no more use for it."""
-    version: int
-    address: int
-    sample: bytes | None
-    """Some of its elements; None: not asked for."""
+    keys: Mapping[str, Sequence[str]]
+    """By component: whose they are, in the order of `tensors`."""
+    tensors: Sequence[Tensor] = ()
+    """Held until the copy is done, also where training has no more use for them."""
+    versions: Sequence[int] = ()
+    addresses: Sequence[int] = ()
+    samples: Sequence[bytes] | None = None
+    """Some elements of each; None: not asked for."""
 
     @property
-    def name(self) -> str:
-        """For messages."""
-        return f"{self.component}.{self.key}"
+    def places(self) -> list[Place]:
+        """Component and key of each."""
+        return [(component, key) for component, keys in self.keys.items() for key in keys]
 
-    def change(self) -> str | None:
-        """What has happened to it since."""
-        if self.tensor.data_ptr() != self.address:
-            return "was given other memory"
-        if self.tensor._version != self.version:
-            return "was changed"
-        if self.sample is not None and sampled(self.tensor) != self.sample:
-            return "was changed, in a way that torch does not count"
-        return None
+    def changes(self) -> list[str]:
+        """What has happened to them since, by name."""
+        found = [
+            *self._differing(map(Tensor.data_ptr, self.tensors), self.addresses, _MOVED),
+            *self._differing(map(_VERSION, self.tensors), self.versions, _CHANGED),
+        ]
+        if self.samples is not None:
+            found += self._differing(map(sampled, self.tensors), self.samples, _NOT_COUNTED)
+        what: dict[str, str] = {}
+        for name, change in found:
+            what.setdefault(name, change)
+        return [f"{name} {change}" for name, change in what.items()]
+
+    def _differing(
+        self, now: Iterable[object], then: Sequence[object], change: str
+    ) -> list[tuple[str, str]]:
+        is_same = list(map(eq, now, then))
+        if all(is_same):
+            return []
+        pairs = zip(self.places, is_same, strict=True)
+        return [(".".join(place), change) for place, same in pairs if not same]
+
+
+_VERSION = attrgetter("_version")
+_MOVED = "was given other memory"
+_CHANGED = "was changed"
+_NOT_COUNTED = "was changed, in a way that torch does not count"
 
 
 def guard(
-    tensors: Iterable[tuple[str, str, Tensor]], *, takes_samples: bool = False
-) -> tuple[Guarded, ...]:
-    """Note how (component, key, tensor) are now, before their copy begins."""
-    return tuple(
-        Guarded(
-            component=component,
-            key=key,
-            tensor=tensor,
-            version=tensor._version,
-            address=tensor.data_ptr(),
-            sample=sampled(tensor) if takes_samples else None,
-        )
-        for component, key, tensor in tensors
+    keys: Mapping[str, Sequence[str]], tensors: Sequence[Tensor], *, takes_samples: bool = False
+) -> Guarded:
+    """Note how tensors, named by component and key, are now, before their copy begins."""
+    return Guarded(
+        keys=keys,
+        tensors=tensors,
+        versions=list(map(_VERSION, tensors)),
+        addresses=list(map(Tensor.data_ptr, tensors)),
+        samples=list(map(sampled, tensors)) if takes_samples else None,
     )
 
 
@@ -95,12 +113,12 @@ class Overlapped:
 
     def __init__(
         self,
-        guarded: Sequence[Guarded],
+        guarded: Guarded,
         copies: Copies,
         *,
         step: int,
         on_device: Sequence[DeviceCopy] = (),
-        places: Mapping[tuple[str, str], Tensor] | None = None,
+        places: Mapping[Place, Tensor] | None = None,
         tell: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_device` has those of `copies` that a device makes; `places` is where they go, if
@@ -109,10 +127,12 @@ class Overlapped:
         self.copied: Future[None] = Future()
         """Resolves when all is copied and nothing was changed meanwhile, or with the error."""
         self.copied.set_running_or_notify_cancel()
-        self._guarded = tuple(guarded)
+        self._guarded = guarded
+        self._num_guarded = len(guarded.tensors)
         self._copies = copies
         self._on_device = tuple(on_device)
-        self._is_all_on_device = all(item.tensor.is_cuda for item in guarded)
+        # Asked only where some are: there are many.
+        self._is_all_on_device = bool(on_device) and all(one.is_cuda for one in guarded.tensors)
         self._places = places or {}
         self._tell = tell
         self._lock = threading.Lock()
@@ -143,7 +163,7 @@ class Overlapped:
         """
         for copy in self._on_device:
             copy.hold_current_stream()
-        if self._on_device and self._is_all_on_device:
+        if self._is_all_on_device:
             self._look()
         else:
             self.settle(who, timeout_s)
@@ -156,7 +176,7 @@ class Overlapped:
         """
         if wait([self.copied], timeout=timeout_s).not_done:
             raise DeadlineExceeded(
-                f"{who} waits for the copy of {len(self._guarded)} tensors that the save of step "
+                f"{who} waits for the copy of {self._num_guarded} tensors that the save of step "
                 f"{self.step} overlaps with training: not done after {timeout_s:.0f} s"
             )
 
@@ -186,7 +206,7 @@ class Overlapped:
                 "or optimizer state other than by a torch optimizer's step:\n"
                 + listing(self._changed)
             )
-        self._guarded = ()
+        self._guarded = Guarded(keys={})
         if self._error is None:
             self._tell()
             self.copied.set_result(None)
@@ -199,15 +219,17 @@ class Overlapped:
             if self._was_looked_at:
                 return
             self._was_looked_at = True
-            found = ((item, item.change()) for item in self._guarded)
-            self._changed += [f"{item.name} {change}" for item, change in found if change]
+            self._changed += self._guarded.changes()
 
     def _compare_copies(self) -> None:
         """Find what was changed and changed back while it was copied."""
-        for item in () if self._changed else self._guarded:
-            place = self._places.get((item.component, item.key))
-            if place is not None and sampled(place) != item.sample:
-                self._changed.append(f"{item.name} was changed, and changed back")
+        guarded = self._guarded
+        if self._changed or guarded.samples is None:
+            return
+        for (component, key), sample in zip(guarded.places, guarded.samples, strict=True):
+            place = self._places.get((component, key))
+            if place is not None and sampled(place) != sample:
+                self._changed.append(f"{component}.{key} was changed, and changed back")
 
 
 class Fence:

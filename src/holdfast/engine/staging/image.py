@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ _memcpy = _libc.memcpy
 _memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memcpy.restype = ctypes.c_void_p
 
+_IS_CUDA = attrgetter("is_cuda")
+
 
 class Image(KnownFile):
     """The memory of one tensor file: a view for each tensor, and what is known of each block."""
@@ -41,6 +44,8 @@ class Image(KnownFile):
         self.arena = Arena(file.nbytes)
         self.arena.memory[: len(file.header)] = file.header
         self.views = tuple(self.arena.tensors(file.specs, file.starts))
+        self.large_keys = [(i, file.specs[i].key) for i in self.large]
+        """Positions and keys of the tensors that are copied one by one."""
         self._small_keys = [file.specs[i].key for i in self.small]
         self._small_views = [self.views[i] for i in self.small]
         self._small_blocks = sorted({number for i in self.small for number in self.blocks_of(i)})
@@ -67,7 +72,7 @@ class Image(KnownFile):
         if sources:
             self.forget(self._small_blocks)
             views = self._small_views
-            if any(source.is_cuda for source in sources):
+            if any(map(_IS_CUDA, sources)):
                 pairs = zip(views, sources, strict=True)
                 here = [(view, source) for view, source in pairs if not source.is_cuda]
                 views, sources = [view for view, _ in here], [source for _, source in here]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
@@ -14,7 +15,8 @@ from holdfast.engine.staging.image import Image
 from holdfast.engine.staging.known import LARGE_NBYTES
 from holdfast.engine.staging.staged import Staged, StagedInMemory
 from holdfast.events import Emitter
-from holdfast.state.capture import Captured
+from holdfast.format.tensors import TensorSpec
+from holdfast.state.capture import Captured, CapturedComponent
 
 Mode: TypeAlias = Literal[True, False, "check"]
 """Whether saves overlap with training, and whether samples of the bytes are compared too."""
@@ -22,6 +24,15 @@ Mode: TypeAlias = Literal[True, False, "check"]
 
 NUM_THREADS = 2
 """Threads that copy beside training: one does not fill the memory's bandwidth."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Which tensors of a component overlap, for as long as its structure is the same."""
+
+    specs: tuple[TensorSpec, ...]
+    may_overlap: frozenset[str]
+    keys: tuple[str, ...]
 
 
 class Overlap:
@@ -40,37 +51,53 @@ class Overlap:
         self._state = state
         self._emit = emit
         self._told: set[str] = set()
+        self._kept: dict[str, _Kept] = {}
         self.fence = Fence(timeout_s=timeout_s)
         if mode:
             # From the start, and not for each copy: compiled steps are traced with it.
             self.fence.watch()
 
-    def guard(self, captured: Captured) -> tuple[Guarded, ...]:
+    def guard(self, captured: Captured) -> Guarded:
         """The tensors whose copies need not be waited for, as they are now.
 
         None of them where something that cannot be held back changes tensors; the first time an
         event says what.
         """
         if not self._mode:
-            return ()
+            return Guarded(keys={})
         reason = why_not(self._state, self.fence)
         if reason is not None:
             self._tell(f"saves do not overlap with training: {reason}")
-            return ()
-        return guard(
-            (
-                (component.name, key, tensor)
-                for component in captured.components.values()
-                if component.may_overlap
-                for key, tensor in component.tensors.items()
-                if _is_worth_it(tensor) and key in component.may_overlap
-            ),
-            takes_samples=self._mode == "check",
-        )
+            return Guarded(keys={})
+        keys: dict[str, tuple[str, ...]] = {}
+        tensors: list[Tensor] = []
+        for name, component in captured.components.items():
+            mine, live = self._keys_of(component), component.tensors
+            found = [live[key] for key in mine]
+            if any(map(Tensor.is_inference, found)):  # they have no versions
+                mine = tuple(key for key in mine if not live[key].is_inference())
+                found = [live[key] for key in mine]
+            keys[name] = mine
+            tensors += found
+        return guard(keys, tensors, takes_samples=self._mode == "check")
+
+    def _keys_of(self, component: CapturedComponent) -> tuple[str, ...]:
+        """Keys of the tensors of a component that may overlap and are worth it."""
+        kept = self._kept.get(component.name)
+        if kept is not None and kept.specs is component.specs:
+            may_overlap = kept.may_overlap
+            if may_overlap is component.may_overlap or may_overlap == component.may_overlap:
+                return kept.keys
+        keys: tuple[str, ...] = ()
+        if component.may_overlap:
+            found = component.tensors.items()
+            keys = tuple(k for k, t in found if k in component.may_overlap and _is_worth_it(t))
+        self._kept[component.name] = _Kept(component.specs, component.may_overlap, keys)
+        return keys
 
     def begin(
         self,
-        guarded: Sequence[Guarded],
+        guarded: Guarded,
         staged: Staged,
         step: int,
         tell: Callable[[], None],
@@ -78,7 +105,7 @@ class Overlap:
         """The copy of the guarded tensors, which is to be started; the fence is up until it is
         done, and `tell` is called then. None where nothing is guarded.
         """
-        if not guarded or not isinstance(staged, StagedInMemory):
+        if not guarded.tensors or not isinstance(staged, StagedInMemory):
             return None
         overlapped = Overlapped(
             guarded,
@@ -124,6 +151,4 @@ def _places(staged: Staged) -> dict[tuple[str, str], Tensor]:
 
 def _is_worth_it(tensor: Tensor) -> bool:
     """Whether a copy takes longer than to say that it may be made later."""
-    if tensor.nbytes < LARGE_NBYTES and not tensor.is_cuda:
-        return False
-    return not tensor.is_inference()
+    return tensor.nbytes >= LARGE_NBYTES or tensor.is_cuda

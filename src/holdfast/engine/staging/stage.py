@@ -7,11 +7,12 @@ saves copy into memory that is already there, and only what has changed.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from holdfast.engine.staging.copying import Arrival, Copying, Piece, arrivals_of, pieces_of
+from holdfast.engine.staging.copying import Arrival, Copying, Source, Work, arrivals_of
 from holdfast.engine.staging.grouping import Grouping
 from holdfast.engine.staging.image import Image
 from holdfast.engine.staging.known import KnownFile
@@ -20,8 +21,7 @@ from holdfast.engine.staging.waves import Pool, StagedInWaves, WaveFile
 from holdfast.format.tensors import TensorSpec, lay_out
 from holdfast.state.capture import Captured, CapturedComponent
 
-Place = tuple[str, str]
-"""Component and key of a tensor."""
+_NOTHING: Mapping[str, Collection[str]] = MappingProxyType({})
 
 
 class Stager:
@@ -53,15 +53,15 @@ class Stager:
         self,
         captured: Captured,
         *,
-        overlapped: Collection[Place] = (),
+        overlapped: Mapping[str, Collection[str]] = _NOTHING,
         is_awaited: bool = False,
     ) -> Staged:
         """Where the state goes; what is small is copied now, and `copying` does the rest.
 
         The images are overwritten by the next call. Those of components that are not in it are
-        kept, for a save that has them again. Tensors in `overlapped` are copied by
-        `Copying.run_later`, the others by `Copying.run_now`. With `is_awaited` writing begins
-        beside the copies, which takes longer for them and less for the whole.
+        kept, for a save that has them again. Tensors in `overlapped`, keys by component, are
+        copied by `Copying.run_later`, the others by `Copying.run_now`. With `is_awaited` writing
+        begins beside the copies, which takes longer for them and less for the whole.
 
         Raises:
             OutOfMemory: there is no memory for a structure that is new.
@@ -71,18 +71,17 @@ class Stager:
         components = captured.components
         for component in components.values():
             self._fit(component, Image)
-        now: list[Piece] = []
-        later: list[Piece] = []
+        now: list[Work] = []
+        later: list[Work] = []
         with torch.inference_mode(False), torch.no_grad():
             for name, component in components.items():
-                keys = {key for owner, key in overlapped if owner == name}
+                keys = frozenset(overlapped.get(name, ()))
                 for image in self._files[name]:
                     assert isinstance(image, Image)
                     image.overwrite_small(component.tensors)
-                    now += _pieces(image, component.tensors, component.tensors.keys() - keys)
-                    later += _pieces(image, component.tensors, keys)
-        for pieces in (now, later):
-            pieces.sort(key=lambda piece: piece.image.is_apart)
+                    _add_works(image, component.tensors, keys, now, later)
+        for works in (now, later):
+            works.sort(key=_is_apart)
         return StagedInMemory(
             files={name: self._files[name] for name in components},
             trees={name: component.tree for name, component in components.items()},
@@ -145,15 +144,26 @@ def _any_apart(files: Iterable[tuple[KnownFile, ...]]) -> bool:
     return any(known.is_apart for some in files for known in some)
 
 
-def _pieces(image: Image, tensors: Mapping[str, Tensor], keys: Collection[str]) -> list[Piece]:
-    """The copies that bring the large tensors among `keys`, and all on a CUDA device, to an image;
-    those that a device makes are begun."""
-    pieces: list[Piece] = []
-    for position in image.large:
-        key = image.file.specs[position].key
-        if key in keys and not tensors[key].is_cuda:
-            pieces += pieces_of(image, position, tensors[key])
+def _add_works(
+    image: Image,
+    tensors: Mapping[str, Tensor],
+    overlapped: Collection[str],
+    now: list[Work],
+    later: list[Work],
+) -> None:
+    """The copies that bring the large tensors, and all on a CUDA device, to an image; those that
+    a device makes are begun."""
+    for position, key in image.large_keys:
+        source = tensors[key]
+        if not source.is_cuda:
+            (later if key in overlapped else now).append(Source(image, position, source))
     if torch.cuda.is_available():
-        named = ((i, spec.key) for i, spec in enumerate(image.file.specs) if spec.key in keys)
-        pieces += arrivals_of(image, {i: tensors[key] for i, key in named if tensors[key].is_cuda})
-    return pieces
+        found = enumerate(tensors[spec.key] for spec in image.file.specs)
+        there = {position: source for position, source in found if source.is_cuda}
+        of = image.file.specs
+        now += arrivals_of(image, {i: t for i, t in there.items() if of[i].key not in overlapped})
+        later += arrivals_of(image, {i: t for i, t in there.items() if of[i].key in overlapped})
+
+
+def _is_apart(work: Work) -> bool:
+    return work.image.is_apart
