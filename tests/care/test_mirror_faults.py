@@ -164,6 +164,29 @@ def test_close_has_a_deadline_though_the_remote_tier_hangs(local: LocalStore) ->
     assert is_closed
 
 
+def test_a_call_that_comes_back_after_close_begins_nothing_more(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariant 9: the thread that sends ends then, and does not wait for pieces nobody sends."""
+    monkeypatch.setattr("holdfast.care.mirror._END_S", 0.1)
+    tiny, noted, remote = Tiny(LARGE), Noted(), MemoryStore("remote")
+    slow = Fault(kind="hang", op="create")
+    before = {*threading.enumerate()}
+    with opened(
+        Tiered(local, FaultyStore(remote, [slow]), close_timeout_s=0), tiny, sinks=(noted,)
+    ) as manager:
+        manager.resume()
+        saved(manager, tiny, 1)
+        assert slow.reached.wait(60)
+        started = {*threading.enumerate()} - before
+    (mirror,) = (thread for thread in started if thread.name.startswith("holdfast-mirror"))
+    slow.release.set()
+    mirror.join(60)
+    assert not mirror.is_alive()
+    assert [info.key for info in remote.list("step-") if "manifest" in info.key] == []
+    assert not any("tried again" in event.message for event in noted.of("upload_failed"))
+
+
 def test_nobody_waits_for_ever_for_a_queue_whose_reader_hangs(
     local: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

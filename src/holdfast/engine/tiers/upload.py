@@ -293,13 +293,14 @@ class Sender:
         waiting: deque[Future[None]] = deque()
         try:
             for group in groups_of(pieces):
-                send = partial(self._send_group, writer, source, group)
-                waiting.append(self._workers.submit(send))
+                waiting.append(
+                    self._submit(partial(self._send_group, writer, source, group), source)
+                )
                 if len(waiting) >= 2 * self._num_threads:
                     self._result(waiting.popleft(), source)
             while waiting:
                 self._result(waiting.popleft(), source)
-            self._result(self._workers.submit(writer.finish), source)
+            self._result(self._submit(writer.finish, source), source)
         except BaseException:
             cancel(waiting, timeout_s=self._timeout_s)
             writer.abort()
@@ -325,7 +326,7 @@ class Sender:
         waiting = deque[Future[T]]()
         try:
             for job in jobs:
-                waiting.append(self._workers.submit(job))
+                waiting.append(self._submit(job, key))
                 if len(waiting) >= 2 * self._num_threads:
                     yield self._result(waiting.popleft(), key)
             while waiting:
@@ -375,6 +376,11 @@ class Sender:
             raise Interrupted(f"{key}: not sent, for the process is closing")
         self._remote.put(key, data)
         self._count(len(data))
+
+    def _submit(self, job: Callable[[], T], key: str) -> Future[T]:
+        if self._stop.is_set():
+            raise Interrupted(f"{key}: not sent to its end, for the process is closing")
+        return self._workers.submit(job)
 
     def _result(self, future: Future[T], key: str) -> T:
         try:
