@@ -2,8 +2,8 @@
 
 It says "ready", waits for a line, and reads the pieces of those numbers, several at a time. Each
 fetch adds the number to LOG. HOW is `reads`, or `hangs`: then it says "fetching" in the middle of
-the first fetch and waits for a line; with `forks` it has a child by then, which lives as long as its
-input is open.
+the first fetch and waits for a line; with `forks` it has a child by then, which lives as long as
+its input is open.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from holdfast.care.verify import verify
 from holdfast.engine.sealed.sealing import sealing
 from holdfast.errors import CorruptData, NoCheckpoint, NotFound, UsageError
 from holdfast.format import layout
+from holdfast.format.segments import SEGMENT_NBYTES
+from holdfast.format.suites import TAG_NBYTES
 from holdfast.keys import PrivateKey, SecretKey
 from holdfast.store.base import (
     AbortsUploads,
@@ -37,6 +39,8 @@ from holdfast.testing.faulty import Fault, FaultyStore
 from holdfast.testing.store_contract import StoreContract, noise
 from rights import read_only
 from runs import Recorder, Run, new_run
+from tiers import LARGE, Tiny, opened
+from tiers import saved as saved_in
 
 ROOM = 1 << 30
 ATTEMPT = "step-00000001.0001-000001-0123abcd"
@@ -294,6 +298,38 @@ def test_a_damaged_copy_costs_one_more_read_and_condemns_nothing(
     assert len(inner.of_files()) == len(found)  # the damaged ones were dropped, so these are kept
     assert resume(cached(inner, tmp_path)).bits() == saved.bits()
     assert inner.of_files() == {}
+
+
+@pytest.mark.parametrize(("where", "most"), [("bytes", 1), ("tags", 2)])
+def test_a_damaged_copy_of_what_is_sealed_costs_a_request_for_each_piece(
+    tmp_path: Path, where: str, most: int
+) -> None:
+    """And not some for each of its segments; with the tags behind them it may be one more."""
+    inner, tiny, encrypt = MemoryStore(), Tiny(LARGE), Encryption(keys=SecretKey(bytes(32)))
+
+    def load(store: Store) -> Tiny:
+        found = Tiny(LARGE)
+        with opened(cached(store, tmp_path), found, encrypt=encrypt, takeover=True) as manager:
+            manager.resume()
+        return found
+
+    with opened(inner, tiny, encrypt=encrypt) as manager:
+        saved_in(manager, tiny, 1)
+    assert load(inner).step() == 1
+    key = max(inner.list(), key=lambda info: info.nbytes).key
+    pieces = [path for path in copies(tmp_path) if str(path.parent).endswith(key)]
+    assert len(pieces) > 2
+    if where == "tags":
+        for number in range(2, 20):
+            flip(pieces[-1], -number * TAG_NBYTES)
+    else:
+        for path in pieces:
+            for at in range(0, path.stat().st_size, SEGMENT_NBYTES):
+                flip(path, at)
+    counted = FaultyStore(inner)
+    assert load(counted).step() == 1
+    gets = [op for op in counted.ops if op in (("get", key), ("read_into", key))]
+    assert 1 <= len(gets) <= most * len(pieces)
 
 
 @pytest.mark.parametrize("harm", ["cut", "longer", "folder", "unreadable", "link", "fifo"])
