@@ -23,7 +23,7 @@ from holdfast.engine.tiers.pieces import (
     pieces_of_sealed,
     read_listing,
 )
-from holdfast.errors import CorruptData, FormatError, NoCheckpoint, StoreError
+from holdfast.errors import CorruptData, FormatError, NoCheckpoint, NotSealed, StoreError
 from holdfast.format import layout
 from holdfast.format.blocks import block_digest, check_block, digest_blocks, file_digest
 from holdfast.format.envelope import Visible
@@ -131,7 +131,7 @@ def _mend_manifest(local: Store, folder: str, data: bytes, epoch: int) -> bool:
     """Put the manifest back where it cannot be read; one that can be, or is gone, stays so."""
     try:
         register = Catalog(local).read(folder)
-    except FormatError:
+    except (FormatError, NotSealed):
         check_fence(local, epoch, committed=True)
         bare(local).put(f"{folder}/{layout.MANIFEST}", data)
         return True

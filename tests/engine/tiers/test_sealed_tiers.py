@@ -30,7 +30,8 @@ from holdfast.engine.tiers.upload import Interrupted, Sender
 from holdfast.errors import AccessDenied, TransientStoreError
 from holdfast.events import Emitter
 from holdfast.format import layout
-from holdfast.format.manifest import Deleted, encode_deleted
+from holdfast.format.envelope import decode_visible
+from holdfast.format.manifest import Deleted, encode_deleted, encode_manifest
 from holdfast.format.records import decode_writer, encode_writer
 from holdfast.keys import Encryption, Passphrase, SecretKey, generate
 from holdfast.policy.retention import Last
@@ -347,6 +348,61 @@ def test_what_is_from_before_the_run_was_sealed_is_not_sent_in_clear(local: Loca
     assert "not sent in clear" in noted.wait_for("upload_failed").message
     assert opened_steps(remote) == [2]
     assert opened_steps(local, accepting) == [2, 1]
+
+
+def plain(data: bytes) -> bytes:
+    """A manifest that is not sealed, in the place of a sealed one."""
+    store, tiny = MemoryStore(), Tiny()
+    with opened(store, tiny) as manager:
+        saved(manager, tiny, 1)
+    manifest = Catalog(store).checkpoints()[0].manifest
+    sealed = decode_visible(data, what="manifest")
+    names = ("save_id", "label", "epoch", "sequence")
+    return encode_manifest(
+        msgspec.structs.replace(manifest, **{name: getattr(sealed, name) for name in names})
+    )
+
+
+def test_a_plain_manifest_in_the_remote_tier_stops_nothing(local: LocalStore) -> None:
+    """R32: whoever may write there has put it in the place of one that is only there."""
+    remote, tiny, noted = MemoryStore("remote"), Tiny(), Noted()
+    tiered = Tiered(local, remote, keep_local=0)
+    with opened(tiered, tiny, encrypt=SEALS) as manager:
+        manager.resume()
+        saved(manager, tiny, 1, 2)
+        manager.wait()
+    folder = newest(remote)
+    key = f"{folder}/manifest.json"
+    remote.put(key, plain(remote.get(key)))
+    local.delete(f"{folder}/")
+    with opened(tiered, tiny, encrypt=SEALS, sinks=(noted,)) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.step == 1
+        assert found.rejected == ((folder, found.rejected[0][1]),)
+        assert "is not sealed" in noted.wait_for("passed_over").message
+        saved(manager, tiny, 3)
+        manager.wait()
+    assert [entry.step for entry in Catalog(sealing(remote, SEALS)).checkpoints()] == [3, 1]
+
+
+def test_a_plain_manifest_in_the_local_tier_is_tampering_and_is_mended(local: LocalStore) -> None:
+    """R19, R32: what is whole in the remote tier is read there."""
+    remote, tiny, noted = MemoryStore("remote"), Tiny(), Noted()
+    with opened(Tiered(local, remote), tiny, encrypt=SEALS) as manager:
+        manager.resume()
+        saved(manager, tiny, 1, 2)
+    key = f"{newest(local)}/manifest.json"
+    before = local.get(key)
+    local.put(key, plain(before))
+    with opened(Tiered(local, remote), tiny, encrypt=SEALS, sinks=(noted,)) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert (found.step, found.rejected) == (2, ())
+        saved(manager, tiny, 3)
+        assert noted.wait_for("mended").fields["files"] == ("manifest.json",)
+    assert local.get(key) == before
+    assert opened_steps(local) == [3, 2, 1]
 
 
 def test_a_local_copy_stays_while_nobody_can_open_the_remote_one(

@@ -24,6 +24,7 @@ from holdfast.errors import (
     HoldfastError,
     NoCheckpoint,
     NotFound,
+    NotSealed,
     NoUsableCheckpoint,
     StoreError,
     UsageError,
@@ -34,7 +35,7 @@ from holdfast.format.layout import AttemptName
 from holdfast.state.apply import Prepared, prepare
 from holdfast.state.edits import Edit, EditedLoad, edited_load
 from holdfast.state.selection import Selection
-from holdfast.store.base import Store, uncached
+from holdfast.store.base import Store, reads_in_place, uncached
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 Unhealthy = Literal["avoid", "accept"]
@@ -185,7 +186,7 @@ class Reader:
             options=options,
             prepared=prepared,
             tensors=tensors,
-            is_proof=options.proves_whole and uncached(store) is store is self.catalog.store,
+            is_proof=options.proves_whole and reads_in_place(store) and store is self.catalog.store,
         )
 
     def _expect_saved(self, entry: Entry, wanted: Collection[str]) -> None:
@@ -276,6 +277,7 @@ class Reader:
                 return found
             if _registers(catalog) == before:
                 break
+        self._expect_sealed()
         if not catalog.ever_committed(whole=True):
             return None  # parts that side savers saved before the first whole one are no start
         raise NoUsableCheckpoint(
@@ -283,6 +285,12 @@ class Reader:
             "Nothing was changed; name another one explicitly, or use another root",
             self.rejected,
         )
+
+    def _expect_sealed(self) -> None:
+        """Raise `NotSealed` where nothing else was passed over: the call may be mended."""
+        found = [*self.passed_over.values()]
+        if found and all(isinstance(error, NotSealed) for error in found):
+            raise found[0]
 
     def _first(
         self,
@@ -303,7 +311,7 @@ class Reader:
             try:
                 candidate = self._read_twice(catalog, name, options, unhealthy)
             except HoldfastError as error:
-                if not (is_damage(error) or isinstance(error, PassedOver)):
+                if not (is_damage(error) or isinstance(error, PassedOver | NotSealed)):
                     raise
                 self.passed_over[str(name)] = error
                 continue
@@ -380,6 +388,8 @@ def _register_state(catalog: Catalog, name: AttemptName) -> str:
         return type(catalog.read(str(name))).__name__
     except FormatError:
         return "damaged"
+    except NotSealed:
+        return "not sealed"
 
 
 class Search:
@@ -423,7 +433,7 @@ class Search:
     def announce(self, emit: Emitter, *, reject: Callable[[str, str], None]) -> None:
         """Say what was not taken and why; `reject(folder, reason)` gets the damaged ones."""
         for folder, error in self._reader.passed_over.items():
-            if not isinstance(error, PassedOver):
+            if not isinstance(error, PassedOver | NotSealed):
                 reject(folder, str(error))
                 continue
             kind: Kind = "warning" if isinstance(error, Avoided) else "passed_over"

@@ -59,7 +59,6 @@ from holdfast.store.base import (
     AbortsUploads,
     BlockWriter,
     Buffer,
-    Caches,
     Folders,
     FreeSpace,
     LinksFiles,
@@ -71,6 +70,8 @@ from holdfast.store.base import (
     TellsSpace,
     WritesBlocks,
     ignore,
+    reads_in_place,
+    uncached,
 )
 
 _PASSED_THROUGH = frozenset({layout.WRITERS, layout.READERS, layout.REQUESTS, layout.UPLOADS})
@@ -153,6 +154,20 @@ class SealedStore:
         """See `Store.url`: that of `inner`."""
         return cast(str, self.inner.url)
 
+    @property
+    def reads_in_place(self) -> bool:
+        """See `ReadsInPlace`."""
+        return reads_in_place(self.inner)
+
+    def uncached(self) -> SealedStore:
+        """See `Caches.uncached`; what was begun or opened here is known there, too."""
+        inner = uncached(self.inner)
+        if inner is self.inner:
+            return self
+        twin = SealedStore(inner, self._encryption, twin=self._twin)
+        twin._attempts, twin._opened, twin._lock = self._attempts, self._opened, self._lock
+        return twin
+
     def useless_keys(self) -> Iterator[str]:
         """Why what would be sealed now might be opened by nobody: keys that are there to open, and
         do not open what they wrap. Those that only wrap are passed over."""
@@ -191,7 +206,7 @@ class SealedStore:
         document = self._document(key)
         if document is not None:
             return _cut(document, start, nbytes, what=f"{self.url}/{key}")
-        reader = self._reader(key)
+        reader = self.uncached()._reader(key)  # as `Caches` has it: copies never answer
         if reader is None:
             return cast(bytes, self.inner.get(key, start, nbytes))
         stop = reader.seal.nbytes if nbytes is None else start + nbytes
@@ -547,14 +562,6 @@ class _SealedReadsInto(SealedStore):
             reader.read(start, memoryview(buffer).cast("B"), seen=seen, afresh=afresh)
 
 
-class _SealedCaches(SealedStore):
-    def uncached(self) -> Store:
-        """See `Caches.uncached`; what was begun or opened here is known there, too."""
-        twin = SealedStore(self.inner.uncached(), self._encryption, twin=self._twin)
-        twin._attempts, twin._opened, twin._lock = self._attempts, self._opened, self._lock
-        return twin
-
-
 class _SealedWritesBlocks(SealedStore):
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
         """See `WritesBlocks.create`; pieces come as with `at_most` in either case."""
@@ -625,7 +632,6 @@ class _SealedProbes(SealedStore):
 _MIXINS: tuple[tuple[Any, type[SealedStore]], ...] = (
     (Folders, _SealedFolders),
     (ReadsInto, _SealedReadsInto),
-    (Caches, _SealedCaches),
     (WritesBlocks, _SealedWritesBlocks),
     (LinksFiles, _SealedLinksFiles),
     (AbortsUploads, _SealedAbortsUploads),
