@@ -218,7 +218,7 @@ LOST_OR_NOT: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", LOST_OR_NOT)
-@pytest.mark.parametrize("file", ["smallest", "largest", "manifest.json", "keys-0001.json"])
+@pytest.mark.parametrize("file", ["smallest", "largest", "manifest.json"])
 def test_a_damaged_local_copy_is_read_from_the_remote_tier_and_mended(
     local: LocalStore, remote: Store, damage: str, file: str
 ) -> None:
@@ -245,6 +245,31 @@ def test_a_damaged_local_copy_is_read_from_the_remote_tier_and_mended(
     assert path.read_bytes() == before
     assert opened_steps(local) == [3, 2, 1]
     assert [name for name in local.children() if name.startswith("sending-")] == []
+
+
+@pytest.mark.parametrize("damage", LOST_OR_NOT)
+def test_keys_that_are_lost_are_wrapped_anew_for_those_of_the_run(
+    local: LocalStore, damage: str
+) -> None:
+    """R19, R36: not brought back from a tier in which they were not changed yet."""
+    remote, tiny, noted = MemoryStore("remote"), Tiny(), Noted()
+    with opened(Tiered(local, remote), tiny, encrypt=SEALS) as manager:
+        manager.resume()
+        saved(manager, tiny, 1, 2)
+    folder = newest(local)
+    assert {one.outcome for one in rekey.rotate(local, [KEY], [NEW])} == {"done"}
+    LOST_OR_NOT[damage](Path(local.url, folder, "keys-0002.json"))
+    both = Encryption(keys=NEW, also_read=KEY)
+    with opened(Tiered(local, remote), tiny, encrypt=both, sinks=(noted,)) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert (found.step, found.rejected) == (2, ())
+        saved(manager, tiny, 3)
+        mended = noted.wait_for("mended").fields["files"]
+    assert [name for name in local.children(folder) if name.startswith("keys-")] == [*mended]
+    assert opened_steps(local, Encryption(keys=NEW)) == [3, 2, 1]
+    with pytest.raises(errors.WrongKey):
+        Catalog(sealing(local, SEALS)).read(folder)
 
 
 @pytest.fixture(params=["local", "remote"])

@@ -37,6 +37,7 @@ from holdfast.format.envelope import (
     MAX_MARK_NBYTES,
     Contents,
     FileSeal,
+    KeyBox,
     decode_mark,
     encode_box,
     encode_mark,
@@ -354,6 +355,18 @@ class SealedStore:
         except FormatError:
             return (layout.keys_name(1),)
         return ()
+
+    def new_box(self, folder: str) -> KeyBox:
+        """The data key of a sealed checkpoint, for those for whom is sealed now.
+
+        Raises:
+            NotFound: there is none.
+            SealError, FormatError: it cannot be opened, or a key cannot wrap.
+        """
+        contents = self._contents(folder)
+        if contents is None:
+            raise NotFound(f"{self.url}/{folder}: no sealed checkpoint")
+        return wrapped(self._encryption.sealing, contents.data_key, contents.suite)
 
     # Names
 
