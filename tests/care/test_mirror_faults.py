@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from holdfast import errors
+from holdfast.care.backlog import Backlog
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import StoreFull, TransientStoreError
-from holdfast.policy.retention import Last
+from holdfast.events import Emitter
+from holdfast.policy.retention import All, Last
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
@@ -162,6 +164,27 @@ def test_close_has_a_deadline_though_the_remote_tier_hangs(local: LocalStore) ->
     for thread in {*threading.enumerate()} - others:
         thread.join(60)  # it still writes into the folder
     assert is_closed
+
+
+def test_a_manifest_that_cannot_be_read_for_a_moment_still_waits_and_is_spared(
+    local: LocalStore,
+) -> None:
+    """D19: gc gives up nothing that was begun there, and nobody forgets that it is to be sent."""
+    remote, tiny = Switch(), Tiny()
+    with opened(Tiered(local, remote, close_timeout_s=0), tiny) as manager:
+        manager.resume()
+        remote.error = TransientStoreError("no network")
+        saved(manager, tiny, 1)
+    folder = str(Catalog(local).attempts()[0])
+    wrong = Fault(kind="flip", op="get", key=f"{folder}/manifest.json")
+    store = FaultyStore(local, [wrong])
+    backlog = Backlog(store, remote.url, All(), Emitter(()), replaces=False)
+    backlog.see({}, ())
+    assert wrong.reached.is_set()
+    assert backlog.spared == (folder,)
+    assert [*Ledger(local).waiting()] == [folder]
+    backlog.refresh()
+    assert backlog.folders == backlog.spared == (folder,)
 
 
 def test_a_call_that_comes_back_after_close_begins_nothing_more(

@@ -103,8 +103,8 @@ def _pieces_of_plain(
 
 
 def _mend_keys(local: Store, remote: Store, folder: str, listing: Listing, epoch: int) -> list[str]:
-    """Wrap the data key of a sealed checkpoint anew where no box can be read: for the keys for which
-    the run seals now. The boxes of the other tier may be for keys that were changed here since."""
+    """Wrap the data key of a sealed checkpoint anew where no box can be read, for those for whom
+    the run seals now: the boxes of the other tier may be for keys that were changed here since."""
     if not (isinstance(listing, Visible) and isinstance(remote, SealedStore)):
         return []
     here = bare(local)

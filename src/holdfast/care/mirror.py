@@ -510,8 +510,12 @@ class Mirror(Uploads):
         found = Catalog(self._remote).entry(entry.name)
         if not here.notes_number or found is None:
             return
-        if (here.pinned, here.tags) != (found.marks.pinned, found.marks.tags):
+        if (here.pinned, here.tags) == (found.marks.pinned, found.marks.tags):
+            return
+        try:
             annotate(self._remote, found, add_tags=here.tags, pinned=here.pinned)
+        except NotSealed:
+            annotate(self._remote, found, pinned=True)  # what tags keep is kept, without the words
 
     def _clear_away(self) -> None:
         """Remove what was sent of checkpoints that are not wanted there any more."""

@@ -158,7 +158,11 @@ class Caches(Protocol):
 
 
 class BlockWriter(Protocol):
-    """One object that is written in pieces, in any order, from several threads."""
+    """One object that is written in pieces, in any order, from several threads.
+
+    Where pieces are sent in their order, one that comes far ahead waits in `write` for those before
+    it, so another thread has to bring them.
+    """
 
     def write(self, start: int, data: memoryview) -> None:
         """Write `data` at byte `start`. Pieces must not overlap."""

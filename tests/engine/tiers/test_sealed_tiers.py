@@ -375,6 +375,35 @@ def test_what_is_from_before_the_run_was_sealed_is_not_sent_in_clear(local: Loca
     assert opened_steps(local, accepting) == [2, 1]
 
 
+def test_tags_of_what_is_from_before_the_run_was_sealed_do_not_cross_in_clear(
+    local: LocalStore, ram_path: Path
+) -> None:
+    """R34: what they keep is kept in the remote tier all the same."""
+    remote, tiny = LocalStore(ram_path / "remote"), Tiny()
+    accepting = Encryption(keys=KEY, accept_plain=True)
+    with opened(Tiered(local, remote), tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 1, 2, 3)
+        manager.wait()
+    with opened(local, tiny, takeover=True) as manager:
+        manager.tag(1, f"{CANARY}-1")  # while nobody sends
+    tiered = Tiered(local, remote, keep_local=Last(1), keep_remote=Last(1))
+    with opened(tiered, tiny, encrypt=accepting) as manager:
+        manager.resume()
+        for which in (1, 3):
+            with pytest.raises(errors.NotSealed, match="in clear"):
+                manager.tag(which, f"{CANARY}-2")
+        manager.pin(2)
+        tiny.become(3)
+        manager.save(3, tags=[f"{CANARY}-3"]).wait()
+        saved(manager, tiny, 4)
+        manager.wait()
+    assert steps_in(sealing(remote, accepting)) == [4, 3, 2, 1]
+    stored = {info.key: remote.get(info.key) for info in remote.list()}
+    assert not [key for key, data in stored.items() if CANARY.encode() in data]
+    assert not [key for key, data in stored.items() if b"Last" in data]
+
+
 def plain(data: bytes) -> bytes:
     """A manifest that is not sealed, in the place of a sealed one."""
     store, tiny = MemoryStore(), Tiny()

@@ -16,8 +16,9 @@ from typing import Any, cast
 
 import msgspec
 
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.documents import read_document
-from holdfast.engine.sealed.discretion import NOT_TOLD, blank, discreet
+from holdfast.engine.sealed.discretion import NOT_TOLD, blank, blank_beside_plain, discreet
 from holdfast.engine.sealed.sealedfiles import SealedFile, SealedWriter, plain_nbytes
 from holdfast.engine.sealed.unsealing import boxes_of, opened
 from holdfast.errors import (
@@ -53,6 +54,7 @@ from holdfast.format.manifest import (
     decode_register,
     encode_deleted,
 )
+from holdfast.format.records import Notes, decode_notes
 from holdfast.format.segments import FileCipher, seal_whole, stored_nbytes
 from holdfast.format.suites import Suite, fresh_secret
 from holdfast.keys import Encryption, try_key, wrapped
@@ -441,7 +443,11 @@ class SealedStore:
     # Sidecars
 
     def _sealed_sidecar(self, folder: str, name: str, data: bytes) -> tuple[str, bytes]:
-        """(stored name, bytes) of a sidecar."""
+        """(stored name, bytes) of a sidecar.
+
+        Raises:
+            NotSealed: it would tell new tags, and the checkpoint is not sealed.
+        """
         try:
             register, contents = self._register(folder)
             is_plain = contents is None and isinstance(
@@ -449,10 +455,22 @@ class SealedStore:
             )
         except FormatError:
             return name, blank(name, data)
+        if is_plain:
+            if layout.parse_notes(name) is not None:
+                self._expect_no_new_tags(folder, decode_notes(data, what=name))
+            return name, blank_beside_plain(name, data)
         if contents is None:
-            return name, data if is_plain else blank(name, data)
+            return name, blank(name, data)
         stored = self._stored_name(folder, name)
         return stored, encode_mark(contents, stored, data)
+
+    def _expect_no_new_tags(self, folder: str, notes: Notes) -> None:
+        new = {*notes.tags}.difference(Catalog(self.inner).marks(folder).tags)
+        if new:
+            raise NotSealed(
+                f"{self.url}/{folder}: it is from before the run was sealed, so that its new tags "
+                "would lie there in clear. Pin it, or save anew and tag that"
+            )
 
     def _sidecar(self, folder: str, name: str) -> bytes:
         stored = self._stored_name(folder, name)

@@ -60,7 +60,14 @@ from holdfast.format.manifest import (
     FileEntry,
     Manifest,
 )
-from holdfast.store.base import BlockWriter, LinksFiles, Store, WritesBlocks, make_folder
+from holdfast.store.base import (
+    AbortsUploads,
+    BlockWriter,
+    LinksFiles,
+    Store,
+    WritesBlocks,
+    make_folder,
+)
 
 T = TypeVar("T")
 
@@ -99,9 +106,9 @@ class Sender:
     ) -> None:
         """`timeout_s` is the longest that one block, or one end of a file, may take; with
         `reads_back` each file is fetched and compared before the commit."""
-        self._reads_back = reads_back
         self._vouching = local
         self._local, self._remote = bare(local), bare(remote)
+        self._reads_back = reads_back or not _shows_whole_files(self._remote)
         self._num_threads = num_threads
         self._timeout_s = timeout_s
         self._workers = Workers(num_threads, "holdfast-upload")
@@ -437,6 +444,11 @@ class Sender:
             self._cost.requests += requests
         if nbytes:
             self._told(self._cost)
+
+
+def _shows_whole_files(remote: Store) -> bool:
+    """Whether a file that is there with its length is whole, as far as is known of this store."""
+    return not isinstance(remote, WritesBlocks) or isinstance(remote, LinksFiles | AbortsUploads)
 
 
 _nice = threading.local()
