@@ -14,7 +14,8 @@ from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import StoreFull, TransientStoreError
-from holdfast.events import Emitter
+from holdfast.events import Emitter, Event
+from holdfast.format import layout
 from holdfast.policy.retention import All, Last
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
@@ -185,6 +186,32 @@ def test_a_manifest_that_cannot_be_read_for_a_moment_still_waits_and_is_spared(
     assert [*Ledger(local).waiting()] == [folder]
     backlog.refresh()
     assert backlog.folders == backlog.spared == (folder,)
+
+
+def test_who_was_superseded_gives_up_nothing_that_was_begun(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D19: the next owner may want it there, and could not commit it beside an abort marker."""
+    without_backoff(monkeypatch)
+    remote, tiny, noted = MemoryStore("remote"), Tiny(), Noted()
+    hurt = Fault(kind="fail", op="put", key="step-00000001*/manifest.json", times=None)
+
+    def superseding(event: Event) -> None:
+        if event.kind == "uploaded":
+            remote.put(layout.writer_key(2), remote.get(layout.writer_key(1)))
+
+    tiered = Tiered(local, FaultyStore(remote, [hurt]), keep_remote=Last(1))
+    manager = unopened(tiered, tiny, sinks=(noted, superseding))
+    manager.resume()
+    saved(manager, tiny, 1)
+    noted.wait_for("upload_failed")
+    saved(manager, tiny, 2)
+    with pytest.raises(errors.Superseded):
+        manager.close()
+    begun = str(Catalog(local).attempts()[1])
+    names = remote.children(begun)
+    assert names
+    assert "manifest.json" not in names
 
 
 def test_a_call_that_comes_back_after_close_begins_nothing_more(

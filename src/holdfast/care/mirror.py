@@ -23,7 +23,7 @@ from holdfast.care.uploads import Uploads
 from holdfast.engine.claims.claim import Claim, expect_claim, is_closed, nothing_arrives
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog, Entry
-from holdfast.engine.roots.commit import mark_aborted, remove_files, settle
+from holdfast.engine.roots.commit import check_fence, mark_aborted, remove_files, settle
 from holdfast.engine.roots.notes import annotate
 from holdfast.engine.sealed.sealing import SealedStore
 from holdfast.engine.tiers.catalog import TieredCatalog
@@ -525,6 +525,8 @@ class Mirror(Uploads):
             self._backlog.give_up(folder)
             name = layout.parse_attempt(folder)
             by = f"writer {claim.epoch}"
+            # Who owns the run by now may want it, and could not commit it any more.
+            check_fence(self._remote, claim.epoch, committed=False)
             if name is None or not mark_aborted(
                 self._remote, folder, by=by, reason="not wanted there before all was sent"
             ):

@@ -63,6 +63,18 @@ def test_what_is_sent_is_counted_and_told(local: LocalStore, remote: Store) -> N
     assert again.nbytes == 0
 
 
+def test_what_is_committed_there_and_lacks_files_is_not_taken_for_sent(
+    local: LocalStore, remote: Store
+) -> None:
+    """I4, D19: the local copy would go for it."""
+    send(sender(local, remote), local)
+    entry = Catalog(local).checkpoints()[0]
+    lost = max(entry.manifest.files)
+    remote.delete(f"{entry.folder}/{lost}")
+    with pytest.raises(errors.CorruptData, match=f"lacks {lost}"):
+        send(sender(local, remote), local)
+
+
 class Open:
     """A store of a user's, in which files can be seen while they are written."""
 

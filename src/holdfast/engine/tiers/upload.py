@@ -160,9 +160,8 @@ class Sender:
             if isinstance(listing, Visible):
                 self._send_keys(folder, listing)
             self._commit(folder, listing, data, epoch, unclear)
-        elif isinstance(listing, Visible):
-            self._count(requests=2)
-            boxes_of(self._remote, folder, listing)
+        else:
+            self._expect_whole(folder, listing)
         self._confirm(folder, data)
         self._cost.seconds = time.perf_counter() - began
         return self._cost
@@ -193,6 +192,18 @@ class Sender:
         where = f"{self._remote.url}/{folder}"
         error = f"{where}: it was {what} there by {register.by} ({register.reason})"
         raise CommitConflict(error) if what == "aborted" else NoCheckpoint(error)
+
+    def _expect_whole(self, folder: str, listing: Listing) -> None:
+        """Raise `CorruptData` where what is committed there lacks files that nobody has dropped, or
+        the keys: it may have been harmed since."""
+        there = self._sizes_there(folder)
+        is_thinned = any(layout.parse_thinned(name) is not None for name in there)
+        wrong = [name for name, entry in listing.files.items() if there.get(name) != length(entry)]
+        if wrong and not is_thinned:
+            raise CorruptData(f"{self._remote.url}/{folder} lacks {', '.join(wrong)}")
+        if isinstance(listing, Visible):
+            self._count(requests=2)
+            boxes_of(self._remote, folder, listing)
 
     # Files
 
