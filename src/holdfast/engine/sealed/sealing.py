@@ -63,7 +63,6 @@ from holdfast.store.base import (
     BlockWriter,
     Buffer,
     Folders,
-    FreeSpace,
     LinksFiles,
     ObjectInfo,
     Points,
@@ -76,6 +75,7 @@ from holdfast.store.base import (
     reads_in_place,
     uncached,
 )
+from holdfast.store.wrapping import handing_on
 
 _PASSED_THROUGH = frozenset({layout.WRITERS, layout.READERS, layout.REQUESTS, layout.UPLOADS})
 
@@ -557,24 +557,6 @@ class SealedStore:
         return reader
 
 
-class _SealedFolders(SealedStore):
-    def make_folder(self, folder: str, *, exclusive: bool = False) -> None:
-        """See `Folders.make_folder`."""
-        self.inner.make_folder(folder, exclusive=exclusive)
-
-    def sync_folder(self, folder: str) -> None:
-        """See `Folders.sync_folder`."""
-        self.inner.sync_folder(folder)
-
-    def refresh_folder(self, folder: str) -> None:
-        """See `Folders.refresh_folder`."""
-        self.inner.refresh_folder(folder)
-
-    def sweep(self, folder: str) -> int:
-        """See `Folders.sweep`."""
-        return cast(int, self.inner.sweep(folder))
-
-
 class _SealedReadsInto(SealedStore):
     def read_into(
         self,
@@ -632,43 +614,12 @@ class _SealedLinksFiles(SealedStore):
         return True
 
 
-class _SealedAbortsUploads(SealedStore):
-    def uploads(self, folder: str = "") -> Iterator[str]:
-        """See `AbortsUploads.uploads`; the keys are those under which the files will lie."""
-        return cast("Iterator[str]", self.inner.uploads(folder))
-
-    def abort_uploads(self, folder: str) -> int:
-        """See `AbortsUploads.abort_uploads`."""
-        return cast(int, self.inner.abort_uploads(folder))
-
-
-class _SealedPoints(SealedStore):
-    def point(self, name: str, target: str) -> None:
-        """See `Points.point`."""
-        self.inner.point(name, target)
-
-
-class _SealedTellsSpace(SealedStore):
-    def free_space(self) -> FreeSpace:
-        """See `TellsSpace.free_space`."""
-        return cast(FreeSpace, self.inner.free_space())
-
-
-class _SealedProbes(SealedStore):
-    def probe(self) -> str:
-        """See `Probes.probe`."""
-        return cast(str, self.inner.probe())
-
-
-_MIXINS: tuple[tuple[Any, type[SealedStore]], ...] = (
-    (Folders, _SealedFolders),
+_MIXINS: tuple[tuple[Any, type], ...] = (
     (ReadsInto, _SealedReadsInto),
     (WritesBlocks, _SealedWritesBlocks),
     (LinksFiles, _SealedLinksFiles),
-    (AbortsUploads, _SealedAbortsUploads),
-    (Points, _SealedPoints),
-    (TellsSpace, _SealedTellsSpace),
-    (Probes, _SealedProbes),
+    # The keys of these are folders, or those under which the files lie.
+    *((p, handing_on(p)) for p in (Folders, AbortsUploads, Points, TellsSpace, Probes)),
 )
 
 
