@@ -26,7 +26,16 @@ _LOCAL_CASES = (
     "dcp-async-shared",
     "torch_checkpointing",
 )
-_READERS = ("holdfast", "holdfast-unverified", "safetensors", "dcp", "torch_checkpointing")
+_READERS = (
+    "holdfast",
+    "holdfast-unverified",
+    "holdfast-in-place",
+    "holdfast-in-place-unverified",
+    "holdfast-bounded",
+    "safetensors",
+    "dcp",
+    "torch_checkpointing",
+)
 _LOCAL = ["--states", "gpt", "--warmup", "0", "--only", *_LOCAL_CASES, "--readers", *_READERS]
 FULL: Mapping[str, Sequence[str]] = {
     "local": [*_LOCAL, "--rounds", "2"],

@@ -150,6 +150,32 @@ def _at_least(measure: str, bound: float, find: Find) -> Goal:
     return Goal(measure=measure, bound=bound, find=find, form=_times, is_lower_bound=True)
 
 
+def _loads(title: str, *, verified: str, unverified: str) -> list[Goal]:
+    """Goals of two readers of a load."""
+    return [
+        _at_least(
+            f"{title}, cold: share of the cold-read ceiling",
+            0.95,
+            quotient(f"{_LIMITS}:ceiling_cold_s", f"{_LOAD}{verified}:cold_s"),
+        ),
+        _at_least(
+            f"{title}, warm: share of copy and digest",
+            0.8,
+            quotient(f"{_LIMITS}:ceiling_warm_s", f"{_LOAD}{verified}:warm_s"),
+        ),
+        _at_most(
+            f"{title}, `verify=False`: beside safetensors, the worse of cold and warm",
+            1,
+            worst(
+                *(
+                    quotient(f"{_LOAD}{unverified}:{way}", f"{_LOAD}safetensors:{way}")
+                    for way in ("cold_s", "warm_s")
+                )
+            ),
+        ),
+    ]
+
+
 _FULL = f"{_SAVE}holdfast:durable_s"
 _DURABLE = f"{_SAVE}holdfast-awaited:durable_s"
 _STALL = f"{_SAVE}holdfast:stall_s"
@@ -198,25 +224,15 @@ GOALS: Sequence[Goal] = (
     _at_most(
         "… load beside it", 0.6, quotient("metadata/small:load_s", "metadata/small:bare_load_s")
     ),
-    _at_least(
-        "verified load, 2.5 GB, cold: share of the cold-read ceiling",
-        0.95,
-        quotient(f"{_LIMITS}:ceiling_cold_s", f"{_LOAD}holdfast:cold_s"),
+    *_loads(
+        "verified load in place, 2.5 GB",
+        verified="holdfast-in-place",
+        unverified="holdfast-in-place-unverified",
     ),
-    _at_least(
-        "… warm: share of copy and digest",
-        0.8,
-        quotient(f"{_LIMITS}:ceiling_warm_s", f"{_LOAD}holdfast:warm_s"),
-    ),
-    _at_most(
-        "load with `verify=False`: beside safetensors, the worse of cold and warm",
-        1,
-        worst(
-            *(
-                quotient(f"{_LOAD}holdfast-unverified:{way}", f"{_LOAD}safetensors:{way}")
-                for way in ("cold_s", "warm_s")
-            )
-        ),
+    *_loads(
+        "the same kept apart until all is verified (default)",
+        verified="holdfast",
+        unverified="holdfast-unverified",
     ),
     _at_most(
         "90% frozen: time beside a full save",

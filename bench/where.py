@@ -88,11 +88,11 @@ WORKS: Mapping[str, Work] = {
         title="save(wait=True)", kind="gpt", calls=_saves("holdfast-awaited", until_durable=True)
     ),
     "overlap": Work(title="save() with overlap", kind="gpt", calls=_saves("holdfast-overlap")),
-    "cold": Work(title="load, cold", kind="gpt", calls=_loads("holdfast", is_cold=True)),
-    "warm": Work(title="load, warm", kind="gpt", calls=_loads("holdfast")),
-    "unverified": Work(
-        title="load(verify=False), warm", kind="gpt", calls=_loads("holdfast-unverified")
+    "cold": Work(
+        title="load in place, cold", kind="gpt", calls=_loads("holdfast-in-place", is_cold=True)
     ),
+    "warm": Work(title="load in place, warm", kind="gpt", calls=_loads("holdfast-in-place")),
+    "apart": Work(title="load, warm", kind="gpt", calls=_loads("holdfast")),
     "small": Work(title="load of small tensors, warm", kind="small", calls=_loads("holdfast")),
 }
 
