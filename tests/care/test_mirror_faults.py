@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 from holdfast import errors
+from holdfast.care.backlog import Backlog
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import StoreFull, TransientStoreError
-from holdfast.policy.retention import Last
+from holdfast.events import Emitter, Event
+from holdfast.format import layout
+from holdfast.policy.retention import All, Last
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
@@ -162,6 +165,76 @@ def test_close_has_a_deadline_though_the_remote_tier_hangs(local: LocalStore) ->
     for thread in {*threading.enumerate()} - others:
         thread.join(60)  # it still writes into the folder
     assert is_closed
+
+
+def test_a_manifest_that_cannot_be_read_for_a_moment_still_waits_and_is_spared(
+    local: LocalStore,
+) -> None:
+    """D19: gc gives up nothing that was begun there, and nobody forgets that it is to be sent."""
+    remote, tiny = Switch(), Tiny()
+    with opened(Tiered(local, remote, close_timeout_s=0), tiny) as manager:
+        manager.resume()
+        remote.error = TransientStoreError("no network")
+        saved(manager, tiny, 1)
+    folder = str(Catalog(local).attempts()[0])
+    wrong = Fault(kind="flip", op="get", key=f"{folder}/manifest.json")
+    store = FaultyStore(local, [wrong])
+    backlog = Backlog(store, remote.url, All(), Emitter(()), replaces=False)
+    backlog.see({}, ())
+    assert wrong.reached.is_set()
+    assert backlog.spared == (folder,)
+    assert [*Ledger(local).waiting()] == [folder]
+    backlog.refresh()
+    assert backlog.folders == backlog.spared == (folder,)
+
+
+def test_who_was_superseded_gives_up_nothing_that_was_begun(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D19: the next owner may want it there, and could not commit it beside an abort marker."""
+    without_backoff(monkeypatch)
+    remote, tiny, noted = MemoryStore("remote"), Tiny(), Noted()
+    hurt = Fault(kind="fail", op="put", key="step-00000001*/manifest.json", times=None)
+
+    def superseding(event: Event) -> None:
+        if event.kind == "uploaded":
+            remote.put(layout.writer_key(2), remote.get(layout.writer_key(1)))
+
+    tiered = Tiered(local, FaultyStore(remote, [hurt]), keep_remote=Last(1))
+    manager = unopened(tiered, tiny, sinks=(noted, superseding))
+    manager.resume()
+    saved(manager, tiny, 1)
+    noted.wait_for("upload_failed")
+    saved(manager, tiny, 2)
+    with pytest.raises(errors.Superseded):
+        manager.close()
+    begun = str(Catalog(local).attempts()[1])
+    names = remote.children(begun)
+    assert names
+    assert "manifest.json" not in names
+
+
+def test_a_call_that_comes_back_after_close_begins_nothing_more(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariant 9: the thread that sends ends then, and does not wait for pieces nobody sends."""
+    monkeypatch.setattr("holdfast.care.mirror._END_S", 0.1)
+    tiny, noted, remote = Tiny(LARGE), Noted(), MemoryStore("remote")
+    slow = Fault(kind="hang", op="create")
+    before = {*threading.enumerate()}
+    with opened(
+        Tiered(local, FaultyStore(remote, [slow]), close_timeout_s=0), tiny, sinks=(noted,)
+    ) as manager:
+        manager.resume()
+        saved(manager, tiny, 1)
+        assert slow.reached.wait(60)
+        started = {*threading.enumerate()} - before
+    (mirror,) = (thread for thread in started if thread.name.startswith("holdfast-mirror"))
+    slow.release.set()
+    mirror.join(60)
+    assert not mirror.is_alive()
+    assert [info.key for info in remote.list("step-") if "manifest" in info.key] == []
+    assert not any("tried again" in event.message for event in noted.of("upload_failed"))
 
 
 def test_nobody_waits_for_ever_for_a_queue_whose_reader_hangs(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -32,3 +34,28 @@ def test_a_deadline_names_what_was_waited_for() -> None:
         gather(jobs, timeout_s=0.05, what="reading x")
     release.set()
     workers.close()
+
+
+def test_what_is_queued_is_done_after_close_and_nothing_more_is_taken() -> None:
+    """Invariant 9: a future that nobody works at would be waited for to its deadline."""
+    workers, release = Workers(2, "test"), threading.Event()
+    jobs = [workers.submit(lambda: release.wait(60)) for _ in range(3)]
+    workers.close()
+    with pytest.raises(errors.ManagerUnusable, match="test"):
+        workers.submit(release.set)
+    release.set()
+    assert gather(jobs, timeout_s=60, what="jobs") == [True] * 3
+
+
+def test_work_is_taken_while_the_interpreter_exits() -> None:
+    """Decision 0002: in whatever order what is to be done at exit was told."""
+    code = """
+import atexit
+from holdfast.engine.workers import Workers
+workers = []
+atexit.register(lambda: print(workers[0].submit(lambda: "done").result(60)))
+workers.append(Workers(1, "test"))
+workers[0].start()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("done\n", "")

@@ -2,7 +2,8 @@
 
 It says "ready", waits for a line, and reads the pieces of those numbers, several at a time. Each
 fetch adds the number to LOG. HOW is `reads`, or `hangs`: then it says "fetching" in the middle of
-the first fetch and waits for a line.
+the first fetch and waits for a line; with `forks` it has a child by then, which lives as long as
+its input is open.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ def main(folder: str, max_nbytes: str, log: str, how: str, *numbers: str) -> Non
         def fetch(start: int, memory: memoryview, seen: object) -> None:
             memory[:] = content(start // NBYTES)
             os.write(fd, b"%d\n" % (start // NBYTES))
-            if how == "hangs":
+            if how == "forks" and not os.fork():
+                os.read(0, 1)
+                os._exit(0)
+            if how != "reads":
                 print("fetching", flush=True)
                 sys.stdin.readline()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from children import Child
 from holdfast.errors import TransientStoreError
 from holdfast.store.base import ignore
 from holdfast.store.localpieces import LocalPieces
@@ -26,42 +25,13 @@ ON_DISK = -(-NBYTES // 4096) * 4096
 ROOM = 1 << 30
 
 
-class Child:
+class Fetcher(Child):
     """A process that reads pieces once it is told to."""
 
     def __init__(self, folder: Path, how: str, *numbers: int, max_nbytes: int = ROOM) -> None:
         self.log = folder / "log"
-        words = [folder, max_nbytes, self.log, how, *numbers]
-        self.process = subprocess.Popen(
-            [sys.executable, str(CHILD), *map(str, words)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        super().__init__(CHILD, folder, max_nbytes, self.log, how, *numbers)
         self.expect("ready")
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        self.process.stdin.close()
-
-    def expect(self, line: str) -> None:
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == f"{line}\n"
-
-    def go_on(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(60)
 
 
 class Reader:
@@ -95,16 +65,16 @@ def names(*numbers: int) -> set[str]:
 
 
 @pytest.fixture
-def child(tmp_path: Path) -> Iterator[Callable[..., Child]]:
+def child(tmp_path: Path) -> Iterator[Callable[..., Fetcher]]:
     with ExitStack() as stack:
-        yield lambda *words, **options: stack.enter_context(Child(tmp_path, *words, **options))
+        yield lambda *words, **options: stack.enter_context(Fetcher(tmp_path, *words, **options))
 
 
 # One fetch
 
 
 def test_four_processes_of_four_threads_fetch_each_piece_once(
-    tmp_path: Path, child: Callable[..., Child]
+    tmp_path: Path, child: Callable[..., Fetcher]
 ) -> None:
     numbers = range(40)
     children = [child("reads", *numbers) for _ in range(4)]
@@ -125,7 +95,7 @@ def test_threads_fetch_each_piece_once(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_killed_in_a_fetch_leaves_nothing_in_the_way(
-    tmp_path: Path, child: Callable[..., Child]
+    tmp_path: Path, child: Callable[..., Fetcher]
 ) -> None:
     """R1, R9: the kernel gives its lock back, and its draft becomes the next one's."""
     hanging = child("hangs", 1)
@@ -141,8 +111,36 @@ def test_a_process_that_is_killed_in_a_fetch_leaves_nothing_in_the_way(
     assert reader.fetched == Counter([1])
 
 
+def test_a_child_of_a_killed_process_holds_nothing_of_it(
+    tmp_path: Path, child: Callable[..., Fetcher]
+) -> None:
+    """R1, R9: a worker of a DataLoader outlives the process that has forked it."""
+    hanging = child("forks", 1)
+    hanging.go_on()
+    hanging.expect("fetching")
+    hanging.kill()
+    reader = Reader(tmp_path)
+    reader(1)
+    assert reader.fetched == Counter([1])
+    assert set(files(tmp_path)) == names(1)
+
+
+def test_who_forks_keeps_its_locks(tmp_path: Path, child: Callable[..., Fetcher]) -> None:
+    """The child gives back nothing that is its parent's."""
+    hanging, waiting = child("forks", 1), child("reads", 1)
+    hanging.go_on()
+    hanging.expect("fetching")
+    reader = Reader(tmp_path, wait_s=0)
+    reader(1)
+    assert set(files(tmp_path)) == {"00000001.part"}
+    waiting.go_on()
+    hanging.kill()
+    waiting.expect("done")
+    assert set(files(tmp_path)) == names(1)
+
+
 def test_who_waits_for_a_process_that_is_killed_goes_on(
-    tmp_path: Path, child: Callable[..., Child]
+    tmp_path: Path, child: Callable[..., Fetcher]
 ) -> None:
     """R1: without waiting for the deadline."""
     hanging, waiting = child("hangs", 1), child("reads", 1)
@@ -154,7 +152,7 @@ def test_who_waits_for_a_process_that_is_killed_goes_on(
     assert waiting.log.read_text().split() == ["1", "1"]
 
 
-def test_nobody_waits_for_ever(tmp_path: Path, child: Callable[..., Child]) -> None:
+def test_nobody_waits_for_ever(tmp_path: Path, child: Callable[..., Fetcher]) -> None:
     """Invariant 9: who has waited long enough fetches, and leaves the other one's draft alone."""
     hanging = child("hangs", 1)
     hanging.go_on()
@@ -249,7 +247,7 @@ def test_copies_keep_to_their_room_and_the_least_recently_used_go(tmp_path: Path
     assert len(files(tmp_path)) > 7
 
 
-def test_processes_keep_to_one_room_together(tmp_path: Path, child: Callable[..., Child]) -> None:
+def test_processes_keep_to_one_room_together(tmp_path: Path, child: Callable[..., Fetcher]) -> None:
     room = 12 * ON_DISK
     children = [child("reads", *range(at, at + 30), max_nbytes=room) for at in (0, 10, 20)]
     for one in children:
@@ -279,7 +277,7 @@ def test_a_count_that_is_lost_or_damaged_is_taken_anew(tmp_path: Path, count: by
 
 
 def test_clearing_takes_what_dead_processes_left_and_nothing_else(
-    tmp_path: Path, child: Callable[..., Child]
+    tmp_path: Path, child: Callable[..., Fetcher]
 ) -> None:
     """What is not ours stays, and so does what somebody works on."""
     dead, hanging = child("hangs", 100), child("hangs", 101)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from children import Child
 from holdfast import CachedStore, CheckpointManager, load_weights
 from holdfast.store import open_store
 from holdfast.store.base import Store
@@ -36,40 +35,15 @@ class TestCachedObjectStore(StoreContract):
         return store
 
 
-class Rank:
+class Rank(Child):
     """A process that loads once it is told to."""
 
     def __init__(self, url: str, folder: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(CHILD), url, str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def __enter__(self) -> Rank:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.stdout.close()
-
-    def says(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        super().__init__(CHILD, url, folder)
 
     def load(self) -> None:
-        assert self.says() == "ready"
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(60)
+        self.expect("ready")
+        self.go_on()
 
 
 @pytest.fixture

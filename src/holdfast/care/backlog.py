@@ -16,7 +16,7 @@ from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.tiers.ledger import MAX_ERROR_CHARS, Ledger
 from holdfast.engine.tiers.tiered import Lag
 from holdfast.engine.tiers.upload import Cost
-from holdfast.errors import HoldfastError, SealError
+from holdfast.errors import HoldfastError
 from holdfast.events import Emitter
 from holdfast.format.manifest import Manifest, Timestamp
 from holdfast.format.records import TiersRecord, UploadRecord, UploadState
@@ -48,8 +48,9 @@ class Backlog:
         """By folder: what the remote tier has; None: not looked at yet."""
         self._lineage: set[tuple[int, int]] = set()
         self._waiting: dict[str, Entry] = {}
-        self._unopened: set[str] = set()
-        """Folders that our keys do not open. Nothing is decided of them, and their notes stay."""
+        self._unread: set[str] = set()
+        """Folders that our keys do not open, or that are damaged, if only for a moment. Nothing is
+        decided of them, and their notes stay."""
         self._is_sure = False
         self._refused: set[str] = set()
         """Folders that cannot be sent at all."""
@@ -118,9 +119,9 @@ class Backlog:
         with self.changed:
             entries, unread = Catalog(self._local).survey(known=self._known)
             self._known = {entry.folder: entry.manifest for entry in entries}
-            self._unopened = {folder for folder, error in unread if isinstance(error, SealError)}
+            self._unread = {folder for folder, _ in unread}
             here = {entry.folder: entry for entry in entries}
-            noted = {f: state for f, state in self._notes().items() if f not in self._unopened}
+            noted = {f: state for f, state in self._notes().items() if f not in self._unread}
             self._waiting = {folder: here[folder] for folder in self._wanted(here)}
             self._is_sure = True
             for folder in [f for f in noted if f not in here]:
@@ -182,9 +183,9 @@ class Backlog:
     @property
     def spared(self) -> tuple[str, ...]:
         """Folders of which something may lie there that is yet to be committed: what waits, by its
-        note also where other keys than ours are needed to send it."""
+        note also where it cannot be read now."""
         notes = self._notes()
-        others = (f for f in self._unopened if notes.get(f, "uploaded") != "uploaded")
+        others = (f for f in self._unread if notes.get(f, "uploaded") != "uploaded")
         return (*self._waiting, *others)
 
     def waits(self, entry: Entry) -> bool:

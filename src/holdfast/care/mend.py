@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
+from holdfast.care.rekey import put_box
 from holdfast.care.verify import verify
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import check_fence
 from holdfast.engine.roots.documents import read_document
-from holdfast.engine.sealed.sealing import bare, vouched
-from holdfast.engine.sealed.unsealing import box_documents, boxes_of
+from holdfast.engine.sealed.sealing import SealedStore, bare, vouched
+from holdfast.engine.sealed.unsealing import boxes_of
 from holdfast.engine.tiers.pieces import (
     Listing,
     Piece,
@@ -23,7 +24,7 @@ from holdfast.engine.tiers.pieces import (
     pieces_of_sealed,
     read_listing,
 )
-from holdfast.errors import CorruptData, FormatError, NoCheckpoint, StoreError
+from holdfast.errors import CorruptData, FormatError, NoCheckpoint, NotSealed, StoreError
 from holdfast.format import layout
 from holdfast.format.blocks import block_digest, check_block, digest_blocks, file_digest
 from holdfast.format.envelope import Visible
@@ -51,7 +52,7 @@ def mend(local: Store, remote: Store, folder: str, *, epoch: int) -> tuple[str, 
         raise NoCheckpoint(f"{there.url}/{folder}: not committed")
     _expect_same(listing, folder, where=there.url)
     pieces_of_file = _pieces(there, folder, listing)
-    mended = _mend_keys(here, there, folder, listing, epoch)
+    mended = _mend_keys(local, remote, folder, listing, epoch)
     if _mend_manifest(local, folder, data, epoch):
         mended.append(layout.MANIFEST)
     problems = verify(here, folder).problems
@@ -102,19 +103,23 @@ def _pieces_of_plain(
 
 
 def _mend_keys(local: Store, remote: Store, folder: str, listing: Listing, epoch: int) -> list[str]:
-    """Put the keys of a sealed checkpoint back where none can be read; others may have been changed
-    on purpose."""
-    if not isinstance(listing, Visible):
+    """Wrap the data key of a sealed checkpoint anew where no box can be read, for those for whom
+    the run seals now: the boxes of the other tier may be for keys that were changed here since."""
+    if not (isinstance(listing, Visible) and isinstance(remote, SealedStore)):
         return []
+    here = bare(local)
+    unreadable = [name for name in here.children(folder) if layout.parse_keys(name) is not None]
     try:
-        boxes_of(local, folder, listing)
+        boxes_of(here, folder, listing)
     except FormatError:
-        documents = box_documents(remote, folder, listing)
-        _expect_committed(local, folder)
-        check_fence(local, epoch, committed=True)
-        for name, document in documents.items():
-            local.put(f"{folder}/{name}", document)
-        return [*documents]
+        box = remote.new_box(folder)
+        _expect_committed(here, folder)
+        check_fence(here, epoch, committed=True)
+        newest = max((layout.parse_keys(name) or 0 for name in unreadable), default=0)
+        number = put_box(here, folder, newest, box)
+        for name in unreadable:
+            here.delete(f"{folder}/{name}")
+        return [layout.keys_name(number)]
     return []
 
 
@@ -131,7 +136,7 @@ def _mend_manifest(local: Store, folder: str, data: bytes, epoch: int) -> bool:
     """Put the manifest back where it cannot be read; one that can be, or is gone, stays so."""
     try:
         register = Catalog(local).read(folder)
-    except FormatError:
+    except (FormatError, NotSealed):
         check_fence(local, epoch, committed=True)
         bare(local).put(f"{folder}/{layout.MANIFEST}", data)
         return True

@@ -23,7 +23,7 @@ from holdfast.care.uploads import Uploads
 from holdfast.engine.claims.claim import Claim, expect_claim, is_closed, nothing_arrives
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog, Entry
-from holdfast.engine.roots.commit import mark_aborted, remove_files, settle
+from holdfast.engine.roots.commit import check_fence, mark_aborted, remove_files, settle
 from holdfast.engine.roots.notes import annotate
 from holdfast.engine.sealed.sealing import SealedStore
 from holdfast.engine.tiers.catalog import TieredCatalog
@@ -510,8 +510,12 @@ class Mirror(Uploads):
         found = Catalog(self._remote).entry(entry.name)
         if not here.notes_number or found is None:
             return
-        if (here.pinned, here.tags) != (found.marks.pinned, found.marks.tags):
+        if (here.pinned, here.tags) == (found.marks.pinned, found.marks.tags):
+            return
+        try:
             annotate(self._remote, found, add_tags=here.tags, pinned=here.pinned)
+        except NotSealed:
+            annotate(self._remote, found, pinned=True)  # what tags keep is kept, without the words
 
     def _clear_away(self) -> None:
         """Remove what was sent of checkpoints that are not wanted there any more."""
@@ -521,6 +525,8 @@ class Mirror(Uploads):
             self._backlog.give_up(folder)
             name = layout.parse_attempt(folder)
             by = f"writer {claim.epoch}"
+            # Who owns the run by now may want it, and could not commit it any more.
+            check_fence(self._remote, claim.epoch, committed=False)
             if name is None or not mark_aborted(
                 self._remote, folder, by=by, reason="not wanted there before all was sent"
             ):

@@ -131,7 +131,7 @@ def _rotate_one(
         box = wrapped(sealing, data_key, suite)
         if not keeps_old:
             _expect_opens(box, sealing, found)
-        number = _put(store, found.folder, newest, box)
+        number = put_box(store, found.folder, newest, box)
     if keeps_old:
         return is_new
     # Also what cannot be read: the keys before may be in it.
@@ -171,8 +171,12 @@ def _expect_opens(box: KeyBox, keys: Sequence[Key], found: Sealed) -> None:
             unwrapped([key], [box], suite, what=found.folder)
 
 
-def _put(store: Store, folder: str, newest: int, box: KeyBox) -> int:
-    """Put a box under the next number, and see that it is there; gives the number."""
+def put_box(store: Store, folder: str, newest: int, box: KeyBox) -> int:
+    """Put a box under the next number after `newest`, and see that it is there; gives the number.
+
+    Raises:
+        CommitConflict: it cannot be seen there, or no number is free.
+    """
     data = encode_box(box)
     stop = min(newest + 1 + _MAX_RACES, layout.MAX_BOX_NUMBER + 1)
     for number in range(newest + 1, stop):

@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from holdfast.errors import DeadlineExceeded
+from holdfast.errors import DeadlineExceeded, ManagerUnusable
 
 T = TypeVar("T")
 _Job = tuple["Future[Any]", Callable[[], Any]]
@@ -37,14 +37,22 @@ class Workers:
         self._name = name
         self._jobs: _Queue = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # whoever closes may be called in the middle of anything
         self._end = weakref.finalize(self, _stop, self._jobs, num_threads)
+        self._end.atexit = False  # a save may still be on its way
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Queue a job; its result or its error is in the future."""
+        """Queue a job; its result or its error is in the future.
+
+        Raises:
+            ManagerUnusable: after `close` nobody would do it.
+        """
         future: Future[T] = Future()
         self.start()
-        self._jobs.put((future, job))
+        with self._lock:
+            if not self._end.alive:
+                raise ManagerUnusable(f"{self._name}: these threads were told to end")
+            self._jobs.put((future, job))
         return future
 
     def start(self) -> None:
@@ -54,8 +62,9 @@ class Workers:
                 self._threads = [self._new_thread(number) for number in range(self._num_threads)]
 
     def close(self) -> None:
-        """Let the threads end after the jobs that are queued."""
-        self._end()
+        """Let the threads end after the jobs that are queued; no more are taken."""
+        with self._lock:
+            self._end()
 
     def _new_thread(self, number: int) -> threading.Thread:
         thread = threading.Thread(

@@ -135,8 +135,22 @@ class ReadsInto(Protocol):
 
 
 @runtime_checkable
+class ReadsInPlace(Protocol):
+    """Stores that say whether all they read comes from where it lies.
+
+    Of one that says nothing, such as a wrapper that a user has written, nobody knows.
+    """
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether it never answers from copies: then what was read is what is there."""
+        ...
+
+
+@runtime_checkable
 class Caches(Protocol):
-    """Stores that may answer `read_into` from copies nearer by, unless it asks `afresh`."""
+    """Stores that may answer `read_into` from copies nearer by, unless it asks `afresh`; never
+    `get`."""
 
     def uncached(self) -> Store:
         """The same place without the copies, for whoever says what is there."""
@@ -144,7 +158,11 @@ class Caches(Protocol):
 
 
 class BlockWriter(Protocol):
-    """One object that is written in pieces, in any order, from several threads."""
+    """One object that is written in pieces, in any order, from several threads.
+
+    Where pieces are sent in their order, one that comes far ahead waits in `write` for those before
+    it, so another thread has to bring them.
+    """
 
     def write(self, start: int, data: memoryview) -> None:
         """Write `data` at byte `start`. Pieces must not overlap."""
@@ -292,9 +310,28 @@ def abort_uploads(store: Store, folder: str) -> None:
             store.abort_uploads(folder)
 
 
+def reads_in_place(store: Store) -> bool:
+    """Whether what this store reads is what is there, as far as it says so."""
+    return isinstance(store, ReadsInPlace) and store.reads_in_place
+
+
 def uncached(store: Store) -> Store:
-    """The store itself, where copies nearer by may answer for it."""
-    return store.uncached() if isinstance(store, Caches) else store
+    """The store itself, where copies nearer by may answer for it; to read from."""
+    if isinstance(store, Caches):
+        return store.uncached()
+    if reads_in_place(store) or not isinstance(store, ReadsInto):
+        return store
+    return _Gets(store)
+
+
+class _Gets:
+    """A store that may have copies somewhere in it, read in the way that they never answer."""
+
+    def __init__(self, inner: Store) -> None:
+        self.url = inner.url
+        self.put, self.delete = inner.put, inner.delete
+        self.get, self.head = inner.get, inner.head
+        self.list, self.children = inner.list, inner.children
 
 
 def read_into(

@@ -49,6 +49,9 @@ class LocalStore:
     Thread-safe. Does nothing on disk until an operation is called.
     """
 
+    reads_in_place = True
+    """See `ReadsInPlace`."""
+
     def __init__(self, root: str | os.PathLike[str], *, direct_io: bool | None = None) -> None:
         path = os.fspath(root)
         if not path or "\0" in path:

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -43,6 +44,11 @@ _COUNT_WAIT_S = 10.0
 _CLEARED_SHARE = 10
 """Each time that copies have to go, a tenth of the room is made free: to look at them all takes
 longer than to remove one."""
+
+_forking = threading.RLock()
+"""No process is forked while a descriptor is opened or closed that may have a lock."""
+_lockable: set[int] = set()
+"""Those that are open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +224,7 @@ class LocalPieces:
         counted first, so that who dies in between leaves a count that is too high.
         """
         needed = _on_disk(nbytes)
-        fd = os.open(self._path("count"), _WRITE | os.O_CREAT, 0o600)
+        fd = _opened(self._path("count"), _WRITE | os.O_CREAT)
         try:
             end = time.monotonic() + _COUNT_WAIT_S
             while not _is_locked(fd):
@@ -296,7 +302,7 @@ class _Draft:
 def _begin(path: str) -> _Draft | None:
     """The draft at a path; None while somebody else has it."""
     try:
-        fd = os.open(path, _WRITE | os.O_CREAT, 0o600)
+        fd = _opened(path, _WRITE | os.O_CREAT)
     except FileNotFoundError:
         with suppress(FileNotFoundError):
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
@@ -315,7 +321,7 @@ def _begin(path: str) -> _Draft | None:
 def _remove_left(path: str) -> None:
     """Remove a draft that nobody works on any more."""
     try:
-        fd = os.open(path, _WRITE)
+        fd = _opened(path, _WRITE)
     except FileNotFoundError:
         return
     try:
@@ -323,6 +329,14 @@ def _remove_left(path: str) -> None:
             os.unlink(path)
     finally:
         _unlock(fd)
+
+
+def _opened(path: str, flags: int) -> int:
+    """A descriptor that may get a lock; for `_unlock`."""
+    with _forking:
+        fd = os.open(path, flags, 0o600)
+        _lockable.add(fd)
+    return fd
 
 
 def _is_locked(fd: int) -> bool:
@@ -335,11 +349,27 @@ def _is_locked(fd: int) -> bool:
 
 
 def _unlock(fd: int) -> None:
-    # A process that was forked meanwhile has the descriptor, too, and would keep the lock.
-    try:
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    finally:
-        os.close(fd)
+    with _forking:
+        if fd not in _lockable:
+            return  # it is that of the process that this one was forked from
+        _lockable.discard(fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # for whoever was forked without Python knowing
+        finally:
+            os.close(fd)
+
+
+def _let_go() -> None:
+    """In a forked child: it has its parent's descriptors, too, and while it lived the locks would
+    be held, though the parent was killed."""
+    while _lockable:
+        os.close(_lockable.pop())
+    _forking.release()
+
+
+os.register_at_fork(
+    before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_let_go
+)
 
 
 def _is_at(fd: int, path: str) -> bool:

@@ -16,6 +16,9 @@ class MemoryStore:
     and one without objects is not there.
     """
 
+    reads_in_place = True
+    """See `ReadsInPlace`."""
+
     def __init__(self, name: str = "") -> None:
         self._name = name
         self._objects: dict[str, bytes | bytearray] = {}

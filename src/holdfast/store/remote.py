@@ -58,6 +58,9 @@ class RemoteStore:
     spawn or forkserver. A store may be pickled for it.
     """
 
+    reads_in_place = True
+    """See `ReadsInPlace`."""
+
     def __init__(
         self, url: str, *, endpoint: str | None = None, options: RemoteOptions | None = None
     ) -> None:

@@ -79,7 +79,7 @@ class Uploads:
         """Whether a piece without which its object cannot go on may come although there is no room:
         one at a time, until it is on its way or is seen not to help. With `changed` held."""
         admitted = self._admitted() if self._admitted is not None else None
-        return not self._sending and (admitted is None or admitted.is_over())
+        return not self.is_sending() and (admitted is None or admitted.is_over())
 
     def admit(self, writer: MultipartPut | None) -> None:
         """Keep in mind whose piece came without room; None: it has been handed on."""
@@ -98,6 +98,10 @@ class Uploads:
     def note(self, writer: MultipartPut, *, is_sending: bool) -> None:
         """Keep in mind whether an object is sending; with `changed` held."""
         (self._sending.add if is_sending else self._sending.discard)(writer)
+
+    def is_sending(self) -> bool:
+        """Whether any object is sending; with `changed` held."""
+        return bool(self._sending)
 
     def take(self) -> mmap.mmap:
         """Memory for a copy, of `COPY_NBYTES`; with `changed` held."""
@@ -383,7 +387,11 @@ class MultipartPut(_Writer):
         """Copy a piece, and hand it on when everything before it has come."""
         uploads = self._uploads
         with uploads.changed:
-            uploads.wait_for(lambda: self._may_come(start), f"write {self._key}")
+            try:
+                uploads.wait_for(lambda: self._may_come(start), f"write {self._key}")
+            except TransientStoreError as error:
+                self._expect_next_to_have_come(start, error)
+                raise
             self._check_open("write")
             self._expect_sending()
             if not uploads.has_room():
@@ -400,6 +408,17 @@ class MultipartPut(_Writer):
             self._pieces[start] = copy
             self._written_nbytes += len(piece)
         uploads.call(self._arrived.set)
+
+    def _expect_next_to_have_come(self, start: int, error: TransientStoreError) -> None:
+        """Tell the service's silence from that of whoever writes: the same again would end so, too.
+        With `changed` held."""
+        has_come = start == self._position or self._position in self._pieces
+        if not has_come and not self._uploads.is_sending():
+            raise StoreError(
+                f"write {self._key}: byte {self._position} has not come, and the memory for copies "
+                "is full of what lies behind it. Write pieces in order, or from so many threads "
+                "that none waits for another one's"
+            ) from error
 
     def _may_come(self, start: int) -> bool:
         if self.is_over() or self._uploads.has_room():

@@ -41,6 +41,7 @@ from holdfast.store.base import (
     TellsSpace,
     WritesBlocks,
     ignore,
+    reads_in_place,
 )
 
 T = TypeVar("T")
@@ -163,6 +164,11 @@ class FaultyStore:
     def url(self) -> str:
         """See `Store.url`: that of `inner`."""
         return cast(str, self.inner.url)
+
+    @property
+    def reads_in_place(self) -> bool:
+        """See `ReadsInPlace`."""
+        return reads_in_place(self.inner)
 
     @property
     def ops(self) -> tuple[tuple[str, str], ...]:

@@ -14,6 +14,8 @@ from holdfast.care.verify import verify
 from holdfast.engine.sealed.sealing import sealing
 from holdfast.errors import CorruptData, NoCheckpoint, NotFound, UsageError
 from holdfast.format import layout
+from holdfast.format.segments import SEGMENT_NBYTES
+from holdfast.format.suites import TAG_NBYTES
 from holdfast.keys import PrivateKey, SecretKey
 from holdfast.store.base import (
     AbortsUploads,
@@ -37,6 +39,8 @@ from holdfast.testing.faulty import Fault, FaultyStore
 from holdfast.testing.store_contract import StoreContract, noise
 from rights import read_only
 from runs import Recorder, Run, new_run
+from tiers import LARGE, Tiny, opened
+from tiers import saved as saved_in
 
 ROOM = 1 << 30
 ATTEMPT = "step-00000001.0001-000001-0123abcd"
@@ -60,6 +64,18 @@ class Counted(MemoryStore):
         found, self.nbytes = self.nbytes, {}
         wanted = (".safetensors", ".sealed", "-00000.json", "index.json", ".zst")
         return {key: nbytes for key, nbytes in found.items() if key.endswith(wanted)}
+
+
+class Wrapper:
+    """What a user may put around a store: it says nothing of what is in it."""
+
+    def __init__(self, inner: Any) -> None:
+        self.url, self.put, self.delete = inner.url, inner.put, inner.delete
+        self.get, self.head, self.read_into = inner.get, inner.head, inner.read_into
+        self.list, self.children = inner.list, inner.children
+
+
+WRAPPERS = {"as it is": lambda store: store, "faulty": FaultyStore, "a user's": Wrapper}
 
 
 def cached(inner: Store, folder: Path, **options: Any) -> Any:
@@ -296,6 +312,38 @@ def test_a_damaged_copy_costs_one_more_read_and_condemns_nothing(
     assert inner.of_files() == {}
 
 
+@pytest.mark.parametrize(("where", "most"), [("bytes", 1), ("tags", 2)])
+def test_a_damaged_copy_of_what_is_sealed_costs_a_request_for_each_piece(
+    tmp_path: Path, where: str, most: int
+) -> None:
+    """And not some for each of its segments; with the tags behind them it may be one more."""
+    inner, tiny, encrypt = MemoryStore(), Tiny(LARGE), Encryption(keys=SecretKey(bytes(32)))
+
+    def load(store: Store) -> Tiny:
+        found = Tiny(LARGE)
+        with opened(cached(store, tmp_path), found, encrypt=encrypt, takeover=True) as manager:
+            manager.resume()
+        return found
+
+    with opened(inner, tiny, encrypt=encrypt) as manager:
+        saved_in(manager, tiny, 1)
+    assert load(inner).step() == 1
+    key = max(inner.list(), key=lambda info: info.nbytes).key
+    pieces = [path for path in copies(tmp_path) if str(path.parent).endswith(key)]
+    assert len(pieces) > 2
+    if where == "tags":
+        for number in range(2, 20):
+            flip(pieces[-1], -number * TAG_NBYTES)
+    else:
+        for path in pieces:
+            for at in range(0, path.stat().st_size, SEGMENT_NBYTES):
+                flip(path, at)
+    counted = FaultyStore(inner)
+    assert load(counted).step() == 1
+    gets = [op for op in counted.ops if op in (("get", key), ("read_into", key))]
+    assert 1 <= len(gets) <= most * len(pieces)
+
+
 @pytest.mark.parametrize("harm", ["cut", "longer", "folder", "unreadable", "link", "fifo"])
 def test_a_copy_that_is_no_copy_is_passed_over(
     inner: Counted, saved: Run, tmp_path: Path, harm: str
@@ -361,8 +409,9 @@ def test_what_is_loaded_without_digests_is_not_taken_from_copies(
     assert run.bits() == saved.bits()
 
 
+@pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_load_from_copies_does_not_vouch_for_the_checkpoint(
-    inner: Counted, saved: Run, tmp_path: Path, recorder: Recorder
+    inner: Counted, saved: Run, tmp_path: Path, recorder: Recorder, wrapper: str
 ) -> None:
     """Invariant 4, R17: what was not read where it lies proves nothing, so nothing goes for it."""
     with saved.manager(inner, sinks=()) as manager:
@@ -371,9 +420,13 @@ def test_a_load_from_copies_does_not_vouch_for_the_checkpoint(
         second = manager.save(2).wait()
     resume(cached(inner, tmp_path))
     spoil(inner, f"{second.folder}/model-00000.safetensors")
-    rotting = FaultyStore(inner, [Fault(kind="flip", op="write", key="*model-00000.safetensors")])
+    key = "*model-00000.safetensors"
+    rotting = FaultyStore(
+        inner, [Fault(kind="flip", op="write", key=key), Fault(kind="flip", op="put", key=key)]
+    )
     run = new_run(seed=1, width=1024)
-    with run.manager(cached(rotting, tmp_path), keep=Last(2), sinks=(recorder,)) as manager:
+    store = WRAPPERS[wrapper](cached(rotting, tmp_path))
+    with run.manager(store, keep=Last(2), sinks=(recorder,)) as manager:
         found = manager.resume()
         assert found is not None
         assert found.folder == second.folder  # of which there are sound copies
@@ -433,17 +486,18 @@ def test_under_encryption_the_copies_are_sealed(inner: Counted, tmp_path: Path) 
     assert resume(cached(inner, tmp_path), encrypt=encrypt).bits() == run.bits()
 
 
-def test_under_encryption_verification_reads_the_store(inner: Counted, tmp_path: Path) -> None:
-    """R18."""
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_under_encryption_verification_reads_the_store(
+    inner: Counted, tmp_path: Path, wrapper: str
+) -> None:
+    """R18: the tags at the ends of files, too."""
     encrypt = Encryption(keys=SecretKey(bytes(range(32))))
     run = new_run(width=1024)
     with run.manager(inner, sinks=(), encrypt=encrypt) as manager:
         saved = manager.save(1).wait()
-    store = sealing(cached(inner, tmp_path), encrypt)
+    store = sealing(WRAPPERS[wrapper](cached(inner, tmp_path)), encrypt)
     assert verify(store, saved.folder).ok
     assert copies(tmp_path) == []
-    assert isinstance(store, Caches)
-    assert not isinstance(sealing(inner, encrypt), Caches)
 
 
 def test_who_has_only_a_public_key_reads_back_what_he_wrote_through_copies_too(

@@ -289,6 +289,31 @@ def test_what_is_not_sealed_is_refused_unless_it_is_accepted() -> None:
     assert not [key for key in stored(store) if key.endswith("rejected.json")]
 
 
+def test_a_plain_checkpoint_among_sealed_ones_stops_nothing() -> None:
+    """R32: whoever writes to the store can put one there; it is named, not marked, and stays."""
+    store, other, recorder = MemoryStore(), MemoryStore(), Recorder()
+    saved(store, 1, 2)
+    saved(other, 1, 2, 3, encrypt=None)
+    planted = folders(other)[-1]
+    for key, data in stored(other).items():
+        if key.startswith(planted):
+            store.put(key, data)
+    before = {key: data for key, data in stored(store).items() if key.startswith(planted)}
+    catalog = Catalog(sealing(store, SEALS))
+    assert catalog.resolve("latest").step == 2
+    for named in (3, planted):
+        with pytest.raises(errors.NotSealed, match="accept_plain"):
+            catalog.resolve(named)
+    with pytest.raises(errors.NotSealed, match="accept_plain"):
+        catalog.resolve("step=99")
+    assert resumed(store) == 2
+    saved(store, 4, sinks=(recorder,), keep=Last(1))
+    (event,) = [event for event in recorder.of("passed_over") if event.fields["folder"] == planted]
+    assert "is not sealed" in event.message
+    assert resumed(store) == 4
+    assert {key: data for key, data in stored(store).items() if key.startswith(planted)} == before
+
+
 def resealed(data: bytes) -> bytes:
     """A document with its digest made right again, as an attacker makes it."""
     body = data[: data.rindex(b'"digest": ')]

@@ -30,7 +30,8 @@ from holdfast.engine.tiers.upload import Interrupted, Sender
 from holdfast.errors import AccessDenied, TransientStoreError
 from holdfast.events import Emitter
 from holdfast.format import layout
-from holdfast.format.manifest import Deleted, encode_deleted
+from holdfast.format.envelope import decode_visible
+from holdfast.format.manifest import Deleted, encode_deleted, encode_manifest
 from holdfast.format.records import decode_writer, encode_writer
 from holdfast.keys import Encryption, Passphrase, SecretKey, generate
 from holdfast.policy.retention import Last
@@ -217,7 +218,7 @@ LOST_OR_NOT: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", LOST_OR_NOT)
-@pytest.mark.parametrize("file", ["smallest", "largest", "manifest.json", "keys-0001.json"])
+@pytest.mark.parametrize("file", ["smallest", "largest", "manifest.json"])
 def test_a_damaged_local_copy_is_read_from_the_remote_tier_and_mended(
     local: LocalStore, remote: Store, damage: str, file: str
 ) -> None:
@@ -244,6 +245,31 @@ def test_a_damaged_local_copy_is_read_from_the_remote_tier_and_mended(
     assert path.read_bytes() == before
     assert opened_steps(local) == [3, 2, 1]
     assert [name for name in local.children() if name.startswith("sending-")] == []
+
+
+@pytest.mark.parametrize("damage", LOST_OR_NOT)
+def test_keys_that_are_lost_are_wrapped_anew_for_those_of_the_run(
+    local: LocalStore, damage: str
+) -> None:
+    """R19, R36: not brought back from a tier in which they were not changed yet."""
+    remote, tiny, noted = MemoryStore("remote"), Tiny(), Noted()
+    with opened(Tiered(local, remote), tiny, encrypt=SEALS) as manager:
+        manager.resume()
+        saved(manager, tiny, 1, 2)
+    folder = newest(local)
+    assert {one.outcome for one in rekey.rotate(local, [KEY], [NEW])} == {"done"}
+    LOST_OR_NOT[damage](Path(local.url, folder, "keys-0002.json"))
+    both = Encryption(keys=NEW, also_read=KEY)
+    with opened(Tiered(local, remote), tiny, encrypt=both, sinks=(noted,)) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert (found.step, found.rejected) == (2, ())
+        saved(manager, tiny, 3)
+        mended = noted.wait_for("mended").fields["files"]
+    assert [name for name in local.children(folder) if name.startswith("keys-")] == [*mended]
+    assert opened_steps(local, Encryption(keys=NEW)) == [3, 2, 1]
+    with pytest.raises(errors.WrongKey):
+        Catalog(sealing(local, SEALS)).read(folder)
 
 
 @pytest.fixture(params=["local", "remote"])
@@ -347,6 +373,90 @@ def test_what_is_from_before_the_run_was_sealed_is_not_sent_in_clear(local: Loca
     assert "not sent in clear" in noted.wait_for("upload_failed").message
     assert opened_steps(remote) == [2]
     assert opened_steps(local, accepting) == [2, 1]
+
+
+def test_tags_of_what_is_from_before_the_run_was_sealed_do_not_cross_in_clear(
+    local: LocalStore, ram_path: Path
+) -> None:
+    """R34: what they keep is kept in the remote tier all the same."""
+    remote, tiny = LocalStore(ram_path / "remote"), Tiny()
+    accepting = Encryption(keys=KEY, accept_plain=True)
+    with opened(Tiered(local, remote), tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 1, 2, 3)
+        manager.wait()
+    with opened(local, tiny, takeover=True) as manager:
+        manager.tag(1, f"{CANARY}-1")  # while nobody sends
+    tiered = Tiered(local, remote, keep_local=Last(1), keep_remote=Last(1))
+    with opened(tiered, tiny, encrypt=accepting) as manager:
+        manager.resume()
+        for which in (1, 3):
+            with pytest.raises(errors.NotSealed, match="in clear"):
+                manager.tag(which, f"{CANARY}-2")
+        manager.pin(2)
+        tiny.become(3)
+        manager.save(3, tags=[f"{CANARY}-3"]).wait()
+        saved(manager, tiny, 4)
+        manager.wait()
+    assert steps_in(sealing(remote, accepting)) == [4, 3, 2, 1]
+    stored = {info.key: remote.get(info.key) for info in remote.list()}
+    assert not [key for key, data in stored.items() if CANARY.encode() in data]
+    assert not [key for key, data in stored.items() if b"Last" in data]
+
+
+def plain(data: bytes) -> bytes:
+    """A manifest that is not sealed, in the place of a sealed one."""
+    store, tiny = MemoryStore(), Tiny()
+    with opened(store, tiny) as manager:
+        saved(manager, tiny, 1)
+    manifest = Catalog(store).checkpoints()[0].manifest
+    sealed = decode_visible(data, what="manifest")
+    names = ("save_id", "label", "epoch", "sequence")
+    return encode_manifest(
+        msgspec.structs.replace(manifest, **{name: getattr(sealed, name) for name in names})
+    )
+
+
+def test_a_plain_manifest_in_the_remote_tier_stops_nothing(local: LocalStore) -> None:
+    """R32: whoever may write there has put it in the place of one that is only there."""
+    remote, tiny, noted = MemoryStore("remote"), Tiny(), Noted()
+    tiered = Tiered(local, remote, keep_local=0)
+    with opened(tiered, tiny, encrypt=SEALS) as manager:
+        manager.resume()
+        saved(manager, tiny, 1, 2)
+        manager.wait()
+    folder = newest(remote)
+    key = f"{folder}/manifest.json"
+    remote.put(key, plain(remote.get(key)))
+    local.delete(f"{folder}/")
+    with opened(tiered, tiny, encrypt=SEALS, sinks=(noted,)) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.step == 1
+        assert found.rejected == ((folder, found.rejected[0][1]),)
+        assert "is not sealed" in noted.wait_for("passed_over").message
+        saved(manager, tiny, 3)
+        manager.wait()
+    assert [entry.step for entry in Catalog(sealing(remote, SEALS)).checkpoints()] == [3, 1]
+
+
+def test_a_plain_manifest_in_the_local_tier_is_tampering_and_is_mended(local: LocalStore) -> None:
+    """R19, R32: what is whole in the remote tier is read there."""
+    remote, tiny, noted = MemoryStore("remote"), Tiny(), Noted()
+    with opened(Tiered(local, remote), tiny, encrypt=SEALS) as manager:
+        manager.resume()
+        saved(manager, tiny, 1, 2)
+    key = f"{newest(local)}/manifest.json"
+    before = local.get(key)
+    local.put(key, plain(before))
+    with opened(Tiered(local, remote), tiny, encrypt=SEALS, sinks=(noted,)) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert (found.step, found.rejected) == (2, ())
+        saved(manager, tiny, 3)
+        assert noted.wait_for("mended").fields["files"] == ("manifest.json",)
+    assert local.get(key) == before
+    assert opened_steps(local) == [3, 2, 1]
 
 
 def test_a_local_copy_stays_while_nobody_can_open_the_remote_one(

@@ -63,6 +63,39 @@ def test_what_is_sent_is_counted_and_told(local: LocalStore, remote: Store) -> N
     assert again.nbytes == 0
 
 
+def test_what_is_committed_there_and_lacks_files_is_not_taken_for_sent(
+    local: LocalStore, remote: Store
+) -> None:
+    """I4, D19: the local copy would go for it."""
+    send(sender(local, remote), local)
+    entry = Catalog(local).checkpoints()[0]
+    lost = max(entry.manifest.files)
+    remote.delete(f"{entry.folder}/{lost}")
+    with pytest.raises(errors.CorruptData, match=f"lacks {lost}"):
+        send(sender(local, remote), local)
+
+
+class Open:
+    """A store of a user's, in which files can be seen while they are written."""
+
+    def __init__(self, inner: MemoryStore) -> None:
+        self.url, self.put, self.delete = inner.url, inner.put, inner.delete
+        self.get, self.head, self.create = inner.get, inner.head, inner.create
+        self.list, self.children = inner.list, inner.children
+
+
+def test_a_half_sent_file_is_not_taken_for_whole_where_it_can_be_seen(local: LocalStore) -> None:
+    """I1, D14: of the right length, with zeros where a killed process had not come to."""
+    inner = MemoryStore()
+    share_claims(local, inner)
+    folder = Catalog(local).checkpoints()[0].folder
+    largest = max(local.list(f"{folder}/"), key=lambda info: info.nbytes)
+    inner.put(largest.key, bytes(largest.nbytes))
+    with pytest.raises(errors.CorruptData, match="not what is in"):
+        send(sender(local, Open(inner)), local)
+    assert Catalog(inner).checkpoints() == ()
+
+
 def test_two_processes_that_send_the_same_at_once_do_no_harm(
     local: LocalStore, remote: Store
 ) -> None:

@@ -36,6 +36,7 @@ from holdfast.store.base import (
     uncached,
 )
 from holdfast.store.localpieces import PIECE_NBYTES, LocalPieces, Piece
+from holdfast.store.wrapping import handing_on
 
 _PASSED_ON = (Folders, WritesBlocks, LinksFiles, Points, TellsSpace, Probes, AbortsUploads)
 _MAX_LENGTHS = 10_000
@@ -63,7 +64,7 @@ class CachedStore:
         """An instance of a subclass that has what `inner` has."""
         store = open_store(inner)
         offered = tuple(
-            _passing(protocol) for protocol in _PASSED_ON if isinstance(store, protocol)
+            handing_on(protocol) for protocol in _PASSED_ON if isinstance(store, protocol)
         )
         kind = type(cls.__name__, (cls, *offered), {"__doc__": cls.__doc__})
         made = cast(CachedStore, object.__new__(kind))
@@ -204,16 +205,3 @@ def _is_lasting(key: str) -> bool:
     except FormatError:
         return False
     return True
-
-
-def _passing(protocol: Any) -> type:
-    """A class that hands the operations of a protocol to `inner`."""
-
-    def passed(name: str) -> Callable[..., Any]:
-        def method(self: Any, *args: Any, **options: Any) -> Any:
-            return getattr(self.inner, name)(*args, **options)
-
-        return method
-
-    names = [name for name in vars(protocol) if not name.startswith("_")]
-    return type(protocol.__name__, (), {name: passed(name) for name in names})

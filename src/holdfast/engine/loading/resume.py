@@ -29,6 +29,7 @@ from holdfast.errors import (
     HoldfastError,
     NoCheckpoint,
     NotFound,
+    NotSealed,
     NoUsableCheckpoint,
     StoreError,
     UsageError,
@@ -40,7 +41,7 @@ from holdfast.state.apply import OpaqueLoadFailed, Prepared, prepare
 from holdfast.state.edits import Edit, EditedLoad, edited_load
 from holdfast.state.selection import Selection
 from holdfast.state.unread import Stored
-from holdfast.store.base import Store, uncached
+from holdfast.store.base import Store, reads_in_place, uncached
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 Unhealthy = Literal["avoid", "accept"]
@@ -206,7 +207,7 @@ class Reader:
             options=options,
             prepared=prepared,
             tensors=tensors,
-            is_proof=options.proves_whole and uncached(store) is store is self.catalog.store,
+            is_proof=options.proves_whole and reads_in_place(store) and store is self.catalog.store,
         )
 
     def _expect_saved(self, entry: Entry, wanted: Collection[str]) -> None:
@@ -327,6 +328,7 @@ class Reader:
                 return found
             if _registers(catalog) == before:
                 break
+        self._expect_sealed()
         if not catalog.ever_committed(whole=True):
             return None  # parts that side savers saved before the first whole one are no start
         changed = "The state is mixed" if self.unusable else "Nothing was changed"
@@ -335,6 +337,12 @@ class Reader:
             f"{changed}; name another one explicitly, or use another root",
             self.rejected,
         )
+
+    def _expect_sealed(self) -> None:
+        """Raise `NotSealed` where nothing else was passed over: the call may be mended."""
+        found = [*self.passed_over.values()]
+        if found and all(isinstance(error, NotSealed) for error in found):
+            raise found[0]
 
     def _first(
         self,
@@ -358,7 +366,7 @@ class Reader:
             try:
                 candidate = self._read_twice(catalog, name, options, unhealthy)
             except HoldfastError as error:
-                if not (is_damage(error) or isinstance(error, PassedOver)):
+                if not (is_damage(error) or isinstance(error, PassedOver | NotSealed)):
                     raise
                 self.passed_over[str(name)] = error
                 continue
@@ -435,6 +443,8 @@ def _register_state(catalog: Catalog, name: AttemptName) -> str:
         return type(catalog.read(str(name))).__name__
     except FormatError:
         return "damaged"
+    except NotSealed:
+        return "not sealed"
 
 
 class Search:
@@ -495,7 +505,7 @@ class Search:
             if self._announced.get(folder) is error:
                 continue
             self._announced[folder] = error
-            if not isinstance(error, PassedOver):
+            if not isinstance(error, PassedOver | NotSealed):
                 reject(folder, str(error))
                 continue
             kind: Kind = "warning" if isinstance(error, Avoided) else "passed_over"

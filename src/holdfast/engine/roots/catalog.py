@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from holdfast.engine.roots.documents import read_if_there
@@ -16,6 +17,7 @@ from holdfast.errors import (
     FormatError,
     HoldfastError,
     NoCheckpoint,
+    NotSealed,
     SealError,
     UnsupportedVersion,
     listing,
@@ -252,7 +254,8 @@ class Catalog:
         return next(self.lineage_entries(), None)
 
     def lineage_entries(self, *, opens_all: bool = True) -> Iterator[Entry]:
-        """The lineage's committed checkpoints with sound manifests, newest first.
+        """The lineage's committed checkpoints with sound manifests, newest first; where only sealed
+        ones are wanted, those alone: anybody may have put another one there.
 
         Without `opens_all` those that are sealed for others are passed over: for who looks for
         something older than the newest, or for something by name.
@@ -263,7 +266,7 @@ class Catalog:
         for name in self.lineage():
             try:
                 entry = self.entry(name)
-            except FormatError:
+            except (FormatError, NotSealed):
                 continue
             except SealError:
                 if opens_all:
@@ -321,19 +324,28 @@ class Catalog:
         With `whole`, something that a run could have gone on from, as far as is known.
 
         Raises:
-            SealError: before anything else, something that is sealed for others.
+            SealError: before anything else, something that is sealed for others; or nothing else
+                is there than what is not sealed.
         """
+        unsealed: NotSealed | None = None
         for name in self.attempts():
             try:
                 register = self.read(str(name))
             except FormatError:
                 return True
+            except NotSealed as error:
+                unsealed = error
+                continue
             if isinstance(register, Manifest) and whole and register.left_out:
                 continue
             if isinstance(register, Manifest | Deleted):
                 return True
         claims = (self._claim_or_none(epoch) for epoch in self.claims())
-        return any(claim is not None and claim.resumed_from is not None for claim in claims)
+        if any(claim is not None and claim.resumed_from is not None for claim in claims):
+            return True
+        if unsealed is not None:
+            raise unsealed
+        return False
 
     def _epochs(self, attempts: tuple[AttemptName, ...], below: int | None) -> tuple[int, ...]:
         """The epochs of this run, newest first: the claims, and what lay here before the first.
@@ -383,20 +395,21 @@ class Catalog:
                 self.entry(name)
             except UnsupportedVersion:
                 raise
-            except FormatError:
-                continue  # damaged: what is before it serves
+            except (FormatError, NotSealed):
+                continue  # damaged, or nobody vouches for it: what is before it serves
 
     def _expect_all_opened(self) -> None:
-        """Raise the `SealError` of the newest of the lineage that is sealed for others."""
-        for _ in self.lineage_entries():
-            pass
+        """Raise the `SealError` of the newest of the lineage that has one."""
+        for name in self.lineage():
+            with suppress(FormatError):
+                self.entry(name)
 
     def _nothing_matches(self, wanted: str) -> str:
         entries, unread = self.survey()
         lines = [f"{entry.folder} (step {entry.step})" for entry in entries]
         for folder, error in unread:
-            is_sealed = isinstance(error, SealError)
-            lines.append(f"{folder} ({'sealed for others' if is_sealed else 'manifest damaged'})")
+            what = "sealed for others" if isinstance(error, SealError) else "manifest damaged"
+            lines.append(f"{folder} ({'not sealed' if isinstance(error, NotSealed) else what})")
         if not lines:
             return f"{self.store.url}: no checkpoints"
         return (

@@ -27,7 +27,13 @@ from holdfast.engine.staging.overlap import NUM_THREADS, Overlap
 from holdfast.engine.staging.stage import Stager
 from holdfast.engine.staging.staged import Staged
 from holdfast.engine.workers import Workers, num_cores
-from holdfast.errors import DeadlineExceeded, OutcomeUnknown, OwnershipError, SaveFailed
+from holdfast.errors import (
+    DeadlineExceeded,
+    NotSealed,
+    OutcomeUnknown,
+    OwnershipError,
+    SaveFailed,
+)
 from holdfast.events import Emitter
 from holdfast.format import blocks, layout
 from holdfast.format.manifest import Manifest
@@ -322,7 +328,10 @@ class Saver:
         check_fence(self._store, request.claim.epoch, committed=False)
         new_tags = tuple(tag for tag in request.tags if tag not in entry.tags)
         if new_tags:
-            annotate(self._store, entry, add_tags=new_tags)
+            try:
+                annotate(self._store, entry, add_tags=new_tags)
+            except NotSealed:
+                return None  # it is from before the run was sealed
         return with_tags(entry, new_tags)
 
 

@@ -14,11 +14,13 @@ from holdfast.format.records import (
     decode_answer,
     decode_rejected,
     decode_retired,
+    decode_thinned,
     decode_tiers,
     decode_upload,
     encode_answer,
     encode_rejected,
     encode_retired,
+    encode_thinned,
     encode_tiers,
     encode_upload,
 )
@@ -35,6 +37,16 @@ def blank(name: str, data: bytes) -> bytes:
     if layout.parse_retired(name) is not None:
         return encode_retired(Retired(by=decode_retired(data, what=name).by, reason=NOT_TOLD))
     raise NotFound(f"{name}: there is no checkpoint that can be opened beside it")
+
+
+def blank_beside_plain(name: str, data: bytes) -> bytes:
+    """A sidecar of a checkpoint that is not sealed, without the words of reasons."""
+    if layout.parse_notes(name) is not None:
+        return data
+    if layout.parse_thinned(name) is not None:
+        thinned = decode_thinned(data, what=name)
+        return encode_thinned(msgspec.structs.replace(thinned, reason=NOT_TOLD))
+    return blank(name, data)
 
 
 def discreet(key: str, data: Buffer) -> Buffer:

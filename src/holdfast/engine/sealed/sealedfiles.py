@@ -45,7 +45,7 @@ class SealedFile:
 
         Raises:
             CorruptData: the file is shorter.
-            Tampered: a segment is not as it was sealed; it was read twice.
+            Tampered: a segment is not as it was sealed; it and its tag were read twice.
         """
         stop = start + out.nbytes
         if start < 0 or stop > self.seal.nbytes:
@@ -72,33 +72,41 @@ class SealedFile:
         stop = start + out.nbytes
         base = start - start % SEGMENT_NBYTES
         end = min(-(-stop // SEGMENT_NBYTES) * SEGMENT_NBYTES, self.seal.nbytes)
-        # A tag stands behind its segment when that is opened; what was there comes back after.
+        # The tag of a segment takes the place of what is behind it while that is opened.
         sealed = _scratch(end - base + TAG_NBYTES)
         self._fetch(base, sealed[: end - base], afresh=afresh)
+        # One more read of each: a passing error on the way must not condemn a sound checkpoint.
+        left = ["tags", "bytes"]
         for first in range(base, end, SEGMENT_NBYTES):
             number, last = first // SEGMENT_NBYTES, min(first + SEGMENT_NBYTES, end)
             low, high = max(first, start), min(last, stop)
-            behind = slice(last - base, last - base + TAG_NBYTES)
-            held = bytes(sealed[behind])
-            sealed[behind] = tags[number * TAG_NBYTES : (number + 1) * TAG_NBYTES]
             piece = out[low - start : high - start]
             is_whole = (low, high) == (first, last)
             plain = piece if is_whole else memoryview(bytearray(last - first))
-            self._open(number, sealed[first - base : behind.stop], plain)
+            segment = sealed[first - base : last - base + TAG_NBYTES]
+            while not self._is_opened(number, segment, tags, plain, or_raise=not left):
+                if left.pop() == "bytes":
+                    self._fetch(first, sealed[first - base : end - base], afresh=True)
+                else:
+                    tags = self._closing_tags(afresh=True)
             if not is_whole:
                 piece[:] = plain[low - first : high - first]
-            sealed[behind] = held
             seen(piece)
 
-    def _open(self, number: int, sealed: memoryview, plain: memoryview) -> None:
+    def _is_opened(
+        self, number: int, segment: memoryview, tags: bytes, plain: memoryview, *, or_raise: bool
+    ) -> bool:
+        held = bytes(segment[-TAG_NBYTES:])
+        segment[-TAG_NBYTES:] = tags[number * TAG_NBYTES : (number + 1) * TAG_NBYTES]
         try:
-            self._cipher.open(number, sealed, plain, what=self._what)
+            self._cipher.open(number, segment, plain, what=self._what)
         except Tampered:
-            # One more read: a passing error on the way must not condemn a sound checkpoint.
-            tags = self._closing_tags(afresh=True)
-            self._fetch(number * SEGMENT_NBYTES, sealed[:-TAG_NBYTES], afresh=True)
-            sealed[-TAG_NBYTES:] = tags[number * TAG_NBYTES : (number + 1) * TAG_NBYTES]
-            self._cipher.open(number, sealed, plain, what=self._what)
+            if or_raise:
+                raise
+            return False
+        finally:
+            segment[-TAG_NBYTES:] = held
+        return True
 
     def _fetch(self, start: int, out: memoryview, *, afresh: bool) -> None:
         if isinstance(self._inner, ReadsInto):

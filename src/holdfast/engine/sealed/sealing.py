@@ -16,8 +16,9 @@ from typing import Any, cast
 
 import msgspec
 
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.documents import read_document
-from holdfast.engine.sealed.discretion import NOT_TOLD, blank, discreet
+from holdfast.engine.sealed.discretion import NOT_TOLD, blank, blank_beside_plain, discreet
 from holdfast.engine.sealed.sealedfiles import SealedFile, SealedWriter, plain_nbytes
 from holdfast.engine.sealed.unsealing import boxes_of, opened
 from holdfast.errors import (
@@ -37,6 +38,7 @@ from holdfast.format.envelope import (
     MAX_MARK_NBYTES,
     Contents,
     FileSeal,
+    KeyBox,
     decode_mark,
     encode_box,
     encode_mark,
@@ -52,6 +54,7 @@ from holdfast.format.manifest import (
     decode_register,
     encode_deleted,
 )
+from holdfast.format.records import Notes, decode_notes
 from holdfast.format.segments import FileCipher, seal_whole, stored_nbytes
 from holdfast.format.suites import Suite, fresh_secret
 from holdfast.keys import Encryption, try_key, wrapped
@@ -59,9 +62,7 @@ from holdfast.store.base import (
     AbortsUploads,
     BlockWriter,
     Buffer,
-    Caches,
     Folders,
-    FreeSpace,
     LinksFiles,
     ObjectInfo,
     Points,
@@ -71,7 +72,10 @@ from holdfast.store.base import (
     TellsSpace,
     WritesBlocks,
     ignore,
+    reads_in_place,
+    uncached,
 )
+from holdfast.store.wrapping import handing_on
 
 _PASSED_THROUGH = frozenset({layout.WRITERS, layout.READERS, layout.REQUESTS, layout.UPLOADS})
 
@@ -153,6 +157,20 @@ class SealedStore:
         """See `Store.url`: that of `inner`."""
         return cast(str, self.inner.url)
 
+    @property
+    def reads_in_place(self) -> bool:
+        """See `ReadsInPlace`."""
+        return reads_in_place(self.inner)
+
+    def uncached(self) -> SealedStore:
+        """See `Caches.uncached`; what was begun or opened here is known there, too."""
+        inner = uncached(self.inner)
+        if inner is self.inner:
+            return self
+        twin = SealedStore(inner, self._encryption, twin=self._twin)
+        twin._attempts, twin._opened, twin._lock = self._attempts, self._opened, self._lock
+        return twin
+
     def useless_keys(self) -> Iterator[str]:
         """Why what would be sealed now might be opened by nobody: keys that are there to open, and
         do not open what they wrap. Those that only wrap are passed over."""
@@ -191,7 +209,7 @@ class SealedStore:
         document = self._document(key)
         if document is not None:
             return _cut(document, start, nbytes, what=f"{self.url}/{key}")
-        reader = self._reader(key)
+        reader = self.uncached()._reader(key)  # as `Caches` has it: copies never answer
         if reader is None:
             return cast(bytes, self.inner.get(key, start, nbytes))
         stop = reader.seal.nbytes if nbytes is None else start + nbytes
@@ -340,6 +358,18 @@ class SealedStore:
             return (layout.keys_name(1),)
         return ()
 
+    def new_box(self, folder: str) -> KeyBox:
+        """The data key of a sealed checkpoint, for those for whom is sealed now.
+
+        Raises:
+            NotFound: there is none.
+            SealError, FormatError: it cannot be opened, or a key cannot wrap.
+        """
+        contents = self._contents(folder)
+        if contents is None:
+            raise NotFound(f"{self.url}/{folder}: no sealed checkpoint")
+        return wrapped(self._encryption.sealing, contents.data_key, contents.suite)
+
     # Names
 
     def _contents(self, folder: str) -> Contents | None:
@@ -413,7 +443,11 @@ class SealedStore:
     # Sidecars
 
     def _sealed_sidecar(self, folder: str, name: str, data: bytes) -> tuple[str, bytes]:
-        """(stored name, bytes) of a sidecar."""
+        """(stored name, bytes) of a sidecar.
+
+        Raises:
+            NotSealed: it would tell new tags, and the checkpoint is not sealed.
+        """
         try:
             register, contents = self._register(folder)
             is_plain = contents is None and isinstance(
@@ -421,10 +455,22 @@ class SealedStore:
             )
         except FormatError:
             return name, blank(name, data)
+        if is_plain:
+            if layout.parse_notes(name) is not None:
+                self._expect_no_new_tags(folder, decode_notes(data, what=name))
+            return name, blank_beside_plain(name, data)
         if contents is None:
-            return name, data if is_plain else blank(name, data)
+            return name, blank(name, data)
         stored = self._stored_name(folder, name)
         return stored, encode_mark(contents, stored, data)
+
+    def _expect_no_new_tags(self, folder: str, notes: Notes) -> None:
+        new = {*notes.tags}.difference(Catalog(self.inner).marks(folder).tags)
+        if new:
+            raise NotSealed(
+                f"{self.url}/{folder}: it is from before the run was sealed, so that its new tags "
+                "would lie there in clear. Pin it, or save anew and tag that"
+            )
 
     def _sidecar(self, folder: str, name: str) -> bytes:
         stored = self._stored_name(folder, name)
@@ -511,24 +557,6 @@ class SealedStore:
         return reader
 
 
-class _SealedFolders(SealedStore):
-    def make_folder(self, folder: str, *, exclusive: bool = False) -> None:
-        """See `Folders.make_folder`."""
-        self.inner.make_folder(folder, exclusive=exclusive)
-
-    def sync_folder(self, folder: str) -> None:
-        """See `Folders.sync_folder`."""
-        self.inner.sync_folder(folder)
-
-    def refresh_folder(self, folder: str) -> None:
-        """See `Folders.refresh_folder`."""
-        self.inner.refresh_folder(folder)
-
-    def sweep(self, folder: str) -> int:
-        """See `Folders.sweep`."""
-        return cast(int, self.inner.sweep(folder))
-
-
 class _SealedReadsInto(SealedStore):
     def read_into(
         self,
@@ -545,14 +573,6 @@ class _SealedReadsInto(SealedStore):
             self.inner.read_into(key, start, buffer, seen=seen, afresh=afresh)
         else:
             reader.read(start, memoryview(buffer).cast("B"), seen=seen, afresh=afresh)
-
-
-class _SealedCaches(SealedStore):
-    def uncached(self) -> Store:
-        """See `Caches.uncached`; what was begun or opened here is known there, too."""
-        twin = SealedStore(self.inner.uncached(), self._encryption, twin=self._twin)
-        twin._attempts, twin._opened, twin._lock = self._attempts, self._opened, self._lock
-        return twin
 
 
 class _SealedWritesBlocks(SealedStore):
@@ -594,44 +614,12 @@ class _SealedLinksFiles(SealedStore):
         return True
 
 
-class _SealedAbortsUploads(SealedStore):
-    def uploads(self, folder: str = "") -> Iterator[str]:
-        """See `AbortsUploads.uploads`; the keys are those under which the files will lie."""
-        return cast("Iterator[str]", self.inner.uploads(folder))
-
-    def abort_uploads(self, folder: str) -> int:
-        """See `AbortsUploads.abort_uploads`."""
-        return cast(int, self.inner.abort_uploads(folder))
-
-
-class _SealedPoints(SealedStore):
-    def point(self, name: str, target: str) -> None:
-        """See `Points.point`."""
-        self.inner.point(name, target)
-
-
-class _SealedTellsSpace(SealedStore):
-    def free_space(self) -> FreeSpace:
-        """See `TellsSpace.free_space`."""
-        return cast(FreeSpace, self.inner.free_space())
-
-
-class _SealedProbes(SealedStore):
-    def probe(self) -> str:
-        """See `Probes.probe`."""
-        return cast(str, self.inner.probe())
-
-
-_MIXINS: tuple[tuple[Any, type[SealedStore]], ...] = (
-    (Folders, _SealedFolders),
+_MIXINS: tuple[tuple[Any, type], ...] = (
     (ReadsInto, _SealedReadsInto),
-    (Caches, _SealedCaches),
     (WritesBlocks, _SealedWritesBlocks),
     (LinksFiles, _SealedLinksFiles),
-    (AbortsUploads, _SealedAbortsUploads),
-    (Points, _SealedPoints),
-    (TellsSpace, _SealedTellsSpace),
-    (Probes, _SealedProbes),
+    # The keys of these are folders, or those under which the files lie.
+    *((p, handing_on(p)) for p in (Folders, AbortsUploads, Points, TellsSpace, Probes)),
 )
 
 

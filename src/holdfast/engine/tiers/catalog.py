@@ -13,7 +13,7 @@ from typing import TypeVar
 from holdfast.engine.roots.catalog import Catalog, Entry, Register
 from holdfast.engine.sealed.sealing import SealedStore, sealing
 from holdfast.engine.tiers.tiered import Tiered
-from holdfast.errors import FormatError, SealError, StoreError, UsageError
+from holdfast.errors import FormatError, NotSealed, SealError, StoreError, UsageError
 from holdfast.events import Emitter
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Manifest
@@ -82,7 +82,7 @@ class TieredCatalog(Catalog):
         if folder not in self._homes:
             try:
                 self.read(folder)
-            except FormatError:
+            except (FormatError, NotSealed):
                 return self.store
         return self._homes[folder]
 
@@ -111,11 +111,12 @@ class TieredCatalog(Catalog):
 
     def read(self, folder: str) -> Register | None:
         """See `Catalog.read`: the manifest of either tier, else what the local one says."""
-        here, damage = None, None
+        here: Register | None = None
+        damage: FormatError | NotSealed | None = None
         if folder not in self.turned:
             try:
                 here = self._local.read(folder)
-            except FormatError as error:
+            except (FormatError, NotSealed) as error:
                 damage = error
         if isinstance(here, Manifest):
             self._homes[folder] = self.store

@@ -60,7 +60,14 @@ from holdfast.format.manifest import (
     FileEntry,
     Manifest,
 )
-from holdfast.store.base import BlockWriter, LinksFiles, Store, WritesBlocks, make_folder
+from holdfast.store.base import (
+    AbortsUploads,
+    BlockWriter,
+    LinksFiles,
+    Store,
+    WritesBlocks,
+    make_folder,
+)
 
 T = TypeVar("T")
 
@@ -99,9 +106,9 @@ class Sender:
     ) -> None:
         """`timeout_s` is the longest that one block, or one end of a file, may take; with
         `reads_back` each file is fetched and compared before the commit."""
-        self._reads_back = reads_back
         self._vouching = local
         self._local, self._remote = bare(local), bare(remote)
+        self._reads_back = reads_back or not _shows_whole_files(self._remote)
         self._num_threads = num_threads
         self._timeout_s = timeout_s
         self._workers = Workers(num_threads, "holdfast-upload")
@@ -153,9 +160,8 @@ class Sender:
             if isinstance(listing, Visible):
                 self._send_keys(folder, listing)
             self._commit(folder, listing, data, epoch, unclear)
-        elif isinstance(listing, Visible):
-            self._count(requests=2)
-            boxes_of(self._remote, folder, listing)
+        else:
+            self._expect_whole(folder, listing)
         self._confirm(folder, data)
         self._cost.seconds = time.perf_counter() - began
         return self._cost
@@ -186,6 +192,18 @@ class Sender:
         where = f"{self._remote.url}/{folder}"
         error = f"{where}: it was {what} there by {register.by} ({register.reason})"
         raise CommitConflict(error) if what == "aborted" else NoCheckpoint(error)
+
+    def _expect_whole(self, folder: str, listing: Listing) -> None:
+        """Raise `CorruptData` where what is committed there lacks files that nobody has dropped, or
+        the keys: it may have been harmed since."""
+        there = self._sizes_there(folder)
+        is_thinned = any(layout.parse_thinned(name) is not None for name in there)
+        wrong = [name for name, entry in listing.files.items() if there.get(name) != length(entry)]
+        if wrong and not is_thinned:
+            raise CorruptData(f"{self._remote.url}/{folder} lacks {', '.join(wrong)}")
+        if isinstance(listing, Visible):
+            self._count(requests=2)
+            boxes_of(self._remote, folder, listing)
 
     # Files
 
@@ -293,13 +311,14 @@ class Sender:
         waiting: deque[Future[None]] = deque()
         try:
             for group in groups_of(pieces):
-                send = partial(self._send_group, writer, source, group)
-                waiting.append(self._workers.submit(send))
+                waiting.append(
+                    self._submit(partial(self._send_group, writer, source, group), source)
+                )
                 if len(waiting) >= 2 * self._num_threads:
                     self._result(waiting.popleft(), source)
             while waiting:
                 self._result(waiting.popleft(), source)
-            self._result(self._workers.submit(writer.finish), source)
+            self._result(self._submit(writer.finish, source), source)
         except BaseException:
             cancel(waiting, timeout_s=self._timeout_s)
             writer.abort()
@@ -325,7 +344,7 @@ class Sender:
         waiting = deque[Future[T]]()
         try:
             for job in jobs:
-                waiting.append(self._workers.submit(job))
+                waiting.append(self._submit(job, key))
                 if len(waiting) >= 2 * self._num_threads:
                     yield self._result(waiting.popleft(), key)
             while waiting:
@@ -375,6 +394,11 @@ class Sender:
             raise Interrupted(f"{key}: not sent, for the process is closing")
         self._remote.put(key, data)
         self._count(len(data))
+
+    def _submit(self, job: Callable[[], T], key: str) -> Future[T]:
+        if self._stop.is_set():
+            raise Interrupted(f"{key}: not sent to its end, for the process is closing")
+        return self._workers.submit(job)
 
     def _result(self, future: Future[T], key: str) -> T:
         try:
@@ -431,6 +455,11 @@ class Sender:
             self._cost.requests += requests
         if nbytes:
             self._told(self._cost)
+
+
+def _shows_whole_files(remote: Store) -> bool:
+    """Whether a file that is there with its length is whole, as far as is known of this store."""
+    return not isinstance(remote, WritesBlocks) or isinstance(remote, LinksFiles | AbortsUploads)
 
 
 _nice = threading.local()

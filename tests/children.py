@@ -1,0 +1,51 @@
+"""Processes of a test that say how far they are, and wait to be told to go on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T", bound="Child")
+
+
+class Child:
+    """`python SCRIPT WORD...`, which is killed at the end of the `with`."""
+
+    def __init__(self, script: Path, *words: object) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), *map(str, words)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def says(self) -> str:
+        """The next line that it prints; nothing when it has ended."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().rstrip("\n")
+
+    def expect(self, line: str) -> None:
+        """Wait for a line, which must be this one."""
+        assert self.says() == line
+
+    def go_on(self) -> None:
+        """Let it go on, which waits for a line."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+        self.process.wait(60)
