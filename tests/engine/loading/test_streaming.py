@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from holdfast import errors
-from holdfast.engine.loading.resume import Reader
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import ManagerUnusable, NoUsableCheckpoint
@@ -23,6 +22,7 @@ from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.keys import Encryption, SecretKey
 from holdfast.manager import CheckpointManager
 from holdfast.state.apply import OpaqueLoadFailed
+from holdfast.state.modules import ModulePlan
 from holdfast.store.local import LocalStore
 from holdfast.weights import load_weights
 from runs import Recorder
@@ -536,7 +536,7 @@ def test_an_interrupt_while_reads_are_begun_leaves_nobody_writing(
     live = Large(seed=2)
     before = live.bits()
     manager = live.manager(Waiting(tmp_path))
-    submit, apply = manager._saver.workers.submit, CheckpointManager._apply
+    submit, apply = manager._saver.workers.submit, ModulePlan.apply
 
     def interrupted(job: Any) -> Any:
         if len(jobs) == 2:
@@ -544,12 +544,12 @@ def test_an_interrupt_while_reads_are_begun_leaves_nobody_writing(
         jobs.append(submit(job))
         return jobs[-1]
 
-    def applied(self: CheckpointManager, *args: Any, **named: Any) -> None:
+    def applied(self: ModulePlan) -> None:
         go.clear()
         monkeypatch.setattr(manager._saver.workers, "submit", interrupted)
-        apply(self, *args, **named)
+        apply(self)
 
-    monkeypatch.setattr(CheckpointManager, "_apply", applied)
+    monkeypatch.setattr(ModulePlan, "apply", applied)
     with pytest.raises(KeyboardInterrupt):
         manager.load(in_place=True)
     go.set()

@@ -1,6 +1,6 @@
 """Stored tensors straight into live ones, a block at a time, each checked before it is copied.
 
-Needs memory for a few blocks, and for some tensors at a time of those that cannot take bytes as they
+Needs memory for a few blocks, and at a time for some of the tensors that cannot take bytes as they
 are read, however large the state is. When a block proves damaged, others may have been copied
 already; so either all of them are checked before (`verify_all`), or whoever loads takes it upon him
 that the state is undefined until a whole load succeeds.
