@@ -474,7 +474,8 @@ class Opaque(nn.Module):
         super().__init__()
         for number in range(300):
             self.register_buffer(f"b{number}", torch.full((1 << 14,), value + number))
-        self.register_load_state_dict_post_hook(lambda module, keys: None)
+        hook: Any = self.register_load_state_dict_post_hook
+        hook(lambda module, keys: None)
 
 
 def many(value: float, kind: str) -> dict[str, Any]:
@@ -525,7 +526,8 @@ def test_an_interrupt_while_reads_are_begun_leaves_nobody_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path)
-    go, jobs = threading.Event(), []
+    go = threading.Event()
+    jobs: list[Any] = []
     go.set()
 
     class Waiting(LocalStore):
