@@ -474,11 +474,7 @@ class CheckpointManager:
         self._catalog.look_again()
         with ExitStack() as holding:
             reader.holding = holding if in_place or not self.is_owner else None
-            found = reader.named(which, options)
-            is_rollback = which != "latest"
-            if options.is_full and self.is_owner:
-                self._owner.take(Settled(found.entry, is_rollback=is_rollback))
-            self._apply(found, is_rollback=is_rollback)
+            found = self._load(reader, which, options)
         self._emit(
             "loaded",
             f"loaded {found.entry.folder}",
@@ -774,6 +770,21 @@ class CheckpointManager:
                     raise
             else:
                 return search.found
+
+    def _load(self, reader: Reader, which: str | int, options: LoadOptions) -> Candidate:
+        """Read and apply what is named, where it is whole."""
+        is_rollback = which != "latest"
+        while True:
+            found = reader.named(which, options)
+            if options.is_full and self.is_owner:
+                self._owner.take(Settled(found.entry, is_rollback=is_rollback))
+            try:
+                self._apply(found, is_rollback=is_rollback)
+            except (OpaqueLoadFailed, FormatError, StoreError) as error:
+                if not reader.turns(found, error):
+                    raise
+            else:
+                return found
 
     def _apply(self, found: Candidate, *, is_rollback: bool) -> None:
         try:

@@ -6,7 +6,7 @@ torch's own parallel copy waits at barriers, for threads that a busy machine has
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeAlias
@@ -44,6 +44,22 @@ def copy_tensors(pairs: Sequence[StoredPair]) -> None:
     _copy_from_memory(in_memory)
     for source, of_source in unread.items():
         source.copy(of_source)
+
+
+def read_all(tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
+    """The values of stored tensors, in memory; those that are yet to be read are read together.
+
+    Raises:
+        FormatError, StoreError: they cannot be read.
+    """
+    found = {
+        key: stored.empty() if isinstance(stored, Unread) else stored
+        for key, stored in tensors.items()
+    }
+    copy_tensors(
+        [(found[key], stored) for key, stored in tensors.items() if found[key] is not stored]
+    )
+    return found
 
 
 def _copy_from_memory(pairs: Sequence[Pair]) -> None:

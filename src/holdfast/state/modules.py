@@ -19,7 +19,7 @@ from holdfast.errors import FormatError
 from holdfast.format.objects import Document, TensorRef
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import enumerations, generators
-from holdfast.state.copying import StoredPair, copy_tensors
+from holdfast.state.copying import StoredPair, copy_tensors, read_all
 from holdfast.state.leaves import Leaves, identity, refusal
 from holdfast.state.merge import Claims, is_writable_in_place
 from holdfast.state.names import Cleaner, cleaner_of, unwrap
@@ -334,7 +334,7 @@ class ModulePlan:
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Bring the bytes to the leaves they are for; nothing live changes."""
-        lifting = Lifting(Fetching(tensors))
+        lifting = Lifting(read_all(tensors) if self._live.is_opaque else Fetching(tensors))
         for name, value in self._values.items():
             if self._live.is_opaque or name in self._live.extras:
                 self._lifted[name] = lifting.lift_tree(value)

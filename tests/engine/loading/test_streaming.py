@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.keys import Encryption, SecretKey
 from holdfast.manager import CheckpointManager
 from holdfast.state.apply import OpaqueLoadFailed
+from holdfast.state.modules import ModulePlan
 from holdfast.store.local import LocalStore
 from holdfast.weights import load_weights
 from runs import Recorder
@@ -359,3 +361,213 @@ def test_parts_and_other_names_are_loaded_in_place(tmp_path: Path) -> None:
     changed = {name for name, value in live.bits().items() if before[name] != value}
     assert changed == {"0.weight", "0.bias"}
     assert live.bits()["0.weight"] == bits["0.weight"]
+
+
+class Failing(LocalStore):
+    """Its reads of a file fail as often as it is told."""
+
+    file = "optimizer-00000.safetensors"
+    error: type[errors.StoreError] = errors.StoreError
+    times = 0
+    nbytes = 0
+
+    def read_into(self, key: str, start: int, buffer: memoryview, **named: Any) -> None:
+        if key.endswith(self.file):
+            self.nbytes += len(buffer)
+            if self.times > 0:
+                self.times -= 1
+                raise self.error(f"{key}: the disk says no")
+        super().read_into(key, start, buffer, **named)
+
+
+@pytest.mark.parametrize("error", [errors.StoreError, errors.TransientStoreError])
+def test_an_error_that_passes_costs_a_resume_in_place_no_checkpoint(
+    tmp_path: Path, error: type[errors.StoreError]
+) -> None:
+    bits = saved(tmp_path, steps=2)
+    store, live = Failing(tmp_path), Large(seed=2)
+    store.error, store.times = error, 1
+    with live.manager(store) as manager:
+        found = manager.resume(in_place=True)
+        assert found is not None
+        assert (found.step, found.rejected) == (2, ())
+        assert live.bits() == bits[1]
+        live.train()
+        manager.save(3).wait()
+    assert not any(entry.marks.rejected for entry in Catalog(LocalStore(tmp_path)).checkpoints())
+
+
+def test_errors_that_may_pass_reject_nothing_however_often_they_come(tmp_path: Path) -> None:
+    saved(tmp_path, steps=2)
+    store, live = Failing(tmp_path), Large(seed=2)
+    store.error, store.times = errors.TransientStoreError, 1000
+    manager = live.manager(store)
+    with pytest.raises(OpaqueLoadFailed, match="the disk says no"):
+        manager.resume(in_place=True)
+    store.times = 0
+    found = manager.resume(in_place=True)
+    assert found is not None
+    assert (found.step, found.rejected) == (2, ())
+    manager.close()
+
+
+class Foreign:
+    """Reads something of its own when it is loaded, and finds that damaged."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def state_dict(self) -> dict[str, int]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("error", [errors.CorruptData("theirs"), errors.NotFound("theirs")])
+def test_what_foreign_code_raises_is_no_damage_of_the_checkpoint(
+    tmp_path: Path, error: Exception, in_place: bool
+) -> None:
+    with CheckpointManager(tmp_path, {"foreign": Foreign()}, sinks=()) as manager:
+        manager.save(1).wait()
+        manager.save(2).wait()
+    manager = CheckpointManager(tmp_path, {"foreign": Foreign(error)}, sinks=())
+    with pytest.raises(OpaqueLoadFailed, match="theirs"):
+        manager.resume(in_place=in_place)
+    manager.close()
+    assert not any(entry.marks.rejected for entry in Catalog(LocalStore(tmp_path)).checkpoints())
+
+
+def test_what_was_rejected_before_is_not_rejected_again_for_what_fails_on_the_way(
+    tmp_path: Path,
+) -> None:
+    saved(tmp_path, steps=3)
+    third = damage(tmp_path, 3, component="index")
+    second = damage(tmp_path, 2)
+    recorder = Recorder()
+    with Large(seed=2).manager(tmp_path, sinks=(recorder,)) as manager:
+        found = manager.resume(in_place=True)
+    assert found is not None
+    assert found.step == 1
+    assert [event.fields["folder"] for event in recorder.of("rejected")] == [third, second]
+
+
+def test_autograd_learns_of_tensors_that_a_load_changed_and_did_not_finish(tmp_path: Path) -> None:
+    saved(tmp_path)
+    damage(tmp_path, 1, component="model")
+    live = Large(seed=2)
+    weight = live.model[0].weight
+    weight.data.zero_()
+    before = weight._version
+    with live.manager(tmp_path) as manager, pytest.raises(OpaqueLoadFailed):
+        manager.load(in_place=True)
+    assert weight.detach().any()
+    assert weight._version > before
+
+
+class Opaque(nn.Module):
+    """Many small tensors, and code of its own for their loading."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        for number in range(300):
+            self.register_buffer(f"b{number}", torch.full((1 << 14,), value + number))
+        hook: Any = self.register_load_state_dict_post_hook
+        hook(lambda module, keys: None)
+
+
+def many(value: float, kind: str) -> dict[str, Any]:
+    if kind == "opaque":
+        return {"it": Opaque(value)}
+    if kind == "arrays":
+        return {"it": {f"a{n}": np.full(1 << 14, value + n, np.float32) for n in range(300)}}
+    module = nn.ParameterList([torch.full((1 << 14,), value + n) for n in range(300)])
+    return {"it": module, "same": nn.Sequential(module)}
+
+
+@pytest.mark.parametrize("kind", ["opaque", "arrays", "tied"])
+def test_what_is_wanted_piece_by_piece_is_not_read_over_and_over(tmp_path: Path, kind: str) -> None:
+    with CheckpointManager(tmp_path, many(1.0, kind), sinks=()) as manager:
+        manager.save(1).wait()
+    (file,) = tmp_path.glob("step-*/it-*.safetensors")
+    store, live = Failing(tmp_path), many(0.0, kind)
+    store.file = file.name
+    with CheckpointManager(store, live, sinks=()) as manager:
+        manager.load(in_place=True)
+    value = live["it"]
+    last = value["a299"] if kind == "arrays" else [*value.state_dict().values()][-1]
+    assert float(last[-1]) == 300.0
+    assert store.nbytes <= 3 * file.stat().st_size
+
+
+@pytest.mark.parametrize(("budget", "load"), [("None", {"in_place": True}), ("64 << 20", {})])
+@pytest.mark.parametrize("kind", ["small", "turned"])
+def test_the_memory_for_small_and_odd_tensors_is_bounded_too(
+    tmp_path: Path, budget: str, load: dict[str, Any], kind: str
+) -> None:
+    of = {
+        "small": 'f"x{n}": torch.full((1 << 17,), -1.0) for n in range(768)',
+        "turned": 'f"x{n}": torch.full((1 << 10, 1 << 11), -1.0).t() for n in range(48)',
+    }[kind]
+    state = eval(f"{{{of.replace('-1.0', 'float(n)')}}}")
+    with CheckpointManager(tmp_path, {"tree": state}, sinks=()) as manager:
+        manager.save(1).wait()
+    line = 'f"x{n}": torch.full((1 << 21,), -1.0) for n in range(48)'
+    child = MEMORY_CHILD.replace(line, of).replace("value[", "value.reshape(-1)[")
+    assert of in child
+    command = [sys.executable, "-c", child, str(tmp_path), budget, repr(load)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert int(done.stdout.split()[-1]) < 150
+
+
+def test_an_interrupt_while_reads_are_begun_leaves_nobody_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path)
+    go = threading.Event()
+    jobs: list[Any] = []
+    go.set()
+
+    class Waiting(LocalStore):
+        def read_into(self, key: str, start: int, buffer: memoryview, **named: Any) -> None:
+            super().read_into(key, start, buffer, **named)
+            assert go.wait(60)
+
+    live = Large(seed=2)
+    before = live.bits()
+    manager = live.manager(Waiting(tmp_path))
+    submit, apply = manager._saver.workers.submit, ModulePlan.apply
+
+    def interrupted(job: Any) -> Any:
+        if len(jobs) == 2:
+            raise KeyboardInterrupt
+        jobs.append(submit(job))
+        return jobs[-1]
+
+    def applied(self: ModulePlan) -> None:
+        go.clear()
+        monkeypatch.setattr(manager._saver.workers, "submit", interrupted)
+        apply(self)
+
+    monkeypatch.setattr(ModulePlan, "apply", applied)
+    with pytest.raises(KeyboardInterrupt):
+        manager.load(in_place=True)
+    go.set()
+    for job in jobs:
+        job.result(60)
+    assert len(jobs) == 2
+    assert live.bits() == before
+
+
+def test_named_checkpoints_are_read_in_place_from_the_other_tier_too(tmp_path: Path) -> None:
+    tiers = Tiered(tmp_path / "local", tmp_path / "remote")
+    bits = saved(tiers, steps=2)
+    damage(tmp_path / "local", 2)
+    for method in ("resume", "load"):
+        live = Large(seed=2)
+        with live.manager(tiers) as manager:
+            found = getattr(manager, method)(2, in_place=True)
+        assert found.step == 2
+        assert live.bits() == bits[1]

@@ -121,9 +121,17 @@ class Candidate:
     options: LoadOptions
     prepared: Prepared
     tensors: StoredTensors
+    stream: Stream
+    """Reads those of the tensors that were not read yet."""
     is_proof: bool
     """Whether every byte of it was read in the root from which retention would delete because of
     it, and found right: not from copies of a host, and not in the other tier."""
+
+    def cause_of(self, error: Exception) -> StoreError | CorruptData | None:
+        """What was wrong with the checkpoint or its storage, when `apply` failed for that."""
+        cause = error.__cause__ if isinstance(error, OpaqueLoadFailed) else error
+        is_ours = cause is self.stream.failure  # not that of an object which reads its own files
+        return cause if is_ours and isinstance(cause, StoreError | CorruptData) else None
 
 
 @dataclass(slots=True)
@@ -200,13 +208,17 @@ class Reader:
             rng=options.rng,
             unread=[name for name in entry.manifest.components if name not in components],
         )
-        rest = partial(self._read_rest, store, opened, options)
+        stream = Stream(
+            store, opened, workers=self.workers, timeout_s=self.timeout_s, verify=options.verify
+        )
+        rest = partial(self._read_rest, store, opened, stream, options)
         tensors = _completed(found.tensors, prepared.needed, rest)
         return Candidate(
             entry=entry,
             options=options,
             prepared=prepared,
             tensors=tensors,
+            stream=stream,
             is_proof=options.proves_whole and reads_in_place(store) and store is self.catalog.store,
         )
 
@@ -234,6 +246,7 @@ class Reader:
         self,
         store: Store,
         opened: Opened,
+        stream: Stream,
         options: LoadOptions,
         needed: Mapping[str, Iterable[str]],
     ) -> StoredTensors:
@@ -242,9 +255,6 @@ class Reader:
         streamed = {name: keys for name, keys in needed.items() if kinds[name] in _STREAMED}
         if not options.in_place and not self._is_too_large(opened, streamed):
             return self._read_tensors(store, opened, needed, verify=options.verify)
-        stream = Stream(
-            store, opened, workers=self.workers, timeout_s=self.timeout_s, verify=options.verify
-        )
         unread = stream.tensors(streamed)
         if options.verify and not options.in_place:
             stream.verify_all()
@@ -293,6 +303,12 @@ class Reader:
                     if not is_gone or catalog.entry(entry.name) is not None:
                         raise
         raise NoCheckpoint(f"{catalog.store.url}: {which!r} was deleted while it was read")
+
+    def turns(self, found: Candidate, error: Exception) -> bool:
+        """Whether what could not be read into its place for this error is read in the other tier
+        from now on."""
+        cause = found.cause_of(error)
+        return cause is not None and is_damage(cause) and self.catalog.turn(found.entry.folder)
 
     @contextmanager
     def _kept(self, which: str | int) -> Iterator[Entry]:
@@ -464,7 +480,8 @@ class Search:
         self._which = which
         self._options = options if options is not None else LoadOptions()
         self._unhealthy = unhealthy
-        self._announced: dict[str, HoldfastError] = {}
+        self._announced: dict[str, str] = {}
+        self._failed: set[str] = set()
         self.found: Candidate | None = None
         """What was chosen last; None for a fresh start."""
 
@@ -487,24 +504,27 @@ class Search:
         )
 
     def goes_on_after(self, error: Exception) -> bool:
-        """Whether another choice may serve, since what was chosen proved damaged while it was read
-        into its place. Until one does the state is mixed."""
-        cause = error.__cause__ if isinstance(error, OpaqueLoadFailed) else error
-        is_read = isinstance(cause, CorruptData | StoreError) and is_damage(cause)
-        if self.found is None or self._which != "latest" or not is_read:
+        """Whether another choice may serve, since what was chosen could not be read into its place:
+        itself, for errors may pass, then an older one. Until one does the state is mixed."""
+        if self.found is None:
             return False
-        folder = self.found.entry.folder
-        if not self._reader.catalog.turn(folder):
-            assert isinstance(cause, HoldfastError)
+        cause, folder = self.found.cause_of(error), self.found.entry.folder
+        is_first = folder not in self._failed
+        self._failed.add(folder)
+        if cause is None or self._reader.turns(self.found, error):
+            return cause is not None
+        if self._which != "latest" or not (is_first or is_damage(cause)):
+            return False
+        if not is_first:
             self._reader.unusable[folder] = cause
         return True
 
     def announce(self, emit: Emitter, *, reject: Callable[[str, str], None]) -> None:
         """Say what was not taken and why; `reject(folder, reason)` gets the damaged ones."""
         for folder, error in self._reader.passed_over.items():
-            if self._announced.get(folder) is error:
+            if self._announced.get(folder) == str(error):
                 continue
-            self._announced[folder] = error
+            self._announced[folder] = str(error)
             if not isinstance(error, PassedOver | NotSealed):
                 reject(folder, str(error))
                 continue

@@ -1,15 +1,17 @@
 """Stored tensors straight into live ones, a block at a time, each checked before it is copied.
 
-Needs memory for a few blocks, however large the state is. When a block proves damaged, others may
-have been copied already; so either all of them are checked before (`verify_all`), or whoever loads
-takes it upon him that the state is undefined until a whole load succeeds.
+Needs memory for a few blocks, and at a time for some of the tensors that cannot take bytes as they
+are read, however large the state is. When a block proves damaged, others may have been copied
+already; so either all of them are checked before (`verify_all`), or whoever loads takes it upon him
+that the state is undefined until a whole load succeeds.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -48,6 +50,16 @@ class _Block:
 
 _Blocks = Mapping[tuple[str, int], _Block]
 """By file and number."""
+_Goal = tuple[Tensor, Unread, Any]
+"""A live tensor, what goes into it, and its memory as bytes where these can be read into it."""
+
+_IMAGE_NBYTES = 64 << 20
+"""How much memory tensors take at a time that are not read into their place, but copied there."""
+_NUM_KEPT = 4
+"""Blocks that are kept after a tensor was read by itself: the next ones are often in them too."""
+_NUM_ALONE = 2
+"""The most blocks of a tensor for which that is done."""
+_ALIGNMENT = 64
 
 
 class Stream:
@@ -69,8 +81,11 @@ class Stream:
         self._verify = verify
         self._buffers = Buffers()
         self._block_nbytes = opened.index.block_nbytes
+        self._kept: dict[tuple[str, int], memoryview] = {}
         self._files: dict[str, FileBlocks] = {}
         self._wanted: dict[str, Wanted] = {}
+        self.failure: BaseException | None = None
+        """Why a read failed, the last time that one did."""
 
     def tensors(self, needed: Mapping[str, Iterable[str]]) -> dict[str, dict[str, Unread]]:
         """The needed tensors by component and key, once their files are there in full length.
@@ -108,46 +123,44 @@ class Stream:
     def copy(self, pairs: Sequence[tuple[Tensor, Unread]]) -> None:
         """Read the second of each pair into the first; see `Source`.
 
-        Large tensors take their bytes from the blocks themselves, small ones all at once from
-        memory in which only they are kept.
+        Large tensors take their bytes from the blocks themselves, others from memory in which only
+        they are kept, many at a time.
 
         Raises:
             CorruptData: names file, block and the tensors in it; some may be copied already.
         """
+        for batch in _batches(pairs):
+            self._copy_batch(batch)
+
+    def _copy_batch(self, batch: Sequence[_Goal]) -> None:
         blocks: defaultdict[tuple[str, int], _Block] = defaultdict(_Block)
-        small: defaultdict[str, list[tuple[Tensor, Unread]]] = defaultdict(list)
-        large: list[Tensor] = []
-        for live, unread in pairs:
-            target = _target(live) if unread.nbytes >= LARGE_NBYTES else None
-            if target is not None:
-                self._part(unread.file, unread.start, target, blocks)
-                large.append(live)
-            elif unread.nbytes:
-                small[unread.file].append((live, unread))
-        images = {name: self._image(name, of_file, blocks) for name, of_file in small.items()}
-        self._read(blocks)
-        for live in large:
-            # Neither numpy nor a copy into a view of bytes tells autograd that a tensor changed.
+        others: list[tuple[Tensor, Unread]] = []
+        for live, unread, target in batch:
+            if target is None:
+                others.append((live, unread))
+                continue
+            self._part(unread.file, unread.start, target, blocks)
+            # Neither numpy nor a copy into a view of bytes tells autograd that a tensor changes,
+            # which it may also do when not all of it can be read.
             torch.autograd.graph.increment_version(live)
-        for name, of_file in small.items():
-            unread_ones = [unread for _, unread in of_file]
-            values = images[name].tensors(
-                [unread.spec for unread in unread_ones],
-                [unread.start for unread in unread_ones],
-                np.array([unread.nbytes for unread in unread_ones], np.int64),
-            )
-            copy_tensors([(live, value) for (live, _), value in zip(of_file, values, strict=True)])
+        values = self._image([unread for _, unread in others], blocks)
+        self._read(blocks)
+        copy_tensors([(live, value) for (live, _), value in zip(others, values, strict=True)])
 
     def _image(
-        self, name: str, pairs: list[tuple[Tensor, Unread]], blocks: defaultdict[Any, _Block]
-    ) -> Arena:
-        """Memory in which each of a file's small tensors gets its own place, and nothing else."""
-        arena = Arena(self._opened.manifest.files[name].nbytes, huge=False)
+        self, unread_ones: Sequence[Unread], blocks: defaultdict[Any, _Block]
+    ) -> list[Tensor]:
+        """Tensors in memory of their own, into which these are read with the blocks."""
+        runs, starts = _packed(unread_ones)
+        arena = Arena(runs[-1].at + runs[-1].nbytes if runs else 0)
         memory = np.frombuffer(arena.memory, np.uint8)
-        pairs.sort(key=lambda pair: pair[1].start)
-        for start, stop in _runs([(unread.start, unread.nbytes) for _, unread in pairs]):
-            self._part(name, start, memory[start:stop], blocks)
-        return arena
+        for run in runs:
+            self._part(run.file, run.start, memory[run.at : run.at + run.nbytes], blocks)
+        return arena.tensors(
+            [unread.spec for unread in unread_ones],
+            starts,
+            np.array([unread.nbytes for unread in unread_ones], np.int64),
+        )
 
     def _part(self, file: str, start: int, target: Any, blocks: defaultdict[Any, _Block]) -> None:
         """Note what each block brings of `target`, which begins at byte `start` of the file."""
@@ -161,27 +174,43 @@ class Stream:
     def _read(self, blocks: _Blocks) -> None:
         given_up = threading.Event()
         # In the order of the files, in which a disk is read fastest.
-        jobs = [
-            self._workers.submit(partial(self._read_block, *place, blocks[place], given_up))
-            for place in sorted(blocks)
-        ]
+        places = [place for place in sorted(blocks) if not self._is_copied(place, blocks[place])]
+        is_alone = len(places) <= _NUM_ALONE
+        jobs: list[Future[None]] = []
         what = f"reading {self._store.url}/{self._opened.folder}"
         try:
+            for place in places:
+                read = partial(self._read_block, place, blocks[place], given_up, keeps=is_alone)
+                jobs.append(self._workers.submit(read))
             gather(jobs, timeout_s=self._timeout_s, what=what)
-        except BaseException:
+        except BaseException as error:
+            self.failure = error
             # A read that hangs may come back much later; it finds that nobody waits for it.
             given_up.set()
             for block in blocks.values():
                 with block.copying:
                     continue
             raise
+        while len(self._kept) > _NUM_KEPT:
+            self._buffers.give_back(self._kept.pop(next(iter(self._kept))))
 
-    def _read_block(self, name: str, number: int, block: _Block, given_up: threading.Event) -> None:
+    def _is_copied(self, place: tuple[str, int], block: _Block) -> bool:
+        """Copy from a block that was kept, if it was."""
+        kept = self._kept.get(place)
+        if kept is not None:
+            _copy(kept, block.parts)
+        return kept is not None
+
+    def _read_block(
+        self, place: tuple[str, int], block: _Block, given_up: threading.Event, *, keeps: bool
+    ) -> None:
         if given_up.is_set():
             return
+        name, number = place
         start = number * self._block_nbytes
         nbytes = min(self._block_nbytes, self._opened.manifest.files[name].nbytes - start)
         buffer = self._buffers.take(self._block_nbytes)
+        is_kept = False
         try:
             memory = buffer[:nbytes]
             read_checked(
@@ -196,8 +225,29 @@ class Stream:
             with block.copying:
                 if not given_up.is_set():
                     _copy(memory, block.parts)
+                    if keeps:
+                        self._kept[place], is_kept = buffer, True
         finally:
-            self._buffers.give_back(buffer)
+            if not is_kept:
+                self._buffers.give_back(buffer)
+
+
+def _batches(pairs: Iterable[tuple[Tensor, Unread]]) -> Iterator[list[_Goal]]:
+    """What is copied at a time, in the order of the files."""
+    batch: list[_Goal] = []
+    image_nbytes = 0
+    for live, unread in sorted(pairs, key=lambda pair: (pair[1].file, pair[1].start)):
+        if not unread.nbytes:
+            continue
+        target = _target(live) if unread.nbytes >= LARGE_NBYTES else None
+        taken = unread.nbytes if target is None else 0
+        if batch and image_nbytes + taken > _IMAGE_NBYTES:
+            yield batch
+            batch, image_nbytes = [], 0
+        batch.append((live, unread, target))
+        image_nbytes += taken
+    if batch:
+        yield batch
 
 
 def _target(live: Tensor) -> Any | None:
@@ -213,15 +263,30 @@ def _target(live: Tensor) -> Any | None:
     return None
 
 
-def _runs(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(start, stop) of what lies side by side; `places` are (start, length), rising."""
-    runs: list[tuple[int, int]] = []
-    for start, nbytes in places:
-        if runs and start <= runs[-1][1]:
-            runs[-1] = (runs[-1][0], max(runs[-1][1], start + nbytes))
-        else:
-            runs.append((start, start + nbytes))
-    return runs
+@dataclass(slots=True)
+class _Run:
+    """Bytes of a file that lie side by side, and where they are kept."""
+
+    file: str
+    start: int
+    nbytes: int
+    at: int
+
+
+def _packed(unread_ones: Iterable[Unread]) -> tuple[list[_Run], list[int]]:
+    """Places without gaps for tensors in the order of their files: as runs, and of each tensor."""
+    runs: list[_Run] = []
+    starts: list[int] = []
+    for unread in unread_ones:
+        run = runs[-1] if runs else _Run("", 0, 0, 0)
+        if run.file != unread.file or unread.start > run.start + run.nbytes:
+            end = run.at + run.nbytes
+            # Aligned as in the file, so that it shows when it was not.
+            run = _Run(unread.file, unread.start, 0, end + (unread.start - end) % _ALIGNMENT)
+            runs.append(run)
+        run.nbytes = max(run.nbytes, unread.start + unread.nbytes - run.start)
+        starts.append(run.at + unread.start - run.start)
+    return runs, starts
 
 
 def _copy(memory: memoryview, parts: Sequence[_Part]) -> None:

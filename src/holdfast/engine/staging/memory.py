@@ -10,11 +10,15 @@ from holdfast.errors import OutOfMemory
 
 _WIPE_ON_FORK = 18
 """Linux's MADV_WIPEONFORK, which Python has no name for."""
-_IS_ADVISED = sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE")
+_ADVICE = (
+    (mmap.MADV_HUGEPAGE, _WIPE_ON_FORK)
+    if sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE")
+    else ()
+)
 
 
-def take(nbytes: int, *, huge: bool = True) -> mmap.mmap:
-    """So much memory, or a byte; in huge pages where the system has them, if that is wanted.
+def take(nbytes: int) -> mmap.mmap:
+    """So much memory, or a byte.
 
     A forked child has it too, filled with zeros and its own: it costs nothing until it is used
     there. Were it missing there (MADV_DONTFORK), the child would put something else into its place,
@@ -28,10 +32,8 @@ def take(nbytes: int, *, huge: bool = True) -> mmap.mmap:
         found = mmap.mmap(-1, max(nbytes, 1), flags=flags)
     except (OSError, OverflowError) as error:
         raise OutOfMemory(f"{nbytes} bytes of memory are not to be had: {error}") from error
-    if _IS_ADVISED:
-        _advise(found, _WIPE_ON_FORK)
-        if huge:
-            _advise(found, mmap.MADV_HUGEPAGE)
+    for advice in _ADVICE:
+        _advise(found, advice)
     return found
 
 
