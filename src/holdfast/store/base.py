@@ -135,14 +135,14 @@ class ReadsInto(Protocol):
 
 
 @runtime_checkable
-class ReadsInPlace(Protocol):
+class ReadsOrigin(Protocol):
     """Stores that say whether all they read comes from where it lies.
 
     Of one that says nothing, such as a wrapper that a user has written, nobody knows.
     """
 
     @property
-    def reads_in_place(self) -> bool:
+    def reads_origin(self) -> bool:
         """Whether it never answers from copies: then what was read is what is there."""
         ...
 
@@ -310,16 +310,16 @@ def abort_uploads(store: Store, folder: str) -> None:
             store.abort_uploads(folder)
 
 
-def reads_in_place(store: Store) -> bool:
+def reads_origin(store: Store) -> bool:
     """Whether what this store reads is what is there, as far as it says so."""
-    return isinstance(store, ReadsInPlace) and store.reads_in_place
+    return isinstance(store, ReadsOrigin) and store.reads_origin
 
 
 def uncached(store: Store) -> Store:
     """The store itself, where copies nearer by may answer for it; to read from."""
     if isinstance(store, Caches):
         return store.uncached()
-    if reads_in_place(store) or not isinstance(store, ReadsInto):
+    if reads_origin(store) or not isinstance(store, ReadsInto):
         return store
     return _Gets(store)
 

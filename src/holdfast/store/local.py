@@ -49,8 +49,8 @@ class LocalStore:
     Thread-safe. Does nothing on disk until an operation is called.
     """
 
-    reads_in_place = True
-    """See `ReadsInPlace`."""
+    reads_origin = True
+    """See `ReadsOrigin`."""
 
     def __init__(self, root: str | os.PathLike[str], *, direct_io: bool | None = None) -> None:
         path = os.fspath(root)

@@ -16,8 +16,8 @@ class MemoryStore:
     and one without objects is not there.
     """
 
-    reads_in_place = True
-    """See `ReadsInPlace`."""
+    reads_origin = True
+    """See `ReadsOrigin`."""
 
     def __init__(self, name: str = "") -> None:
         self._name = name

@@ -58,8 +58,8 @@ class RemoteStore:
     spawn or forkserver. A store may be pickled for it.
     """
 
-    reads_in_place = True
-    """See `ReadsInPlace`."""
+    reads_origin = True
+    """See `ReadsOrigin`."""
 
     def __init__(
         self, url: str, *, endpoint: str | None = None, options: RemoteOptions | None = None

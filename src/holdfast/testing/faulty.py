@@ -41,7 +41,7 @@ from holdfast.store.base import (
     TellsSpace,
     WritesBlocks,
     ignore,
-    reads_in_place,
+    reads_origin,
 )
 
 T = TypeVar("T")
@@ -166,9 +166,9 @@ class FaultyStore:
         return cast(str, self.inner.url)
 
     @property
-    def reads_in_place(self) -> bool:
-        """See `ReadsInPlace`."""
-        return reads_in_place(self.inner)
+    def reads_origin(self) -> bool:
+        """See `ReadsOrigin`."""
+        return reads_origin(self.inner)
 
     @property
     def ops(self) -> tuple[tuple[str, str], ...]:

@@ -41,7 +41,7 @@ from holdfast.state.apply import OpaqueLoadFailed, Prepared, prepare
 from holdfast.state.edits import Edit, EditedLoad, edited_load
 from holdfast.state.selection import Selection
 from holdfast.state.unread import Stored
-from holdfast.store.base import Store, reads_in_place, uncached
+from holdfast.store.base import Store, reads_origin, uncached
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 Unhealthy = Literal["avoid", "accept"]
@@ -219,7 +219,7 @@ class Reader:
             prepared=prepared,
             tensors=tensors,
             stream=stream,
-            is_proof=options.proves_whole and reads_in_place(store) and store is self.catalog.store,
+            is_proof=options.proves_whole and reads_origin(store) and store is self.catalog.store,
         )
 
     def _expect_saved(self, entry: Entry, wanted: Collection[str]) -> None:

@@ -129,6 +129,9 @@ class Stream:
         Raises:
             CorruptData: names file, block and the tensors in it; some may be copied already.
         """
+        # Threads copy, each on its own stream: what still uses the live tensors comes first.
+        for device in {live.device for live, _ in pairs if live.is_cuda}:
+            torch.cuda.synchronize(device)
         for batch in _batches(pairs):
             self._copy_batch(batch)
 

@@ -72,7 +72,7 @@ from holdfast.store.base import (
     TellsSpace,
     WritesBlocks,
     ignore,
-    reads_in_place,
+    reads_origin,
     uncached,
 )
 from holdfast.store.wrapping import handing_on
@@ -158,9 +158,9 @@ class SealedStore:
         return cast(str, self.inner.url)
 
     @property
-    def reads_in_place(self) -> bool:
-        """See `ReadsInPlace`."""
-        return reads_in_place(self.inner)
+    def reads_origin(self) -> bool:
+        """See `ReadsOrigin`."""
+        return reads_origin(self.inner)
 
     def uncached(self) -> SealedStore:
         """See `Caches.uncached`; what was begun or opened here is known there, too."""
