@@ -253,11 +253,13 @@ def _newest(folder: Path) -> Path:
     )
 
 
-def _holdfast_load(state: State, folder: Path, *, verify: bool = True) -> object:
+def _holdfast_load(
+    state: State, folder: Path, *, memory_budget: int | None = None, **options: bool
+) -> object:
     from holdfast import CheckpointManager
 
-    with CheckpointManager(folder, state.components) as manager:
-        return manager.load(verify=verify)
+    with CheckpointManager(folder, state.components, memory_budget=memory_budget) as manager:
+        return manager.load(**options)
 
 
 def _holdfast_resume(state: State, folder: Path) -> object:
@@ -323,6 +325,22 @@ PEERS: Mapping[str, Peer] = {
             "holdfast-unverified": Reader(
                 title="holdfast, verify=False",
                 load=lambda state, folder: _holdfast_load(state, folder, verify=False),
+            ),
+            "holdfast-in-place": Reader(
+                title="holdfast, in_place=True",
+                load=lambda state, folder: _holdfast_load(state, folder, in_place=True),
+            ),
+            "holdfast-in-place-unverified": Reader(
+                title="holdfast, in_place=True, verify=False",
+                load=lambda state, folder: _holdfast_load(
+                    state, folder, in_place=True, verify=False
+                ),
+            ),
+            "holdfast-bounded": Reader(
+                title="holdfast, memory_budget of 256 MiB",
+                load=lambda state, folder: _holdfast_load(
+                    state, folder, memory_budget=MEMORY_BUDGET
+                ),
             ),
         },
     ),

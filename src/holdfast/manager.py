@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -59,6 +60,7 @@ from holdfast.errors import (
     ManagerUnusable,
     MismatchError,
     SaveSkipped,
+    StoreError,
     UsageError,
 )
 from holdfast.events import Emitter, Sink, log_event
@@ -72,6 +74,7 @@ from holdfast.policy.savers import SideSaver
 from holdfast.policy.schedule import Schedule
 from holdfast.policy.triggers import Event as TriggerEvent
 from holdfast.policy.triggers import SaveFunction, Trigger
+from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.capture import Captured, Capturer, check_state
 from holdfast.state.components import RNG
 from holdfast.state.edits import Edit, edited
@@ -105,7 +108,8 @@ class CheckpointManager:
             (docs/saving.md); "check" also looks for such changes where torch does not count them.
         memory_budget: how much memory a save may take for its copy of the state, in bytes or as
             "256MiB". A larger state is staged in waves: `save` returns when the last of them was
-            copied, most of it written. None: as much as the state has.
+            copied, most of it written; and a load reads it twice, to check it and into its place
+            (see `in_place` of `resume`). None: as much as the state has.
         compress: how files are compressed: "zstd", "lz4", "blosc2", a `Compression`, "auto" for
             what makes saves faster here, if anything does, or one of these for each component that
             is to be compressed (docs/compression.md).
@@ -214,13 +218,14 @@ class CheckpointManager:
         self._tuning = Tuning(self.store, self._owner, self._emit, self._schedule.auto)
         self._outside = Outside(Requests(self.store, emit=self._emit), stop, self._promote)
         self._overlap = Overlap(overlap, state, self._emit, timeout_s=save_timeout_s)
+        self._memory_budget = budget_of(memory_budget)
         self._saver = Saver(
             self.store,
             self._owner,
             self._emit,
             timeout_s=save_timeout_s,
             kept=rules.local.quota(),
-            memory_budget=budget_of(memory_budget),
+            memory_budget=self._memory_budget,
             overlap=self._overlap,
             compressing=Compressing(choices(compress, {*state, RNG}), self._emit),
             after_commit=self._after_commit,
@@ -374,6 +379,7 @@ class CheckpointManager:
         *,
         unhealthy: Unhealthy = "avoid",
         seen: str | None = None,
+        in_place: bool = False,
     ) -> Checkpoint | None:
         """Claim the run and apply its newest usable checkpoint; None when nothing was saved yet.
 
@@ -383,6 +389,10 @@ class CheckpointManager:
         it is left behind. `seen` is that of the newest `Checkpoint` that the caller knows of, kept
         elsewhere: the latest must be that one or a later one.
 
+        `in_place` reads straight into the live tensors, each block once it is checked: sooner, and
+        without memory for a second copy of the state. What proves damaged on the way is passed over
+        too; but when nothing usable is left, the state is mixed and the manager refuses to save it.
+
         Raises:
             OwnedElsewhere: a live process owns the run.
             RolledBack: what was seen before is gone; nothing was claimed or changed.
@@ -390,20 +400,18 @@ class CheckpointManager:
             NoUsableCheckpoint: something was saved and nothing can be used.
             MismatchError: the checkpoint does not fit the live state; nothing was changed.
             FormatError: a checkpoint that was named explicitly is damaged.
+            OpaqueLoadFailed: the state was replaced in part when something failed.
         """
         began = time.perf_counter()
         self._check_process()
         self._drain()
         reader = self._reader()
-        options = LoadOptions(edit=self._hooks.edit_load)
+        options = LoadOptions(edit=self._hooks.edit_load, in_place=in_place)
         search = Search(reader, which, options=options, unhealthy=unhealthy, seen=parse_seen(seen))
-        self._owner.take(search)
-        found = search.found
-        search.announce(self._emit, reject=self._housekeeper.reject)
+        found = self._resume(search, is_rollback=which != "latest")
         self._saver.later(self._after_claim)
         if found is None:
             return None
-        self._apply(found, is_rollback=which != "latest")
         self._tuning.resumed(time.perf_counter() - began)
         self._emit(
             "resumed",
@@ -431,6 +439,7 @@ class CheckpointManager:
         skip: Iterable[str] = (),
         edit: Edit | None = None,
         verify: bool = True,
+        in_place: bool = False,
     ) -> Checkpoint:
         """Apply a checkpoint, or parts of it. Owns nothing, unless this manager owns the run.
 
@@ -439,13 +448,15 @@ class CheckpointManager:
         stored paths to live ones; `edit` changes what is stored before it is compared with the
         live state, in the place of the hook `edit_load`. With `strict=False` missing and
         unexpected leaves are reported in `notes` instead of raised. When this manager owns the
-        run, a full load makes the run go on from there.
+        run, a full load makes the run go on from there. `in_place` as for `resume`: damage then
+        leaves the state mixed until a whole load succeeds.
 
         Raises:
             UsageError: an argument names nothing, or an edit that cannot be.
             NoCheckpoint: nothing answers `which`.
             FormatError: it is damaged; names file and tensors.
             MismatchError: it does not fit; nothing was changed.
+            OpaqueLoadFailed: the state was replaced in part when something failed.
         """
         self._check_process()
         self._drain()
@@ -457,15 +468,17 @@ class CheckpointManager:
             skip=listed(skip, "skip"),
             verify=verify,
             edit=edit if edit is not None else self._hooks.edit_load,
+            in_place=in_place,
         )
         reader = self._reader()
-        reader.keeps = not self.is_owner
         self._catalog.look_again()
-        found = reader.named(which, options)
-        is_rollback = which != "latest"
-        if options.is_full and self.is_owner:
-            self._owner.take(Settled(found.entry, is_rollback=is_rollback))
-        self._apply(found, is_rollback=is_rollback)
+        with ExitStack() as holding:
+            reader.holding = holding if in_place or not self.is_owner else None
+            found = reader.named(which, options)
+            is_rollback = which != "latest"
+            if options.is_full and self.is_owner:
+                self._owner.take(Settled(found.entry, is_rollback=is_rollback))
+            self._apply(found, is_rollback=is_rollback)
         self._emit(
             "loaded",
             f"loaded {found.entry.folder}",
@@ -744,12 +757,28 @@ class CheckpointManager:
             state=self.state,
             workers=self._saver.workers,
             timeout_s=self._saver.timeout_s,
+            memory_budget=self._memory_budget,
         )
+
+    def _resume(self, search: Search, *, is_rollback: bool) -> Candidate | None:
+        """Claim and apply what the search finds, until one is applied whole."""
+        while True:
+            self._owner.take(search)
+            search.announce(self._emit, reject=self._housekeeper.reject)
+            if search.found is None:
+                return None
+            try:
+                self._apply(search.found, is_rollback=is_rollback)
+            except (OpaqueLoadFailed, FormatError, StoreError) as error:
+                if not search.goes_on_after(error):
+                    raise
+            else:
+                return search.found
 
     def _apply(self, found: Candidate, *, is_rollback: bool) -> None:
         try:
             found.prepared.apply(found.tensors)
-        except (FormatError, MismatchError):
+        except (FormatError, MismatchError, StoreError):
             raise  # found before anything was changed
         except BaseException as error:
             self._half_loaded = f"loading {found.entry.folder} was cut short by {error!r}"

@@ -33,6 +33,7 @@ def load_weights(
     skip: Iterable[str] = (),
     edit: Edit | None = None,
     encrypt: Encryption | None = None,
+    in_place: bool = False,
 ) -> Checkpoint:
     """Load a model's weights from a checkpoint, verified; owns nothing and runs no code from it.
 
@@ -41,7 +42,8 @@ def load_weights(
     and `skip` choose leaves by `component.path` or by patterns, `rename` maps stored names to the
     model's, `edit` changes what is stored before it is compared with the model. `encrypt` has the
     keys of sealed checkpoints. With `strict=False`, `notes` of the result says what was missing or
-    unexpected.
+    unexpected. `in_place` reads straight into the model, without memory for a second copy of it;
+    damage then leaves it mixed.
 
     Raises:
         UsageError: an argument names nothing, or an edit that cannot be.
@@ -49,6 +51,7 @@ def load_weights(
         FormatError: it is damaged.
         SealError: it is sealed for other keys, or not sealed.
         MismatchError: it does not fit the model; nothing was changed.
+        OpaqueLoadFailed: the model was replaced in part when something failed.
     """
     options = LoadOptions(
         components=(component,),
@@ -58,6 +61,7 @@ def load_weights(
         skip=listed(skip, "skip"),
         edit=edit,
         rng=False,
+        in_place=in_place,
     )
     workers = Workers(min(2 * num_cores(), 8), "holdfast-io")
     try:
@@ -69,7 +73,7 @@ def load_weights(
                 timeout_s=READ_TIMEOUT_S,
             )
             found = reader.read(kept.entry, options)
+            found.prepared.apply(found.tensors)
     finally:
         workers.close()
-    found.prepared.apply(found.tensors)
     return describe(store, kept.entry, notes=(*kept.notes, *found.prepared.notes))

@@ -18,6 +18,7 @@ from holdfast.state.plans import GeneratorPlan, ObjectPlan, Plan, RngPlan, TreeP
 from holdfast.state.problems import Problems, Rename, Wishes
 from holdfast.state.selection import Selection
 from holdfast.state.trees import decode_skeleton
+from holdfast.state.unread import Stored
 
 
 class OpaqueLoadFailed(HoldfastError):
@@ -63,16 +64,18 @@ class Prepared:
         self.notes = notes
         """What is left out, and what cannot be restored exactly; complete after `apply`."""
 
-    def apply(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def apply(self, tensors: Mapping[str, Mapping[str, Stored]]) -> None:
         """Put the stored values into the live objects. Call it once.
 
         `tensors` holds CPU tensors of the true dtype and shape. They become ours: those that
-        have memory of their own may be kept as they are.
+        have memory of their own may be kept as they are. Those that are yet to be read come into
+        the live tensors block by block.
 
         Raises:
             FormatError: a stored value is not valid; nothing was changed.
             MismatchError: one live tensor would get two values; nothing was changed.
-            OpaqueLoadFailed: something failed when other state was already replaced.
+            OpaqueLoadFailed: something failed when other state was already replaced; what is
+                wrong with what was yet to be read, among it.
         """
         if self._plans is None:
             raise UsageError("this load was applied before; prepare another")

@@ -15,8 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from holdfast.state.unread import Source, Stored, Unread
+
 Pair: TypeAlias = tuple[Tensor, Tensor]
 """A live tensor and what goes into it; shape and dtype are equal."""
+StoredPair: TypeAlias = tuple[Tensor, Stored]
+"""The same, where what goes into it may be yet to be read."""
 
 LARGE_NBYTES = 1 << 20
 """Tensors of this size and more are copied in pieces."""
@@ -24,8 +28,27 @@ PIECE_NBYTES = 4 << 20
 """What a thread copies at a time."""
 
 
-def copy_tensors(pairs: Sequence[Pair]) -> None:
-    """Copy the second of each pair into the first. When this returns, devices have it too."""
+def copy_tensors(pairs: Sequence[StoredPair]) -> None:
+    """Copy the second of each pair into the first. When this returns, devices have it too.
+
+    Raises:
+        FormatError, StoreError: what is yet to be read cannot be; what is live is undefined then.
+    """
+    in_memory: list[Pair] = []
+    unread: dict[Source, list[tuple[Tensor, Unread]]] = {}
+    for live, stored in pairs:
+        if isinstance(stored, Unread):
+            unread.setdefault(stored.source, []).append((live, stored))
+        else:
+            in_memory.append((live, stored))
+    _copy_from_memory(in_memory)
+    for source, of_source in unread.items():
+        source.copy(of_source)
+
+
+def _copy_from_memory(pairs: Sequence[Pair]) -> None:
+    if not pairs:
+        return
     large, others = _parted(pairs)
     pieces = (piece for pair in large for piece in _pieces(*pair))
     with torch.no_grad(), _helped(partial(_copy_all, _Shared(pieces))):
@@ -81,23 +104,24 @@ def _parted(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
     large: list[Pair] = []
     others: list[Pair] = []
     for pair in pairs:
-        is_large = pair[0].nbytes >= LARGE_NBYTES and all(_is_plain(tensor) for tensor in pair)
+        is_large = pair[0].nbytes >= LARGE_NBYTES and all(is_plain(tensor) for tensor in pair)
         (large if is_large else others).append(pair)
     return large, others
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Whether its values are the bytes that lie at its address."""
     return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 
 
 def _pieces(live: Tensor, stored: Tensor) -> Iterator[tuple[Any, Any]]:
-    target, source = _bytes(live), _bytes(stored)
+    target, source = bytes_of(live), bytes_of(stored)
     for start in range(0, len(target), PIECE_NBYTES):
         yield target[start : start + PIECE_NBYTES], source[start : start + PIECE_NBYTES]
 
 
-def _bytes(tensor: Tensor) -> Any:
+def bytes_of(tensor: Tensor) -> Any:
+    """The memory of a plain tensor, as a numpy array of bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 

@@ -23,7 +23,7 @@ from holdfast.errors import MismatchError
 from holdfast.format.objects import ArrayRef, EnumValue, GeneratorState, TensorRef, join
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
-from holdfast.state.copying import copy_tensors
+from holdfast.state.copying import StoredPair, copy_tensors
 from holdfast.state.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from holdfast.state.leaves import identity, refusal
 from holdfast.state.trees import (
@@ -35,6 +35,7 @@ from holdfast.state.trees import (
     revived,
     with_flags,
 )
+from holdfast.state.unread import Fetching, Stored, Unread, fetched
 
 _T = TypeVar("_T")
 
@@ -92,7 +93,7 @@ class Claims:
     def __init__(self, protected: Iterable[Tensor] = ()) -> None:
         """`protected`: tensors into whose memory only their own values go."""
         self._taken: set[Any] = set()
-        self._first: dict[Hashable, tuple[str, Tensor]] = {}
+        self._first: dict[Hashable, tuple[str, Stored]] = {}
         self._states: dict[int, Any] = {}
         self._owners: dict[int, tuple[Tensor, str, str]] = {}
         self._spans: dict[int, list[tuple[int, int, str]]] = {}
@@ -168,14 +169,14 @@ class Claims:
             paths.setdefault(remark.reason, []).append(join(remark.component, remark.path))
         return tuple(f"{_shown(names)}: {reason}" for reason, names in paths.items())
 
-    def agree(self, path: str, live: Tensor, stored: Tensor) -> None:
+    def agree(self, path: str, live: Tensor, stored: Stored) -> None:
         """Several names of one live tensor, in several components, must bring the same bits.
 
         Raises:
             MismatchError: they do not.
         """
         first, known = self._first.setdefault(identity(live), (path, stored))
-        if known is not stored and not _same_bits(known, stored):
+        if known is not stored and not _same_bits(fetched(known), fetched(stored)):
             raise MismatchError(
                 "the checkpoint",
                 hint=f"{first} and {path} are one tensor here, and had two values when saved",
@@ -220,7 +221,7 @@ class Merge:
 
     def __init__(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Stored],
         specs: Mapping[str, TensorSpec],
         claims: Claims,
         component: str = "",
@@ -230,8 +231,8 @@ class Merge:
         self._remarks = claims.remarks()
         self._tensors = tensors
         self._specs = specs
-        self._lifting = Lifting(tensors)
-        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._lifting = Lifting(Fetching(tensors))
+        self._copies: list[StoredPair] = []
         self._edits: list[Callable[[], None]] = []
         self._made: dict[int, Any] = {}
         self._made_tensors: dict[str, Tensor] = {}
@@ -385,13 +386,20 @@ class Merge:
     def _new_tensor(self, live: Any, ref: TensorRef, place: Place) -> Tensor:
         stored = self._tensors[ref.key]
         if ref.grad or ref.order:
-            check_fit(ref, stored)
+            check_fit(ref, stored.empty("meta") if isinstance(stored, Unread) else stored)
         if not isinstance(live, Tensor) or not self._fits(live, ref, place):
-            return place.make(ref, stored)
+            return self._made_at(place, ref, stored)
         self._copies.append((live, stored))
         if ref.grad and not live.requires_grad:
             self._edits.append(partial(_require_grad, live))
         return live
+
+    def _made_at(self, place: Place, ref: TensorRef, stored: Stored) -> Tensor:
+        if not isinstance(stored, Unread):
+            return place.make(ref, stored)
+        made = place.make(ref, stored.empty(place.device(ref)))
+        self._copies.append((made.detach(), stored))
+        return made
 
     def _fits(self, live: Tensor, ref: TensorRef, place: Place) -> bool:
         if not is_writable_in_place(live):

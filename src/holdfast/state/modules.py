@@ -19,12 +19,13 @@ from holdfast.errors import FormatError
 from holdfast.format.objects import Document, TensorRef
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import enumerations, generators
-from holdfast.state.copying import copy_tensors
+from holdfast.state.copying import StoredPair, copy_tensors
 from holdfast.state.leaves import Leaves, identity, refusal
 from holdfast.state.merge import Claims, is_writable_in_place
 from holdfast.state.names import Cleaner, cleaner_of, unwrap
 from holdfast.state.problems import Problems, Wishes
 from holdfast.state.trees import Lifting, Skeleton, encoded, keys_in, owned
+from holdfast.state.unread import Fetching, Stored, fetched
 
 # Their own loading only mends what torch saved before 1.0.
 _LOADS_PLAINLY = frozenset(
@@ -260,7 +261,7 @@ class ModulePlan:
         self._live = live
         self._specs = specs
         self._values: dict[str, Any] = {}
-        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._pairs: list[StoredPair] = []
         self._lifted: dict[str, Any] = {}
         self._versions: Mapping[str, int] = {}
 
@@ -331,9 +332,9 @@ class ModulePlan:
         """Keys of the tensors that will be read."""
         return keys_in(self._values)
 
-    def prepare(self, tensors: Mapping[str, Tensor], claims: Claims) -> None:
+    def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Bring the bytes to the leaves they are for; nothing live changes."""
-        lifting = Lifting(tensors)
+        lifting = Lifting(Fetching(tensors))
         for name, value in self._values.items():
             if self._live.is_opaque or name in self._live.extras:
                 self._lifted[name] = lifting.lift_tree(value)
@@ -349,7 +350,7 @@ class ModulePlan:
         for live, stored in self._pairs:
             if not is_writable_in_place(live):
                 # Expanded memory cannot be written element by element; it gets its own.
-                live.data = owned(stored, live.device)
+                live.data = owned(fetched(stored), live.device)
 
     def finish(self) -> None:
         """Hand over what only the module's own code can load."""

@@ -25,6 +25,7 @@ from holdfast.state.merge import Claims, Merge, Place
 from holdfast.state.names import ParameterNames
 from holdfast.state.problems import Problems, Wishes
 from holdfast.state.trees import Skeleton, encoded, keys_in, nodes_in, owned
+from holdfast.state.unread import Stored
 
 # Positions in the live group's list, so they stay with the live group.
 _NOT_OPTIONS = frozenset({"params", "param_names"})
@@ -430,7 +431,7 @@ class OptimizerPlan:
         wanted.append(stored.extra)
         return keys_in(wanted)
 
-    def prepare(self, tensors: Mapping[str, Tensor], claims: Claims) -> None:
+    def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Work out every change, and make the tensors that are new; nothing live changes."""
         merge = self._merge = Merge(tensors, self._specs, claims, self._component)
         options = self._stored_options()

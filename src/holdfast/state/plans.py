@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from holdfast.errors import FormatError
 from holdfast.format.objects import GeneratorState
 from holdfast.format.tensors import TensorSpec
@@ -20,6 +18,7 @@ from holdfast.state.keep import keep_live
 from holdfast.state.merge import Claims, Merge
 from holdfast.state.problems import Problems, Wishes
 from holdfast.state.trees import Lifting, Skeleton, keys_in
+from holdfast.state.unread import Fetching, Stored
 
 
 class Plan(Protocol):
@@ -39,7 +38,7 @@ class Plan(Protocol):
         """Note everything that does not fit; nothing live changes."""
         ...
 
-    def prepare(self, tensors: Mapping[str, Tensor], claims: Claims) -> None:
+    def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Make everything that is new; nothing live changes."""
         ...
 
@@ -83,7 +82,7 @@ class TreePlan:
         """Keys of the tensors that will be read."""
         return keys_in(self._stored)
 
-    def prepare(self, tensors: Mapping[str, Tensor], claims: Claims) -> None:
+    def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Work out every change."""
         self._merge = Merge(tensors, self._specs, claims, self._component)
         self._merge.refill(self._live, self._stored)
@@ -127,9 +126,9 @@ class ObjectPlan:
         """Keys of the tensors that will be read."""
         return keys_in(self._stored)
 
-    def prepare(self, tensors: Mapping[str, Tensor], claims: Claims) -> None:
+    def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Make the whole state_dict; an object that can tell whether it fits is asked now."""
-        self._value = Lifting(tensors).lift_tree(self._stored)
+        self._value = Lifting(Fetching(tensors)).lift_tree(self._stored)
         check = getattr(self._live, "check_state_dict", None)
         if self._is_wanted and callable(check):
             check(self._value)
@@ -172,9 +171,9 @@ class GeneratorPlan:
         """Keys of the tensors that will be read."""
         return keys_in(self._node)
 
-    def prepare(self, tensors: Mapping[str, Tensor], claims: Claims) -> None:
+    def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Try the state on a generator of no consequence."""
-        self._members = Lifting(tensors).members(self._node.members)
+        self._members = Lifting(Fetching(tensors)).members(self._node.members)
         try:
             generators.write(generators.scratch(self._live), self._members)
         except (ValueError, TypeError, RuntimeError, OverflowError) as err:
@@ -224,7 +223,7 @@ class RngPlan:
         """Keys of the tensors that will be read."""
         return tuple(dict.fromkeys(key for plan in self._plans for key in plan.needed))
 
-    def prepare(self, tensors: Mapping[str, Tensor], claims: Claims) -> None:
+    def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Try every state."""
         for plan in self._plans:
             plan.prepare(tensors, claims)

@@ -397,7 +397,7 @@ class Lifting:
         """A new generator in the stored state."""
         made = generators.build(node)
         # Before it is written: NumPy takes positions outside of its state and then reads there.
-        why = generators.misfit(made, node, self._specs)
+        why = generators.misfit(made, node, self._specs_of(node))
         if why is not None:
             raise FormatError(f"a stored {node.kind} generator state is not valid: {why}")
         try:
@@ -406,13 +406,13 @@ class Lifting:
             raise FormatError(f"a stored {node.kind} generator state is not valid: {err}") from err
         return made
 
-    @cached_property
-    def _specs(self) -> Mapping[str, TensorSpec]:
+    def _specs_of(self, node: GeneratorState) -> Mapping[str, TensorSpec]:
+        tensors = {key: self._tensors[key] for key in keys_in(node)}
         return {
             key: TensorSpec(
                 key=key, dtype=dtypes.DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape)
             )
-            for key, tensor in self._tensors.items()
+            for key, tensor in tensors.items()
         }
 
     def members(self, value: Any) -> Any:

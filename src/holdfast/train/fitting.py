@@ -94,7 +94,7 @@ class Fit:
         """Resume, train and save; see `Trainer.fit`. `costs` hears of the manager's events."""
         self._tell(Callback.before_load)
         began_s = time.monotonic()
-        found = self._manager.resume()
+        found = self._manager.resume(in_place=True)
         load_s = time.monotonic() - began_s
         if found is None:
             self._begin_afresh()

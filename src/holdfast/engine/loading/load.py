@@ -189,6 +189,26 @@ def _read_block(
 ) -> None:
     start = number * opened.index.block_nbytes
     memory = arena.memory[start : start + opened.index.block_nbytes]
+    read_checked(store, opened, file, memory, number, verify=verify, buffers=buffers)
+
+
+def read_checked(
+    store: Store,
+    opened: Opened,
+    file: FileBlocks,
+    memory: memoryview,
+    number: int,
+    *,
+    verify: bool,
+    buffers: Buffers,
+) -> None:
+    """Fill `memory`, which has its length, with the plain bytes of a block.
+
+    Raises:
+        CorruptData, Tampered: it is not what was written; names file, block and tensors.
+        StoreError: it cannot be read.
+    """
+    start = number * opened.index.block_nbytes
     try:
         fault = read_block(store, file, number, memory, verify=verify, buffers=buffers)
     except Tampered as error:

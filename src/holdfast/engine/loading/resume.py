@@ -1,5 +1,9 @@
 """Finding a checkpoint that can be used, and reading it, without changing anything.
 
+Where its tensors are kept until they are applied is decided here: in memory of their own; or
+nowhere, because the caller wants each byte copied as soon as it is checked, or because memory is
+bounded, and then all of them were checked once before.
+
 `resume` walks back along the lineage over damaged candidates and says why each was passed over;
 a checkpoint that was named explicitly is taken or the damage is raised.
 """
@@ -7,7 +11,7 @@ a checkpoint that was named explicitly is taken or the damage is raised.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args
@@ -15,6 +19,7 @@ from typing import Any, Literal, get_args
 from holdfast.engine.claims.claim import Choice, dropped, is_being_deleted
 from holdfast.engine.claims.leases import kept
 from holdfast.engine.loading.load import Opened, Tensors, open_checkpoint, read_tensors
+from holdfast.engine.loading.streaming import Stream
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.roots.seen import Seen
 from holdfast.engine.workers import Workers
@@ -31,14 +36,20 @@ from holdfast.errors import (
 )
 from holdfast.events import Emitter, Kind
 from holdfast.format.layout import AttemptName
-from holdfast.state.apply import Prepared, prepare
+from holdfast.state.apply import OpaqueLoadFailed, Prepared, prepare
 from holdfast.state.edits import Edit, EditedLoad, edited_load
 from holdfast.state.selection import Selection
+from holdfast.state.unread import Stored
 from holdfast.store.base import Store, uncached
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 Unhealthy = Literal["avoid", "accept"]
 """Whether a walk goes on from an unhealthy state only when there is no other."""
+StoredTensors = Mapping[str, Mapping[str, Stored]]
+"""By component and key."""
+_STREAMED = frozenset({"module", "optimizer", "tree"})
+"""Kinds whose tensors mostly have live ones to be copied into. The others take a few bytes, or
+hand them to code that wants them in memory."""
 _MAX_RELISTS = 10
 _MAX_LOOKS = 10
 
@@ -64,6 +75,9 @@ class LoadOptions:
     """Whether digests are checked."""
     rng: bool = True
     """Whether generator states are restored."""
+    in_place: bool = False
+    """Whether bytes go straight into the live tensors, each block once it is checked. Damage that
+    is found on the way then leaves the state mixed."""
 
     @property
     def is_full(self) -> bool:
@@ -99,12 +113,13 @@ class Avoided(PassedOver):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A checkpoint that was read whole and fits: what is left is to apply it."""
+    """A checkpoint that fits: what is left is to apply it. It was read whole, unless its options
+    say that it is read in place."""
 
     entry: Entry
     options: LoadOptions
     prepared: Prepared
-    tensors: Tensors
+    tensors: StoredTensors
     is_proof: bool
     """Whether every byte of it was read in the root from which retention would delete because of
     it, and found right: not from copies of a host, and not in the other tier."""
@@ -120,8 +135,13 @@ class Reader:
     timeout_s: float
     passed_over: dict[str, HoldfastError] = field(default_factory=dict)
     """Folder → why the walk did not take it, newest first."""
-    keeps: bool = False
-    """Whether a lease keeps what is named while it is read; the owner of the run needs none."""
+    memory_budget: int | None = None
+    """Bytes for tensors that wait to be applied; larger states are read twice."""
+    unusable: dict[str, HoldfastError] = field(default_factory=dict)
+    """Folder → what was found wrong with it after it had been taken; the walk leaves it alone."""
+    holding: ExitStack | None = None
+    """Gets the lease that keeps what is named: for who reads it until it is applied. None: what is
+    named is read at once, and by the owner of the run, who needs no lease."""
     notes: tuple[str, ...] = ()
     """Why what is read is not kept."""
 
@@ -179,7 +199,8 @@ class Reader:
             rng=options.rng,
             unread=[name for name in entry.manifest.components if name not in components],
         )
-        tensors = _completed(found.tensors, prepared.needed, read)
+        rest = partial(self._read_rest, store, opened, options)
+        tensors = _completed(found.tensors, prepared.needed, rest)
         return Candidate(
             entry=entry,
             options=options,
@@ -207,6 +228,34 @@ class Reader:
             timeout_s=self.timeout_s,
             verify=verify,
         )
+
+    def _read_rest(
+        self,
+        store: Store,
+        opened: Opened,
+        options: LoadOptions,
+        needed: Mapping[str, Iterable[str]],
+    ) -> StoredTensors:
+        """The tensors that will be applied: read now, or while they are applied."""
+        kinds = {name: opened.components[name].kind for name in needed}
+        streamed = {name: keys for name, keys in needed.items() if kinds[name] in _STREAMED}
+        if not options.in_place and not self._is_too_large(opened, streamed):
+            return self._read_tensors(store, opened, needed, verify=options.verify)
+        stream = Stream(
+            store, opened, workers=self.workers, timeout_s=self.timeout_s, verify=options.verify
+        )
+        unread = stream.tensors(streamed)
+        if options.verify and not options.in_place:
+            stream.verify_all()
+        others = {name: keys for name, keys in needed.items() if name not in streamed}
+        return {**self._read_tensors(store, opened, others, verify=options.verify), **unread}
+
+    def _is_too_large(self, opened: Opened, needed: Mapping[str, Iterable[str]]) -> bool:
+        if self.memory_budget is None:
+            return False
+        tensors = ((opened.index.components[name].specs, keys) for name, keys in needed.items())
+        nbytes = sum(specs[key].nbytes for specs, keys in tensors for key in keys)
+        return nbytes > self.memory_budget
 
     def _expect_there(self, entry: Entry, wanted: list[str], gone: Collection[str]) -> None:
         missing = ", ".join(name for name in wanted if name in gone)
@@ -246,12 +295,14 @@ class Reader:
 
     @contextmanager
     def _kept(self, which: str | int) -> Iterator[Entry]:
-        if not self.keeps:
+        if self.holding is None:
             yield self.catalog.resolve(which)
             return
-        with kept(self.catalog, which) as found:
+        with ExitStack() as stack:
+            found = stack.enter_context(kept(self.catalog, which))
             self.notes = found.notes
             yield found.entry
+            self.holding.push(stack.pop_all())
 
     def walk(self, options: LoadOptions, *, unhealthy: Unhealthy = "avoid") -> Candidate | None:
         """The newest usable checkpoint of the lineage; None when nothing whole was committed yet.
@@ -278,9 +329,10 @@ class Reader:
                 break
         if not catalog.ever_committed(whole=True):
             return None  # parts that side savers saved before the first whole one are no start
+        changed = "The state is mixed" if self.unusable else "Nothing was changed"
         raise NoUsableCheckpoint(
             f"{catalog.store.url}: this run has committed checkpoints and none can be used. "
-            "Nothing was changed; name another one explicitly, or use another root",
+            f"{changed}; name another one explicitly, or use another root",
             self.rejected,
         )
 
@@ -300,6 +352,9 @@ class Reader:
         for name in names:
             if seen is not None:
                 seen.append((name, _register_state(catalog, name)))
+            if str(name) in self.unusable:
+                self.passed_over[str(name)] = self.unusable[str(name)]
+                continue
             try:
                 candidate = self._read_twice(catalog, name, options, unhealthy)
             except HoldfastError as error:
@@ -355,8 +410,8 @@ def _edited(
 def _completed(
     found: Tensors,
     needed: Mapping[str, Iterable[str]],
-    read: Callable[[Mapping[str, Iterable[str]]], Tensors],
-) -> Tensors:
+    read: Callable[[Mapping[str, Iterable[str]]], StoredTensors],
+) -> StoredTensors:
     """The needed tensors: those that an edit has brought, and the rest from the checkpoint."""
     if not found:
         return read(needed)
@@ -399,6 +454,7 @@ class Search:
         self._which = which
         self._options = options if options is not None else LoadOptions()
         self._unhealthy = unhealthy
+        self._announced: dict[str, HoldfastError] = {}
         self.found: Candidate | None = None
         """What was chosen last; None for a fresh start."""
 
@@ -420,9 +476,25 @@ class Search:
             is_rollback=not is_latest,
         )
 
+    def goes_on_after(self, error: Exception) -> bool:
+        """Whether another choice may serve, since what was chosen proved damaged while it was read
+        into its place. Until one does the state is mixed."""
+        cause = error.__cause__ if isinstance(error, OpaqueLoadFailed) else error
+        is_read = isinstance(cause, CorruptData | StoreError) and is_damage(cause)
+        if self.found is None or self._which != "latest" or not is_read:
+            return False
+        folder = self.found.entry.folder
+        if not self._reader.catalog.turn(folder):
+            assert isinstance(cause, HoldfastError)
+            self._reader.unusable[folder] = cause
+        return True
+
     def announce(self, emit: Emitter, *, reject: Callable[[str, str], None]) -> None:
         """Say what was not taken and why; `reject(folder, reason)` gets the damaged ones."""
         for folder, error in self._reader.passed_over.items():
+            if self._announced.get(folder) is error:
+                continue
+            self._announced[folder] = error
             if not isinstance(error, PassedOver):
                 reject(folder, str(error))
                 continue

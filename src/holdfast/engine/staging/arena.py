@@ -18,14 +18,14 @@ from holdfast.state.dtypes import TORCH_DTYPES
 class Arena:
     """Page-aligned private memory, which forked children find empty."""
 
-    def __init__(self, nbytes: int) -> None:
-        """Take the memory.
+    def __init__(self, nbytes: int, *, huge: bool = True) -> None:
+        """Take the memory; in small pages without `huge`, for what is used here and there.
 
         Raises:
             OutOfMemory: the system refuses.
         """
         self.nbytes = nbytes
-        self._map = take(nbytes)
+        self._map = take(nbytes, huge=huge)
         self.memory = memoryview(self._map)[:nbytes]
 
     def tensors(

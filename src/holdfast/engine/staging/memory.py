@@ -10,15 +10,11 @@ from holdfast.errors import OutOfMemory
 
 _WIPE_ON_FORK = 18
 """Linux's MADV_WIPEONFORK, which Python has no name for."""
-_ADVICE = (
-    (mmap.MADV_HUGEPAGE, _WIPE_ON_FORK)
-    if sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE")
-    else ()
-)
+_IS_ADVISED = sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE")
 
 
-def take(nbytes: int) -> mmap.mmap:
-    """So much memory, or a byte.
+def take(nbytes: int, *, huge: bool = True) -> mmap.mmap:
+    """So much memory, or a byte; in huge pages where the system has them, if that is wanted.
 
     A forked child has it too, filled with zeros and its own: it costs nothing until it is used
     there. Were it missing there (MADV_DONTFORK), the child would put something else into its place,
@@ -32,8 +28,10 @@ def take(nbytes: int) -> mmap.mmap:
         found = mmap.mmap(-1, max(nbytes, 1), flags=flags)
     except (OSError, OverflowError) as error:
         raise OutOfMemory(f"{nbytes} bytes of memory are not to be had: {error}") from error
-    for advice in _ADVICE:
-        _advise(found, advice)
+    if _IS_ADVISED:
+        _advise(found, _WIPE_ON_FORK)
+        if huge:
+            _advise(found, mmap.MADV_HUGEPAGE)
     return found
 
 
