@@ -1,14 +1,16 @@
 """SIGKILL storm: fork a saving child from a warm parent, kill it, look, go on. Run as a script.
 
-    python tests/crash/storm.py ROOT --trials 50 --seed 0 [--mutant NAME] [--size 65536]
+    python tests/crash/storm.py ROOT --kills 50 --seed 0 [--mutant NAME] [--size 65536]
 
-The moment of the kill is swept evenly over the life of a child, that is over resume, gc, two
-saves and their retention, and over the check of the store in one of ten; every tenth trial kills
-the recovering child, too. The parent stays single-threaded: whatever uses threads, also the
-checks, runs in a forked child.
+The moment of the kill is swept evenly, in one of four trials over the life of a child, that is
+over claim, gc, resume, two saves and their retention, in the others over what comes after the
+claim. One in ten checks the store, too; every tenth trial kills the recovering child as well. It
+goes on until so many children were killed: some end before. The parent stays single-threaded:
+whatever uses threads, also the checks, runs in a forked child.
 
 ROOT is a folder, or the URL of a place in an object store, whose credentials are in the
-environment. Prints one JSON line; exit status 1 when a promise was broken. `test_storm.py` and
+environment. Prints one JSON line, with the last that the killed had told of themselves (`struck`);
+exit status 1 when a promise was broken. `test_storm.py` and
 `tests/stores/test_storm.py` run it.
 """
 
@@ -16,6 +18,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
+import itertools
 import json
 import os
 import random
@@ -23,10 +27,11 @@ import signal
 import statistics
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 import torch
@@ -36,6 +41,7 @@ from holdfast.care.verify import verify
 from holdfast.engine.roots import commit as commit_module
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.saving import save as save_module
+from holdfast.events import Event
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Manifest
@@ -46,6 +52,8 @@ from holdfast.store.base import Store
 
 NUM_TENSORS = 8
 SAVES_A_CHILD = 2
+GOLDEN = 0.6180339887498949
+"""Steps of this size round a circle are spread evenly, however many they are."""
 
 
 def new_state(num_elements: int) -> dict[str, Any]:
@@ -71,15 +79,32 @@ def advance(state: dict[str, Any], step: int) -> None:
         tensor.fill_(step)
 
 
+def tell(told: int, word: str, step: int | None = None) -> None:
+    """Have the parent read this, also when it kills us at once."""
+    os.write(told, f"{word} {step or 0}\n".encode())
+
+
+def tell_event(told: int, event: Event) -> None:
+    """A sink of events: `committed`, or `remote-uploaded`, and the step."""
+    tier = "remote-" if event.fields.get("tier") == "remote" else ""
+    tell(told, tier + event.kind, event.step)
+
+
+def live_on(manager: CheckpointManager, state: dict[str, Any], told: int) -> None:
+    """Resume, then save twice; tells each acknowledged step."""
+    manager.resume()
+    first = step_of(state) + 1
+    for step in range(first, first + SAVES_A_CHILD):
+        advance(state, step)
+        tell(told, "saved", manager.save(step).wait().step)
+
+
 def work(root: str, num_elements: int, told: int, *, preflight: bool) -> None:
-    """A child's life: resume, then save twice; tells each acknowledged step."""
+    """A child's life."""
     state = new_state(num_elements)
-    with CheckpointManager(root, state, keep=Last(2), sinks=(), preflight=preflight) as manager:
-        manager.resume()
-        first = step_of(state) + 1
-        for step in range(first, first + SAVES_A_CHILD):
-            advance(state, step)
-            os.write(told, f"{manager.save(step).wait().step}\n".encode())
+    sinks = (functools.partial(tell_event, told),)
+    with CheckpointManager(root, state, keep=Last(2), sinks=sinks, preflight=preflight) as manager:
+        live_on(manager, state, told)
 
 
 def expect_whole(store: Store, entries: Collection[Entry]) -> None:
@@ -185,8 +210,31 @@ def succeeds(job: Callable[[], None]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(forked(job), 0)[1]) == 0
 
 
-def warm(url: str) -> None:
-    """Read once what every child would read again: megabytes of JSON. Starts no thread."""
+def modules_of(job: Callable[[], None]) -> set[str]:
+    """Names of the modules that a child imports which does `job`."""
+    read, write = os.pipe()
+    before = set(sys.modules)
+
+    def do() -> None:
+        job()
+        os.write(write, " ".join(set(sys.modules) - before).encode())
+
+    pid = forked(do)
+    os.close(write)
+    with os.fdopen(read) as told:
+        names = told.read().split()
+    os.waitpid(pid, 0)
+    return set(names)
+
+
+def warm(url: str, live: Callable[[], None]) -> None:
+    """Do once what every child that lives so would do again: kills are to strike its work.
+
+    Imports, of which object stores have many, and megabytes of JSON. Starts no thread.
+    """
+    for name in sorted(modules_of(live)):
+        with suppress(ImportError):
+            importlib.import_module(name)
     if url.startswith("s3://"):
         import botocore.session
         from botocore.loaders import create_loader
@@ -207,40 +255,61 @@ class Storm:
         self.rest_every = 10 if "://" in root else 25
         self.acknowledged = 0
         self.killed = self.finished = self.bad = self.stuck = 0
+        self.struck = Counter[str]()
         self.lives_s = deque([1.0], maxlen=3)
         """How long the last children lived that nobody killed. It changes with what earlier ones
         have left, and kills are to strike everywhere."""
+        self.works_s = deque([1.0], maxlen=3)
+        """How long they lived after they had claimed the run."""
 
-    def trial(self, part: float | None) -> None:
-        """One child, killed after this part of a life unless it ended before."""
+    def trial(self, part: float | None, *, claimed: bool = False) -> None:
+        """One child, killed after this part of a life unless it ended before.
+
+        With `claimed` it is the part of what comes after the claim.
+        """
         self.preflight = part is not None and self.rng.random() < 0.1
         read, write = os.pipe()
         began = time.perf_counter()
         pid = forked(lambda: self.live(write))
         os.close(write)
-        if part is not None:
-            time.sleep(part * statistics.median(self.lives_s))
-            os.kill(pid, signal.SIGKILL)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        lived_s = time.perf_counter() - began
+        words = ["began"]
         with os.fdopen(read) as told:
-            for line in told:
-                self.heard(line)
+            if part is None or claimed:
+                self.listen(told, words, until="claimed")
+            worked = time.perf_counter()
+            if part is not None:
+                time.sleep(part * statistics.median(self.works_s if claimed else self.lives_s))
+                os.kill(pid, signal.SIGKILL)
+            self.listen(told, words)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if status == -signal.SIGKILL:
             self.killed += 1
+            self.struck[words[-1]] += 1
         elif status == 0:
             self.finished += 1
-            self.lives_s.append(lived_s)
         else:
             self.stuck += 1
+        if part is None and status == 0:
+            self.lives_s.append(time.perf_counter() - began)
+            self.works_s.append(time.perf_counter() - worked)
+
+    def listen(self, told: TextIO, words: list[str], until: str = "") -> None:
+        """Hear what a child tells until it ends, or has told this word."""
+        for line in told:
+            word, step = line.split()
+            words.append(word)
+            self.heard(word, int(step))
+            if word == until:
+                return
 
     def live(self, told: int) -> None:
         """What a child does."""
         work(self.root, self.num_elements, told, preflight=self.preflight)
 
-    def heard(self, line: str) -> None:
+    def heard(self, word: str, step: int) -> None:
         """What a child told."""
-        self.acknowledged = max(self.acknowledged, int(line))
+        if word == "saved":
+            self.acknowledged = max(self.acknowledged, step)
 
     def check(self) -> None:
         """Count it when a promise is broken."""
@@ -251,22 +320,27 @@ class Storm:
         if not succeeds(job):
             self.bad += 1
 
-    def run(self, trials: int, *, until_bad: bool = False) -> None:
-        """So many kills, or lives that were too short for them; or fewer, until one did harm."""
-        warm(self.root)
+    def run(self, kills: int, *, until_bad: bool = False) -> None:
+        """Trials until so many children were killed; or until one did harm."""
+        with open(os.devnull, "wb") as nobody:
+            warm(self.root, lambda: self.live(nobody.fileno()))
         for _ in range(3):
             self.trial(None)
-        parts = [(number + 0.5) / trials * 1.1 for number in range(trials)]
-        self.rng.shuffle(parts)
-        for number, part in enumerate(parts, 1):
-            if until_bad and self.bad:
-                return
-            self.trial(part)
+        place = self.rng.random()
+        for number in itertools.count(1):
+            place = (place + GOLDEN) % 1
+            self.trial(place * 1.1, claimed=number % 4 != 0)
             if number % 10 == 0:
                 self.trial(self.rng.uniform(0, 0.5))
             self.check()
-            if number % self.rest_every == 0 or number == trials:
+            if until_bad and self.bad:
+                return
+            # Children that always end too early, or not well, would keep it going for ever.
+            if self.killed >= kills or number >= 3 * kills + 10:
+                break
+            if number % self.rest_every == 0:
                 self.rest()
+        self.rest()
 
     def rest(self) -> None:
         """One child that is not killed, and everything cleaned up."""
@@ -278,9 +352,9 @@ class Storm:
         """Raises unless a life to its end leaves what it should."""
         clean_up(self.root)
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, Any]:
         """What is told at the end."""
-        names = ("killed", "finished", "stuck", "bad")
+        names = ("killed", "finished", "stuck", "bad", "struck")
         return {name: getattr(self, name) for name in names} | {"last_step": self.acknowledged}
 
 
@@ -322,7 +396,7 @@ def arguments(mutants: Collection[str]) -> argparse.ArgumentParser:
     """What every storm is told."""
     parser = argparse.ArgumentParser()
     parser.add_argument("root")
-    parser.add_argument("--trials", type=int, default=50)
+    parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--size", type=int, default=65536, help="elements of each tensor")
     parser.add_argument("--mutant", choices=sorted(mutants))
@@ -334,7 +408,7 @@ def rage(storm: Storm, options: argparse.Namespace, mutants: dict[str, Callable[
     torch.set_num_threads(1)
     if options.mutant:
         mutants[options.mutant]()
-    storm.run(options.trials, until_bad=bool(options.mutant))
+    storm.run(options.kills, until_bad=bool(options.mutant))
     print(json.dumps(storm.counts()))
     return 1 if storm.bad or storm.stuck else 0
 

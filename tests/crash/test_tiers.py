@@ -257,8 +257,8 @@ def test_kills_during_uploads_and_remote_retention_lose_nothing(
     tmp_path: Path, machines: str, sealed: tuple[str, ...]
 ) -> None:
     """R1, R9, R23: on one machine, whose local tier stays, and on new ones each time."""
-    counts = harmless(storm_in(tmp_path, "--trials", "25", "--machines", machines, *sealed))
-    assert counts["killed"] >= 12
+    counts = harmless(storm_in(tmp_path, "--kills", "20", "--machines", machines, *sealed))
+    assert counts["killed"] >= 20
     assert counts["uploaded"] >= 3
 
 
@@ -268,13 +268,13 @@ def test_kills_during_uploads_and_remote_retention_lose_nothing(
 @pytest.mark.parametrize("seed", range(2))
 def test_more_kills_lose_nothing(tmp_path: Path, machines: str, seed: int) -> None:
     """R1, R9, R23."""
-    options = ("--trials", "125", "--machines", machines, "--seed", str(seed + 1))
-    assert harmless(storm_in(tmp_path, *options))["killed"] >= 60
+    options = ("--kills", "125", "--machines", machines, "--seed", str(seed + 1))
+    assert harmless(storm_in(tmp_path, *options))["killed"] >= 125
 
 
 def test_the_storm_catches_a_local_copy_that_goes_too_early(tmp_path: Path) -> None:
     """R1, D19: our own code with its order broken does not pass."""
-    counts = storm_in(tmp_path, "--trials", "20", "--mutant", "holds_nothing")
+    counts = storm_in(tmp_path, "--kills", "20", "--mutant", "holds_nothing")
     assert counts["bad"] > 0, counts
 
 

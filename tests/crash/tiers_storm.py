@@ -10,22 +10,24 @@ the remote tier, too. `test_tiers.py` and `tests/stores/test_storm.py` run it.
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from storm import (
     Storm,
-    advance,
     arguments,
     expect_no_junk,
     expect_whole,
+    live_on,
     new_state,
     rage,
-    step_of,
     survey,
+    tell_event,
 )
 
 from holdfast.care import mirror as mirror_module
@@ -33,7 +35,6 @@ from holdfast.engine.roots.catalog import Entry
 from holdfast.engine.sealed.sealing import sealing
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.tiered import Tiered
-from holdfast.events import Event
 from holdfast.keys import Encryption, SecretKey
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import EveryNth, Last
@@ -62,23 +63,15 @@ class Look:
 
 
 def work(local: Path, remote: str, num_elements: int, told: int, *, preflight: bool) -> None:
-    """A child's life: resume, save twice and send; tells what is committed, and where."""
-
-    def tell(event: Event) -> None:
-        if event.kind == "uploaded":
-            os.write(told, f"U{event.step}\n".encode())
-
+    """A child's life: it resumes, saves twice and sends; tells what is committed, and where."""
     state = new_state(num_elements)
     rule = Last(NUM_LATEST) | EveryNth(f"{MILESTONE}step")
     root = Tiered(local, remote, keep_local=Last(1), keep_remote=rule)
+    sinks = (functools.partial(tell_event, told),)
     with CheckpointManager(
-        root, state, sinks=(tell,), preflight=preflight, encrypt=Look.encryption
+        root, state, sinks=sinks, preflight=preflight, encrypt=Look.encryption
     ) as manager:
-        manager.resume()
-        first = step_of(state) + 1
-        for step in range(first, first + 2):
-            advance(state, step)
-            os.write(told, f"S{manager.save(step).wait().step}\n".encode())
+        live_on(manager, state, told)
 
 
 def look(local: Path, remote: str, saved: int, uploaded: int) -> None:
@@ -154,22 +147,20 @@ class TiersStorm(Storm):
         """See `work`."""
         work(self.local, self.root, self.num_elements, told, preflight=self.preflight)
 
-    def heard(self, line: str) -> None:
+    def heard(self, word: str, step: int) -> None:
         """What a child told."""
-        step = int(line[1:])
-        if line[0] == "U" or not self.is_new:
+        if word == "remote-uploaded" or (word == "saved" and not self.is_new):
             self.wanted.add(step)
-        if line[0] == "U":
+        if word == "remote-uploaded":
             self.uploaded = max(self.uploaded, step)
-        else:
-            self.acknowledged = max(self.acknowledged, step)
+        super().heard(word, step)
 
-    def trial(self, part: float | None) -> None:
+    def trial(self, part: float | None, *, claimed: bool = False) -> None:
         """One child, on the same machine or on a new one."""
         self.number += 1
         if self.is_new:
             self.acknowledged = self.uploaded  # what only the lost machine had is lost
-        super().trial(part)
+        super().trial(part, claimed=claimed)
 
     def check(self) -> None:
         """Count it when a promise is broken."""
@@ -179,7 +170,7 @@ class TiersStorm(Storm):
         """Raises unless a life to its end leaves what it should."""
         clean(self.local, self.root, self.wanted)
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, Any]:
         """What is told at the end."""
         return {**super().counts(), "uploaded": self.uploaded}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -27,11 +28,16 @@ TWICE = RemoteOptions(max_retries=1, retry_s=5, timeout_s=5, connect_timeout_s=2
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RemoteStore, Answers]]:
-    """A store on a server that answers as told, and these answers."""
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a client needs before it asks."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@pytest.fixture
+def place(credentials: None) -> Iterator[tuple[RemoteStore, Answers]]:
+    """A store on a server that answers as told, and these answers."""
     with answering() as (endpoint, answers):
         yield RemoteStore("s3://bucket/run", endpoint=endpoint, options=TWICE), answers
 
@@ -148,6 +154,18 @@ def test_retries_come_to_an_end(place: tuple[RemoteStore, Answers]) -> None:
     with pytest.raises(TransientStoreError, match="503 Service Unavailable: SlowDown: reduce your"):
         store.put("a", b"x", if_absent=True)
     assert len(answers.asked) == 1 + TWICE.max_retries
+
+
+@pytest.mark.usefixtures("credentials")
+def test_pauses_grow_until_the_time_for_retries_is_over() -> None:
+    """R24: if they did not, a service that is away for a moment would be given up in seconds."""
+    patient = replace(TWICE, max_retries=11)
+    with answering() as (endpoint, answers):
+        store = RemoteStore("s3://bucket/run", endpoint=endpoint, options=patient)
+        answers.then = refusal(503, "SlowDown", "reduce your rate")
+        with pytest.raises(TransientStoreError):
+            store.get("a")
+    assert 3 <= len(answers.asked) <= patient.max_retries
 
 
 def test_a_taken_key_and_a_missing_object(place: tuple[RemoteStore, Answers]) -> None:

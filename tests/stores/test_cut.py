@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from holdfast.engine.tiers.ledger import Ledger
+from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import SaveFailed
 from holdfast.manager import CheckpointManager
+from holdfast.policy.retention import Last
+from holdfast.store import open_store
+from holdfast.store.local import LocalStore
 from holdfast.store.remote import RemoteOptions, RemoteStore
 from runs import Run, new_run
 from servers.faults import FaultProxy, Rule
 from servers.fixtures import on, use
 from servers.program import Service
+from tiers import steps_in
 
 STEPS_WITHOUT_NETWORK = 25
 PATIENT = RemoteOptions(retry_s=120.0, max_retries=100)
@@ -83,3 +91,67 @@ def test_a_save_that_outlasts_its_retries_fails_and_the_next_one_is_fine(
         assert found is not None
         assert found.step == step
     assert again.bits() == run.bits()
+
+
+def save_without_network(proxy: FaultProxy, root: str, local: Path, *, cut_s: float) -> None:
+    """A run in two tiers whose remote one is cut off in the middle of an upload, for so long.
+
+    It saves in the local tier all the while, and the newest is in the remote one in the end.
+    """
+    run = new_run()
+    remote = RemoteStore(root, options=IMPATIENT)
+    tiers = Tiered(local, remote, keep_local=Last(1), keep_remote=Last(3))
+    with run.manager(tiers, sinks=(), save_timeout_s=300.0) as manager:
+        run.train()
+        manager.save(1).wait()
+        manager.wait()
+        cut = proxy.add(Rule(kind="cut", method="PUT", path="*step-*"))
+        run.train()
+        manager.save(2).wait()
+        assert cut.reached.wait(60)
+        mended = time.monotonic() + cut_s
+        while run.counters["step"] < 6 or time.monotonic() < mended:
+            run.train(100)
+            assert manager.save(run.counters["step"]).wait().step == run.counters["step"]
+        assert Ledger(LocalStore(local)).waiting()
+        proxy.mend()
+        manager.wait()
+        assert steps_in(open_store(root))[0] == run.counters["step"]
+    again = new_run(seed=1)
+    with again.manager(root, sinks=()) as manager:
+        manager.resume()
+    assert again.bits() == run.bits()
+
+
+@on("gcs")
+def test_an_upload_completes_after_the_network_was_cut(
+    proxy: FaultProxy, root: str, tmp_path: Path
+) -> None:
+    """R24, invariant 8: and what was saved meanwhile is sent, too."""
+    save_without_network(proxy, root, tmp_path, cut_s=0.0)
+
+
+@pytest.mark.stores
+@on("moto", "ceph")
+def test_an_upload_completes_after_a_minute_without_network(
+    proxy: FaultProxy, root: str, tmp_path: Path
+) -> None:
+    """R24, invariant 8."""
+    save_without_network(proxy, root, tmp_path, cut_s=60.0)
+
+
+@pytest.mark.stores
+@on("moto", "ceph")
+def test_a_save_completes_after_a_minute_without_network(proxy: FaultProxy, root: str) -> None:
+    """R24, invariant 8: training goes on, and the save goes on, with no options."""
+    run = new_run()
+    with run.manager(root, sinks=()) as manager:
+        run.train()
+        manager.save(1).wait()
+        cut_in_the_next_save(proxy, run, manager)
+        mended = time.monotonic() + 60.0
+        while time.monotonic() < mended:
+            train_without_network(run, manager)
+        proxy.mend()
+        manager.wait()
+        assert [found.step for found in manager.list()][:2] == [2, 1]

@@ -68,7 +68,7 @@ class RemoteOptions:
     """Seconds until a request, with its body of at most 16 MiB, has failed."""
     connect_timeout_s: float = 10.0
     """Seconds until a connection has failed."""
-    max_retries: int = 10
+    max_retries: int = 30
     """How often a request that may be repeated is repeated."""
     retry_s: float = 120.0
     """Seconds after which it is repeated no more."""
@@ -410,7 +410,9 @@ def _pair(
             "backoff": {
                 "init_backoff": timedelta(milliseconds=100),
                 "max_backoff": timedelta(seconds=15),
-                "base": 2,
+                # A pause is drawn between the first one and so many times the one before. Below
+                # e, the base of logarithms, pauses do not grow, and ten are over in three seconds.
+                "base": 6,
             },
         }
         try:

@@ -18,6 +18,7 @@ import torch
 from blake3 import blake3
 from tests.crash.test_every_operation import Tiny
 
+from aead import noting
 from holdfast import CheckpointManager, Last, errors, load_weights
 from holdfast.care.gc import collect
 from holdfast.care.verify import verify, verify_root
@@ -504,25 +505,12 @@ class AeadLog:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: set[tuple[bytes, bytes]] = set()
         self.num_calls = 0
-        made, log = suites.Cipher.__init__, self
+        monkeypatch.setattr(suites.Cipher, "__init__", noting(self.note))
 
-        def init(cipher: Any, suite: Any, key: bytes) -> None:
-            made(cipher, suite, key)
-            inner = cipher._aead
-
-            class Logged:
-                decrypt_into = staticmethod(inner.decrypt_into)
-
-                @staticmethod
-                def encrypt_into(nonce: bytes, data: Any, aad: bytes, out: Any) -> None:
-                    assert (key, nonce) not in log.seen, "used twice"
-                    log.seen.add((key, nonce))
-                    log.num_calls += 1
-                    inner.encrypt_into(nonce, data, aad, out)
-
-            cipher._aead = Logged
-
-        monkeypatch.setattr(suites.Cipher, "__init__", init)
+    def note(self, key: bytes, nonce: bytes) -> None:
+        assert (key, nonce) not in self.seen, "used twice"
+        self.seen.add((key, nonce))
+        self.num_calls += 1
 
 
 def test_no_key_meets_a_nonce_twice(monkeypatch: pytest.MonkeyPatch) -> None:
