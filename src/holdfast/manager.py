@@ -473,7 +473,8 @@ class CheckpointManager:
         reader = self._reader()
         self._catalog.look_again()
         with ExitStack() as holding:
-            reader.holding = holding if in_place or not self.is_owner else None
+            is_read_late = in_place or self._memory_budget is not None
+            reader.holding = holding if is_read_late or not self.is_owner else None
             found = self._load(reader, which, options)
         self._emit(
             "loaded",
