@@ -27,7 +27,7 @@ from holdfast.format.segments import FileCipher
 from holdfast.format.suites import Cipher
 
 _REAL_HKDF = suites.hkdf
-_REAL_PUT = rekey._put
+_REAL_PUT = rekey.put_box
 
 
 def nothing(*arguments: Any, **options: Any) -> tuple[()]:
@@ -165,7 +165,7 @@ MUTANTS: list[tuple[str, Any, str, Any, Callable[[], None]]] = [
         partial(OLD_KEYS, b"1" * 32),
     ),
     ("R36: a refusal", rekey, "_expect_opens", nothing, partial(OLD_KEYS, ConnectionError("no"))),
-    ("R36: the order", rekey, "_put", old_ones_first, STOPS),
+    ("R36: the order", rekey, "put_box", old_ones_first, STOPS),
     ("R37: what was seen", Seen, "expect", nothing, SEEN),
 ]
 
