@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from holdfast.state.unread import Source, Stored, Unread
 
+T = TypeVar("T")
 Pair: TypeAlias = tuple[Tensor, Tensor]
 """A live tensor and what goes into it; shape and dtype are equal."""
 StoredPair: TypeAlias = tuple[Tensor, Stored]
@@ -67,7 +68,7 @@ def _copy_from_memory(pairs: Sequence[Pair]) -> None:
         return
     large, others = _parted(pairs)
     pieces = (piece for pair in large for piece in _pieces(*pair))
-    with torch.no_grad(), _helped(partial(_copy_all, _Shared(pieces))):
+    with torch.no_grad(), _helped(partial(_copy_all, Shared(pieces))):
         _copy_by_torch(others)
     for live, _ in large:
         # numpy does not tell autograd that a tensor has changed.
@@ -75,17 +76,15 @@ def _copy_from_memory(pairs: Sequence[Pair]) -> None:
     _synchronize({live.device for live, _ in others})
 
 
-class _Shared:
-    """An iterator that several threads may advance."""
+class Shared(Iterator[T]):
+    """An iterator that several threads may advance; each item goes to one of them."""
 
-    def __init__(self, items: Iterator[Any]) -> None:
+    def __init__(self, items: Iterator[T]) -> None:
         self._items = items
         self._lock = threading.Lock()
 
-    def __iter__(self) -> _Shared:
-        return self
-
-    def __next__(self) -> Any:
+    def __next__(self) -> T:
+        """The next item, for the thread that asks."""
         with self._lock:
             return next(self._items)
 
@@ -111,7 +110,7 @@ def _helped(work: Callable[[], None]) -> Iterator[None]:
             helper.join()
 
 
-def _copy_all(pieces: _Shared) -> None:
+def _copy_all(pieces: Shared[tuple[Any, Any]]) -> None:
     for target, source in pieces:
         np.copyto(target, source)
 

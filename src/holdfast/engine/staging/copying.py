@@ -18,6 +18,7 @@ from holdfast.engine.staging.device import DeviceCopy, begin_copies
 from holdfast.engine.staging.image import Image
 from holdfast.errors import DeadlineExceeded
 from holdfast.format.layout import BLOCK_NBYTES
+from holdfast.state.copying import Shared
 
 
 class Work(Protocol):
@@ -153,7 +154,7 @@ class Copying:
         self._now: Iterator[Piece] = iter(pieces)
         # Cut by those who copy, and counted by the first of them: there are many, and training
         # waits for whoever makes this.
-        self._later: Iterator[Piece] = _Shared(_cut(later))
+        self._later: Iterator[Piece] = Shared(_cut(later))
         self._works: Sequence[Work] = (*now, *later)
         self._left: dict[_Block, int] | None = None
         self._changed = threading.Condition()
@@ -261,15 +262,3 @@ _Block: TypeAlias = tuple[str, int]
 
 def _cut(works: Sequence[Work]) -> Iterator[Piece]:
     return chain.from_iterable(work.pieces() for work in works)
-
-
-class _Shared(Iterator[Piece]):
-    """What several threads take from; each thing goes to one of them."""
-
-    def __init__(self, pieces: Iterator[Piece]) -> None:
-        self._pieces = pieces
-        self._lock = threading.Lock()
-
-    def __next__(self) -> Piece:
-        with self._lock:
-            return next(self._pieces)
