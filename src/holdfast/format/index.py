@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import add, gt
@@ -33,6 +33,8 @@ _RANDOM = random.Random()  # of our own: seeded by the system, out of reach of r
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Shape = Annotated[tuple[_Count, ...], Meta(max_length=MAX_DIMS)]
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
+_Kind = tuple[str, tuple[int, ...]]
+"""dtype and shape"""
 Column: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -174,7 +176,10 @@ class _Stored(msgspec.Struct):
     digests: str
 
 
-class _Document(msgspec.Struct):
+class _Document(msgspec.Struct, omit_defaults=True):
+    """In the order in which a writer writes it."""
+
+    holdfast: int
     block_nbytes: int
     blocks: dict[str, str]
     components: dict[str, _Component]
@@ -214,12 +219,7 @@ def decode_index(data: Buffer, *, files: Mapping[str, FileEntry], what: str) -> 
         CorruptData: the block digests are not those of the manifest's files.
         FormatError: anything else that the format does not allow.
     """
-    value = strictjson.loads(
-        data, what=what, max_nbytes=MAX_INDEX_NBYTES, max_values=MAX_INDEX_VALUES
-    )
-    sealed.check_version(value, what=what)
-    document = strictjson.convert(value, _Document, what=what)
-    del value
+    document = _decode_document(data, what=what)
     check_block_nbytes(document.block_nbytes, what=what)
     _check_file_lists(document, files, what=what)
     return Index(
@@ -231,6 +231,16 @@ def decode_index(data: Buffer, *, files: Mapping[str, FileEntry], what: str) -> 
         block_nbytes=document.block_nbytes,
         stored=_decode_stored(document, files, what=what),
     )
+
+
+def _decode_document(data: Buffer, *, what: str) -> _Document:
+    limits = {"max_nbytes": MAX_INDEX_NBYTES, "max_values": MAX_INDEX_VALUES}
+    document = strictjson.loads_as(data, _Document, what=what, **limits)
+    if document is not None and document.holdfast == FORMAT_VERSION:
+        return document
+    value = strictjson.loads(data, what=what, **limits)
+    sealed.check_version(value, what=what)
+    return strictjson.convert(value, _Document, what=what)
 
 
 def _columns(files: Sequence[TensorFile]) -> dict[str, Any]:
@@ -326,38 +336,39 @@ def _decode_component(
     specs_by_key = dict(zip(names, specs, strict=True))
     if len(specs_by_key) != len(names):
         raise FormatError(f"{what}: a tensor's name appears twice")
-    shards = _decode_shards(component, _tensor_sizes(component, what=what), what=what)
+    kinds = [*zip(component.dtypes, component.shapes, strict=True)]
+    shards = _decode_shards(component, _Sizes(what).of(names, kinds), what=what)
     places = shards if isinstance(shards, Places) else _flat(shards, component.files)
     _check_places(places, files, what=what)
     return TensorTable(specs_by_key, shards)
 
 
-def _tensor_sizes(component: _Component, *, what: str) -> list[int]:
-    """The bytes of each tensor."""
-    sizes = _Sizes()
-    kinds = [*zip(component.dtypes, component.shapes, strict=True)]
-    names = dict(zip(reversed(kinds), reversed(component.names), strict=True))
-    known = {kind: sizes.of(*kind, name, what=what) for kind, name in names.items()}
-    return [*map(known.__getitem__, kinds)]
+class _Sizes(dict[_Kind, int]):
+    """The bytes of a kind of tensor: each that occurs is checked once, and most occur often."""
 
+    def __init__(self, what: str) -> None:
+        self._what = what
 
-class _Sizes:
-    """Checks shapes and counts their bytes: each that occurs once, and most occur often."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, tuple[int, ...]], int] = {}
-
-    def of(self, dtype: str, shape: tuple[int, ...], name: str, *, what: str) -> int:
-        """The bytes of this box of the tensor `name`."""
-        known = self._known.get((dtype, shape))
-        if known is not None:
-            return known
-        what = f"{what}, tensor {name[:200]!r}"
-        if dtype not in ITEM_NBYTES:
-            raise FormatError(f"{what}: unknown dtype {dtype[:40]!r}")
-        nbytes = check_shape(list(shape), ITEM_NBYTES[dtype], what=what)
-        self._known[dtype, shape] = nbytes
+    def __missing__(self, kind: _Kind) -> int:
+        nbytes = self[kind] = _nbytes(kind, what=self._what)
         return nbytes
+
+    def of(self, names: Iterable[str], kinds: Sequence[_Kind]) -> list[int]:
+        """The bytes of each of these; a wrong one is called by its name."""
+        try:
+            return [*map(self.__getitem__, kinds)]
+        except FormatError:
+            named = zip(names, kinds, strict=True)
+            name, wrong = next(found for found in named if found[1] not in self)
+            _nbytes(wrong, what=f"{self._what}, tensor {name[:200]!r}")
+            raise
+
+
+def _nbytes(kind: _Kind, *, what: str) -> int:
+    dtype, shape = kind
+    if dtype not in ITEM_NBYTES:
+        raise FormatError(f"{what}: unknown dtype {dtype[:40]!r}")
+    return check_shape(list(shape), ITEM_NBYTES[dtype], what=what)
 
 
 def _decode_shards(component: _Component, sizes: list[int], *, what: str) -> Places | _ShardLists:
@@ -367,13 +378,15 @@ def _decode_shards(component: _Component, sizes: list[int], *, what: str) -> Pla
     if shards.offsets is None or shards.sizes is None:
         return _whole_tensors(component, sizes, what=what)
     found: list[list[ShardEntry]] = [[] for _ in sizes]
-    extents = _Sizes()
+    extents = [
+        (component.dtypes[t], size) for t, size in zip(shards.tensor, shards.sizes, strict=True)
+    ]
+    parts = _Sizes(what).of((component.names[t] for t in shards.tensor), extents)
     columns = zip(
-        shards.tensor, shards.file, shards.start, shards.offsets, shards.sizes, strict=True
+        shards.tensor, shards.file, shards.start, shards.offsets, shards.sizes, parts, strict=True
     )
-    for tensor, file, start, offsets, extent in columns:
+    for tensor, file, start, offsets, extent, nbytes in columns:
         name, shape = component.names[tensor], component.shapes[tensor]
-        nbytes = extents.of(component.dtypes[tensor], extent, name, what=what)
         if not len(offsets) == len(extent) == len(shape):
             where = f"{what}, tensor {name[:200]!r}"
             raise FormatError(f"{where}: a shard of another number of dimensions")

@@ -12,7 +12,8 @@ import math
 import pathlib
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -48,8 +49,13 @@ _SCALARS: dict[str, np.dtype[Any]] = {
 _SCALAR_NAMES: dict[type, str] = {dtype.type: name for name, dtype in _SCALARS.items()}
 
 
-class TensorRef(msgspec.Struct, frozen=True, gc=False):
-    """A torch tensor: its key in the component, and what its bytes do not tell."""
+class TensorRef(
+    msgspec.Struct, frozen=True, gc=False, omit_defaults=True, rename={"key": "$tensor"}
+):
+    """A torch tensor: its key in the component, and what its bytes do not tell.
+
+    In JSON it is its node.
+    """
 
     key: str
 
@@ -236,10 +242,20 @@ def read_tensor(node: dict[str, Any]) -> TensorRef:
     )
 
 
+def are_tensors(refs: Collection[TensorRef]) -> bool:
+    """Whether the format has these, which were decoded as they are written."""
+    devices, orders = ({*map(attrgetter(name), refs)} for name in ("device", "order"))
+    return all(map(is_device, devices)) and all(map(_is_order, orders - {()}))
+
+
+def _is_order(order: Sequence[int]) -> bool:
+    rising = list(range(len(order)))
+    return sorted(order) == rising and [*order] != rising
+
+
 def _read_order(parts: Any) -> tuple[int, ...]:
     order = _integers(parts)
-    rising = list(range(len(order)))
-    if sorted(order) != rising or order == rising:
+    if not _is_order(order):
         raise ValueError("not another order of the dimensions")
     return tuple(order)
 

@@ -29,6 +29,7 @@ from holdfast.format.nodes import (
     GeneratorState,
     SizeTuple,
     TensorRef,
+    are_tensors,
     is_unicode,
     read_tensor,
 )
@@ -68,7 +69,7 @@ class Refused(msgspec.Struct, frozen=True):
 
 Lower: TypeAlias = Callable[[Any, str], Any]
 Lift: TypeAlias = Callable[[Any], Any]
-LiftTensors: TypeAlias = Callable[[Sequence[str]], Sequence[Any]]
+LiftTensors: TypeAlias = Callable[[Sequence[TensorRef]], Sequence[Any]]
 
 
 def encode_tree(
@@ -149,8 +150,8 @@ def decode_tree(
 ) -> Any:
     """The tree in `data`. `lift(node)` gives the object of a node; without it nodes stay.
 
-    `lift_tensors(keys)`, where it is given, does the same at once for all members of a dict that
-    are tensors of which nothing but the key is said.
+    `lift_tensors(nodes)`, where it is given, does the same at once for the members of a dict that
+    has nothing but tensors.
 
     A container that was shared is shared again, so what comes back need not be a tree; walking
     it naively costs at most 4 million steps. Errors of `lift` pass through.
@@ -158,6 +159,10 @@ def decode_tree(
     Raises:
         FormatError: anything that the format does not allow.
     """
+    decoder = _Decoder(lift, lift_tensors, what)
+    tensors = _decode_tensors(data, what=what)
+    if tensors is not None:
+        return decoder.lifted_dict(tensors)
     document = strictjson.loads(
         data, what=what, max_nbytes=MAX_TREE_NBYTES, max_values=MAX_TREE_VALUES
     )
@@ -165,9 +170,31 @@ def decode_tree(
     if "tree" not in document:
         raise FormatError(f"{what}: has no `tree`")
     try:
-        return _Decoder(lift, lift_tensors, what).decode(document["tree"])
+        return decoder.decode(document["tree"])
     except RecursionError as err:
         raise LimitExceeded(f"{what}: nested too deeply for the stack that is left") from err
+
+
+class _Tensors(msgspec.Struct):
+    """A document whose tree is a dict of nothing but tensors, in the order of a writer."""
+
+    holdfast: int
+    tree: dict[str, TensorRef]
+
+
+def _decode_tensors(data: Buffer, *, what: str) -> dict[str, TensorRef] | None:
+    """The tree when it is a dict of nothing but tensors, as a writer writes it; else None."""
+    document = strictjson.loads_as(
+        data, _Tensors, what=what, max_nbytes=MAX_TREE_NBYTES, max_values=MAX_TREE_VALUES
+    )
+    if document is None or document.holdfast != FORMAT_VERSION:
+        return None
+    text, tree = bytes(data), document.tree
+    # Each node has one name that starts so. Another would be that of a node, where a key stands.
+    if text.count(b'"$') != len(tree):
+        return None
+    says_more = b'","' in text  # of any tensor than its key
+    return tree if not says_more or are_tensors(tree.values()) else None
 
 
 def decode_beside(data: Buffer, name: str, *, what: str) -> Any:
@@ -419,9 +446,15 @@ class _Decoder:
             raise self._error("an object that is neither a node nor a dict")
         if self._lift_tensors is not None and _are_plain_tensors(node.values()):
             self._weight += len(node)
-            keys = [*map(_KEY, node.values())]
-            return dict(zip(node, self._lift_tensors(keys), strict=True))
+            refs = map(TensorRef, map(_KEY, node.values()))
+            return dict(zip(node, self._lift_tensors([*refs]), strict=True))
         return {name: decode(item) for name, item in node.items()}
+
+    def lifted_dict(self, refs: Mapping[str, TensorRef]) -> dict[str, Any]:
+        """A dict of nothing but tensors."""
+        if self._lift_tensors is not None:
+            return dict(zip(refs, self._lift_tensors([*refs.values()]), strict=True))
+        return {name: self._lifted(ref) for name, ref in refs.items()}
 
     def read_tuple(self, nodes: list[Any]) -> Any:
         return tuple(self._items(nodes))

@@ -57,6 +57,32 @@ def loads(
     return _parse(bytes(data), what=what)
 
 
+def loads_as(
+    data: Buffer,
+    type_: type[T],
+    *,
+    what: str,
+    max_nbytes: int,
+    max_values: int = MAX_VALUES,
+) -> T | None:
+    """As `loads` and `convert`, in a fraction of the time; or None, when those must judge.
+
+    A text is taken only when it is, byte for byte, what the record is written as: so it has no
+    name twice, no unknown member, no odd number, and is no deeper than the type.
+    """
+    text = bytes(data)
+    if len(text) > max_nbytes or _may_have_long_number(text):
+        return None
+    # Even if nothing of it were in texts; so what is built is bounded.
+    if sum(map(text.count, (b"[", b"{", b","))) >= max_values:
+        return None
+    try:
+        record = msgspec.json.decode(text, type=type_)
+        return record if msgspec.json.encode(record) == text else None
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
+        return None
+
+
 def check_limits(
     data: Buffer,
     *,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, Flag
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,7 @@ def encoded(
 
 # What `document` calls the root when it has no name.
 _WHOLE = "the tree"
+_KEY, _DEVICE, _DTYPE = map(attrgetter, ("key", "device", "dtype"))
 _VERSIONS = "versions"
 
 
@@ -232,16 +234,22 @@ class _Checking:
             self.has_enums = True
         return _lift_plain(node)
 
-    def lift_tensors(self, keys: Sequence[str]) -> Sequence[TensorRef]:
-        """The nodes of tensors on the CPU."""
-        if not self._has_known_dtypes or not self._specs.keys() >= {*keys}:
-            for key in keys:
-                self._spec(key)
-        return [*map(TensorRef, keys)]
+    def lift_tensors(self, refs: Sequence[TensorRef]) -> Sequence[TensorRef]:
+        """As `lift`, for many tensors."""
+        keys = [*map(_KEY, refs)]
+        are_there = keys == self._keys or self._specs.keys() >= {*keys}
+        if not (self._has_known_dtypes and are_there) or {*map(_DEVICE, refs)} != {"cpu"}:
+            for ref in refs:
+                self.lift(ref)
+        return refs
+
+    @cached_property
+    def _keys(self) -> list[str]:
+        return [*self._specs]
 
     @cached_property
     def _has_known_dtypes(self) -> bool:
-        return {spec.dtype for spec in self._specs.values()} <= dtypes.TORCH_DTYPES.keys()
+        return {*map(_DTYPE, self._specs.values())} <= dtypes.TORCH_DTYPES.keys()
 
     def _spec(self, key: str) -> TensorSpec:
         spec = self._specs.get(key)
@@ -332,6 +340,8 @@ def nodes_in(value: Any) -> Iterator[Any]:
 
 def keys_in(value: Any) -> tuple[str, ...]:
     """Keys of the tensors that a decoded tree names, those of generators too, each once."""
+    if type(value) is dict and {*map(type, value.values())} == {TensorRef}:
+        return tuple(dict.fromkeys(map(_KEY, value.values())))
     keys: dict[str, None] = {}
     for node in nodes_in(value):
         type_ = type(node)
