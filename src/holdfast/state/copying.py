@@ -1,19 +1,25 @@
 """Values into live tensors: large ones on the CPU in pieces on several threads, the rest by torch.
 
-torch's own parallel copy waits at barriers, for threads that a busy machine has taken away.
+torch's own parallel copy waits at barriers, for threads that a busy machine has taken away. And to
+copy from many small tensors it wants a tensor of each, which costs more than the copy: where the
+bytes lie somewhere in memory, they are copied from there.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import Parameter
 
 from holdfast.state.unread import Source, Stored, Unread
 
@@ -27,6 +33,17 @@ LARGE_NBYTES = 1 << 20
 """Tensors of this size and more are copied in pieces."""
 PIECE_NBYTES = 4 << 20
 """What a thread copies at a time."""
+
+_TYPES = frozenset({Tensor, Parameter})
+_kind = attrgetter("is_cpu", "is_nested", "layout")
+_PLAIN = (True, False, torch.strided)
+_ODD = (Tensor.is_neg, Tensor.is_conj, Tensor.is_inference)
+_nbytes = attrgetter("nbytes")
+# Through `ctypes.memmove` each call would offer the interpreter to the other threads, one of which
+# keeps it for 5 ms.
+_memmove = ctypes.PyDLL(None).memmove
+_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove.restype = None
 
 
 def copy_tensors(pairs: Sequence[StoredPair]) -> None:
@@ -127,6 +144,29 @@ def _parted(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
 def is_plain(tensor: Tensor) -> bool:
     """Whether its values are the bytes that lie at its address."""
     return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
+
+
+def are_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether the values of each are the bytes at its address, ready to be written once.
+
+    Not looked at is whether any two share memory.
+    """
+    return (
+        {*map(type, tensors)} <= _TYPES
+        and {*map(_kind, tensors)} == {_PLAIN}
+        and all(map(Tensor.is_contiguous, tensors))
+        and not any(any(map(is_odd, tensors)) for is_odd in _ODD)
+    )
+
+
+def copy_bytes(live: Sequence[Tensor], addresses: Sequence[int], nbytes: Sequence[int]) -> None:
+    """Copy so many bytes from each address into plain tensors of that size.
+
+    The threads of this process stand still meanwhile.
+    """
+    assert [*map(_nbytes, live)] == [*nbytes], "the bytes are those of other tensors"
+    deque(map(_memmove, map(Tensor.data_ptr, live), addresses, nbytes), maxlen=0)
+    torch.autograd.graph.increment_version(live)
 
 
 def _pieces(live: Tensor, stored: Tensor) -> Iterator[tuple[Any, Any]]:

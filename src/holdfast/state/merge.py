@@ -23,7 +23,7 @@ from holdfast.errors import MismatchError
 from holdfast.format.objects import ArrayRef, EnumValue, GeneratorState, TensorRef, join
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
-from holdfast.state.copying import StoredPair, copy_tensors
+from holdfast.state.copying import StoredPair, are_plain, copy_tensors
 from holdfast.state.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from holdfast.state.leaves import identity, refusal
 from holdfast.state.trees import (
@@ -35,9 +35,11 @@ from holdfast.state.trees import (
     revived,
     with_flags,
 )
-from holdfast.state.unread import Fetching, Stored, Unread, fetched
+from holdfast.state.unread import Fetching, Stored, Table, Unread, fetched
 
 _T = TypeVar("_T")
+_Owner = tuple[Tensor, str, str]
+"""A live tensor, the component, and the key of what goes into it."""
 
 
 class Place(Protocol):
@@ -75,12 +77,8 @@ _MOVED = "saved on another device, copied to where the live tensor is"
 _MAX_NAMED = 3
 
 _MANY = 16
-_traits_of_ref = attrgetter("device", "grad", "parameter", "order")
-_PLAIN_REF = ("cpu", False, False, ())
 _TYPES = frozenset({Tensor, Parameter})
-_kind = attrgetter("shape", "dtype", "is_cpu", "is_nested", "layout")
-_kind_of_spec = attrgetter("shape", "dtype")
-_PLAIN = (True, False, torch.strided)
+_KEY, _SHAPE, _DTYPE, _CDATA = map(attrgetter, ("key", "shape", "dtype", "_cdata"))
 
 
 class Claims:
@@ -95,7 +93,8 @@ class Claims:
         self._taken: set[Any] = set()
         self._first: dict[Hashable, tuple[str, Stored]] = {}
         self._states: dict[int, Any] = {}
-        self._owners: dict[int, tuple[Tensor, str, str]] = {}
+        self._owners: dict[int, _Owner] = {}
+        self._many: list[Iterable[tuple[int, _Owner]]] = []
         self._spans: dict[int, list[tuple[int, int, str]]] = {}
         self._lists: list[list[_Remark]] = []
         self._protected = {
@@ -115,31 +114,32 @@ class Claims:
         if storage in self._protected:
             return _OF_MODULE
         claim = (tensor, component, key)
-        owner = self._owners.setdefault(storage, claim)
+        owner = self._known_owners().setdefault(storage, claim)
         return None if owner is claim else self._take_part(storage, owner, claim)
 
     def take_memories(self, tensors: Sequence[Tensor], component: str, keys: Sequence[str]) -> bool:
-        """As `take_memory` for all of them, when each has a storage of its own; else for none.
-
-        Contiguous and ordinary they must be too, so that each byte is written once.
-        """
-        owners: list[int] = []
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if not tensor.is_contiguous() or tensor.is_inference() or not storage.nbytes():
-                return False
-            owners.append(storage._cdata)
+        """As `take_memory` for plain tensors (see `copying.are_plain`), when each has a storage
+        of its own; else for none."""
+        storages = [*map(Tensor.untyped_storage, tensors)]
+        if not all(map(torch.UntypedStorage.nbytes, storages)):
+            return False
+        owners = [*map(_CDATA, storages)]
         taken = {*owners}
         if len(taken) < len(owners) or not taken.isdisjoint(self._protected):
             return False
-        if not taken.isdisjoint(self._owners):
+        if not taken.isdisjoint(self._known_owners()):
             return False
-        self._owners.update(zip(owners, zip(tensors, repeat(component), keys), strict=True))
+        self._many.append(zip(owners, zip(tensors, repeat(component), keys), strict=True))
         return True
 
-    def _take_part(
-        self, storage: int, owner: tuple[Tensor, str, str], claim: tuple[Tensor, str, str]
-    ) -> str | None:
+    def _known_owners(self) -> dict[int, _Owner]:
+        """Storage → what has it. Those of many are noted only when somebody asks."""
+        for owners in self._many:
+            self._owners.update(owners)
+        self._many.clear()
+        return self._owners
+
+    def _take_part(self, storage: int, owner: _Owner, claim: _Owner) -> str | None:
         if storage not in self._spans:
             self._spans[storage] = [(*_span(owner[0]), join(*owner[1:]))]
         spans = self._spans[storage]
@@ -233,6 +233,7 @@ class Merge:
         self._specs = specs
         self._lifting = Lifting(Fetching(tensors))
         self._copies: list[StoredPair] = []
+        self._bulks: list[Callable[[], None]] = []
         self._edits: list[Callable[[], None]] = []
         self._made: dict[int, Any] = {}
         self._made_tensors: dict[str, Tensor] = {}
@@ -246,6 +247,8 @@ class Merge:
 
     def commit(self) -> None:
         """Copy the tensors, then change the containers."""
+        for copy in self._bulks:
+            copy()
         copy_tensors(self._copies)
         with torch.no_grad():
             for edit in self._edits:
@@ -341,21 +344,32 @@ class Merge:
         is_worth_it = len(stored) >= _MANY and place is _STORED_PLACE
         if not is_worth_it or {*map(type, stored)} != {TensorRef}:
             return None
-        keys = [ref.key for ref in stored]
-        if {*map(_traits_of_ref, stored)} != {_PLAIN_REF} or len({*keys}) < len(keys):
+        keys = [*map(_KEY, stored)]
+        if stored != [*map(TensorRef, keys)]:
             return None
-        if not self._made_tensors.keys().isdisjoint(keys) or not {*map(type, live)} <= _TYPES:
+        if len({*keys}) < len(keys) or not self._made_tensors.keys().isdisjoint(keys):
             return None
-        # Few pairs differ from each other, and none of the many is kept.
-        specs = _values(self._specs, keys)
-        kinds = {*zip(map(_kind, live), map(_kind_of_spec, specs), strict=True)}
-        if any(kind != (shape, TORCH_DTYPES[dtype], *_PLAIN) for kind, (shape, dtype) in kinds):
+        if not self._fit(live, keys) or not are_plain(live):
             return None
         if not self._claims.take_memories(live, self._component, keys):
             return None
         self._made_tensors.update(zip(keys, live, strict=True))
-        self._copies += zip(live, _values(self._tensors, keys), strict=True)
+        if isinstance(self._tensors, Table):
+            self._bulks.append(partial(self._tensors.copy_into, live, keys))
+        else:
+            self._copies += zip(live, map(self._tensors.__getitem__, keys), strict=True)
         return live
+
+    def _fit(self, live: Sequence[Any], keys: Sequence[str]) -> bool:
+        """Whether all are tensors of the shapes and dtypes that were stored."""
+        if not {*map(type, live)} <= _TYPES:
+            return False
+        specs = [*_values(self._specs, keys)]
+        if [*map(_SHAPE, live)] != [*map(_SHAPE, specs)]:
+            return False
+        # Few pairs differ from each other, and none of the many is kept.
+        dtypes = {*zip(map(_DTYPE, live), map(_DTYPE, specs), strict=True)}
+        return all(dtype == TORCH_DTYPES[name] for dtype, name in dtypes)
 
     def _immutable(self, live: Any, stored: Any, place: Place) -> Any:
         if type(stored) not in (tuple, set, frozenset):

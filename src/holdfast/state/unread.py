@@ -6,9 +6,10 @@ them, and the bytes come when there is a place for them.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -68,6 +69,23 @@ def fetched(stored: Stored) -> Tensor:
         FormatError, StoreError: they cannot be read.
     """
     return stored.read() if isinstance(stored, Unread) else stored
+
+
+S_co = TypeVar("S_co", bound="Tensor | Unread", covariant=True)
+
+
+class Table(Mapping[str, S_co]):
+    """Many stored tensors by key, of which none is made before it is asked for."""
+
+    @abstractmethod
+    def copy_into(self, live: Sequence[Tensor], keys: Sequence[str]) -> None:
+        """Copy those of these keys into plain live tensors (see `copying.are_plain`), which have
+        their shapes and dtypes.
+
+        Raises:
+            FormatError, StoreError: one cannot be read; the live ones are undefined then.
+        """
+        ...
 
 
 class Fetching(Mapping[str, Tensor]):

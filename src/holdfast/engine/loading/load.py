@@ -13,7 +13,8 @@ from functools import partial
 import torch
 
 from holdfast.engine.loading.blockreading import FileBlocks, read_block
-from holdfast.engine.loading.wanted import wanted_by_file
+from holdfast.engine.loading.tables import ReadTensors
+from holdfast.engine.loading.wanted import Wanted, wanted_by_file
 from holdfast.engine.staging.arena import Arena
 from holdfast.engine.staging.memory import Buffers
 from holdfast.engine.workers import Workers, gather
@@ -149,7 +150,6 @@ def read_tensors(
         CorruptData: names file, block and the tensors in it.
     """
     by_file = wanted_by_file(opened.index, needed)
-    result: dict[str, dict[str, torch.Tensor]] = {component: {} for component in needed}
     arenas = {file: _prepare_file(store, opened, file) for file in by_file}
     buffers = Buffers()
     files = {
@@ -164,11 +164,10 @@ def read_tensors(
         for number in wanted.blocks(opened.index.block_nbytes)
     ]
     gather(jobs, timeout_s=timeout_s, what=f"reading {store.url}/{opened.folder}")
+    parts: dict[str, list[tuple[Wanted, Arena]]] = {component: [] for component in needed}
     for file, wanted in by_file.items():
-        keys = (spec.key for spec in wanted.specs)
-        views = arenas[file].tensors(wanted.specs, wanted.start, wanted.nbytes)
-        result[wanted.component].update(zip(keys, views, strict=True))
-    return result
+        parts[wanted.component].append((wanted, arenas[file]))
+    return {component: ReadTensors(found) for component, found in parts.items()}
 
 
 def _prepare_file(store: Store, opened: Opened, file: str) -> Arena:

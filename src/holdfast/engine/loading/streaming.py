@@ -22,6 +22,7 @@ from torch import Tensor
 
 from holdfast.engine.loading.blockreading import FileBlocks
 from holdfast.engine.loading.load import Opened, check_size, read_checked
+from holdfast.engine.loading.tables import IMAGE_NBYTES, Run, UnreadTensors
 from holdfast.engine.loading.wanted import Wanted, wanted_by_file
 from holdfast.engine.staging.arena import Arena
 from holdfast.engine.staging.memory import Buffers
@@ -53,8 +54,6 @@ _Blocks = Mapping[tuple[str, int], _Block]
 _Goal = tuple[Tensor, Unread, Any]
 """A live tensor, what goes into it, and its memory as bytes where these can be read into it."""
 
-_IMAGE_NBYTES = 64 << 20
-"""How much memory tensors take at a time that are not read into their place, but copied there."""
 _NUM_KEPT = 4
 """Blocks that are kept after a tensor was read by itself: the next ones are often in them too."""
 _NUM_ALONE = 2
@@ -87,24 +86,20 @@ class Stream:
         self.failure: BaseException | None = None
         """Why a read failed, the last time that one did."""
 
-    def tensors(self, needed: Mapping[str, Iterable[str]]) -> dict[str, dict[str, Unread]]:
+    def tensors(self, needed: Mapping[str, Iterable[str]]) -> dict[str, UnreadTensors]:
         """The needed tensors by component and key, once their files are there in full length.
 
         Raises:
             CorruptData: a file is missing, or has another length.
         """
-        opened, found = self._opened, {name: dict[str, Unread]() for name in needed}
+        opened, parts = self._opened, {name: dict[str, Wanted]() for name in needed}
         for name, wanted in wanted_by_file(opened.index, needed).items():
             entry = opened.manifest.files[name]
             check_size(self._store, f"{opened.folder}/{name}", entry)
             self._wanted[name] = wanted
             self._files[name] = FileBlocks.of(opened.folder, name, entry, opened.index)
-            starts, nbytes = wanted.start.tolist(), wanted.nbytes.tolist()
-            found[wanted.component].update(
-                (spec.key, Unread(source=self, spec=spec, file=name, start=start, nbytes=size))
-                for spec, start, size in zip(wanted.specs, starts, nbytes, strict=True)
-            )
-        return found
+            parts[wanted.component][name] = wanted
+        return {name: UnreadTensors(self, of_name) for name, of_name in parts.items()}
 
     def verify_all(self) -> None:
         """Read every block that is wanted, and keep nothing of it.
@@ -134,6 +129,17 @@ class Stream:
             torch.cuda.synchronize(device)
         for batch in _batches(pairs):
             self._copy_batch(batch)
+
+    def read_runs(self, runs: Sequence[Run], memory: Any) -> None:
+        """Fill memory with stretches of the files; see `Files`.
+
+        Raises:
+            CorruptData: names file, block and the tensors in it.
+        """
+        blocks: defaultdict[tuple[str, int], _Block] = defaultdict(_Block)
+        for run in runs:
+            self._part(run.file, run.start, memory[run.at : run.at + run.nbytes], blocks)
+        self._read(blocks)
 
     def _copy_batch(self, batch: Sequence[_Goal]) -> None:
         blocks: defaultdict[tuple[str, int], _Block] = defaultdict(_Block)
@@ -244,7 +250,7 @@ def _batches(pairs: Iterable[tuple[Tensor, Unread]]) -> Iterator[list[_Goal]]:
             continue
         target = _target(live) if unread.nbytes >= LARGE_NBYTES else None
         taken = unread.nbytes if target is None else 0
-        if batch and image_nbytes + taken > _IMAGE_NBYTES:
+        if batch and image_nbytes + taken > IMAGE_NBYTES:
             yield batch
             batch, image_nbytes = [], 0
         batch.append((live, unread, target))
@@ -266,26 +272,16 @@ def _target(live: Tensor) -> Any | None:
     return None
 
 
-@dataclass(slots=True)
-class _Run:
-    """Bytes of a file that lie side by side, and where they are kept."""
-
-    file: str
-    start: int
-    nbytes: int
-    at: int
-
-
-def _packed(unread_ones: Iterable[Unread]) -> tuple[list[_Run], list[int]]:
+def _packed(unread_ones: Iterable[Unread]) -> tuple[list[Run], list[int]]:
     """Places without gaps for tensors in the order of their files: as runs, and of each tensor."""
-    runs: list[_Run] = []
+    runs: list[Run] = []
     starts: list[int] = []
     for unread in unread_ones:
-        run = runs[-1] if runs else _Run("", 0, 0, 0)
+        run = runs[-1] if runs else Run("", 0, 0, 0)
         if run.file != unread.file or unread.start > run.start + run.nbytes:
             end = run.at + run.nbytes
             # Aligned as in the file, so that it shows when it was not.
-            run = _Run(unread.file, unread.start, 0, end + (unread.start - end) % _ALIGNMENT)
+            run = Run(unread.file, unread.start, 0, end + (unread.start - end) % _ALIGNMENT)
             runs.append(run)
         run.nbytes = max(run.nbytes, unread.start + unread.nbytes - run.start)
         starts.append(run.at + unread.start - run.start)

@@ -11,8 +11,10 @@ import torch
 from holdfast.engine.staging.memory import take
 from holdfast.errors import FormatError
 from holdfast.format.index import Column
-from holdfast.format.tensors import TensorSpec
+from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.state.dtypes import TORCH_DTYPES
+
+_LARGEST_ITEM_NBYTES = max(ITEM_NBYTES.values())
 
 
 class Arena:
@@ -27,6 +29,11 @@ class Arena:
         self.nbytes = nbytes
         self._map = take(nbytes)
         self.memory = memoryview(self._map)[:nbytes]
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return int(np.frombuffer(self._map, np.uint8).ctypes.data)
 
     def tensors(
         self,
@@ -57,6 +64,21 @@ class Arena:
             ]
 
 
+def check_aligned(specs: Sequence[TensorSpec], start: Column) -> None:
+    """Check where tensors lie, before any view of them is made.
+
+    Raises:
+        FormatError: a start is not a multiple of the tensor's item size.
+    """
+    for number in np.flatnonzero(start % _LARGEST_ITEM_NBYTES).tolist():
+        _check_aligned(specs[number], int(start[number]))
+
+
+def _check_aligned(spec: TensorSpec, start: int) -> None:
+    if start % ITEM_NBYTES[spec.dtype]:
+        raise FormatError(f"tensor {spec.key!r} starts at byte {start}, not aligned")
+
+
 def _run_starts(specs: Sequence[TensorSpec], start: Column, nbytes: Column) -> list[int]:
     """The tensors, but the first, that lie behind a gap or are not of the dtype before them."""
     begins = start[1:] != (start + nbytes)[:-1]
@@ -74,8 +96,7 @@ def _split(
 ) -> list[torch.Tensor]:
     """Views of tensors of one dtype that lie one after the other; one call for all of them."""
     dtype = TORCH_DTYPES[specs[0].dtype]
-    if start % dtype.itemsize:
-        raise FormatError(f"tensor {specs[0].key!r} starts at byte {start}, not aligned")
+    _check_aligned(specs[0], start)
     whole = base[start : start + int(nbytes.sum())].view(dtype)
     pieces = whole.split_with_sizes((nbytes // dtype.itemsize).tolist())
     return [
