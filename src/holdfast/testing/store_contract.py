@@ -605,7 +605,7 @@ class StoreContract:
                 store.put("a", data)
                 for _ in range(2):
                     read_into(store, "a", 0, memoryview(memory))
-                    assert memory == data == store.get("a")
+                    assert bytes(memory) == data == store.get("a")
             store.delete("a")
             with pytest.raises(NotFound):
                 read_into(store, "a", 0, memoryview(memory))
