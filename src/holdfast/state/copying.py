@@ -34,6 +34,7 @@ LARGE_NBYTES = 1 << 20
 PIECE_NBYTES = 4 << 20
 """What a thread copies at a time."""
 
+_PART_LENGTH = 512
 _TYPES = frozenset({Tensor, Parameter})
 _kind = attrgetter("is_cpu", "is_nested", "layout")
 _PLAIN = (True, False, torch.strided)
@@ -153,20 +154,28 @@ def are_plain(tensors: Sequence[Tensor]) -> bool:
     """
     return (
         {*map(type, tensors)} <= _TYPES
-        and {*map(_kind, tensors)} == {_PLAIN}
+        and {*map(_kind, tensors)} <= {_PLAIN}
         and all(map(Tensor.is_contiguous, tensors))
         and not any(any(map(is_odd, tensors)) for is_odd in _ODD)
     )
 
 
-def copy_bytes(live: Sequence[Tensor], addresses: Sequence[int], nbytes: Sequence[int]) -> None:
+def copy_bytes(live: Sequence[Tensor], addresses: list[int], nbytes: list[int]) -> None:
     """Copy so many bytes from each address into plain tensors of that size.
 
     The threads of this process stand still meanwhile.
     """
-    assert [*map(_nbytes, live)] == [*nbytes], "the bytes are those of other tensors"
-    deque(map(_memmove, map(Tensor.data_ptr, live), addresses, nbytes), maxlen=0)
-    torch.autograd.graph.increment_version(live)
+    for some in in_parts(len(live)):
+        targets, counts = live[some], nbytes[some]
+        assert [*map(_nbytes, targets)] == counts, "the bytes are those of other tensors"
+        copies = map(_memmove, map(Tensor.data_ptr, targets), addresses[some], counts)
+        deque(copies, maxlen=0)
+        torch.autograd.graph.increment_version(targets)
+
+
+def in_parts(length: int) -> Iterator[slice]:
+    """Parts of many tensors, such that what is asked of each comes from the processor's cache."""
+    return (slice(start, start + _PART_LENGTH) for start in range(0, length, _PART_LENGTH))
 
 
 def _pieces(live: Tensor, stored: Tensor) -> Iterator[tuple[Any, Any]]:

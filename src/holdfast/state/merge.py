@@ -17,13 +17,12 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.parameter import Parameter
 
 from holdfast.errors import MismatchError
 from holdfast.format.objects import ArrayRef, EnumValue, GeneratorState, TensorRef, join
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
-from holdfast.state.copying import StoredPair, are_plain, copy_tensors
+from holdfast.state.copying import StoredPair, are_plain, copy_tensors, in_parts
 from holdfast.state.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from holdfast.state.leaves import identity, refusal
 from holdfast.state.trees import (
@@ -77,7 +76,6 @@ _MOVED = "saved on another device, copied to where the live tensor is"
 _MAX_NAMED = 3
 
 _MANY = 16
-_TYPES = frozenset({Tensor, Parameter})
 _KEY, _SHAPE, _DTYPE, _CDATA = map(attrgetter, ("key", "shape", "dtype", "_cdata"))
 
 
@@ -324,6 +322,8 @@ class Merge:
                 self.merge(known, value, place)
                 for known, value in zip(here, stored.values(), strict=True)
             ]
+            if values is here and _has_names(target, stored):
+                return  # it stays as it is, with other values in its tensors
             items = dict(zip(stored, values, strict=True))
             self._edits.append(lambda: _refill_dict(target, items))
         else:
@@ -349,7 +349,7 @@ class Merge:
             return None
         if len({*keys}) < len(keys) or not self._made_tensors.keys().isdisjoint(keys):
             return None
-        if not self._fit(live, keys) or not are_plain(live):
+        if not self._fit(live, [*_values(self._specs, keys)]):
             return None
         if not self._claims.take_memories(live, self._component, keys):
             return None
@@ -360,16 +360,19 @@ class Merge:
             self._copies += zip(live, map(self._tensors.__getitem__, keys), strict=True)
         return live
 
-    def _fit(self, live: Sequence[Any], keys: Sequence[str]) -> bool:
-        """Whether all are tensors of the shapes and dtypes that were stored."""
-        if not {*map(type, live)} <= _TYPES:
-            return False
-        specs = [*_values(self._specs, keys)]
-        if [*map(_SHAPE, live)] != [*map(_SHAPE, specs)]:
-            return False
-        # Few pairs differ from each other, and none of the many is kept.
-        dtypes = {*zip(map(_DTYPE, live), map(_DTYPE, specs), strict=True)}
-        return all(dtype == TORCH_DTYPES[name] for dtype, name in dtypes)
+    @staticmethod
+    def _fit(live: Sequence[Any], specs: Sequence[TensorSpec]) -> bool:
+        """Whether all are plain tensors of the shapes and dtypes that were stored."""
+        for some in in_parts(len(live)):
+            if not are_plain(live[some]):
+                return False
+            if [*map(_SHAPE, live[some])] != [*map(_SHAPE, specs[some])]:
+                return False
+            # Few pairs differ from each other, and none of the many is kept.
+            dtypes = {*zip(map(_DTYPE, live[some]), map(_DTYPE, specs[some]), strict=True)}
+            if any(dtype != TORCH_DTYPES[name] for dtype, name in dtypes):
+                return False
+        return True
 
     def _immutable(self, live: Any, stored: Any, place: Place) -> Any:
         if type(stored) not in (tuple, set, frozenset):
@@ -514,6 +517,11 @@ def _refill_dict(target: dict[Any, Any], items: dict[Any, Any]) -> None:
     target.clear()
     for key, value in items.items():
         target[key] = value
+
+
+def _has_names(target: Any, stored: Mapping[Any, Any]) -> bool:
+    """Whether it is a dict with the same texts as keys, in the same order."""
+    return type(target) is dict and {*map(type, target)} == {str} and [*target] == [*stored]
 
 
 def _refill_list(target: list[Any], values: Sequence[Any]) -> None:
