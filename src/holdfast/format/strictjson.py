@@ -68,10 +68,11 @@ def loads_as(
     """As `loads` and `convert`, in a fraction of the time; or None, when those must judge.
 
     A text is taken only when it is, byte for byte, what the record is written as: so it has no
-    name twice, no unknown member, no odd number, and is no deeper than the type.
+    name twice, no unknown member, no odd number, and is no deeper than the type. Integers are to
+    be bounded by the type, or by who asks; msgspec itself reads none of more than 4,300 digits.
     """
     text = bytes(data)
-    if len(text) > max_nbytes or _may_have_long_number(text):
+    if len(text) > max_nbytes:
         return None
     # Even if nothing of it were in texts; so what is built is bounded.
     if sum(map(text.count, (b"[", b"{", b","))) >= max_values:

@@ -349,7 +349,7 @@ class Merge:
             return None
         if len({*keys}) < len(keys) or not self._made_tensors.keys().isdisjoint(keys):
             return None
-        if not self._fit(live, [*_values(self._specs, keys)]):
+        if not _all_fit(live, [*_values(self._specs, keys)]):
             return None
         if not self._claims.take_memories(live, self._component, keys):
             return None
@@ -359,20 +359,6 @@ class Merge:
         else:
             self._copies += zip(live, map(self._tensors.__getitem__, keys), strict=True)
         return live
-
-    @staticmethod
-    def _fit(live: Sequence[Any], specs: Sequence[TensorSpec]) -> bool:
-        """Whether all are plain tensors of the shapes and dtypes that were stored."""
-        for some in in_parts(len(live)):
-            if not are_plain(live[some]):
-                return False
-            if [*map(_SHAPE, live[some])] != [*map(_SHAPE, specs[some])]:
-                return False
-            # Few pairs differ from each other, and none of the many is kept.
-            dtypes = {*zip(map(_DTYPE, live[some]), map(_DTYPE, specs[some]), strict=True)}
-            if any(dtype != TORCH_DTYPES[name] for dtype, name in dtypes):
-                return False
-        return True
 
     def _immutable(self, live: Any, stored: Any, place: Place) -> Any:
         if type(stored) not in (tuple, set, frozenset):
@@ -486,6 +472,20 @@ class Merge:
             return stored
         self._edits.append(lambda: np.copyto(live, stored))
         return live
+
+
+def _all_fit(live: Sequence[Any], specs: Sequence[TensorSpec]) -> bool:
+    """Whether all are plain tensors of the shapes and dtypes that were stored."""
+    for some in in_parts(len(live)):
+        if not are_plain(live[some]):
+            return False
+        if [*map(_SHAPE, live[some])] != [*map(_SHAPE, specs[some])]:
+            return False
+        # Few pairs differ from each other, and none of the many is kept.
+        dtypes = {*zip(map(_DTYPE, live[some]), map(_DTYPE, specs[some]), strict=True)}
+        if any(dtype != TORCH_DTYPES[name] for dtype, name in dtypes):
+            return False
+    return True
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
