@@ -9,6 +9,7 @@ import math
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -387,3 +388,41 @@ def test_each_whole_tensor_has_one_shard(tensor: list[int], message: str) -> Non
     columns["shards"] |= {"tensor": tensor, "file": [0, 0], "start": [4096, 4097]}
     with pytest.raises(FormatError, match=message):
         read(document)
+
+
+def test_what_is_wrong_is_told_alike_however_the_index_is_written() -> None:
+    """A compact text is read in another way; what is checked is the same."""
+    document = sample()
+    wrong: list[tuple[Any, str]] = []
+    for change, message in [
+        (lambda c: c["dtypes"].__setitem__(1, "F33"), "unknown dtype 'F33'"),
+        (lambda c: c["shapes"].__setitem__(1, [2**62, 2**62]), "more bytes than 64 bits"),
+        (lambda c: c["shapes"].__setitem__(1, [-1]), "-1|>= 0"),
+        (lambda c: c["names"].__setitem__(1, c["names"][0]), "appears twice"),
+        (lambda c: c["names"].pop(), "differ in length"),
+        (lambda c: c["shards"]["start"].__setitem__(1, 0), "overlap"),
+        (lambda c: c["shards"]["tensor"].__setitem__(1, 0), "two shards|no shard"),
+    ]:
+        changed = copy.deepcopy(document)
+        change(changed["components"]["model"])
+        wrong.append((changed, message))
+    for changed, message in wrong:
+        told = set()
+        for data in (json.dumps(changed).encode(), msgspec.json.encode(changed)):
+            with pytest.raises(FormatError, match=message) as caught:
+                read(data)
+            told.add(str(caught.value))
+        assert len(told) == 1
+
+
+def test_a_wrong_tensor_is_called_by_its_name() -> None:
+    document = sample()
+    names = document["components"]["model"]["names"]
+    document["components"]["model"]["dtypes"][2] = "F33"
+    with pytest.raises(FormatError, match=f"tensor '{names[2]}'"):
+        read(document)
+
+
+def test_another_version_is_told_as_such_also_when_compact() -> None:
+    with pytest.raises(UnsupportedVersion):
+        read(msgspec.json.encode(sample() | {"holdfast": 2}))

@@ -14,6 +14,7 @@ import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -596,6 +597,52 @@ def test_any_arrangement_of_nodes_raises_nothing_but_our_errors(node: Any) -> No
     data = json.dumps({"holdfast": 1, "tree": node}).encode()
     if not is_refused(decode_tree, data):
         encode_tree(decode_tree(data, what="w"))
+
+
+TENSORS = st.dictionaries(
+    st.sampled_from(["a", "b", "$c", "$tensor", 'd","e', '"$f']),
+    st.fixed_dictionaries(
+        {"$tensor": st.sampled_from(["a", "$b", 'c","d', '"$e', ""]) | st.just(1)},
+        optional={
+            "device": st.sampled_from(["cpu", "cuda", "cuda:0", "Nowhere", "meta:12345", 1]),
+            "grad": st.sampled_from([True, False, 1]),
+            "parameter": st.sampled_from([True, False, None]),
+            "order": st.sampled_from([[1, 0], [], [0, 1], [0, 0], [2, 0, 1], ["a"], [True, False]]),
+            "other": st.just(1),
+        },
+    )
+    | st.sampled_from([{}, {"$array": "a"}, {"b": {"$tensor": "b"}}, 1, None]),
+    max_size=3,
+)
+
+
+@given(TENSORS, st.sampled_from([{}, {"versions": {"a": 2}}, {"requires": ["more"]}]))
+def test_however_a_dict_of_tensors_is_written_it_is_read_alike(tree: Any, beside: Any) -> None:
+    """R30: as a writer writes it, which is read in another way; with spaces; tensor by tensor."""
+    document = {"holdfast": 1, "tree": tree, **beside}
+    written = [msgspec.json.encode(document), json.dumps(document).encode()]
+    outcomes: list[Any] = []
+    for data in written:
+        try:
+            outcomes.append(decode_tree(data, what="it"))
+        except (FormatError, UnsupportedVersion) as err:
+            outcomes.append(str(err))
+    assert outcomes[0] == outcomes[1]
+    if isinstance(outcomes[0], dict):
+        assert [*outcomes[0]] == [*outcomes[1]]
+
+
+def test_a_dict_of_tensors_is_lifted_at_once() -> None:
+    tree = {"a": TensorRef("x"), "b": TensorRef("y", "cuda:0", True, True, (1, 0))}
+    seen: list[Any] = []
+
+    def lift(refs: Any) -> Any:
+        seen.append([*refs])
+        return ["one", "two"]
+
+    found = decode_tree(encode_tree(tree), lift_tensors=lift, what="it")
+    assert found == {"a": "one", "b": "two"}
+    assert seen == [[*tree.values()]]
 
 
 def test_running_out_of_stack_is_one_of_our_errors() -> None:

@@ -6,6 +6,7 @@ import json
 import sys
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -213,3 +214,72 @@ def test_names_that_are_there_twice_are_refused_also_in_our_own_way_to_write(tex
     """R29."""
     with pytest.raises(FormatError, match="appears twice"):
         strictjson.loads(text, what="t", max_nbytes=1 << 20)
+
+
+class Inner(msgspec.Struct, omit_defaults=True):
+    names: list[str]
+    sizes: tuple[int, ...] = ()
+
+
+class Record(msgspec.Struct, omit_defaults=True):
+    first: int
+    inner: dict[str, Inner] = {}
+
+
+def loads_as(text: bytes, **limits: int) -> Record | None:
+    return strictjson.loads_as(text, Record, what="it", **({"max_nbytes": 1000} | limits))
+
+
+def test_a_text_that_is_written_as_the_record_is_becomes_one() -> None:
+    text = '{"first":1,"inner":{"ä\\"\\n":{"names":["[","{,"],"sizes":[3]}}}'.encode()
+    assert loads_as(text) == Record(1, {'ä"\n': Inner(["[", "{,"], (3,))})
+    assert loads_as(b'{"first":-2}') == Record(-2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"first": 1}',
+        b'{"first":1} ',
+        b'\xef\xbb\xbf{"first":1}',
+        b'{"first":1,"first":1}',
+        b'{"first":1,"inner":{}}',
+        b'{"first":1,"inner":{"a":{"names":[]},"a":{"names":[]}}}',
+        b'{"first":1,"inner":{"a":{"names":[],"names":[]}}}',
+        b'{"first":1,"other":2}',
+        b'{"inner":{"a":{"names":[]}},"first":1}',
+        b'{"fir\\u0073t":1}',
+        b'{"first":1,"inner":{"\\ud800":{"names":[]}}}',
+        b'{"first":1,"inner":{"a":{"names":["\xff"]}}}',
+        b'{"first":1.0}',
+        b'{"first":1e0}',
+        b'{"first":01}',
+        b'{"first":true}',
+        b'{"first":"1"}',
+        b'{"first":-0}',
+        b'{"first":' + b"1" * 900 + b".0}",
+        b"[" * 400,
+        b"1",
+        b"",
+    ],
+)
+def test_a_text_that_is_written_in_another_way_is_left_to_the_other_reader(text: bytes) -> None:
+    assert loads_as(text) is None
+
+
+def test_a_record_has_the_limits_of_a_text() -> None:
+    text = b'{"first":1,"inner":{"a":{"names":["b","c"]}}}'
+    assert loads_as(text, max_nbytes=len(text), max_values=8) is not None
+    assert loads_as(text, max_nbytes=len(text) - 1) is None
+    assert loads_as(text, max_values=6) is None
+
+
+def test_a_number_without_end_is_not_worked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R29: not even where the interpreter was told to convert numbers of any length."""
+    text = b'{"first":' + b"9" * 1_000_000 + b"}"
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        assert loads_as(text, max_nbytes=len(text)) is None
+    finally:
+        sys.set_int_max_str_digits(before)

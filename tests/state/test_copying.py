@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.state.copying import LARGE_NBYTES, PIECE_NBYTES, copy_tensors
+from holdfast.state.copying import (
+    LARGE_NBYTES,
+    PIECE_NBYTES,
+    are_plain,
+    copy_bytes,
+    copy_tensors,
+)
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -101,3 +107,46 @@ def test_where_no_more_threads_can_start_all_is_copied_all_the_same(
     copy_tensors(pairs)
     assert len(begun) == allowed + 1
     assert all(torch.equal(live, stored) for live, stored in pairs)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        torch.zeros(4, dtype=torch.complex64).conj(),
+        torch.zeros(4, dtype=torch.complex64).conj()[:1].imag,
+        torch.zeros(4, 4)[:, 1],
+        torch.zeros(1).expand(4),
+        torch.zeros(4).to_sparse(),
+        torch.zeros(4, device="meta"),
+        nn.Buffer(torch.zeros(4)).to_mkldnn(),
+    ],
+    ids=["conjugate", "negative", "strided", "expanded", "sparse", "meta", "mkldnn"],
+)
+def test_what_is_not_its_bytes_is_not_plain(odd: torch.Tensor) -> None:
+    assert are_plain([torch.zeros(4), nn.Parameter(torch.zeros(2, 2)), torch.zeros(0)])
+    assert not are_plain([torch.zeros(4), odd])
+
+
+def test_a_tensor_of_inference_is_not_plain() -> None:
+    with torch.inference_mode():
+        odd = torch.zeros(4)
+    assert not are_plain([odd])
+
+
+def test_bytes_are_copied_from_their_addresses() -> None:
+    """Also under inference mode; autograd is told."""
+    stored = [noise(number + 1) for number in range(2000)]
+    live = [torch.zeros_like(tensor) for tensor in stored]
+    versions = [tensor._version for tensor in live]
+    addresses = [tensor.data_ptr() for tensor in stored]
+    with torch.inference_mode():
+        copy_bytes(live, addresses, [tensor.nbytes for tensor in stored])
+    assert all(map(torch.equal, live, stored))
+    assert all(tensor._version > old for tensor, old in zip(live, versions, strict=True))
+
+
+def test_bytes_that_are_not_those_of_the_tensor_are_not_copied() -> None:
+    live, stored = torch.zeros(4), torch.ones(8)
+    with pytest.raises(AssertionError, match="other tensors"):
+        copy_bytes([live], [stored.data_ptr()], [stored.nbytes])
+    assert not live.any()
