@@ -139,7 +139,7 @@ def test_a_tensor_that_is_not_aligned_is_refused_before_any_is_copied(make: Make
         make(Files(), wanted)
 
 
-SHAPES = [(64,), (), (3, 5), (0, 2), (1, 1, 1), (LARGE_NBYTES // 4 + 3,), (7,)]
+SHAPES = [(64,), (), (3, 5), (0, 2), (300, 200), (1, 1, 1), (LARGE_NBYTES // 4 + 3,), (7,)]
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int64]
 
 

@@ -20,11 +20,13 @@ from torch import Tensor
 from holdfast.engine.loading.wanted import Wanted
 from holdfast.engine.staging.arena import Arena, check_aligned
 from holdfast.format.index import Column
-from holdfast.state.copying import LARGE_NBYTES, copy_bytes, copy_tensors
+from holdfast.state.copying import copy_bytes, copy_tensors
 from holdfast.state.unread import S_co, Source, Table, Unread
 
 IMAGE_NBYTES = 64 << 20
 """How much memory tensors take at a time that are not read into their place, but copied there."""
+_SMALL_NBYTES = 128 << 10
+"""Of this size and more torch copies tensors on several threads."""
 _key = attrgetter("key")
 
 
@@ -68,26 +70,29 @@ class _Columns(Table[S_co]):
     def __len__(self) -> int:
         return len(self._keys)
 
-    @property
     @abstractmethod
-    def _made(self) -> Mapping[str, S_co]:
-        """All of them, made at the first call."""
+    def _make(self, numbers: Column) -> list[S_co]:
+        """The tensors with these numbers."""
 
     @abstractmethod
     def _copy_small(self, live: Sequence[Tensor], numbers: Column) -> None:
-        """Copy the tensors with these numbers, none of which is large."""
+        """Copy the tensors with these numbers, all of which are small."""
 
     def copy_into(self, live: Sequence[Tensor], keys: Sequence[str]) -> None:
-        """As in `Table`: large ones as `copying` and `Source` do it, the others in bulk."""
+        """As in `Table`: small ones in bulk, the others as `copying` and `Source` do it."""
         numbers = np.arange(len(keys)) if keys == self._keys else self._numbers_of(keys)
-        is_large = self._nbytes[numbers] >= LARGE_NBYTES
-        if is_large.any():
-            large = np.flatnonzero(is_large).tolist()
-            copy_tensors([(live[number], self[keys[number]]) for number in large])
-            small = np.flatnonzero(~is_large)
-            live, numbers = [live[number] for number in small.tolist()], numbers[small]
+        is_small = self._nbytes[numbers] < _SMALL_NBYTES
+        if not is_small.all():
+            others, small = np.flatnonzero(~is_small), np.flatnonzero(is_small)
+            made = self._make(numbers[others])
+            copy_tensors([*zip([live[n] for n in others.tolist()], made, strict=True)])
+            live, numbers = [live[n] for n in small.tolist()], numbers[small]
         if len(numbers):
             self._copy_small(live, numbers)
+
+    @cached_property
+    def _made(self) -> Mapping[str, S_co]:
+        return dict(zip(self._keys, self._make(np.arange(len(self))), strict=True))
 
     def _numbers_of(self, keys: Sequence[str]) -> Column:
         numbers = {key: number for number, key in enumerate(self._keys)}
@@ -102,6 +107,14 @@ class _Columns(Table[S_co]):
         return [spec for part in self._parts for spec in part.specs]
 
     @cached_property
+    def _file(self) -> Column:
+        return np.repeat(np.arange(len(self._parts)), [len(part.specs) for part in self._parts])
+
+    @cached_property
+    def _start(self) -> Column:
+        return _joined([part.start for part in self._parts])
+
+    @cached_property
     def _nbytes(self) -> Column:
         return _joined([part.nbytes for part in self._parts])
 
@@ -114,18 +127,22 @@ class ReadTensors(_Columns[Tensor]):
         super().__init__([wanted for wanted, _ in parts])
         self._arenas = [arena for _, arena in parts]
 
-    @cached_property
-    def _made(self) -> Mapping[str, Tensor]:
-        found: dict[str, Tensor] = {}
+    def _make(self, numbers: Column) -> list[Tensor]:
+        found: dict[int, Tensor] = {}
+        first = 0
         for part, arena in zip(self._parts, self._arenas, strict=True):
-            views = arena.tensors(part.specs, part.start, part.nbytes)
-            found.update(zip(map(_key, part.specs), views, strict=True))
-        return found
+            stop = first + len(part.specs)
+            here = np.sort(numbers[(numbers >= first) & (numbers < stop)]) - first
+            specs = [part.specs[number] for number in here.tolist()]
+            views = arena.tensors(specs, part.start[here], part.nbytes[here])
+            found.update(zip((here + first).tolist(), views, strict=True))
+            first = stop
+        return [*map(found.__getitem__, numbers.tolist())]
 
     def _copy_small(self, live: Sequence[Tensor], numbers: Column) -> None:
-        parts = zip(self._parts, self._arenas, strict=True)
-        addresses = _joined([part.start + arena.address for part, arena in parts])
-        copy_bytes(live, addresses[numbers].tolist(), self._nbytes[numbers].tolist())
+        bases = np.array([arena.address for arena in self._arenas], np.int64)
+        addresses = bases[self._file[numbers]] + self._start[numbers]
+        copy_bytes(live, addresses.tolist(), self._nbytes[numbers].tolist())
 
 
 class UnreadTensors(_Columns[Unread]):
@@ -140,22 +157,20 @@ class UnreadTensors(_Columns[Unread]):
         self._files = files
         self._names = [*parts]
 
-    @cached_property
-    def _made(self) -> Mapping[str, Unread]:
-        return {
-            spec.key: Unread(source=self._files, spec=spec, file=file, start=start, nbytes=nbytes)
-            for file, part in zip(self._names, self._parts, strict=True)
-            for spec, start, nbytes in zip(
-                part.specs, part.start.tolist(), part.nbytes.tolist(), strict=True
+    def _make(self, numbers: Column) -> list[Unread]:
+        columns = (self._file, self._start, self._nbytes)
+        rows = zip(*(column[numbers].tolist() for column in columns), strict=True)
+        specs = [self._specs[number] for number in numbers.tolist()]
+        return [
+            Unread(
+                source=self._files, spec=spec, file=self._names[file], start=start, nbytes=nbytes
             )
-        }
+            for spec, (file, start, nbytes) in zip(specs, rows, strict=True)
+        ]
 
     def _copy_small(self, live: Sequence[Tensor], numbers: Column) -> None:
         """In the order of the files, so much at a time as an image may hold."""
-        lengths = [len(part.specs) for part in self._parts]
-        file = np.repeat(np.arange(len(lengths)), lengths)[numbers]
-        start = _joined([part.start for part in self._parts])[numbers]
-        nbytes = self._nbytes[numbers]
+        file, start, nbytes = (c[numbers] for c in (self._file, self._start, self._nbytes))
         order = np.lexsort((start, file))
         batch = np.cumsum(nbytes[order]) // IMAGE_NBYTES
         for some in np.split(order, np.flatnonzero(np.diff(batch)) + 1):
