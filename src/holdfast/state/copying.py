@@ -168,9 +168,9 @@ def copy_bytes(live: Sequence[Tensor], addresses: list[int], nbytes: list[int]) 
     for some in in_parts(len(live)):
         targets, counts = live[some], nbytes[some]
         assert [*map(_nbytes, targets)] == counts, "the bytes are those of other tensors"
+        torch.autograd.graph.increment_version(targets)
         copies = map(_memmove, map(Tensor.data_ptr, targets), addresses[some], counts)
         deque(copies, maxlen=0)
-        torch.autograd.graph.increment_version(targets)
 
 
 def in_parts(length: int) -> Iterator[slice]:

@@ -231,7 +231,7 @@ class Merge:
         self._specs = specs
         self._lifting = Lifting(Fetching(tensors))
         self._copies: list[StoredPair] = []
-        self._bulks: list[Callable[[], None]] = []
+        self._in_bulk: tuple[list[Tensor], list[str]] = ([], [])
         self._edits: list[Callable[[], None]] = []
         self._made: dict[int, Any] = {}
         self._made_tensors: dict[str, Tensor] = {}
@@ -245,8 +245,9 @@ class Merge:
 
     def commit(self) -> None:
         """Copy the tensors, then change the containers."""
-        for copy in self._bulks:
-            copy()
+        if isinstance(self._tensors, Table):
+            is_all = not self._copies
+            self._copies += self._tensors.copy_into(*self._in_bulk, is_all=is_all)
         copy_tensors(self._copies)
         with torch.no_grad():
             for edit in self._edits:
@@ -355,7 +356,8 @@ class Merge:
             return None
         self._made_tensors.update(zip(keys, live, strict=True))
         if isinstance(self._tensors, Table):
-            self._bulks.append(partial(self._tensors.copy_into, live, keys))
+            self._in_bulk[0].extend(live)
+            self._in_bulk[1].extend(keys)
         else:
             self._copies += zip(live, map(self._tensors.__getitem__, keys), strict=True)
         return live

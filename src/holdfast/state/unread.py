@@ -78,9 +78,13 @@ class Table(Mapping[str, S_co]):
     """Many stored tensors by key, of which none is made before it is asked for."""
 
     @abstractmethod
-    def copy_into(self, live: Sequence[Tensor], keys: Sequence[str]) -> None:
+    def copy_into(
+        self, live: Sequence[Tensor], keys: Sequence[str], *, is_all: bool
+    ) -> list[tuple[Tensor, S_co]]:
         """Copy those of these keys into plain live tensors (see `copying.are_plain`), which have
-        their shapes and dtypes.
+        their shapes and dtypes, as far as that is done best for many at once; what is left.
+
+        `is_all` says that no others of the table are copied besides.
 
         Raises:
             FormatError, StoreError: one cannot be read; the live ones are undefined then.

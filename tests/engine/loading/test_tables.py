@@ -102,7 +102,7 @@ def test_what_is_copied_in_bulk_are_the_tensors_that_are_made(make: Make, order:
     table = make(Files(), parts())
     keys = [*table][::order]
     live = [torch.zeros_like(values(table[key])) for key in keys]
-    table.copy_into(live, keys)
+    assert table.copy_into(live, keys, is_all=True) == []
     assert len(table) == len(keys) == 8
     for key, tensor in zip(keys, live, strict=True):
         found = values(table[key])
@@ -114,7 +114,7 @@ def test_some_of_them_are_copied_and_none_is_made(make: Make) -> None:
     files = Files()
     table = make(files, parts())
     live = [torch.zeros(7, dtype=torch.uint8), torch.zeros(4, 3)]
-    table.copy_into(live, ["a1", "a0"])
+    assert table.copy_into(live, ["a1", "a0"], is_all=True) == []
     assert live[0].numpy().tobytes() == files.bytes["a"][4144:4151].tobytes()
     assert live[1].numpy().tobytes() == files.bytes["a"][4096:4144].tobytes()
     assert not files.num_alone
@@ -122,8 +122,18 @@ def test_some_of_them_are_copied_and_none_is_made(make: Make) -> None:
 
 
 def test_nothing_is_copied_where_nothing_is_wanted(make: Make) -> None:
-    make(Files(), parts()).copy_into([], [])
-    make(Files(), {}).copy_into([], [])
+    make(Files(), parts()).copy_into([], [], is_all=True)
+    make(Files(), {}).copy_into([], [], is_all=True)
+
+
+def test_where_others_are_read_too_all_are_read_together() -> None:
+    """So that a block in which both lie is read once."""
+    table = UnreadTensors(Files(), parts())
+    live = [torch.zeros(7, dtype=torch.uint8)]
+    ((found, unread),) = table.copy_into(live, ["a1"], is_all=False)
+    assert found is live[0]
+    assert unread.spec.key == "a1"
+    assert not live[0].any()
 
 
 def test_the_same_key_gives_the_same_object(make: Make) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from holdfast.engine.loading.wanted import Wanted
 from holdfast.engine.staging.arena import Arena, check_aligned
 from holdfast.format.index import Column
-from holdfast.state.copying import copy_bytes, copy_tensors
+from holdfast.state.copying import copy_bytes
 from holdfast.state.unread import S_co, Source, Table, Unread
 
 IMAGE_NBYTES = 64 << 20
@@ -74,27 +74,16 @@ class _Columns(Table[S_co]):
     def _make(self, numbers: Column) -> list[S_co]:
         """The tensors with these numbers."""
 
-    @abstractmethod
-    def _copy_small(self, live: Sequence[Tensor], numbers: Column) -> None:
-        """Copy the tensors with these numbers, all of which are small."""
-
-    def copy_into(self, live: Sequence[Tensor], keys: Sequence[str]) -> None:
-        """As in `Table`: small ones in bulk, the others as `copying` and `Source` do it."""
-        numbers = np.arange(len(keys)) if keys == self._keys else self._numbers_of(keys)
-        is_small = self._nbytes[numbers] < _SMALL_NBYTES
-        if not is_small.all():
-            others, small = np.flatnonzero(~is_small), np.flatnonzero(is_small)
-            made = self._make(numbers[others])
-            copy_tensors([*zip([live[n] for n in others.tolist()], made, strict=True)])
-            live, numbers = [live[n] for n in small.tolist()], numbers[small]
-        if len(numbers):
-            self._copy_small(live, numbers)
+    def _pairs(self, live: Sequence[Tensor], numbers: Column) -> list[tuple[Tensor, S_co]]:
+        return [*zip(live, self._make(numbers), strict=True)]
 
     @cached_property
     def _made(self) -> Mapping[str, S_co]:
         return dict(zip(self._keys, self._make(np.arange(len(self))), strict=True))
 
     def _numbers_of(self, keys: Sequence[str]) -> Column:
+        if keys == self._keys:
+            return np.arange(len(keys))
         numbers = {key: number for number, key in enumerate(self._keys)}
         return np.fromiter(map(numbers.__getitem__, keys), np.int64, len(keys))
 
@@ -139,10 +128,22 @@ class ReadTensors(_Columns[Tensor]):
             first = stop
         return [*map(found.__getitem__, numbers.tolist())]
 
-    def _copy_small(self, live: Sequence[Tensor], numbers: Column) -> None:
+    def copy_into(
+        self, live: Sequence[Tensor], keys: Sequence[str], *, is_all: bool
+    ) -> list[tuple[Tensor, Tensor]]:
+        """As in `Table`: the small ones."""
+        numbers = self._numbers_of(keys)
+        is_small = self._nbytes[numbers] < _SMALL_NBYTES
+        small, others = np.flatnonzero(is_small), np.flatnonzero(~is_small)
+        at = numbers[small]
         bases = np.array([arena.address for arena in self._arenas], np.int64)
-        addresses = bases[self._file[numbers]] + self._start[numbers]
-        copy_bytes(live, addresses.tolist(), self._nbytes[numbers].tolist())
+        addresses = bases[self._file[at]] + self._start[at]
+        copy_bytes(
+            live if len(at) == len(keys) else [live[n] for n in small.tolist()],
+            addresses.tolist(),
+            self._nbytes[at].tolist(),
+        )
+        return self._pairs([live[n] for n in others.tolist()], numbers[others])
 
 
 class UnreadTensors(_Columns[Unread]):
@@ -168,9 +169,17 @@ class UnreadTensors(_Columns[Unread]):
             for spec, (file, start, nbytes) in zip(specs, rows, strict=True)
         ]
 
-    def _copy_small(self, live: Sequence[Tensor], numbers: Column) -> None:
-        """In the order of the files, so much at a time as an image may hold."""
+    def copy_into(
+        self, live: Sequence[Tensor], keys: Sequence[str], *, is_all: bool
+    ) -> list[tuple[Tensor, Unread]]:
+        """As in `Table`: all of them, where all are small, in the order of the files, so much at a
+        time as an image may hold. Otherwise none: each block is to be read once."""
+        numbers = self._numbers_of(keys)
         file, start, nbytes = (c[numbers] for c in (self._file, self._start, self._nbytes))
+        if not is_all or (nbytes >= _SMALL_NBYTES).any():
+            return self._pairs(live, numbers)
+        if not len(keys):
+            return []
         order = np.lexsort((start, file))
         batch = np.cumsum(nbytes[order]) // IMAGE_NBYTES
         for some in np.split(order, np.flatnonzero(np.diff(batch)) + 1):
@@ -181,6 +190,7 @@ class UnreadTensors(_Columns[Unread]):
                 places,
                 nbytes[some],
             )
+        return []
 
     def _copy_image(
         self, runs: Sequence[Run], live: Sequence[Tensor], places: Column, nbytes: Column
