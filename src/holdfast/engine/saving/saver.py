@@ -134,8 +134,8 @@ class Saver:
             staged.copy(self.workers, min(num_cores(), MAX_COPIERS) - 1, self.timeout_s)
             if overlapped is not None:
                 # Last, because on few cores these threads take the time of this one.
-                overlapped.start(self.workers, NUM_THREADS)
-                self._job = self._background.submit(write)
+                others = overlapped.start(self.workers, NUM_THREADS, (self._background, write))
+                self._job = others[0]
         except BaseException as error:
             self._not_begun(pending, staged, error)
             raise

@@ -163,6 +163,11 @@ class Copying:
         self.now_s = 0.0
         """Seconds that training waited for copies."""
 
+    @property
+    def num_now(self) -> int:
+        """How many of those that training waits for are not made yet."""
+        return self._num_now
+
     def run_now(self, timeout_s: float) -> None:
         """Make the copies that training waits for, or what nobody else has made of them.
 
