@@ -80,14 +80,24 @@ _NOT_COUNTED = "was changed, in a way that torch does not count"
 
 
 def guard(
-    keys: Mapping[str, Sequence[str]], tensors: Sequence[Tensor], *, takes_samples: bool = False
+    keys: Mapping[str, Sequence[str]],
+    tensors: Sequence[Tensor],
+    *,
+    addresses: Sequence[int] | None = None,
+    takes_samples: bool = False,
 ) -> Guarded:
-    """Note how tensors, named by component and key, are now, before their copy begins."""
+    """Note how tensors, named by component and key, are now, before their copy begins.
+
+    `addresses` are where they are, if that is known.
+
+    Raises:
+        RuntimeError: one of them has no version, because it is of inference mode.
+    """
     return Guarded(
         keys=keys,
         tensors=tensors,
         versions=list(map(_VERSION, tensors)),
-        addresses=list(map(Tensor.data_ptr, tensors)),
+        addresses=list(map(Tensor.data_ptr, tensors)) if addresses is None else addresses,
         samples=list(map(sampled, tensors)) if takes_samples else None,
     )
 
