@@ -80,14 +80,14 @@ class Stager:
             for name, component in components.items():
                 keys = overlapped.get(name, ())
                 images = cast(tuple[Image, ...], self._files[name])
-                for image in images:
-                    image.overwrite_small(component.tensors)
                 if component.addresses is not None:
                     turns = self._turns_of(component, keys, images)
+                    _copy_small(turns, component.tensors, component.addresses)
                     now += (Runs(*some, component.addresses) for some in turns.now)
                     later += (Runs(*some, component.addresses) for some in turns.later)
                     continue
                 for image in images:
+                    image.overwrite_small(component.tensors)
                     _add_works(image, component.tensors, frozenset(keys), now, later)
         for works in (now, later):
             works.sort(key=_is_apart)
@@ -165,6 +165,8 @@ class _Turns:
     keys: Collection[str]
     """Of those that are copied later."""
     images: Sequence[Image]
+    small: Sequence[tuple[Image, Sequence[int]]]
+    """The others: the positions of those in the component."""
     now: Sequence[tuple[Image, Sequence[tuple[int, int]]]]
     later: Sequence[tuple[Image, Sequence[tuple[int, int]]]]
 
@@ -182,9 +184,20 @@ def _turns(specs: Sequence[TensorSpec], keys: Collection[str], images: Sequence[
     return _Turns(
         keys=keys,
         images=images,
+        small=[
+            (image, [numbers[image.file.specs[i].key] for i in image.small]) for image in images
+        ],
         now=[pair for pair in now if pair[1]],
         later=[pair for pair in later if pair[1]],
     )
+
+
+def _copy_small(turns: _Turns, tensors: Mapping[str, Tensor], addresses: Sequence[int]) -> None:
+    for image, numbers in turns.small:
+        if image.takes_small_runs:
+            image.overwrite_small_runs([addresses[number] for number in numbers])
+        else:
+            image.overwrite_small(tensors)
 
 
 def _any_apart(files: Iterable[tuple[KnownFile, ...]]) -> bool:
