@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -97,3 +98,18 @@ def test_small_tensors_are_copied_from_their_addresses(
         tree["flags"].logical_not_()
     assert captured.components["tree"].addresses is not None
     workers.close()
+
+
+@pytest.mark.parametrize("budget", [None, 8 << 20])
+def test_the_memory_of_a_structure_is_given_back_before_that_of_another_is_taken(
+    budget: int | None,
+) -> None:
+    tree = {"a": torch.rand(LARGE_NBYTES // 4)}
+    capturer, stager = Capturer({"tree": tree}), Stager(memory_budget=budget)
+    for _ in range(2):
+        staged = stager.prepare(capturer.capture())
+    images = [weakref.ref(known) for known in staged.files["tree"]]
+    del staged
+    tree["b"] = torch.rand(4 * LARGE_NBYTES)
+    stager.prepare(capturer.capture())
+    assert [image() for image in images] == [None]

@@ -635,3 +635,23 @@ def test_tied_strided_frozen_and_moved_tensors_are_saved_again_and_again(
             manager.save(step)
     for step, wanted in enumerate(expected, start=1):
         assert stored(tmp_path, state, step) == wanted, step
+
+
+def test_a_weight_of_inference_mode_is_staged_before_save_returns(
+    tmp_path: Path, gate: Gate
+) -> None:
+    """Torch counts none of its changes."""
+    gate.open()
+    model, table = new_model(), nn.Linear(8, 32)
+    with torch.inference_mode():
+        table.weight.data = torch.rand(32, 8)
+        unversioned = nn.Parameter(torch.rand(32, 8), requires_grad=False)
+    optimizer = torch.optim.SGD([*model.parameters(), unversioned], lr=0.1)
+    model.register_parameter("unversioned", unversioned)
+    state = {"model": model, "table": table, "optimizer": optimizer}
+    with CheckpointManager(tmp_path, state, overlap=True) as manager:
+        for step in range(1, 4):
+            train(model, optimizer)
+            wanted = bits(state)
+            manager.save(step).wait()
+            assert stored(tmp_path, state, step) == wanted

@@ -114,6 +114,7 @@ class Stager:
             self._is_in_waves = True
             self._specs.clear()
             self._files.clear()
+            self._turns.clear()
         if self._pool is None:
             self._pool = Pool(self._budget)
         components = captured.components
@@ -140,6 +141,14 @@ class Stager:
             if None not in changed:
                 self._groups[name].observe({key for keys in changed for key in keys or ()})
 
+    def release(self) -> None:
+        """Keep no memory any more. Nothing is under way."""
+        self._pool = None
+        self._specs.clear()
+        self._groups.clear()
+        self._files.clear()
+        self._turns.clear()
+
     def _fit(self, component: CapturedComponent, make: type[KnownFile]) -> None:
         """Make files for a component whose structure, or whose grouping, is new."""
         name, specs = component.name, component.specs
@@ -148,6 +157,7 @@ class Stager:
         elif not self._groups[name].has_moved:
             return
         self._files.pop(name, None)
+        self._turns.pop(name, None)
         self._specs.pop(name, None)  # there may be no memory for new ones
         apart = self._groups[name].settle()
         self._files[name] = tuple(
