@@ -97,6 +97,7 @@ class Stager:
             self._is_in_waves = True
             self._specs.clear()
             self._files.clear()
+            self._turns.clear()
         if self._pool is None:
             self._pool = Pool(self._budget)
         components = captured.components
@@ -131,6 +132,7 @@ class Stager:
         elif not self._groups[name].has_moved:
             return
         self._files.pop(name, None)
+        self._turns.pop(name, None)
         self._specs.pop(name, None)  # there may be no memory for new ones
         apart = self._groups[name].settle()
         self._files[name] = tuple(
