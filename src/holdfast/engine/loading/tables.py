@@ -25,6 +25,8 @@ from holdfast.state.unread import S_co, Source, Table, Unread
 
 IMAGE_NBYTES = 64 << 20
 """How much memory tensors take at a time that are not read into their place, but copied there."""
+DIRECT_NBYTES = 32 << 10
+"""The least that is copied from the blocks themselves. Each costs as much as a copy of so much."""
 _SMALL_NBYTES = 128 << 10
 """Of this size and more torch copies tensors on several threads."""
 _key = attrgetter("key")
@@ -176,7 +178,7 @@ class UnreadTensors(_Columns[Unread]):
         time as an image may hold. Otherwise none: each block is to be read once."""
         numbers = self._numbers_of(keys)
         file, start, nbytes = (c[numbers] for c in (self._file, self._start, self._nbytes))
-        if not is_all or (nbytes >= _SMALL_NBYTES).any():
+        if not is_all or (nbytes >= DIRECT_NBYTES).any():
             return self._pairs(live, numbers)
         if not len(keys):
             return []
