@@ -378,7 +378,7 @@ def test_without_links_and_exclusive_renames_the_store_is_refused(store, root, m
 
 
 def test_without_proc_files_get_a_temporary_name(store, root, monkeypatch):
-    monkeypatch.setattr("holdfast.store.localfiles._OWN_FDS", "/nowhere")
+    monkeypatch.setattr("holdfast.store.localfiles.OWN_FDS", "/nowhere")
     store.put("a", b"x", if_absent=True)
     store.put("a", b"y")
     assert store.get("a") == b"y"

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from holdfast.errors import CorruptData
+from holdfast.errors import CorruptData, NotFound, StoreError
 from holdfast.store import localreads, syscalls
 from holdfast.store.local import LocalStore
-from holdfast.store.localreads import DIRECT_NBYTES_MIN, PIECE_NBYTES, fill
+from holdfast.store.localreads import DIRECT_NBYTES_MIN, PIECE_NBYTES, OpenFile, Seen
 from holdfast.store.syscalls import DirectAlignment, is_cached
 from holdfast.testing.store_contract import noise
 
@@ -59,15 +59,20 @@ def cool(fd: int) -> None:
 
 def needs_direct(fd: int, arena: memoryview) -> None:
     """Skip where the file system reads nothing directly."""
-    if not localreads._read_direct(fd, arena[:MIB], 0):
+    if not localreads._read_direct(OpenFile(os.dup(fd)), arena[:MIB], 0):
         pytest.skip("this file system reads nothing directly")
+
+
+def fill(fd: int, memory: memoryview, start: int, *, seen: Seen, **how: bool) -> None:
+    """As of a file that is open for this one read."""
+    asked = {"direct": True, "afresh": False} | how
+    localreads.fill(OpenFile(os.dup(fd)), memory, start, what="the file", seen=seen, **asked)
 
 
 def read(fd: int, memory: memoryview, start: int, **how: bool) -> bytes:
     """Fill the memory; what was seen of it on the way."""
     seen = bytearray()
-    asked = {"direct": True, "afresh": False} | how
-    fill(fd, memory, start, what="the file", seen=seen.extend, **asked)
+    fill(fd, memory, start, seen=seen.extend, **how)
     return bytes(seen)
 
 
@@ -88,12 +93,11 @@ def test_every_way_reads_the_same_bytes_and_shows_each_once(
 
 
 def test_what_is_not_cached_is_read_past_the_cache(fd: int, arena: memoryview) -> None:
-    """The cache keeps what others have there; and the flag is off again."""
+    """The cache keeps what others have there."""
     needs_direct(fd, arena)
     cool(fd)
     read(fd, arena, 0)
     assert not is_cached(fd, 0, len(arena))
-    assert not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
 
 
 @pytest.mark.parametrize("is_mapped", [False, True])
@@ -119,7 +123,7 @@ def test_what_is_cached_comes_from_the_cache_in_small_pieces(fd: int, arena: mem
     def look(piece: memoryview) -> None:
         pieces.append(len(piece))
 
-    fill(fd, arena, 0, what="", seen=look, direct=True, afresh=False)
+    fill(fd, arena, 0, seen=look)
     assert pieces == [PIECE_NBYTES] * 4
 
 
@@ -151,7 +155,16 @@ def test_a_read_that_the_kernel_refuses_goes_through_the_cache(
     cool(fd)
     memory = arena[3 : 3 + MIB + 1]
     assert read(fd, memory, 5) == file.read_bytes()[5 : 5 + MIB + 1]
-    assert not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+
+
+def test_without_the_links_in_proc_files_are_read_through_the_cache(
+    fd: int, file: Path, arena: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slower, and as right."""
+    monkeypatch.setattr(localreads, "OWN_FDS", "/nowhere")
+    cool(fd)
+    assert read(fd, arena, 0) == file.read_bytes()[: len(arena)]
+    assert is_cached(fd, 0, len(arena))
 
 
 @pytest.mark.parametrize("told", [DirectAlignment(memory=0, offset=0), None])
@@ -187,15 +200,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_damaged(
     """The length that was seen at the beginning is not relied upon."""
     warm(fd)
     with pytest.raises(CorruptData, match=f"ends at byte {2 * MIB}"):
-        fill(
-            fd,
-            arena,
-            0,
-            what="the file",
-            seen=lambda piece: os.truncate(file, 2 * MIB),
-            direct=True,
-            afresh=False,
-        )
+        fill(fd, arena, 0, seen=lambda piece: os.truncate(file, 2 * MIB))
 
 
 def test_what_is_seen_is_what_stays_in_memory_when_the_file_changes(
@@ -210,7 +215,7 @@ def test_what_is_seen_is_what_stays_in_memory_when_the_file_changes(
         seen.extend(piece)
         os.pwrite(other, bytes(4 * MIB), 0)
 
-    fill(fd, arena, 0, what="the file", seen=look, direct=True, afresh=False)
+    fill(fd, arena, 0, seen=look)
     os.close(other)
     assert seen == arena
     assert any(seen[:PIECE_NBYTES])
@@ -227,3 +232,96 @@ def test_files_that_cannot_be_mapped_count_as_cached(
     (tmp_path / "short").write_bytes(b"short")
     with open(tmp_path / "short", "rb") as short:
         assert is_cached(short.fileno(), 0, 1 << 20)
+
+
+@pytest.fixture
+def store(file: Path) -> LocalStore:
+    """The folder of the file."""
+    return LocalStore(file.parent)
+
+
+def num_open(path: Path) -> int:
+    """How many descriptors of this process are of files in a folder, removed ones too."""
+    return sum(
+        os.readlink(f"/proc/self/fd/{name}").startswith(f"{path}/")
+        for name in os.listdir("/proc/self/fd")
+        if os.path.islink(f"/proc/self/fd/{name}")
+    )
+
+
+def test_a_file_stays_open_while_anybody_reads_much(
+    store: LocalStore, tmp_path: Path, arena: memoryview
+) -> None:
+    """Once for ordinary reads and once for direct ones; closed when the last one has ended."""
+    with store.keeping_open():
+        with store.keeping_open():
+            for start in (0, MIB, 2 * MIB):
+                store.read_into("file", start, arena[:MIB])
+            assert 1 <= num_open(tmp_path) <= 2
+        store.get("file", 0, 10)
+        assert 1 <= num_open(tmp_path) <= 2
+    assert num_open(tmp_path) == 0
+    store.read_into("file", 0, arena[:MIB])
+    assert num_open(tmp_path) == 0
+
+
+def test_a_file_that_was_replaced_or_removed_is_not_read_on(
+    store: LocalStore, file: Path, tmp_path: Path
+) -> None:
+    """Not even where nobody would compare a digest."""
+    with store.keeping_open():
+        store.get("file", 0, 10)
+        store.put("file", b"other bytes")
+        assert store.get("file") == b"other bytes"
+        store.delete("file")
+        with pytest.raises(NotFound):
+            store.get("file", 0, 1)
+        assert num_open(tmp_path) == 0
+
+
+def test_what_is_read_afresh_is_opened_anew(
+    store: LocalStore, file: Path, arena: memoryview
+) -> None:
+    """A file that still has a name, but not this one any more."""
+    with store.keeping_open():
+        store.read_into("file", 0, arena[:MIB])
+        file.rename(file.with_name("elsewhere"))
+        file.write_bytes(bytes(MIB))
+        store.read_into("file", 0, arena[:MIB], afresh=True)
+    assert not any(arena[:MIB])
+
+
+def test_only_some_files_stay_open(store: LocalStore, tmp_path: Path) -> None:
+    """However many a checkpoint has."""
+    for number in range(localreads._NUM_OPEN + 20):
+        (tmp_path / str(number)).write_bytes(b"x")
+    with store.keeping_open():
+        for number in range(localreads._NUM_OPEN + 20):
+            store.get(str(number))
+        assert num_open(tmp_path) == localreads._NUM_OPEN
+
+
+def test_a_refused_kind_of_file_does_not_stay_open(store: LocalStore, tmp_path: Path) -> None:
+    """A fifo is refused each time, and no descriptor of it is left."""
+    os.mkfifo(tmp_path / "fifo")
+    with store.keeping_open():
+        for _ in range(2):
+            with pytest.raises(StoreError, match="not a regular file"):
+                store.get("fifo", 0, 1)
+        assert num_open(tmp_path) == 0
+
+
+def test_threads_read_from_one_open_file(store: LocalStore, file: Path) -> None:
+    """Also while others end, and while the file is opened anew."""
+    expected = file.read_bytes()
+
+    def check(number: int) -> bool:
+        memory = memoryview(mmap.mmap(-1, MIB))
+        start = number % 4 * MIB
+        with store.keeping_open():
+            store.read_into("file", start, memory, afresh=number % 5 == 0)
+        return memory == expected[start : start + MIB]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(check, range(200)))
+    assert num_open(file.parent) == 0

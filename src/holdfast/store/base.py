@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -131,6 +131,19 @@ class ReadsInto(Protocol):
         `seen` is called with one piece of the buffer after the other, as soon as its bytes are
         there, so that a digest finds them in the processor's cache. With `afresh` the bytes come
         from the medium itself, not from a cache on the way, where that can be had.
+        """
+        ...
+
+
+@runtime_checkable
+class KeepsOpen(Protocol):
+    """Stores in which an object has to be opened before each read."""
+
+    def keeping_open(self) -> AbstractContextManager[None]:
+        """Meanwhile an object stays open for the reads that follow, of any thread.
+
+        A read may then see an object as it was when the first one came, unless it was deleted or
+        replaced, or the read asks `afresh`.
         """
         ...
 
@@ -351,6 +364,11 @@ def read_into(
     else:
         memory[:] = store.get(key, start, len(memory))
         seen(memory)
+
+
+def keeping_open(store: Store) -> AbstractContextManager[None]:
+    """Have objects stay open between the reads of each, where the store can do that."""
+    return store.keeping_open() if isinstance(store, KeepsOpen) else nullcontext()
 
 
 def refresh_folder(store: Store, folder: str) -> None:

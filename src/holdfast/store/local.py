@@ -33,6 +33,7 @@ from holdfast.store.localfolders import (
     scan,
     sync_folder_fd,
 )
+from holdfast.store.localreads import OpenFile, OpenFiles
 from holdfast.store.oserrors import Reporting
 from holdfast.store.syscalls import is_network
 
@@ -59,6 +60,7 @@ class LocalStore:
         self._root = os.path.abspath(path)
         self._direct = DirectWrites(direct_io)
         self._reads_directly = direct_io is not False
+        self._files = OpenFiles()
         self._has_links = True
         self._syncs_folders = False
         self._made_root = False
@@ -88,14 +90,15 @@ class LocalStore:
         """See `Store.get`. The length is checked before memory is taken."""
         if start < 0 or (nbytes is not None and nbytes < 0):
             raise UsageError(f"get {key}: start {start} and nbytes {nbytes} must not be negative")
-        with self._reading(key) as (fd, file_nbytes):
+        with self._reading(key) as (file, file_nbytes):
             wanted = max(file_nbytes - start, 0) if nbytes is None else nbytes
             self._check_range(key, start, wanted, file_nbytes)
-            data = os.pread(fd, wanted, start)
+            data = os.pread(file.fd, wanted, start)
             if len(data) == wanted:
                 return data
             rest = bytearray(wanted - len(data))
-            localfiles.read_exactly(fd, memoryview(rest), start + len(data), what=self._path(key))
+            at = start + len(data)
+            localfiles.read_exactly(file.fd, memoryview(rest), at, what=self._path(key))
             return data + rest
 
     def read_into(
@@ -110,11 +113,13 @@ class LocalStore:
         """See `ReadsInto.read_into`."""
         if start < 0:
             raise UsageError(f"read_into {key}: start {start} must not be negative")
-        with self._reading(key) as (fd, file_nbytes):
+        if afresh:
+            self._files.forget(self._path(key))
+        with self._reading(key) as (file, file_nbytes):
             self._check_range(key, start, buffer.nbytes, file_nbytes)
             if buffer.nbytes:
                 localreads.fill(
-                    fd,
+                    file,
                     buffer.cast("B"),
                     start,
                     what=self._path(key),
@@ -122,6 +127,10 @@ class LocalStore:
                     direct=self._reads_directly,
                     afresh=afresh,
                 )
+
+    def keeping_open(self) -> AbstractContextManager[None]:
+        """See `KeepsOpen.keeping_open`."""
+        return self._files.kept()
 
     def head(self, key: str) -> ObjectInfo:
         """See `Store.head`."""
@@ -280,15 +289,24 @@ class LocalStore:
         return opened_folder(self._root, _segments(folder))
 
     @contextmanager
-    def _reading(self, key: str) -> Iterator[tuple[int, int]]:
-        folder, name = _split(key)
+    def _reading(self, key: str) -> Iterator[tuple[OpenFile, int]]:
         path = self._path(key)
-        with (
-            Reporting("get", path),
-            self._opened(folder) as folder_fd,
-            localfiles.opened_file(folder_fd, name, what=path) as opened,
-        ):
-            yield opened
+        with Reporting("get", path):
+            kept = self._files.get(path)
+            if kept is not None:
+                yield kept, os.fstat(kept.fd).st_size
+                return
+            folder, name = _split(key)
+            with self._opened(folder) as folder_fd:
+                file = OpenFile(localfiles.open_file(folder_fd, name))
+            is_kept = False
+            try:
+                file_nbytes = localfiles.regular_nbytes(os.fstat(file.fd), what=path)
+                is_kept = self._files.keep(path, file)
+                yield file, file_nbytes
+            finally:
+                if not is_kept:
+                    file.close()
 
     def _put_new(self, folder_fd: int, name: str, content: memoryview, report: Reporting) -> None:
         if self._has_links:

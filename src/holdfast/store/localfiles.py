@@ -31,7 +31,8 @@ _UNNAMED = os.O_WRONLY | getattr(os, "O_TMPFILE", 0) | _CLOEXEC
 _NO_UNNAMED = UNSUPPORTED | {errno.EISDIR}
 NO_LINKS = UNSUPPORTED | {errno.EPERM, errno.EACCES, errno.EMLINK, errno.EXDEV}
 """How a file system says that a file cannot have a link."""
-_OWN_FDS = "/proc/self/fd"
+OWN_FDS = "/proc/self/fd"
+"""Where the system links each number to the file that is open under it; not everywhere."""
 
 
 def temporary_name() -> str:
@@ -39,23 +40,18 @@ def temporary_name() -> str:
     return TEMPORARY_PREFIX + secrets.token_hex(8)
 
 
-@contextmanager
-def opened_file(folder_fd: int, name: str, *, what: str) -> Iterator[tuple[int, int]]:
-    """Descriptor and length of a regular file; errors call it `what`.
-
-    Raises:
-        FileNotFoundError: there is none, or `name` is a folder.
-        StoreError: it is something else than a file.
-    """
-    fd = os.open(name, _READ, dir_fd=folder_fd)
-    try:
-        yield fd, regular_nbytes(os.fstat(fd), what=what)
-    finally:
-        os.close(fd)
+def open_file(folder_fd: int, name: str) -> int:
+    """A descriptor to read from whatever has that name; see `regular_nbytes`."""
+    return os.open(name, _READ, dir_fd=folder_fd)
 
 
 def regular_nbytes(found: os.stat_result, *, what: str) -> int:
-    """The length of a regular file; refuses everything else like `opened_file`."""
+    """The length of a regular file; errors call it `what`.
+
+    Raises:
+        FileNotFoundError: it is a folder.
+        StoreError: it is something else than a file.
+    """
     if stat.S_ISREG(found.st_mode):
         return found.st_size
     if stat.S_ISDIR(found.st_mode):
@@ -133,7 +129,7 @@ class Draft:
         Raises:
             FileExistsError: the name is taken.
         """
-        source = self._temporary or f"{_OWN_FDS}/{self._fd}"
+        source = self._temporary or f"{OWN_FDS}/{self._fd}"
         try:
             # Follows the link in /proc, which is how an unnamed file gets a name.
             os.link(source, name, src_dir_fd=self._folder_fd, dst_dir_fd=self._folder_fd)
@@ -201,7 +197,7 @@ def drafted(folder_fd: int, data: memoryview, *, unnamed: bool = True) -> Iterat
 
 
 def _create_aside(folder_fd: int, *, unnamed: bool) -> tuple[int, str | None]:
-    if unnamed and hasattr(os, "O_TMPFILE") and os.path.isdir(_OWN_FDS):
+    if unnamed and hasattr(os, "O_TMPFILE") and os.path.isdir(OWN_FDS):
         try:
             return os.open(".", _UNNAMED, FILE_MODE, dir_fd=folder_fd), None
         except OSError as err:

@@ -25,7 +25,7 @@ from holdfast.errors import CorruptData
 from holdfast.events import logger
 from holdfast.store import localreads
 from holdfast.store.localfiles import write_all
-from holdfast.store.localreads import Seen
+from holdfast.store.localreads import OpenFile, Seen
 
 Fetch = Callable[[int, memoryview, Seen], None]
 """Fills the memory from that byte of the object on, and shows it as it comes."""
@@ -128,19 +128,19 @@ class LocalPieces:
         try:
             if not self._is_usable():
                 return 0
-            fd = os.open(path, _READ)
+            file = OpenFile(os.open(path, _READ))
         except OSError:
             return 0
         try:
             with suppress(OSError):
-                os.utime(fd)  # so that it is among the last to go
+                os.utime(file.fd)  # so that it is among the last to go
             localreads.fill(
-                fd, memory, start - piece.start, what=path, seen=count, direct=True, afresh=False
+                file, memory, start - piece.start, what=path, seen=count, direct=True, afresh=False
             )
         except (OSError, CorruptData):
             self.forget(piece.place)  # what it did not give comes from the store
         finally:
-            os.close(fd)
+            file.close()
         return done
 
     def _fetch(

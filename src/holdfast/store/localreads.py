@@ -4,6 +4,9 @@ A direct read (O_DIRECT) takes no copy and hardly any processor time, so a file 
 page cache arrives as fast as the disk gives it, and the cache keeps what others have there. What
 is cached is copied in small pieces, so that whoever looks at each finds it in the processor's
 cache. Knows descriptors, nothing of keys; functions raise `OSError` unless they say otherwise.
+
+Opening a file costs as much as a good part of reading a block of it, and threads that open take
+turns at it. So a file can stay open for as long as somebody reads much of it (`OpenFiles`).
 """
 
 from __future__ import annotations
@@ -11,17 +14,12 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
-from holdfast.store.localfiles import address_of, read_exactly
+from holdfast.store.localfiles import OWN_FDS, address_of, read_exactly
 from holdfast.store.oserrors import UNSUPPORTED
 from holdfast.store.syscalls import DirectAlignment, direct_alignment, is_cached
-
-try:
-    import fcntl
-except ImportError:  # not everywhere; without it every read goes through the page cache
-    fcntl = None  # type: ignore[assignment]
 
 Seen = Callable[[memoryview], object]
 """Called with each piece of the memory once its bytes are there, in order."""
@@ -32,20 +30,102 @@ are the fastest: 239 ms for 2.5 GB on two cores, beside 368 for 8 MiB and 331 fo
 DIRECT_NBYTES_MIN = 256 * 1024
 """Shorter reads are left to the page cache, whose read-ahead serves their neighbours too."""
 
+_NUM_OPEN = 32
+"""So many files stay open; loads read one after the other, a few at a time."""
 _PAGE = mmap.PAGESIZE
 _REFUSALS = UNSUPPORTED | {errno.EFAULT}
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
+class OpenFile:
+    """A regular file open for reading, and once more for direct reads when the first one comes.
+
+    Owns the descriptor. Any number of threads may read; whoever drops the file last closes it, so
+    that no number is closed that a thread still reads from.
+    """
+
+    def __init__(self, fd: int, alignment: DirectAlignment | None = None) -> None:
+        self.fd = fd
+        self.alignment = alignment
+        """What reads must keep to; None of a file that is read through the page cache."""
+        self._direct: tuple[OpenFile | None] | None = None
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """For whoever knows that nobody else reads from it."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+        if self._direct and self._direct[0]:
+            self._direct[0].close()
+
+    def direct(self) -> OpenFile | None:
+        """The same file with O_DIRECT, or None where that is refused."""
+        # No lock, which a forked child could inherit locked: of two threads the later one's stays.
+        found = self._direct
+        if found is None:
+            found = self._direct = (_opened_directly(self.fd),)
+        return found[0]
+
+
+class OpenFiles:
+    """Files that stay open while anybody reads many parts of them, at most `_NUM_OPEN`."""
+
+    def __init__(self) -> None:
+        self._readers: set[object] = set()
+        self._files: dict[str, OpenFile] = {}
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep open what is opened meanwhile, by any thread."""
+        reader = object()
+        self._readers.add(reader)
+        try:
+            yield
+        finally:
+            self._readers.discard(reader)
+            # Whoever begins just now opens again what he needs.
+            if not self._readers:
+                self._files.clear()
+
+    def get(self, path: str) -> OpenFile | None:
+        """One that is still open, unless its file was removed meanwhile."""
+        file = self._files.get(path)
+        if file is None or os.fstat(file.fd).st_nlink:
+            return file
+        self.forget(path)
+        return None
+
+    def keep(self, path: str, file: OpenFile) -> bool:
+        """Have a file stay open, where anybody wants that."""
+        if not self._readers:
+            return False
+        self._files[path] = file
+        for oldest in list(self._files)[:-_NUM_OPEN]:
+            self._files.pop(oldest, None)
+        return True
+
+    def forget(self, path: str) -> None:
+        """Have whoever reads next open the file anew."""
+        self._files.pop(path, None)
+
+
 def fill(
-    fd: int, memory: memoryview, start: int, *, what: str, seen: Seen, direct: bool, afresh: bool
+    file: OpenFile,
+    memory: memoryview,
+    start: int,
+    *,
+    what: str,
+    seen: Seen,
+    direct: bool,
+    afresh: bool,
 ) -> None:
     """Fill `memory` from byte `start` of a file; errors call it `what`.
 
     With `direct`, whole pages that are not cached are read directly, where the file system does
     that for memory like this. With `afresh` those that are cached are read from the disk again.
-
-    `fd` must be the caller's own: its O_DIRECT flag is set for a while.
 
     Raises:
         CorruptData: the file ends before.
@@ -54,15 +134,15 @@ def fill(
     if (
         direct
         and len(memory) >= DIRECT_NBYTES_MIN
-        and (afresh or not _is_cached(fd, memory, start))
+        and (afresh or not _is_cached(file.fd, memory, start))
     ):
-        done = _read_direct(fd, memory, start)
+        done = _read_direct(file, memory, start)
         seen(memory[:done])
     if afresh and done < len(memory):
-        _forget(fd, start + done, len(memory) - done)
+        _forget(file.fd, start + done, len(memory) - done)
     for at in range(done, len(memory), PIECE_NBYTES):
         piece = memory[at : at + PIECE_NBYTES]
-        read_exactly(fd, piece, start + at, what=what)
+        read_exactly(file.fd, piece, start + at, what=what)
         seen(piece)
 
 
@@ -72,27 +152,34 @@ def _is_cached(fd: int, memory: memoryview, start: int) -> bool:
     return is_cached(fd, max(start, stop - DIRECT_NBYTES_MIN), stop)
 
 
-def _read_direct(fd: int, memory: memoryview, start: int) -> int:
+def _opened_directly(fd: int) -> OpenFile | None:
+    """The file of a descriptor once more: by the link in /proc, so that it is the same one."""
+    if not _O_DIRECT:
+        return None
+    try:
+        direct_fd = os.open(f"{OWN_FDS}/{fd}", os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT)
+    except OSError:
+        return None  # the file system refuses the flag, or there is no /proc
+    told = direct_alignment(direct_fd) or DirectAlignment(memory=_PAGE, offset=_PAGE)
+    found = OpenFile(direct_fd, told)
+    return found if told.memory and told.offset else None
+
+
+def _read_direct(file: OpenFile, memory: memoryview, start: int) -> int:
     """Read what can be read directly; returns how many bytes of `memory` are filled."""
-    told = direct_alignment(fd) or DirectAlignment(memory=_PAGE, offset=_PAGE)
-    if not (_O_DIRECT and fcntl and told.memory and told.offset):
+    direct = file.direct()
+    if direct is None or direct.alignment is None:
         return 0
+    told = direct.alignment
     if start % told.offset or address_of(memory) % told.memory:
         return 0
     stop = len(memory) - len(memory) % told.offset
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | _O_DIRECT)
-    except OSError:
-        return 0
-    try:
-        return _read_aligned(fd, memory[:stop], start, told.offset)
+        return _read_aligned(direct.fd, memory[:stop], start, told.offset)
     except OSError as err:
         if err.errno not in _REFUSALS:
             raise
         return 0
-    finally:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
 
 
 def _read_aligned(fd: int, memory: memoryview, start: int, offset: int) -> int:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar, cast, get_args
@@ -32,6 +32,7 @@ from holdfast.store.base import (
     Buffer,
     Folders,
     FreeSpace,
+    KeepsOpen,
     LinksFiles,
     ObjectInfo,
     Points,
@@ -327,6 +328,12 @@ class _FaultyLinksFiles(FaultyStore):
         return self._do("link", key, lambda: cast(bool, self.inner.link(source, key)))
 
 
+class _FaultyKeepsOpen(FaultyStore):
+    def keeping_open(self) -> AbstractContextManager[None]:
+        """See `KeepsOpen.keeping_open`; not an operation, since it only makes others faster."""
+        return cast(AbstractContextManager[None], self.inner.keeping_open())
+
+
 class _FaultyPoints(FaultyStore):
     def point(self, name: str, target: str) -> None:
         """See `Points.point`."""
@@ -382,6 +389,7 @@ _MIXINS: tuple[tuple[Any, type[FaultyStore]], ...] = (
     (Folders, _FaultyFolders),
     (ReadsInto, _FaultyReadsInto),
     (WritesBlocks, _FaultyWritesBlocks),
+    (KeepsOpen, _FaultyKeepsOpen),
     (LinksFiles, _FaultyLinksFiles),
     (Points, _FaultyPoints),
     (TellsSpace, _FaultyTellsSpace),

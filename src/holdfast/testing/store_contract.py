@@ -37,7 +37,9 @@ from holdfast.store.base import (
     Store,
     TellsSpace,
     WritesBlocks,
+    keeping_open,
     make_folder,
+    read_into,
     sync_folder,
 )
 
@@ -594,6 +596,19 @@ class StoreContract:
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(read, range(0, len(data), 12_345)))
         assert buffer == data
+
+    def test_what_stays_open_is_what_is_there(self, store: Store) -> None:
+        """Reads are answered by what the key holds now, whatever was read before."""
+        memory = bytearray(4)
+        with keeping_open(store):
+            for data in (b"1234", b"5678"):
+                store.put("a", data)
+                for _ in range(2):
+                    read_into(store, "a", 0, memoryview(memory))
+                    assert bytes(memory) == data == store.get("a")
+            store.delete("a")
+            with pytest.raises(NotFound):
+                read_into(store, "a", 0, memoryview(memory))
 
     # writing in pieces
 

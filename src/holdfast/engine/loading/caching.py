@@ -24,6 +24,7 @@ from holdfast.store.base import (
     AbortsUploads,
     Buffer,
     Folders,
+    KeepsOpen,
     LinksFiles,
     ObjectInfo,
     Points,
@@ -38,7 +39,16 @@ from holdfast.store.base import (
 from holdfast.store.localpieces import PIECE_NBYTES, LocalPieces, Piece
 from holdfast.store.wrapping import handing_on
 
-_PASSED_ON = (Folders, WritesBlocks, LinksFiles, Points, TellsSpace, Probes, AbortsUploads)
+_PASSED_ON = (
+    Folders,
+    WritesBlocks,
+    LinksFiles,
+    Points,
+    TellsSpace,
+    Probes,
+    AbortsUploads,
+    KeepsOpen,
+)
 _MAX_LENGTHS = 10_000
 
 

@@ -22,7 +22,7 @@ from holdfast.format import blocks, layout
 from holdfast.format.index import Index, decode_index
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.state.apply import StoredComponent
-from holdfast.store.base import Store, read_into
+from holdfast.store.base import Store, keeping_open, read_into
 
 MAX_DOCUMENT_NBYTES = 64 * 1024 * 1024
 """The largest index and the largest tree (docs/format.md, section 2)."""
@@ -156,14 +156,17 @@ def read_tensors(
         file: FileBlocks.of(opened.folder, file, opened.manifest.files[file], opened.index)
         for file in by_file
     }
-    jobs = [
-        workers.submit(
-            partial(_read_block, store, opened, files[file], arenas[file], number, verify, buffers)
-        )
-        for file, wanted in by_file.items()
-        for number in wanted.blocks(opened.index.block_nbytes)
-    ]
-    gather(jobs, timeout_s=timeout_s, what=f"reading {store.url}/{opened.folder}")
+    with keeping_open(store):
+        jobs = [
+            workers.submit(
+                partial(
+                    _read_block, store, opened, files[file], arenas[file], number, verify, buffers
+                )
+            )
+            for file, wanted in by_file.items()
+            for number in wanted.blocks(opened.index.block_nbytes)
+        ]
+        gather(jobs, timeout_s=timeout_s, what=f"reading {store.url}/{opened.folder}")
     for file, wanted in by_file.items():
         keys = (spec.key for spec in wanted.specs)
         views = arenas[file].tensors(wanted.specs, wanted.start, wanted.nbytes)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,7 +27,7 @@ from holdfast.engine.staging.memory import Buffers
 from holdfast.engine.workers import Workers, gather
 from holdfast.state.copying import LARGE_NBYTES, bytes_of, copy_tensors, is_plain
 from holdfast.state.unread import Unread
-from holdfast.store.base import Store
+from holdfast.store.base import Store, keeping_open
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +178,16 @@ class Stream:
         # In the order of the files, in which a disk is read fastest.
         places = [place for place in sorted(blocks) if not self._is_copied(place, blocks[place])]
         is_alone = len(places) <= _NUM_ALONE
-        jobs: list[Future[None]] = []
         what = f"reading {self._store.url}/{self._opened.folder}"
         try:
-            for place in places:
-                read = partial(self._read_block, place, blocks[place], given_up, keeps=is_alone)
-                jobs.append(self._workers.submit(read))
-            gather(jobs, timeout_s=self._timeout_s, what=what)
+            with keeping_open(self._store):
+                jobs = [
+                    self._workers.submit(
+                        partial(self._read_block, place, blocks[place], given_up, keeps=is_alone)
+                    )
+                    for place in places
+                ]
+                gather(jobs, timeout_s=self._timeout_s, what=what)
         except BaseException as error:
             self.failure = error
             # A read that hangs may come back much later; it finds that nobody waits for it.

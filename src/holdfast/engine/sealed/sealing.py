@@ -63,6 +63,7 @@ from holdfast.store.base import (
     BlockWriter,
     Buffer,
     Folders,
+    KeepsOpen,
     LinksFiles,
     ObjectInfo,
     Points,
@@ -619,7 +620,7 @@ _MIXINS: tuple[tuple[Any, type], ...] = (
     (WritesBlocks, _SealedWritesBlocks),
     (LinksFiles, _SealedLinksFiles),
     # The keys of these are folders, or those under which the files lie.
-    *((p, handing_on(p)) for p in (Folders, AbortsUploads, Points, TellsSpace, Probes)),
+    *((p, handing_on(p)) for p in (Folders, AbortsUploads, Points, TellsSpace, Probes, KeepsOpen)),
 )
 
 
