@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader, Dataset
@@ -221,7 +222,7 @@ def closed_port() -> int:
     return port
 
 
-def store_at(endpoint: str, **options: float) -> RemoteStore:
+def store_at(endpoint: str, **options: Any) -> RemoteStore:
     return RemoteStore("s3://bucket/run", endpoint=endpoint, options=RemoteOptions(**options))
 
 
@@ -304,6 +305,18 @@ def test_waiting_for_a_first_answer_can_be_interrupted() -> None:
         pytest.raises(KeyboardInterrupt),
     ):
         store.children()
+
+
+@pytest.mark.usefixtures("s3_credentials")
+@pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS.keys())
+def test_a_first_answer_is_waited_for_as_often_as_the_options_say(
+    ask: Callable[[RemoteStore], object],
+) -> None:
+    with answering() as (endpoint, answers):
+        answers.then = RESET
+        with pytest.raises(TransientStoreError, match="Nobody has answered there"):
+            ask(store_at(endpoint, retry_s=60, max_retries=3))
+        assert len(answers.asked) == 4
 
 
 @pytest.mark.usefixtures("s3_credentials")

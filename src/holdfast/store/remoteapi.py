@@ -267,7 +267,8 @@ class Api:
             try:
                 return action()
             except TransientStoreError:
-                if patience.is_over():
+                # For a first answer `_ask` has waited already.
+                if not self._has_answered or patience.is_over():
                     raise
             patience.pause()
 
