@@ -218,6 +218,16 @@ def test_an_interrupt_ends_quietly(root: Path, command: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "imported\n")
 
 
+def test_an_interrupt_before_the_command_ends_quietly_too() -> None:
+    interrupt = (
+        "import os, signal\n"
+        "import holdfast.cli.app\n"
+        "holdfast.cli.app.KeySources = lambda **_: os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    done = in_a_process("ls", "nowhere", code=interrupt)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "imported")
+
+
 def test_an_interrupt_in_the_middle_of_a_report_ends_quietly(root: Path) -> None:
     interrupt = (
         "import os, signal\n"

@@ -21,10 +21,13 @@ from holdfast.errors import HoldfastError
 def run() -> NoReturn:
     """Run the command line of this process and exit."""
     try:
-        app(prog_name="holdfast")
-    except KeyboardInterrupt:
-        sys.exit(Code.INTERRUPTED)
-    raise AssertionError("click exits by itself")
+        code = app.main(prog_name="holdfast", standalone_mode=False)
+    except click.Abort:
+        code = Code.INTERRUPTED
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    sys.exit(code)
 
 
 def _show_version(ctx: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
