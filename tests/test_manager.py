@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import torch
 from holdfast import errors
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.saving import save as save_module
+from holdfast.engine.staging.arena import Arena
+from holdfast.engine.staging.waves import Pool
 from holdfast.format import layout
 from holdfast.format.records import Retired, encode_retired
 from holdfast.manager import CheckpointManager
@@ -293,6 +296,28 @@ def test_a_closed_manager_refuses_work(tmp_path: Path) -> None:
     manager.close()
     with pytest.raises(errors.ManagerUnusable):
         manager.save(1)
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"memory_budget": "32MiB"}])
+def test_a_closed_manager_holds_no_copy_of_the_state(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Not even until the garbage collector comes, which counts objects and not bytes."""
+
+    def num_held() -> int:
+        return sum(type(found) in (Arena, Pool) for found in gc.get_objects())
+
+    before = num_held()
+    gc.disable()
+    try:
+        state = {"weights": torch.ones(10_000_000)}
+        manager = CheckpointManager(tmp_path, {"model": state}, **options)
+        manager.save(1).wait()
+        assert num_held() > before
+        manager.close()
+        assert num_held() == before
+    finally:
+        gc.enable()
 
 
 def test_what_does_not_fit_is_reported_together_and_changes_nothing(tmp_path: Path) -> None:

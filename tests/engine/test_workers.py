@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import pytest
 
 from holdfast import errors
-from holdfast.engine.workers import Workers, gather
+from holdfast.engine.workers import Workers, gather, hand_over
 
 
 def test_the_first_error_is_raised_and_nothing_runs_afterwards() -> None:
@@ -59,3 +60,68 @@ workers[0].start()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr) == ("done\n", "")
+
+
+def test_jobs_are_handed_over_to_several_workers_at_once() -> None:
+    """One thread is woken by the caller; the results are in the order of the jobs."""
+    first, second = Workers(2, "first"), Workers(1, "second")
+
+    meet = threading.Barrier(3)
+
+    def met() -> str:
+        meet.wait(60)
+        return name_of_thread()
+
+    jobs = hand_over((first, met), (first, met), (second, met))
+    names = gather(jobs, timeout_s=60, what="jobs")
+    assert {*names[:2]} == {"first-0", "first-1"}
+    assert names[2] == "second-0"
+    first.close()
+    second.close()
+
+
+def test_what_was_handed_over_is_done_when_workers_close_before_they_were_woken() -> None:
+    """Invariant 9: a job that was taken is not forgotten; another thread does it, in order."""
+    first, second = Workers(1, "first"), Workers(1, "second")
+    release, done = threading.Event(), []
+    first.submit(lambda: release.wait(60))
+    jobs = hand_over(
+        (first, partial(done.append, 1)), (first, partial(done.append, 2)), (second, name_of_thread)
+    )
+    second.close()
+    first.close()
+    release.set()
+    assert gather(jobs, timeout_s=60, what="jobs") == [None, None, "first-0"]
+    assert done == [1, 2]
+
+
+def test_nothing_is_handed_over_when_one_of_the_workers_was_closed() -> None:
+    """Invariant 9."""
+    first, second = Workers(1, "first"), Workers(1, "second")
+    second.close()
+    ran: list[int] = []
+    with pytest.raises(errors.ManagerUnusable, match="second"):
+        hand_over((first, partial(ran.append, 1)), (second, partial(ran.append, 2)))
+    first.submit(bool).result(60)
+    first.close()
+    assert ran == []
+
+
+def test_an_error_or_a_cancelled_job_does_not_keep_the_others_from_being_done() -> None:
+    workers, release = Workers(1, "test"), threading.Event()
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    workers.submit(lambda: release.wait(60))
+    cancelled, failing, last = hand_over((workers, fail), (workers, fail), (workers, bool))
+    assert cancelled.cancel()
+    release.set()
+    assert last.result(60) is False
+    assert isinstance(failing.exception(60), ZeroDivisionError)
+    workers.close()
+
+
+def name_of_thread() -> str:
+    """Who does a job."""
+    return threading.current_thread().name

@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 
 from holdfast.errors import CorruptData, FormatError, MismatchError, UnsupportedState, UsageError
 from holdfast.state.apply import Prepared, StoredComponent, prepare
-from holdfast.state.capture import Captured, capture
+from holdfast.state.capture import Captured, Capturer, capture
 from holdfast.state.edits import ComponentView, StateView, edited, edited_load
 from state.roundtrip import Image, as_view, digest, image, raw_bytes, train
 
@@ -113,6 +113,16 @@ def test_components_that_are_not_changed_are_those_that_were_captured() -> None:
         assert after.components[name] is captured.components[name]
     assert after.components["progress"] is not captured.components["progress"]
     assert after.left_out == ()
+
+
+def test_where_tensors_are_is_looked_up_again_after_an_edit() -> None:
+    """What the hook has called may have given live tensors other memory."""
+    capturer = Capturer(whole(1))
+    capturer.capture()
+    captured = capturer.capture()
+    assert captured.components["model"].addresses is not None
+    after = edited(captured, lambda view: None)
+    assert {part.addresses for part in after.components.values()} == {None}
 
 
 def test_values_of_every_kind_are_replaced_in_what_is_stored_only() -> None:

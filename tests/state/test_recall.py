@@ -424,3 +424,49 @@ def test_what_may_overlap_is_parameters_with_an_optimizer_and_their_slots() -> N
     assert found["optimizer"].may_overlap == slots
     for name in ("average", "tree", "rng"):
         assert found[name].may_overlap == frozenset()
+
+
+def test_addresses_are_known_where_every_tensor_is_a_run_of_bytes() -> None:
+    state = new_state()
+    capturer = Capturer(state)
+    assert capturer.capture().components["tree"].addresses is None
+    again = capturer.capture()
+    for name in state:
+        found = again.components[name]
+        assert found.addresses == [one.data_ptr() for one in found.tensors.values()]
+    tensors = state["tree"]["tensors"]
+    tensors["same"] = tensors["b"]
+    capturer.capture()
+    assert len(capturer.capture().components["tree"].addresses or ()) == 3
+    tensors["a"] = torch.zeros(3, 2).t()
+    capturer.capture()
+    assert capturer.capture().components["tree"].addresses is None
+
+
+class Moving:
+    """Gives a tensor other memory when it is asked for its state."""
+
+    def __init__(self, moved: list[torch.Tensor]) -> None:
+        self.moved = moved
+
+    def state_dict(self) -> dict[str, Any]:
+        for tensor in self.moved:
+            tensor.data = torch.full_like(tensor, 7.0)
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is kept."""
+
+
+def test_addresses_are_forgotten_where_foreign_code_gave_other_memory_later() -> None:
+    """The memory at the old address may be anybody's."""
+    state = new_state()
+    (slots, *_) = state["optimizer"].state.values()
+    moving = state["moving"] = Moving([])
+    capturer = Capturer(state)
+    capturer.capture()
+    assert all(capturer.capture().components[name].addresses for name in ("model", "optimizer"))
+    moving.moved = [slots["exp_avg"]]
+    found = capturer.capture().components
+    assert found["optimizer"].addresses is None
+    assert found["model"].addresses is not None

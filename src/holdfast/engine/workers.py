@@ -12,14 +12,16 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from holdfast.errors import DeadlineExceeded, ManagerUnusable
 
 T = TypeVar("T")
-_Job = tuple["Future[Any]", Callable[[], Any]]
-_Queue = SimpleQueue["_Job | None"]
+Job: TypeAlias = Callable[[], Any]
+_Task: TypeAlias = Callable[[], None]
+_Queue = SimpleQueue["_Task | None"]
 
 
 def num_cores() -> int:
@@ -49,11 +51,23 @@ class Workers:
         """
         future: Future[T] = Future()
         self.start()
-        with self._lock:
-            if not self._end.alive:
-                raise ManagerUnusable(f"{self._name}: these threads were told to end")
-            self._jobs.put((future, job))
+        self.put(partial(_do, future, job))
         return future
+
+    def put(self, task: Callable[[], None]) -> None:
+        """Queue what raises nothing and has no future.
+
+        Raises:
+            ManagerUnusable: as for `submit`.
+        """
+        with self._lock:
+            self.expect_open()
+            self._jobs.put(task)
+
+    def expect_open(self) -> None:
+        """Raises `ManagerUnusable` after `close`."""
+        if not self._end.alive:
+            raise ManagerUnusable(f"{self._name}: these threads were told to end")
 
     def start(self) -> None:
         """Start the threads now: the interpreter starts none once it has begun to exit."""
@@ -80,17 +94,54 @@ def _stop(jobs: _Queue, num_threads: int) -> None:
 
 
 def _work(jobs: _Queue) -> None:
-    while (job := jobs.get()) is not None:
-        future, call = job
-        if not future.set_running_or_notify_cancel():
-            continue
+    while (task := jobs.get()) is not None:
+        task()
+        del task
+
+
+def _do(future: Future[Any], job: Job) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = job()
+    except BaseException as error:  # noqa: BLE001 - the future carries it to its owner
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+def hand_over(*jobs: tuple[Workers, Job]) -> list[Future[Any]]:
+    """Queue jobs of several workers, and wake one thread of the first, which wakes the others.
+
+    To wake a thread takes longer than to queue many jobs, and may cost the caller its core. Jobs
+    that were taken are done, also where workers are closed before they are woken.
+
+    Raises:
+        ManagerUnusable: after `close` of any of them; no job was taken.
+    """
+    for workers, _ in jobs:
+        workers.start()
+        workers.expect_open()
+    futures: list[Future[Any]] = [Future() for _ in jobs]
+    tasks = [
+        (workers, partial(_do, future, job))
+        for future, (workers, job) in zip(futures, jobs, strict=True)
+    ]
+    jobs[0][0].put(partial(_pass_on, tasks))
+    return futures
+
+
+def _pass_on(tasks: Sequence[tuple[Workers, _Task]]) -> None:
+    """Do the first, once those that have the others were woken."""
+    (_, first), *others = tasks
+    own = [first]
+    for workers, task in others:
         try:
-            result = call()
-        except BaseException as error:  # noqa: BLE001 - the future carries it to its owner
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-        del job, future, call
+            workers.put(task)
+        except ManagerUnusable:
+            own.append(task)  # nobody else will do it
+    for task in own:
+        task()
 
 
 def gather(futures: Sequence[Future[T]], *, timeout_s: float, what: str) -> list[T]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,6 +45,10 @@ class CapturedComponent:
     may_overlap: frozenset[str] = frozenset()
     """Keys of the tensors that only steps of a torch optimizer change."""
 
+    addresses: Sequence[int] | None = None
+    """Of the tensors, in their order, where it is known that each is a run of bytes in host
+    memory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
@@ -83,6 +87,8 @@ class Capturer:
         self._modules: dict[str, _KnownModule] = {}
         self._stepping: list[int] = []
         self._offenders: list[tuple[str, str]] = []
+        self._has_run_foreign = False
+        """Whether code that is not torch's was called in this capture."""
 
     def capture(self, only: Collection[str] | None = None) -> Captured:
         """Name every leaf of the state, and add the global random generators as `rng`.
@@ -105,6 +111,7 @@ class Capturer:
     def _capture(self, only: Collection[str] | None) -> Captured:
         self._name_parameters()
         self._offenders = []
+        self._has_run_foreign = False
         wanted = {*self._state, RNG} if only is None else set(only)
         components = {
             name: self._component(name, value)
@@ -115,6 +122,8 @@ class Capturer:
             components[RNG] = self._rng()
         if self._offenders:
             raise UnsupportedState(self._offenders)
+        if self._has_run_foreign:
+            components = {name: _looked_at_again(one) for name, one in components.items()}
         look = partial(_not_saved, self._state, self._names)
         return Captured(components=components, look_for_not_saved=look)
 
@@ -140,7 +149,7 @@ class Capturer:
         if kind == "optimizer":
             return self._optimizer(name, value)
         if kind == "object":
-            self._foreseen.clear()
+            self._expect_anything()
         content = value.state_dict() if kind == "object" else value
         walked = None if kind == "generator" else content
         return self._captured(name, kind, walked, None, partial(encoded, content))
@@ -174,7 +183,7 @@ class Capturer:
         may_overlap = self._stepped(component)
         self._modules.pop(name, None)
         if foreseen is None:
-            self._foreseen.clear()
+            self._expect_anything()
         elif name in self._recollections and foreseen.is_right(tensors):
             self._modules[name] = _KnownModule(
                 outline=foreseen.outline,
@@ -183,6 +192,11 @@ class Capturer:
                 may_overlap=may_overlap,
             )
         return replace(component, may_overlap=may_overlap)
+
+    def _expect_anything(self) -> None:
+        """Code that is not torch's runs: nothing that was seen before need be so any more."""
+        self._has_run_foreign = True
+        self._foreseen.clear()
 
     def _stepped(self, component: CapturedComponent) -> frozenset[str]:
         """Keys of the parameters of a module that an optimizer of the state has."""
@@ -254,6 +268,7 @@ class Capturer:
             tensors=found.tensors,
             specs=found.specs,
             may_overlap=found.may_overlap,
+            addresses=found.addresses,
         )
 
     def _rng(self) -> CapturedComponent:
@@ -272,6 +287,12 @@ class _KnownModule:
     def fits(self, foreseen: Foreseen, stepping: list[int]) -> bool:
         """Whether it holds now: names, and which parameters optimizers have, are the same."""
         return self.outline == foreseen.outline and self.stepping == stepping
+
+
+def _looked_at_again(component: CapturedComponent) -> CapturedComponent:
+    """Without addresses that are not true any more."""
+    found = list(map(Tensor.data_ptr, component.tensors.values()))
+    return component if found == component.addresses else replace(component, addresses=None)
 
 
 def _not_saved(state: Mapping[str, Any], names: ParameterNames) -> list[str]:

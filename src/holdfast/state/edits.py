@@ -105,12 +105,18 @@ def _captured(part: CapturedComponent) -> Source:
 
 def _recaptured(part: CapturedComponent, view: ComponentView) -> CapturedComponent:
     if not view.is_changed:
-        return part
+        # The hook has had the tensors.
+        return part if part.addresses is None else replace(part, addresses=None)
     changed = view.changed()
     tensors = {spec.key: _either(spec.key, changed.new, part.tensors) for spec in changed.specs}
     same = part.may_overlap & (tensors.keys() - changed.new.keys())
     return replace(
-        part, tree=changed.tree, tensors=tensors, specs=changed.specs, may_overlap=frozenset(same)
+        part,
+        tree=changed.tree,
+        tensors=tensors,
+        specs=changed.specs,
+        may_overlap=frozenset(same),
+        addresses=None,
     )
 
 

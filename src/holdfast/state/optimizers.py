@@ -137,7 +137,10 @@ def stamp(live: LiveOptimizer) -> tuple[Any, ...]:
 def options_and_slots(live: LiveOptimizer) -> dict[str, Any] | None:
     """The two members of the tree that change; None where there is more than slots."""
     state = live.optimizer.state
-    slots = {name: state[p] for name, p in live.parameters.items() if p in state}
+    # By their ids: torch hashes a tensor in Python, and there are many.
+    found = dict(zip(map(id, state), state.values(), strict=True))
+    ids = zip(live.parameters, map(id, live.parameters.values()), strict=True)
+    slots = {name: found[number] for name, number in ids if number in found}
     if len(slots) != len(state):
         return None
     return {_GROUPS: _options(live.optimizer), "slots": slots}

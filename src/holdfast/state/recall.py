@@ -8,11 +8,11 @@ tree. Anything that the walk does not know is captured anew.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
-from operator import attrgetter
-from typing import Any, TypeAlias
+from operator import attrgetter, eq
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ _DICTS = frozenset({dict})
 _TEXT = frozenset({str})
 _IS_CPU = attrgetter("is_cpu")
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_IS_LEAF = attrgetter("is_leaf")
+_REQUIRES_GRAD_AND_IS_LEAF = attrgetter("requires_grad", "is_leaf")
 _DEVICE = attrgetter("device")
 _DTYPE = attrgetter("dtype")
 _LAYOUT = attrgetter("layout")
@@ -39,6 +39,7 @@ _SHAPE = attrgetter("shape")
 _PLAIN = frozenset({torch.strided})
 
 _Place: TypeAlias = tuple[Any, Any]
+T = TypeVar("T")
 
 
 class Irregular(Exception):
@@ -128,6 +129,8 @@ class Recalled:
     tensors: dict[str, Tensor]
     specs: tuple[TensorSpec, ...]
     may_overlap: frozenset[str]
+    addresses: Sequence[int] | None
+    """See `CapturedComponent.addresses`."""
 
 
 class Recollection:
@@ -149,10 +152,11 @@ class Recollection:
             Irregular: a structure of which nothing can be kept.
         """
         walk = Walk(value)
-        self._outline, self._stamp = walk.outline, stamp
+        self._outline, self._stamp = _shared(walk.outline), stamp
         if any(tensor.is_complex() for tensor in walk.tensors):
             raise Irregular  # they may be conjugate views, and to ask all others takes its time
-        self._facts, self._partition = _facts(walk.tensors), _partition(walk.tensors)
+        self._facts = _facts(walk.tensors)
+        self._partition = _partition(walk.tensors, _addresses(walk.tensors))
         self._keys = tuple(leaves.tensors)
         self._specs = tuple(leaves.specs)
         self._may_overlap = may_overlap
@@ -168,26 +172,27 @@ class Recollection:
             return None
         try:
             walk = Walk(value)
-            is_same = (
-                walk.outline == self._outline
-                and _facts(walk.tensors) == self._facts
-                and _partition(walk.tensors) == self._partition
-                and self._takes(walk.numbers)
-            )
-        except (Irregular, RecursionError, UnsupportedState, ValueError):
-            return None
-        if not is_same:
-            return None
-        tensors = [t.detach() if t.requires_grad else t for t in self._first_of_each(walk.tensors)]
+            if walk.outline != self._outline or not self._facts.hold(walk.tensors):
+                return None
+            addresses = _addresses(walk.tensors)
+            partition = _partition(walk.tensors, addresses)
+            if partition != self._partition or not self._takes(walk.numbers):
+                return None
+        except (Irregular, RuntimeError, UnsupportedState, ValueError):
+            return None  # nested too deeply, or a tensor without memory, which is told elsewhere
+        tensors = self._first_of_each(walk.tensors)
+        if self._facts.grads is not None:
+            tensors = [one.detach() if one.requires_grad else one for one in tensors]
         return Recalled(
             tree=self._document.data,
             tensors=dict(zip(self._keys, tensors, strict=True)),
             specs=self._specs,
             may_overlap=self._may_overlap,
+            addresses=self._first_of_each(addresses) if self._facts.are_runs else None,
         )
 
-    def _first_of_each(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The tensors without those that are the memory of an earlier one."""
+    def _first_of_each(self, tensors: list[T]) -> list[T]:
+        """What belongs to tensors, without those that are the memory of an earlier one."""
         if self._partition is None:
             return tensors
         return [tensors[i] for i, first in enumerate(self._partition) if i == first]
@@ -209,27 +214,77 @@ class Recollection:
         return True
 
 
-def _facts(tensors: list[Tensor]) -> list[Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Facts:
     """All that a tensor's spec and node are made of, and all that could make it one that is
-    refused; but where the tensors are and what is in them."""
-    try:
-        if any(map(Tensor.is_neg, tensors)) or not _PLAIN.issuperset(map(_LAYOUT, tensors)):
-            raise Irregular
-        facts: list[Any] = [*map(Tensor.stride, tensors), *map(_SHAPE, tensors)]
-    except RuntimeError as error:  # layouts without shapes or strides
-        raise Irregular from error
-    facts += map(_DTYPE, tensors)
-    if not all(map(_IS_CPU, tensors)):
-        facts += map(_DEVICE, tensors)
-    if any(map(_REQUIRES_GRAD, tensors)):
-        facts += map(_REQUIRES_GRAD, tensors)
-        facts += map(_IS_LEAF, tensors)  # without gradients each is one
-    return facts
+    refused, by tensor; but where the tensors are and what is in them."""
+
+    strides: Sequence[Any]
+    shapes: Sequence[Any]
+    dtypes: Sequence[Any]
+    devices: Sequence[Any] | None
+    """None: all are in host memory."""
+    grads: Sequence[Any] | None
+    """None: nobody asks for any."""
+    are_runs: bool
+    """Whether each is a run of bytes in host memory."""
+
+    def hold(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are those of `tensors`, of which there are as many."""
+        # One after the other, without a list: what is made for one takes the memory of the last,
+        # which is in the processor's cache.
+        try:
+            return (
+                all(map(eq, map(Tensor.stride, tensors), self.strides))
+                and all(map(eq, map(_SHAPE, tensors), self.shapes))
+                and all(map(eq, map(_DTYPE, tensors), self.dtypes))
+                and not any(map(Tensor.is_neg, tensors))
+                and _devices(tensors) == self.devices
+                and _grads(tensors) == self.grads
+            )
+        except RuntimeError:  # layouts without shapes or strides
+            return False
 
 
-def _partition(tensors: list[Tensor]) -> list[int] | None:
-    """For each tensor the position of the first that is the same memory; None: all differ."""
-    places = list(map(Tensor.data_ptr, tensors))
+def _facts(tensors: Sequence[Tensor]) -> _Facts:
+    if any(map(Tensor.is_neg, tensors)) or not _PLAIN.issuperset(map(_LAYOUT, tensors)):
+        raise Irregular
+    devices = _devices(tensors)
+    return _Facts(
+        strides=_shared(map(Tensor.stride, tensors)),
+        shapes=_shared(map(_SHAPE, tensors)),
+        dtypes=list(map(_DTYPE, tensors)),
+        devices=devices,
+        grads=_grads(tensors),
+        are_runs=devices is None and all(map(Tensor.is_contiguous, tensors)),
+    )
+
+
+def _devices(tensors: Sequence[Tensor]) -> list[Any] | None:
+    return None if all(map(_IS_CPU, tensors)) else list(map(_DEVICE, tensors))
+
+
+def _grads(tensors: Sequence[Tensor]) -> list[Any] | None:
+    if not any(map(_REQUIRES_GRAD, tensors)):
+        return None  # each is a leaf
+    return list(map(_REQUIRES_GRAD_AND_IS_LEAF, tensors))
+
+
+def _shared(values: Iterable[Any]) -> list[Any]:
+    """The values, equal ones once: who compares with them has few to look at."""
+    seen: dict[Any, Any] = {}
+    return [seen.setdefault(value, value) for value in values]
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
+
+
+def _partition(tensors: Sequence[Tensor], places: Sequence[int]) -> list[int] | None:
+    """For each tensor the position of the first that is the same memory; None: all differ.
+
+    `places` are their addresses.
+    """
     if 0 not in places and len(set(places)) == len(places):
         return None
     if any(refusal(tensor) is not None for tensor in tensors):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import torch
 
 from holdfast.engine.staging.copying import Bytes, Copying, Source
 from holdfast.engine.staging.image import Image
+from holdfast.engine.staging.known import LARGE_NBYTES
+from holdfast.engine.staging.stage import Stager
+from holdfast.engine.workers import Workers
 from holdfast.errors import DeadlineExceeded
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.tensors import lay_out
-from holdfast.state.capture import capture
+from holdfast.state.capture import Capturer, capture
 
 
 def image_of(tensors: dict[str, torch.Tensor]) -> Image:
@@ -65,3 +69,47 @@ def test_a_copy_is_of_the_memory_that_a_tensor_had_when_it_was_planned(
     first = next(iter(planned.pieces()))
     assert isinstance(first, Bytes)
     assert first.source == address
+
+
+@pytest.mark.parametrize("at_once", [0, 1 << 30])
+def test_small_tensors_are_copied_from_their_addresses(
+    monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    """Of any types and sizes, also none, next to large ones, and as they are at each staging."""
+    monkeypatch.setattr("holdfast.engine.staging.image.AT_ONCE_NBYTES", at_once)
+    tree = {
+        "step": torch.tensor(3.0),
+        "large": torch.rand(LARGE_NBYTES // 4),
+        "none": torch.zeros(0, 3),
+        "flags": torch.tensor([True, False, True]),
+        "half": torch.rand(3, 5).bfloat16(),
+    }
+    capturer, stager, workers = Capturer({"tree": tree}), Stager(), Workers(1, "test")
+    for _ in range(3):
+        captured = capturer.capture()
+        staged = stager.prepare(captured)
+        staged.copy(workers, 1, timeout_s=60)
+        for known in staged.files["tree"]:
+            assert isinstance(known, Image)
+            for spec, view in zip(known.file.specs, known.views, strict=True):
+                assert torch.equal(view, tree[spec.key]), spec.key
+        for name in ("step", "half", "large"):
+            tree[name].add_(1)
+        tree["flags"].logical_not_()
+    assert captured.components["tree"].addresses is not None
+    workers.close()
+
+
+@pytest.mark.parametrize("budget", [None, 8 << 20])
+def test_the_memory_of_a_structure_is_given_back_before_that_of_another_is_taken(
+    budget: int | None,
+) -> None:
+    tree = {"a": torch.rand(LARGE_NBYTES // 4)}
+    capturer, stager = Capturer({"tree": tree}), Stager(memory_budget=budget)
+    for _ in range(2):
+        staged = stager.prepare(capturer.capture())
+    images = [weakref.ref(known) for known in staged.files["tree"]]
+    del staged
+    tree["b"] = torch.rand(4 * LARGE_NBYTES)
+    stager.prepare(capturer.capture())
+    assert [image() for image in images] == [None]

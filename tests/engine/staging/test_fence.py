@@ -120,6 +120,26 @@ def test_every_thread_of_the_copy_has_to_end_also_after_an_error(fence: Fence) -
     fence.wait()
 
 
+def test_a_copy_that_is_given_up_before_anybody_began_is_not_begun_later() -> None:
+    """I2: the next save takes the same memory."""
+    workers, release = Workers(1, "test"), threading.Event()
+    workers.submit(lambda: release.wait(60))
+    made: list[int] = []
+
+    class Counted:
+        def run_later(self) -> None:
+            made.append(1)
+
+    copy = Overlapped(guard({}, []), Counted(), step=7)
+    (beside,) = copy.start(workers, 2, (workers, lambda: "beside"))
+    copy.fail(MemoryError("no memory"))
+    release.set()
+    assert isinstance(ended(copy), MemoryError)
+    assert beside.result(60) == "beside"
+    assert made == []
+    workers.close()
+
+
 def test_a_step_after_the_copy_is_no_change(fence: Fence) -> None:
     """The tensors are compared when the copy ends, not when somebody asks."""
     parameters, held = weights(), Held()

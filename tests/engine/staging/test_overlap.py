@@ -585,3 +585,73 @@ def test_saves_one_after_the_other_hold_each_its_own_state(tmp_path: Path, gate:
         manager.wait()
     for step, wanted in enumerate(expected, start=1):
         assert stored(tmp_path, state, step) == wanted
+
+
+class Sizes:
+    """A component with code of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"large": torch.arange(64.0)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is kept."""
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tied_strided_frozen_and_moved_tensors_are_saved_again_and_again(
+    tmp_path: Path, gate: Gate, overlap: bool
+) -> None:
+    """Whether a tensor is a run of bytes, and where, is that of the save and not of one before."""
+    gate.open()
+    model = new_model()
+    model[0].weight.requires_grad_(False)
+    model.append(nn.Linear(8, 32))
+    model[4].weight = model[0].weight
+    optimizer = adam(model)
+    state = {"model": model, "optimizer": optimizer, "table": {"t": torch.rand(32, 4)}}
+    state["sizes"] = Sizes()
+    expected = []
+
+    def strided(_: int) -> None:
+        state["table"]["t"] = torch.rand(4, 32).t()
+
+    def moved(step: int) -> None:
+        weight = model[3].weight
+        weight.data = torch.full_like(weight, float(step))
+
+    def transposed(_: int) -> None:
+        state["table"]["t"].t_()
+        state["table"]["t"].t_()
+        slots = optimizer.state[model[3].weight]
+        slots["exp_avg"].data = slots["exp_avg"].data.t().contiguous().t()
+
+    changes = [lambda _: None, lambda _: None, strided, moved, moved, transposed, lambda _: None]
+    with CheckpointManager(tmp_path, state, overlap=overlap) as manager:
+        for step, change in enumerate(changes, start=1):
+            manager.wait()
+            train(model, optimizer)
+            change(step)
+            expected.append(bits(state))
+            manager.save(step)
+    for step, wanted in enumerate(expected, start=1):
+        assert stored(tmp_path, state, step) == wanted, step
+
+
+def test_a_weight_of_inference_mode_is_staged_before_save_returns(
+    tmp_path: Path, gate: Gate
+) -> None:
+    """Torch counts none of its changes."""
+    gate.open()
+    model, table = new_model(), nn.Linear(8, 32)
+    with torch.inference_mode():
+        table.weight.data = torch.rand(32, 8)
+        unversioned = nn.Parameter(torch.rand(32, 8), requires_grad=False)
+    optimizer = torch.optim.SGD([*model.parameters(), unversioned], lr=0.1)
+    model.register_parameter("unversioned", unversioned)
+    state = {"model": model, "table": table, "optimizer": optimizer}
+    with CheckpointManager(tmp_path, state, overlap=True) as manager:
+        for step in range(1, 4):
+            train(model, optimizer)
+            wanted = bits(state)
+            manager.save(step).wait()
+            assert stored(tmp_path, state, step) == wanted

@@ -134,8 +134,8 @@ class Saver:
             staged.copy(self.workers, min(num_cores(), MAX_COPIERS) - 1, self.timeout_s)
             if overlapped is not None:
                 # Last, because on few cores these threads take the time of this one.
-                overlapped.start(self.workers, NUM_THREADS)
-                self._job = self._background.submit(write)
+                others = overlapped.start(self.workers, NUM_THREADS, (self._background, write))
+                self._job = others[0]
         except BaseException as error:
             self._not_begun(pending, staged, error)
             raise
@@ -199,9 +199,14 @@ class Saver:
         )
 
     def close(self) -> None:
-        """Let the threads end when they have nothing left to do."""
+        """Let the threads end when they have nothing left to do, and the memory go."""
         if self._job is not None and not self._job.done():
             self._owner.is_clean = False
+        else:
+            # Whoever still holds the manager, if only until the garbage collector comes, should
+            # not hold a second copy of the state with it.
+            self._stager.release()
+            self._overlapped = self._staged = None
         self._background.close()
         self.workers.close()
         self._writers.close()

@@ -98,16 +98,45 @@ class Source:
         """See `Work.pieces`; a run of bytes is copied block by block."""
         image, position = self.image, self._position
         if self._address is None:
-            yield Whole(image, position, self.blocks, self._tensor)
-            return
-        spec, start = image.file.specs[position], image.file.starts[position]
-        address, stop = self._address - start, start + spec.nbytes
-        while start < stop:
-            number = start // BLOCK_NBYTES
-            until = min(stop, (number + 1) * BLOCK_NBYTES)
-            blocks = range(number, number + 1)
-            yield Bytes(image, spec.key, blocks, start, address + start, until - start)
-            start = until
+            return iter((Whole(image, position, self.blocks, self._tensor),))
+        return _bytes_of(image, position, self._address)
+
+
+class Runs:
+    """Tensors of one file that are runs of bytes in host memory, known by their addresses.
+
+    Nothing is done for each of them by who makes this: there are many.
+    """
+
+    def __init__(
+        self, image: Image, places: Sequence[tuple[int, int]], addresses: Sequence[int]
+    ) -> None:
+        """`places` has for each its position in the file, and that of its address."""
+        self.image = image
+        self._places = places
+        self._addresses = addresses
+
+    @property
+    def blocks(self) -> Sequence[int]:
+        """See `Work.blocks`."""
+        return [n for position, _ in self._places for n in self.image.blocks_of(position)]
+
+    def pieces(self) -> Iterator[Piece]:
+        """See `Work.pieces`."""
+        for position, number in self._places:
+            yield from _bytes_of(self.image, position, self._addresses[number])
+
+
+def _bytes_of(image: Image, position: int, address: int) -> Iterator[Piece]:
+    """The copy of a run of bytes, block by block."""
+    spec, start = image.file.specs[position], image.file.starts[position]
+    offset, stop = address - start, start + spec.nbytes
+    while start < stop:
+        number = start // BLOCK_NBYTES
+        until = min(stop, (number + 1) * BLOCK_NBYTES)
+        blocks = range(number, number + 1)
+        yield Bytes(image, spec.key, blocks, start, offset + start, until - start)
+        start = until
 
 
 @dataclass(slots=True)
@@ -162,6 +191,11 @@ class Copying:
         self._is_staged = threading.Event()
         self.now_s = 0.0
         """Seconds that training waited for copies."""
+
+    @property
+    def num_now(self) -> int:
+        """How many of those that training waits for are not made yet."""
+        return self._num_now
 
     def run_now(self, timeout_s: float) -> None:
         """Make the copies that training waits for, or what nobody else has made of them.

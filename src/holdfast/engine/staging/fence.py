@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.engine.staging.device import DeviceCopy, is_capturing
-from holdfast.engine.workers import Workers
+from holdfast.engine.workers import Job, Workers, hand_over
 from holdfast.errors import DeadlineExceeded, UsageError, listing
 
 Place: TypeAlias = tuple[str, str]
@@ -80,14 +80,24 @@ _NOT_COUNTED = "was changed, in a way that torch does not count"
 
 
 def guard(
-    keys: Mapping[str, Sequence[str]], tensors: Sequence[Tensor], *, takes_samples: bool = False
+    keys: Mapping[str, Sequence[str]],
+    tensors: Sequence[Tensor],
+    *,
+    addresses: Sequence[int] | None = None,
+    takes_samples: bool = False,
 ) -> Guarded:
-    """Note how tensors, named by component and key, are now, before their copy begins."""
+    """Note how tensors, named by component and key, are now, before their copy begins.
+
+    `addresses` are where they are, if that is known.
+
+    Raises:
+        RuntimeError: one of them has no version, because it is of inference mode.
+    """
     return Guarded(
         keys=keys,
         tensors=tensors,
         versions=list(map(_VERSION, tensors)),
-        addresses=list(map(Tensor.data_ptr, tensors)),
+        addresses=list(map(Tensor.data_ptr, tensors)) if addresses is None else addresses,
         samples=list(map(sampled, tensors)) if takes_samples else None,
     )
 
@@ -136,22 +146,32 @@ class Overlapped:
         self._places = places or {}
         self._tell = tell
         self._lock = threading.Lock()
-        self._is_started = False
+        self._is_begun = False
+        self._was_given_up = False
         self._num_parts = 0
         self._error: BaseException | None = None
         self._was_looked_at = False
         self._changed: list[str] = []
 
-    def start(self, workers: Workers, num_threads: int) -> None:
-        """Begin to copy, on so many of the workers."""
-        self._is_started = True
+    def start(
+        self, workers: Workers, num_threads: int, *others: tuple[Workers, Job]
+    ) -> list[Future[Any]]:
+        """Begin to copy, on so many of the workers, and hand `others` over beside it.
+
+        Returns the futures of the others.
+
+        Raises:
+            ManagerUnusable: some workers were told to end; nothing was begun.
+        """
         self._num_parts = num_threads
-        for _ in range(num_threads):
-            workers.submit(self._take_part)
+        parts = [(workers, self._take_part)] * num_threads
+        return hand_over(*parts, *others)[num_threads:]
 
     def fail(self, error: BaseException) -> None:
-        """Nobody is held back any more by one that was not started."""
-        if not self._is_started:
+        """Nobody is held back any more by one that nobody has begun, and nobody begins it."""
+        with self._lock:
+            self._was_given_up = not self._is_begun
+        if self._was_given_up:
             self.copied.set_exception(error)
 
     def pass_by(self, who: str, timeout_s: float) -> None:
@@ -181,6 +201,10 @@ class Overlapped:
             )
 
     def _take_part(self) -> None:
+        with self._lock:
+            if self._was_given_up:
+                return
+            self._is_begun = True
         error: BaseException | None = None
         try:
             self._copies.run_later()

@@ -7,7 +7,8 @@ is copied, and the digest of the block stays known.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 import torch
@@ -27,6 +28,14 @@ _memcmp.restype = ctypes.c_int
 _memcpy = _libc.memcpy
 _memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memcpy.restype = ctypes.c_void_p
+
+# Keeps the interpreter's lock, which is more work to let go of and to take than the copy.
+_memcpy_at_once = ctypes.PyDLL(None).memcpy
+_memcpy_at_once.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memcpy_at_once.restype = None
+
+AT_ONCE_NBYTES = 16 << 20
+"""So much is copied while other threads of Python wait; it takes some milliseconds."""
 
 _IS_CUDA = attrgetter("is_cuda")
 
@@ -51,6 +60,10 @@ class Image(KnownFile):
         self._small_blocks = sorted({number for i in self.small for number in self.blocks_of(i)})
         self._is_pinned: bool | None = None
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.arena.memory))
+        self._small_targets = [self._address + int(file.starts[i]) for i in self.small]
+        self._small_sizes = [file.specs[i].nbytes for i in self.small]
+        self.takes_small_runs = sum(self._small_sizes) <= AT_ONCE_NBYTES
+        """Whether small tensors are better copied by `overwrite_small_runs`, where they can be."""
 
     def block(self, number: int) -> memoryview:
         """The memory of a block."""
@@ -78,6 +91,12 @@ class Image(KnownFile):
                 views, sources = [view for view, _ in here], [source for _, source in here]
             if views:
                 torch._foreach_copy_(views, sources)
+
+    def overwrite_small_runs(self, addresses: Sequence[int]) -> None:
+        """Copy all small tensors, in the order of `small`, from where each is a run of bytes."""
+        self.forget_versions()
+        self.forget(self._small_blocks)
+        deque(map(_memcpy_at_once, self._small_targets, addresses, self._small_sizes), maxlen=0)
 
     def overwritten_by_device(self, position: int, source: Tensor) -> tuple[Tensor, Tensor]:
         """The copy, (to, from), of a tensor that a device will make."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -33,6 +33,8 @@ class _Kept:
     specs: tuple[TensorSpec, ...]
     may_overlap: frozenset[str]
     keys: tuple[str, ...]
+    numbers: tuple[int, ...]
+    """Their places among the tensors of the component."""
 
 
 class Overlap:
@@ -69,31 +71,52 @@ class Overlap:
         if reason is not None:
             self._tell(f"saves do not overlap with training: {reason}")
             return Guarded(keys={})
-        keys: dict[str, tuple[str, ...]] = {}
-        tensors: list[Tensor] = []
-        for name, component in captured.components.items():
-            mine, live = self._keys_of(component), component.tensors
-            found = [live[key] for key in mine]
-            if any(map(Tensor.is_inference, found)):  # they have no versions
-                mine = tuple(key for key in mine if not live[key].is_inference())
-                found = [live[key] for key in mine]
-            keys[name] = mine
-            tensors += found
-        return guard(keys, tensors, takes_samples=self._mode == "check")
+        components = captured.components.values()
+        kept = {component.name: self._kept_of(component) for component in components}
+        found = self._guarded(components, kept)
+        if found is None:
+            kept = {one.name: _with_versions(one, kept[one.name]) for one in components}
+            found = self._guarded(components, kept)
+        assert found is not None, "all have versions"
+        return found
 
-    def _keys_of(self, component: CapturedComponent) -> tuple[str, ...]:
-        """Keys of the tensors of a component that may overlap and are worth it."""
+    def _guarded(
+        self, components: Collection[CapturedComponent], kept: Mapping[str, _Kept]
+    ) -> Guarded | None:
+        """The guard of what was chosen; None where some of that has no versions."""
+        tensors: list[Tensor] = []
+        addresses: list[int] = []
+        for component in components:
+            numbers, live = kept[component.name].numbers, list(component.tensors.values())
+            tensors += [live[number] for number in numbers]
+            if component.addresses is not None:
+                addresses += [component.addresses[number] for number in numbers]
+        try:
+            return guard(
+                {name: one.keys for name, one in kept.items()},
+                tensors,
+                addresses=addresses if len(addresses) == len(tensors) else None,
+                takes_samples=self._mode == "check",
+            )
+        except RuntimeError:
+            if not any(map(Tensor.is_inference, tensors)):
+                raise
+            return None
+
+    def _kept_of(self, component: CapturedComponent) -> _Kept:
+        """Which tensors of a component may overlap and are worth it."""
         kept = self._kept.get(component.name)
         if kept is not None and kept.specs is component.specs:
             may_overlap = kept.may_overlap
             if may_overlap is component.may_overlap or may_overlap == component.may_overlap:
-                return kept.keys
-        keys: tuple[str, ...] = ()
-        if component.may_overlap:
-            found = component.tensors.items()
-            keys = tuple(k for k, t in found if k in component.may_overlap and _is_worth_it(t))
-        self._kept[component.name] = _Kept(component.specs, component.may_overlap, keys)
-        return keys
+                return kept
+        chosen = [
+            (number, key)
+            for number, (key, tensor) in enumerate(component.tensors.items())
+            if key in component.may_overlap and _is_worth_it(tensor)
+        ]
+        kept = self._kept[component.name] = _chosen(component, chosen)
+        return kept
 
     def begin(
         self,
@@ -137,6 +160,17 @@ def why_not(state: Mapping[str, Any], fence: Fence) -> str | None:
         elif any(group.get("capturable") for group in value.param_groups):
             return f"{name} is capturable: its steps may be replayed in a graph, without hooks"
     return None
+
+
+def _chosen(component: CapturedComponent, chosen: Collection[tuple[int, str]]) -> _Kept:
+    keys, numbers = tuple(key for _, key in chosen), tuple(number for number, _ in chosen)
+    return _Kept(component.specs, component.may_overlap, keys, numbers)
+
+
+def _with_versions(component: CapturedComponent, kept: _Kept) -> _Kept:
+    """Without those of inference mode, whose changes torch does not count."""
+    live, pairs = component.tensors, zip(kept.numbers, kept.keys, strict=True)
+    return _chosen(component, [(i, key) for i, key in pairs if not live[key].is_inference()])
 
 
 def _places(staged: Staged) -> dict[tuple[str, str], Tensor]:

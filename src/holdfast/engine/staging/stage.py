@@ -6,13 +6,15 @@ saves copy into memory that is already there, and only what has changed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from holdfast.engine.staging.copying import Arrival, Copying, Source, Work, arrivals_of
+from holdfast.engine.staging.copying import Arrival, Copying, Runs, Source, Work, arrivals_of
 from holdfast.engine.staging.grouping import Grouping
 from holdfast.engine.staging.image import Image
 from holdfast.engine.staging.known import KnownFile
@@ -35,6 +37,7 @@ class Stager:
         self._specs: dict[str, tuple[TensorSpec, ...]] = {}
         self._groups: dict[str, Grouping] = {}
         self._files: dict[str, tuple[KnownFile, ...]] = {}
+        self._turns: dict[str, _Turns] = {}
 
     def takes_waves(self, captured: Captured) -> bool:
         """Whether the state is larger than the memory that may be taken for it.
@@ -75,11 +78,17 @@ class Stager:
         later: list[Work] = []
         with torch.inference_mode(False), torch.no_grad():
             for name, component in components.items():
-                keys = frozenset(overlapped.get(name, ()))
-                for image in self._files[name]:
-                    assert isinstance(image, Image)
+                keys = overlapped.get(name, ())
+                images = cast(tuple[Image, ...], self._files[name])
+                if component.addresses is not None:
+                    turns = self._turns_of(component, keys, images)
+                    _copy_small(turns, component.tensors, component.addresses)
+                    now += (Runs(*some, component.addresses) for some in turns.now)
+                    later += (Runs(*some, component.addresses) for some in turns.later)
+                    continue
+                for image in images:
                     image.overwrite_small(component.tensors)
-                    _add_works(image, component.tensors, keys, now, later)
+                    _add_works(image, component.tensors, frozenset(keys), now, later)
         for works in (now, later):
             works.sort(key=_is_apart)
         return StagedInMemory(
@@ -91,12 +100,21 @@ class Stager:
             on_device=tuple(one.device_copy for one in later if isinstance(one, Arrival)),
         )
 
+    def _turns_of(
+        self, component: CapturedComponent, keys: Collection[str], images: Sequence[Image]
+    ) -> _Turns:
+        known = self._turns.get(component.name)
+        if known is None or known.keys is not keys or known.images is not images:
+            known = self._turns[component.name] = _turns(component.specs, keys, images)
+        return known
+
     def _in_waves(self, captured: Captured) -> Staged:
         assert self._budget is not None
         if not self._is_in_waves:
             self._is_in_waves = True
             self._specs.clear()
             self._files.clear()
+            self._turns.clear()
         if self._pool is None:
             self._pool = Pool(self._budget)
         components = captured.components
@@ -123,6 +141,14 @@ class Stager:
             if None not in changed:
                 self._groups[name].observe({key for keys in changed for key in keys or ()})
 
+    def release(self) -> None:
+        """Keep no memory any more. Nothing is under way."""
+        self._pool = None
+        self._specs.clear()
+        self._groups.clear()
+        self._files.clear()
+        self._turns.clear()
+
     def _fit(self, component: CapturedComponent, make: type[KnownFile]) -> None:
         """Make files for a component whose structure, or whose grouping, is new."""
         name, specs = component.name, component.specs
@@ -131,6 +157,7 @@ class Stager:
         elif not self._groups[name].has_moved:
             return
         self._files.pop(name, None)
+        self._turns.pop(name, None)
         self._specs.pop(name, None)  # there may be no memory for new ones
         apart = self._groups[name].settle()
         self._files[name] = tuple(
@@ -138,6 +165,49 @@ class Stager:
             for file in lay_out(name, specs, apart=apart)
         )
         self._specs[name] = specs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Turns:
+    """Which large tensors of a component are copied when: by image, the position of each in the
+    file and in the component."""
+
+    keys: Collection[str]
+    """Of those that are copied later."""
+    images: Sequence[Image]
+    small: Sequence[tuple[Image, Sequence[int]]]
+    """The others: the positions of those in the component."""
+    now: Sequence[tuple[Image, Sequence[tuple[int, int]]]]
+    later: Sequence[tuple[Image, Sequence[tuple[int, int]]]]
+
+
+def _turns(specs: Sequence[TensorSpec], keys: Collection[str], images: Sequence[Image]) -> _Turns:
+    numbers = {spec.key: number for number, spec in enumerate(specs)}
+    overlapped = frozenset(keys)
+
+    def places(image: Image, *, is_later: bool) -> list[tuple[int, int]]:
+        found = ((i, key) for i, key in image.large_keys if (key in overlapped) == is_later)
+        return [(position, numbers[key]) for position, key in found]
+
+    now = [(image, places(image, is_later=False)) for image in images]
+    later = [(image, places(image, is_later=True)) for image in images]
+    return _Turns(
+        keys=keys,
+        images=images,
+        small=[
+            (image, [numbers[image.file.specs[i].key] for i in image.small]) for image in images
+        ],
+        now=[pair for pair in now if pair[1]],
+        later=[pair for pair in later if pair[1]],
+    )
+
+
+def _copy_small(turns: _Turns, tensors: Mapping[str, Tensor], addresses: Sequence[int]) -> None:
+    for image, numbers in turns.small:
+        if image.takes_small_runs:
+            image.overwrite_small_runs([addresses[number] for number in numbers])
+        else:
+            image.overwrite_small(tensors)
 
 
 def _any_apart(files: Iterable[tuple[KnownFile, ...]]) -> bool:

@@ -107,7 +107,7 @@ class StagedInMemory(Staged):
 
     def copy(self, workers: Workers, num_helpers: int, timeout_s: float) -> None:
         """See `Staged.copy`."""
-        for _ in range(num_helpers):
+        for _ in range(min(num_helpers, self.copying.num_now - 1)):
             self.helpers.append(workers.submit(self.copying.help_now))
         self.copying.run_now(timeout_s)
 
