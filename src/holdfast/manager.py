@@ -412,10 +412,11 @@ class CheckpointManager:
             seen=parse_seen(seen),
         )
         found = self._applying.resume(search)
+        if found is not None:
+            self._went_on_from(found, is_rollback=search.is_rollback)
         self._saver.later(self._after_claim)
         if found is None:
             return None
-        self._went_on_from(found, is_rollback=search.is_rollback)
         self._tuning.resumed(time.perf_counter() - began)
         self._emit(
             "resumed",
