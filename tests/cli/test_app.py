@@ -186,7 +186,7 @@ def test_no_command_pays_for_torch(root: Path, arguments: list[str]) -> None:
 def test_what_reads_small_documents_only_pays_for_little_else(
     root: Path, arguments: list[str]
 ) -> None:
-    """Each of these takes as long to import as a thousand manifests take to read, or longer."""
+    """Each of these is a large part of the time in which a thousand manifests are listed."""
     given = [item.replace("ROOT", str(root)) for item in arguments]
     done = in_a_process(*given, heavy=("torch", "numpy", "pydantic", "rich", "asyncio"))
     assert (done.returncode, done.stderr.strip()) == (0, "imported")
