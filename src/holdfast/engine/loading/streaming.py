@@ -25,7 +25,7 @@ from holdfast.engine.loading.wanted import Wanted, wanted_by_file
 from holdfast.engine.staging.arena import Arena
 from holdfast.engine.staging.memory import Buffers
 from holdfast.engine.workers import Workers, gather
-from holdfast.state.copying import LARGE_NBYTES, bytes_of, copy_tensors, is_plain
+from holdfast.state.copying import bytes_of, copy_tensors, is_plain
 from holdfast.state.unread import Unread
 from holdfast.store.base import Store, keeping_open
 
@@ -58,6 +58,8 @@ _NUM_KEPT = 4
 """Blocks that are kept after a tensor was read by itself: the next ones are often in them too."""
 _NUM_ALONE = 2
 """The most blocks of a tensor for which that is done."""
+_DIRECT_NBYTES = 32 << 10
+"""The least that is copied from the blocks themselves. Each costs as much as a copy of so much."""
 _ALIGNMENT = 64
 
 
@@ -244,7 +246,7 @@ def _batches(pairs: Iterable[tuple[Tensor, Unread]]) -> Iterator[list[_Goal]]:
     for live, unread in sorted(pairs, key=lambda pair: (pair[1].file, pair[1].start)):
         if not unread.nbytes:
             continue
-        target = _target(live) if unread.nbytes >= LARGE_NBYTES else None
+        target = _target(live) if unread.nbytes >= _DIRECT_NBYTES else None
         taken = unread.nbytes if target is None else 0
         if batch and image_nbytes + taken > _IMAGE_NBYTES:
             yield batch
