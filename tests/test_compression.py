@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from holdfast import CheckpointManager, Compression, reading
 from holdfast.care.verify import verify, verify_root

@@ -55,7 +55,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
         "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
     )
     loaded = set(_run(code).split())
-    assert loaded.isdisjoint({"torch", "numpy", "msgspec", "blake3", "typer", "rich", "email"})
+    assert loaded.isdisjoint({"torch", "numpy", "msgspec", "blake3", "click", "rich", "email"})
 
 
 def _run(code: str) -> str:

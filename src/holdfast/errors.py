@@ -84,12 +84,16 @@ class MismatchError(UsageError):
         wrong_shape: Sequence[str] = (),
         wrong_dtype: Sequence[str] = (),
         hint: str = "",
+        mixed_by: str = "",
     ) -> None:
+        self._where = where
+        self._hint = hint
         self.missing = list(missing)
         self.unexpected = list(unexpected)
         self.wrong_shape = list(wrong_shape)
         self.wrong_dtype = list(wrong_dtype)
-        parts = [f"{where} does not fit the live state; nothing was changed."]
+        mixed = f", but the state was mixed before: {mixed_by}" if mixed_by else ""
+        parts = [f"{where} does not fit the live state; nothing was changed{mixed}."]
         for title, items in (
             ("missing in the checkpoint", self.missing),
             ("not in the live state", self.unexpected),
@@ -101,6 +105,18 @@ class MismatchError(UsageError):
         if hint:
             parts.append(hint)
         super().__init__("\n".join(parts))
+
+    def beside(self, mixed_by: str) -> MismatchError:
+        """The same error where an earlier load has left the state mixed: says which, and why."""
+        return MismatchError(
+            self._where,
+            missing=self.missing,
+            unexpected=self.unexpected,
+            wrong_shape=self.wrong_shape,
+            wrong_dtype=self.wrong_dtype,
+            hint=self._hint,
+            mixed_by=mixed_by,
+        )
 
 
 class StoreError(HoldfastError):

@@ -18,13 +18,13 @@ from holdfast.care.housekeeping import Housekeeper
 from holdfast.care.mirror import ownership
 from holdfast.care.tuning import Tuning
 from holdfast.engine.checkpoint import Checkpoint, PendingSave, describe
-from holdfast.engine.claims.claim import Settled
 from holdfast.engine.claims.owner import left_s
 from holdfast.engine.control import exits
 from holdfast.engine.control.outside import Asked, Outside
 from holdfast.engine.control.requests import POLL_S, Requests
 from holdfast.engine.control.stop import Stop
 from holdfast.engine.hooks import StateHooks
+from holdfast.engine.loading.applying import Applying
 from holdfast.engine.loading.resume import (
     Candidate,
     LoadOptions,
@@ -55,12 +55,9 @@ from holdfast.engine.tiers.catalog import TieredCatalog, catalog_of
 from holdfast.engine.tiers.tiered import Rules, Tiered
 from holdfast.errors import (
     DeadlineExceeded,
-    FormatError,
     HoldfastError,
     ManagerUnusable,
-    MismatchError,
     SaveSkipped,
-    StoreError,
     UsageError,
 )
 from holdfast.events import Emitter, Sink, log_event
@@ -74,7 +71,6 @@ from holdfast.policy.savers import SideSaver
 from holdfast.policy.schedule import Schedule
 from holdfast.policy.triggers import Event as TriggerEvent
 from holdfast.policy.triggers import SaveFunction, Trigger
-from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.capture import Captured, Capturer, check_state
 from holdfast.state.components import RNG
 from holdfast.state.edits import Edit, edited
@@ -213,6 +209,7 @@ class CheckpointManager:
             replaces=replaces,
             held=self._uploads.holds,
         )
+        self._applying = Applying(self._owner, self._emit, reject=self._housekeeper.reject)
         self._uploads.uploaded = self._after_upload
         self._uploads.caught_up = self._housekeeper.retain
         self._tuning = Tuning(self.store, self._owner, self._emit, self._schedule.auto)
@@ -233,7 +230,6 @@ class CheckpointManager:
         )
         self._pid = os.getpid()
         self._closed = False
-        self._half_loaded: str | None = None
         self._is_rollback = False
         self._not_saved_due = True
         self._quiet = _NEVER_QUIET
@@ -407,8 +403,17 @@ class CheckpointManager:
         self._drain()
         reader = self._reader()
         options = LoadOptions(edit=self._hooks.edit_load, in_place=in_place)
-        search = Search(reader, which, options=options, unhealthy=unhealthy, seen=parse_seen(seen))
-        found = self._resume(search, is_rollback=which != "latest")
+        search = Search(
+            reader,
+            which,
+            walks=True,
+            options=options,
+            unhealthy=unhealthy,
+            seen=parse_seen(seen),
+        )
+        found = self._applying.resume(search)
+        if found is not None:
+            self._went_on_from(found, is_rollback=search.is_rollback)
         self._saver.later(self._after_claim)
         if found is None:
             return None
@@ -475,7 +480,10 @@ class CheckpointManager:
         with ExitStack() as holding:
             is_read_late = in_place or self._memory_budget is not None
             reader.holding = holding if is_read_late or not self.is_owner else None
-            found = self._load(reader, which, options)
+            search = Search(reader, which, walks=False, options=options)
+            found = self._applying.load(search)
+        assert found is not None, "what is named is there, or an error says why not"
+        self._went_on_from(found, is_rollback=search.is_rollback)
         self._emit(
             "loaded",
             f"loaded {found.entry.folder}",
@@ -706,11 +714,7 @@ class CheckpointManager:
 
     def _check_usable(self) -> None:
         self._check_process()
-        if self._half_loaded is not None:
-            raise ManagerUnusable(
-                f"{self.store.url}: {self._half_loaded}; the state is half loaded. "
-                "resume() or load() a whole checkpoint first"
-            )
+        self._applying.expect_whole(self.store.url)
 
     def _wait_for_the_save_before(self) -> None:
         """Its arenas are needed; its housekeeping may go on, but not beside a preflight."""
@@ -755,56 +759,18 @@ class CheckpointManager:
             workers=self._saver.workers,
             timeout_s=self._saver.timeout_s,
             memory_budget=self._memory_budget,
+            is_mixed=self._applying.half_loaded is not None,
         )
 
-    def _resume(self, search: Search, *, is_rollback: bool) -> Candidate | None:
-        """Claim and apply what the search finds, until one is applied whole."""
-        while True:
-            self._owner.take(search)
-            search.announce(self._emit, reject=self._housekeeper.reject)
-            if search.found is None:
-                return None
-            try:
-                self._apply(search.found, is_rollback=is_rollback)
-            except (OpaqueLoadFailed, FormatError, StoreError) as error:
-                if not search.goes_on_after(error):
-                    raise
-            else:
-                return search.found
-
-    def _load(self, reader: Reader, which: str | int, options: LoadOptions) -> Candidate:
-        """Read and apply what is named, where it is whole."""
-        is_rollback = which != "latest"
-        while True:
-            found = reader.named(which, options)
-            if options.is_full and self.is_owner:
-                self._owner.take(Settled(found.entry, is_rollback=is_rollback))
-            try:
-                self._apply(found, is_rollback=is_rollback)
-            except (OpaqueLoadFailed, FormatError, StoreError) as error:
-                if not reader.turns(found, error):
-                    raise
-            else:
-                return found
-
-    def _apply(self, found: Candidate, *, is_rollback: bool) -> None:
-        try:
-            found.prepared.apply(found.tensors)
-        except (FormatError, MismatchError, StoreError):
-            raise  # found before anything was changed
-        except BaseException as error:
-            self._half_loaded = f"loading {found.entry.folder} was cut short by {error!r}"
-            raise
-        if found.options.is_full:
-            self._half_loaded = None
-            self._stand_on(found.entry, is_rollback=is_rollback)
-            if found.is_proof:
-                self._housekeeper.trust(found.entry)
-
-    def _stand_on(self, entry: Entry, *, is_rollback: bool) -> None:
+    def _went_on_from(self, found: Candidate, *, is_rollback: bool) -> None:
+        """A load has ended well; a full one moves the run to where the checkpoint stands."""
+        if not found.options.is_full:
+            return
         self._quiet = _NEVER_QUIET
-        self._saver.standing, self._is_rollback = entry, is_rollback
-        self._moments.stand_on(entry)
+        self._saver.standing, self._is_rollback = found.entry, is_rollback
+        self._moments.stand_on(found.entry)
+        if found.is_proof:
+            self._housekeeper.trust(found.entry)
 
     def _notes(self, found: Candidate) -> tuple[str, ...]:
         manifest = found.entry.manifest

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from tests.cli.roots import Result
 
 from holdfast.cli.app import app
+from holdfast.cli.declaring import Argument
 from holdfast.cli.output import Code, json_safe, printable, size
 
 Command = Callable[..., Result]
@@ -23,9 +23,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 
 
 def commands() -> Iterator[tuple[str, Any]]:
-    group: Any = typer.main.get_command(app)
-    yield "holdfast", group
-    for name, command in group.commands.items():
+    yield "holdfast", app
+    for name, command in app.commands.items():
         yield f"holdfast {name}", command
         for inner, part in getattr(command, "commands", {}).items():
             yield f"holdfast {name} {inner}", part
@@ -69,8 +68,8 @@ def test_every_command_and_option_says_what_it_is_for() -> None:
     for name, command in commands():
         assert command.help, name
         for parameter in command.params:
-            if parameter.name != "help":
-                assert getattr(parameter, "help", None), (name, parameter.name)
+            is_said = parameter.about if isinstance(parameter, Argument) else parameter.help
+            assert is_said, (name, parameter.name)
 
 
 def test_every_command_but_the_top_takes_json() -> None:
@@ -103,9 +102,23 @@ def test_a_wrong_call_is_code_2(holdfast: Command, arguments: list[str]) -> None
     assert holdfast(*arguments).code == 2
 
 
+def test_help_says_what_arguments_are_for(holdfast: Command) -> None:
+    text = holdfast("tag", "--help").out
+    assert "Usage: holdfast tag [OPTIONS] ROOT@WHICH TAG...\n" in text
+    assert "Arguments:\n  ROOT@WHICH  WHICH is latest, step=1000" in text
+    assert "\n  TAG...      Names to add.\n\nOptions:\n" in text
+    assert "[default: 5; x>=1]" in holdfast("run", "--help").out
+
+
+def test_options_may_stand_between_arguments(holdfast: Command, root: Path) -> None:
+    done = holdfast("tag", f"{root}@latest", "one", "--json", "two")
+    assert done.code == 0
+    assert done.document["tags"] == ["one", "two"]
+
+
 def test_a_call_without_a_command_gives_the_help(holdfast: Command) -> None:
     result = holdfast()
-    assert result.code in (Code.OK, Code.USAGE)  # Versions of typer differ here.
+    assert result.code in (Code.OK, Code.USAGE)  # Versions of click differ here.
     assert "Usage" in result.out + result.err
 
 
@@ -170,12 +183,12 @@ def test_no_command_pays_for_torch(root: Path, arguments: list[str]) -> None:
         ["prune", "ROOT", "--keep", "last:1", "--dry-run"],
     ],
 )
-def test_what_reads_small_documents_only_does_not_pay_for_numpy(
+def test_what_reads_small_documents_only_pays_for_little_else(
     root: Path, arguments: list[str]
 ) -> None:
-    """It takes longer to import than a thousand manifests take to read."""
+    """Each of these is a large part of the time in which a thousand manifests are listed."""
     given = [item.replace("ROOT", str(root)) for item in arguments]
-    done = in_a_process(*given, heavy=("torch", "numpy"))
+    done = in_a_process(*given, heavy=("torch", "numpy", "pydantic", "rich", "asyncio"))
     assert (done.returncode, done.stderr.strip()) == (0, "imported")
 
 
@@ -203,6 +216,16 @@ def test_an_interrupt_ends_quietly(root: Path, command: str) -> None:
     )
     done = in_a_process(command, root, code=interrupt)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "imported\n")
+
+
+def test_an_interrupt_before_the_command_ends_quietly_too() -> None:
+    interrupt = (
+        "import os, signal\n"
+        "import holdfast.cli.app\n"
+        "holdfast.cli.app.KeySources = lambda **_: os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    done = in_a_process("ls", "nowhere", code=interrupt)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "imported")
 
 
 def test_an_interrupt_in_the_middle_of_a_report_ends_quietly(root: Path) -> None:

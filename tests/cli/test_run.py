@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from tests.cli.roots import Result
 
 from holdfast.care.child import FORWARDED
@@ -192,8 +191,7 @@ def test_a_wrong_call_is_refused_before_anything_runs(
 
 
 def test_the_defaults_on_the_command_line_are_those_of_the_supervisor() -> None:
-    group: Any = typer.main.get_command(app)
-    defaults = {item.name: item.default for item in group.commands["run"].params}
+    defaults: dict[Any, Any] = {item.name: item.default for item in app.commands["run"].params}
     limits = Limits()
     assert defaults["requeue_code"] == limits.requeue_code
     assert defaults["max_failures"] == limits.max_failures

@@ -75,11 +75,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def answering() -> Iterator[tuple[str, Answers]]:
-    """(endpoint, answers) of a server on a free port."""
+def answering(port: int = 0) -> Iterator[tuple[str, Answers]]:
+    """(endpoint, answers) of a server on a port; on a free one without."""
     answers = Answers()
     handler = type("Handler", (_Handler,), {"answers": answers})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
         server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

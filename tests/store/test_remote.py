@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from holdfast.errors import CorruptData, UnsupportedStore
+from holdfast.errors import (
+    AccessDenied,
+    CorruptData,
+    NotFound,
+    TransientStoreError,
+    UnsupportedStore,
+)
+from holdfast.events import logger
 from holdfast.store.base import AbortsUploads
 from holdfast.store.remote import RemoteStore
 from holdfast.store.remoteopen import RemoteOptions
 from holdfast.testing.store_contract import noise
 from servers.fixtures import on
-from store.answers import Answer, answering, refusal
+from store.answers import RESET, Answer, answering, refusal
 
 LENGTH = 20 * 1024 * 1024 + 3
 """More than two reads of blocks."""
@@ -192,3 +206,138 @@ def test_checksums_are_sent_where_they_are_asked_for(root: str) -> None:
     writer.finish()
     assert store.get("a") == data[:1000]
     assert store.get("b") == data
+
+
+@pytest.fixture
+def s3_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+
+
+def closed_port() -> int:
+    """A port on which nobody listens."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port: int = bound.getsockname()[1]
+    return port
+
+
+def store_at(endpoint: str, **options: Any) -> RemoteStore:
+    return RemoteStore("s3://bucket/run", endpoint=endpoint, options=RemoteOptions(**options))
+
+
+@contextmanager
+def on_a_warning(action: Callable[[], object]) -> Iterator[None]:
+    """Do something in the moment in which Holdfast warns."""
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: action()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+ASKS: dict[str, Callable[[RemoteStore], object]] = {
+    "children": lambda store: store.children(),
+    "head": lambda store: store.head("a"),
+    "get": lambda store: store.get("a"),
+    "range": lambda store: store.get("a", 1, 2),
+    "put": lambda store: store.put("a", b"x"),
+}
+
+
+@pytest.mark.usefixtures("s3_credentials")
+@pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS.keys())
+def test_a_wrong_address_is_told_at_once_and_again_at_the_end(
+    ask: Callable[[RemoteStore], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint = f"http://127.0.0.1:{closed_port()}"
+    store = store_at(endpoint, retry_s=0.5)
+    for _ in range(2):
+        with pytest.raises(TransientStoreError) as raised:
+            ask(store)
+        assert endpoint in str(raised.value)
+        assert "(Connect: Connection refused)" in str(raised.value)
+        assert "Nobody has answered there. Check the address (endpoint=)" in str(raised.value)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("s3://bucket/run: no answer yet: ")
+    assert (
+        "Connection refused). Trying on for up to 0.5 s. Check the address" in record.getMessage()
+    )
+
+
+@pytest.mark.usefixtures("s3_credentials")
+def test_an_unknown_host_is_told_at_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://mistyped.invalid:9000")
+    store = RemoteStore("s3://bucket/run", options=RemoteOptions(retry_s=0.5))
+    with pytest.raises(TransientStoreError, match=r"http://mistyped\.invalid:9000/bucket"):
+        store.children()
+    assert "Check the address (AWS_ENDPOINT_URL or " in caplog.text
+
+
+@pytest.mark.usefixtures("s3_credentials")
+@pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS.keys())
+def test_a_service_that_is_not_up_yet_is_waited_for(
+    ask: Callable[[RemoteStore], object],
+) -> None:
+    """It starts when the warning is given, so after the first request."""
+    port = closed_port()
+    with ExitStack() as stack:
+
+        def start() -> None:
+            _, answers = stack.enter_context(answering(port))
+            answers.then = refusal(403, "AccessDenied")
+
+        store = store_at(f"http://127.0.0.1:{port}", retry_s=60)
+        with on_a_warning(start), pytest.raises(AccessDenied):
+            ask(store)
+
+
+@pytest.mark.usefixtures("s3_credentials")
+def test_waiting_for_a_first_answer_can_be_interrupted() -> None:
+    """obstore waits without looking at signals."""
+    store = store_at(f"http://127.0.0.1:{closed_port()}", retry_s=3600)
+    with (
+        on_a_warning(lambda: os.kill(os.getpid(), signal.SIGINT)),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        store.children()
+
+
+@pytest.mark.usefixtures("s3_credentials")
+@pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS.keys())
+def test_a_first_answer_is_waited_for_as_often_as_the_options_say(
+    ask: Callable[[RemoteStore], object],
+) -> None:
+    with answering() as (endpoint, answers):
+        answers.then = RESET
+        with pytest.raises(TransientStoreError, match="Nobody has answered there"):
+            ask(store_at(endpoint, retry_s=60, max_retries=3))
+        assert len(answers.asked) == 4
+
+
+@pytest.mark.usefixtures("s3_credentials")
+def test_nothing_is_told_of_a_service_that_has_answered(caplog: pytest.LogCaptureFixture) -> None:
+    with answering() as (endpoint, answers):
+        answers.then = Answer(body=b"x")
+        store = store_at(endpoint, retry_s=60)
+        assert store.get("a") == b"x"
+        answers.next_ones = [RESET, RESET]
+        assert store.get("a") == b"x"
+        assert len(answers.asked) == 4
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("s3_credentials")
+def test_a_first_answer_costs_one_request_and_is_repeated_only_where_that_may_help() -> None:
+    with answering() as (endpoint, answers):
+        answers.next_ones = [refusal(404, "NoSuchKey")]
+        with pytest.raises(NotFound):
+            store_at(endpoint).get("a")
+        assert len(answers.asked) == 1
+        answers.next_ones = [refusal(500, "InternalError"), Answer(body=b"x")]
+        assert store_at(endpoint).get("a") == b"x"
+        assert len(answers.asked) == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,14 +94,24 @@ def test_a_save_that_outlasts_its_retries_fails_and_the_next_one_is_fine(
     assert again.bits() == run.bits()
 
 
-def save_without_network(proxy: FaultProxy, root: str, local: Path, *, cut_s: float) -> None:
-    """A run in two tiers whose remote one is cut off in the middle of an upload, for so long.
+def after_a_minute(name: str) -> Any:
+    """The parameters of a test that cuts the network of this server for so long."""
+    return pytest.param(name, 60.0, marks=pytest.mark.stores, id=f"{name}-after-a-minute")
 
-    It saves in the local tier all the while, and the newest is in the remote one in the end.
-    """
+
+@pytest.mark.parametrize(
+    ("service", "cut_s"),
+    [pytest.param("gcs", 0.0, id="gcs"), after_a_minute("moto"), after_a_minute("ceph")],
+    indirect=["service"],
+)
+def test_an_upload_completes_after_the_network_was_cut_in_the_middle_of_it(
+    proxy: FaultProxy, root: str, tmp_path: Path, cut_s: float
+) -> None:
+    """R24, invariant 8: the run saves in the local tier all the while, and what it saved meanwhile
+    is sent, too."""
     run = new_run()
     remote = RemoteStore(root, options=IMPATIENT)
-    tiers = Tiered(local, remote, keep_local=Last(1), keep_remote=Last(3))
+    tiers = Tiered(tmp_path, remote, keep_local=Last(1), keep_remote=Last(3))
     with run.manager(tiers, sinks=(), save_timeout_s=300.0) as manager:
         run.train()
         manager.save(1).wait()
@@ -113,7 +124,7 @@ def save_without_network(proxy: FaultProxy, root: str, local: Path, *, cut_s: fl
         while run.counters["step"] < 6 or time.monotonic() < mended:
             run.train(100)
             assert manager.save(run.counters["step"]).wait().step == run.counters["step"]
-        assert Ledger(LocalStore(local)).waiting()
+        assert Ledger(LocalStore(tmp_path)).waiting()
         proxy.mend()
         manager.wait()
         assert steps_in(open_store(root))[0] == run.counters["step"]
@@ -121,23 +132,6 @@ def save_without_network(proxy: FaultProxy, root: str, local: Path, *, cut_s: fl
     with again.manager(root, sinks=()) as manager:
         manager.resume()
     assert again.bits() == run.bits()
-
-
-@on("gcs")
-def test_an_upload_completes_after_the_network_was_cut(
-    proxy: FaultProxy, root: str, tmp_path: Path
-) -> None:
-    """R24, invariant 8: and what was saved meanwhile is sent, too."""
-    save_without_network(proxy, root, tmp_path, cut_s=0.0)
-
-
-@pytest.mark.stores
-@on("moto", "ceph")
-def test_an_upload_completes_after_a_minute_without_network(
-    proxy: FaultProxy, root: str, tmp_path: Path
-) -> None:
-    """R24, invariant 8."""
-    save_without_network(proxy, root, tmp_path, cut_s=60.0)
 
 
 @pytest.mark.stores

@@ -4,85 +4,82 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, NoReturn, ParamSpec
+from typing import Any, NoReturn
 
-import typer
+import click
 
 from holdfast.cli import options
-from holdfast.cli.options import AsJson
+from holdfast.cli.declaring import Commands
 from holdfast.cli.output import Answer, Code, give, give_error
 from holdfast.cli.unlocking import NAMED, KeySources
 from holdfast.errors import HoldfastError
-
-P = ParamSpec("P")
-
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Look after the checkpoints of training runs.",
-)
-
-keys_app = typer.Typer(
-    no_args_is_help=True, help="Make keys, and say who can open sealed checkpoints."
-)
-app.add_typer(keys_app, name="keys")
 
 
 def run() -> NoReturn:
     """Run the command line of this process and exit."""
     try:
-        app(prog_name="holdfast")
-    except KeyboardInterrupt:
-        sys.exit(Code.INTERRUPTED)
-    raise AssertionError("typer exits by itself")
+        code = app.main(prog_name="holdfast", standalone_mode=False)
+    except click.Abort:
+        code = Code.INTERRUPTED
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    sys.exit(code)
 
 
-def _show_version(wanted: bool) -> None:
+def _show_version(ctx: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
     if wanted:
         import holdfast
 
-        typer.echo(f"holdfast {holdfast.__version__}")
-        raise typer.Exit
+        click.echo(f"holdfast {holdfast.__version__}")
+        ctx.exit()
 
 
-@app.callback()
-def _top(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
-        ),
-    ] = False,
-    key_files: options.KeyFiles = None,
-    key_variables: options.KeyVariables = None,
-    key_commands: options.KeyCommands = None,
-    accept_plain: options.AcceptPlain = False,
+@click.group(
+    cls=Commands,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Print the version and exit.",
+)
+@options.key_files
+@options.key_variables
+@options.key_commands
+@options.accept_plain
+def app(
+    key_files: Sequence[Path],
+    key_variables: Sequence[str],
+    key_commands: Sequence[str],
+    accept_plain: bool,
 ) -> None:
     """Look after the checkpoints of training runs."""
     NAMED.set(
         KeySources(
-            files=[*map(str, key_files or ())],
-            variables=key_variables or (),
-            commands=key_commands or (),
+            files=[*map(str, key_files)],
+            variables=key_variables,
+            commands=key_commands,
             accepts_plain=accept_plain,
         )
     )
 
 
-def _ending(command: Callable[P, Answer | int]) -> Callable[P, None]:
+def _ending(command: Callable[..., Answer | int]) -> Callable[..., NoReturn]:
     """The command, with its answer given or its error told, and the exit code set."""
 
     @wraps(command)
-    def ending(*arguments: P.args, **given: P.kwargs) -> None:
+    def ending(**given: Any) -> NoReturn:
         as_json = bool(given["as_json"])
         try:
-            code = _give(command(*arguments, **given), as_json=as_json)
+            code = _give(command(**given), as_json=as_json)
             sys.stdout.flush()
         except HoldfastError as error:
             code = give_error(error, as_json=as_json)
@@ -92,7 +89,7 @@ def _ending(command: Callable[P, Answer | int]) -> Callable[P, None]:
             # Whoever read our output has enough; Python would complain once more at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = Code.BROKEN_PIPE
-        raise typer.Exit(code)
+        click.get_current_context().exit(code)
 
     return ending
 
@@ -105,8 +102,10 @@ def _give(found: Answer | int, *, as_json: bool) -> int:
 
 
 @app.command()
+@options.root
+@options.as_json
 @_ending
-def ls(root: options.Root, as_json: AsJson = False) -> Answer:
+def ls(root: str, as_json: bool) -> Answer:
     """List the checkpoints of a root, newest first."""
     from holdfast.cli.ls import list_root
 
@@ -114,10 +113,11 @@ def ls(root: options.Root, as_json: AsJson = False) -> Answer:
 
 
 @app.command()
+@options.target
+@options.tensors
+@options.as_json
 @_ending
-def show(
-    target: options.Target, tensors: options.Tensors = False, as_json: AsJson = False
-) -> Answer:
+def show(target: str, tensors: bool, as_json: bool) -> Answer:
     """Show what one checkpoint holds; without @WHICH the latest."""
     from holdfast.cli.show import show as look
 
@@ -125,13 +125,12 @@ def show(
 
 
 @app.command()
+@options.target
+@options.seen
+@options.stored_only
+@options.as_json
 @_ending
-def verify(
-    target: options.Target,
-    seen: options.SeenCommit = None,
-    stored_only: options.StoredOnly = False,
-    as_json: AsJson = False,
-) -> Answer:
+def verify(target: str, seen: str | None, stored_only: bool, as_json: bool) -> Answer:
     """Read every byte again and compare; without @WHICH all checkpoints of the root."""
     from holdfast.cli.verify import check
 
@@ -139,27 +138,25 @@ def verify(
 
 
 @app.command()
+@options.root
+@options.dry_run
+@options.dead_epochs
+@options.as_json
 @_ending
-def gc(
-    root: options.Root,
-    dry_run: options.DryRun = False,
-    dead_epochs: options.DeadEpochs = None,
-    as_json: AsJson = False,
-) -> Answer:
+def gc(root: str, dry_run: bool, dead_epochs: Sequence[int], as_json: bool) -> Answer:
     """Remove attempts that never became checkpoints, and leftovers of deleted ones."""
     from holdfast.cli.gc import clean
 
-    return clean(root, dry_run=dry_run, dead_epochs=dead_epochs or ())
+    return clean(root, dry_run=dry_run, dead_epochs=dead_epochs)
 
 
 @app.command()
+@options.root
+@options.keep
+@options.dry_run
+@options.as_json
 @_ending
-def prune(
-    root: options.Root,
-    keep: options.Keep,
-    dry_run: options.DryRun = False,
-    as_json: AsJson = False,
-) -> Answer:
+def prune(root: str, keep: str, dry_run: bool, as_json: bool) -> Answer:
     """Delete the checkpoints that a rule does not keep; say of each what and why."""
     from holdfast.cli.prune import clean
 
@@ -167,8 +164,10 @@ def prune(
 
 
 @app.command()
+@options.one
+@options.as_json
 @_ending
-def pin(target: options.One, as_json: AsJson = False) -> Answer:
+def pin(target: str, as_json: bool) -> Answer:
     """Keep a checkpoint whatever any rule says."""
     from holdfast.cli.pin import pin as set_pin
 
@@ -176,8 +175,10 @@ def pin(target: options.One, as_json: AsJson = False) -> Answer:
 
 
 @app.command()
+@options.one
+@options.as_json
 @_ending
-def unpin(target: options.One, as_json: AsJson = False) -> Answer:
+def unpin(target: str, as_json: bool) -> Answer:
     """Let the rules decide about a checkpoint again."""
     from holdfast.cli.pin import pin as set_pin
 
@@ -185,8 +186,11 @@ def unpin(target: options.One, as_json: AsJson = False) -> Answer:
 
 
 @app.command()
+@options.one
+@options.new_tags
+@options.as_json
 @_ending
-def tag(target: options.One, tags: options.NewTags, as_json: AsJson = False) -> Answer:
+def tag(target: str, tags: Sequence[str], as_json: bool) -> Answer:
     """Give a checkpoint more names; a tagged one is kept."""
     from holdfast.cli.pin import tag as add_tags
 
@@ -194,26 +198,27 @@ def tag(target: options.One, tags: options.NewTags, as_json: AsJson = False) -> 
 
 
 @app.command()
+@options.root
+@options.save_tags
+@options.reason
+@options.timeout
+@options.as_json
 @_ending
-def save(
-    root: options.Root,
-    tags: options.SaveTags = None,
-    reason: options.Reason = "",
-    timeout: options.Timeout = "10min",
-    as_json: AsJson = False,
-) -> Answer:
+def save(root: str, tags: Sequence[str], reason: str, timeout: str, as_json: bool) -> Answer:
     """Ask the running training for a checkpoint, and wait for it.
 
     It is made at the end of the step under way, where the training calls maybe_save.
     """
     from holdfast.cli.save import save as ask
 
-    return ask(root, tags=tags or (), reason=reason, timeout=timeout)
+    return ask(root, tags=tags, reason=reason, timeout=timeout)
 
 
 @app.command()
+@options.root
+@options.as_json
 @_ending
-def uploads(root: options.Root, as_json: AsJson = False) -> Answer:
+def uploads(root: str, as_json: bool) -> Answer:
     """Show what of a local root is in its remote tier, what waits, and what went wrong."""
     from holdfast.cli.uploads import show_uploads
 
@@ -221,111 +226,100 @@ def uploads(root: options.Root, as_json: AsJson = False) -> Answer:
 
 
 @app.command()
+@options.root
+@options.failures_per_day
+@options.mtbf
+@options.overhead_cap
+@options.stall
+@options.background
+@options.commit
+@options.restart
+@options.as_json
 @_ending
-def advise(
-    root: options.Root,
-    failures_per_day: options.FailuresPerDay = None,
-    mtbf: options.Mtbf = None,
-    overhead_cap: options.OverheadCap = None,
-    stall: options.Stall = None,
-    background: options.Background = None,
-    commit: options.Commit = None,
-    restart: options.Restart = None,
-    as_json: AsJson = False,
-) -> Answer:
+def advise(root: str, as_json: bool, **known: Any) -> Answer:
     """Say how often to save, from what the run recorded, with the numbers."""
     from holdfast.cli.advise import Options, advise_root
 
-    known = Options(
-        failures_per_day=failures_per_day,
-        mtbf=mtbf,
-        overhead_cap=overhead_cap,
-        stall=stall,
-        background=background,
-        commit=commit,
-        restart=restart,
-    )
-    return advise_root(root, known)
+    return advise_root(root, Options(**known))
 
 
-@app.command(
-    "run",
-    # What stands behind the command's name is the command's own.
-    context_settings={"allow_interspersed_args": False},
-)
+# What stands behind the command's name is the command's own.
+@app.command("run", context_settings={"allow_interspersed_args": False})
+@options.command
+@options.progress_root
+@options.max_failures
+@options.backoff
+@options.backoff_max
+@options.progress_after
+@options.requeue_code
+@options.grace
+@options.as_json_lines
 @_ending
-def supervise(
-    command: options.Command,
-    root: options.ProgressRoot = None,
-    max_failures: options.MaxFailures = 5,
-    backoff: options.Backoff = "1s",
-    backoff_max: options.BackoffMax = "60s",
-    progress_after: options.ProgressAfter = None,
-    requeue_code: options.RequeueCode = 75,
-    grace: options.Grace = "5min",
-    as_json: options.AsJsonLines = False,
-) -> int:
+def supervise(command: Sequence[str], as_json: bool, **limits: Any) -> int:
     """Run a training; start it again when it crashes, as long as it makes progress."""
     from holdfast.cli.run import run_command
 
-    return run_command(
-        command,
-        root=root,
-        max_failures=max_failures,
-        backoff=backoff,
-        backoff_max=backoff_max,
-        progress_after=progress_after,
-        requeue_code=requeue_code,
-        grace=grace,
-        as_json=as_json,
-    )
+    return run_command(command, as_json=as_json, **limits)
 
 
-@keys_app.command("generate")
+@app.group(no_args_is_help=True, cls=Commands)
+def keys() -> None:
+    """Make keys, and say who can open sealed checkpoints."""
+
+
+@keys.command("generate")
+@options.new_key_file
+@options.pair
+@options.as_json
 @_ending
-def keys_generate(
-    path: options.NewKeyFile, pair: options.Pair = False, as_json: AsJson = False
-) -> Answer:
+def keys_generate(path: Path, pair: bool, as_json: bool) -> Answer:
     """Make a new key and write it into a new file."""
     from holdfast.cli.keys import generate
 
     return generate(path, pair=pair)
 
 
-@keys_app.command("list")
+@keys.command("list")
+@options.root
+@options.as_json
 @_ending
-def keys_list(root: options.Root, as_json: AsJson = False) -> Answer:
+def keys_list(root: str, as_json: bool) -> Answer:
     """Say of every sealed checkpoint which keys open it. No key is needed."""
     from holdfast.cli.keys import list_recipients
 
     return list_recipients(root)
 
 
-@keys_app.command("rotate")
+@keys.command("rotate")
+@options.root
+@options.to_files
+@options.to_variables
+@options.to_commands
+@options.keep_old
+@options.as_json
 @_ending
 def keys_rotate(
-    root: options.Root,
-    to_files: options.ToFiles = None,
-    to_variables: options.ToVariables = None,
-    to_commands: options.ToCommands = None,
-    keep_old: options.KeepOld = False,
-    as_json: AsJson = False,
+    root: str,
+    to_files: Sequence[str],
+    to_variables: Sequence[str],
+    to_commands: Sequence[str],
+    keep_old: bool,
+    as_json: bool,
 ) -> Answer:
     """Let other keys open every sealed checkpoint of a root; nothing else is written."""
     from holdfast.cli.keys import rotate
 
-    to = KeySources(files=to_files or (), variables=to_variables or (), commands=to_commands or ())
+    to = KeySources(files=to_files, variables=to_variables, commands=to_commands)
     return rotate(root, to, keep_old=keep_old)
 
 
 @app.command()
+@options.out
+@options.seed
+@options.fast
+@options.as_json
 @_ending
-def demo(
-    out: options.Out = Path("demo-output"),
-    seed: options.Seed = None,
-    fast: options.Fast = False,
-    as_json: AsJson = False,
-) -> int:
+def demo(out: Path, seed: int | None, fast: bool, as_json: bool) -> int:
     """Train, get killed at random moments, resume, and compare with the undisturbed run."""
 
     from holdfast.demo.main import run as run_demo

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from holdfast.care.findings import Problem, Report
 from holdfast.engine.roots.catalog import Entry
 from holdfast.engine.roots.parts import parts_of
 from holdfast.errors import HoldfastError, SealError
 from holdfast.format.manifest import Manifest
 from holdfast.store.base import Store
+
+if TYPE_CHECKING:
+    from holdfast.care.findings import Problem, Report
 
 
 def checkpoint_document(store: Store, entry: Entry) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-import typer
+import click
 
 from holdfast.care.gc import GcReport, collect
 from holdfast.cli.output import Answer, Code, printable, size
@@ -86,4 +86,4 @@ def _pairs(items: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
 
 
 def _tell(event: Event) -> None:
-    typer.echo(printable(event.message), err=True)
+    click.echo(printable(event.message), err=True)

@@ -3,163 +3,128 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
+
+from holdfast.cli.declaring import argument, flag, option, several
 
 _WHICH = "WHICH is latest, step=1000, a folder's name, a tag or a label."
-
-
-def _time(help_: str) -> typer.models.OptionInfo:
-    option: typer.models.OptionInfo = typer.Option(metavar="TIME", help=help_)
-    return option
-
+_PATH = click.Path(path_type=Path)
 
 # Of several commands
 
-Root = Annotated[str, typer.Argument(metavar="ROOT", help="Where the run's checkpoints live.")]
-Target = Annotated[str, typer.Argument(metavar="ROOT[@WHICH]", help=_WHICH)]
-One = Annotated[str, typer.Argument(metavar="ROOT@WHICH", help=_WHICH)]
-AsJson = Annotated[bool, typer.Option("--json", help="Answer with one JSON object.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done; touch nothing.")]
+root = argument("root", "ROOT", "Where the run's checkpoints live.")
+target = argument("target", "ROOT[@WHICH]", _WHICH)
+one = argument("target", "ROOT@WHICH", _WHICH)
+as_json = flag("--json", "Answer with one JSON object.", "as_json")
+dry_run = flag("--dry-run", "Say what would be done; touch nothing.")
 
 # Before the command
 
-KeyFiles = Annotated[
-    # As text a path with a space in the variable would be two.
-    list[Path] | None,
-    typer.Option(
-        "--key-file",
-        metavar="PATH",
-        envvar="HOLDFAST_KEY_FILE",
-        help="File with keys that open sealed checkpoints. Repeatable.",
-    ),
-]
-KeyVariables = Annotated[
-    list[str] | None,
-    typer.Option("--key-env", metavar="NAME", help="Environment variable with keys. Repeatable."),
-]
-KeyCommands = Annotated[
-    list[str] | None,
-    typer.Option("--key-command", metavar="COMMAND", help="Command that prints keys. Repeatable."),
-]
-AcceptPlain = Annotated[
-    bool,
-    typer.Option("--accept-plain", help="With a key, read checkpoints that are not sealed too."),
-]
+key_files = several(
+    "--key-file",
+    "key_files",
+    "PATH",
+    "File with keys that open sealed checkpoints.",
+    type=_PATH,  # As text a path with a space in the variable would be two.
+    envvar="HOLDFAST_KEY_FILE",
+    show_envvar=True,
+)
+key_variables = several("--key-env", "key_variables", "NAME", "Environment variable with keys.")
+key_commands = several("--key-command", "key_commands", "COMMAND", "Command that prints keys.")
+accept_plain = flag("--accept-plain", "With a key, read checkpoints that are not sealed too.")
 
 # keys
 
-NewKeyFile = Annotated[
-    Path, typer.Argument(metavar="PATH", help="A file that is not there yet; only you may read it.")
-]
-Pair = Annotated[
-    bool,
-    typer.Option("--pair", help="A private key, and beside it PATH.pub for those who only seal."),
-]
-ToFiles = Annotated[
-    list[str] | None,
-    typer.Option("--to-file", metavar="PATH", help="File with the new keys. Repeatable."),
-]
-ToVariables = Annotated[
-    list[str] | None,
-    typer.Option("--to-env", metavar="NAME", help="Variable with the new keys. Repeatable."),
-]
-ToCommands = Annotated[
-    list[str] | None,
-    typer.Option("--to-command", metavar="COMMAND", help="Command that prints them. Repeatable."),
-]
-KeepOld = Annotated[bool, typer.Option("--keep-old", help="Let the keys before open them too.")]
+new_key_file = argument(
+    "path", "PATH", "A file that is not there yet; only you may read it.", type=_PATH
+)
+pair = flag("--pair", "A private key, and beside it PATH.pub for those who only seal.")
+to_files = several("--to-file", "to_files", "PATH", "File with the new keys.")
+to_variables = several("--to-env", "to_variables", "NAME", "Variable with the new keys.")
+to_commands = several("--to-command", "to_commands", "COMMAND", "Command that prints them.")
+keep_old = flag("--keep-old", "Let the keys before open them too.")
 
 # show
 
-Tensors = Annotated[bool, typer.Option("--tensors", help="List every tensor too.")]
+tensors = flag("--tensors", "List every tensor too.")
 
 # verify
 
-SeenCommit = Annotated[
-    str | None,
-    typer.Option("--seen", metavar="TEXT", help="Fail unless the latest is this commit or newer."),
-]
-StoredOnly = Annotated[
-    bool,
-    typer.Option("--stored-only", help="Compare compressed blocks as they lie there; decode none."),
-]
+seen = option("--seen", "TEXT", "Fail unless the latest is this commit or newer.")
+stored_only = flag("--stored-only", "Compare compressed blocks as they lie there; decode none.")
 
 # gc, prune, tag
 
-DeadEpochs = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--dead-epoch",
-        min=1,
-        metavar="N",
-        help="Writer N is gone for good (its host is, say). Repeatable.",
-    ),
-]
-Keep = Annotated[
-    str, typer.Option("--keep", metavar="RULE", help="Such as last:3,best:loss:min:2.")
-]
-NewTags = Annotated[list[str], typer.Argument(metavar="TAG...", help="Names to add.")]
+dead_epochs = several(
+    "--dead-epoch",
+    "dead_epochs",
+    "N",
+    "Writer N is gone for good (its host is, say).",
+    type=click.IntRange(min=1),
+)
+keep = option("--keep", "RULE", "Such as last:3,best:loss:min:2.", required=True)
+new_tags = argument("tags", "TAG...", "Names to add.", nargs=-1)
 
 # save
 
-SaveTags = Annotated[
-    list[str] | None,
-    typer.Option("--tag", metavar="TAG", help="A name for the checkpoint. Repeatable."),
-]
-Reason = Annotated[
-    str, typer.Option(metavar="TEXT", help="Why; recorded in the checkpoint.", show_default=False)
-]
-Timeout = Annotated[str, _time("How long to wait before the request is withdrawn.")]
+save_tags = several("--tag", "tags", "TAG", "A name for the checkpoint.")
+reason = option(
+    "--reason", "TEXT", "Why; recorded in the checkpoint.", default="", show_default=False
+)
+timeout = option(
+    "--timeout", "TIME", "How long to wait before the request is withdrawn.", default="10min"
+)
 
 # advise
 
-FailuresPerDay = Annotated[
-    float | None,
-    typer.Option(metavar="X", help="How often training fails. Learnt from the run if unset."),
-]
-OverheadCap = Annotated[
-    str | None, typer.Option(metavar="SHARE", help="What saving may take: 5% if unset.")
-]
-Mtbf = Annotated[str | None, _time("The same as a time between failures: 6h.")]
-Stall = Annotated[str | None, _time("How long a save stops training, instead of measured.")]
-Background = Annotated[str | None, _time("How much its writing delays training more: 0s.")]
-Commit = Annotated[str | None, _time("How long until it is committed: 0s.")]
-Restart = Annotated[str | None, _time("From a failure to the first new step: 2min.")]
+failures_per_day = option(
+    "--failures-per-day",
+    "X",
+    "How often training fails. Learnt from the run if unset.",
+    type=float,
+)
+mtbf = option("--mtbf", "TIME", "The same as a time between failures: 6h.")
+overhead_cap = option("--overhead-cap", "SHARE", "What saving may take: 5% if unset.")
+stall = option("--stall", "TIME", "How long a save stops training, instead of measured.")
+background = option("--background", "TIME", "How much its writing delays training more: 0s.")
+commit = option("--commit", "TIME", "How long until it is committed: 0s.")
+restart = option("--restart", "TIME", "From a failure to the first new step: 2min.")
 
 # run
 
-Command = Annotated[
-    list[str], typer.Argument(metavar="COMMAND...", help="What to run, with its arguments.")
-]
-ProgressRoot = Annotated[
-    str | None,
-    typer.Option("--root", metavar="ROOT", help="Judge progress by the checkpoints there."),
-]
-MaxFailures = Annotated[
-    int, typer.Option(min=1, metavar="N", help="Give up after N lives in a row without progress.")
-]
-Backoff = Annotated[str, _time("First pause before a restart; it doubles.")]
-BackoffMax = Annotated[str, _time("The longest pause.")]
-ProgressAfter = Annotated[
-    str | None, _time("Without --root: a life so long made progress. [default: 10min]")
-]
-RequeueCode = Annotated[
-    int,
-    typer.Option(min=1, max=255, metavar="N", help="A status that is passed on, not retried."),
-]
-Grace = Annotated[str, _time("How long after a signal the command is killed.")]
-AsJsonLines = Annotated[
-    bool, typer.Option("--json", help="A line of JSON after each life and at the end.")
-]
+command = argument("command", "COMMAND...", "What to run, with its arguments.", nargs=-1)
+progress_root = option("--root", "ROOT", "Judge progress by the checkpoints there.")
+max_failures = option(
+    "--max-failures",
+    "N",
+    "Give up after N lives in a row without progress.",
+    type=click.IntRange(min=1),
+    default=5,
+)
+backoff = option("--backoff", "TIME", "First pause before a restart; it doubles.", default="1s")
+backoff_max = option("--backoff-max", "TIME", "The longest pause.", default="60s")
+progress_after = option(
+    "--progress-after", "TIME", "Without --root: a life so long made progress. [default: 10min]"
+)
+requeue_code = option(
+    "--requeue-code",
+    "N",
+    "A status that is passed on, not retried.",
+    type=click.IntRange(min=1, max=255),
+    default=75,
+)
+grace = option("--grace", "TIME", "How long after a signal the command is killed.", default="5min")
+as_json_lines = flag("--json", "A line of JSON after each life and at the end.", "as_json")
 
 # demo
 
-Out = Annotated[
-    Path, typer.Option(metavar="FOLDER", help="Where to work; an earlier demo there goes.")
-]
-Seed = Annotated[
-    int | None, typer.Option(min=0, metavar="N", help="Repeat an earlier demo. Drawn if unset.")
-]
-Fast = Annotated[bool, typer.Option("--fast", help="A tiny model, for a first look.")]
+out = option(
+    "--out",
+    "FOLDER",
+    "Where to work; an earlier demo there goes.",
+    type=_PATH,
+    default=Path("demo-output"),
+)
+seed = option("--seed", "N", "Repeat an earlier demo. Drawn if unset.", type=click.IntRange(min=0))
+fast = flag("--fast", "A tiny model, for a first look.")

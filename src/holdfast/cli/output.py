@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Literal
 
-import typer
+import click
 
 from holdfast.errors import DeadlineExceeded, HoldfastError, NoCheckpoint, NotOwned, UsageError
 
@@ -67,7 +67,7 @@ def give(answer: Answer, *, as_json: bool) -> None:
         return
     for part in answer.parts:
         if isinstance(part, str):
-            typer.echo(printable(part))
+            click.echo(printable(part))
         elif sys.stdout.isatty():
             _print_rich(part)
         else:
@@ -76,7 +76,7 @@ def give(answer: Answer, *, as_json: bool) -> None:
 
 def give_line(document: Mapping[str, Any]) -> None:
     """Write one JSON object on one line to standard output, at once."""
-    typer.echo(json.dumps({"holdfast": SCHEMA, **json_safe(document)}, allow_nan=False))
+    click.echo(json.dumps({"holdfast": SCHEMA, **json_safe(document)}, allow_nan=False))
     sys.stdout.flush()
 
 
@@ -85,7 +85,7 @@ def give_error(error: HoldfastError, *, as_json: bool) -> Code:
     if as_json:
         _write_json({"error": {"kind": type(error).__name__, "message": str(error)}})
     else:
-        typer.echo(printable(f"holdfast: {error}"), err=True)
+        click.echo(printable(f"holdfast: {error}"), err=True)
     if isinstance(error, UsageError):
         return Code.USAGE
     if isinstance(error, DeadlineExceeded):
@@ -163,12 +163,12 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
 
 def _write_json(document: Mapping[str, Any]) -> None:
     whole = {"holdfast": SCHEMA, **json_safe(document)}
-    typer.echo(json.dumps(whole, indent=2, allow_nan=False))
+    click.echo(json.dumps(whole, indent=2, allow_nan=False))
 
 
 def _print_aligned(table: Table) -> None:
     for line in aligned(table):
-        typer.echo(line)
+        click.echo(line)
 
 
 def _print_rich(table: Table) -> None:

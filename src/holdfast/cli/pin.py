@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from holdfast.cli.output import Answer
 from holdfast.cli.target import open_target, read_entry, split_target
 from holdfast.engine.roots.catalog import Entry
-from holdfast.engine.roots.locate import split_folder
 from holdfast.engine.roots.notes import annotate
+from holdfast.engine.roots.sources import split_folder
 from holdfast.errors import UsageError
 from holdfast.store.base import Store
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import typer
+import click
 
 from holdfast.care.prune import Pruned, preview, prune
 from holdfast.care.retention import Planned
@@ -145,4 +145,4 @@ def _what(drop: Sequence[str]) -> str:
 
 def _tell(event: Event) -> None:
     if event.kind != "claimed":
-        typer.echo(printable(event.message), err=True)
+        click.echo(printable(event.message), err=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import typer
+import click
 
 from holdfast.care.child import ChildProcess
 from holdfast.care.supervise import (
@@ -155,7 +155,7 @@ def _show(result: Supervised) -> None:
         right=frozenset({0, 2, 3, 4}),
     )
     for line in aligned(table):
-        typer.echo(line, err=True)
+        click.echo(line, err=True)
     _say(_verdict(result))
 
 
@@ -182,4 +182,4 @@ def _verdict(result: Supervised) -> str:
 
 
 def _say(text: str) -> None:
-    typer.echo(printable(f"holdfast: {text}"), err=True)
+    click.echo(printable(f"holdfast: {text}"), err=True)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-import typer
+import click
 
 from holdfast.cli.output import Answer, printable
 from holdfast.cli.target import open_root
@@ -212,4 +212,4 @@ def _waiting(owner: _Owner) -> Iterator[None]:
 
 
 def _say(text: str) -> None:
-    typer.echo(printable(f"holdfast: {text}"), err=True)
+    click.echo(printable(f"holdfast: {text}"), err=True)

@@ -7,7 +7,7 @@ import stat
 
 from holdfast.cli.unlocking import unlocked
 from holdfast.engine.roots.catalog import Catalog, Entry, is_root, standalone
-from holdfast.engine.roots.locate import split_folder, split_source
+from holdfast.engine.roots.sources import split_folder, split_source
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.format import layout
 from holdfast.store import open_store

@@ -15,8 +15,8 @@ from holdfast.cli.documents import (
 from holdfast.cli.output import Answer, Code, progress_bar, size
 from holdfast.cli.target import open_root, open_target, split_target
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.locate import split_folder
 from holdfast.engine.roots.seen import parse_seen
+from holdfast.engine.roots.sources import split_folder
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.store.base import Store
 

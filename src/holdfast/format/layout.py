@@ -6,6 +6,7 @@ import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from holdfast.errors import FormatError, UsageError
 from holdfast.store.base import MAX_SEGMENT_BYTES
@@ -44,6 +45,9 @@ _NOTES = re.compile(r"notes-([0-9]{4})\.json", re.ASCII)
 _KEYS = re.compile(r"keys-([0-9]{4})\.json", re.ASCII)
 _STORED = re.compile(r"file-[0-9]{5,7}\.sealed", re.ASCII)
 _LEASE = re.compile(r"(.+)\.([0-9a-f]{16})\.json", re.ASCII)
+_FILE = re.compile(r"([a-z0-9_\-]{1,64})-([0-9]{5,7})\.(json|safetensors)", re.ASCII)
+# The checkpoints of a root have files and sidecars of the same few names.
+_repeated = lru_cache(maxsize=1024)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -191,6 +195,7 @@ def retired_name(epoch: int) -> str:
     return f"retired-{epoch:08d}.json"
 
 
+@_repeated
 def parse_retired(name: str) -> int | None:
     """The writer epoch of such a mark, or None for another name."""
     match = _RETIRED.fullmatch(name)
@@ -202,6 +207,7 @@ def thinned_name(component: str, epoch: int) -> str:
     return f"thinned-{component}-{epoch:08d}.json"
 
 
+@_repeated
 def parse_thinned(name: str) -> tuple[str, int] | None:
     """The component and the writer epoch of such a mark, or None for another name.
 
@@ -211,6 +217,7 @@ def parse_thinned(name: str) -> tuple[str, int] | None:
     return (match[1], int(match[2])) if match else None
 
 
+@_repeated
 def parse_notes(name: str) -> int | None:
     """The number of a notes sidecar, or None."""
     match = _NOTES.fullmatch(name)
@@ -264,15 +271,16 @@ def stored_file(name: str, codec: str) -> str:
     return name + CODEC_SUFFIXES[codec]
 
 
+@_repeated
 def plain_file(name: str) -> str:
     """Name of a component's file without the suffix of a codec."""
     suffix = next((text for text in CODEC_SUFFIXES.values() if name.endswith(text)), "")
     return name.removesuffix(suffix)
 
 
+@_repeated
 def check_file_name(name: str) -> None:
     """Raise `FormatError` unless a manifest may list a file of this name."""
     plain = plain_file(name)
-    stem = re.fullmatch(r"([a-z0-9_\-]{1,64})-([0-9]{5,7})\.(json|safetensors)", plain, re.ASCII)
-    if name != INDEX and stem is None:
+    if name != INDEX and _FILE.fullmatch(plain) is None:
         raise FormatError(f"a manifest may not list a file named {name[:80]!r}")

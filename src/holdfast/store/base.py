@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from holdfast.errors import AccessDenied, InvalidKey, UnsupportedStore, UsageError
@@ -278,6 +279,7 @@ class AbortsUploads(Protocol):
         ...
 
 
+@lru_cache(maxsize=4096)  # the same few names are in every folder, and each key is checked thrice
 def check_key(key: str) -> None:
     """Raise `InvalidKey` unless `key` is one that every store accepts (docs/format.md)."""
     if len(key) > MAX_KEY_BYTES or not key.isascii():

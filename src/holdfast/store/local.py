@@ -285,10 +285,8 @@ class LocalStore:
     def _path(self, key: str) -> str:
         return os.path.join(self._root, key) if key else self._root
 
-    @contextmanager
-    def _opened(self, folder: str) -> Iterator[int]:
-        with opened_folder(self._root, _segments(folder)) as folder_fd:
-            yield folder_fd
+    def _opened(self, folder: str) -> AbstractContextManager[int]:
+        return opened_folder(self._root, _segments(folder))
 
     @contextmanager
     def _reading(self, key: str) -> Iterator[tuple[OpenFile, int]]:

@@ -168,13 +168,14 @@ def scan(folder_fd: int, *, sizes: bool) -> list[tuple[str, int]]:
     found = []
     with os.scandir(folder_fd) as entries:
         for entry in entries:
-            # A file may go while the folder is read.
-            with suppress(FileNotFoundError):
+            try:
                 if entry.is_dir(follow_symlinks=False):
                     found.append((entry.name + "/", 0))
                 elif entry.is_file(follow_symlinks=False):
                     nbytes = entry.stat(follow_symlinks=False).st_size if sizes else 0
                     found.append((entry.name, nbytes))
+            except FileNotFoundError:
+                continue  # it went while the folder was read
     return found
 
 

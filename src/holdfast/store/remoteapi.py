@@ -23,8 +23,9 @@ from holdfast.errors import (
     TransientStoreError,
     UnsupportedStore,
 )
+from holdfast.events import logger
 from holdfast.store.base import ObjectInfo
-from holdfast.store.remoteerrors import as_store_error, read_failure
+from holdfast.store.remoteerrors import Failure, as_store_error, read_failure
 from holdfast.store.remoteopen import Clients, Place, RemoteOptions, needed, open_clients
 from holdfast.store.throttle import Pace
 
@@ -55,6 +56,8 @@ class Api:
         self._download_pace = _pace(options, options.max_download_mb_s)
         self._obs = needed("obstore", place.scheme)
         self._clients: Clients | None = None
+        self._has_answered = False
+        self._has_told = False
         self._lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(options.concurrency)
 
@@ -94,7 +97,7 @@ class Api:
         self.expect_own_process()
         _wait(self.upload_pace, len(content))
         with self._slot(f"put {self.url(key)}"), self._request("put", key):
-            self._obs.put(self.clients().plain, key, content, use_multipart=False)
+            self._ask(lambda store: self._obs.put(store, key, content, use_multipart=False))
 
     def put_new(self, key: str, content: memoryview) -> None:
         """One object under a key that must be absent.
@@ -135,20 +138,24 @@ class Api:
     def nbytes(self, key: str) -> int:
         """The length of an object."""
         with self._request("head", key):
-            found: int = self._obs.head(self.clients().plain, key)["size"]
+            found: int = self._ask(lambda store: self._obs.head(store, key)["size"])
         return found
 
     def whole(self, key: str) -> bytes:
         """All bytes of one version of an object."""
         self.expect_own_process()
         with self._slot(f"get {self.url(key)}"), self._request("get", key):
-            result = self._obs.get(self.clients().plain, key)
-            nbytes = result.meta["size"]
-            _wait(self._download_pace, nbytes)
-            data = bytes(memoryview(result.bytes()))
+            nbytes, data = self._ask(lambda store: self._get(store, key))
         if len(data) != nbytes:
             raise CorruptData(f"get {self.url(key)}: has {nbytes} bytes, {len(data)} came")
         return data
+
+    def _get(self, store: Any, key: str) -> tuple[int, bytes]:
+        """The length of an object, and what came of it."""
+        result = self._obs.get(store, key)
+        nbytes: int = result.meta["size"]
+        _wait(self._download_pace, nbytes)
+        return nbytes, bytes(memoryview(result.bytes()))
 
     def read(self, key: str, start: int, stop: int) -> Any:
         """A buffer with exactly the bytes of a range, which is not empty.
@@ -159,19 +166,19 @@ class Api:
         self.expect_own_process()
         _wait(self._download_pace, stop - start)
         with self._slot(f"get {self.url(key)}"), self._request("get", key):
-            store = self.clients().plain
-            result = self._obs.get(store, key, options={"range": (start, stop)})
-            nbytes = result.meta["size"]
-            if nbytes < stop:
-                raise CorruptData(
-                    f"get {self.url(key)}: has {nbytes} bytes, expected at least {stop}"
-                )
-            data = result.bytes()
+            data = self._ask(lambda store: self._get_range(store, key, start, stop))
         if len(data) != stop - start:
             raise CorruptData(
                 f"get {self.url(key)}: bytes {start} to {stop} were asked for, {len(data)} came"
             )
         return data
+
+    def _get_range(self, store: Any, key: str, start: int, stop: int) -> Any:
+        result = self._obs.get(store, key, options={"range": (start, stop)})
+        nbytes = result.meta["size"]
+        if nbytes < stop:
+            raise CorruptData(f"get {self.url(key)}: has {nbytes} bytes, expected at least {stop}")
+        return result.bytes()
 
     def list(self, folder: str) -> Iterator[ObjectInfo]:
         """The objects in a folder ("" is the root) and below, as the service orders them."""
@@ -213,7 +220,7 @@ class Api:
 
     def _names(self, folder: str) -> set[str]:
         with self._request("list", folder):
-            found = self._obs.list_with_delimiter(self.clients().plain, folder or None)
+            found = self._ask(lambda store: self._obs.list_with_delimiter(store, folder or None))
         names = {path.rpartition("/")[2] + "/" for path in found["common_prefixes"]}
         inside = f"{folder}/" if folder else ""
         keys = (item["path"] for item in found["objects"])
@@ -260,9 +267,48 @@ class Api:
             try:
                 return action()
             except TransientStoreError:
-                if patience.is_over():
+                # For a first answer `_ask` has waited already.
+                if not self._has_answered or patience.is_over():
                     raise
             patience.pause()
+
+    def _ask(self, request: Callable[[Any], T]) -> T:
+        """The reply to a request that may be repeated, which is made with the client it is given.
+
+        obstore repeats without a word and deaf to Ctrl-C. That serves where the service has
+        answered before. Until it has, the address may be wrong: then it is repeated here, and
+        what is wrong is told after the first time.
+        """
+        clients, patience = self.clients(), self.patience()
+        while not self._has_answered:
+            try:
+                found = request(clients.once)
+            except HoldfastError:
+                raise
+            except Exception as error:
+                failure = read_failure(error)
+                if failure.network and not patience.is_over():
+                    self._tell_of_silence(failure)
+                    patience.pause()
+                    continue
+                self._has_answered = self._has_answered or not failure.network
+                if failure.network or failure.is_final:
+                    raise
+            else:
+                self._has_answered = True
+                return found
+        return request(clients.plain)
+
+    def _tell_of_silence(self, failure: Failure) -> None:
+        if not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "%s: no answer yet: %s. Trying on for up to %g s. %s",
+                self.place.url,
+                failure.reason,
+                self.options.retry_s,
+                self.place.advice,
+            )
 
     @contextmanager
     def _request(self, operation: str, key: str) -> Iterator[None]:
@@ -275,7 +321,11 @@ class Api:
 
     def _refused(self, operation: str, key: str, error: Exception) -> HoldfastError:
         who = self._clients.who if self._clients is not None else "nothing yet"
-        return as_store_error(read_failure(error), operation, self.url(key), who=who)
+        failure = read_failure(error)
+        refused = as_store_error(failure, operation, self.url(key), who=who)
+        if failure.network and not self._has_answered:
+            return TransientStoreError(f"{refused}. Nobody has answered there. {self.place.advice}")
+        return refused
 
     @contextmanager
     def _slot(self, what: str) -> Iterator[None]:

@@ -26,6 +26,8 @@ _CODE_OF_ONE = re.compile(r"DeleteObjects request failed for key .* \(code: ([A-
 """S3 refuses single objects of a bulk delete in a reply of status 200."""
 _MESSAGE = re.compile(r"<Message>(.*?)</Message>", re.DOTALL)
 _NETWORK = re.compile(r"HttpError \{\s*kind: (\w+)")
+_CAUSE = re.compile(r'(?:message|error): "([^"]{1,200})"')
+"""What the operating system said of it."""
 _MAX_REASON = 400
 _MAX_READ = 4096
 
@@ -56,6 +58,9 @@ _RACE = {"ConditionalRequestConflict", "OperationAborted"}
 _BUSY = {"SlowDown", "ServiceUnavailable", "ServerBusy"}
 """With status 503: the service itself says that it did not begin. A gateway on the way says 503 of
 what it has sent on, too, and 500 is also said of what took too long and may still be done."""
+
+_PASSING = {408, 409, 425, 429}
+"""Too slow, at the same time as another, too early, too often."""
 
 _PERMISSIONS = {
     "s3": {
@@ -112,6 +117,11 @@ class Failure:
         return self.status is None or self.status >= 500
 
     @property
+    def is_final(self) -> bool:
+        """Whether the reply says that the request itself is wrong: again it would get the same."""
+        return self.status in range(400, 500) and self.status not in _PASSING
+
+    @property
     def is_past_the_end(self) -> bool:
         """The range that was asked for begins after the end of the object."""
         # The second is obstore's own, where a service answers such a range with status 206.
@@ -130,7 +140,7 @@ def read_failure(error: Exception) -> Failure:
         status=int(status[1]) if status else None,
         code=code[1] if code else "",
         network=network[1] if network else "",
-        reason=_reason(told, status, code, network),
+        reason=_reason(told, status, code, _network_words(network, details)),
     )
 
 
@@ -154,15 +164,22 @@ def read_failure_of_python(error: Exception) -> Failure:
     )
 
 
+def _network_words(network: re.Match[str] | None, details: str) -> str:
+    if network is None:
+        return ""
+    cause = _CAUSE.search(details, network.end())
+    return f"{network[1]}: {cause[1]}" if cause else network[1]
+
+
 def _reason(
     told: str,
     status: re.Match[str] | None,
     code: re.Match[str] | None,
-    network: re.Match[str] | None,
+    network: str,
 ) -> str:
     if status is None:
         plain = " ".join(told.split())
-        return (f"{plain} ({network[1]})" if network else plain)[:_MAX_REASON]
+        return f"{plain[:_MAX_REASON]} ({network})" if network else plain[:_MAX_REASON]
     message = _MESSAGE.search(told)
     words = [f"{status[1]} {status[2].strip()}", code[1] if code else ""]
     words.append(" ".join(message[1].split()) if message else "")

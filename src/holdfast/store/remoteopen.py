@@ -22,6 +22,11 @@ from holdfast.store.base import check_key
 Scheme = Literal["s3", "gs", "az"]
 SCHEMES: tuple[Scheme, ...] = ("s3", "gs", "az")
 
+_ENDPOINTS = {
+    "s3": "AWS_ENDPOINT_URL or the profile's endpoint_url, and the region",
+    "gs": "GOOGLE_BASE_URL",
+    "az": "AZURE_STORAGE_ENDPOINT and the account's name",
+}
 _EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure"}
 _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._\-]{1,221}", re.ASCII)
 _MAX_PREFIX = 120
@@ -122,6 +127,12 @@ class Place:
         """As a person writes it."""
         inside = f"/{self.prefix}" if self.prefix else ""
         return f"{self.scheme}://{self.bucket}{inside}"
+
+    @property
+    def advice(self) -> str:
+        """What a person looks at when nobody answers."""
+        said_by = "endpoint=" if self.endpoint else _ENDPOINTS[self.scheme]
+        return f"Check the address ({said_by}), the network, and that the service runs"
 
     def key(self, key: str) -> str:
         """The key in the bucket."""

@@ -16,7 +16,8 @@ from holdfast.engine.checkpoint import Checkpoint, describe
 from holdfast.engine.claims.leases import leased
 from holdfast.engine.loading.resume import LoadOptions, Reader
 from holdfast.engine.roots.catalog import Catalog, Entry, is_root
-from holdfast.engine.roots.locate import locate, split_source
+from holdfast.engine.roots.locate import locate
+from holdfast.engine.roots.sources import split_source
 from holdfast.engine.tiers.catalog import catalog_of
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.engine.workers import Workers

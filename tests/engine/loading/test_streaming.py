@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from holdfast import errors
+from holdfast.engine.claims.claim import is_closed
+from holdfast.engine.loading.applying import Applying
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.tiered import Tiered
-from holdfast.errors import ManagerUnusable, NoUsableCheckpoint
+from holdfast.errors import ManagerUnusable, MismatchError, NoUsableCheckpoint, UsageError
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.keys import Encryption, SecretKey
 from holdfast.manager import CheckpointManager
@@ -252,7 +254,95 @@ def test_with_nothing_usable_left_a_resume_in_place_says_that_the_state_is_mixed
     assert len(caught.value.rejected) == 2
     with pytest.raises(ManagerUnusable, match="half loaded"):
         manager.save(3)
+    with pytest.raises(NoUsableCheckpoint, match="The state is mixed"):
+        manager.resume()
     manager.close()
+
+
+@pytest.mark.parametrize("tiered", [False, True])
+def test_with_nothing_usable_left_a_resume_in_place_gives_the_run_up_and_marks_all_it_tried(
+    tmp_path: Path, tiered: bool
+) -> None:
+    root = Tiered(tmp_path / "run", tmp_path / "remote") if tiered else tmp_path / "run"
+    saved(root, steps=2)
+    places = [tmp_path / "run", *([tmp_path / "remote"] if tiered else [])]
+    folders = [damage(place, step) for step in (2, 1) for place in places][:: len(places)]
+    recorder = Recorder()
+    manager = Large(seed=2).manager(root, sinks=(recorder,))
+    with pytest.raises(NoUsableCheckpoint):
+        manager.resume(in_place=True)
+    assert not manager.is_owner
+    for place in places:
+        store = LocalStore(place)
+        assert all(is_closed(store, epoch) for epoch in Catalog(store).claims())
+    assert [event.fields["folder"] for event in recorder.of("rejected")] == folders
+    entries = Catalog(LocalStore(tmp_path / "run")).checkpoints()
+    assert [e.folder for e in entries if e.marks.rejected] == folders
+    manager.close()
+
+
+def test_damage_that_the_preparation_finds_leaves_the_state_as_it_was_and_the_error_says_so(
+    tmp_path: Path,
+) -> None:
+    """The state of a generator is read before anything is changed."""
+    saved(tmp_path, steps=2)
+    folders = [damage(tmp_path, step, component="best") for step in (2, 1)]
+    live = Large(seed=2)
+    live.train()
+    before = live.bits()
+    with live.manager(tmp_path) as manager:
+        with pytest.raises(NoUsableCheckpoint, match="Nothing was changed") as caught:
+            manager.resume(in_place=True)
+        assert [folder for folder, _ in caught.value.rejected] == folders
+        assert live.bits() == before
+        with pytest.raises(UsageError, match="holds the checkpoints of a run"):
+            manager.save(3)
+
+
+def test_an_older_one_that_does_not_fit_is_told_beside_the_mixed_state(tmp_path: Path) -> None:
+    large = Large(seed=1)
+    large.train()
+    with large.manager(tmp_path) as manager:
+        large.model.register_buffer("more", torch.zeros(3))
+        manager.save(1).wait()
+        del large.model.more
+        manager.save(2).wait()
+    folder = damage(tmp_path, 2)
+    with Large(seed=2).manager(tmp_path) as manager:
+        with pytest.raises(MismatchError) as caught:
+            manager.resume(in_place=True)
+        text = str(caught.value)
+        assert f"nothing was changed, but the state was mixed before: loading {folder} was" in text
+        assert caught.value.unexpected == ["model.more"]
+        assert "model.more" in text
+        assert not manager.is_owner
+        with pytest.raises(ManagerUnusable, match="half loaded"):
+            manager.save(3)
+        with pytest.raises(MismatchError, match="the state was mixed before"):
+            manager.load(1)
+    with Large(seed=2).manager(tmp_path) as manager:
+        with pytest.raises(MismatchError) as caught:
+            manager.load(1)
+        assert "nothing was changed." in str(caught.value)
+
+
+def test_a_resume_that_fails_gives_the_run_up_and_the_next_save_claims_it_again(
+    tmp_path: Path,
+) -> None:
+    large, store = Large(seed=1), LocalStore(tmp_path)
+    with large.manager(tmp_path) as manager:
+        manager.save(1).wait()
+        large.model.register_buffer("more", torch.zeros(3))
+        with pytest.raises(MismatchError):
+            manager.resume()
+        assert not manager.is_owner
+        assert is_closed(store, 1)
+        manager.save(2).wait()
+        assert manager.is_owner
+        with pytest.raises(errors.NoCheckpoint):
+            manager.load("step=7")
+        assert manager.is_owner
+    assert [entry.step for entry in Catalog(store).checkpoints()] == [2, 1]
 
 
 def test_a_resume_in_place_takes_the_other_tier_where_the_local_files_are_damaged(
@@ -284,13 +374,13 @@ def test_a_foreign_reader_keeps_what_it_reads_until_it_has_read_it(
 ) -> None:
     bits = saved(tmp_path, steps=1)
     live, leases = Large(seed=2), []
-    copy = CheckpointManager._apply
+    copy = Applying._apply
 
-    def looked(self: CheckpointManager, *args: Any, **named: Any) -> None:
+    def looked(self: Applying, *args: Any, **named: Any) -> None:
         leases.append(len([*tmp_path.glob("readers/*.json")]))
         copy(self, *args, **named)
 
-    monkeypatch.setattr(CheckpointManager, "_apply", looked)
+    monkeypatch.setattr(Applying, "_apply", looked)
     with live.manager(tmp_path) as manager:
         manager.load(in_place=True)
     assert live.bits() == bits[0]

@@ -19,6 +19,7 @@ from holdfast.errors import CorruptData, FormatError
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.copying import LARGE_NBYTES
 from holdfast.state.unread import Table, Unread
+from holdfast.store.local import LocalStore
 
 FILES = {"a": 4096 * 3, "b": 4096 * 2}
 """Two tensor files, with their lengths."""
@@ -237,3 +238,40 @@ def test_small_tensors_of_a_model_are_not_overwritten_by_a_copy_of_it(
     assert [float(p[0].detach()) for p in model] == [float(n) for n in range(20)]
     assert all(tensor.tolist() == [-1.0] * 4 for tensor in best.values())
     assert any("is the memory of a module here" in note for note in notes)
+
+
+class Counting(LocalStore):
+    """Counts what is read of tensor files."""
+
+    nbytes = 0
+
+    def read_into(self, key: str, start: int, buffer: memoryview, **named: Any) -> None:
+        """As it is."""
+        if key.endswith(".safetensors"):
+            self.nbytes += buffer.nbytes
+        super().read_into(key, start, buffer, **named)
+
+
+@pytest.mark.parametrize("odd", [[], [nn.Parameter(torch.zeros(4))]], ids=["plain", "parameter"])
+def test_in_place_each_block_is_read_once_for_however_many_containers(
+    tmp_path: Path, odd: list[Tensor]
+) -> None:
+    def state(value: float) -> dict[str, Any]:
+        lists = {f"l{n}": [torch.full((1 << 12,), value + n)] for n in range(60)}
+        for n in range(60):
+            lists[f"l{n}"] += [torch.full((1 << 12,), value) for _ in range(20)]
+        return {"it": lists | {"odd": odd}}
+
+    with CheckpointManager(tmp_path, state(1.0), sinks=()) as manager:
+        manager.save(1).wait()
+    (file,) = tmp_path.glob("step-*/it-*.safetensors")
+    store, live = Counting(tmp_path), state(-1.0)
+    with CheckpointManager(store, live, sinks=()) as manager:
+        manager.load(in_place=True)
+    assert [float(live["it"][f"l{n}"][0][5]) for n in range(60)] == [1.0 + n for n in range(60)]
+    assert store.nbytes == file.stat().st_size + rng_nbytes(tmp_path)
+
+
+def rng_nbytes(root: Path) -> int:
+    (file,) = root.glob("step-*/rng-*.safetensors")
+    return file.stat().st_size

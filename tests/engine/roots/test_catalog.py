@@ -34,6 +34,7 @@ def test_a_resume_decides_on_the_newest_manifest_alone() -> None:
     search = Search(
         Reader(catalog=Catalog(store), state=new_run().state, workers=workers, timeout_s=60.0),
         "latest",
+        walks=True,
     )
     claim_run(store, search, takeover=False, emit=Emitter(()))
     workers.close()

@@ -44,14 +44,17 @@ class Ownership:
         check_owner(self._store, takeover=self._takeover, emit=self._emit)
 
     def take(self, choose: Callable[[], Choice]) -> None:
-        """Claim the run from the chosen checkpoint on; see `claim_run`.
+        """Claim the run from the chosen checkpoint on; see `claim_run`. When that fails nothing is
+        owned any more, nor looks as if it were.
 
         Raises:
             OwnedElsewhere: a live process owns the run.
         """
         before, self.claim = self.claim, None  # a claim of our own fences the one before off
-        claim = self._claim(choose)
-        self._end_heartbeat(is_over=before is not None and self._has_ended(), timeout_s=END_S)
+        try:
+            claim = self._claim(choose)
+        finally:
+            self._end_heartbeat(is_over=before is not None and self._has_ended(), timeout_s=END_S)
         self._heartbeat = Heartbeat(self._store, claim, self._emit)
         # A manager that is dropped without being closed must not look alive for ever.
         weakref.finalize(self, self._heartbeat.ask_to_stop)

@@ -153,6 +153,8 @@ class Reader:
     named is read at once, and by the owner of the run, who needs no lease."""
     notes: tuple[str, ...] = ()
     """Why what is read is not kept."""
+    is_mixed: bool = False
+    """Whether an earlier load has left the live state neither old nor stored."""
 
     @property
     def rejected(self) -> tuple[tuple[str, str], ...]:
@@ -347,7 +349,7 @@ class Reader:
         self._expect_sealed()
         if not catalog.ever_committed(whole=True):
             return None  # parts that side savers saved before the first whole one are no start
-        changed = "The state is mixed" if self.unusable else "Nothing was changed"
+        changed = "The state is mixed" if self.is_mixed else "Nothing was changed"
         raise NoUsableCheckpoint(
             f"{catalog.store.url}: this run has committed checkpoints and none can be used. "
             f"{changed}; name another one explicitly, or use another root",
@@ -464,13 +466,18 @@ def _register_state(catalog: Catalog, name: AttemptName) -> str:
 
 
 class Search:
-    """The choice that resume makes: read anew each time that the claim asks for it."""
+    """The choice that a load makes: read anew each time that it is asked for, as a claim does.
+
+    Of "latest", one that `walks` takes an older one where the newest cannot be used, as a resume
+    does; else what is named is taken, or what is wrong with it is raised.
+    """
 
     def __init__(
         self,
         reader: Reader,
         which: str | int,
         *,
+        walks: bool,
         options: LoadOptions | None = None,
         unhealthy: Unhealthy = "avoid",
         seen: Seen | None = None,
@@ -478,45 +485,48 @@ class Search:
         self._seen = seen
         self._reader = reader
         self._which = which
+        self._walks = walks and which == "latest"
         self._options = options if options is not None else LoadOptions()
         self._unhealthy = unhealthy
         self._announced: dict[str, str] = {}
         self._failed: set[str] = set()
+        self.is_rollback = which != "latest"
+        """Whether a person chose it, so that the run goes back."""
         self.found: Candidate | None = None
         """What was chosen last; None for a fresh start."""
 
     def __call__(self) -> Choice:
         """See `engine.claims.claim.claim_run`."""
-        is_latest = self._which == "latest"
         options = self._options
         self.found = (
             self._reader.walk(options, unhealthy=self._unhealthy)
-            if is_latest
+            if self._walks
             else self._reader.named(self._which, options)
         )
-        if is_latest and self._seen is not None:
+        if self._walks and self._seen is not None:
             entry = self.found.entry if self.found is not None else None
             self._seen.expect(entry, where=self._reader.catalog.store.url)
         return Choice(
             point=self.found.entry.reference if self.found is not None else None,
             passed_over=frozenset(self._reader.passed_over),
-            is_rollback=not is_latest,
+            is_rollback=self.is_rollback,
         )
 
     def goes_on_after(self, error: Exception) -> bool:
         """Whether another choice may serve, since what was chosen could not be read into its place:
-        itself, for errors may pass, then an older one. Until one does the state is mixed."""
+        itself, for errors may pass, then an older one. Until one does the state may be mixed."""
         if self.found is None:
             return False
+        self._reader.is_mixed |= isinstance(error, OpaqueLoadFailed)
         cause, folder = self.found.cause_of(error), self.found.entry.folder
         is_first = folder not in self._failed
         self._failed.add(folder)
         if cause is None or self._reader.turns(self.found, error):
             return cause is not None
-        if self._which != "latest" or not (is_first or is_damage(cause)):
+        if not self._walks or not (is_first or is_damage(cause)):
             return False
         if not is_first:
-            self._reader.unusable[folder] = cause
+            self._reader.unusable[folder] = self._reader.passed_over[folder] = cause
         return True
 
     def announce(self, emit: Emitter, *, reject: Callable[[str, str], None]) -> None:
@@ -530,6 +540,9 @@ class Search:
                 continue
             kind: Kind = "warning" if isinstance(error, Avoided) else "passed_over"
             emit(kind, f"passed over {folder}: {error}", folder=folder, reason=str(error))
+
+    def warn(self, emit: Emitter) -> None:
+        """Say what is wrong with what was taken, where anything is known."""
         if self.found is not None and self.found.entry.manifest.unhealthy:
             entry = self.found.entry
             reasons = ", ".join(entry.manifest.unhealthy)

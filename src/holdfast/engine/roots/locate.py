@@ -1,4 +1,4 @@
-"""What people write to name a checkpoint: `root`, `root@which`, or a checkpoint's own folder."""
+"""From what people write to name a checkpoint to its store and its manifest."""
 
 from __future__ import annotations
 
@@ -8,23 +8,13 @@ from contextlib import contextmanager
 
 from holdfast.engine.claims.leases import Kept, kept, leased
 from holdfast.engine.roots.catalog import Catalog, Entry, standalone
+from holdfast.engine.roots.sources import split_folder, split_source
 from holdfast.engine.sealed.sealing import sealing
 from holdfast.errors import UsageError
 from holdfast.events import Emitter
-from holdfast.format import layout
 from holdfast.keys import Encryption
 from holdfast.store import open_store
 from holdfast.store.base import Store
-
-
-def split_source(source: str | os.PathLike[str]) -> tuple[str, str | None]:
-    """(root, which) of `root@which`; which is None without one. A path with an @ in it that is
-    there wins."""
-    text = os.fspath(source)
-    root, at, which = text.rpartition("@")
-    if not at or os.path.isdir(text):
-        return text, None
-    return root, which
 
 
 def locate(source: str | os.PathLike[str]) -> tuple[Store, Entry]:
@@ -37,23 +27,6 @@ def locate(source: str | os.PathLike[str]) -> tuple[Store, Entry]:
     store, which, folder = _place(source)
     entry = standalone(store, folder) if folder else Catalog(store).resolve(which)
     return store, entry
-
-
-def split_folder(source: str) -> tuple[str, str]:
-    """(root, folder) of what names the folder of one checkpoint; otherwise nothing twice.
-
-    A path does when a manifest is in it, which a person may have renamed. A URL does when it ends
-    with the name of a checkpoint.
-    """
-    scheme, separator, rest = source.partition("://")
-    if separator:
-        root, slash, folder = rest.rstrip("/").rpartition("/")
-        is_named = bool(slash) and layout.parse_attempt(folder) is not None
-        return (f"{scheme}://{root}", folder) if is_named else ("", "")
-    if os.path.isfile(os.path.join(source, layout.MANIFEST)):
-        root, folder = os.path.split(os.path.abspath(source))
-        return root, folder
-    return "", ""
 
 
 @contextmanager

@@ -96,8 +96,10 @@ class TieredOwnership(Ownership):
         before = self.remote_claim
         self.remote_claim, self.remote_has_committed = None, False
         self.catalog.look_again()
-        super().take(choose)
-        self._end_remotely(before, END_S)
+        try:
+            super().take(choose)
+        finally:
+            self._end_remotely(before, END_S)
         self.remote_is_clean, self.remote_unclear = True, set()
         self._beat()
         self.after_take()
