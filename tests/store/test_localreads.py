@@ -13,7 +13,7 @@ import pytest
 from holdfast.errors import CorruptData, NotFound, StoreError
 from holdfast.store import localreads, syscalls
 from holdfast.store.local import LocalStore
-from holdfast.store.localreads import DIRECT_NBYTES_MIN, PIECE_NBYTES, OpenFile, Seen
+from holdfast.store.localreads import DIRECT_NBYTES_MIN, PIECE_NBYTES, OpenFile, OpenFiles, Seen
 from holdfast.store.syscalls import DirectAlignment, is_cached
 from holdfast.testing.store_contract import noise
 
@@ -277,6 +277,37 @@ def test_a_file_that_was_replaced_or_removed_is_not_read_on(
         with pytest.raises(NotFound):
             store.get("file", 0, 1)
         assert num_open(tmp_path) == 0
+
+
+def test_a_file_that_has_another_name_too_is_not_read_on_under_one_that_it_lost(
+    store: LocalStore, file: Path, tmp_path: Path
+) -> None:
+    """Unchanged files are names of one file, which outlives each of them."""
+    with store.keeping_open():
+        store.get("file", 0, 10)
+        os.link(file, tmp_path / "linked")
+        store.put("file", b"other bytes")
+        assert store.get("file") == b"other bytes"
+        os.link(file, tmp_path / "linked too")
+        store.delete("file")
+        with pytest.raises(NotFound):
+            store.get("file", 0, 1)
+
+
+def test_nothing_stays_open_for_a_reader_that_ends_while_a_file_is_opened(file: Path) -> None:
+    """It would hold the room of a file that is deleted later."""
+    files = OpenFiles()
+    reading = files.kept()
+    reading.__enter__()
+
+    class Late(dict[str, OpenFile]):
+        def __setitem__(self, path: str, opened: OpenFile) -> None:
+            reading.__exit__(None, None, None)
+            super().__setitem__(path, opened)
+
+    files._files = Late()
+    files.keep(str(file), OpenFile(os.open(file, os.O_RDONLY)))
+    assert num_open(file.parent) == 0
 
 
 def test_what_is_read_afresh_is_opened_anew(

@@ -72,8 +72,9 @@ class Workers:
     def start(self) -> None:
         """Start the threads now: the interpreter starts none once it has begun to exit."""
         with self._lock:
-            if not self._threads:
-                self._threads = [self._new_thread(number) for number in range(self._num_threads)]
+            # One by one, so that those that could be started count when another one cannot.
+            while len(self._threads) < self._num_threads:
+                self._threads.append(self._new_thread(len(self._threads)))
 
     def close(self) -> None:
         """Let the threads end after the jobs that are queued; no more are taken."""

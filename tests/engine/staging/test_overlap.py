@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -655,3 +657,43 @@ def test_a_weight_of_inference_mode_is_staged_before_save_returns(
             wanted = bits(state)
             manager.save(step).wait()
             assert stored(tmp_path, state, step) == wanted
+
+
+def test_a_slot_that_is_given_other_memory_while_it_is_copied_fails_the_save_alone(
+    tmp_path: Path,
+) -> None:
+    """Its old memory stays until then: who reads there by address would end the process."""
+    code = f"""
+import threading, torch
+from holdfast.engine.staging import copying
+from holdfast.errors import SaveFailed
+from holdfast.manager import CheckpointManager
+
+model = torch.nn.Linear(2000, 4000)
+optimizer = torch.optim.Adam(model.parameters())
+go, run_later = threading.Event(), copying.Copying.run_later
+
+def held(self):
+    go.wait(60)
+    run_later(self)
+
+copying.Copying.run_later = held
+state = {{"model": model, "optimizer": optimizer}}
+manager = CheckpointManager({str(tmp_path)!r}, state, overlap=True)
+for step in (1, 2):
+    model(torch.rand(2, 2000)).sum().backward()
+    optimizer.step()
+    pending = manager.save(step)
+    if step == 2:
+        for slots in optimizer.state.values():
+            slots["exp_avg"].data = slots["exp_avg"].data.clone()
+    go.set()
+    try:
+        pending.wait()
+    except SaveFailed as error:
+        print(step, "was given other memory" in str(error))
+    go.clear()
+manager.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "2 True\n"), done.stderr
