@@ -110,8 +110,6 @@ class Saver:
 
         What overlaps may still be being copied when this returns, behind the fence.
         """
-        self.workers.start()
-        self._writers.start()
         pending = PendingSave(request.timestamp.step, due, timeout_s=self.timeout_s)
         self.pending = pending
         tell = partial(
@@ -129,6 +127,8 @@ class Saver:
         write = partial(self._run, pending, staged, request, overlapped)
         self._job = None
         try:
+            self.workers.start()
+            self._writers.start()
             if overlapped is None:
                 self._job = self._background.submit(write)
             staged.copy(self.workers, min(num_cores(), MAX_COPIERS) - 1, self.timeout_s)
