@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -330,6 +331,25 @@ def test_only_some_files_stay_open(store: LocalStore, tmp_path: Path) -> None:
         for number in range(localreads._NUM_OPEN + 20):
             store.get(str(number))
         assert num_open(tmp_path) == localreads._NUM_OPEN
+
+
+def test_what_stays_open_makes_room_where_descriptors_are_few(
+    store: LocalStore, tmp_path: Path, arena: memoryview
+) -> None:
+    """A load needs no more of them than it did when it opened a file for each read."""
+    for number in range(30):
+        (tmp_path / str(number)).write_bytes(noise(DIRECT_NBYTES_MIN))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = len(os.listdir("/proc/self/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held + 10, limits[1]))
+        with store.keeping_open():
+            for number in range(30):
+                store.read_into(str(number), 0, arena[:DIRECT_NBYTES_MIN])
+                assert arena[:DIRECT_NBYTES_MIN] == noise(DIRECT_NBYTES_MIN)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert num_open(tmp_path) == 0
 
 
 def test_a_refused_kind_of_file_does_not_stay_open(store: LocalStore, tmp_path: Path) -> None:

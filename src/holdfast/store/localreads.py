@@ -114,6 +114,10 @@ class OpenFiles:
         """Have whoever reads next open the file anew."""
         self._files.pop(path, None)
 
+    def forget_all(self) -> None:
+        """Have all files be closed that nobody reads from right now."""
+        self._files.clear()
+
 
 def _is_at(path: str, file: OpenFile) -> bool:
     # Not by the number of its names: an unchanged file has one in every checkpoint that lists it.
