@@ -51,7 +51,7 @@ class Workers:
         """
         future: Future[T] = Future()
         self.start()
-        self.put(partial(_do, future, job))
+        self.put(partial(do, future, job))
         return future
 
     def put(self, task: Callable[[], None]) -> None:
@@ -100,7 +100,8 @@ def _work(jobs: _Queue) -> None:
         del task
 
 
-def _do(future: Future[Any], job: Job) -> None:
+def do(future: Future[Any], job: Job) -> None:
+    """Do a job, unless its future was cancelled, which gets its result or its error."""
     if not future.set_running_or_notify_cancel():
         return
     try:
@@ -125,7 +126,7 @@ def hand_over(*jobs: tuple[Workers, Job]) -> list[Future[Any]]:
         workers.expect_open()
     futures: list[Future[Any]] = [Future() for _ in jobs]
     tasks = [
-        (workers, partial(_do, future, job))
+        (workers, partial(do, future, job))
         for future, (workers, job) in zip(futures, jobs, strict=True)
     ]
     jobs[0][0].put(partial(_pass_on, tasks))
