@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast import errors
+from holdfast import SideSaver, errors
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.saving import save as save_module
 from holdfast.engine.staging.arena import Arena
@@ -318,6 +319,33 @@ def test_a_closed_manager_holds_no_copy_of_the_state(
         assert num_held() == before
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", ["holdfast-io", "holdfast-write", "holdfast-save"])
+def test_a_save_for_which_no_thread_can_be_started_is_due_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, overlap: bool
+) -> None:
+    """Invariant 8: it is raised, nothing is left hanging, and it does not count as made."""
+    run, start = new_run(), threading.Thread.start
+
+    def scarce(thread: threading.Thread) -> None:
+        if thread.name.startswith(name):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    run.train()
+    due = SideSaver("side", every="2step", components=["model"])
+    with run.manager(tmp_path, every="2step", savers=[due], overlap=overlap) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", scarce)
+            with pytest.raises(RuntimeError, match="new thread"):
+                manager.maybe_save(2)
+        manager.fence()
+        pending = manager.maybe_save(3)
+        assert pending is not None
+        assert pending.wait().step == 3
+        assert manager.maybe_save(3) is None
 
 
 def test_what_does_not_fit_is_reported_together_and_changes_nothing(tmp_path: Path) -> None:

@@ -122,6 +122,32 @@ def test_an_error_or_a_cancelled_job_does_not_keep_the_others_from_being_done() 
     workers.close()
 
 
+def test_threads_that_could_be_started_end_although_others_could_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each save tries again: where threads are few it must not take more of them."""
+    start, left = threading.Thread.start, [True, False, True, False]
+
+    def scarce(thread: threading.Thread) -> None:
+        if not left.pop(0):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    workers = Workers(3, "scarce")
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="new thread"):
+            workers.submit(bool)
+    left += [True]
+    assert workers.submit(bool).result(60) is False
+    started = [one for one in threading.enumerate() if one.name.startswith("scarce")]
+    assert len(started) == 3
+    workers.close()
+    for thread in started:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
 def name_of_thread() -> str:
     """Who does a job."""
     return threading.current_thread().name

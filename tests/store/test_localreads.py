@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from holdfast.errors import CorruptData, NotFound, StoreError
 from holdfast.store import localreads, syscalls
 from holdfast.store.local import LocalStore
-from holdfast.store.localreads import DIRECT_NBYTES_MIN, PIECE_NBYTES, OpenFile, Seen
+from holdfast.store.localreads import DIRECT_NBYTES_MIN, PIECE_NBYTES, OpenFile, OpenFiles, Seen
 from holdfast.store.syscalls import DirectAlignment, is_cached
 from holdfast.testing.store_contract import noise
 
@@ -279,6 +280,37 @@ def test_a_file_that_was_replaced_or_removed_is_not_read_on(
         assert num_open(tmp_path) == 0
 
 
+def test_a_file_that_has_another_name_too_is_not_read_on_under_one_that_it_lost(
+    store: LocalStore, file: Path, tmp_path: Path
+) -> None:
+    """Unchanged files are names of one file, which outlives each of them."""
+    with store.keeping_open():
+        store.get("file", 0, 10)
+        os.link(file, tmp_path / "linked")
+        store.put("file", b"other bytes")
+        assert store.get("file") == b"other bytes"
+        os.link(file, tmp_path / "linked too")
+        store.delete("file")
+        with pytest.raises(NotFound):
+            store.get("file", 0, 1)
+
+
+def test_nothing_stays_open_for_a_reader_that_ends_while_a_file_is_opened(file: Path) -> None:
+    """It would hold the room of a file that is deleted later."""
+    files = OpenFiles()
+    reading = files.kept()
+    reading.__enter__()
+
+    class Late(dict[str, OpenFile]):
+        def __setitem__(self, path: str, opened: OpenFile) -> None:
+            reading.__exit__(None, None, None)
+            super().__setitem__(path, opened)
+
+    files._files = Late()
+    files.keep(str(file), OpenFile(os.open(file, os.O_RDONLY)))
+    assert num_open(file.parent) == 0
+
+
 def test_what_is_read_afresh_is_opened_anew(
     store: LocalStore, file: Path, arena: memoryview
 ) -> None:
@@ -299,6 +331,25 @@ def test_only_some_files_stay_open(store: LocalStore, tmp_path: Path) -> None:
         for number in range(localreads._NUM_OPEN + 20):
             store.get(str(number))
         assert num_open(tmp_path) == localreads._NUM_OPEN
+
+
+def test_what_stays_open_makes_room_where_descriptors_are_few(
+    store: LocalStore, tmp_path: Path, arena: memoryview
+) -> None:
+    """A load needs no more of them than it did when it opened a file for each read."""
+    for number in range(30):
+        (tmp_path / str(number)).write_bytes(noise(DIRECT_NBYTES_MIN))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = len(os.listdir("/proc/self/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held + 10, limits[1]))
+        with store.keeping_open():
+            for number in range(30):
+                store.read_into(str(number), 0, arena[:DIRECT_NBYTES_MIN])
+                assert arena[:DIRECT_NBYTES_MIN] == noise(DIRECT_NBYTES_MIN)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert num_open(tmp_path) == 0
 
 
 def test_a_refused_kind_of_file_does_not_stay_open(store: LocalStore, tmp_path: Path) -> None:

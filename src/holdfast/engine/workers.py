@@ -51,7 +51,7 @@ class Workers:
         """
         future: Future[T] = Future()
         self.start()
-        self.put(partial(_do, future, job))
+        self.put(partial(do, future, job))
         return future
 
     def put(self, task: Callable[[], None]) -> None:
@@ -72,8 +72,9 @@ class Workers:
     def start(self) -> None:
         """Start the threads now: the interpreter starts none once it has begun to exit."""
         with self._lock:
-            if not self._threads:
-                self._threads = [self._new_thread(number) for number in range(self._num_threads)]
+            # One by one, so that those that could be started count when another one cannot.
+            while len(self._threads) < self._num_threads:
+                self._threads.append(self._new_thread(len(self._threads)))
 
     def close(self) -> None:
         """Let the threads end after the jobs that are queued; no more are taken."""
@@ -99,7 +100,8 @@ def _work(jobs: _Queue) -> None:
         del task
 
 
-def _do(future: Future[Any], job: Job) -> None:
+def do(future: Future[Any], job: Job) -> None:
+    """Do a job, unless its future was cancelled, which gets its result or its error."""
     if not future.set_running_or_notify_cancel():
         return
     try:
@@ -124,7 +126,7 @@ def hand_over(*jobs: tuple[Workers, Job]) -> list[Future[Any]]:
         workers.expect_open()
     futures: list[Future[Any]] = [Future() for _ in jobs]
     tasks = [
-        (workers, partial(_do, future, job))
+        (workers, partial(do, future, job))
         for future, (workers, job) in zip(futures, jobs, strict=True)
     ]
     jobs[0][0].put(partial(_pass_on, tasks))

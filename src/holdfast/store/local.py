@@ -296,9 +296,13 @@ class LocalStore:
             if kept is not None:
                 yield kept, os.fstat(kept.fd).st_size
                 return
-            folder, name = _split(key)
-            with self._opened(folder) as folder_fd:
-                file = OpenFile(localfiles.open_file(folder_fd, name))
+            try:
+                file = self._open(key)
+            except OSError as err:
+                if err.errno not in oserrors.NO_DESCRIPTORS:
+                    raise
+                self._files.forget_all()
+                file = self._open(key)
             is_kept = False
             try:
                 file_nbytes = localfiles.regular_nbytes(os.fstat(file.fd), what=path)
@@ -307,6 +311,11 @@ class LocalStore:
             finally:
                 if not is_kept:
                     file.close()
+
+    def _open(self, key: str) -> OpenFile:
+        folder, name = _split(key)
+        with self._opened(folder) as folder_fd:
+            return OpenFile(localfiles.open_file(folder_fd, name))
 
     def _put_new(self, folder_fd: int, name: str, content: memoryview, report: Reporting) -> None:
         if self._has_links:

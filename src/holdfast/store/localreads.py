@@ -91,9 +91,9 @@ class OpenFiles:
                 self._files.clear()
 
     def get(self, path: str) -> OpenFile | None:
-        """One that is still open, unless its file was removed meanwhile."""
+        """One that is still open, unless the path leads to another file now, or to none."""
         file = self._files.get(path)
-        if file is None or os.fstat(file.fd).st_nlink:
+        if file is None or _is_at(path, file):
             return file
         self.forget(path)
         return None
@@ -105,11 +105,25 @@ class OpenFiles:
         self._files[path] = file
         for oldest in list(self._files)[:-_NUM_OPEN]:
             self._files.pop(oldest, None)
+        if not self._readers:
+            # The last one ended just now, and may have looked before. Others may read already.
+            self._files.clear()
         return True
 
     def forget(self, path: str) -> None:
         """Have whoever reads next open the file anew."""
         self._files.pop(path, None)
+
+    def forget_all(self) -> None:
+        """Have all files be closed that nobody reads from right now."""
+        self._files.clear()
+
+
+def _is_at(path: str, file: OpenFile) -> bool:
+    # Not by the number of its names: an unchanged file has one in every checkpoint that lists it.
+    with suppress(OSError):  # whoever opens it anew says what is wrong
+        return os.path.samestat(os.stat(path), os.fstat(file.fd))
+    return False
 
 
 def fill(

@@ -20,6 +20,8 @@ from holdfast.store.base import FreeSpace
 
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 """How a file system says that it does not have an operation."""
+NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
+"""How the system says that too many files are open."""
 
 Effect = Literal["none", "maybe", "done"]
 """What a failing operation has changed so far.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.engine.checkpoint import PendingSave
+from holdfast.engine.saving import saver as saver_module
 from holdfast.engine.staging import copying, fence, image
 from holdfast.engine.staging.overlap import Mode
 from holdfast.engine.staging.staged import StagedInMemory
@@ -655,3 +658,84 @@ def test_a_weight_of_inference_mode_is_staged_before_save_returns(
             wanted = bits(state)
             manager.save(step).wait()
             assert stored(tmp_path, state, step) == wanted
+
+
+def test_a_slot_that_is_given_other_memory_while_it_is_copied_fails_the_save_alone(
+    tmp_path: Path,
+) -> None:
+    """Its old memory stays until then: who reads there by address would end the process."""
+    code = f"""
+import threading, torch
+from holdfast.engine.staging import copying
+from holdfast.errors import SaveFailed
+from holdfast.manager import CheckpointManager
+
+model = torch.nn.Linear(2000, 4000)
+optimizer = torch.optim.Adam(model.parameters())
+go, run_later = threading.Event(), copying.Copying.run_later
+
+def held(self):
+    go.wait(60)
+    run_later(self)
+
+copying.Copying.run_later = held
+state = {{"model": model, "optimizer": optimizer}}
+manager = CheckpointManager({str(tmp_path)!r}, state, overlap=True)
+for step in (1, 2):
+    model(torch.rand(2, 2000)).sum().backward()
+    optimizer.step()
+    pending = manager.save(step)
+    if step == 2:
+        for slots in optimizer.state.values():
+            slots["exp_avg"].data = slots["exp_avg"].data.clone()
+    go.set()
+    try:
+        pending.wait()
+    except SaveFailed as error:
+        print(step, "was given other memory" in str(error))
+    go.clear()
+manager.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "2 True\n"), done.stderr
+
+
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_an_interrupt_while_a_save_is_handed_over_leaves_each_save_its_own_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_queued: bool
+) -> None:
+    """I2, I3: who catches it and saves at once must not overwrite what is still being written."""
+    model = new_model()
+    optimizer = adam(model)
+    state = {"model": model, "optimizer": optimizer}
+    hand_over, write = fence.hand_over, saver_module.write
+    is_writing, may_write = threading.Event(), threading.Event()
+
+    def interrupted(*jobs: Any) -> Any:
+        if is_queued:
+            hand_over(*jobs)
+            assert is_writing.wait(60)
+        raise KeyboardInterrupt
+
+    def held(*args: Any, **options: Any) -> Any:
+        is_writing.set()
+        assert may_write.wait(60)
+        return write(*args, **options)
+
+    monkeypatch.setattr(saver_module, "write", held)
+    monkeypatch.setattr("holdfast.engine.staging.overlap.LARGE_NBYTES", 64)
+    monkeypatch.setattr(image, "LARGE_NBYTES", 64)
+    with CheckpointManager(tmp_path, state, overlap=True) as manager:
+        train(model, optimizer)
+        with monkeypatch.context() as patch:
+            patch.setattr(fence, "hand_over", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                manager.save(1)
+        pending = manager._saver.pending
+        assert pending is not None
+        assert pending.done() is not is_queued
+        may_write.set()
+        train(model, optimizer)
+        wanted = bits(state)
+        assert manager.save(2).wait().step == 2
+    assert stored(tmp_path, state, 2) == wanted

@@ -26,7 +26,7 @@ from holdfast.engine.staging.fence import Guarded, Overlapped
 from holdfast.engine.staging.overlap import NUM_THREADS, Overlap
 from holdfast.engine.staging.stage import Stager
 from holdfast.engine.staging.staged import Staged
-from holdfast.engine.workers import Workers, num_cores
+from holdfast.engine.workers import Workers, do, num_cores
 from holdfast.errors import (
     DeadlineExceeded,
     NotSealed,
@@ -110,8 +110,6 @@ class Saver:
 
         What overlaps may still be being copied when this returns, behind the fence.
         """
-        self.workers.start()
-        self._writers.start()
         pending = PendingSave(request.timestamp.step, due, timeout_s=self.timeout_s)
         self.pending = pending
         tell = partial(
@@ -129,13 +127,17 @@ class Saver:
         write = partial(self._run, pending, staged, request, overlapped)
         self._job = None
         try:
+            self.workers.start()
+            self._writers.start()
             if overlapped is None:
                 self._job = self._background.submit(write)
             staged.copy(self.workers, min(num_cores(), MAX_COPIERS) - 1, self.timeout_s)
             if overlapped is not None:
+                # Known before it is queued: an interrupt may come right after that.
+                self._job = Future()
+                job = partial(do, self._job, write)
                 # Last, because on few cores these threads take the time of this one.
-                others = overlapped.start(self.workers, NUM_THREADS, (self._background, write))
-                self._job = others[0]
+                overlapped.start(self.workers, NUM_THREADS, (self._background, job))
         except BaseException as error:
             self._not_begun(pending, staged, error)
             raise
@@ -152,6 +154,8 @@ class Saver:
             pending.staged.set_exception(error)
         else:
             self._overlapped.fail(error)
+            if self._job is not None and self._job.cancel():
+                self._job = None
         if self._job is None:
             pending.committed.set_exception(as_failure(error, pending.step))
         pending.delivered = True

@@ -44,6 +44,8 @@ class Guarded:
     addresses: Sequence[int] = ()
     samples: Sequence[bytes] | None = None
     """Some elements of each; None: not asked for."""
+    storages: Sequence[torch.UntypedStorage] = ()
+    """Held too: it is copied by address, and a tensor that is given other memory lets go of it."""
 
     @property
     def places(self) -> list[Place]:
@@ -99,6 +101,7 @@ def guard(
         versions=list(map(_VERSION, tensors)),
         addresses=list(map(Tensor.data_ptr, tensors)) if addresses is None else addresses,
         samples=list(map(sampled, tensors)) if takes_samples else None,
+        storages=list(map(Tensor.untyped_storage, tensors)),
     )
 
 
