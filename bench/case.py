@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
 from bench.child import settle
-from bench.limits import DiskProbe
+from bench.limits import DiskProbe, state_copies
 from bench.limits import measure as measure_limits
 from bench.machine import PeakMemory, disk_nbytes, drop_cache, fill_cache, written_nbytes
 from bench.peers import PEERS
@@ -84,9 +85,11 @@ def load(case: Case, reader_name: str) -> Figures:
 def limits(case: Case) -> Figures:
     """What the machine itself does with as many bytes."""
     state = build(case.spec)
-    return measure_limits(
-        state.nbytes, case.folder, num_files=SAVES, settle=lambda: _settle(case, state)
-    )
+    settle_first = partial(_settle, case, state)
+    tensors = [*state.flat().values()]
+    copies = state_copies(tensors, change=state.negate, settle=settle_first)
+    limits = measure_limits(state.nbytes, case.folder, num_files=SAVES, settle=settle_first)
+    return limits | copies
 
 
 def _saves(case: Case, *, num_saves: int, num_warmup: int, changing: float) -> Figures:

@@ -14,14 +14,16 @@ import mmap
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
+import torch
 from blake3 import blake3
+from torch import Tensor
 
 from bench.child import in_child, settle
 from bench.command import Bench
@@ -31,9 +33,11 @@ from bench.results import Figures, Results
 
 BLOCK_NBYTES = 8 * 1024 * 1024
 NUM_LINKS = 1000
+NUM_STATE_COPIES = 3
 LIMITS: Mapping[str, str] = {
     "copy_touched_s": "copy into touched memory, 1 thread",
     "copy_touched_all_s": "copy into touched memory, all threads",
+    "copy_state_s": "copy of the state's tensors as a save finds them, 1 thread",
     "copy_fresh_s": "copy into fresh memory, 1 thread",
     "fault_huge_s": "touch fresh memory, huge pages",
     "fault_small_s": "touch fresh memory, small pages",
@@ -71,6 +75,32 @@ def measure(nbytes: int, folder: Path, *, num_files: int, settle: Callable[[], N
     return found | ceilings(found)
 
 
+def state_copies(
+    tensors: Sequence[Tensor], *, change: Callable[[], object], settle: Callable[[], None]
+) -> Figures:
+    """Seconds for a memcpy of live tensors, and nothing else, as the stall of a save is measured:
+    into memory that is there, from tensors that have changed, after other work on other memory.
+
+    On a virtual machine memory that was left alone for a second may take twice as long as in
+    `copy_touched_s`, which copies at once what it has just copied.
+    """
+    target = np.frombuffer(_random_memory(sum(tensor.nbytes for tensor in tensors)), np.uint8)
+    sources = [tensor.detach().reshape(-1).view(torch.uint8).numpy() for tensor in tensors]
+    stops = np.cumsum([len(source) for source in sources]).tolist()
+    pairs = [(target[stop - len(s) : stop], s) for s, stop in zip(sources, stops, strict=True)]
+
+    def copy() -> None:
+        for into, source in pairs:
+            np.copyto(into, source)
+
+    took = []
+    for _ in range(NUM_STATE_COPIES):
+        change()
+        settle()
+        took.append(_timed(copy))
+    return {"copy_state_s": took}
+
+
 def ceilings(figures: Figures) -> dict[str, list[float]]:
     """The shortest possible times: a save is written, a staging copied, a load read, or copied
     from the page cache and digested."""
@@ -97,6 +127,8 @@ def table_of(results: Results, case: str) -> list[str]:
     lines = table(["limit", "time", "GB/s"], LIMITS, row, errors)
     link_s = results.median(case, "hard_link_s")
     lines += ["", f"A hard link, synced with {NUM_LINKS - 1} others: {seconds(link_s)}."]
+    if results.median(case, "copy_state_s") is None:
+        lines += ["No state was copied: `bench.local` does that."]
     if results.median(case, "aes_gcm_1_s") is None:
         lines += ["AES-256-GCM was not measured: the package `cryptography` is not installed."]
     return lines

@@ -106,7 +106,8 @@ class Saver:
         return self._stager.prepare(captured, overlapped=keys, is_awaited=is_awaited)
 
     def start(self, staged: Staged, request: SaveRequest, due: Due) -> PendingSave:
-        """Copy the state, while the background begins to write what is there.
+        """Copy the state, and have the background write it: beside the copy where that ends sooner
+        so for whoever waits, else after it.
 
         What overlaps may still be being copied when this returns, behind the fence.
         """
@@ -126,19 +127,26 @@ class Saver:
             pending.staged = overlapped.copied
         write = partial(self._run, pending, staged, request, overlapped)
         self._job = None
+        is_beside = overlapped is None and staged.is_early
         try:
             self.workers.start()
             self._writers.start()
-            if overlapped is None:
+            self._background.start()
+            if is_beside:
                 self._job = self._background.submit(write)
             staged.copy(self.workers, min(num_cores(), MAX_COPIERS) - 1, self.timeout_s)
-            if overlapped is not None:
+            if not is_beside:
+                # Last, because on few cores these threads take the time of this one.
                 # Known before it is queued: an interrupt may come right after that.
                 self._job = Future()
                 job = partial(do, self._job, write)
-                # Last, because on few cores these threads take the time of this one.
-                overlapped.start(self.workers, NUM_THREADS, (self._background, job))
+                if overlapped is None:
+                    self._background.put(job)
+                else:
+                    overlapped.start(self.workers, NUM_THREADS, (self._background, job))
         except BaseException as error:
+            if not is_beside and self._job is not None and self._job.cancel():
+                self._job = None
             self._not_begun(pending, staged, error)
             raise
         if overlapped is None:
@@ -154,8 +162,6 @@ class Saver:
             pending.staged.set_exception(error)
         else:
             self._overlapped.fail(error)
-            if self._job is not None and self._job.cancel():
-                self._job = None
         if self._job is None:
             pending.committed.set_exception(as_failure(error, pending.step))
         pending.delivered = True

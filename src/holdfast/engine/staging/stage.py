@@ -96,7 +96,7 @@ class Stager:
             trees={name: component.tree for name, component in components.items()},
             kinds={name: component.kind for name, component in components.items()},
             copying=Copying(now, later),
-            is_early=is_awaited or _any_apart(self._files[name] for name in components),
+            writes_early=is_awaited or _any_apart(self._files[name] for name in components),
             on_device=tuple(one.device_copy for one in later if isinstance(one, Arrival)),
         )
 

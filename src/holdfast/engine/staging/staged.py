@@ -47,6 +47,11 @@ class Staged(ABC):
 
     @property
     @abstractmethod
+    def is_early(self) -> bool:
+        """Whether blocks are written beside the copies that training waits for."""
+
+    @property
+    @abstractmethod
     def now_s(self) -> float:
         """Seconds that training waited for copies."""
 
@@ -93,12 +98,17 @@ class StagedInMemory(Staged):
     """A whole copy, in images that stay until the next save."""
 
     copying: Copying
-    is_early: bool
-    """Whether blocks are written beside the copies that training waits for."""
+    writes_early: bool
+    """See `Staged.is_early`."""
     on_device: tuple[DeviceCopy, ...] = ()
     """Those of the copies beside training that a device makes."""
     helpers: list[Future[None]] = field(default_factory=list)
     """Threads that take part in `copy`."""
+
+    @property
+    def is_early(self) -> bool:
+        """See `Staged.is_early`."""
+        return self.writes_early
 
     @property
     def now_s(self) -> float:
