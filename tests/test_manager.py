@@ -322,7 +322,7 @@ def test_a_closed_manager_holds_no_copy_of_the_state(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("name", ["holdfast-io", "holdfast-write", "holdfast-save"])
+@pytest.mark.parametrize("name", ["holdfast-io", "holdfast-disk", "holdfast-save"])
 def test_a_save_for_which_no_thread_can_be_started_is_due_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, overlap: bool
 ) -> None:

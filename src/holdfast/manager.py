@@ -757,6 +757,7 @@ class CheckpointManager:
             catalog=self._catalog,
             state=self.state,
             workers=self._saver.workers,
+            waiters=self._saver.waiters,
             timeout_s=self._saver.timeout_s,
             memory_budget=self._memory_budget,
             is_mixed=self._applying.half_loaded is not None,

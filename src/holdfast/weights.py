@@ -11,7 +11,7 @@ from holdfast.engine.checkpoint import Checkpoint, describe
 from holdfast.engine.loading.resume import LoadOptions, Reader, Rename
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.locate import located
-from holdfast.engine.workers import Workers, num_cores
+from holdfast.engine.workers import NUM_WAITERS, Workers, num_cores
 from holdfast.keys import Encryption
 from holdfast.state.edits import Edit
 from holdfast.state.selection import listed
@@ -63,13 +63,14 @@ def load_weights(
         rng=False,
         in_place=in_place,
     )
-    workers = Workers(min(2 * num_cores(), 8), "holdfast-io")
+    workers = Workers(NUM_WAITERS if in_place else min(2 * num_cores(), 8), "holdfast-io")
     try:
         with located(source, which=which, encrypt=encrypt) as (store, kept):
             reader = Reader(
                 catalog=Catalog(store),
                 state={component: model},
                 workers=workers,
+                waiters=workers,
                 timeout_s=READ_TIMEOUT_S,
             )
             found = reader.read(kept.entry, options)

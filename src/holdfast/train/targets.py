@@ -66,7 +66,11 @@ class Target:
         """
         workers = Workers(min(os.cpu_count() or 1, 4), "holdfast-io")
         reader = Reader(
-            catalog=Catalog(self.store), state=weights, workers=workers, timeout_s=READ_TIMEOUT_S
+            catalog=Catalog(self.store),
+            state=weights,
+            workers=workers,
+            waiters=workers,
+            timeout_s=READ_TIMEOUT_S,
         )
         options = LoadOptions(components=tuple(weights), rng=False, edit=edit)
         try:

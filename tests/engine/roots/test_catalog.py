@@ -32,7 +32,13 @@ def test_a_resume_decides_on_the_newest_manifest_alone() -> None:
     folders = a_run(12, store)
     workers = Workers(1, "test")
     search = Search(
-        Reader(catalog=Catalog(store), state=new_run().state, workers=workers, timeout_s=60.0),
+        Reader(
+            catalog=Catalog(store),
+            state=new_run().state,
+            workers=workers,
+            waiters=workers,
+            timeout_s=60.0,
+        ),
         "latest",
         walks=True,
     )

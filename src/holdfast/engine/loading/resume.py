@@ -141,6 +141,8 @@ class Reader:
     catalog: Catalog
     state: Mapping[str, Any]
     workers: Workers
+    waiters: Workers
+    """More threads, for reads into place, which wait for the disk."""
     timeout_s: float
     passed_over: dict[str, HoldfastError] = field(default_factory=dict)
     """Folder → why the walk did not take it, newest first."""
@@ -211,7 +213,7 @@ class Reader:
             unread=[name for name in entry.manifest.components if name not in components],
         )
         stream = Stream(
-            store, opened, workers=self.workers, timeout_s=self.timeout_s, verify=options.verify
+            store, opened, workers=self.waiters, timeout_s=self.timeout_s, verify=options.verify
         )
         rest = partial(self._read_rest, store, opened, stream, options)
         tensors = _completed(found.tensors, prepared.needed, rest)

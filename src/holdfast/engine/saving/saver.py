@@ -21,12 +21,11 @@ from holdfast.engine.roots.notes import annotate
 from holdfast.engine.saving.compressing import Compressing
 from holdfast.engine.saving.links import Links
 from holdfast.engine.saving.save import SaveRequest, digest_staged, write
-from holdfast.engine.saving.writing import NUM_WRITERS
 from holdfast.engine.staging.fence import Guarded, Overlapped
 from holdfast.engine.staging.overlap import NUM_THREADS, Overlap
 from holdfast.engine.staging.stage import Stager
 from holdfast.engine.staging.staged import Staged
-from holdfast.engine.workers import Workers, do, num_cores
+from holdfast.engine.workers import NUM_WAITERS, Workers, do, num_cores
 from holdfast.errors import (
     DeadlineExceeded,
     NotSealed,
@@ -81,7 +80,8 @@ class Saver:
         self._job: Future[None] | None = None
         self.workers = Workers(min(2 * num_cores(), 8), "holdfast-io")
         """Threads for copies, digests and reads of blocks; more than cores, because reads wait."""
-        self._writers = Workers(NUM_WRITERS, "holdfast-write")
+        self.waiters = Workers(NUM_WAITERS, "holdfast-disk")
+        """Threads that do little but wait for the disk: writes, and reads into place."""
         self.timeout_s = timeout_s
         self.pending: PendingSave | None = None
         self.standing: Entry | None = None
@@ -130,7 +130,7 @@ class Saver:
         is_beside = overlapped is None and staged.is_early
         try:
             self.workers.start()
-            self._writers.start()
+            self.waiters.start()
             self._background.start()
             if is_beside:
                 self._job = self._background.submit(write)
@@ -219,7 +219,7 @@ class Saver:
             self._overlapped = self._staged = None
         self._background.close()
         self.workers.close()
-        self._writers.close()
+        self.waiters.close()
 
     def _run(
         self,
@@ -304,7 +304,7 @@ class Saver:
                 compressing=self._compressing,
                 links=self._links,
                 workers=self.workers,
-                writers=self._writers,
+                writers=self.waiters,
                 phase=pending.phase,
                 timeout_s=self.timeout_s,
                 unclear=self._owner.unclear,

@@ -26,10 +26,6 @@ from holdfast.format.index import StoredBlocks
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.store.base import BlockWriter, Store, WritesBlocks, final_nbytes
 
-NUM_WRITERS = 8
-"""Writes under way at once. They wait for the disk: more of them than cores cost nothing, and
-one that ends finds the next already queued."""
-
 FILES_AT_ONCE = 64
 """Each holds up to three descriptors until it is on stable storage."""
 
