@@ -628,7 +628,7 @@ def test_an_interrupt_while_reads_are_begun_leaves_nobody_writing(
     live = Large(seed=2)
     before = live.bits()
     manager = live.manager(Waiting(tmp_path))
-    submit, apply = manager._saver.workers.submit, ModulePlan.apply
+    submit, apply = manager._saver.waiters.submit, ModulePlan.apply
 
     def interrupted(job: Any) -> Any:
         if len(jobs) == 2:
@@ -638,7 +638,7 @@ def test_an_interrupt_while_reads_are_begun_leaves_nobody_writing(
 
     def applied(self: ModulePlan) -> None:
         go.clear()
-        monkeypatch.setattr(manager._saver.workers, "submit", interrupted)
+        monkeypatch.setattr(manager._saver.waiters, "submit", interrupted)
         apply(self)
 
     monkeypatch.setattr(ModulePlan, "apply", applied)
