@@ -18,6 +18,8 @@ from holdfast import SideSaver, errors
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.saving import save as save_module
 from holdfast.engine.staging.arena import Arena
+from holdfast.engine.staging.copying import Copying
+from holdfast.engine.staging.staged import StagedInMemory
 from holdfast.engine.staging.waves import Pool
 from holdfast.format import layout
 from holdfast.format.records import Retired, encode_retired
@@ -297,6 +299,44 @@ def test_a_closed_manager_refuses_work(tmp_path: Path) -> None:
     manager.close()
     with pytest.raises(errors.ManagerUnusable):
         manager.save(1)
+
+
+def test_nothing_is_written_beside_a_copy_that_training_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take the memory's bandwidth, and cores; the copy comes first."""
+    manager = new_run().manager(tmp_path)
+    copy = StagedInMemory.copy
+
+    def copied(self: StagedInMemory, *args: Any) -> None:
+        # The background does one thing after the other, so it has nothing else to do.
+        manager._saver._background.submit(int).result(60)
+        copy(self, *args)
+
+    monkeypatch.setattr(StagedInMemory, "copy", copied)
+    manager.save(1).wait()
+    manager.close()
+    assert folders(tmp_path) == [found.folder for found in manager.list()]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_copy_that_fails_is_told_at_once_and_costs_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """Whether it is written beside the copy or after it."""
+    run = new_run()
+    with run.manager(tmp_path) as manager:
+        manager.save(1).wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(Copying, "run_now", _fail)
+            with pytest.raises(MemoryError):
+                manager.save(2, wait=waits)
+        manager.save(3, wait=True)
+        assert [found.step for found in manager.list()] == [3, 1]
+
+
+def _fail(*_: Any, **__: Any) -> None:
+    raise MemoryError("no room")
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"memory_budget": "32MiB"}])
