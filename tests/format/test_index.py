@@ -423,6 +423,17 @@ def test_a_wrong_tensor_is_called_by_its_name() -> None:
         read(document)
 
 
+def test_shapes_cannot_be_made_to_collide_without_end() -> None:
+    """R29: numbers have known hashes; the number of shapes that are kept is bounded."""
+    sizes = index._Sizes("the-document")
+    kinds = [("U8", (length,)) for length in range(1000)]
+    names = [str(number) for number in range(1001)]
+    assert sizes.of(names, kinds) == [*range(1000)]
+    assert len(sizes) <= 100
+    with pytest.raises(FormatError, match="tensor '1000'"):
+        sizes.of(names, [*kinds, ("F33", ())])
+
+
 def test_another_version_is_told_as_such_also_when_compact() -> None:
     with pytest.raises(UnsupportedVersion):
         read(msgspec.json.encode(sample() | {"holdfast": 2}))

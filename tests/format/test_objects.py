@@ -23,6 +23,7 @@ from tests.format.samples import is_refused, mutate
 
 from holdfast.errors import FormatError, LimitExceeded, UnsupportedState, UnsupportedVersion
 from holdfast.format import objects
+from holdfast.format.nodes import are_tensors
 from holdfast.format.objects import (
     ArrayRef,
     DeviceName,
@@ -643,6 +644,16 @@ def test_a_dict_of_tensors_is_lifted_at_once() -> None:
     found = decode_tree(encode_tree(tree), lift_tensors=lift, what="it")
     assert found == {"a": "one", "b": "two"}
     assert seen == [[*tree.values()]]
+
+
+class _Unhashable(int):
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_orders_of_tensors_are_not_hashed() -> None:
+    """R29: numbers have known hashes, and these may be of any size and many."""
+    assert are_tensors([TensorRef("a", order=(_Unhashable(1), _Unhashable(0)))])
+    assert not are_tensors([TensorRef("a", order=(_Unhashable(0), _Unhashable(1)))])
 
 
 def test_running_out_of_stack_is_one_of_our_errors() -> None:

@@ -27,6 +27,8 @@ from holdfast.store.base import Buffer
 MAX_INDEX_NBYTES = 64 * 1024 * 1024
 MAX_INDEX_VALUES = 8_000_000
 
+_MAX_KINDS = 100
+# The hashes of shapes are known: of more of them a dict could be made to need quadratic time.
 _HEX = re.compile(r"[0-9a-f]*", re.ASCII)
 _PRIME = 2**61 - 1
 _RANDOM = random.Random()  # of our own: seeded by the system, out of reach of random.seed
@@ -344,13 +346,15 @@ def _decode_component(
 
 
 class _Sizes(dict[_Kind, int]):
-    """The bytes of a kind of tensor: each that occurs is checked once, and most occur often."""
+    """The bytes of a kind of tensor: most occur often, and the first of them are kept."""
 
     def __init__(self, what: str) -> None:
         self._what = what
 
     def __missing__(self, kind: _Kind) -> int:
-        nbytes = self[kind] = _nbytes(kind, what=self._what)
+        nbytes = _nbytes(kind, what=self._what)
+        if len(self) < _MAX_KINDS:
+            self[kind] = nbytes
         return nbytes
 
     def of(self, names: Iterable[str], kinds: Sequence[_Kind]) -> list[int]:
@@ -359,9 +363,7 @@ class _Sizes(dict[_Kind, int]):
             return [*map(self.__getitem__, kinds)]
         except FormatError:
             named = zip(names, kinds, strict=True)
-            name, wrong = next(found for found in named if found[1] not in self)
-            _nbytes(wrong, what=f"{self._what}, tensor {name[:200]!r}")
-            raise
+            return [_nbytes(kind, what=f"{self._what}, tensor {n[:200]!r}") for n, kind in named]
 
 
 def _nbytes(kind: _Kind, *, what: str) -> int:
