@@ -119,8 +119,9 @@ def test_where_no_more_threads_can_start_all_is_copied_all_the_same(
         torch.zeros(4).to_sparse(),
         torch.zeros(4, device="meta"),
         nn.Buffer(torch.zeros(4)).to_mkldnn(),
+        torch._efficientzerotensor(4),
     ],
-    ids=["conjugate", "negative", "strided", "expanded", "sparse", "meta", "mkldnn"],
+    ids=["conjugate", "negative", "strided", "expanded", "sparse", "meta", "mkldnn", "zeros"],
 )
 def test_what_is_not_its_bytes_is_not_plain(odd: torch.Tensor) -> None:
     assert are_plain([torch.zeros(4), nn.Parameter(torch.zeros(2, 2)), torch.zeros(0)])

@@ -137,6 +137,7 @@ def refused() -> dict[str, tuple[Any, str]]:
         "fake": (fake, "fake tensor"),
         "bits": (torch.ones(2, dtype=torch.uint8).view(torch.bits8), "no name"),
         "freed": (freed, "storage was freed"),
+        "zeros": (torch._efficientzerotensor(2), "ZeroTensor has no memory"),
     }  # fmt: skip
 
 

@@ -395,6 +395,8 @@ def odd_one(kind: str, tensors: dict[str, Any]) -> dict[str, Any]:
             live[first] = torch.zeros(4, device="meta")
         case "freed":
             live[first].untyped_storage().resize_(0)
+        case "zeros":
+            live[first] = torch._efficientzerotensor(4)
         case "parameter":
             live[first] = nn.Parameter(torch.zeros(4))
         case "subclass":
@@ -426,6 +428,7 @@ def odd_one(kind: str, tensors: dict[str, Any]) -> dict[str, Any]:
         "inference",
         "meta",
         "freed",
+        "zeros",
         "parameter",
         "subclass",
         "number",

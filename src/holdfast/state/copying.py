@@ -38,7 +38,7 @@ _PART_LENGTH = 512
 _TYPES = frozenset({Tensor, Parameter})
 _kind = attrgetter("is_cpu", "is_nested", "layout")
 _PLAIN = (True, False, torch.strided)
-_ODD = (Tensor.is_neg, Tensor.is_conj, Tensor.is_inference)
+_ODD = (Tensor.is_neg, Tensor.is_conj, Tensor.is_inference, Tensor._is_zerotensor)
 _nbytes = attrgetter("nbytes")
 # Through `ctypes.memmove` each call would offer the interpreter to the other threads, one of which
 # keeps it for 5 ms.

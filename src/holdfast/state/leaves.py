@@ -36,6 +36,8 @@ def refusal(tensor: Tensor) -> str | None:
         return f"quantized tensors ({tensor.dtype}) cannot be saved"
     if tensor.dtype not in DTYPE_NAMES:
         return f"dtype {tensor.dtype} has no name in the format"
+    if tensor._is_zerotensor():
+        return "a ZeroTensor has no memory; save a clone of it"
     return None if _has_data(tensor) else "its storage was freed"
 
 
