@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
+from holdfast.errors import UsageError
 from holdfast.state.unread import Source, Stored, Unread
 
 T = TypeVar("T")
@@ -164,10 +165,14 @@ def copy_bytes(live: Sequence[Tensor], addresses: list[int], nbytes: list[int]) 
     """Copy so many bytes from each address into plain tensors of that size.
 
     The threads of this process stand still meanwhile.
+
+    Raises:
+        UsageError: one has another size, as when it was resized since; it is left as it is.
     """
     for some in in_parts(len(live)):
         targets, counts = live[some], nbytes[some]
-        assert [*map(_nbytes, targets)] == counts, "the bytes are those of other tensors"
+        if [*map(_nbytes, targets)] != counts:
+            raise UsageError("a live tensor has another size than the bytes for it")
         torch.autograd.graph.increment_version(targets)
         copies = map(_memmove, map(Tensor.data_ptr, targets), addresses[some], counts)
         deque(copies, maxlen=0)
