@@ -227,7 +227,7 @@ class Record(msgspec.Struct, omit_defaults=True):
 
 
 def loads_as(text: bytes, **limits: int) -> Record | None:
-    return strictjson.loads_as(text, Record, what="it", **({"max_nbytes": 1000} | limits))
+    return strictjson.loads_as(text, Record, **({"max_nbytes": 1000} | limits))
 
 
 def test_a_text_that_is_written_as_the_record_is_becomes_one() -> None:

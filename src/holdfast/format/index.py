@@ -237,7 +237,7 @@ def decode_index(data: Buffer, *, files: Mapping[str, FileEntry], what: str) -> 
 
 def _decode_document(data: Buffer, *, what: str) -> _Document:
     limits = {"max_nbytes": MAX_INDEX_NBYTES, "max_values": MAX_INDEX_VALUES}
-    document = strictjson.loads_as(data, _Document, what=what, **limits)
+    document = strictjson.loads_as(data, _Document, **limits)
     if document is not None and document.holdfast == FORMAT_VERSION:
         return document
     value = strictjson.loads(data, what=what, **limits)

@@ -160,7 +160,7 @@ def decode_tree(
         FormatError: anything that the format does not allow.
     """
     decoder = _Decoder(lift, lift_tensors, what)
-    tensors = _decode_tensors(data, what=what)
+    tensors = _decode_tensors(data)
     if tensors is not None:
         return decoder.lifted_dict(tensors)
     document = strictjson.loads(
@@ -182,10 +182,10 @@ class _Tensors(msgspec.Struct):
     tree: dict[str, TensorRef]
 
 
-def _decode_tensors(data: Buffer, *, what: str) -> dict[str, TensorRef] | None:
+def _decode_tensors(data: Buffer) -> dict[str, TensorRef] | None:
     """The tree when it is a dict of nothing but tensors, as a writer writes it; else None."""
     document = strictjson.loads_as(
-        data, _Tensors, what=what, max_nbytes=MAX_TREE_NBYTES, max_values=MAX_TREE_VALUES
+        data, _Tensors, max_nbytes=MAX_TREE_NBYTES, max_values=MAX_TREE_VALUES
     )
     if document is None or document.holdfast != FORMAT_VERSION:
         return None

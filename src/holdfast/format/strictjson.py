@@ -61,7 +61,6 @@ def loads_as(
     data: Buffer,
     type_: type[T],
     *,
-    what: str,
     max_nbytes: int,
     max_values: int = MAX_VALUES,
 ) -> T | None:
