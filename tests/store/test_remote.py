@@ -240,6 +240,7 @@ def on_a_warning(action: Callable[[], object]) -> Iterator[None]:
 
 
 ONE_BYTE = {"Content-Range": "bytes 0-0/1", "ETag": '"1"'}
+CUT = {"Content-Length": "9", "Connection": "close"}
 ASKS: dict[str, Callable[[RemoteStore], object]] = {
     "children": lambda store: store.children(),
     "head": lambda store: store.head("a"),
@@ -344,8 +345,18 @@ def test_nothing_is_told_of_a_service_that_has_answered(caplog: pytest.LogCaptur
         (lambda store: store.put("a", b"x", if_absent=True), Answer(headers={"ETag": '"1"'})),
         (lambda store: store.put("a", b"x", if_absent=True), refusal(412, "PreconditionFailed")),
         (lambda store: store.get("a", 0, 2), Answer(status=206, body=b"x", headers=ONE_BYTE)),
+        (lambda store: store.get("a"), Answer(body=b"x", headers=CUT)),
+        (lambda store: store.children(), Answer(body=b"x", headers=CUT)),
     ],
-    ids=["list", "refused list", "new put", "refused new put", "range beyond the end"],
+    ids=[
+        "list",
+        "refused list",
+        "new put",
+        "refused new put",
+        "range beyond the end",
+        "object that broke off",
+        "list that broke off",
+    ],
 )
 def test_whatever_it_answered_first_it_has_answered(
     ask: Callable[[RemoteStore], object], answer: Answer, caplog: pytest.LogCaptureFixture

@@ -293,11 +293,11 @@ class Api:
                 raise
             except Exception as error:
                 failure = read_failure(error)
-                if failure.network and not patience.is_over():
+                if failure.is_silence and not patience.is_over():
                     self._tell_of_silence(failure)
                     patience.pause()
                     continue
-                if failure.network or failure.is_final:
+                if failure.is_silence or failure.is_final:
                     raise
                 self._note_answer(failure)
                 break
@@ -308,7 +308,7 @@ class Api:
 
     def _note_answer(self, failure: Failure) -> None:
         """A refusal is an answer too; that there are no credentials, say, is none."""
-        if failure.status is not None:
+        if failure.is_answer:
             self._has_answered = True
 
     def _tell_of_silence(self, failure: Failure) -> None:
@@ -336,7 +336,7 @@ class Api:
         failure = read_failure(error)
         self._note_answer(failure)
         refused = as_store_error(failure, operation, self.url(key), who=who)
-        if failure.network and not self._has_answered:
+        if failure.is_silence and not self._has_answered:
             return TransientStoreError(f"{refused}. Nobody has answered there. {self.place.advice}")
         return refused
 
