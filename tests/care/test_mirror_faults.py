@@ -333,3 +333,18 @@ def test_what_cannot_be_sent_at_all_is_raised_though_others_arrive(local: LocalS
     with pytest.raises(errors.UploadFailed, match="not sent"):
         manager.close()
     assert [n.state for n in Ledger(local).waiting().values() if n] == ["refused"]
+
+
+def test_what_was_not_sent_is_told_also_after_a_resume_that_failed(local: LocalStore) -> None:
+    """Which gives the run up, and with it the uploads."""
+    remote, tiny = Switch(), Tiny()
+    tiered = Tiered(local, remote, on_upload_failure="raise", close_timeout_s=0.1)
+    manager = unopened(tiered, tiny)
+    manager.resume()
+    remote.error = TransientStoreError("away")
+    saved(manager, tiny, 1)
+    with pytest.raises(errors.NoCheckpoint):
+        manager.resume("mistyped")
+    assert not manager.is_owner
+    with pytest.raises(errors.UploadFailed, match="not sent: 1 checkpoints"):
+        manager.close()

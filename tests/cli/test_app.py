@@ -228,6 +228,19 @@ def test_an_interrupt_before_the_command_ends_quietly_too() -> None:
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "imported")
 
 
+def test_an_error_of_ours_is_not_taken_for_an_interrupt(root: Path) -> None:
+    """click takes `EOFError` for one."""
+    broken = (
+        "from holdfast.store.local import LocalStore\n"
+        "def children(self, folder=''):\n"
+        "    raise EOFError('broke off')\n"
+        "LocalStore.children = children\n"
+    )
+    done = in_a_process("ls", root, code=broken)
+    assert done.returncode == 1
+    assert "EOFError: broke off" in done.stderr
+
+
 def test_an_interrupt_in_the_middle_of_a_report_ends_quietly(root: Path) -> None:
     interrupt = (
         "import os, signal\n"

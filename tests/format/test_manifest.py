@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
 import random
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +328,21 @@ def test_a_manifest_of_50_000_files_is_read() -> None:
     data = manifest.encode_manifest(large)
     assert len(data) < manifest.MAX_MANIFEST_NBYTES
     assert manifest.decode_register(data, what="w") == large
+
+
+def test_names_that_are_refused_are_not_remembered() -> None:
+    """Invariant 5: a root may hold thousands of manifests with other long names in each."""
+    tracemalloc.start()
+    try:
+        for number in range(20):
+            name = f"{number}{'x' * 1_000_000}"
+            file = members_of(MANIFEST)["files"]["model-00000.safetensors"]
+            with pytest.raises(FormatError):
+                read(changed("files", name, to=file))
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < 4_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_records_cannot_be_changed() -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from holdfast.errors import (
     AccessDenied,
     CorruptData,
+    HoldfastError,
     NotFound,
     TransientStoreError,
     UnsupportedStore,
@@ -238,12 +239,16 @@ def on_a_warning(action: Callable[[], object]) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
+ONE_BYTE = {"Content-Range": "bytes 0-0/1", "ETag": '"1"'}
+CUT = {"Content-Length": "9", "Connection": "close"}
 ASKS: dict[str, Callable[[RemoteStore], object]] = {
     "children": lambda store: store.children(),
     "head": lambda store: store.head("a"),
     "get": lambda store: store.get("a"),
     "range": lambda store: store.get("a", 1, 2),
     "put": lambda store: store.put("a", b"x"),
+    "list": lambda store: [*store.list()],
+    "delete": lambda store: store.delete("a"),
 }
 
 
@@ -328,6 +333,43 @@ def test_nothing_is_told_of_a_service_that_has_answered(caplog: pytest.LogCaptur
         answers.next_ones = [RESET, RESET]
         assert store.get("a") == b"x"
         assert len(answers.asked) == 4
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("s3_credentials")
+@pytest.mark.parametrize(
+    ("ask", "answer"),
+    [
+        (lambda store: [*store.list()], Answer(body=b"<ListBucketResult/>")),
+        (lambda store: [*store.list()], refusal(403, "AccessDenied")),
+        (lambda store: store.put("a", b"x", if_absent=True), Answer(headers={"ETag": '"1"'})),
+        (lambda store: store.put("a", b"x", if_absent=True), refusal(412, "PreconditionFailed")),
+        (lambda store: store.get("a", 0, 2), Answer(status=206, body=b"x", headers=ONE_BYTE)),
+        (lambda store: store.get("a"), Answer(body=b"x", headers=CUT)),
+        (lambda store: store.children(), Answer(body=b"x", headers=CUT)),
+    ],
+    ids=[
+        "list",
+        "refused list",
+        "new put",
+        "refused new put",
+        "range beyond the end",
+        "object that broke off",
+        "list that broke off",
+    ],
+)
+def test_whatever_it_answered_first_it_has_answered(
+    ask: Callable[[RemoteStore], object], answer: Answer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with answering() as (endpoint, answers):
+        store = store_at(endpoint, retry_s=0.5)
+        answers.then = answer
+        with suppress(HoldfastError):
+            ask(store)
+        answers.then = RESET
+        with pytest.raises(TransientStoreError) as raised:
+            store.get("a")
+        assert "Nobody has answered" not in str(raised.value)
     assert not caplog.records
 
 

@@ -240,7 +240,7 @@ class Mirror(Uploads):
         self._workers.close()
         if self._lost is not None and not self._is_lost_told:
             raise self._lost
-        if self._backlog.folders and self._owner.claim is not None:
+        if self._backlog.folders:
             self._tell_left()
 
     def _tell_left(self) -> None:

@@ -22,7 +22,9 @@ def run() -> NoReturn:
     """Run the command line of this process and exit."""
     try:
         code = app.main(prog_name="holdfast", standalone_mode=False)
-    except click.Abort:
+    except click.Abort as abort:
+        if not isinstance(abort.__cause__, KeyboardInterrupt):
+            raise  # click takes EOFError for the end of what somebody types; here nobody does
         code = Code.INTERRUPTED
     except click.ClickException as error:
         error.show()

@@ -33,6 +33,7 @@ CODEC_SUFFIXES: Mapping[str, str] = types.MappingProxyType(
 )
 """What the names of files that a codec made end with."""
 
+_SUFFIXES = frozenset(CODEC_SUFFIXES.values())
 _SUFFIX = re.compile(r"\.([0-9]{4,10})-([0-9]{6,12})-([0-9a-f]{8})$", re.ASCII)
 _LABEL = re.compile(r"[A-Za-z0-9_=+\-][A-Za-z0-9._=+\-]*", re.ASCII)
 _COMPONENT = re.compile(r"[a-z0-9_\-]{1,64}", re.ASCII)
@@ -271,11 +272,11 @@ def stored_file(name: str, codec: str) -> str:
     return name + CODEC_SUFFIXES[codec]
 
 
-@_repeated
 def plain_file(name: str) -> str:
     """Name of a component's file without the suffix of a codec."""
-    suffix = next((text for text in CODEC_SUFFIXES.values() if name.endswith(text)), "")
-    return name.removesuffix(suffix)
+    # Remembers nothing: it is asked before the name is checked, which may be of any length.
+    plain, dot, suffix = name.rpartition(".")
+    return plain if dot + suffix in _SUFFIXES else name
 
 
 @_repeated

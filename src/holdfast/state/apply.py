@@ -62,33 +62,49 @@ class Prepared:
         }
         """Component -> keys of the tensors whose bytes `apply` wants."""
         self.notes = notes
-        """What is left out, and what cannot be restored exactly; complete after `apply`."""
+        """What is left out, and what cannot be restored exactly; complete after `ready`."""
+        self._is_ready = False
 
-    def apply(self, tensors: Mapping[str, Mapping[str, Stored]]) -> None:
-        """Put the stored values into the live objects. Call it once.
+    def ready(self, tensors: Mapping[str, Mapping[str, Stored]]) -> None:
+        """Do all that is left to do before anything changes: make what is new, and ask the objects
+        that can tell whether it fits. Call it once.
 
         `tensors` holds CPU tensors of the true dtype and shape. They become ours: those that
         have memory of their own may be kept as they are. Those that are yet to be read come into
         the live tensors block by block.
 
         Raises:
-            FormatError: a stored value is not valid; nothing was changed.
-            MismatchError: one live tensor would get two values; nothing was changed.
+            FormatError: a stored value is not valid.
+            StoreError: what is needed of what was yet to be read cannot be.
+            MismatchError: one live tensor would get two values.
+        """
+        claims = Claims(self._protected)
+        for name, plan in self._unapplied().items():
+            plan.prepare(tensors.get(name, {}), claims)
+        self.notes += claims.notes
+        self._is_ready = True
+
+    def apply(self, tensors: Mapping[str, Mapping[str, Stored]]) -> None:
+        """Put the stored values into the live objects. Call it once; it makes them `ready` first,
+        where nobody has, and raises what that does, before anything is changed.
+
+        Raises:
             OpaqueLoadFailed: something failed when other state was already replaced; what is
                 wrong with what was yet to be read, among it.
         """
-        if self._plans is None:
-            raise UsageError("this load was applied before; prepare another")
-        # The plans hold on to the read buffers, so they go when they are done.
-        plans, self._plans = self._plans, None
-        claims = Claims(self._protected)
-        for name, plan in plans.items():
-            plan.prepare(tensors.get(name, {}), claims)
-        self.notes += claims.notes
+        plans = self._unapplied()
+        if not self._is_ready:
+            self.ready(tensors)
+        self._plans = None  # they hold on to the read buffers, so they go when they are done
         for name, plan in plans.items():
             _run(name, plan.apply)
         for name, plan in sorted(plans.items(), key=lambda item: item[1].turn):
             _run(name, plan.finish)
+
+    def _unapplied(self) -> Mapping[str, Plan]:
+        if self._plans is None:
+            raise UsageError("this load was applied before; prepare another")
+        return self._plans
 
 
 def _run(component: str, action: Callable[[], None]) -> None:

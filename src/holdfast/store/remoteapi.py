@@ -113,6 +113,7 @@ class Api:
         while True:
             try:
                 self._obs.put(store, key, content, mode="create", use_multipart=False)
+                self._has_answered = True
                 return
             except Exception as error:
                 failure = read_failure(error)
@@ -198,21 +199,24 @@ class Api:
                 yield from unordered
                 return
             except TransientStoreError:
-                if patience.is_over():
+                # For a first answer `_ask` has waited already.
+                if not self._has_answered or patience.is_over():
                     raise
             patience.pause()
 
     def _pages(self, folder: str, after: str | None) -> Iterator[Any]:
         """Pages of a list. obstore repeats what got no reply, not what broke off in a reply."""
-        with self._request("list", folder):
-            store = self.clients().plain
+
+        def begin(store: Any) -> tuple[Iterator[Any], Any]:
             pages = self._obs.list(store, folder or None, offset=after, chunk_size=_PAGE)
-        while True:
+            return pages, next(pages, None)
+
+        with self._request("list", folder):
+            pages, page = self._ask(begin)
+        while page is not None:
+            yield page
             with self._request("list", folder):
                 page = next(pages, None)
-            if page is None:
-                return
-            yield page
 
     def names(self, folder: str) -> set[str]:
         """Names directly in a folder ("" is the root); those of folders end with a slash."""
@@ -237,7 +241,8 @@ class Api:
 
     def _delete(self, keys: Sequence[str]) -> None:
         with self._request("delete", keys[0]):
-            self._obs.delete(self.clients().plain, [*keys] if len(keys) > 1 else keys[0])
+            asked = [*keys] if len(keys) > 1 else keys[0]
+            self._ask(lambda store: self._obs.delete(store, asked))
 
     def delete_quietly(self, key: str) -> None:
         """Delete an object; a failure leaves junk."""
@@ -284,20 +289,27 @@ class Api:
             try:
                 found = request(clients.once)
             except HoldfastError:
+                self._has_answered = True  # it judges what came
                 raise
             except Exception as error:
                 failure = read_failure(error)
-                if failure.network and not patience.is_over():
+                if failure.is_silence and not patience.is_over():
                     self._tell_of_silence(failure)
                     patience.pause()
                     continue
-                self._has_answered = self._has_answered or not failure.network
-                if failure.network or failure.is_final:
+                if failure.is_silence or failure.is_final:
                     raise
+                self._note_answer(failure)
+                break
             else:
                 self._has_answered = True
                 return found
         return request(clients.plain)
+
+    def _note_answer(self, failure: Failure) -> None:
+        """A refusal is an answer too; that there are no credentials, say, is none."""
+        if failure.is_answer:
+            self._has_answered = True
 
     def _tell_of_silence(self, failure: Failure) -> None:
         if not self._has_told:
@@ -322,8 +334,9 @@ class Api:
     def _refused(self, operation: str, key: str, error: Exception) -> HoldfastError:
         who = self._clients.who if self._clients is not None else "nothing yet"
         failure = read_failure(error)
+        self._note_answer(failure)
         refused = as_store_error(failure, operation, self.url(key), who=who)
-        if failure.network and not self._has_answered:
+        if failure.is_silence and not self._has_answered:
             return TransientStoreError(f"{refused}. Nobody has answered there. {self.place.advice}")
         return refused
 

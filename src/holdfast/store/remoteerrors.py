@@ -117,6 +117,16 @@ class Failure:
         return self.status is None or self.status >= 500
 
     @property
+    def is_answer(self) -> bool:
+        """Whether the service was reached: a reply has come, or the beginning of one."""
+        return self.status is not None or "response body" in self.reason
+
+    @property
+    def is_silence(self) -> bool:
+        """Whether it was a failure of the network, and nothing says that anybody is there."""
+        return bool(self.network) and not self.is_answer
+
+    @property
     def is_final(self) -> bool:
         """Whether the reply says that the request itself is wrong: again it would get the same."""
         return self.status in range(400, 500) and self.status not in _PASSING

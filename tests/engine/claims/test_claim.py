@@ -20,6 +20,7 @@ from holdfast.engine.claims.claim import (
     nothing_in_flight,
     put_closed,
 )
+from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.claims.process import liveness, this_process
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.events import Emitter
@@ -91,6 +92,35 @@ def test_what_was_committed_before_the_claim_is_not_left_behind(tmp_path: Path) 
     assert claim.resumed_from is not None
     assert claim.resumed_from.order == (1, 2)
     owner.close()
+
+
+def test_a_claim_that_comes_to_nothing_keeps_nobody_away(tmp_path: Path) -> None:
+    """Its process may live on for long, and others on its host would be refused."""
+    run, store = new_run(), LocalStore(tmp_path)
+    with run.manager(tmp_path, preflight=False) as manager:
+        manager.save(1).wait()
+    choices = iter([Choice(point=None)])  # which is found wrong when the claim is put
+
+    def choose() -> Choice:
+        for choice in choices:
+            return choice
+        raise errors.MismatchError("what is there")
+
+    owner = Ownership(store, takeover=False, emit=QUIET)
+    with pytest.raises(errors.MismatchError):
+        owner.take(choose)
+    assert owner.claim is None
+    assert Catalog(store).highest_epoch() == 2
+    another = (
+        "import sys\n"
+        "from holdfast.engine.claims.claim import check_owner\n"
+        "from holdfast.events import Emitter\n"
+        "from holdfast.store.local import LocalStore\n"
+        "check_owner(LocalStore(sys.argv[1]), takeover=False, emit=Emitter(()))\n"
+    )
+    command = [sys.executable, "-c", another, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_uncommitted_claim_of_the_latest_moves_nothing(tmp_path: Path) -> None:

@@ -220,3 +220,67 @@ def test_retention_keeps_the_newest_healthy_one_until_another_is_there() -> None
         story.save(manager, 6)
         manager.wait()
         assert [entry.step for entry in Catalog(story.store).checkpoints()] == [6, 4]
+
+
+class Choosy:
+    """An object that can tell whether what is stored fits."""
+
+    def __init__(self, refusal: Exception | None = None) -> None:
+        self.refusal = refusal
+        self.value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        errors.MismatchError("it"),
+        errors.UsageError("another length"),
+        errors.FormatError("odd"),
+        ValueError("no"),
+    ],
+    ids=lambda refusal: type(refusal).__name__,
+)
+def test_what_an_object_refuses_is_not_claimed_and_the_state_is_whole(refusal: Exception) -> None:
+    """Else a save could begin the run anew in the place of the checkpoints that are there."""
+    store = MemoryStore()
+    with CheckpointManager(store, {"object": Choosy()}, preflight=False) as manager:
+        manager.save(5).wait()
+    live = Choosy(refusal)
+    with CheckpointManager(store, {"object": live}, preflight=False) as manager:
+        for _ in range(2):
+            with pytest.raises(type(refusal)):
+                manager.resume()
+            assert not manager.is_owner
+            assert Catalog(store).highest_epoch() == 1
+            with pytest.raises(errors.UsageError, match="holds the checkpoints of a run"):
+                manager.save(1)
+        assert not any(entry.marks.rejected for entry in Catalog(store).checkpoints())
+        live.refusal = None
+        found = manager.resume()
+        assert found is not None
+        assert (found.step, found.rejected) == (5, ())
+
+
+def test_what_an_object_refuses_leaves_the_run_where_it_stands() -> None:
+    store, live = MemoryStore(), Choosy()
+    with CheckpointManager(store, {"object": live}, preflight=False) as manager:
+        for step in (1, 2):
+            live.value = step
+            manager.save(step).wait()
+        live.refusal = errors.UsageError("another length")
+        with pytest.raises(errors.UsageError, match="another length"):
+            manager.load("step=1")
+        live.value = 3
+        assert manager.save(3).wait().step == 3
+    entry = Catalog(store).resolve()
+    assert (entry.step, entry.name.epoch, entry.name.sequence) == (3, 1, 3)

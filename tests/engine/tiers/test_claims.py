@@ -10,6 +10,7 @@ import pytest
 
 from holdfast import errors
 from holdfast.care.prune import prune
+from holdfast.engine.claims.claim import Choice, is_closed
 from holdfast.engine.claims.process import this_process
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.claims import share_claims
@@ -295,6 +296,31 @@ def test_a_second_resume_of_a_manager_claims_again(
         saved(manager, tiny, 10)
     assert steps_in(remote) == [10, 9, 2, 1]
     assert Catalog(remote).claims() == (3, 2, 1)
+
+
+def test_a_claim_that_comes_to_nothing_is_closed_in_both_tiers(
+    machines: tuple[LocalStore, LocalStore],
+) -> None:
+    remote, tiny = MemoryStore("remote"), Tiny()
+    tiered = Tiered(machines[0], remote)
+    with opened(tiered, tiny) as manager:
+        saved(manager, tiny, 1)
+    choices = iter([Choice(point=None)])  # which is found wrong when the claim is put
+
+    def choose() -> Choice:
+        for choice in choices:
+            return choice
+        raise errors.MismatchError("what is there")
+
+    with opened(tiered, tiny) as manager:
+        with pytest.raises(errors.MismatchError):
+            manager._owner.take(choose)
+        for store in (machines[0], remote):
+            assert Catalog(store).highest_epoch() == 2
+            assert is_closed(store, 2)
+        manager.resume()
+        saved(manager, tiny, 2)
+    assert steps_in(remote) == [2, 1]
 
 
 def test_a_blip_while_it_is_chosen_does_not_set_the_run_back(

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +24,7 @@ from holdfast.errors import (
     CommitConflict,
     DeadlineExceeded,
     FormatError,
+    HoldfastError,
     NoCheckpoint,
     OwnedElsewhere,
     SealError,
@@ -165,18 +167,37 @@ def claim_run(
     """Claim the run from a chosen checkpoint on.
 
     `choose` is asked again when another claim came first, when its choice is being deleted, and
-    when an earlier writer committed something newer before the claim fenced it off.
+    when an earlier writer committed something newer before the claim fenced it off. When that
+    fails, so that what was put already is of no use, it is closed.
 
     Raises:
         OwnedElsewhere: a live process owns the run.
     """
-    for _ in range(_MAX_RACES):
-        after = check_owner(store, takeover=takeover, emit=emit)
-        choice = choose()
-        claim = _put_claim(store, after, choice, takeover=takeover)
-        if claim is not None and is_still_right(Catalog(store), claim, choice):
-            return claim
-    raise OwnedElsewhere(f"{store.url}: lost the race for the run {_MAX_RACES} times")
+    with closed_unless_used(lambda claim: put_closed(store, claim)) as put:
+        for _ in range(_MAX_RACES):
+            after = check_owner(store, takeover=takeover, emit=emit)
+            choice = choose()
+            claim = _put_claim(store, after, choice, takeover=takeover)
+            if claim is None:
+                continue
+            put.append(claim)
+            if is_still_right(Catalog(store), claim, choice):
+                return claim
+        raise OwnedElsewhere(f"{store.url}: lost the race for the run {_MAX_RACES} times")
+
+
+@contextmanager
+def closed_unless_used(close: Callable[[Claim], None]) -> Iterator[list[Claim]]:
+    """Gives a list for the claims that are put in the block, and closes the last of them when it
+    fails: it would keep others away for as long as this process lives, which does not have it."""
+    put: list[Claim] = []
+    try:
+        yield put
+    except BaseException:
+        if put:
+            with suppress(HoldfastError):  # the error that counts is on its way
+                close(put[-1])
+        raise
 
 
 def _put_claim(store: Store, after: int, choice: Choice, *, takeover: bool) -> Claim | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from holdfast.engine.claims.claim import Settled
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.loading.resume import Candidate, Search
-from holdfast.errors import FormatError, ManagerUnusable, MismatchError, StoreError
+from holdfast.errors import ManagerUnusable, MismatchError
 from holdfast.events import Emitter
 from holdfast.state.apply import OpaqueLoadFailed
 
@@ -86,7 +86,7 @@ class Applying:
         """Whether it was applied; False where another choice may serve."""
         try:
             self._apply(found)
-        except (OpaqueLoadFailed, FormatError, StoreError) as error:
+        except OpaqueLoadFailed as error:
             goes_on = search.goes_on_after(error)
             search.announce(self._emit, reject=self._reject)  # under the claim that found it
             if not goes_on:
@@ -97,8 +97,6 @@ class Applying:
     def _apply(self, found: Candidate) -> None:
         try:
             found.prepared.apply(found.tensors)
-        except (FormatError, MismatchError, StoreError):
-            raise  # found before anything was changed
         except BaseException as error:
             self.half_loaded = f"loading {found.entry.folder} was cut short by {error!r}"
             raise

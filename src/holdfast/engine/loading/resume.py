@@ -499,12 +499,8 @@ class Search:
 
     def __call__(self) -> Choice:
         """See `engine.claims.claim.claim_run`."""
-        options = self._options
-        self.found = (
-            self._reader.walk(options, unhealthy=self._unhealthy)
-            if self._walks
-            else self._reader.named(self._which, options)
-        )
+        while not self._has_found():
+            pass
         if self._walks and self._seen is not None:
             entry = self.found.entry if self.found is not None else None
             self._seen.expect(entry, where=self._reader.catalog.store.url)
@@ -513,6 +509,24 @@ class Search:
             passed_over=frozenset(self._reader.passed_over),
             is_rollback=self.is_rollback,
         )
+
+    def _has_found(self) -> bool:
+        """Whether there is a choice that only has to be applied, or none at all; False where
+        another one may serve."""
+        self.found = (
+            self._reader.walk(self._options, unhealthy=self._unhealthy)
+            if self._walks
+            else self._reader.named(self._which, self._options)
+        )
+        if self.found is not None:
+            try:
+                # Here, because a claim must not go on from what an object refuses.
+                self.found.prepared.ready(self.found.tensors)
+            except (FormatError, StoreError) as error:
+                if not self.goes_on_after(error):
+                    raise
+                return False
+        return True
 
     def goes_on_after(self, error: Exception) -> bool:
         """Whether another choice may serve, since what was chosen could not be read into its place:

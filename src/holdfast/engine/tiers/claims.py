@@ -18,11 +18,13 @@ from holdfast.engine.claims.claim import (
     Claim,
     Heartbeat,
     check_owner,
+    closed_unless_used,
     committed,
     epoch_after,
     is_still_right,
     new_writer,
     nothing_in_flight,
+    put_closed,
 )
 from holdfast.engine.claims.owner import END_S, Ownership, left_s
 from holdfast.engine.claims.process import liveness
@@ -156,20 +158,29 @@ class TieredOwnership(Ownership):
 
     def _claim(self, choose: Callable[[], Choice]) -> Claim:
         is_reachable = self._is_reachable()
-        for _ in range(_MAX_RACES):
-            if is_reachable:
-                self.catalog.look_again()
-            try:
-                claim = self._try_claim(choose, is_reachable=is_reachable)
-            except _CutOff as error:
-                self._go_without(error.cause)
-                is_reachable = False
-                continue
-            if claim is not None:
-                return claim
-        raise OwnedElsewhere(f"{self._store.url}: lost the race for the run {_MAX_RACES} times")
+        with closed_unless_used(self._close_unused) as put:
+            for _ in range(_MAX_RACES):
+                if is_reachable:
+                    self.catalog.look_again()
+                try:
+                    claim = self._try_claim(choose, put, is_reachable=is_reachable)
+                except _CutOff as error:
+                    self._go_without(error.cause)
+                    is_reachable = False
+                    continue
+                if claim is not None:
+                    return claim
+            raise OwnedElsewhere(f"{self._store.url}: lost the race for the run {_MAX_RACES} times")
 
-    def _try_claim(self, choose: Callable[[], Choice], *, is_reachable: bool) -> Claim | None:
+    def _close_unused(self, claim: Claim) -> None:
+        there, self.remote_claim = self.remote_claim, None
+        put_closed(self._store, claim)
+        if there == claim:
+            put_closed(self._remote, claim)
+
+    def _try_claim(
+        self, choose: Callable[[], Choice], put: list[Claim], *, is_reachable: bool
+    ) -> Claim | None:
         """As `engine.claims.claim.claim_run` does in one tier; None: somebody was first."""
         after = self._judge(is_reachable=is_reachable)
         choice = choose()
@@ -177,7 +188,10 @@ class TieredOwnership(Ownership):
             # What was chosen without the remote tier must not be claimed there unlooked at.
             raise _CutOff(self.catalog.cut_off)
         claim = self._put(after, choice, is_reachable=is_reachable)
-        if claim is None or not is_still_right(self.catalog, claim, choice):
+        if claim is None:
+            return None
+        put.append(claim)
+        if not is_still_right(self.catalog, claim, choice):
             return None
         if self.remote_claim is not None and self.catalog.cut_off is not None:
             return None  # the second look saw one tier only
