@@ -228,13 +228,13 @@ def test_a_resume_and_a_delay_are_recorded_with_the_next_save(loop: Loop, clock:
     loop.steps(40)
     loop.manager.close()
     with loop.run.manager(loop.manager.store, every=Auto(mtbf="6h"), sinks=()) as manager:
-        apply = manager._apply
+        apply = manager._applying._apply
 
         def slow_apply(*given: Any, **options: Any) -> None:
             clock.now_s += 33.0
             apply(*given, **options)
 
-        manager._apply = slow_apply  # type: ignore[method-assign]
+        manager._applying._apply = slow_apply  # type: ignore[method-assign]
         found = manager.resume()
         assert found is not None
         again = Loop(manager, clock, loop.run, step=found.step)
