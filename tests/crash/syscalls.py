@@ -44,7 +44,7 @@ from holdfast.policy.retention import Last
 from holdfast.store.local import LocalStore
 
 NUM_ELEMENTS = 256
-MAX_LIVES = 5
+MAX_LIVES = 25
 NO_PTRACE = 77
 """Exit status where processes may not be traced."""
 Point = tuple[int, int]
