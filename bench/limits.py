@@ -81,8 +81,8 @@ def state_copies(
     """Seconds for a memcpy of live tensors, and nothing else, as the stall of a save is measured:
     into memory that is there, from tensors that have changed, after other work on other memory.
 
-    On a virtual machine memory that was left alone for a second may take twice as long as in
-    `copy_touched_s`, which copies at once what it has just copied.
+    Memory that was left alone for a while takes longer than in `copy_touched_s`, which copies at
+    once what it has just copied.
     """
     target = np.frombuffer(_random_memory(sum(tensor.nbytes for tensor in tensors)), np.uint8)
     sources = [tensor.detach().reshape(-1).view(torch.uint8).numpy() for tensor in tensors]
