@@ -235,6 +235,90 @@ def test_files_that_cannot_be_mapped_count_as_cached(
         assert is_cached(short.fileno(), 0, 1 << 20)
 
 
+def fill_cached(fd: int, targets: list[memoryview], start: int) -> tuple[bool, bytes]:
+    """Whether all was at hand, and what was seen."""
+    seen = bytearray()
+    is_filled = localreads.fill_cached(OpenFile(os.dup(fd)), targets, start, seen=seen.extend)
+    return is_filled, bytes(seen)
+
+
+@pytest.fixture
+def warm_fd(fd: int, arena: memoryview) -> int:
+    """The file, all of it cached, where that can be read without waiting."""
+    warm(fd)
+    if not fill_cached(fd, [arena[:1]], 0)[0]:
+        pytest.skip("this file system always waits")
+    return fd
+
+
+@pytest.mark.parametrize("start", [0, 1, 4096, MIB - 3])
+@pytest.mark.parametrize(
+    "sizes", [[3 * MIB], [1, 0, MIB, MIB + 1, 7], [999] * 3000, [MIB, *[1] * 2500]], ids=len
+)
+def test_what_is_at_hand_goes_to_many_places_in_order(
+    warm_fd: int, file: Path, arena: memoryview, sizes: list[int], start: int
+) -> None:
+    """More of them than one call takes, and such that end anywhere."""
+    targets, done = [], 0
+    for nbytes in sizes:
+        targets.append(arena[done : done + nbytes])
+        done += nbytes
+    expected = file.read_bytes()[start : start + done]
+    assert fill_cached(warm_fd, targets, start) == (True, expected)
+    assert arena[:done] == expected
+    assert not any(arena[done:])
+
+
+def test_nothing_is_waited_for_nor_brought_in(warm_fd: int, arena: memoryview) -> None:
+    """The kernel would read ahead for a read that does not wait, too."""
+    cool(warm_fd)
+    assert fill_cached(warm_fd, [arena], 0) == (False, b"")
+    assert not is_cached(warm_fd, 0, len(arena))
+
+
+def test_what_is_at_hand_in_part_is_not_at_hand(warm_fd: int, arena: memoryview) -> None:
+    cool(warm_fd)
+    os.posix_fadvise(warm_fd, 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
+    os.pread(warm_fd, MIB, 0)
+    os.pread(warm_fd, MIB, 3 * MIB)
+    is_filled, seen = fill_cached(warm_fd, [arena], 0)
+    assert not is_filled
+    assert len(seen) <= MIB
+    assert fill_cached(warm_fd, [arena[:MIB]], 3 * MIB)[0]
+
+
+def test_beyond_the_end_nothing_is_at_hand(warm_fd: int, arena: memoryview) -> None:
+    assert not fill_cached(warm_fd, [arena[:200]], 4 * MIB)[0]
+    assert fill_cached(warm_fd, [arena[:99]], 4 * MIB)[0]
+
+
+def test_where_the_kernel_cannot_read_without_waiting_nothing_is_at_hand(
+    arena: memoryview, warm_fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(localreads, "is_cached", lambda *span: True)
+    with open("/proc/self/status", "rb") as status:
+        assert not fill_cached(status.fileno(), [arena[:10]], 0)[0]
+    monkeypatch.setattr(localreads, "_NO_WAIT", 0)
+    assert not fill_cached(warm_fd, [arena[:10]], 0)[0]
+
+
+def test_what_is_at_hand_is_what_is_open_and_on_this_machine(
+    warm_fd: int, store: LocalStore, arena: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To open a file, or to ask a server for its name, may wait."""
+    target = arena[:MIB]
+    assert not store.read_cached("file", 0, [target])
+    with store.keeping_open():
+        assert not store.read_cached("file", 0, [target])
+        store.get("file", 0, 1)
+        assert store.read_cached("file", 0, [target])
+    assert not store.read_cached("file", 0, [target])
+    monkeypatch.setattr(localreads, "is_on_disk", lambda fd: False)
+    with store.keeping_open():
+        store.get("file", 0, 1)
+        assert not store.read_cached("file", 0, [target])
+
+
 @pytest.fixture
 def store(file: Path) -> LocalStore:
     """The folder of the file."""

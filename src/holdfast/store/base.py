@@ -7,7 +7,7 @@ suite, `holdfast.testing.StoreContract`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -131,6 +131,27 @@ class ReadsInto(Protocol):
         `seen` is called with one piece of the buffer after the other, as soon as its bytes are
         there, so that a digest finds them in the processor's cache. With `afresh` the bytes come
         from the medium itself, not from a cache on the way, where that can be had.
+        """
+        ...
+
+
+@runtime_checkable
+class ReadsCached(Protocol):
+    """Stores whose bytes may lie in the memory of this machine already."""
+
+    def read_cached(
+        self,
+        key: str,
+        start: int,
+        targets: Sequence[memoryview],
+        *,
+        seen: Callable[[memoryview], object] = ignore,
+    ) -> bool:
+        """Fill one target after the other with the bytes from `start` on, if that takes no waiting
+        for anything; `seen` is as for `ReadsInto.read_into`. Thread-safe.
+
+        Returns whether all are filled. Else some may be, and their bytes mean nothing: what is
+        wrong, if something is, `read_into` tells.
         """
         ...
 

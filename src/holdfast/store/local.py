@@ -128,6 +128,20 @@ class LocalStore:
                     afresh=afresh,
                 )
 
+    def read_cached(
+        self,
+        key: str,
+        start: int,
+        targets: Sequence[memoryview],
+        *,
+        seen: Callable[[memoryview], object] = ignore,
+    ) -> bool:
+        """See `ReadsCached.read_cached`; only of what is open already."""
+        check_key(key)
+        with Reporting("get", self._path(key)):
+            file = self._files.get_quickly(self._path(key))
+            return file is not None and localreads.fill_cached(file, targets, start, seen=seen)
+
     def keeping_open(self) -> AbstractContextManager[None]:
         """See `KeepsOpen.keeping_open`."""
         return self._files.kept()

@@ -14,12 +14,12 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from holdfast.store.localfiles import OWN_FDS, address_of, read_exactly
 from holdfast.store.oserrors import UNSUPPORTED
-from holdfast.store.syscalls import DirectAlignment, direct_alignment, is_cached
+from holdfast.store.syscalls import DirectAlignment, direct_alignment, is_cached, is_on_disk
 
 Seen = Callable[[memoryview], object]
 """Called with each piece of the memory once its bytes are there, in order."""
@@ -35,6 +35,9 @@ _NUM_OPEN = 32
 _PAGE = mmap.PAGESIZE
 _REFUSALS = UNSUPPORTED | {errno.EFAULT}
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
+_NO_WAIT = getattr(os, "RWF_NOWAIT", 0)
+_MAX_PARTS = 1024
+"""IOV_MAX of Linux."""
 
 
 class OpenFile:
@@ -48,6 +51,8 @@ class OpenFile:
         self.fd = fd
         self.alignment = alignment
         """What reads must keep to; None of a file that is read through the page cache."""
+        self.is_quick = False
+        """Whether to ask where it is and what of it is cached never waits, as for a server."""
         self._direct: tuple[OpenFile | None] | None = None
 
     def __del__(self) -> None:
@@ -98,10 +103,16 @@ class OpenFiles:
         self.forget(path)
         return None
 
+    def get_quickly(self, path: str) -> OpenFile | None:
+        """The same, of those for which the answer takes no waiting."""
+        file = self._files.get(path)
+        return self.get(path) if file is not None and file.is_quick else None
+
     def keep(self, path: str, file: OpenFile) -> bool:
         """Have a file stay open, where anybody wants that."""
         if not self._readers:
             return False
+        file.is_quick = is_on_disk(file.fd)
         self._files[path] = file
         for oldest in list(self._files)[:-_NUM_OPEN]:
             self._files.pop(oldest, None)
@@ -148,7 +159,7 @@ def fill(
     if (
         direct
         and len(memory) >= DIRECT_NBYTES_MIN
-        and (afresh or not _is_cached(file.fd, memory, start))
+        and (afresh or not _is_cached(file.fd, start, len(memory)))
     ):
         done = _read_direct(file, memory, start)
         seen(memory[:done])
@@ -160,9 +171,48 @@ def fill(
         seen(piece)
 
 
-def _is_cached(fd: int, memory: memoryview, start: int) -> bool:
+def fill_cached(file: OpenFile, targets: Sequence[memoryview], start: int, *, seen: Seen) -> bool:
+    """Fill one target after the other from the page cache; whether all of it was there."""
+    # Asked before, because even a read that does not wait has the kernel read ahead.
+    if not _NO_WAIT or not _is_cached(file.fd, start, sum(map(len, targets))):
+        return False
+    for piece in _pieces(targets):
+        try:
+            got = os.preadv(file.fd, piece, start, _NO_WAIT)
+        except BlockingIOError:
+            return False
+        except OSError as err:
+            if err.errno not in UNSUPPORTED:
+                raise
+            return False
+        if got < sum(map(len, piece)):
+            return False
+        for part in piece:
+            seen(part)
+        start += got
+    return True
+
+
+def _pieces(targets: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """What is copied at a time: so little that it stays in the processor's cache, and so few parts
+    that one call takes them."""
+    piece: list[memoryview] = []
+    left = PIECE_NBYTES
+    for target in targets:
+        while target:
+            piece.append(target[:left])
+            left -= len(piece[-1])
+            target = target[len(piece[-1]) :]
+            if not left or len(piece) == _MAX_PARTS:
+                yield piece
+                piece, left = [], PIECE_NBYTES
+    if piece:
+        yield piece
+
+
+def _is_cached(fd: int, start: int, nbytes: int) -> bool:
     """Judged by the end of what is wanted: the beginning of a file is often there alone."""
-    stop = start + len(memory)
+    stop = start + nbytes
     return is_cached(fd, max(start, stop - DIRECT_NBYTES_MIN), stop)
 
 

@@ -33,6 +33,7 @@ from holdfast.store.base import (
     FreeSpace,
     ObjectInfo,
     Points,
+    ReadsCached,
     ReadsInto,
     Store,
     TellsSpace,
@@ -458,6 +459,8 @@ class StoreContract:
             calls.append(lambda: store.list(key))
         if isinstance(store, ReadsInto):
             calls.append(lambda: store.read_into(key, 0, memoryview(bytearray(1))))
+        if isinstance(store, ReadsCached):
+            calls.append(lambda: store.read_cached(key, 0, [memoryview(bytearray(1))]))
         if isinstance(store, WritesBlocks):
             calls.append(lambda: store.create(key, 1))
         if isinstance(store, Points):
@@ -609,6 +612,27 @@ class StoreContract:
             store.delete("a")
             with pytest.raises(NotFound):
                 read_into(store, "a", 0, memoryview(memory))
+
+    @pytest.mark.parametrize("start", [0, 777, 99_999, 100_000])
+    def test_what_is_at_hand_is_exact_and_all_else_is_not_at_hand(
+        self, store: Store, start: int
+    ) -> None:
+        if not isinstance(store, ReadsCached):
+            pytest.skip("the store has nothing at hand")
+        data, seen = noise(100_000), bytearray()
+        store.put("a", data)
+        with keeping_open(store):
+            assert store.get("a") == data
+            buffer = bytearray(len(data) - start)
+            view = memoryview(buffer)
+            targets = [view[:0], view[:1], view[1:50_000], view[50_000:]]
+            if store.read_cached("a", start, targets, seen=seen.extend):
+                assert buffer == seen == data[start:]
+            assert not store.read_cached("a", start, [*targets, memoryview(bytearray(1))])
+            store.put("a", b"other")
+            assert not store.read_cached("a", start, [*targets[:1], view])
+            store.delete("a")
+            assert not store.read_cached("a", 0, [memoryview(bytearray(1))])
 
     # writing in pieces
 

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from holdfast import errors
 from holdfast.engine.claims.claim import is_closed
+from holdfast.engine.loading import streaming
 from holdfast.engine.loading.applying import Applying
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.tiered import Tiered
+from holdfast.engine.workers import NUM_WAITERS
 from holdfast.errors import ManagerUnusable, MismatchError, NoUsableCheckpoint, UsageError
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.keys import Encryption, SecretKey
@@ -26,6 +28,7 @@ from holdfast.manager import CheckpointManager
 from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.modules import ModulePlan
 from holdfast.store.local import LocalStore
+from holdfast.store.localreads import OpenFile, fill_cached
 from holdfast.weights import load_weights
 from runs import Recorder
 
@@ -103,14 +106,24 @@ class Large:
         return bits | {"scheduler": repr(self.scheduler.state_dict()).encode()}
 
 
+class FromDisk(LocalStore):
+    """Has nothing at hand, so that each read is one of `read_into`."""
+
+    def read_cached(self, *asked: Any, **named: Any) -> bool:
+        return False
+
+
 def saved(root: Any, steps: int = 1, **options: Any) -> list[dict[str, bytes]]:
-    """The bits of each step that was saved."""
+    """The bits of each step that was saved; its files are in the page cache."""
     large, bits = Large(seed=1), []
     with large.manager(root, **options) as manager:
         for step in range(1, steps + 1):
             large.train()
             manager.save(step).wait()
             bits.append(large.bits())
+    for path in root.rglob("*.*") if isinstance(root, Path) else ():
+        if path.is_file():
+            path.read_bytes()
     return bits
 
 
@@ -129,12 +142,16 @@ def damage(root: Path, step: int, *, component: str = "optimizer") -> str:
     return folder.name
 
 
-@pytest.fixture(params=["in place", "bounded"])
-def how(request: pytest.FixtureRequest) -> tuple[dict[str, Any], dict[str, Any]]:
+@pytest.fixture(params=["in place", "in place from disk", "bounded"])
+def how(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Options of the manager and of the load."""
-    if request.param == "in place":
-        return {}, {"in_place": True}
-    return {"memory_budget": SMALL_BUDGET}, {}
+    if request.param == "in place from disk":
+        monkeypatch.setattr(LocalStore, "read_cached", FromDisk.read_cached)
+    if request.param == "bounded":
+        return {"memory_budget": SMALL_BUDGET}, {}
+    return {}, {"in_place": True}
 
 
 How = tuple[dict[str, Any], dict[str, Any]]
@@ -187,6 +204,72 @@ def test_live_tensors_and_what_watches_them_stay(tmp_path: Path, how: How) -> No
     for tensor, address, version in before:
         assert tensor.data_ptr() == address
         assert tensor._version > version
+
+
+def test_what_is_at_hand_is_read_into_the_live_tensors_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But the first block of each file, which opens it, and what is wanted elsewhere too."""
+    state = {f"x{n}": torch.full((1 << 20,), float(n)) for n in range(32)}  # 4 MiB each
+    with CheckpointManager(tmp_path, {"tree": state}, sinks=()) as manager:
+        manager.save(1).wait()
+    (file,) = tmp_path.glob("step-*/tree-*.safetensors")
+    file.read_bytes()
+    copied: list[int] = []
+    copy = streaming._copy
+
+    def counted(memory: memoryview, parts: Any) -> None:
+        copied.append(len(memory))
+        copy(memory, parts)
+
+    fd = os.open(file, os.O_RDONLY)
+    if not fill_cached(OpenFile(fd), [memoryview(bytearray(9))], 0, seen=id):
+        pytest.skip("this file system always waits")
+    monkeypatch.setattr(streaming, "_copy", counted)
+    for value in state.values():
+        value.fill_(-1.0)
+    with CheckpointManager(tmp_path, {"tree": state}, sinks=()) as manager:
+        manager.load(in_place=True)
+    assert all(bool((value == n).all()) for n, value in enumerate(state.values()))
+    assert len(copied) <= NUM_WAITERS < file.stat().st_size // BLOCK_NBYTES
+
+
+def test_what_was_one_tensor_is_read_into_each_that_is_there_now(tmp_path: Path) -> None:
+    one = torch.randn(1 << 23)
+    with CheckpointManager(tmp_path, {"tree": {"a": one, "b": one}}, sinks=()) as manager:
+        manager.save(1).wait()
+    (file,) = tmp_path.glob("step-*/tree-*.safetensors")
+    assert file.read_bytes()
+    two = {"a": torch.zeros(1 << 23), "b": torch.zeros(1 << 23)}
+    with CheckpointManager(tmp_path, {"tree": two}, sinks=()) as manager:
+        for _ in range(2):
+            manager.load(in_place=True, verify=False)
+    assert torch.equal(two["a"], one)
+    assert torch.equal(two["b"], one)
+
+
+def test_damage_at_hand_is_read_again_from_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page of the cache that went bad condemns no checkpoint."""
+    (bits,) = saved(tmp_path)
+    read_cached = LocalStore.read_cached
+    spoiled: list[str] = []
+
+    def spoiling(self: LocalStore, key: str, start: int, targets: Any, **named: Any) -> bool:
+        def seen(piece: memoryview) -> None:
+            if not spoiled and len(piece) > 1000:
+                spoiled.append(key)
+                piece[500] ^= 1
+            named["seen"](piece)
+
+        return read_cached(self, key, start, targets, **{**named, "seen": seen})
+
+    monkeypatch.setattr(LocalStore, "read_cached", spoiling)
+    live = Large(seed=2)
+    with live.manager(tmp_path) as manager:
+        manager.load(in_place=True)
+    assert live.bits() == bits
 
 
 def test_a_load_in_place_tells_of_damage_and_the_manager_refuses_what_is_mixed(
@@ -393,7 +476,7 @@ def test_a_read_that_comes_back_after_the_load_was_given_up_writes_nothing(
     saved(tmp_path)
     hangs, back = threading.Event(), threading.Event()
 
-    class Hanging(LocalStore):
+    class Hanging(FromDisk):
         def read_into(self, key: str, start: int, buffer: memoryview, **named: Any) -> None:
             super().read_into(key, start, buffer, **named)
             if armed and key.endswith(file) and start == 0:
@@ -453,7 +536,7 @@ def test_parts_and_other_names_are_loaded_in_place(tmp_path: Path) -> None:
     assert live.bits()["0.weight"] == bits["0.weight"]
 
 
-class Failing(LocalStore):
+class Failing(FromDisk):
     """Its reads of a file fail as often as it is told."""
 
     file = "optimizer-00000.safetensors"
@@ -612,43 +695,82 @@ def test_the_memory_for_small_and_odd_tensors_is_bounded_too(
     assert int(done.stdout.split()[-1]) < 150
 
 
+class Waiting(LocalStore):
+    """Reads take until `go` is set: those `of_cached` bytes, or all others."""
+
+    of_cached = False
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.go = threading.Event()
+        self.go.set()
+        self.began = threading.Semaphore(0)
+
+    def wait(self) -> None:
+        self.began.release()
+        assert self.go.wait(60)
+
+    def read_into(self, key: str, start: int, buffer: memoryview, **named: Any) -> None:
+        super().read_into(key, start, buffer, **named)
+        if not self.of_cached:
+            self.wait()
+
+    def read_cached(self, *asked: Any, **named: Any) -> bool:
+        if self.of_cached:
+            self.wait()
+        return self.of_cached and super().read_cached(*asked, **named)
+
+
+@pytest.mark.parametrize("waits", ["from disk", "in the cache", "before it"])
 def test_an_interrupt_while_reads_are_begun_leaves_nobody_writing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: str
 ) -> None:
+    """What is being copied right then is waited for, and nothing is begun."""
     saved(tmp_path)
-    go = threading.Event()
     jobs: list[Any] = []
-    go.set()
+    store, live, waits_before = Waiting(tmp_path), Large(seed=2), Waiting(tmp_path)
+    store.of_cached = waits != "from disk"
+    waiting = waits_before if waits == "before it" else store
+    targets = streaming._targets
 
-    class Waiting(LocalStore):
-        def read_into(self, key: str, start: int, buffer: memoryview, **named: Any) -> None:
-            super().read_into(key, start, buffer, **named)
-            assert go.wait(60)
+    def later(*asked: Any) -> Any:
+        waits_before.wait()
+        return targets(*asked)
 
-    live = Large(seed=2)
+    monkeypatch.setattr(streaming, "_targets", later)
     before = live.bits()
-    manager = live.manager(Waiting(tmp_path))
+    manager = live.manager(store)
     submit, apply = manager._saver.waiters.submit, ModulePlan.apply
 
     def interrupted(job: Any) -> Any:
         if len(jobs) == 2:
+            assert all(waiting.began.acquire(timeout=60) for _ in jobs)
+            if waits == "in the cache":
+                threading.Timer(0.5, waiting.go.set).start()
             raise KeyboardInterrupt
         jobs.append(submit(job))
         return jobs[-1]
 
     def applied(self: ModulePlan) -> None:
-        go.clear()
+        waiting.go.clear()
+        while waiting.began.acquire(blocking=False):
+            pass
         monkeypatch.setattr(manager._saver.waiters, "submit", interrupted)
         apply(self)
 
     monkeypatch.setattr(ModulePlan, "apply", applied)
-    with pytest.raises(KeyboardInterrupt):
-        manager.load(in_place=True)
-    go.set()
-    for job in jobs:
-        job.result(60)
+    with LocalStore.keeping_open(store):
+        for path in tmp_path.glob("step-*/*.safetensors"):
+            store.get(str(path.relative_to(tmp_path)), 0, 1)
+        with pytest.raises(KeyboardInterrupt):
+            manager.load(in_place=True)
+        after = live.bits()
+        waiting.go.set()
+        for job in jobs:
+            job.result(60)
     assert len(jobs) == 2
-    assert live.bits() == before
+    assert live.bits() == after
+    assert (after == before) == (waits != "in the cache")
 
 
 def test_named_checkpoints_are_read_in_place_from_the_other_tier_too(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from holdfast.format.blocks import DIGEST_NBYTES
 from holdfast.format.codec import Decoder, decoder
 from holdfast.format.index import Index, StoredBlocks
 from holdfast.format.manifest import FileEntry
-from holdfast.store.base import Store, read_into
+from holdfast.store.base import ReadsCached, Store, ignore, read_into
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +92,31 @@ def read_block(
         return decode_block(file, number, stored, plain, verify=verify)
     finally:
         buffers.give_back(buffer)
+
+
+def read_cached_block(
+    store: Store,
+    file: FileBlocks,
+    number: int,
+    targets: Sequence[memoryview],
+    *,
+    verify: bool = True,
+) -> bool:
+    """Fill one target after the other with a block, if that takes no waiting; whether they are
+    filled with what was written. If not, any bytes may be in them.
+
+    Raises:
+        StoreError: it cannot be read.
+        CorruptData: the file is too short.
+    """
+    if file.decoder is not None or not isinstance(store, ReadsCached):
+        return False
+    hasher = blocks.block_hasher()
+    start = number * file.block_nbytes
+    seen = hasher.update if verify else ignore
+    if not store.read_cached(file.key, start, targets, seen=seen):
+        return False
+    return not verify or hasher.digest() == _digest(file.digests, number)
 
 
 def decode_block(

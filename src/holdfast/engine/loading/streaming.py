@@ -13,13 +13,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.engine.loading.blockreading import FileBlocks
+from holdfast.engine.loading.blockreading import FileBlocks, read_cached_block
 from holdfast.engine.loading.load import Opened, check_size, read_checked
 from holdfast.engine.loading.tables import DIRECT_NBYTES, IMAGE_NBYTES, Run, UnreadTensors
 from holdfast.engine.loading.wanted import Wanted, wanted_by_file
@@ -224,6 +225,8 @@ class Stream:
         is_kept = False
         try:
             memory = buffer[:nbytes]
+            if not keeps and self._is_read_in_place(place, block, memory, given_up):
+                return
             read_checked(
                 self._store,
                 self._opened,
@@ -241,6 +244,37 @@ class Stream:
         finally:
             if not is_kept:
                 self._buffers.give_back(buffer)
+
+    def _is_read_in_place(
+        self,
+        place: tuple[str, int],
+        block: _Block,
+        memory: memoryview,
+        given_up: threading.Event,
+    ) -> bool:
+        """Have the bytes of a block copied once, to where they are wanted, if they are at hand;
+        `memory`, which has the length of the block, takes those that nobody wants."""
+        name, number = place
+        targets = _targets(block.parts, memory)
+        if targets is None:
+            return False
+        with block.copying:
+            return given_up.is_set() or read_cached_block(
+                self._store, self._files[name], number, targets, verify=self._verify
+            )
+
+
+def _targets(parts: Sequence[_Part], memory: memoryview) -> list[memoryview] | None:
+    """Where the bytes of a block go, in their order; `memory` takes those that nobody wants. None
+    where some are wanted twice, or on a device."""
+    targets: list[memoryview] = []
+    done = 0
+    for part in sorted(parts, key=attrgetter("start")):
+        if part.start < done or isinstance(part.target, Tensor):
+            return None
+        targets += [memory[done : part.start], memoryview(part.target)]
+        done = part.start + len(part.target)
+    return [*targets, memory[done:]]
 
 
 def _batches(pairs: Iterable[tuple[Tensor, Unread]]) -> Iterator[list[_Goal]]:

@@ -95,8 +95,8 @@ class Stager:
             files={name: self._files[name] for name in components},
             trees={name: component.tree for name, component in components.items()},
             kinds={name: component.kind for name, component in components.items()},
+            is_early=is_awaited or _any_apart(self._files[name] for name in components),
             copying=Copying(now, later),
-            writes_early=is_awaited or _any_apart(self._files[name] for name in components),
             on_device=tuple(one.device_copy for one in later if isinstance(one, Arrival)),
         )
 
@@ -124,6 +124,7 @@ class Stager:
             files={name: self._files[name] for name in components},
             trees={name: component.tree for name, component in components.items()},
             kinds={name: component.kind for name, component in components.items()},
+            is_early=True,
             tensors={name: component.tensors for name, component in components.items()},
             pool=self._pool,
         )

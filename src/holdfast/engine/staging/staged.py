@@ -27,6 +27,8 @@ class Staged(ABC):
     """The tensor files of each component."""
     trees: Mapping[str, bytes]
     kinds: Mapping[str, str]
+    is_early: bool
+    """Whether blocks are written beside the copies that training waits for."""
 
     @property
     def all_files(self) -> list[KnownFile]:
@@ -44,11 +46,6 @@ class Staged(ABC):
     def nbytes(self) -> int:
         """Bytes of all files but the index."""
         return sum(self.sizes.values())
-
-    @property
-    @abstractmethod
-    def is_early(self) -> bool:
-        """Whether blocks are written beside the copies that training waits for."""
 
     @property
     @abstractmethod
@@ -98,17 +95,10 @@ class StagedInMemory(Staged):
     """A whole copy, in images that stay until the next save."""
 
     copying: Copying
-    writes_early: bool
-    """See `Staged.is_early`."""
     on_device: tuple[DeviceCopy, ...] = ()
     """Those of the copies beside training that a device makes."""
     helpers: list[Future[None]] = field(default_factory=list)
     """Threads that take part in `copy`."""
-
-    @property
-    def is_early(self) -> bool:
-        """See `Staged.is_early`."""
-        return self.writes_early
 
     @property
     def now_s(self) -> float:

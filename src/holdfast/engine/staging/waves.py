@@ -111,11 +111,6 @@ class StagedInWaves(Staged):
     _waited_s: list[float] = field(default_factory=list)
 
     @property
-    def is_early(self) -> bool:
-        """See `Staged.is_early`."""
-        return True
-
-    @property
     def now_s(self) -> float:
         """See `Staged.now_s`."""
         return sum(self._waited_s)
