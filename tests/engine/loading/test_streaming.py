@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +123,25 @@ def saved(root: Any, steps: int = 1, **options: Any) -> list[dict[str, bytes]]:
             large.train()
             manager.save(step).wait()
             bits.append(large.bits())
-    for path in root.rglob("*.*") if isinstance(root, Path) else ():
-        if path.is_file():
-            path.read_bytes()
+    if isinstance(root, Path):
+        fill_page_cache(root)
     return bits
+
+
+def fill_page_cache(root: Path) -> None:
+    """With all tensor files below a folder."""
+    for path in root.rglob("*.safetensors"):
+        path.read_bytes()
+
+
+@contextmanager
+def at_hand(store: LocalStore, root: Path) -> Iterator[None]:
+    """All tensor files below the root of a store are cached, and open, so that no block waits."""
+    fill_page_cache(root)
+    with LocalStore.keeping_open(store):
+        for path in root.rglob("*.safetensors"):
+            LocalStore.get(store, str(path.relative_to(root)), 0, 1)
+        yield
 
 
 def damage(root: Path, step: int, *, component: str = "optimizer") -> str:
@@ -213,8 +230,8 @@ def test_what_is_at_hand_is_read_into_the_live_tensors_themselves(
     state = {f"x{n}": torch.full((1 << 20,), float(n)) for n in range(32)}  # 4 MiB each
     with CheckpointManager(tmp_path, {"tree": state}, sinks=()) as manager:
         manager.save(1).wait()
+    fill_page_cache(tmp_path)
     (file,) = tmp_path.glob("step-*/tree-*.safetensors")
-    file.read_bytes()
     copied: list[int] = []
     copy = streaming._copy
 
@@ -235,17 +252,18 @@ def test_what_is_at_hand_is_read_into_the_live_tensors_themselves(
 
 
 def test_what_was_one_tensor_is_read_into_each_that_is_there_now(tmp_path: Path) -> None:
-    one = torch.randn(1 << 23)
-    with CheckpointManager(tmp_path, {"tree": {"a": one, "b": one}}, sinks=()) as manager:
+    def modules() -> list[nn.Linear]:
+        return [nn.Linear(4096, 2048, bias=False) for _ in range(2)]
+
+    tied, apart, store = modules(), modules(), LocalStore(tmp_path)
+    tied[1].weight = tied[0].weight
+    with CheckpointManager(tmp_path, {"model": nn.Sequential(*tied)}, sinks=()) as manager:
         manager.save(1).wait()
-    (file,) = tmp_path.glob("step-*/tree-*.safetensors")
-    assert file.read_bytes()
-    two = {"a": torch.zeros(1 << 23), "b": torch.zeros(1 << 23)}
-    with CheckpointManager(tmp_path, {"tree": two}, sinks=()) as manager:
-        for _ in range(2):
-            manager.load(in_place=True, verify=False)
-    assert torch.equal(two["a"], one)
-    assert torch.equal(two["b"], one)
+    live = CheckpointManager(store, {"model": nn.Sequential(*apart)}, sinks=())
+    with at_hand(store, tmp_path), live as manager:
+        manager.load(in_place=True, verify=False)
+    for module in apart:
+        assert torch.equal(module.weight, tied[0].weight)
 
 
 def test_damage_at_hand_is_read_again_from_the_disk(
@@ -266,10 +284,11 @@ def test_damage_at_hand_is_read_again_from_the_disk(
         return read_cached(self, key, start, targets, **{**named, "seen": seen})
 
     monkeypatch.setattr(LocalStore, "read_cached", spoiling)
-    live = Large(seed=2)
-    with live.manager(tmp_path) as manager:
+    store, live = LocalStore(tmp_path), Large(seed=2)
+    with at_hand(store, tmp_path), live.manager(store) as manager:
         manager.load(in_place=True)
     assert live.bits() == bits
+    assert spoiled
 
 
 def test_a_load_in_place_tells_of_damage_and_the_manager_refuses_what_is_mixed(
@@ -759,9 +778,7 @@ def test_an_interrupt_while_reads_are_begun_leaves_nobody_writing(
         apply(self)
 
     monkeypatch.setattr(ModulePlan, "apply", applied)
-    with LocalStore.keeping_open(store):
-        for path in tmp_path.glob("step-*/*.safetensors"):
-            store.get(str(path.relative_to(tmp_path)), 0, 1)
+    with at_hand(store, tmp_path):
         with pytest.raises(KeyboardInterrupt):
             manager.load(in_place=True)
         after = live.bits()
