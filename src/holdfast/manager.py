@@ -385,9 +385,10 @@ class CheckpointManager:
         it is left behind. `seen` is that of the newest `Checkpoint` that the caller knows of, kept
         elsewhere: the latest must be that one or a later one.
 
-        `in_place` reads straight into the live tensors, each block once it is checked: sooner, and
-        without memory for a second copy of the state. What proves damaged on the way is passed over
-        too; but when nothing usable is left, the state is mixed and the manager refuses to save it.
+        `in_place` reads straight into the live tensors, each block once or while it is checked:
+        sooner, and without memory for a second copy of the state. What proves damaged on the way is
+        passed over too; but when nothing usable is left, the state is mixed and the manager refuses
+        to save it.
 
         Raises:
             OwnedElsewhere: a live process owns the run.

@@ -8,6 +8,7 @@ import resource
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -237,8 +238,9 @@ def test_files_that_cannot_be_mapped_count_as_cached(
 
 def fill_cached(fd: int, targets: list[memoryview], start: int) -> tuple[bool, bytes]:
     """Whether all was at hand, and what was seen."""
-    seen = bytearray()
-    is_filled = localreads.fill_cached(OpenFile(os.dup(fd)), targets, start, seen=seen.extend)
+    seen, file = bytearray(), OpenFile(os.dup(fd))
+    is_asked = localreads.is_at_hand(file, start, sum(map(len, targets)))
+    is_filled = is_asked and localreads.fill_cached(file, start, targets, seen.extend)
     return is_filled, bytes(seen)
 
 
@@ -276,15 +278,30 @@ def test_nothing_is_waited_for_nor_brought_in(warm_fd: int, arena: memoryview) -
     assert not is_cached(warm_fd, 0, len(arena))
 
 
-def test_what_is_at_hand_in_part_is_not_at_hand(warm_fd: int, arena: memoryview) -> None:
+@pytest.mark.parametrize("gone", [(0, MIB), (MIB, MIB), (3 * MIB, MIB), (2 * MIB, 4096)])
+def test_what_is_at_hand_in_part_is_not_at_hand(
+    warm_fd: int, arena: memoryview, gone: tuple[int, int]
+) -> None:
+    """Nothing is copied, and nothing brought in."""
     cool(warm_fd)
     os.posix_fadvise(warm_fd, 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
-    os.pread(warm_fd, MIB, 0)
-    os.pread(warm_fd, MIB, 3 * MIB)
-    is_filled, seen = fill_cached(warm_fd, [arena], 0)
-    assert not is_filled
-    assert len(seen) <= MIB
-    assert fill_cached(warm_fd, [arena[:MIB]], 3 * MIB)[0]
+    os.pread(warm_fd, gone[0], 0)
+    os.pread(warm_fd, len(arena) - sum(gone), sum(gone))
+    assert fill_cached(warm_fd, [arena], 0) == (False, b"")
+    assert not is_cached(warm_fd, gone[0], sum(gone))
+
+
+def test_what_goes_while_it_is_copied_is_not_waited_for(warm_fd: int, arena: memoryview) -> None:
+    file = OpenFile(os.dup(warm_fd))
+    assert localreads.is_at_hand(file, 0, len(arena))
+    seen: list[int] = []
+
+    def look(piece: memoryview) -> None:
+        seen.append(len(piece))
+        cool(warm_fd)
+
+    assert not localreads.fill_cached(file, 0, [arena], look)
+    assert seen == [PIECE_NBYTES]
 
 
 def test_beyond_the_end_nothing_is_at_hand(warm_fd: int, arena: memoryview) -> None:
@@ -293,30 +310,45 @@ def test_beyond_the_end_nothing_is_at_hand(warm_fd: int, arena: memoryview) -> N
 
 
 def test_where_the_kernel_cannot_read_without_waiting_nothing_is_at_hand(
-    arena: memoryview, warm_fd: int, monkeypatch: pytest.MonkeyPatch
+    warm_fd: int, arena: memoryview, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(localreads, "is_cached", lambda *span: True)
+    """Nor where it does not tell what is cached, for sure."""
     with open("/proc/self/status", "rb") as status:
-        assert not fill_cached(status.fileno(), [arena[:10]], 0)[0]
-    monkeypatch.setattr(localreads, "_NO_WAIT", 0)
+        file = OpenFile(os.dup(status.fileno()))
+        assert not localreads.fill_cached(file, 0, [arena[:10]], bytearray().extend)
+    with monkeypatch.context() as patch:
+        patch.setattr(localreads, "_NO_WAIT", 0)
+        assert not fill_cached(warm_fd, [arena[:10]], 0)[0]
+    assert fill_cached(warm_fd, [arena[:10]], 0)[0]
+    monkeypatch.setattr(syscalls, "_SYS_CACHESTAT", 10**6)
     assert not fill_cached(warm_fd, [arena[:10]], 0)[0]
 
 
-def test_what_is_at_hand_is_what_is_open_and_on_this_machine(
-    warm_fd: int, store: LocalStore, arena: memoryview, monkeypatch: pytest.MonkeyPatch
+def test_nothing_is_at_hand_in_a_store_that_watches_its_reads(
+    warm_fd: int, store: LocalStore, file: Path
 ) -> None:
-    """To open a file, or to ask a server for its name, may wait."""
-    target = arena[:MIB]
-    assert not store.read_cached("file", 0, [target])
+    class Watching(LocalStore):
+        def read_into(self, key: str, start: int, buffer: memoryview, **how: Any) -> None:
+            super().read_into(key, start, buffer, **how)
+
     with store.keeping_open():
-        assert not store.read_cached("file", 0, [target])
-        store.get("file", 0, 1)
-        assert store.read_cached("file", 0, [target])
-    assert not store.read_cached("file", 0, [target])
-    monkeypatch.setattr(localreads, "is_on_disk", lambda fd: False)
+        assert store.cached("file", 0, MIB) is not None
+    watching = Watching(file.parent)
+    with watching.keeping_open():
+        assert watching.cached("file", 0, MIB) is None
+
+
+def test_what_is_at_hand_stays_open_for_as_long_as_it_is_held(
+    warm_fd: int, store: LocalStore, arena: memoryview, file: Path
+) -> None:
+    """Also when the file is deleted meanwhile; then it is closed."""
     with store.keeping_open():
-        store.get("file", 0, 1)
-        assert not store.read_cached("file", 0, [target])
+        fill = store.cached("file", 0, MIB)
+    file.unlink()
+    assert fill is not None
+    assert fill([arena[:MIB]], bytearray().extend)
+    del fill
+    assert num_open(file.parent) == 1  # the test's own
 
 
 @pytest.fixture

@@ -135,23 +135,21 @@ class ReadsInto(Protocol):
         ...
 
 
+FillCached: TypeAlias = Callable[[Sequence[memoryview], Callable[[memoryview], object]], bool]
+"""Fills one target after the other, which together take the bytes that were asked for, and shows
+each piece as `ReadsInto.read_into` does. It waits for nothing: False when that would be needed, or
+anything else is wrong; the targets then hold any bytes."""
+
+
 @runtime_checkable
 class ReadsCached(Protocol):
-    """Stores whose bytes may lie in the memory of this machine already."""
+    """Stores of which bytes may lie in the memory of this machine already."""
 
-    def read_cached(
-        self,
-        key: str,
-        start: int,
-        targets: Sequence[memoryview],
-        *,
-        seen: Callable[[memoryview], object] = ignore,
-    ) -> bool:
-        """Fill one target after the other with the bytes from `start` on, if that takes no waiting
-        for anything; `seen` is as for `ReadsInto.read_into`. Thread-safe.
+    def cached(self, key: str, start: int, nbytes: int) -> FillCached | None:
+        """What copies these bytes, where they are at hand; exact like `get`. Thread-safe.
 
-        Returns whether all are filled. Else some may be, and their bytes mean nothing: what is
-        wrong, if something is, `read_into` tells.
+        Whoever is told None inside `KeepsOpen.keeping_open` asks `ReadsInto.read_into`; outside
+        it nothing is at hand.
         """
         ...
 

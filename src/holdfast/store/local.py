@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 
 from holdfast.errors import CorruptData, InvalidKey, NotFound, UsageError
 from holdfast.store import localfiles, localreads, oserrors
@@ -18,6 +19,7 @@ from holdfast.store.base import (
     MAX_KEY_BYTES,
     BlockWriter,
     Buffer,
+    FillCached,
     FreeSpace,
     ObjectInfo,
     check_key,
@@ -128,19 +130,17 @@ class LocalStore:
                     afresh=afresh,
                 )
 
-    def read_cached(
-        self,
-        key: str,
-        start: int,
-        targets: Sequence[memoryview],
-        *,
-        seen: Callable[[memoryview], object] = ignore,
-    ) -> bool:
-        """See `ReadsCached.read_cached`; only of what is open already."""
+    def cached(self, key: str, start: int, nbytes: int) -> FillCached | None:
+        """See `ReadsCached.cached`. A class whose `read_into` is another one sees all reads."""
+        if start < 0 or nbytes < 0:
+            raise UsageError(f"cached {key}: {nbytes} bytes from {start} on")
         check_key(key)
-        with Reporting("get", self._path(key)):
-            file = self._files.get_quickly(self._path(key))
-            return file is not None and localreads.fill_cached(file, targets, start, seen=seen)
+        if type(self).read_into is not LocalStore.read_into:
+            return None
+        with self._reading(key) as (file, file_nbytes):
+            self._check_range(key, start, nbytes, file_nbytes)
+            is_at_hand = localreads.is_at_hand(file, start, nbytes)
+        return partial(localreads.fill_cached, file, start) if is_at_hand and file.is_open else None
 
     def keeping_open(self) -> AbstractContextManager[None]:
         """See `KeepsOpen.keeping_open`."""

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 
 from holdfast.store.localfiles import OWN_FDS, address_of, read_exactly
 from holdfast.store.oserrors import UNSUPPORTED
-from holdfast.store.syscalls import DirectAlignment, direct_alignment, is_cached, is_on_disk
+from holdfast.store.syscalls import DirectAlignment, direct_alignment, is_all_cached, is_cached
 
 Seen = Callable[[memoryview], object]
 """Called with each piece of the memory once its bytes are there, in order."""
@@ -51,12 +51,15 @@ class OpenFile:
         self.fd = fd
         self.alignment = alignment
         """What reads must keep to; None of a file that is read through the page cache."""
-        self.is_quick = False
-        """Whether to ask where it is and what of it is cached never waits, as for a server."""
         self._direct: tuple[OpenFile | None] | None = None
 
     def __del__(self) -> None:
         self.close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nobody closed it."""
+        return self.fd >= 0
 
     def close(self) -> None:
         """For whoever knows that nobody else reads from it."""
@@ -103,16 +106,10 @@ class OpenFiles:
         self.forget(path)
         return None
 
-    def get_quickly(self, path: str) -> OpenFile | None:
-        """The same, of those for which the answer takes no waiting."""
-        file = self._files.get(path)
-        return self.get(path) if file is not None and file.is_quick else None
-
     def keep(self, path: str, file: OpenFile) -> bool:
         """Have a file stay open, where anybody wants that."""
         if not self._readers:
             return False
-        file.is_quick = is_on_disk(file.fd)
         self._files[path] = file
         for oldest in list(self._files)[:-_NUM_OPEN]:
             self._files.pop(oldest, None)
@@ -171,19 +168,21 @@ def fill(
         seen(piece)
 
 
-def fill_cached(file: OpenFile, targets: Sequence[memoryview], start: int, *, seen: Seen) -> bool:
-    """Fill one target after the other from the page cache; whether all of it was there."""
-    # Asked before, because even a read that does not wait has the kernel read ahead.
-    if not _NO_WAIT or not _is_cached(file.fd, start, sum(map(len, targets))):
-        return False
+def is_at_hand(file: OpenFile, start: int, nbytes: int) -> bool:
+    """Whether `fill_cached` may succeed. Asked before, because even a read that does not wait has
+    the kernel read ahead."""
+    return bool(_NO_WAIT and nbytes) and is_all_cached(file.fd, start, start + nbytes)
+
+
+def fill_cached(file: OpenFile, start: int, targets: Sequence[memoryview], seen: Seen) -> bool:
+    """Fill one target of bytes after the other from the page cache; whether all of it was there.
+
+    The kernel refuses to wait for anything, or to do this, which is no error.
+    """
     for piece in _pieces(targets):
         try:
             got = os.preadv(file.fd, piece, start, _NO_WAIT)
-        except BlockingIOError:
-            return False
-        except OSError as err:
-            if err.errno not in UNSUPPORTED:
-                raise
+        except (OSError, NotImplementedError):
             return False
         if got < sum(map(len, piece)):
             return False

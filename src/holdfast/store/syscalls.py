@@ -24,19 +24,6 @@ _SYS_CACHESTAT = 451
 _CACHESTAT_NBYTES = 40
 _NETWORK_KINDS = frozenset({0x6969, 0xFF534D42, 0xFE534D42, 0x517B})
 """f_type of NFS and of three generations of SMB, from statfs(2)."""
-_DISK_KINDS = frozenset(
-    {
-        0xEF53,  # ext2 to ext4
-        0x58465342,  # XFS
-        0x9123683E,  # Btrfs
-        0xF2F52010,  # F2FS
-        0x2FC12FC1,  # ZFS
-        0xCA451A4E,  # bcachefs
-        0x01021994,  # tmpfs
-        0x794C7630,  # overlayfs
-    }
-)
-"""f_type of those that no server and no process of a user stands behind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,20 +70,12 @@ def preallocate(fd: int, nbytes: int) -> None:
 
 def is_network(fd: int) -> bool:
     """Whether an open file or folder is on a file system whose names are cached by clients."""
-    return _kind(fd) in _NETWORK_KINDS
-
-
-def is_on_disk(fd: int) -> bool:
-    """Whether an open file is on a file system of this machine's own kernel."""
-    return _kind(fd) in _DISK_KINDS
-
-
-def _kind(fd: int) -> int | None:
     call = _function("fstatfs")
     answer = ctypes.create_string_buffer(_STATFS_NBYTES)
     if call is None or call(fd, answer) != 0:
-        return None
-    return int(struct.unpack_from("@l", answer, 0)[0])
+        return False
+    (kind,) = struct.unpack_from("@l", answer, 0)
+    return kind in _NETWORK_KINDS
 
 
 def direct_alignment(fd: int) -> DirectAlignment | None:
@@ -123,12 +102,23 @@ def is_cached(fd: int, start: int, stop: int) -> bool:
     True also where the system does not say: not every file can be mapped, and the kernel says
     nothing true of files that the caller neither owns nor may write.
     """
-    first = start - start % mmap.PAGESIZE
-    num_pages = -(-(stop - first) // mmap.PAGESIZE)
+    first, num_pages = _pages(start, stop)
     found = _pages_told(fd, first, stop - first)
     if found is None:
         found = _pages_seen(fd, first, stop - first)
     return found is None or found * 2 > num_pages
+
+
+def is_all_cached(fd: int, start: int, stop: int) -> bool:
+    """Whether all pages from byte `start` of a file to `stop` are in the page cache, for sure."""
+    first, num_pages = _pages(start, stop)
+    return _pages_told(fd, first, stop - first) == num_pages
+
+
+def _pages(start: int, stop: int) -> tuple[int, int]:
+    """Where the first page begins, and how many there are."""
+    first = start - start % mmap.PAGESIZE
+    return first, -(-(stop - first) // mmap.PAGESIZE)
 
 
 def _pages_told(fd: int, start: int, nbytes: int) -> int | None:

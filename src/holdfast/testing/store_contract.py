@@ -460,7 +460,7 @@ class StoreContract:
         if isinstance(store, ReadsInto):
             calls.append(lambda: store.read_into(key, 0, memoryview(bytearray(1))))
         if isinstance(store, ReadsCached):
-            calls.append(lambda: store.read_cached(key, 0, [memoryview(bytearray(1))]))
+            calls.append(lambda: store.cached(key, 0, 1))
         if isinstance(store, WritesBlocks):
             calls.append(lambda: store.create(key, 1))
         if isinstance(store, Points):
@@ -614,25 +614,29 @@ class StoreContract:
                 read_into(store, "a", 0, memoryview(memory))
 
     @pytest.mark.parametrize("start", [0, 777, 99_999, 100_000])
-    def test_what_is_at_hand_is_exact_and_all_else_is_not_at_hand(
-        self, store: Store, start: int
-    ) -> None:
+    def test_what_is_at_hand_is_what_is_there(self, store: Store, start: int) -> None:
         if not isinstance(store, ReadsCached):
             pytest.skip("the store has nothing at hand")
         data, seen = noise(100_000), bytearray()
+        nbytes = len(data) - start
         store.put("a", data)
+        assert store.cached("a", start, nbytes) is None
         with keeping_open(store):
-            assert store.get("a") == data
-            buffer = bytearray(len(data) - start)
-            view = memoryview(buffer)
-            targets = [view[:0], view[:1], view[1:50_000], view[50_000:]]
-            if store.read_cached("a", start, targets, seen=seen.extend):
-                assert buffer == seen == data[start:]
-            assert not store.read_cached("a", start, [*targets, memoryview(bytearray(1))])
+            fill = store.cached("a", start, nbytes)
+            view = memoryview(bytearray(nbytes))
+            if fill is not None and fill(
+                [view[:0], view[:1], view[1:500], view[500:]], seen.extend
+            ):
+                assert view == seen == data[start:]
+            for too_many in (nbytes + 1, 200_000):
+                with pytest.raises(CorruptData):
+                    store.cached("a", start, too_many)
             store.put("a", b"other")
-            assert not store.read_cached("a", start, [*targets[:1], view])
+            with pytest.raises(CorruptData):
+                store.cached("a", start, nbytes + 6)
             store.delete("a")
-            assert not store.read_cached("a", 0, [memoryview(bytearray(1))])
+            with pytest.raises(NotFound):
+                store.cached("a", 0, 1)
 
     # writing in pieces
 

@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +20,15 @@ from holdfast.engine.loading import streaming
 from holdfast.engine.loading.applying import Applying
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.tiered import Tiered
-from holdfast.engine.workers import NUM_WAITERS
 from holdfast.errors import ManagerUnusable, MismatchError, NoUsableCheckpoint, UsageError
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.keys import Encryption, SecretKey
 from holdfast.manager import CheckpointManager
 from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.modules import ModulePlan
+from holdfast.store import localreads
 from holdfast.store.local import LocalStore
-from holdfast.store.localreads import OpenFile, fill_cached
+from holdfast.store.localreads import OpenFile, Seen, fill_cached, is_at_hand
 from holdfast.weights import load_weights
 from runs import Recorder
 
@@ -108,13 +106,6 @@ class Large:
         return bits | {"scheduler": repr(self.scheduler.state_dict()).encode()}
 
 
-class FromDisk(LocalStore):
-    """Has nothing at hand, so that each read is one of `read_into`."""
-
-    def read_cached(self, *asked: Any, **named: Any) -> bool:
-        return False
-
-
 def saved(root: Any, steps: int = 1, **options: Any) -> list[dict[str, bytes]]:
     """The bits of each step that was saved; its files are in the page cache."""
     large, bits = Large(seed=1), []
@@ -134,14 +125,14 @@ def fill_page_cache(root: Path) -> None:
         path.read_bytes()
 
 
-@contextmanager
-def at_hand(store: LocalStore, root: Path) -> Iterator[None]:
-    """All tensor files below the root of a store are cached, and open, so that no block waits."""
+def expect_at_hand(root: Path) -> None:
+    """All tensor files below the root of a store can be read without waiting; else skip."""
     fill_page_cache(root)
-    with LocalStore.keeping_open(store):
-        for path in root.rglob("*.safetensors"):
-            LocalStore.get(store, str(path.relative_to(root)), 0, 1)
-        yield
+    for path in root.rglob("*.safetensors"):
+        file, nbytes = OpenFile(os.open(path, os.O_RDONLY)), path.stat().st_size
+        into = [memoryview(bytearray(nbytes))]
+        if not (is_at_hand(file, 0, nbytes) and fill_cached(file, 0, into, id)):
+            pytest.skip("this file system always waits")
 
 
 def damage(root: Path, step: int, *, component: str = "optimizer") -> str:
@@ -165,7 +156,7 @@ def how(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Options of the manager and of the load."""
     if request.param == "in place from disk":
-        monkeypatch.setattr(LocalStore, "read_cached", FromDisk.read_cached)
+        monkeypatch.setattr(LocalStore, "cached", lambda *asked: None)
     if request.param == "bounded":
         return {"memory_budget": SMALL_BUDGET}, {}
     return {}, {"in_place": True}
@@ -226,12 +217,10 @@ def test_live_tensors_and_what_watches_them_stay(tmp_path: Path, how: How) -> No
 def test_what_is_at_hand_is_read_into_the_live_tensors_themselves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But the first block of each file, which opens it, and what is wanted elsewhere too."""
-    state = {f"x{n}": torch.full((1 << 20,), float(n)) for n in range(32)}  # 4 MiB each
+    state = {f"x{n}": torch.full((1 << 20,), float(n)) for n in range(16)}  # 4 MiB each
     with CheckpointManager(tmp_path, {"tree": state}, sinks=()) as manager:
         manager.save(1).wait()
-    fill_page_cache(tmp_path)
-    (file,) = tmp_path.glob("step-*/tree-*.safetensors")
+    expect_at_hand(tmp_path)
     copied: list[int] = []
     copy = streaming._copy
 
@@ -239,16 +228,13 @@ def test_what_is_at_hand_is_read_into_the_live_tensors_themselves(
         copied.append(len(memory))
         copy(memory, parts)
 
-    fd = os.open(file, os.O_RDONLY)
-    if not fill_cached(OpenFile(fd), [memoryview(bytearray(9))], 0, seen=id):
-        pytest.skip("this file system always waits")
     monkeypatch.setattr(streaming, "_copy", counted)
     for value in state.values():
         value.fill_(-1.0)
     with CheckpointManager(tmp_path, {"tree": state}, sinks=()) as manager:
         manager.load(in_place=True)
     assert all(bool((value == n).all()) for n, value in enumerate(state.values()))
-    assert len(copied) <= NUM_WAITERS < file.stat().st_size // BLOCK_NBYTES
+    assert copied == []
 
 
 def test_what_was_one_tensor_is_read_into_each_that_is_there_now(tmp_path: Path) -> None:
@@ -259,8 +245,8 @@ def test_what_was_one_tensor_is_read_into_each_that_is_there_now(tmp_path: Path)
     tied[1].weight = tied[0].weight
     with CheckpointManager(tmp_path, {"model": nn.Sequential(*tied)}, sinks=()) as manager:
         manager.save(1).wait()
-    live = CheckpointManager(store, {"model": nn.Sequential(*apart)}, sinks=())
-    with at_hand(store, tmp_path), live as manager:
+    fill_page_cache(tmp_path)
+    with CheckpointManager(store, {"model": nn.Sequential(*apart)}, sinks=()) as manager:
         manager.load(in_place=True, verify=False)
     for module in apart:
         assert torch.equal(module.weight, tied[0].weight)
@@ -271,21 +257,22 @@ def test_damage_at_hand_is_read_again_from_the_disk(
 ) -> None:
     """A page of the cache that went bad condemns no checkpoint."""
     (bits,) = saved(tmp_path)
-    read_cached = LocalStore.read_cached
-    spoiled: list[str] = []
+    expect_at_hand(tmp_path)
+    fill_cached = localreads.fill_cached
+    spoiled: list[int] = []
 
-    def spoiling(self: LocalStore, key: str, start: int, targets: Any, **named: Any) -> bool:
-        def seen(piece: memoryview) -> None:
+    def spoiling(file: OpenFile, start: int, targets: Any, seen: Seen) -> bool:
+        def look(piece: memoryview) -> None:
             if not spoiled and len(piece) > 1000:
-                spoiled.append(key)
+                spoiled.append(start)
                 piece[500] ^= 1
-            named["seen"](piece)
+            seen(piece)
 
-        return read_cached(self, key, start, targets, **{**named, "seen": seen})
+        return fill_cached(file, start, targets, look)
 
-    monkeypatch.setattr(LocalStore, "read_cached", spoiling)
-    store, live = LocalStore(tmp_path), Large(seed=2)
-    with at_hand(store, tmp_path), live.manager(store) as manager:
+    monkeypatch.setattr(localreads, "fill_cached", spoiling)
+    live = Large(seed=2)
+    with live.manager(tmp_path) as manager:
         manager.load(in_place=True)
     assert live.bits() == bits
     assert spoiled
@@ -495,7 +482,7 @@ def test_a_read_that_comes_back_after_the_load_was_given_up_writes_nothing(
     saved(tmp_path)
     hangs, back = threading.Event(), threading.Event()
 
-    class Hanging(FromDisk):
+    class Hanging(LocalStore):
         def read_into(self, key: str, start: int, buffer: memoryview, **named: Any) -> None:
             super().read_into(key, start, buffer, **named)
             if armed and key.endswith(file) and start == 0:
@@ -555,7 +542,7 @@ def test_parts_and_other_names_are_loaded_in_place(tmp_path: Path) -> None:
     assert live.bits()["0.weight"] == bits["0.weight"]
 
 
-class Failing(FromDisk):
+class Failing(LocalStore):
     """Its reads of a file fail as often as it is told."""
 
     file = "optimizer-00000.safetensors"
@@ -714,77 +701,59 @@ def test_the_memory_for_small_and_odd_tensors_is_bounded_too(
     assert int(done.stdout.split()[-1]) < 150
 
 
-class Waiting(LocalStore):
-    """Reads take until `go` is set: those `of_cached` bytes, or all others."""
-
-    of_cached = False
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.go = threading.Event()
-        self.go.set()
-        self.began = threading.Semaphore(0)
-
-    def wait(self) -> None:
-        self.began.release()
-        assert self.go.wait(60)
-
-    def read_into(self, key: str, start: int, buffer: memoryview, **named: Any) -> None:
-        super().read_into(key, start, buffer, **named)
-        if not self.of_cached:
-            self.wait()
-
-    def read_cached(self, *asked: Any, **named: Any) -> bool:
-        if self.of_cached:
-            self.wait()
-        return self.of_cached and super().read_cached(*asked, **named)
-
-
-@pytest.mark.parametrize("waits", ["from disk", "in the cache", "before it"])
+@pytest.mark.parametrize("waits", ["from disk", "in the cache", "before it", "between"])
 def test_an_interrupt_while_reads_are_begun_leaves_nobody_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: str
 ) -> None:
-    """What is being copied right then is waited for, and nothing is begun."""
+    """What is being copied right then is waited for, nothing else is, and nothing is begun."""
     saved(tmp_path)
+    places = {
+        "from disk": (LocalStore, "read_into"),
+        "in the cache": (localreads, "fill_cached"),
+        "before it": (streaming, "_targets"),
+        "between": (LocalStore, "cached"),
+    }
+    if waits == "from disk":
+        monkeypatch.setattr(LocalStore, "cached", lambda *asked: None)
+    else:
+        expect_at_hand(tmp_path)
+    go, began = threading.Event(), threading.Semaphore(0)
     jobs: list[Any] = []
-    store, live, waits_before = Waiting(tmp_path), Large(seed=2), Waiting(tmp_path)
-    store.of_cached = waits != "from disk"
-    waiting = waits_before if waits == "before it" else store
-    targets = streaming._targets
+    real = getattr(*places[waits])
 
-    def later(*asked: Any) -> Any:
-        waits_before.wait()
-        return targets(*asked)
+    def waiting(*asked: Any, **named: Any) -> Any:
+        is_late = waits in ("from disk", "between")
+        found = real(*asked, **named) if is_late else None
+        began.release()
+        assert go.wait(60)
+        return found if is_late else real(*asked, **named)
 
-    monkeypatch.setattr(streaming, "_targets", later)
+    live = Large(seed=2)
     before = live.bits()
-    manager = live.manager(store)
+    manager = live.manager(LocalStore(tmp_path))
     submit, apply = manager._saver.waiters.submit, ModulePlan.apply
 
     def interrupted(job: Any) -> Any:
         if len(jobs) == 2:
-            assert all(waiting.began.acquire(timeout=60) for _ in jobs)
+            assert all(began.acquire(timeout=60) for _ in jobs)
             if waits == "in the cache":
-                threading.Timer(0.5, waiting.go.set).start()
+                threading.Timer(0.5, go.set).start()
             raise KeyboardInterrupt
         jobs.append(submit(job))
         return jobs[-1]
 
     def applied(self: ModulePlan) -> None:
-        waiting.go.clear()
-        while waiting.began.acquire(blocking=False):
-            pass
+        monkeypatch.setattr(*places[waits], waiting)
         monkeypatch.setattr(manager._saver.waiters, "submit", interrupted)
         apply(self)
 
     monkeypatch.setattr(ModulePlan, "apply", applied)
-    with at_hand(store, tmp_path):
-        with pytest.raises(KeyboardInterrupt):
-            manager.load(in_place=True)
-        after = live.bits()
-        waiting.go.set()
-        for job in jobs:
-            job.result(60)
+    with pytest.raises(KeyboardInterrupt):
+        manager.load(in_place=True)
+    after = live.bits()
+    go.set()
+    for job in jobs:
+        job.result(60)
     assert len(jobs) == 2
     assert live.bits() == after
     assert (after == before) == (waits != "in the cache")

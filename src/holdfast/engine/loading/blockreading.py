@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from holdfast.engine.staging.memory import Buffers
@@ -94,29 +94,29 @@ def read_block(
         buffers.give_back(buffer)
 
 
-def read_cached_block(
-    store: Store,
-    file: FileBlocks,
-    number: int,
-    targets: Sequence[memoryview],
-    *,
-    verify: bool = True,
-) -> bool:
-    """Fill one target after the other with a block, if that takes no waiting; whether they are
-    filled with what was written. If not, any bytes may be in them.
+def cached_block(
+    store: Store, file: FileBlocks, number: int, nbytes: int
+) -> Callable[[Sequence[memoryview], bool], bool] | None:
+    """What fills one target after the other with a block of `nbytes`, without any waiting, where
+    its bytes are at hand; with True it checks them, too. It gives whether they are there, and
+    right; if not, any bytes may be.
 
     Raises:
-        StoreError: it cannot be read.
-        CorruptData: the file is too short.
+        StoreError: the file cannot be opened.
+        CorruptData: it is too short.
     """
     if file.decoder is not None or not isinstance(store, ReadsCached):
-        return False
-    hasher = blocks.block_hasher()
-    start = number * file.block_nbytes
-    seen = hasher.update if verify else ignore
-    if not store.read_cached(file.key, start, targets, seen=seen):
-        return False
-    return not verify or hasher.digest() == _digest(file.digests, number)
+        return None
+    fill = store.cached(file.key, number * file.block_nbytes, nbytes)
+
+    def checked(targets: Sequence[memoryview], verify: bool) -> bool:
+        assert fill is not None
+        hasher = blocks.block_hasher()
+        if not fill(targets, hasher.update if verify else ignore):
+            return False
+        return not verify or hasher.digest() == _digest(file.digests, number)
+
+    return checked if fill is not None else None
 
 
 def decode_block(

@@ -1,7 +1,7 @@
 """Finding a checkpoint that can be used, and reading it, without changing anything.
 
 Where its tensors are kept until they are applied is decided here: in memory of their own; or
-nowhere, because the caller wants each byte copied as soon as it is checked, or because memory is
+nowhere, because the caller wants each byte copied as it is checked, or because memory is
 bounded, and then all of them were checked once before.
 
 `resume` walks back along the lineage over damaged candidates and says why each was passed over;
@@ -77,8 +77,8 @@ class LoadOptions:
     rng: bool = True
     """Whether generator states are restored."""
     in_place: bool = False
-    """Whether bytes go straight into the live tensors, each block once it is checked. Damage that
-    is found on the way then leaves the state mixed."""
+    """Whether bytes go straight into the live tensors, each block once or while it is checked.
+    Damage that is found on the way then leaves the state mixed."""
 
     @property
     def is_full(self) -> bool:

@@ -1,4 +1,5 @@
-"""Stored tensors straight into live ones, a block at a time, each checked before it is copied.
+"""Stored tensors straight into live ones, a block at a time. Each is checked before it is copied;
+or while it is, where it is cached.
 
 Needs memory for a few blocks, and at a time for some of the tensors that cannot take bytes as they
 are read, however large the state is. When a block proves damaged, others may have been copied
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.engine.loading.blockreading import FileBlocks, read_cached_block
+from holdfast.engine.loading.blockreading import FileBlocks, cached_block
 from holdfast.engine.loading.load import Opened, check_size, read_checked
 from holdfast.engine.loading.tables import DIRECT_NBYTES, IMAGE_NBYTES, Run, UnreadTensors
 from holdfast.engine.loading.wanted import Wanted, wanted_by_file
@@ -59,6 +60,8 @@ _NUM_KEPT = 4
 _NUM_ALONE = 2
 """The most blocks of a tensor for which that is done."""
 _ALIGNMENT = 64
+_PART_NBYTES_MIN = 16 * 1024
+"""Of the parts of a block, on average, that are read one by one."""
 
 
 class Stream:
@@ -258,15 +261,19 @@ class Stream:
         targets = _targets(block.parts, memory)
         if targets is None:
             return False
+        fill = cached_block(self._store, self._files[name], number, len(memory))
+        if fill is None:
+            return False
         with block.copying:
-            return given_up.is_set() or read_cached_block(
-                self._store, self._files[name], number, targets, verify=self._verify
-            )
+            # Nothing in here may hang: a load that is given up waits for it.
+            return given_up.is_set() or fill(targets, self._verify)
 
 
 def _targets(parts: Sequence[_Part], memory: memoryview) -> list[memoryview] | None:
     """Where the bytes of a block go, in their order; `memory` takes those that nobody wants. None
-    where some are wanted twice, or on a device."""
+    where some are wanted twice, or on a device, or in so many places that it takes longer."""
+    if len(parts) * _PART_NBYTES_MIN > len(memory) + _PART_NBYTES_MIN:
+        return None
     targets: list[memoryview] = []
     done = 0
     for part in sorted(parts, key=attrgetter("start")):
