@@ -316,11 +316,15 @@ class Sweep:
             assert status in (0, -signal.SIGKILL), status
 
     def points(self) -> list[Point]:
-        """Every point of a few undisturbed lives."""
-        found: dict[Point, None] = {}
-        for _ in range(3):
-            found |= dict.fromkeys(self.live(None).points)
-        return list(found)
+        """Every point that more than one of a few undisturbed lives came to.
+
+        Which thread makes a call is chance. One that a thread makes once in many lives, another
+        makes in the others, at a point of its own.
+        """
+        found: Counter[Point] = Counter()
+        for _ in range(4):
+            found.update(self.live(None).points)
+        return [point for point, count in found.items() if count > 1]
 
     def trial(self, point: Point) -> None:
         """Kill a child at the point, then look and go on with what it left.
