@@ -19,6 +19,7 @@ from holdfast.errors import (
 )
 from holdfast.store import oserrors
 from holdfast.store.local import LocalStore
+from holdfast.store.localfiles import drafted
 from holdfast.store.oserrors import Reporting
 from holdfast.testing.store_contract import noise
 
@@ -319,6 +320,20 @@ def test_a_disk_without_inodes_is_full_too(small_disk):
     with pytest.raises(StoreFull, match="0 inodes"):
         put_many()
     assert all(store.get(key) == b"x" for key in store.children())
+
+
+@pytest.mark.parametrize("unnamed", [True, False])
+def test_a_folder_that_is_removed_while_something_is_put_there_is_gone_and_not_forbidden(
+    tmp_path, unnamed
+):
+    """Two collectors meet at one attempt; Linux answers EPERM to a file without a name."""
+    folder = tmp_path / "f"
+    folder.mkdir()
+    fd = os.open(folder, os.O_RDONLY)
+    folder.rmdir()
+    with pytest.raises(FileNotFoundError), drafted(fd, memoryview(b"x"), unnamed=unnamed):
+        pass
+    os.close(fd)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

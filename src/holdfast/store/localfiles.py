@@ -173,8 +173,7 @@ class Draft:
         return True
 
     def _vanished(self, name: str) -> Exception:
-        if os.fstat(self._folder_fd).st_nlink == 0:
-            return FileNotFoundError(errno.ENOENT, "the folder was removed", name)
+        expect_there(self._folder_fd)
         return TransientStoreError(f"{name}: its temporary file was removed by somebody")
 
 
@@ -196,11 +195,19 @@ def drafted(folder_fd: int, data: memoryview, *, unnamed: bool = True) -> Iterat
         os.close(fd)
 
 
+def expect_there(folder_fd: int) -> None:
+    """Raise `FileNotFoundError` where an open folder was removed."""
+    if os.fstat(folder_fd).st_nlink == 0:
+        raise FileNotFoundError(errno.ENOENT, "the folder was removed")
+
+
 def _create_aside(folder_fd: int, *, unnamed: bool) -> tuple[int, str | None]:
     if unnamed and hasattr(os, "O_TMPFILE") and os.path.isdir(OWN_FDS):
         try:
             return os.open(".", _UNNAMED, FILE_MODE, dir_fd=folder_fd), None
         except OSError as err:
+            if err.errno == errno.EPERM:  # what Linux says of a folder that is gone
+                expect_there(folder_fd)
             if err.errno not in _NO_UNNAMED:
                 raise
     name = temporary_name()
