@@ -29,6 +29,7 @@ _READ = os.O_RDONLY | _NOFOLLOW | getattr(os, "O_NONBLOCK", 0) | _CLOEXEC
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _CLOEXEC
 _UNNAMED = os.O_WRONLY | getattr(os, "O_TMPFILE", 0) | _CLOEXEC
 _NO_UNNAMED = UNSUPPORTED | {errno.EISDIR}
+_REMOVED = "the folder was removed"
 NO_LINKS = UNSUPPORTED | {errno.EPERM, errno.EACCES, errno.EMLINK, errno.EXDEV}
 """How a file system says that a file cannot have a link."""
 OWN_FDS = "/proc/self/fd"
@@ -173,7 +174,8 @@ class Draft:
         return True
 
     def _vanished(self, name: str) -> Exception:
-        expect_there(self._folder_fd)
+        if _is_removed(self._folder_fd):
+            return FileNotFoundError(errno.ENOENT, _REMOVED, name)
         return TransientStoreError(f"{name}: its temporary file was removed by somebody")
 
 
@@ -195,10 +197,9 @@ def drafted(folder_fd: int, data: memoryview, *, unnamed: bool = True) -> Iterat
         os.close(fd)
 
 
-def expect_there(folder_fd: int) -> None:
-    """Raise `FileNotFoundError` where an open folder was removed."""
-    if os.fstat(folder_fd).st_nlink == 0:
-        raise FileNotFoundError(errno.ENOENT, "the folder was removed")
+def _is_removed(folder_fd: int) -> bool:
+    """Whether an open folder has no name any more."""
+    return os.fstat(folder_fd).st_nlink == 0
 
 
 def _create_aside(folder_fd: int, *, unnamed: bool) -> tuple[int, str | None]:
@@ -206,8 +207,10 @@ def _create_aside(folder_fd: int, *, unnamed: bool) -> tuple[int, str | None]:
         try:
             return os.open(".", _UNNAMED, FILE_MODE, dir_fd=folder_fd), None
         except OSError as err:
-            if err.errno == errno.EPERM:  # what Linux says of a folder that is gone
-                expect_there(folder_fd)
+            if err.errno == errno.EPERM and _is_removed(
+                folder_fd
+            ):  # Linux has no other word for it
+                raise FileNotFoundError(errno.ENOENT, _REMOVED) from err
             if err.errno not in _NO_UNNAMED:
                 raise
     name = temporary_name()

@@ -108,15 +108,16 @@ def cached_block(
     if file.decoder is not None or not isinstance(store, ReadsCached):
         return None
     fill = store.cached(file.key, number * file.block_nbytes, nbytes)
+    if fill is None:
+        return None
 
     def checked(targets: Sequence[memoryview], verify: bool) -> bool:
-        assert fill is not None
         hasher = blocks.block_hasher()
         if not fill(targets, hasher.update if verify else ignore):
             return False
         return not verify or hasher.digest() == _digest(file.digests, number)
 
-    return checked if fill is not None else None
+    return checked
 
 
 def decode_block(
