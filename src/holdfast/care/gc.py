@@ -6,7 +6,7 @@ marker, if absent, so that a paused writer can no longer commit it (docs/design.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -70,15 +70,16 @@ def collect(
                 abort_uploads(store, folder)  # all of its files are there
         except (StoreError, FormatError) as error:
             report.failed.append((folder, str(error)))
-    try:
-        _sweep_answers(store, judge, report, own_epoch=own_epoch, dry_run=dry_run)
-    except StoreError as error:
-        report.failed.append((layout.REQUESTS, str(error)))
-    try:
-        _sweep_leases(store, report, dry_run=dry_run)
-    except StoreError as error:
-        report.failed.append((layout.READERS, str(error)))
-    _sweep(store, judge, report, own_epoch=own_epoch, dry_run=dry_run)
+    sweeps: dict[str, Callable[[], None]] = {
+        layout.REQUESTS: lambda: _sweep_answers(store, judge, report, own_epoch, dry_run=dry_run),
+        layout.READERS: lambda: _sweep_leases(store, report, dry_run=dry_run),
+        "root": lambda: _sweep(store, judge, report, own_epoch, dry_run=dry_run),
+    }
+    for what, sweep in sweeps.items():
+        try:
+            sweep()
+        except StoreError as error:
+            report.failed.append((what, str(error)))
     return report
 
 
@@ -172,7 +173,7 @@ def _visit(
 
 
 def _sweep_answers(
-    store: Store, judge: _Judge, report: GcReport, *, own_epoch: int | None, dry_run: bool
+    store: Store, judge: _Judge, report: GcReport, own_epoch: int | None, *, dry_run: bool
 ) -> None:
     """Remove answers for which nobody waits: the asker is gone, or the owner that it asked is and
     the asker is not known to live."""
@@ -234,16 +235,14 @@ def _is_bare(store: Store, folder: str) -> bool:
 
 
 def _sweep(
-    store: Store, judge: _Judge, report: GcReport, *, own_epoch: int | None, dry_run: bool
+    store: Store, judge: _Judge, report: GcReport, own_epoch: int | None, *, dry_run: bool
 ) -> None:
     """Remove what killed preflights and puts left, when no other process may be at it."""
     if dry_run or _is_owned(store, judge, own_epoch):
         return
     for name in store.children():
         if layout.is_scratch(name.rstrip("/")):
-            store.delete(name)
-            what = "a preflight" if name.startswith("preflight") else "an upload"
-            report.removed.append((name.rstrip("/"), f"{what} that did not end"))
+            _remove_scratch(store, name, report)
     if not isinstance(store, Folders):
         return
     folders = map(str, Catalog(store).attempts())
@@ -257,3 +256,12 @@ def _sweep(
             store.sweep(folder)
         except StoreError as error:
             report.failed.append((folder or "root", str(error)))
+
+
+def _remove_scratch(store: Store, name: str, report: GcReport) -> None:
+    what = "a preflight" if name.startswith("preflight") else "an upload"
+    try:
+        store.delete(name)
+        report.removed.append((name.rstrip("/"), f"{what} that did not end"))
+    except StoreError as error:
+        report.failed.append((name.rstrip("/"), str(error)))
