@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from operator import attrgetter
@@ -174,8 +174,15 @@ def copy_bytes(live: Sequence[Tensor], addresses: list[int], nbytes: list[int]) 
         if [*map(_nbytes, targets)] != counts:
             raise UsageError("a live tensor has another size than the bytes for it")
         torch.autograd.graph.increment_version(targets)
-        copies = map(_memmove, map(Tensor.data_ptr, targets), addresses[some], counts)
-        deque(copies, maxlen=0)
+        copy_runs(map(Tensor.data_ptr, targets), addresses[some], counts)
+
+
+def copy_runs(targets: Iterable[int], sources: Iterable[int], nbytes: Iterable[int]) -> None:
+    """Copy small runs of bytes from address to address.
+
+    The threads of this process stand still meanwhile: to let them go on takes longer than a copy.
+    """
+    deque(map(_memmove, targets, sources, nbytes), maxlen=0)
 
 
 def in_parts(length: int) -> Iterator[slice]:

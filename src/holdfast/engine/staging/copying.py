@@ -18,7 +18,7 @@ from holdfast.engine.staging.device import DeviceCopy, begin_copies
 from holdfast.engine.staging.image import Image
 from holdfast.errors import DeadlineExceeded
 from holdfast.format.layout import BLOCK_NBYTES
-from holdfast.state.copying import Shared
+from holdfast.state.copying import Shared, is_plain
 
 
 class Work(Protocol):
@@ -162,13 +162,6 @@ def arrivals_of(image: Image, sources: Mapping[int, Tensor]) -> list[Arrival]:
     blocks = sorted({number for position in sources for number in image.blocks_of(position)})
     begun = begin_copies(image.overwritten_by_device(*pair) for pair in sources.items())
     return [Arrival(image, blocks, device_copy) for device_copy in begun]
-
-
-def is_plain(source: Tensor) -> bool:
-    """Whether the tensor is a run of bytes in host memory."""
-    if source.device.type != "cpu" or not source.is_contiguous():
-        return False
-    return not (source.is_conj() or source.is_neg())
 
 
 class Copying:

@@ -7,7 +7,6 @@ is copied, and the digest of the block stays known.
 from __future__ import annotations
 
 import ctypes
-from collections import deque
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
@@ -20,6 +19,7 @@ from holdfast.engine.staging.known import LARGE_NBYTES, KnownFile
 from holdfast.format import blocks
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.tensors import TensorFile
+from holdfast.state.copying import copy_runs
 
 _libc = ctypes.CDLL(None)
 _memcmp = _libc.memcmp
@@ -28,11 +28,6 @@ _memcmp.restype = ctypes.c_int
 _memcpy = _libc.memcpy
 _memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memcpy.restype = ctypes.c_void_p
-
-# Keeps the interpreter's lock, which is more work to let go of and to take than the copy.
-_memcpy_at_once = ctypes.PyDLL(None).memcpy
-_memcpy_at_once.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-_memcpy_at_once.restype = None
 
 AT_ONCE_NBYTES = 16 << 20
 """So much is copied while other threads of Python wait; it takes some milliseconds."""
@@ -96,7 +91,7 @@ class Image(KnownFile):
         """Copy all small tensors, in the order of `small`, from where each is a run of bytes."""
         self.forget_versions()
         self.forget(self._small_blocks)
-        deque(map(_memcpy_at_once, self._small_targets, addresses, self._small_sizes), maxlen=0)
+        copy_runs(self._small_targets, addresses, self._small_sizes)
 
     def overwritten_by_device(self, position: int, source: Tensor) -> tuple[Tensor, Tensor]:
         """The copy, (to, from), of a tensor that a device will make."""
