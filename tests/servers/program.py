@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -181,6 +182,16 @@ def answers(url: str) -> bool:
 
 
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def ends(pidfd: int, within_s: float = 60) -> bool:
+    """Whether the process of a descriptor, which is closed, is gone by then."""
+    waiting = select.poll()  # `select` itself takes no descriptor above 1023
+    waiting.register(pidfd, select.POLLIN)
+    try:
+        return bool(waiting.poll(within_s * 1000))
+    finally:
+        os.close(pidfd)
 
 
 def send(method: str, url: str, headers: Mapping[str, str] | None = None, data: bytes = b"") -> int:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import subprocess
 import sys
 from pathlib import Path
 
 from servers.keeper import shared
-from servers.program import answers
+from servers.program import answers, ends
 
 USER = """
 import json, sys
@@ -63,9 +62,7 @@ def test_two_processes_share_a_server_which_ends_when_the_last_is_killed(tmp_pat
     kill(first)
     assert answers(endpoint)
     kill(second)
-    ready, _, _ = select.select([server], [], [], 60)
-    os.close(server)
-    assert ready
+    assert ends(server)
     assert not answers(endpoint)
 
 

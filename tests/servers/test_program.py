@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from servers.google import Gcs
-from servers.program import Program, Service, answers
+from servers.program import Program, Service, answers, ends
 
 PARENT = """
 import sys
@@ -63,6 +62,4 @@ def test_a_server_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         assert parent.stdout is not None
         server = os.pidfd_open(int(parent.stdout.readline()))
         parent.kill()
-    ready, _, _ = select.select([server], [], [], 60)
-    os.close(server)
-    assert ready
+    assert ends(server)
