@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.care.gc import collect
 from holdfast.errors import AccessDenied
-from holdfast.format.layout import scratch_folder, sending_folder
+from holdfast.format.layout import READERS, scratch_folder, sending_folder
 from holdfast.manager import CheckpointManager
 from holdfast.store.local import LocalStore
 from holdfast.testing.faulty import Fault, FaultyStore
@@ -23,7 +23,7 @@ def root(tmp_path: Path) -> Path:
     run = new_run()
     with CheckpointManager(tmp_path / "root", {"model": run.model}) as manager:
         manager.save(1, wait=True)
-    for name in (PREFLIGHT, SENDING):
+    for name in (PREFLIGHT, SENDING, READERS):
         (tmp_path / "root" / name).mkdir()
     (tmp_path / "root" / ".tmp-0123456789abcdef").touch()
     return tmp_path / "root"
@@ -32,18 +32,19 @@ def root(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("op", "key", "failed", "left"),
     [
-        ("delete", f"{PREFLIGHT}*", PREFLIGHT, {PREFLIGHT}),
-        ("children", "requests", "requests", set()),
-        ("sweep", "writers", "writers", set()),
+        ("delete", f"{PREFLIGHT}*", [PREFLIGHT], {PREFLIGHT}),
+        ("children", "requests", ["requests"], set()),
+        ("children", READERS, [READERS, READERS], set()),
+        ("sweep", "writers", ["writers"], set()),
     ],
 )
 def test_what_cannot_be_removed_does_not_keep_the_rest(
-    root: Path, op: str, key: str, failed: str, left: set[str]
+    root: Path, op: str, key: str, failed: list[str], left: set[str]
 ) -> None:
     """Each refusal is told, and the other leftovers go."""
     refused = Fault(kind="fail", op=op, key=key, times=None, error=AccessDenied("not yours"))
     report = collect(FaultyStore(LocalStore(root), [refused]))
-    assert [what for what, _ in report.failed] == [failed]
+    assert [what for what, _ in report.failed] == failed
     assert {PREFLIGHT, SENDING, ".tmp-0123456789abcdef"}.intersection(
         path.name for path in root.iterdir()
     ) == left

@@ -6,7 +6,8 @@ marker, if absent, so that a paused writer can no longer commit it (docs/design.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -70,17 +71,22 @@ def collect(
                 abort_uploads(store, folder)  # all of its files are there
         except (StoreError, FormatError) as error:
             report.failed.append((folder, str(error)))
-    sweeps: dict[str, Callable[[], None]] = {
-        layout.REQUESTS: lambda: _sweep_answers(store, judge, report, own_epoch, dry_run=dry_run),
-        layout.READERS: lambda: _sweep_leases(store, report, dry_run=dry_run),
-        "root": lambda: _sweep(store, judge, report, own_epoch, dry_run=dry_run),
-    }
-    for what, sweep in sweeps.items():
-        try:
-            sweep()
-        except StoreError as error:
-            report.failed.append((what, str(error)))
+    with _told(layout.REQUESTS, report):
+        _sweep_answers(store, judge, report, own_epoch=own_epoch, dry_run=dry_run)
+    with _told(layout.READERS, report):
+        _sweep_leases(store, report, dry_run=dry_run)
+    with _told("root", report):
+        _sweep(store, judge, report, own_epoch=own_epoch, dry_run=dry_run)
     return report
+
+
+@contextmanager
+def _told(what: str, report: GcReport) -> Iterator[None]:
+    """Whatever of the store fails in here is told, and the rest goes on."""
+    try:
+        yield
+    except StoreError as error:
+        report.failed.append((what, str(error)))
 
 
 def _broken_off(store: Store, report: GcReport) -> tuple[AttemptName, ...]:
@@ -173,7 +179,7 @@ def _visit(
 
 
 def _sweep_answers(
-    store: Store, judge: _Judge, report: GcReport, own_epoch: int | None, *, dry_run: bool
+    store: Store, judge: _Judge, report: GcReport, *, own_epoch: int | None, dry_run: bool
 ) -> None:
     """Remove answers for which nobody waits: the asker is gone, or the owner that it asked is and
     the asker is not known to live."""
@@ -235,33 +241,31 @@ def _is_bare(store: Store, folder: str) -> bool:
 
 
 def _sweep(
-    store: Store, judge: _Judge, report: GcReport, own_epoch: int | None, *, dry_run: bool
+    store: Store, judge: _Judge, report: GcReport, *, own_epoch: int | None, dry_run: bool
 ) -> None:
     """Remove what killed preflights and puts left, when no other process may be at it."""
     if dry_run or _is_owned(store, judge, own_epoch):
         return
-    for name in store.children():
-        if layout.is_scratch(name.rstrip("/")):
-            _remove_scratch(store, name, report)
+    for key in store.children():
+        name = key.rstrip("/")
+        if not layout.is_scratch(name):
+            continue
+        with _told(name, report):
+            store.delete(key)
+            what = "a preflight" if layout.is_preflight(name) else "an upload"
+            report.removed.append((name, f"{what} that did not end"))
     if not isinstance(store, Folders):
         return
-    folders = map(str, Catalog(store).attempts())
-    committed = [folder for folder in folders if _is_committed(store, folder)]
     # An owner's own heartbeat may be under way among the claims, and requests of others to it.
     claims = [layout.WRITERS, layout.REQUESTS] if own_epoch is None else []
-    # A reader may be renewing its lease among the others.
-    leases = [] if any(find_leases(store)) else [layout.READERS]
-    for folder in ("", *claims, *leases, *committed):
-        try:
+    for folder in ("", *claims):
+        with _told(folder or "root", report):
             store.sweep(folder)
-        except StoreError as error:
-            report.failed.append((folder or "root", str(error)))
-
-
-def _remove_scratch(store: Store, name: str, report: GcReport) -> None:
-    what = "a preflight" if name.startswith("preflight") else "an upload"
-    try:
-        store.delete(name)
-        report.removed.append((name.rstrip("/"), f"{what} that did not end"))
-    except StoreError as error:
-        report.failed.append((name.rstrip("/"), str(error)))
+    # A reader may be renewing its lease among the others.
+    with _told(layout.READERS, report):
+        if not any(find_leases(store)):
+            store.sweep(layout.READERS)
+    for folder in map(str, Catalog(store).attempts()):
+        with _told(folder, report):
+            if _is_committed(store, folder):
+                store.sweep(folder)
