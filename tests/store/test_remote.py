@@ -20,12 +20,13 @@ from holdfast.errors import (
     AccessDenied,
     CorruptData,
     HoldfastError,
+    LimitExceeded,
     NotFound,
     TransientStoreError,
     UnsupportedStore,
 )
 from holdfast.events import logger
-from holdfast.store.base import AbortsUploads
+from holdfast.store.base import AbortsUploads, delete_many, get_whole
 from holdfast.store.remote import RemoteStore
 from holdfast.store.remoteopen import RemoteOptions
 from holdfast.testing.store_contract import noise
@@ -383,3 +384,19 @@ def test_a_first_answer_costs_one_request_and_is_repeated_only_where_that_may_he
         answers.next_ones = [refusal(500, "InternalError"), Answer(body=b"x")]
         assert store_at(endpoint).get("a") == b"x"
         assert len(answers.asked) == 3
+
+
+@pytest.mark.usefixtures("s3_credentials")
+def test_a_document_is_one_request_and_so_are_many_deletions() -> None:
+    """A service is paid, and waited for, by request."""
+    with answering() as (endpoint, answers):
+        answers.then = Answer(body=b"12345")
+        store = store_at(endpoint)
+        assert get_whole(store, "a", max_nbytes=5) == b"12345"
+        with pytest.raises(LimitExceeded):
+            get_whole(store, "a", max_nbytes=4)
+        assert len(answers.asked) == 2
+        gone = "".join(f"<Deleted><Key>b/{number}</Key></Deleted>" for number in range(1000))
+        answers.then = Answer(body=f"<DeleteResult>{gone}</DeleteResult>".encode())
+        delete_many(store, [f"b/{number}" for number in range(1001)])
+        assert len(answers.asked) == 4

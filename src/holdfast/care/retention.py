@@ -16,6 +16,7 @@ from holdfast.engine.roots.notes import reject
 from holdfast.engine.roots.parts import parts_of
 from holdfast.errors import CorruptData, FormatError, HoldfastError, StoreError, Superseded
 from holdfast.format.manifest import Deleted, Manifest, encode_manifest
+from holdfast.format.records import Writer
 from holdfast.policy.retention import Candidate, Decision, Rule, decide, stands_in
 from holdfast.store.base import Store
 
@@ -132,6 +133,8 @@ class Deleter:
         self._verified: set[str] = set()
         self._known: dict[str, Manifest] = {}
         """By folder: manifests, which do not change until somebody begins to delete them."""
+        self._claims: dict[int, Writer] = {}
+        """Those that were read, by epoch; they do not change."""
         self._failures: dict[str, Planned] = {}
         """By folder: what could not be done, or not to its end."""
 
@@ -154,7 +157,7 @@ class Deleter:
         self._unclear = frozenset(unclear)
         point = claim.resumed_from
         keep = point.order if point is not None and not has_committed else None
-        catalog = Catalog(self._store)
+        catalog = Catalog(self._store, claims=self._claims)
         planned = plan(
             catalog,
             self._rule,

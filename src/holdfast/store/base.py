@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from holdfast.errors import AccessDenied, InvalidKey, UnsupportedStore, UsageError
+from holdfast.errors import (
+    AccessDenied,
+    InvalidKey,
+    LimitExceeded,
+    UnsupportedStore,
+    UsageError,
+)
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -163,6 +169,31 @@ class KeepsOpen(Protocol):
 
         A read may then see an object as it was when the first one came, unless it was deleted or
         replaced, or the read asks `afresh`.
+        """
+        ...
+
+
+@runtime_checkable
+class ReadsWhole(Protocol):
+    """Stores in which the length and the bytes of an object come sooner together than apart."""
+
+    def get_whole(self, key: str, *, max_nbytes: int) -> bytes:
+        """All bytes of an object, of one version of it; exact like `get`.
+
+        Raises:
+            LimitExceeded: it has more than `max_nbytes`; nothing was read.
+        """
+        ...
+
+
+@runtime_checkable
+class DeletesMany(Protocol):
+    """Stores in which to remove many objects takes less than to remove each."""
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Remove objects, in any order; missing ones are fine. No key ends with `/`.
+
+        The removals are durable when this returns; when it raises, some may have been made.
         """
         ...
 
@@ -383,6 +414,31 @@ def read_into(
     else:
         memory[:] = store.get(key, start, len(memory))
         seen(memory)
+
+
+def get_whole(store: Store, key: str, *, max_nbytes: int) -> bytes:
+    """All bytes of an object as `ReadsWhole.get_whole` gives them, also from a store that only
+    gets."""
+    if isinstance(store, ReadsWhole):
+        return store.get_whole(key, max_nbytes=max_nbytes)
+    nbytes = store.head(key).nbytes
+    expect_at_most(nbytes, max_nbytes, what=f"{store.url}/{key}")
+    return store.get(key, 0, nbytes)
+
+
+def expect_at_most(nbytes: int, max_nbytes: int, *, what: str) -> None:
+    """Raise `LimitExceeded` for an object that is longer than it may be."""
+    if nbytes > max_nbytes:
+        raise LimitExceeded(f"{what}: {nbytes} bytes, at most {max_nbytes} are allowed")
+
+
+def delete_many(store: Store, keys: Sequence[str]) -> None:
+    """Remove objects as `DeletesMany.delete_many` does, one by one where the store does no more."""
+    if isinstance(store, DeletesMany):
+        store.delete_many(keys)
+    else:
+        for key in keys:
+            store.delete(key)
 
 
 def keeping_open(store: Store) -> AbstractContextManager[None]:

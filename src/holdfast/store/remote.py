@@ -7,7 +7,7 @@ be done about them, bounded memory, and an end to uploads that nobody completed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -106,6 +106,11 @@ class RemoteStore:
         self._fill(key, start, memoryview(data), ignore)
         return bytes(data)
 
+    def get_whole(self, key: str, *, max_nbytes: int) -> bytes:
+        """See `ReadsWhole.get_whole`: one request."""
+        check_key(key)
+        return self._api.whole(key, max_nbytes=max_nbytes)
+
     def read_into(
         self,
         key: str,
@@ -149,10 +154,18 @@ class RemoteStore:
         if not key.endswith("/"):
             self._api.delete([key])
             return
-        found = self._found(key)
-        while keys := [info.key for info in islice(found, _DELETED_AT_ONCE)]:
-            self._api.delete(keys)
+        self._delete_all(info.key for info in self._found(key))
         abort_uploads(self, key.removesuffix("/"))
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """See `DeletesMany.delete_many`: a request a thousand, where the service has that."""
+        for key in keys:
+            check_key(key)
+        self._delete_all(iter(keys))
+
+    def _delete_all(self, keys: Iterator[str]) -> None:
+        while some := [*islice(keys, _DELETED_AT_ONCE)]:
+            self._api.delete(some)
 
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
         """See `WritesBlocks.create`: one request, or a multipart upload when it is long."""

@@ -24,7 +24,7 @@ from holdfast.errors import (
     UnsupportedStore,
 )
 from holdfast.events import logger
-from holdfast.store.base import ObjectInfo
+from holdfast.store.base import ObjectInfo, expect_at_most
 from holdfast.store.remoteerrors import Failure, as_store_error, read_failure
 from holdfast.store.remoteopen import Clients, Place, RemoteOptions, needed, open_clients
 from holdfast.store.throttle import Pace
@@ -142,19 +142,25 @@ class Api:
             found: int = self._ask(lambda store: self._obs.head(store, key)["size"])
         return found
 
-    def whole(self, key: str) -> bytes:
-        """All bytes of one version of an object."""
+    def whole(self, key: str, *, max_nbytes: int | None = None) -> bytes:
+        """All bytes of one version of an object.
+
+        Raises:
+            LimitExceeded: it has more than `max_nbytes`; nothing but its length was read.
+        """
         self.expect_own_process()
         with self._slot(f"get {self.url(key)}"), self._request("get", key):
-            nbytes, data = self._ask(lambda store: self._get(store, key))
+            nbytes, data = self._ask(lambda store: self._get(store, key, max_nbytes))
         if len(data) != nbytes:
             raise CorruptData(f"get {self.url(key)}: has {nbytes} bytes, {len(data)} came")
         return data
 
-    def _get(self, store: Any, key: str) -> tuple[int, bytes]:
+    def _get(self, store: Any, key: str, max_nbytes: int | None) -> tuple[int, bytes]:
         """The length of an object, and what came of it."""
         result = self._obs.get(store, key)
         nbytes: int = result.meta["size"]
+        if max_nbytes is not None:
+            expect_at_most(nbytes, max_nbytes, what=self.url(key))
         _wait(self._download_pace, nbytes)
         return nbytes, bytes(memoryview(result.bytes()))
 

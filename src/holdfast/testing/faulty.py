@@ -142,7 +142,8 @@ class Fault:
 
 
 class FaultyStore:
-    """`inner` with faults. Offers the same optional protocols as `inner`; thread-safe.
+    """`inner` with faults. Offers the same optional protocols as `inner`, but `ReadsWhole` and
+    `DeletesMany`, so that each of their parts is an operation; thread-safe.
 
     The methods of a block writer from `create` are operations too, with the key of their object.
     An injected failure of `abort` is silent, since `abort` never raises.

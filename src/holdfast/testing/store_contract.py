@@ -24,6 +24,7 @@ from holdfast.errors import (
     AlreadyExists,
     CorruptData,
     InvalidKey,
+    LimitExceeded,
     NotFound,
     StoreError,
     UsageError,
@@ -38,6 +39,8 @@ from holdfast.store.base import (
     Store,
     TellsSpace,
     WritesBlocks,
+    delete_many,
+    get_whole,
     keeping_open,
     make_folder,
     read_into,
@@ -411,7 +414,35 @@ class StoreContract:
         assert listed == ["a/1", "a/2", "b/1", "b/2", "c"]
         assert list(store.list()) == []
 
+    # whole objects
+
+    @pytest.mark.parametrize("nbytes", [0, 1, 100_000])
+    def test_a_small_object_is_read_whole(self, store: Store, nbytes: int) -> None:
+        data = noise(nbytes)
+        self.fill(store, "b")
+        store.put("a", data)
+        assert get_whole(store, "a", max_nbytes=nbytes) == data
+        assert get_whole(store, "a", max_nbytes=nbytes + 1) == data
+
+    def test_an_object_that_is_larger_than_allowed_is_not_read(self, store: Store) -> None:
+        """R28: what should be a small document may be of any length."""
+        store.put("a", noise(100_000))
+        with pytest.raises(LimitExceeded, match="100000 bytes, at most 99999"):
+            get_whole(store, "a", max_nbytes=99_999)
+        with pytest.raises(NotFound):
+            get_whole(store, "x", max_nbytes=100_000)
+
     # delete
+
+    def test_many_objects_are_deleted(self, store: Store) -> None:
+        """Those that are missing are fine, and do not keep the others."""
+        keys = [f"a/{number:04d}" for number in range(40)]
+        self.fill(store, *keys, "a/b/c", "b")
+        delete_many(store, ["a/x", *keys[:20], "x/y", keys[0], *keys[20:]])
+        assert [info.key for info in store.list()] == ["a/b/c", "b"]
+        delete_many(store, [])
+        delete_many(store, keys)
+        assert [info.key for info in store.list()] == ["a/b/c", "b"]
 
     def test_a_deleted_object_is_gone(self, store: Store) -> None:
         self.fill(store, "a/b", "a/c")
@@ -450,6 +481,8 @@ class StoreContract:
             lambda: store.put(key, b"x", if_absent=True),
             lambda: store.get(key),
             lambda: store.head(key),
+            lambda: get_whole(store, key, max_nbytes=9),
+            lambda: delete_many(store, [key]),
             lambda: store.delete(key),
             lambda: store.delete(key + "/"),
             lambda: store.list(f"{key}/"),

@@ -11,6 +11,8 @@ from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.records import Retired, encode_retired
 from holdfast.policy.retention import Last
+from holdfast.store.memory import MemoryStore
+from holdfast.testing.faulty import FaultyStore
 from runs import ReadsNoted, Recorder, new_run
 
 
@@ -75,6 +77,29 @@ def reads_of_the_oldest(num_saves: int) -> int:
 
 def test_retention_reads_a_manifest_once_in_a_process() -> None:
     assert reads_of_the_oldest(2) == reads_of_the_oldest(6) > 0
+
+
+def claims_read(num_lives: int, num_saves: int) -> int:
+    """How often claims are read by the last of so many processes, which resumes and saves."""
+    store = MemoryStore()
+    for life in range(num_lives):
+        noted, run = FaultyStore(store), new_run()
+        with run.manager(noted, preflight=False, keep=Last(2)) as manager:
+            manager.resume()
+            for step in range(num_saves if life == num_lives - 1 else 1):
+                run.train()
+                manager.save(10 * life + step + 1).wait()
+                manager.wait()
+    own = layout.writer_key(num_lives)
+    return sum(
+        op == "get" and key in set(map(layout.writer_key, range(99))) - {own}
+        for op, key in noted.ops
+    )
+
+
+def test_the_claims_of_a_run_that_was_resumed_often_are_read_once_in_a_process() -> None:
+    """Each is a request to an object store, and they never change."""
+    assert claims_read(6, 1) == claims_read(6, 9) > 0
 
 
 def test_a_known_manifest_is_read_again_once_somebody_begins_to_delete() -> None:

@@ -13,6 +13,7 @@ from holdfast import errors
 from holdfast.care.gc import collect
 from holdfast.care.verify import verify
 from holdfast.engine.claims.claim import is_closed
+from holdfast.engine.roots import commit
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import mark_aborted
 from holdfast.format import layout
@@ -193,3 +194,23 @@ def test_a_put_that_arrives_after_everything_else_resurrects_nothing(meanwhile: 
     store.arrive()
     for entry in Catalog(store).checkpoints():
         assert verify(store, entry.folder).ok
+
+
+def test_the_mark_of_a_deleter_goes_after_what_it_speaks_of() -> None:
+    """Rule 4: who knows the manifest looks for index and mark alone."""
+    store = FaultyStore(MemoryStore())
+    with manager_of(store) as manager:
+        folder = manager.save(1).wait().folder
+    assert commit.retract(
+        store,
+        folder,
+        epoch=1,
+        reason="test",
+        may_remove_whole=lambda epoch: False,
+        is_read=lambda: False,
+    )
+    deleted = [key for op, key in store.ops if op == "delete" and key.startswith(folder)]
+    mark = f"{folder}/{layout.retired_name(1)}"
+    assert f"{folder}/{layout.INDEX}" in deleted
+    assert deleted[-1] == mark
+    assert {info.key for info in store.list(f"{folder}/")} == {f"{folder}/{layout.MANIFEST}"}

@@ -32,6 +32,7 @@ from holdfast.format.records import AnswerRecord, encode_answer
 from holdfast.format.segments import SEGMENT_NBYTES
 from holdfast.keys import Encryption, Passphrase, SecretKey, ServiceKey, generate
 from holdfast.policy.retention import All
+from holdfast.store.base import delete_many, get_whole
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
@@ -724,6 +725,38 @@ def test_a_small_file_is_put_as_in_a_plain_checkpoint() -> None:
 
     saved(Noting(), 1)
     assert names == ["manifest.json"]
+
+
+def test_a_document_is_fetched_and_opened_once() -> None:
+    """By its length and its bytes it would be opened twice."""
+    store = MemoryStore()
+    saved(store, 1)
+    (folder,) = folders(store)
+    noted = FaultyStore(store)
+    document = get_whole(SealedStore(noted, SEALS), f"{folder}/manifest.json", max_nbytes=1 << 20)
+    assert document == SealedStore(store, SEALS).get(f"{folder}/manifest.json")
+    assert noted.ops.count(("get", f"{folder}/manifest.json")) == 1
+    sealed = SealedStore(store, SEALS)
+    for name in ("manifest.json", "tiny-00000.json"):
+        nbytes = sealed.head(f"{folder}/{name}").nbytes
+        whole = get_whole(sealed, f"{folder}/{name}", max_nbytes=nbytes)
+        assert whole == sealed.get(f"{folder}/{name}")
+        with pytest.raises(errors.LimitExceeded):
+            get_whole(sealed, f"{folder}/{name}", max_nbytes=nbytes - 1)
+
+
+def test_files_are_deleted_by_the_names_that_they_are_stored_under() -> None:
+    store = MemoryStore()
+    saved(store, 1)
+    (folder,) = folders(store)
+    before = stored(store)
+    sealed = SealedStore(store, SEALS)
+    names = [name for name in sealed.children(folder) if name.startswith("tiny")]
+    delete_many(sealed, [*(f"{folder}/{name}" for name in names), "writers/00000001.closed.json"])
+    assert names
+    assert {*sealed.children(folder)}.isdisjoint(names)
+    assert len(before) - len(stored(store)) == len(names) + 1
+    assert f"{folder}/manifest.json" in stored(store)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

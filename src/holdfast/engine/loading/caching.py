@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -29,9 +29,11 @@ from holdfast.store.base import (
     ObjectInfo,
     Points,
     Probes,
+    ReadsWhole,
     Store,
     TellsSpace,
     WritesBlocks,
+    delete_many,
     ignore,
     read_into,
     uncached,
@@ -48,6 +50,7 @@ _PASSED_ON = (
     Probes,
     AbortsUploads,
     KeepsOpen,
+    ReadsWhole,
 )
 _MAX_LENGTHS = 10_000
 
@@ -183,6 +186,12 @@ class CachedStore:
         """See `Store.delete`; copies go, too."""
         self.inner.delete(key)
         self._forget(key)
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """See `DeletesMany.delete_many`; copies go, too."""
+        delete_many(self.inner, keys)
+        for key in keys:
+            self._forget(key)
 
     def _pieces_of(self, key: str, length: int, start: int, stop: int) -> Iterator[Piece]:
         """The pieces of an object in which the bytes from `start` to `stop` lie."""

@@ -105,10 +105,13 @@ class Entry:
 
 
 class Catalog:
-    """A reader of one root. Holds no state: each call looks at the store anew."""
+    """A reader of one root. Each call looks at the store anew, but for claims that it is given."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, claims: dict[int, Writer] | None = None) -> None:
+        """`claims` are those that were read before, by epoch, and takes what is read: a claim never
+        changes, and a run that was resumed often has many. For whoever owns the run."""
         self.store = store
+        self._known_claims = claims
 
     def home(self, folder: str) -> Store:
         """The store in which a checkpoint is read: where a run has two tiers, one of them."""
@@ -444,10 +447,16 @@ class Catalog:
             return True
 
     def _claim_or_none(self, epoch: int) -> Writer | None:
+        known = self._known_claims
+        if known is not None and epoch in known:
+            return known[epoch]
         try:
-            return self.writer(epoch)
+            claim = self.writer(epoch)
         except FormatError:
             return None
+        if known is not None and claim is not None:
+            known[epoch] = claim
+        return claim
 
     def _is_there(self, name: AttemptName | None) -> bool:
         """Committed, for whomever, or damaged: not gone and not unfinished."""

@@ -47,6 +47,7 @@ from holdfast.store.base import (
     Folders,
     Store,
     abort_uploads,
+    delete_many,
     make_folder,
     refresh_folder,
     sync_folder,
@@ -305,9 +306,8 @@ def thin(
         return False
     if is_read():
         return False
-    for component in components:
-        for file in register.components[component].files:
-            store.delete(f"{folder}/{file}")
+    files = [file for component in components for file in register.components[component].files]
+    delete_many(store, [f"{folder}/{file}" for file in files])
     return True
 
 
@@ -341,9 +341,12 @@ def _is_manifest(store: Store, folder: str) -> bool:
 
 def remove_files(store: Store, folder: str, *, whole: bool) -> None:
     """Remove the files of a dead attempt: all but its marker, or with `whole` the folder too."""
-    for info in tuple(store.list(f"{folder}/")):
-        if info.key != f"{folder}/{layout.MANIFEST}":
-            store.delete(info.key)
+    names = [info.key.removeprefix(f"{folder}/") for info in store.list(f"{folder}/")]
+    # As long as the index is there, so are the marks of who deletes it (`Catalog.entry`).
+    marks = [name for name in names if layout.is_sidecar(name)]
+    files = [name for name in names if name not in {*marks, layout.MANIFEST}]
+    for some in (files, marks):
+        delete_many(store, [f"{folder}/{name}" for name in some])
     if whole:
         store.delete(f"{folder}/")
     elif isinstance(store, Folders):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from holdfast.errors import CorruptData, LimitExceeded, NotFound, StoreError
-from holdfast.store.base import Buffer, Store
+from holdfast.errors import CorruptData, NotFound, StoreError
+from holdfast.store.base import Buffer, Store, get_whole
 
 T = TypeVar("T")
 
@@ -20,12 +20,7 @@ def read_document(store: Store, key: str, *, max_nbytes: int) -> bytes:
         CorruptData: what is there is no file, or the storage cannot read it.
     """
     try:
-        nbytes = store.head(key).nbytes
-        if nbytes > max_nbytes:
-            raise LimitExceeded(
-                f"{store.url}/{key}: {nbytes} bytes, at most {max_nbytes} are allowed"
-            )
-        return store.get(key, 0, nbytes)
+        return get_whole(store, key, max_nbytes=max_nbytes)
     except StoreError as error:
         if type(error) is StoreError:
             raise CorruptData(str(error)) from error

@@ -10,7 +10,7 @@ the manifest.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -72,6 +72,9 @@ from holdfast.store.base import (
     Store,
     TellsSpace,
     WritesBlocks,
+    delete_many,
+    expect_at_most,
+    get_whole,
     ignore,
     reads_origin,
     uncached,
@@ -228,6 +231,18 @@ class SealedStore:
             return cast(ObjectInfo, self.inner.head(key))
         return ObjectInfo(key, plain_nbytes(self.inner.head(reader.key).nbytes, reader.seal))
 
+    def get_whole(self, key: str, *, max_nbytes: int) -> bytes:
+        """See `ReadsWhole.get_whole`: a document is opened once."""
+        document = self._document(key)
+        what = f"{self.url}/{key}"
+        if document is not None:
+            expect_at_most(len(document), max_nbytes, what=what)
+            return document
+        if self._reader(key) is None:
+            return get_whole(self.inner, key, max_nbytes=max_nbytes)
+        expect_at_most(self.head(key).nbytes, max_nbytes, what=what)
+        return self.get(key)
+
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See `Store.list`; of files the lengths are plain, of all else as stored."""
         found: Iterable[ObjectInfo] = self.inner.list(prefix)
@@ -258,6 +273,14 @@ class SealedStore:
             return
         self.inner.delete(key)
         self._forget(key.rstrip("/"))
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """See `DeletesMany.delete_many`."""
+        places = [(key, _place(key)) for key in keys]
+        delete_many(
+            self.inner,
+            [key if at is None else f"{at[0]}/{self._stored_name(*at)}" for key, at in places],
+        )
 
     # Manifests
 
