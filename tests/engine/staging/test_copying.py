@@ -58,6 +58,46 @@ def test_a_block_is_not_staged_before_anybody_has_copied(tensors: dict[str, torc
         copying.wait(image, 0, timeout_s=0.001)
 
 
+class Held:
+    """A copy of one block, made when it is let go."""
+
+    def __init__(self, image: Image, number: int) -> None:
+        self.image = image
+        self.blocks = (number,)
+        self.may_go = threading.Event()
+
+    def pieces(self) -> tuple[Held]:
+        return (self,)
+
+    def copy(self) -> None:
+        assert self.may_go.wait(60)
+
+
+def test_who_waits_for_a_block_is_woken_when_that_is_staged(
+    tensors: dict[str, torch.Tensor],
+) -> None:
+    """And not before: it is two copies that fill it."""
+    image = image_of(tensors)
+    held = [Held(image, number) for number in (1, 0, 1, 2)]
+    copying, woken = Copying([], held), [threading.Event() for _ in range(2)]
+
+    def wait(number: int) -> None:
+        copying.wait(image, number, timeout_s=60)
+        woken[number].set()
+
+    threads = [threading.Thread(target=wait, args=(number,)) for number in range(2)]
+    threads.append(threading.Thread(target=copying.run_later))
+    for thread in threads:
+        thread.start()
+    for one, expected in zip(held, ([False, False], [True, False], [True, True]), strict=False):
+        one.may_go.set()
+        for number in range(2):
+            assert woken[number].wait(30 if expected[number] else 0.05) == expected[number]
+    held[3].may_go.set()
+    for thread in threads:
+        thread.join(60)
+
+
 def test_a_copy_is_of_the_memory_that_a_tensor_had_when_it_was_planned(
     tensors: dict[str, torch.Tensor],
 ) -> None:

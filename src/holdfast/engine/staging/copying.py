@@ -268,8 +268,10 @@ class Copying:
             left = self._pieces_left()
             for number in piece.blocks:
                 left[name, number] -= 1
-            self._changed.notify_all()
             self._num_now -= not is_later
+            # Many wait, and each wants a whole block, or all of them.
+            if not self._num_now or not all(left[name, number] for number in piece.blocks):
+                self._changed.notify_all()
 
     def _pieces_left(self) -> dict[_Block, int]:
         """How many pieces each block still waits for; for who holds the lock."""

@@ -7,7 +7,7 @@ is copied, and the digest of the block stays known.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 
 import torch
@@ -25,12 +25,15 @@ _libc = ctypes.CDLL(None)
 _memcmp = _libc.memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memcmp.restype = ctypes.c_int
+_memcmp_quick = ctypes.PyDLL(None).memcmp
+_memcmp_quick.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memcmp_quick.restype = ctypes.c_int
 _memcpy = _libc.memcpy
 _memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memcpy.restype = ctypes.c_void_p
 
-AT_ONCE_NBYTES = 16 << 20
-"""So much is copied while other threads of Python wait; it takes some milliseconds."""
+AT_ONCE_NBYTES = 4 << 20
+"""So much is copied while other threads of Python wait; it takes about a millisecond."""
 
 _IS_CUDA = attrgetter("is_cuda")
 
@@ -57,8 +60,7 @@ class Image(KnownFile):
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.arena.memory))
         self._small_targets = [self._address + int(file.starts[i]) for i in self.small]
         self._small_sizes = [file.specs[i].nbytes for i in self.small]
-        self.takes_small_runs = sum(self._small_sizes) <= AT_ONCE_NBYTES
-        """Whether small tensors are better copied by `overwrite_small_runs`, where they can be."""
+        self._small_parts = list(_parts(self._small_sizes))
 
     def block(self, number: int) -> memoryview:
         """The memory of a block."""
@@ -67,7 +69,8 @@ class Image(KnownFile):
     def update(self, key: str, number: int, start: int, source: int, nbytes: int) -> None:
         """Make the bytes from `start`, inside one block, equal to those at address `source`."""
         target = self._address + start
-        if _memcmp(target, source, nbytes):
+        # What has changed mostly differs from the start: no need to let other threads run for it.
+        if _memcmp_quick(target, source, min(nbytes, 4096)) or _memcmp(target, source, nbytes):
             self.digests[number] = None
             self.differs = True
             self.changed.add(key)
@@ -91,7 +94,8 @@ class Image(KnownFile):
         """Copy all small tensors, in the order of `small`, from where each is a run of bytes."""
         self.forget_versions()
         self.forget(self._small_blocks)
-        copy_runs(self._small_targets, addresses, self._small_sizes)
+        for some in self._small_parts:
+            copy_runs(self._small_targets[some], addresses[some], self._small_sizes[some])
 
     def overwritten_by_device(self, position: int, source: Tensor) -> tuple[Tensor, Tensor]:
         """The copy, (to, from), of a tensor that a device will make."""
@@ -115,3 +119,13 @@ class Image(KnownFile):
         if known is None:
             known = digests[number] = blocks.block_digest(self.block(number))
         return known
+
+
+def _parts(sizes: Sequence[int]) -> Iterator[slice]:
+    """Parts of so many bytes, or a little more, as are copied at once."""
+    start = nbytes = 0
+    for stop, size in enumerate(sizes, 1):
+        nbytes += size
+        if nbytes >= AT_ONCE_NBYTES or stop == len(sizes):
+            yield slice(start, stop)
+            start, nbytes = stop, 0

@@ -10,8 +10,10 @@ from holdfast.format import blocks
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.tensors import TensorFile
 
-LARGE_NBYTES = 1 << 20
-"""Tensors of this size and more are copied one by one; the rest of a file in one call."""
+LARGE_NBYTES = 128 << 10
+"""Tensors of this size and more are copied one by one, by several threads and where it is wanted
+beside training; the rest of a file at once. To plan and count the copy of one takes a few
+microseconds, in which so many bytes are copied."""
 
 
 class KnownFile:

@@ -82,7 +82,8 @@ class Stager:
                 images = cast(tuple[Image, ...], self._files[name])
                 if component.addresses is not None:
                     turns = self._turns_of(component, keys, images)
-                    _copy_small(turns, component.tensors, component.addresses)
+                    for image, numbers in turns.small:
+                        image.overwrite_small_runs([component.addresses[i] for i in numbers])
                     now += (Runs(*some, component.addresses) for some in turns.now)
                     later += (Runs(*some, component.addresses) for some in turns.later)
                     continue
@@ -201,14 +202,6 @@ def _turns(specs: Sequence[TensorSpec], keys: Collection[str], images: Sequence[
         now=[pair for pair in now if pair[1]],
         later=[pair for pair in later if pair[1]],
     )
-
-
-def _copy_small(turns: _Turns, tensors: Mapping[str, Tensor], addresses: Sequence[int]) -> None:
-    for image, numbers in turns.small:
-        if image.takes_small_runs:
-            image.overwrite_small_runs([addresses[number] for number in numbers])
-        else:
-            image.overwrite_small(tensors)
 
 
 def _any_apart(files: Iterable[tuple[KnownFile, ...]]) -> bool:
