@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from typing import cast
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from holdfast.engine.staging.copying import Bytes, Copying, Source
 from holdfast.engine.staging.image import Image
 from holdfast.engine.staging.known import LARGE_NBYTES
 from holdfast.engine.staging.stage import Stager
+from holdfast.engine.staging.staged import Staged, StagedInMemory
 from holdfast.engine.workers import Workers
 from holdfast.errors import DeadlineExceeded
 from holdfast.format.layout import BLOCK_NBYTES
@@ -71,6 +73,37 @@ class Held:
 
     def copy(self) -> None:
         assert self.may_go.wait(60)
+
+
+def memory_held(staged: Staged) -> set[int]:
+    """Addresses of the memory that is kept for the copies that training waits for."""
+    assert isinstance(staged, StagedInMemory)
+    held = cast("list[torch.UntypedStorage | None]", staged.copying._held)
+    return {storage.data_ptr() for storage in held if storage is not None}
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_memory_that_is_copied_from_by_address_stays_until_nobody_copies_from_it(
+    is_known: bool,
+) -> None:
+    """Also where the copy fails while another thread still makes a part of it."""
+    tree = {"a": torch.rand(LARGE_NBYTES)}
+    if not is_known:
+        tree["b"] = torch.rand(3, LARGE_NBYTES).t()  # which is not copied by address
+    capturer, stager, workers = Capturer({"tree": tree}), Stager(), Workers(1, "test")
+    capturer.capture()
+    captured = capturer.capture()
+    assert (captured.components["tree"].addresses is not None) == is_known
+    staged = stager.prepare(captured)
+    staged.fail(MemoryError("test"))
+    with pytest.raises(MemoryError):
+        staged.copy(workers, 1, timeout_s=60)
+    assert memory_held(staged) == {tree["a"].data_ptr()}
+    staged = stager.prepare(capturer.capture())
+    assert memory_held(staged) == {tree["a"].data_ptr()}
+    staged.copy(workers, 1, timeout_s=60)
+    assert memory_held(staged) == set()
+    workers.close()
 
 
 def test_who_waits_for_a_block_is_woken_when_that_is_staged(

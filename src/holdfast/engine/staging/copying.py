@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from holdfast.engine.staging.device import DeviceCopy, begin_copies
 from holdfast.engine.staging.image import Image
@@ -88,6 +88,11 @@ class Source:
         self._position = position
         self._tensor = tensor
         self._address = tensor.data_ptr() if is_plain(tensor) else None
+
+    @property
+    def storage(self) -> UntypedStorage | None:
+        """The memory that is copied from by address; None where it is not."""
+        return None if self._address is None else self._tensor.untyped_storage()
 
     @property
     def blocks(self) -> Sequence[int]:
@@ -167,10 +172,15 @@ def arrivals_of(image: Image, sources: Mapping[int, Tensor]) -> list[Arrival]:
 class Copying:
     """Copies to be made at once, and such that may be made `later`, beside the training.
 
-    Whoever makes them holds the tensors until then.
+    Whoever has the later ones made holds their tensors until then.
     """
 
-    def __init__(self, now: Sequence[Work], later: Sequence[Work]) -> None:
+    def __init__(
+        self, now: Sequence[Work], later: Sequence[Work], *, held: Sequence[object] = ()
+    ) -> None:
+        """`held` is the memory from which the first are made by address. It is let go when they
+        are; when not all are made, a thread may still be at one."""
+        self._held = held
         pieces = list(_cut(now))
         self._num_now = len(pieces)
         self._now: Iterator[Piece] = iter(pieces)
@@ -206,6 +216,7 @@ class Copying:
             late = DeadlineExceeded(f"staging: not done after {timeout_s:.0f} s")
             self.fail(late)
             raise late
+        self._held = ()
         self.now_s = time.perf_counter() - began
         self._is_staged.set()
 

@@ -6,13 +6,13 @@ saves copy into memory that is already there, and only what has changed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from holdfast.engine.staging.copying import Arrival, Copying, Runs, Source, Work, arrivals_of
 from holdfast.engine.staging.grouping import Grouping
@@ -76,6 +76,7 @@ class Stager:
             self._fit(component, Image)
         now: list[Work] = []
         later: list[Work] = []
+        held: list[object] = []
         with torch.inference_mode(False), torch.no_grad():
             for name, component in components.items():
                 keys = overlapped.get(name, ())
@@ -85,11 +86,13 @@ class Stager:
                     for image, numbers in turns.small:
                         image.overwrite_small_runs([component.addresses[i] for i in numbers])
                     now += (Runs(*some, component.addresses) for some in turns.now)
+                    held += _storages(turns, component.tensors)
                     later += (Runs(*some, component.addresses) for some in turns.later)
                     continue
                 for image in images:
                     image.overwrite_small(component.tensors)
                     _add_works(image, component.tensors, frozenset(keys), now, later)
+        held += (work.storage for work in now if isinstance(work, Source))
         for works in (now, later):
             works.sort(key=_is_apart)
         return StagedInMemory(
@@ -97,7 +100,7 @@ class Stager:
             trees={name: component.tree for name, component in components.items()},
             kinds={name: component.kind for name, component in components.items()},
             is_early=is_awaited or _any_apart(self._files[name] for name in components),
-            copying=Copying(now, later),
+            copying=Copying(now, later, held=held),
             on_device=tuple(one.device_copy for one in later if isinstance(one, Arrival)),
         )
 
@@ -202,6 +205,12 @@ def _turns(specs: Sequence[TensorSpec], keys: Collection[str], images: Sequence[
         now=[pair for pair in now if pair[1]],
         later=[pair for pair in later if pair[1]],
     )
+
+
+def _storages(turns: _Turns, tensors: Mapping[str, Tensor]) -> Iterator[UntypedStorage]:
+    """The memory of those that are copied now."""
+    live = list(tensors.values()) if turns.now else []
+    return (live[number].untyped_storage() for _, places in turns.now for _, number in places)
 
 
 def _any_apart(files: Iterable[tuple[KnownFile, ...]]) -> bool:
