@@ -400,3 +400,13 @@ def test_a_document_is_one_request_and_so_are_many_deletions() -> None:
         answers.then = Answer(body=f"<DeleteResult>{gone}</DeleteResult>".encode())
         delete_many(store, [f"b/{number}" for number in range(1001)])
         assert len(answers.asked) == 4
+
+
+@pytest.mark.usefixtures("s3_credentials")
+def test_a_document_that_waits_for_its_turn_keeps_no_request_open() -> None:
+    """The limit of bandwidth may ask for longer than a request may take."""
+    with answering() as (endpoint, answers):
+        answers.then = Answer(body=b"12345" * 100_000)
+        store = store_at(endpoint, max_download_mb_s=0.25, timeout_s=1.0, max_retries=0, retry_s=1)
+        for _ in range(2):  # the turn of the second comes after 2 s
+            assert len(get_whole(store, "a", max_nbytes=500_000)) == 500_000

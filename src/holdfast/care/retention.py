@@ -134,7 +134,9 @@ class Deleter:
         self._known: dict[str, Manifest] = {}
         """By folder: manifests, which do not change until somebody begins to delete them."""
         self._claims: dict[int, Writer] = {}
-        """Those that were read, by epoch; they do not change."""
+        """Those that were read under `_claimed`, by epoch: they change only when a run is claimed,
+        where two tiers had been claimed apart."""
+        self._claimed = 0
         self._failures: dict[str, Planned] = {}
         """By folder: what could not be done, or not to its end."""
 
@@ -157,6 +159,8 @@ class Deleter:
         self._unclear = frozenset(unclear)
         point = claim.resumed_from
         keep = point.order if point is not None and not has_committed else None
+        if self._claimed != claim.epoch:
+            self._claimed, self._claims = claim.epoch, {}
         catalog = Catalog(self._store, claims=self._claims)
         planned = plan(
             catalog,

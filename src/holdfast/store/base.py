@@ -342,6 +342,15 @@ def check_key(key: str) -> None:
             )
 
 
+def is_key(key: str) -> bool:
+    """Whether every store accepts this key; what others have put into a store may have any."""
+    try:
+        check_key(key)
+    except InvalidKey:
+        return False
+    return True
+
+
 def final_nbytes(given: int | None, planned: int, *, at_most: bool, what: str) -> int:
     """The length of an object that is finished: as planned, or with `at_most` what is given.
 

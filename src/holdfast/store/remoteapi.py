@@ -151,6 +151,8 @@ class Api:
         self.expect_own_process()
         with self._slot(f"get {self.url(key)}"), self._request("get", key):
             nbytes, data = self._ask(lambda store: self._get(store, key, max_nbytes))
+        # Afterwards: the service waits for nobody to read on, and before its length is not known.
+        _wait(self._download_pace, len(data))
         if len(data) != nbytes:
             raise CorruptData(f"get {self.url(key)}: has {nbytes} bytes, {len(data)} came")
         return data
@@ -161,7 +163,6 @@ class Api:
         nbytes: int = result.meta["size"]
         if max_nbytes is not None:
             expect_at_most(nbytes, max_nbytes, what=self.url(key))
-        _wait(self._download_pace, nbytes)
         return nbytes, bytes(memoryview(result.bytes()))
 
     def read(self, key: str, start: int, stop: int) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.engine.claims.claim import claim_run
+from holdfast.care.retention import Deleter
+from holdfast.engine.claims.claim import Claim, claim_run
 from holdfast.engine.loading.resume import Reader, Search
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import retract
@@ -10,7 +11,7 @@ from holdfast.engine.workers import Workers
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.records import Retired, encode_retired
-from holdfast.policy.retention import Last
+from holdfast.policy.retention import All, Last
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import FaultyStore
 from runs import ReadsNoted, Recorder, new_run
@@ -100,6 +101,30 @@ def claims_read(num_lives: int, num_saves: int) -> int:
 def test_the_claims_of_a_run_that_was_resumed_often_are_read_once_in_a_process() -> None:
     """Each is a request to an object store, and they never change."""
     assert claims_read(6, 1) == claims_read(6, 9) > 0
+
+
+def test_claims_are_read_again_once_the_run_was_claimed_anew() -> None:
+    """Where two tiers had been claimed apart, one of two claims of an epoch gives way then."""
+    store = FaultyStore(MemoryStore())
+    for _ in range(2):
+        with new_run().manager(store, preflight=False) as manager:
+            manager.resume()
+            manager.save(1).wait()
+    deleter = Deleter(
+        store,
+        All(),
+        retracted=lambda *_: None,
+        thinned=lambda *_: None,
+        failed=lambda *_: None,
+        postponed=lambda *_: None,
+    )
+
+    def num_read(epoch: int) -> int:
+        before = len(store.ops)
+        deleter.carry_out(Claim(epoch=epoch, nonce="", resumed_from=None), has_committed=True)
+        return store.ops[before:].count(("get", layout.writer_key(1)))
+
+    assert [num_read(epoch) for epoch in (2, 2, 3, 3)] == [1, 0, 1, 0]
 
 
 def test_a_known_manifest_is_read_again_once_somebody_begins_to_delete() -> None:

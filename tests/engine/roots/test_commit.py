@@ -214,3 +214,16 @@ def test_the_mark_of_a_deleter_goes_after_what_it_speaks_of() -> None:
     assert f"{folder}/{layout.INDEX}" in deleted
     assert deleted[-1] == mark
     assert {info.key for info in store.list(f"{folder}/")} == {f"{folder}/{layout.MANIFEST}"}
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_what_others_have_put_into_a_checkpoint_keeps_nothing_of_it(is_whole: bool) -> None:
+    """Its name may be one that no key of ours can have."""
+    store = MemoryStore()
+    with manager_of(store) as manager:
+        folder = manager.save(1).wait().folder
+    store._objects[f"{folder}/index (copy).json"] = b"{}"
+    commit.remove_files(store, folder, whole=is_whole)
+    left = {key for key in store._objects if key.startswith(folder)}
+    others = {f"{folder}/{layout.MANIFEST}", f"{folder}/index (copy).json"}
+    assert left == (set() if is_whole else others)

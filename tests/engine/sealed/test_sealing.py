@@ -745,6 +745,25 @@ def test_a_document_is_fetched_and_opened_once() -> None:
             get_whole(sealed, f"{folder}/{name}", max_nbytes=nbytes - 1)
 
 
+def test_a_file_that_has_another_length_than_was_sealed_is_not_read() -> None:
+    """R28: the length that is sealed is a number that somebody wrote, and memory would be taken for
+    so much."""
+    store = MemoryStore()
+    saved(store, 1)
+    (folder,) = folders(store)
+    sealed = SealedStore(store, SEALS)
+    key = f"{folder}/tiny-00000.json"
+    nbytes = sealed.head(key).nbytes
+    (stored_key,) = (
+        info.key
+        for info, plain in zip(store.list(folder + "/"), sealed.list(folder + "/"), strict=True)
+        if plain.key == key
+    )
+    store.put(stored_key, store.get(stored_key)[:-1])
+    with pytest.raises(errors.CorruptData, match=f"has {nbytes - 1} bytes, expected {nbytes}"):
+        get_whole(sealed, key, max_nbytes=nbytes)
+
+
 def test_files_are_deleted_by_the_names_that_they_are_stored_under() -> None:
     store = MemoryStore()
     saved(store, 1)

@@ -108,8 +108,9 @@ class Catalog:
     """A reader of one root. Each call looks at the store anew, but for claims that it is given."""
 
     def __init__(self, store: Store, *, claims: dict[int, Writer] | None = None) -> None:
-        """`claims` are those that were read before, by epoch, and takes what is read: a claim never
-        changes, and a run that was resumed often has many. For whoever owns the run."""
+        """`claims` are those that were read before, by epoch, and takes what is read. For whoever
+        owns the run, as long as he does: earlier claims do not change until the next one is made,
+        and a run that was resumed often has many."""
         self.store = store
         self._known_claims = claims
 

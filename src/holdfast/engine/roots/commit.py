@@ -48,6 +48,7 @@ from holdfast.store.base import (
     Store,
     abort_uploads,
     delete_many,
+    is_key,
     make_folder,
     refresh_folder,
     sync_folder,
@@ -341,7 +342,9 @@ def _is_manifest(store: Store, folder: str) -> bool:
 
 def remove_files(store: Store, folder: str, *, whole: bool) -> None:
     """Remove the files of a dead attempt: all but its marker, or with `whole` the folder too."""
-    names = [info.key.removeprefix(f"{folder}/") for info in store.list(f"{folder}/")]
+    found = [info.key for info in store.list(f"{folder}/")]
+    # What cannot be a key of ours somebody else has put there.
+    names = [key.removeprefix(f"{folder}/") for key in found if is_key(key)]
     # As long as the index is there, so are the marks of who deletes it (`Catalog.entry`).
     marks = [name for name in names if layout.is_sidecar(name)]
     files = [name for name in names if name not in {*marks, layout.MANIFEST}]

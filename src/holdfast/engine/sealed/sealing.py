@@ -238,10 +238,14 @@ class SealedStore:
         if document is not None:
             expect_at_most(len(document), max_nbytes, what=what)
             return document
-        if self._reader(key) is None:
+        reader = self._reader(key)
+        if reader is None:
             return get_whole(self.inner, key, max_nbytes=max_nbytes)
-        expect_at_most(self.head(key).nbytes, max_nbytes, what=what)
-        return self.get(key)
+        nbytes = self.head(key).nbytes
+        expect_at_most(nbytes, max_nbytes, what=what)
+        if nbytes != reader.seal.nbytes:  # which is a number that somebody wrote
+            raise CorruptData(f"{what}: has {nbytes} bytes, expected {reader.seal.nbytes}")
+        return self.get(key, 0, nbytes)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See `Store.list`; of files the lengths are plain, of all else as stored."""
