@@ -14,11 +14,12 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A reply; status 0 resets the connection instead."""
+    """A reply; status 0 resets the connection instead, `is_cut` in the middle of the body."""
 
     status: int = 200
     body: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
+    is_cut: bool = False
 
 
 def refusal(status: int, code: str, message: str = "because") -> Answer:
@@ -55,9 +56,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         answer = self.answers.choose(self.command, self.path)
-        if answer.status == 0:
+        if answer.status == 0 or answer.is_cut:
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.close_connection = True
+        if answer.status == 0:
             return
         self.send_response(answer.status)
         for name, text in answer.headers.items():
@@ -66,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(answer.body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(answer.body)
+            self.wfile.write(answer.body[: len(answer.body) // (1 + answer.is_cut)])
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _answer
 

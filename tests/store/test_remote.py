@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -410,3 +411,21 @@ def test_a_document_that_waits_for_its_turn_keeps_no_request_open() -> None:
         store = store_at(endpoint, max_download_mb_s=0.25, timeout_s=1.0, max_retries=0, retry_s=1)
         for _ in range(2):  # the turn of the second comes after 2 s
             assert len(get_whole(store, "a", max_nbytes=500_000)) == 500_000
+
+
+@pytest.mark.usefixtures("s3_credentials")
+@pytest.mark.parametrize("num_cuts", [1, 3])
+def test_a_body_that_breaks_off_is_asked_for_again(num_cuts: int) -> None:
+    """R24: obstore does so in some cases only."""
+    part = {"Content-Range": "bytes 0-99999/100000"}
+    whole = Answer(body=b"12345" * 20_000)
+    of_range = Answer(status=206, body=whole.body, headers=part)
+    with answering() as (endpoint, answers):
+        answers.then = whole
+        store = store_at(endpoint, retry_s=60)
+        answers.next_ones = [replace(whole, is_cut=True)] * num_cuts
+        assert get_whole(store, "a", max_nbytes=100_000) == whole.body
+        answers.then = of_range
+        answers.next_ones = [replace(of_range, is_cut=True)] * num_cuts
+        assert store.get("a", 0, 100_000) == whole.body
+        assert len(answers.asked) == 2 * num_cuts + 2

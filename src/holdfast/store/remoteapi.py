@@ -149,10 +149,14 @@ class Api:
             LimitExceeded: it has more than `max_nbytes`; nothing but its length was read.
         """
         self.expect_own_process()
-        with self._slot(f"get {self.url(key)}"), self._request("get", key):
-            nbytes, data = self._ask(lambda store: self._get(store, key, max_nbytes))
+        data = self._repeated(lambda: self._whole(key, max_nbytes))
         # Afterwards: the service waits for nobody to read on, and before its length is not known.
         _wait(self._download_pace, len(data))
+        return data
+
+    def _whole(self, key: str, max_nbytes: int | None) -> bytes:
+        with self._slot(f"get {self.url(key)}"), self._request("get", key):
+            nbytes, data = self._ask(lambda store: self._get(store, key, max_nbytes))
         if len(data) != nbytes:
             raise CorruptData(f"get {self.url(key)}: has {nbytes} bytes, {len(data)} came")
         return data
@@ -173,13 +177,16 @@ class Api:
         """
         self.expect_own_process()
         _wait(self._download_pace, stop - start)
-        with self._slot(f"get {self.url(key)}"), self._request("get", key):
-            data = self._ask(lambda store: self._get_range(store, key, start, stop))
+        data = self._repeated(lambda: self._range(key, start, stop))
         if len(data) != stop - start:
             raise CorruptData(
                 f"get {self.url(key)}: bytes {start} to {stop} were asked for, {len(data)} came"
             )
         return data
+
+    def _range(self, key: str, start: int, stop: int) -> Any:
+        with self._slot(f"get {self.url(key)}"), self._request("get", key):
+            return self._ask(lambda store: self._get_range(store, key, start, stop))
 
     def _get_range(self, store: Any, key: str, start: int, stop: int) -> Any:
         result = self._obs.get(store, key, options={"range": (start, stop)})
