@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast.engine.roots.commit import retract
 from holdfast.events import Event
 from holdfast.manager import CheckpointManager
 from holdfast.store.base import Store
@@ -97,3 +98,15 @@ class ReadsNoted(MemoryStore):
         """Folders whose manifest was read since the last call, each time that it was."""
         keys, self.keys = self.keys, []
         return [key.split("/")[0] for key in keys if key.endswith("/manifest.json")]
+
+
+def retracted(store: Store, folder: str) -> bool:
+    """Delete a checkpoint in the name of epoch 1, as gc would; whether it is gone."""
+    return retract(
+        store,
+        folder,
+        epoch=1,
+        reason="test",
+        may_remove_whole=lambda epoch: False,
+        is_read=lambda: False,
+    )

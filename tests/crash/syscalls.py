@@ -36,8 +36,8 @@ import torch
 from holdfast.care.gc import collect
 from holdfast.engine.roots import commit as commit_module
 from holdfast.engine.roots.commit import begin
-from holdfast.engine.saving import saver as saver_module
 from holdfast.engine.saving.fingerprint import environment
+from holdfast.engine.workers import Workers
 from holdfast.format import layout
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import Last
@@ -316,15 +316,9 @@ class Sweep:
             assert status in (0, -signal.SIGKILL), status
 
     def points(self) -> list[Point]:
-        """Every point that more than one of a few undisturbed lives came to.
-
-        Which thread makes a call is chance. One that a thread makes once in many lives, another
-        makes in the others, at a point of its own.
-        """
-        found: Counter[Point] = Counter()
-        for _ in range(4):
-            found.update(self.live(None).points)
-        return [point for point, count in found.items() if count > 1]
+        """Every point that each of a few undisturbed lives came to."""
+        found = Counter(point for _ in range(3) for point in self.live(None).points)
+        return [point for point, count in found.items() if count == 3]
 
     def trial(self, point: Point) -> None:
         """Kill a child at the point, then look and go on with what it left.
@@ -391,6 +385,16 @@ class Sweep:
         storm.clean_up(self._root)
 
 
+def one_thread_for_each_kind_of_work() -> None:
+    """With several, who takes a job would be chance."""
+    real = Workers.__init__
+
+    def one(self: Workers, num_threads: int, name: str) -> None:
+        real(self, 1, name)
+
+    Workers.__init__ = one  # type: ignore[method-assign]
+
+
 def sweep(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Go through the points; what was counted."""
     began = time.perf_counter()
@@ -421,9 +425,7 @@ def main() -> int:
     parser.add_argument("--mutant", choices=sorted(MUTANTS))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    # One thread for each kind of work: with several, who takes a job would be chance.
-    os.cpu_count = lambda: 1
-    saver_module.NUM_WRITERS = 1
+    one_thread_for_each_kind_of_work()
     if options.mutant:
         MUTANTS[options.mutant]()
     environment()  # asks git once; a process of its own has no place among the calls

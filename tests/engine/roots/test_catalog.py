@@ -6,7 +6,6 @@ from holdfast.care.retention import Deleter
 from holdfast.engine.claims.claim import Claim, claim_run
 from holdfast.engine.loading.resume import Reader, Search
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.commit import retract
 from holdfast.engine.workers import Workers
 from holdfast.events import Emitter
 from holdfast.format import layout
@@ -14,7 +13,7 @@ from holdfast.format.records import Retired, encode_retired
 from holdfast.policy.retention import All, Last
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import FaultyStore
-from runs import ReadsNoted, Recorder, new_run
+from runs import ReadsNoted, Recorder, new_run, retracted
 
 
 def a_run(num_saves: int, store: ReadsNoted) -> list[str]:
@@ -144,13 +143,6 @@ def test_a_known_manifest_is_read_again_once_somebody_begins_to_delete() -> None
     assert marked is not None
     assert marked.marks.retired
     assert store.manifests() == [folder]
-    retract(
-        store,
-        folder,
-        epoch=1,
-        reason="test",
-        may_remove_whole=lambda epoch: False,
-        is_read=lambda: False,
-    )
+    assert retracted(store, folder)
     assert catalog.entry(name, known=entry.manifest) is None
     assert [e.folder for e in catalog.checkpoints(known={folder: entry.manifest})] == [older]

@@ -24,6 +24,7 @@ from holdfast.store.base import Buffer, Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
+from runs import retracted
 
 
 def manager_of(store: Store) -> CheckpointManager:
@@ -201,14 +202,7 @@ def test_the_mark_of_a_deleter_goes_after_what_it_speaks_of() -> None:
     store = FaultyStore(MemoryStore())
     with manager_of(store) as manager:
         folder = manager.save(1).wait().folder
-    assert commit.retract(
-        store,
-        folder,
-        epoch=1,
-        reason="test",
-        may_remove_whole=lambda epoch: False,
-        is_read=lambda: False,
-    )
+    assert retracted(store, folder)
     deleted = [key for op, key in store.ops if op == "delete" and key.startswith(folder)]
     mark = f"{folder}/{layout.retired_name(1)}"
     assert f"{folder}/{layout.INDEX}" in deleted
