@@ -652,6 +652,9 @@ class CheckpointManager:
             timings=timings,
         )
         self._schedule.began(due, now)
+        # To free its many tensors offers the interpreter to other threads, which is harmless as
+        # long as none is awake: the next to have it may keep it, and the core, for milliseconds.
+        del captured
         pending = self._saver.start(staged, request, due)
         pending.stall_s = time.perf_counter() - began
         self._tuning.saved(pending.stall_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +71,9 @@ def assert_same(again: Captured, fresh: Captured) -> None:
         assert other.may_overlap == one.may_overlap
         for key, tensor in one.tensors.items():
             assert not other.tensors[key].requires_grad
-            if name != "rng" and tensor.numel():
+            if name == "rng":
+                assert other.tensors[key].tolist() == tensor.tolist()
+            elif tensor.numel():
                 assert other.tensors[key].data_ptr() == tensor.data_ptr(), key
                 assert other.tensors[key].stride() == tensor.stride()
 
@@ -193,6 +196,17 @@ def tensor_rate(state: State) -> None:
     state["optimizer"].param_groups[0]["lr"] = torch.tensor(0.25)
 
 
+def draw(state: State) -> None:
+    random.random()
+    np.random.random()
+    torch.rand(1)
+
+
+def draw_half_a_pair(state: State) -> None:
+    random.gauss(0, 1)
+    np.random.standard_normal()
+
+
 def tree_of_arrays(state: State) -> None:
     state["tree"]["array"] = np.arange(3)
 
@@ -269,6 +283,8 @@ CHANGES: dict[str, Callable[[State], None]] = {
             add_group,
             move_between_groups,
             tensor_rate,
+            draw,
+            draw_half_a_pair,
             tree_of_arrays,
             tree_resized,
             tree_tensor_requires_grad,

@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -739,3 +740,31 @@ def test_an_interrupt_while_a_save_is_handed_over_leaves_each_save_its_own_state
         wanted = bits(state)
         assert manager.save(2).wait().step == 2
     assert stored(tmp_path, state, 2) == wanted
+
+
+def test_what_was_captured_is_freed_before_any_thread_is_woken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To free tensors offers the interpreter to others, and one that copies keeps it."""
+    captured: list[weakref.ref[Tensor]] = []
+    freed: list[bool] = []
+    real = CheckpointManager._capture, saver_module.Saver.start
+
+    def capture(manager: CheckpointManager, *args: Any) -> Any:
+        found = real[0](manager, *args)
+        captured.append(weakref.ref(found.components["model"].tensors["bias"]))
+        return found
+
+    def start(saver: saver_module.Saver, *args: Any) -> PendingSave:
+        freed.append(captured[-1]() is None)
+        return real[1](saver, *args)
+
+    monkeypatch.setattr(CheckpointManager, "_capture", capture)
+    monkeypatch.setattr(saver_module.Saver, "start", start)
+    model = nn.Linear(512, 512)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer}
+    with CheckpointManager(tmp_path / "run", state, overlap=True, sinks=()) as manager:
+        for step in (1, 2):
+            manager.save(step).wait()
+    assert freed == [True, True]

@@ -189,10 +189,10 @@ class Saver:
         Raises:
             DeadlineExceeded: says what is still being done.
         """
-        if self.pending is not None:
-            _, running = wait([self.pending.committed], timeout=timeout_s)
-            if running:
-                raise self._late(timeout_s)
+        if self.pending is None or self.pending.committed.done():
+            return
+        if wait([self.pending.committed], timeout=timeout_s).not_done:
+            raise self._late(timeout_s)
 
     def raise_failure(self) -> None:
         """Raise the error of the last save, once, when nobody was told yet."""

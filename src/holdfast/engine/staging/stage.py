@@ -77,21 +77,18 @@ class Stager:
         now: list[Work] = []
         later: list[Work] = []
         held: list[object] = []
-        with torch.inference_mode(False), torch.no_grad():
-            for name, component in components.items():
-                keys = overlapped.get(name, ())
-                images = cast(tuple[Image, ...], self._files[name])
-                if component.addresses is not None:
-                    turns = self._turns_of(component, keys, images)
-                    for image, numbers in turns.small:
-                        image.overwrite_small_runs([component.addresses[i] for i in numbers])
-                    now += (Runs(*some, component.addresses) for some in turns.now)
-                    held += _storages(turns, component.tensors)
-                    later += (Runs(*some, component.addresses) for some in turns.later)
-                    continue
-                for image in images:
-                    image.overwrite_small(component.tensors)
-                    _add_works(image, component.tensors, frozenset(keys), now, later)
+        for name, component in components.items():
+            keys = overlapped.get(name, ())
+            images = cast(tuple[Image, ...], self._files[name])
+            if component.addresses is None:
+                _add_all(images, component.tensors, frozenset(keys), now, later)
+                continue
+            turns = self._turns_of(component, keys, images)
+            for image, numbers in turns.small:
+                image.overwrite_small_runs([component.addresses[i] for i in numbers])
+            now += (Runs(*some, component.addresses) for some in turns.now)
+            held += _storages(turns, component.tensors)
+            later += (Runs(*some, component.addresses) for some in turns.later)
         held += (work.storage for work in now if isinstance(work, Source))
         for works in (now, later):
             works.sort(key=_is_apart)
@@ -215,6 +212,20 @@ def _storages(turns: _Turns, tensors: Mapping[str, Tensor]) -> Iterator[UntypedS
 
 def _any_apart(files: Iterable[tuple[KnownFile, ...]]) -> bool:
     return any(known.is_apart for some in files for known in some)
+
+
+def _add_all(
+    images: Sequence[Image],
+    tensors: Mapping[str, Tensor],
+    overlapped: Collection[str],
+    now: list[Work],
+    later: list[Work],
+) -> None:
+    """Copy the small tensors of images, and add the copies of the others."""
+    with torch.inference_mode(False), torch.no_grad():
+        for image in images:
+            image.overwrite_small(tensors)
+            _add_works(image, tensors, overlapped, now, later)
 
 
 def _add_works(
