@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import importlib.util
 import mmap
 import os
@@ -40,6 +41,7 @@ NUM_LOADERS = 8
 LIMITS: Mapping[str, str] = {
     "copy_touched_s": "copy into touched memory, 1 thread",
     "copy_touched_all_s": "copy into touched memory, all threads",
+    "compare_all_s": "compare with an equal copy, all threads",
     "copy_state_s": "copy of the state's tensors as a save finds them, 1 thread",
     "copy_fresh_s": "copy into fresh memory, 1 thread",
     "fault_huge_s": "touch fresh memory, huge pages",
@@ -58,6 +60,8 @@ LIMITS: Mapping[str, str] = {
 }
 """Figures that are times for the same bytes, with what they mean."""
 _PAGE = mmap.PAGESIZE
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _LAST = "buffered_write_s-0"
 
 
@@ -167,6 +171,14 @@ def _memory(
         np.copyto(target[slice(*span)], data[slice(*span)])
 
     yield "copy_touched_all_s", _parallel(copy, len(source), num_threads)
+    addresses = target.ctypes.data, data.ctypes.data
+
+    def compare(span: tuple[int, int]) -> None:
+        start, stop = span
+        if _memcmp(addresses[0] + start, addresses[1] + start, stop - start):
+            raise RuntimeError("a copy in memory differs from what was copied")
+
+    yield "compare_all_s", _parallel(compare, len(source), num_threads)
 
 
 def _faults(nbytes: int, settle: Callable[[], None]) -> Iterator[tuple[str, float]]:
