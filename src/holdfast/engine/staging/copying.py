@@ -178,8 +178,8 @@ class Copying:
     def __init__(
         self, now: Sequence[Work], later: Sequence[Work], *, held: Sequence[object] = ()
     ) -> None:
-        """`held` is the memory from which the first are made by address. It is let go when they
-        are; when not all are made, a thread may still be at one."""
+        """`held` is the memory from which the first are made by address, and what a device copies.
+        It is let go when they are made; when not all are, a thread may still be at one."""
         self._held = held
         pieces = list(_cut(now))
         self._num_now = len(pieces)

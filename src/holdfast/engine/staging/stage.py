@@ -82,6 +82,8 @@ class Stager:
             images = cast(tuple[Image, ...], self._files[name])
             if component.addresses is None:
                 _add_all(images, component.tensors, frozenset(keys), now, later)
+                # A device may be copying them already, and nobody else need have them.
+                held += (tensor for tensor in component.tensors.values() if tensor.is_cuda)
                 continue
             turns = self._turns_of(component, keys, images)
             for image, numbers in turns.small:
