@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from time import perf_counter
 
 import numpy as np
@@ -36,8 +35,6 @@ from bench.results import Figures, Results
 BLOCK_NBYTES = 8 * 1024 * 1024
 NUM_LINKS = 1000
 NUM_STATE_COPIES = 3
-NUM_LOADERS = 8
-"""Threads that read and digest: most of them wait for the disk, and the others need the cores."""
 LIMITS: Mapping[str, str] = {
     "copy_touched_s": "copy into touched memory, 1 thread",
     "copy_touched_all_s": "copy into touched memory, all threads",
@@ -55,7 +52,6 @@ LIMITS: Mapping[str, str] = {
     "buffered_write_all_s": "buffered write + fsync, all threads",
     "cold_read_s": "read from disk, all threads",
     "direct_read_s": "O_DIRECT read, all threads",
-    "direct_load_s": f"O_DIRECT read, digest and copy of each block, {NUM_LOADERS} threads",
     "warm_read_s": "read from page cache, all threads",
 }
 """Figures that are times for the same bytes, with what they mean."""
@@ -255,7 +251,6 @@ def _reads(
     figures["warm_read_s"] = _read(target, path, 0, num_threads)
     drop_cache(path.parent)
     figures["direct_read_s"] = _read(target, path, os.O_DIRECT, max(2, num_threads))
-    figures["direct_load_s"] = _load(target, path)
     return figures
 
 
@@ -326,27 +321,6 @@ def _read(target: memoryview, path: Path, flags: int, num_threads: int) -> float
             raise OSError(f"short read from {path}")
 
     seconds = _parallel(read, len(target), num_threads)
-    os.close(fd)
-    return seconds
-
-
-def _load(target: memoryview, path: Path) -> float:
-    """As a load must do it that checks bytes before they go where they belong."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    buffers: SimpleQueue[memoryview] = SimpleQueue()
-    for _ in range(NUM_LOADERS):
-        buffers.put(_random_memory(BLOCK_NBYTES))
-
-    def load(span: tuple[int, int]) -> None:
-        buffer = buffers.get()
-        block = buffer[: span[1] - span[0]]
-        if os.preadv(fd, [block], span[0]) != len(block):
-            raise OSError(f"short read from {path}")
-        blake3(block).digest()
-        np.copyto(np.frombuffer(target[slice(*span)], np.uint8), np.frombuffer(block, np.uint8))
-        buffers.put(buffer)
-
-    seconds = _parallel(load, len(target), NUM_LOADERS)
     os.close(fd)
     return seconds
 

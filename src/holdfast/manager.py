@@ -760,8 +760,7 @@ class CheckpointManager:
         return Reader(
             catalog=self._catalog,
             state=self.state,
-            workers=self._saver.workers,
-            waiters=self._saver.waiters,
+            threads=self._saver.threads,
             timeout_s=self._saver.timeout_s,
             memory_budget=self._memory_budget,
             is_mixed=self._applying.half_loaded is not None,

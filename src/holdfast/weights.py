@@ -11,7 +11,7 @@ from holdfast.engine.checkpoint import Checkpoint, describe
 from holdfast.engine.loading.resume import LoadOptions, Reader, Rename
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.locate import located
-from holdfast.engine.workers import NUM_WAITERS, Workers, num_cores
+from holdfast.engine.threads import Threads
 from holdfast.keys import Encryption
 from holdfast.state.edits import Edit
 from holdfast.state.selection import listed
@@ -63,18 +63,17 @@ def load_weights(
         rng=False,
         in_place=in_place,
     )
-    workers = Workers(NUM_WAITERS if in_place else min(2 * num_cores(), 8), "holdfast-io")
+    threads = Threads()
     try:
         with located(source, which=which, encrypt=encrypt) as (store, kept):
             reader = Reader(
                 catalog=Catalog(store),
                 state={component: model},
-                workers=workers,
-                waiters=workers,
+                threads=threads,
                 timeout_s=READ_TIMEOUT_S,
             )
             found = reader.read(kept.entry, options)
             found.prepared.apply(found.tensors)
     finally:
-        workers.close()
+        threads.close()
     return describe(store, kept.entry, notes=(*kept.notes, *found.prepared.notes))

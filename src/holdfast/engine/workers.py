@@ -24,11 +24,6 @@ _Task: TypeAlias = Callable[[], None]
 _Queue = SimpleQueue["_Task | None"]
 
 
-NUM_WAITERS = 8
-"""Writes under way at once, or reads into memory that is there. They wait for the disk: more of
-them than cores cost nothing, and one that ends finds the next already queued."""
-
-
 def num_cores() -> int:
     """How many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):

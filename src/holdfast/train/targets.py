@@ -18,9 +18,9 @@ from holdfast.engine.loading.resume import LoadOptions, Reader
 from holdfast.engine.roots.catalog import Catalog, Entry, is_root
 from holdfast.engine.roots.locate import locate
 from holdfast.engine.roots.sources import split_source
+from holdfast.engine.threads import Threads
 from holdfast.engine.tiers.catalog import catalog_of
 from holdfast.engine.tiers.tiered import Tiered
-from holdfast.engine.workers import Workers
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.events import Emitter
 from holdfast.format import layout
@@ -64,19 +64,18 @@ class Target:
             FormatError: the checkpoint is damaged.
             MismatchError: it does not fit; nothing was changed.
         """
-        workers = Workers(min(os.cpu_count() or 1, 4), "holdfast-io")
+        threads = Threads()
         reader = Reader(
             catalog=Catalog(self.store),
             state=weights,
-            workers=workers,
-            waiters=workers,
+            threads=threads,
             timeout_s=READ_TIMEOUT_S,
         )
         options = LoadOptions(components=tuple(weights), rng=False, edit=edit)
         try:
             found = reader.read(self.entry, options)
         finally:
-            workers.close()
+            threads.close()
         found.prepared.apply(found.tensors)
         return describe(self.store, self.entry, notes=found.prepared.notes)
 

@@ -6,7 +6,7 @@ from holdfast.care.retention import Deleter
 from holdfast.engine.claims.claim import Claim, claim_run
 from holdfast.engine.loading.resume import Reader, Search
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.workers import Workers
+from holdfast.engine.threads import Threads
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.records import Retired, encode_retired
@@ -32,20 +32,19 @@ def test_a_resume_decides_on_the_newest_manifest_alone() -> None:
     """However many there are: to look for it, to take it, to claim the run, to look again."""
     store = ReadsNoted()
     folders = a_run(12, store)
-    workers = Workers(1, "test")
+    threads = Threads()
     search = Search(
         Reader(
             catalog=Catalog(store),
             state=new_run().state,
-            workers=workers,
-            waiters=workers,
+            threads=threads,
             timeout_s=60.0,
         ),
         "latest",
         walks=True,
     )
     claim_run(store, search, takeover=False, emit=Emitter(()))
-    workers.close()
+    threads.close()
     assert search.found is not None
     assert search.found.entry.folder == folders[0]
     assert set(store.manifests()) == {folders[0]}

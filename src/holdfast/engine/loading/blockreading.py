@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from holdfast.engine.staging.memory import Buffers
 from holdfast.errors import CorruptData
@@ -56,42 +57,69 @@ class FileBlocks:
         )
 
 
+Check: TypeAlias = Callable[[], str]
+"""Looks at a block that was read; gives what is wrong with it, or nothing. To be called once."""
+
+_CACHED_NBYTES = 1 << 20
+"""Bytes that are still in the cache of the processor that brought them."""
+
+
 def read_block(
-    store: Store,
-    file: FileBlocks,
-    number: int,
-    plain: memoryview,
-    *,
-    verify: bool = True,
-    buffers: Buffers | None = None,
+    store: Store, file: FileBlocks, number: int, plain: memoryview, *, verify: bool = True
 ) -> str:
     """Fill `plain`, which has the length of the block; says what is wrong with it, or nothing.
-
-    A block that is not what was written is read once more: a transient error on the way must not
-    condemn a sound checkpoint. `buffers` is where memory for stored blocks comes from.
 
     Raises:
         StoreError: it cannot be read.
         CorruptData: the file is too short.
     """
+    return begin_block(store, file, number, plain, verify=verify, buffers=Buffers())()
+
+
+def begin_block(
+    store: Store,
+    file: FileBlocks,
+    number: int,
+    plain: memoryview,
+    *,
+    verify: bool,
+    buffers: Buffers,
+) -> Check:
+    """Wait for what is stored of a block; what this gives fills `plain`, which has its length, or
+    the rest of it.
+
+    A block that is not what was written is read once more: a transient error on the way must not
+    condemn a sound checkpoint. `buffers` is where memory for stored blocks comes from.
+
+    Raises:
+        StoreError: it cannot be read; so does what this gives.
+        CorruptData: the file is too short.
+    """
     if file.decoder is None:
-        return _read_plain(store, file, number, plain, verify=verify)
-    buffers = buffers or Buffers()
+        return _begin_plain(store, file, number, plain, verify=verify)
     start, stop = file.spans[number]
     # From the page before on, because direct reads want that.
     skipped = start % mmap.PAGESIZE
     buffer = buffers.take(skipped + stop - start)
+    memory = buffer[: skipped + stop - start]
     try:
-        memory = buffer[: skipped + stop - start]
-        stored = memory[skipped:]
         read_into(store, file.key, start - skipped, memory)
-        if verify and not _is_block(stored, file.stored_digests, number):
-            read_into(store, file.key, start - skipped, memory, afresh=True)
-            if not _is_block(stored, file.stored_digests, number):
-                return "is not what was written"
-        return decode_block(file, number, stored, plain, verify=verify)
-    finally:
+    except BaseException:
         buffers.give_back(buffer)
+        raise
+
+    def check() -> str:
+        try:
+            stored = memory[skipped:]
+            if verify and not _is_block(stored, file.stored_digests, number):
+                read_into(store, file.key, start - skipped, memory, afresh=True)
+                if not _is_block(stored, file.stored_digests, number):
+                    return "is not what was written"
+            return decode_block(file, number, stored, plain, verify=verify)
+        finally:
+            buffers.give_back(buffer)
+
+    return check
 
 
 def cached_block(
@@ -134,19 +162,32 @@ def decode_block(
     return ""
 
 
-def _read_plain(
+def _begin_plain(
     store: Store, file: FileBlocks, number: int, plain: memoryview, *, verify: bool
-) -> str:
+) -> Check:
     start = number * file.block_nbytes
     if not verify:
         read_into(store, file.key, start, plain)
-        return ""
-    for afresh in (False, True):
-        hasher = blocks.block_hasher()
-        read_into(store, file.key, start, plain, seen=hasher.update, afresh=afresh)
+        return lambda: ""
+    hasher = blocks.block_hasher()
+    is_behind, done = False, 0
+
+    def see(piece: memoryview) -> None:
+        nonlocal is_behind, done
+        is_behind = is_behind or piece.nbytes > _CACHED_NBYTES
+        if not is_behind:
+            hasher.update(piece)
+            done += piece.nbytes
+
+    def check() -> str:
+        hasher.update(plain[done:])
         if hasher.digest() == _digest(file.digests, number):
             return ""
-    return "is not what was written"
+        read_into(store, file.key, start, plain, afresh=True)
+        return "" if _is_block(plain, file.digests, number) else "is not what was written"
+
+    read_into(store, file.key, start, plain, seen=see)
+    return check
 
 
 def _digest(digests: bytes, number: int) -> bytes:

@@ -6,18 +6,18 @@ wait until every check has passed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from holdfast.engine.loading.blockreading import FileBlocks, read_block
+from holdfast.engine.loading.blockreading import FileBlocks, begin_block, read_block
 from holdfast.engine.loading.tables import ReadTensors
 from holdfast.engine.loading.wanted import Wanted, wanted_by_file
 from holdfast.engine.staging.arena import Arena
 from holdfast.engine.staging.memory import Buffers
-from holdfast.engine.workers import Workers, gather
+from holdfast.engine.threads import Threads
 from holdfast.errors import CorruptData, LimitExceeded, NotFound, Tampered
 from holdfast.format import blocks, layout
 from holdfast.format.index import Index, decode_index
@@ -138,7 +138,7 @@ def read_tensors(
     opened: Opened,
     needed: Mapping[str, Iterable[str]],
     *,
-    workers: Workers,
+    threads: Threads,
     timeout_s: float,
     verify: bool = True,
 ) -> Tensors:
@@ -156,17 +156,14 @@ def read_tensors(
         file: FileBlocks.of(opened.folder, file, opened.manifest.files[file], opened.index)
         for file in by_file
     }
+    reads = [
+        partial(_begin, store, opened, files[file], arenas[file], number, verify, buffers)
+        for file, wanted in by_file.items()
+        for number in wanted.blocks(opened.index.block_nbytes)
+    ]
     with keeping_open(store):
-        jobs = [
-            workers.submit(
-                partial(
-                    _read_block, store, opened, files[file], arenas[file], number, verify, buffers
-                )
-            )
-            for file, wanted in by_file.items()
-            for number in wanted.blocks(opened.index.block_nbytes)
-        ]
-        gather(jobs, timeout_s=timeout_s, what=f"reading {store.url}/{opened.folder}")
+        what = f"reading {store.url}/{opened.folder}"
+        threads.read_all(reads, timeout_s=timeout_s, what=what)
     parts: dict[str, list[tuple[Wanted, Arena]]] = {component: [] for component in needed}
     for file, wanted in by_file.items():
         parts[wanted.component].append((wanted, arenas[file]))
@@ -180,7 +177,7 @@ def _prepare_file(store: Store, opened: Opened, file: str) -> Arena:
     return Arena(entry.nbytes)
 
 
-def _read_block(
+def _begin(
     store: Store,
     opened: Opened,
     file: FileBlocks,
@@ -188,13 +185,13 @@ def _read_block(
     number: int,
     verify: bool,
     buffers: Buffers,
-) -> None:
+) -> Callable[[], None]:
     start = number * opened.index.block_nbytes
     memory = arena.memory[start : start + opened.index.block_nbytes]
-    read_checked(store, opened, file, memory, number, verify=verify, buffers=buffers)
+    return begin_checked(store, opened, file, memory, number, verify=verify, buffers=buffers)
 
 
-def read_checked(
+def begin_checked(
     store: Store,
     opened: Opened,
     file: FileBlocks,
@@ -203,23 +200,28 @@ def read_checked(
     *,
     verify: bool,
     buffers: Buffers,
-) -> None:
-    """Fill `memory`, which has its length, with the plain bytes of a block.
+) -> Callable[[], None]:
+    """Wait for a block; what this gives fills `memory`, which has its length, with the plain bytes.
 
     Raises:
         CorruptData, Tampered: it is not what was written; names file, block and tensors.
         StoreError: it cannot be read.
     """
     start = number * opened.index.block_nbytes
-    try:
-        fault = read_block(store, file, number, memory, verify=verify, buffers=buffers)
-    except Tampered as error:
-        raise Tampered(f"{error}; {_held(opened, file, start, len(memory))}") from error
-    if fault:
-        raise CorruptData(
-            f"{store.url}/{file.key}: block {number} (bytes {start} to {start + len(memory)}) "
-            f"{fault}; {_held(opened, file, start, len(memory))}"
-        )
+    check = begin_block(store, file, number, memory, verify=verify, buffers=buffers)
+
+    def fill() -> None:
+        try:
+            fault = check()
+        except Tampered as error:
+            raise Tampered(f"{error}; {_held(opened, file, start, len(memory))}") from error
+        if fault:
+            raise CorruptData(
+                f"{store.url}/{file.key}: block {number} (bytes {start} to {start + len(memory)}) "
+                f"{fault}; {_held(opened, file, start, len(memory))}"
+            )
+
+    return fill
 
 
 def _held(opened: Opened, file: FileBlocks, start: int, nbytes: int) -> str:

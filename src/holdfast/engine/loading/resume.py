@@ -22,7 +22,7 @@ from holdfast.engine.loading.load import Opened, Tensors, open_checkpoint, read_
 from holdfast.engine.loading.streaming import Stream
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.roots.seen import Seen
-from holdfast.engine.workers import Workers
+from holdfast.engine.threads import Threads
 from holdfast.errors import (
     CorruptData,
     FormatError,
@@ -140,9 +140,7 @@ class Reader:
 
     catalog: Catalog
     state: Mapping[str, Any]
-    workers: Workers
-    waiters: Workers
-    """More threads, for reads into place, which wait for the disk."""
+    threads: Threads
     timeout_s: float
     passed_over: dict[str, HoldfastError] = field(default_factory=dict)
     """Folder → why the walk did not take it, newest first."""
@@ -213,7 +211,7 @@ class Reader:
             unread=[name for name in entry.manifest.components if name not in components],
         )
         stream = Stream(
-            store, opened, workers=self.waiters, timeout_s=self.timeout_s, verify=options.verify
+            store, opened, threads=self.threads, timeout_s=self.timeout_s, verify=options.verify
         )
         rest = partial(self._read_rest, store, opened, stream, options)
         tensors = _completed(found.tensors, prepared.needed, rest)
@@ -241,7 +239,7 @@ class Reader:
             store,
             opened,
             needed,
-            workers=self.workers,
+            threads=self.threads,
             timeout_s=self.timeout_s,
             verify=verify,
         )

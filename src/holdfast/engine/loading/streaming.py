@@ -1,7 +1,7 @@
 """Stored tensors straight into live ones, a block at a time. Each is checked before it is copied;
 or while it is, where it is cached.
 
-Needs memory for a few blocks, and at a time for some of the tensors that cannot take bytes as they
+Needs memory for 16 blocks, and at a time for some of the tensors that cannot take bytes as they
 are read, however large the state is. When a block proves damaged, others may have been copied
 already; so either all of them are checked before (`verify_all`), or whoever loads takes it upon him
 that the state is undefined until a whole load succeeds.
@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from holdfast.engine.loading.blockreading import FileBlocks, cached_block
-from holdfast.engine.loading.load import Opened, check_size, read_checked
+from holdfast.engine.loading.load import Opened, begin_checked, check_size
 from holdfast.engine.loading.tables import DIRECT_NBYTES, IMAGE_NBYTES, Run, UnreadTensors
 from holdfast.engine.loading.wanted import Wanted, wanted_by_file
 from holdfast.engine.staging.arena import Arena
 from holdfast.engine.staging.memory import Buffers
-from holdfast.engine.workers import Workers, gather
+from holdfast.engine.threads import Threads, Use
 from holdfast.state.copying import bytes_of, copy_tensors, is_plain
 from holdfast.state.unread import Unread
 from holdfast.store.base import Store, keeping_open
@@ -72,13 +72,13 @@ class Stream:
         store: Store,
         opened: Opened,
         *,
-        workers: Workers,
+        threads: Threads,
         timeout_s: float,
         verify: bool = True,
     ) -> None:
         self._store = store
         self._opened = opened
-        self._workers = workers
+        self._threads = threads
         self._timeout_s = timeout_s
         self._verify = verify
         self._buffers = Buffers()
@@ -191,13 +191,14 @@ class Stream:
         what = f"reading {self._store.url}/{self._opened.folder}"
         try:
             with keeping_open(self._store):
-                jobs = [
-                    self._workers.submit(
-                        partial(self._read_block, place, blocks[place], given_up, keeps=is_alone)
-                    )
-                    for place in places
-                ]
-                gather(jobs, timeout_s=self._timeout_s, what=what)
+                self._threads.read_all(
+                    [
+                        partial(self._begin_block, place, blocks[place], given_up, keeps=is_alone)
+                        for place in places
+                    ],
+                    timeout_s=self._timeout_s,
+                    what=what,
+                )
         except BaseException as error:
             self.failure = error
             # A read that hangs may come back much later; it finds that nobody waits for it.
@@ -216,32 +217,51 @@ class Stream:
             _copy(kept, block.parts)
         return kept is not None
 
-    def _read_block(
+    def _begin_block(
         self, place: tuple[str, int], block: _Block, given_up: threading.Event, *, keeps: bool
-    ) -> None:
+    ) -> Use | None:
+        """Wait for a block; what this gives copies it to where it is wanted."""
         if given_up.is_set():
-            return
+            return None
         name, number = place
         start = number * self._block_nbytes
         nbytes = min(self._block_nbytes, self._opened.manifest.files[name].nbytes - start)
         buffer = self._buffers.take(self._block_nbytes)
-        is_kept = False
+        use: Use | None = None
         try:
             memory = buffer[:nbytes]
-            if not keeps and self._is_read_in_place(place, block, memory, given_up):
-                return
-            read_checked(
-                self._store,
-                self._opened,
-                self._files[name],
-                memory,
-                number,
-                verify=self._verify,
-                buffers=self._buffers,
-            )
+            if keeps or not self._is_read_in_place(place, block, memory, given_up):
+                fill = begin_checked(
+                    self._store,
+                    self._opened,
+                    self._files[name],
+                    memory,
+                    number,
+                    verify=self._verify,
+                    buffers=self._buffers,
+                )
+                use = partial(self._use, place, block, given_up, buffer, fill, keeps=keeps)
+        finally:
+            if use is None:
+                self._buffers.give_back(buffer)
+        return use
+
+    def _use(
+        self,
+        place: tuple[str, int],
+        block: _Block,
+        given_up: threading.Event,
+        buffer: memoryview,
+        fill: Use,
+        *,
+        keeps: bool,
+    ) -> None:
+        is_kept = False
+        try:
+            fill()
             with block.copying:
                 if not given_up.is_set():
-                    _copy(memory, block.parts)
+                    _copy(buffer, block.parts)
                     if keeps:
                         self._kept[place], is_kept = buffer, True
         finally:

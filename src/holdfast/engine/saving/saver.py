@@ -25,7 +25,8 @@ from holdfast.engine.staging.fence import Guarded, Overlapped
 from holdfast.engine.staging.overlap import NUM_THREADS, Overlap
 from holdfast.engine.staging.stage import Stager
 from holdfast.engine.staging.staged import Staged
-from holdfast.engine.workers import NUM_WAITERS, Workers, do, num_cores
+from holdfast.engine.threads import Threads
+from holdfast.engine.workers import Workers, do, num_cores
 from holdfast.errors import (
     DeadlineExceeded,
     NotSealed,
@@ -78,10 +79,7 @@ class Saver:
         self._staged: Staged | None = None
         self._links = Links(store, kept=kept, failed=partial(emit, "warning"))
         self._job: Future[None] | None = None
-        self.workers = Workers(min(2 * num_cores(), 8), "holdfast-io")
-        """Threads for copies, digests and reads of blocks; more than cores, because reads wait."""
-        self.waiters = Workers(NUM_WAITERS, "holdfast-disk")
-        """Threads that do little but wait for the disk: writes, and reads into place."""
+        self.threads = Threads()
         self.timeout_s = timeout_s
         self.pending: PendingSave | None = None
         self.standing: Entry | None = None
@@ -129,12 +127,11 @@ class Saver:
         self._job = None
         is_beside = overlapped is None and staged.is_early
         try:
-            self.workers.start()
-            self.waiters.start()
+            self.threads.start()
             self._background.start()
             if is_beside:
                 self._job = self._background.submit(write)
-            staged.copy(self.workers, min(num_cores(), MAX_COPIERS) - 1, self.timeout_s)
+            staged.copy(self.threads.workers, min(num_cores(), MAX_COPIERS) - 1, self.timeout_s)
             if not is_beside:
                 # Last, because on few cores these threads take the time of this one.
                 # Known before it is queued: an interrupt may come right after that.
@@ -143,7 +140,7 @@ class Saver:
                 if overlapped is None:
                     self._background.put(job)
                 else:
-                    overlapped.start(self.workers, NUM_THREADS, (self._background, job))
+                    overlapped.start(self.threads.workers, NUM_THREADS, (self._background, job))
         except BaseException as error:
             if not is_beside and self._job is not None and self._job.cancel():
                 self._job = None
@@ -218,8 +215,7 @@ class Saver:
             self._stager.release()
             self._overlapped = self._staged = None
         self._background.close()
-        self.workers.close()
-        self.waiters.close()
+        self.threads.close()
 
     def _run(
         self,
@@ -303,8 +299,8 @@ class Saver:
                 request,
                 compressing=self._compressing,
                 links=self._links,
-                workers=self.workers,
-                writers=self.waiters,
+                workers=self.threads.workers,
+                writers=self.threads.waiters,
                 phase=pending.phase,
                 timeout_s=self.timeout_s,
                 unclear=self._owner.unclear,
@@ -328,7 +324,7 @@ class Saver:
         stored = entry.manifest
         if not _records_all(stored, request):
             return None
-        digests = digest_staged(staged, self.workers, timeout_s=self.timeout_s)
+        digests = digest_staged(staged, self.threads.workers, timeout_s=self.timeout_s)
         expect_copied()
         sizes = staged.sizes
         roots = {name: blocks.file_digest(sizes[name], digests[name]) for name in digests}

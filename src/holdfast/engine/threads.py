@@ -1,0 +1,102 @@
+"""The threads of whoever writes and reads checkpoints: some for the cores, some for the store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import TypeAlias
+
+from holdfast.engine.workers import Workers, gather, num_cores
+from holdfast.errors import ManagerUnusable
+
+Use: TypeAlias = Callable[[], None]
+Read: TypeAlias = Callable[[], Use | None]
+"""Reads, and gives what is to be done with what was read; None: nothing is."""
+
+_NUM_WAITERS = 8
+NUM_AHEAD = 2 * _NUM_WAITERS
+"""Reads under way at a time, with those that were not used yet."""
+
+
+class Threads:
+    """Two kinds, so that the store always has something to do, and every core, too."""
+
+    def __init__(self) -> None:
+        self.workers = Workers(min(2 * num_cores(), 8), "holdfast-io")
+        """For copies and digests; more than cores, because some wait for others."""
+        self.waiters = Workers(_NUM_WAITERS, "holdfast-disk")
+        """They do little but wait for the store: more of them than cores cost nothing, and one
+        that is done finds the next job already queued."""
+
+    def start(self) -> None:
+        """Start them now; see `Workers.start`."""
+        self.workers.start()
+        self.waiters.start()
+
+    def close(self) -> None:
+        """Let them end after what is queued; no more is taken."""
+        self.waiters.close()
+        self.workers.close()
+
+    def read_all(self, reads: Iterable[Read], *, timeout_s: float, what: str) -> None:
+        """Do all of these; errors, and who waits for what, as in `gather`.
+
+        A disk that reads several blocks at once has them ready at nearly the same time. It would
+        have nothing to do while those who read them used them, so others do that; at most
+        `NUM_AHEAD` blocks lie between the two.
+
+        Raises:
+            ManagerUnusable: after `close`.
+        """
+        self.start()
+        room = threading.Semaphore(NUM_AHEAD)
+        futures = []
+        for read in reads:
+            job = _Reading(read, self.workers, room)
+            self.waiters.put(job.begin)
+            futures.append(job.future)
+        gather(futures, timeout_s=timeout_s, what=what)
+
+
+class _Reading:
+    """A read and its use, which are one Future."""
+
+    def __init__(self, read: Read, workers: Workers, room: threading.Semaphore) -> None:
+        self.future: Future[None] = Future()
+        self._read = read
+        self._workers = workers
+        self._room = room
+
+    def begin(self) -> None:
+        """Read, unless that was cancelled, and have what was read be used."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        self._room.acquire()
+        try:
+            use = self._read()
+        except BaseException as error:  # noqa: BLE001 - the future carries it to its owner
+            self._end(error)
+            return
+        if use is None:
+            self._end(None)
+            return
+        try:
+            self._workers.put(lambda: self._use(use))
+        except ManagerUnusable:
+            self._use(use)  # nobody else will, and it gives back what the read took
+
+    def _use(self, use: Use) -> None:
+        try:
+            use()
+        except BaseException as error:  # noqa: BLE001 - the future carries it to its owner
+            self._end(error)
+        else:
+            self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._room.release()
+        if error is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(error)
