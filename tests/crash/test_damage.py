@@ -259,8 +259,8 @@ def test_a_refused_load_changes_nothing(tmp_path: Path) -> None:
 
 def no_block_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: blocks are read and not compared."""
-    real = load_module._read_block
-    monkeypatch.setattr(load_module, "_read_block", lambda *args: real(*args[:-2], False, args[-1]))
+    real = load_module._begin
+    monkeypatch.setattr(load_module, "_begin", lambda *args: real(*args[:-2], False, args[-1]))
 
 
 @pytest.mark.parametrize("mutant", [no_block_check])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
 from holdfast import errors
+from holdfast.engine import workers
 from holdfast.engine.threads import NUM_AHEAD, Threads, Use
 
 
@@ -79,23 +82,41 @@ def test_so_many_are_read_and_not_used_and_no_more(threads: Threads) -> None:
 
 
 @pytest.mark.parametrize("fails", ["the read", "the use"])
-def test_the_first_error_is_raised_when_everybody_has_ended(threads: Threads, fails: str) -> None:
-    """Later ones are not begun, and their place is free for the reads of the next call."""
+def test_after_the_first_error_no_more_reads_are_begun(
+    threads: Threads, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is raised when those that run have ended; what waited for room is not begun either."""
     begun: list[int] = []
+    go = threading.Event()
+    real = workers.cancel
+
+    def cancel(futures: Collection[Future[Any]], *, timeout_s: float) -> None:
+        for future in futures:
+            future.cancel()
+        go.set()
+        real(futures, timeout_s=timeout_s)
 
     def fail() -> None:
+        while len(begun) < NUM_AHEAD:
+            go.wait(0.01)
         raise errors.CorruptData("it is damaged")
 
     def read() -> Use | None:
         begun.append(1)
-        return fail() if fails == "the read" else fail
+        if len(begun) == 1:
+            return fail() if fails == "the read" else fail
+        return use
 
-    for _ in range(3):
-        with pytest.raises(errors.CorruptData, match="it is damaged"):
-            read_all(threads, *[read] * 2000)
-    assert len(begun) < 6000
+    def use() -> None:
+        assert go.wait(60)
+
+    monkeypatch.setattr(workers, "cancel", cancel)
+    with pytest.raises(errors.CorruptData, match="it is damaged"):
+        read_all(threads, *[read] * 200)
+    # The one that failed made room for one more.
+    assert NUM_AHEAD <= len(begun) <= NUM_AHEAD + 1
     before = len(begun)
-    read_all(threads, lambda: None)
+    read_all(threads, *[lambda: None] * NUM_AHEAD)
     assert len(begun) == before
 
 

@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from typing import TypeAlias
 
 from holdfast.engine.workers import Workers, gather, num_cores
-from holdfast.errors import ManagerUnusable
 
 Use: TypeAlias = Callable[[], None]
 Read: TypeAlias = Callable[[], Use | None]
@@ -16,7 +15,7 @@ Read: TypeAlias = Callable[[], Use | None]
 
 _NUM_WAITERS = 8
 NUM_AHEAD = 2 * _NUM_WAITERS
-"""Reads under way at a time, with those that were not used yet."""
+"""Reads at a time of which the use has not ended."""
 
 
 class Threads:
@@ -44,7 +43,7 @@ class Threads:
 
         A disk that reads several blocks at once has them ready at nearly the same time. It would
         have nothing to do while those who read them used them, so others do that; at most
-        `NUM_AHEAD` blocks lie between the two.
+        `NUM_AHEAD` are being read, waiting or being used.
 
         Raises:
             ManagerUnusable: after `close`.
@@ -70,9 +69,10 @@ class _Reading:
 
     def begin(self) -> None:
         """Read, unless that was cancelled, and have what was read be used."""
+        self._room.acquire()  # whoever waits for the future has a time limit
         if not self.future.set_running_or_notify_cancel():
+            self._room.release()
             return
-        self._room.acquire()
         try:
             use = self._read()
         except BaseException as error:  # noqa: BLE001 - the future carries it to its owner
@@ -83,7 +83,7 @@ class _Reading:
             return
         try:
             self._workers.put(lambda: self._use(use))
-        except ManagerUnusable:
+        except BaseException:  # noqa: BLE001 - closed, or without memory
             self._use(use)  # nobody else will, and it gives back what the read took
 
     def _use(self, use: Use) -> None:

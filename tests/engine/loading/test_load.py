@@ -78,6 +78,45 @@ def test_a_wrong_block_is_read_once_more_from_the_medium(tmp_path: Path) -> None
     assert [read for read in store.reads if read[1]] == [(wrong, True)]
 
 
+class Showing(LocalStore):
+    """Shows what it reads in pieces of some sizes, as `read_into` of a store may."""
+
+    def __init__(self, root: Path, sizes: list[int]) -> None:
+        super().__init__(root)
+        self.sizes = sizes
+        self.reads: list[tuple[int, bool]] = []
+
+    def read_into(
+        self,
+        key: str,
+        start: int,
+        buffer: memoryview,
+        *,
+        seen: Callable[[memoryview], object] = ignore,
+        afresh: bool = False,
+    ) -> None:
+        super().read_into(key, start, buffer, afresh=afresh)
+        if key.endswith(".safetensors"):
+            self.reads.append((start, afresh))
+        done = 0
+        for size in self.sizes:
+            seen(buffer[done : done + size])
+            done += size
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[1 << 20] * 8, [1 << 23], [1 << 22, *[1 << 20] * 4], [0, 1 << 20, 1 << 22, 3 << 20], []],
+)
+def test_however_a_block_is_shown_it_is_digested_once(tmp_path: Path, sizes: list[int]) -> None:
+    """A piece that was left out, or came twice, would show as a second read of the block."""
+    values = saved(tmp_path)
+    store = Showing(tmp_path, sizes)
+    assert torch.equal(load(store), values)
+    assert len(store.reads) == 3
+    assert not any(afresh for _, afresh in store.reads)
+
+
 def test_a_block_that_stays_wrong_is_damaged_and_changes_nothing(tmp_path: Path) -> None:
     """Invariant 6: what was read of the other blocks goes nowhere."""
     saved(tmp_path)

@@ -61,7 +61,8 @@ Check: TypeAlias = Callable[[], str]
 """Looks at a block that was read; gives what is wrong with it, or nothing. To be called once."""
 
 _CACHED_NBYTES = 1 << 20
-"""Bytes that are still in the cache of the processor that brought them."""
+"""Bytes that are still in the cache of the processor that brought them. Stores show no larger
+pieces (`localreads.PIECE_NBYTES`), but of direct reads, which bring nothing into that cache."""
 
 
 def read_block(
@@ -92,15 +93,16 @@ def begin_block(
     condemn a sound checkpoint. `buffers` is where memory for stored blocks comes from.
 
     Raises:
-        StoreError: it cannot be read; so does what this gives.
-        CorruptData: the file is too short.
+        StoreError: it cannot be read.
+        CorruptData: the file is too short, or was tampered with.
+        What this gives raises the same, because it may have to read once more.
     """
     if file.decoder is None:
         return _begin_plain(store, file, number, plain, verify=verify)
     start, stop = file.spans[number]
     # From the page before on, because direct reads want that.
     skipped = start % mmap.PAGESIZE
-    buffer = buffers.take(skipped + stop - start)
+    buffer = buffers.take(max(file.block_nbytes, skipped + stop - start))
     memory = buffer[: skipped + stop - start]
     try:
         read_into(store, file.key, start - skipped, memory)

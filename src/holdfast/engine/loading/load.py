@@ -6,7 +6,8 @@ wait until every check has passed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -208,26 +209,37 @@ def begin_checked(
         StoreError: it cannot be read.
     """
     start = number * opened.index.block_nbytes
-    check = begin_block(store, file, number, memory, verify=verify, buffers=buffers)
+    stop = start + len(memory)
+    with _telling_what_it_holds(opened, file, start, stop):
+        check = begin_block(store, file, number, memory, verify=verify, buffers=buffers)
 
     def fill() -> None:
-        try:
+        with _telling_what_it_holds(opened, file, start, stop):
             fault = check()
-        except Tampered as error:
-            raise Tampered(f"{error}; {_held(opened, file, start, len(memory))}") from error
         if fault:
             raise CorruptData(
-                f"{store.url}/{file.key}: block {number} (bytes {start} to {start + len(memory)}) "
-                f"{fault}; {_held(opened, file, start, len(memory))}"
+                f"{store.url}/{file.key}: block {number} (bytes {start} to {stop}) {fault}; "
+                f"{_held(opened, file, start, stop)}"
             )
 
     return fill
 
 
-def _held(opened: Opened, file: FileBlocks, start: int, nbytes: int) -> str:
+@contextmanager
+def _telling_what_it_holds(
+    opened: Opened, file: FileBlocks, start: int, stop: int
+) -> Iterator[None]:
+    """What was tampered with may show when it is read, or when it is checked."""
+    try:
+        yield
+    except Tampered as error:
+        raise Tampered(f"{error}; {_held(opened, file, start, stop)}") from error
+
+
+def _held(opened: Opened, file: FileBlocks, start: int, stop: int) -> str:
     """What lies in a stretch of a file, for messages."""
     name = file.key.rpartition("/")[2]
-    names = tensors_in(opened.index, name, start, start + nbytes)
+    names = tensors_in(opened.index, name, start, stop)
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return f"it holds {', '.join(names[:5]) or 'the header'}{more}"
 
