@@ -120,7 +120,11 @@ def test_after_the_first_error_no_more_reads_are_begun(
     assert len(begun) == before
 
 
-def test_what_hangs_is_named_and_keeps_no_later_read_from_its_turn(threads: Threads) -> None:
+@pytest.mark.parametrize("num_hanging", [1, 4 * NUM_AHEAD])
+def test_what_hangs_is_named_and_keeps_no_later_read_from_its_turn(
+    threads: Threads, num_hanging: int
+) -> None:
+    """Also when it takes all the room there is, for which others wait."""
     go, ended = threading.Event(), threading.Event()
 
     def hang() -> Use:
@@ -131,9 +135,9 @@ def test_what_hangs_is_named_and_keeps_no_later_read_from_its_turn(threads: Thre
         return use
 
     with pytest.raises(errors.DeadlineExceeded, match="the test"):
-        read_all(threads, hang, timeout_s=0.2)
+        read_all(threads, *[hang] * num_hanging, timeout_s=0.5)
     done: list[int] = []
-    read_all(threads, *[lambda: lambda: done.append(1)] * (2 * NUM_AHEAD))
+    read_all(threads, *[lambda: done.append(1)] * (2 * NUM_AHEAD), timeout_s=10.0)
     assert len(done) == 2 * NUM_AHEAD
     assert not ended.is_set()
     go.set()

@@ -51,11 +51,16 @@ class Threads:
         self.start()
         room = threading.Semaphore(NUM_AHEAD)
         futures = []
-        for read in reads:
-            job = _Reading(read, self.workers, room)
-            self.waiters.put(job.begin)
-            futures.append(job.future)
-        gather(futures, timeout_s=timeout_s, what=what)
+        try:
+            for read in reads:
+                job = _Reading(read, self.workers, room)
+                self.waiters.put(job.begin)
+                futures.append(job.future)
+            gather(futures, timeout_s=timeout_s, what=what)
+        finally:
+            # Who still waits for room, because uses hang, sees that it was cancelled: the threads
+            # are there for others, and one place is enough, which each gives to the next.
+            room.release()
 
 
 class _Reading:
