@@ -49,11 +49,11 @@ def test_a_passing_error_is_no_damage_and_junk_is_told() -> None:
     saved(store, 1)
     (folder,) = folders(store)
     store.put(f"{folder}/more.txt", b"junk")
-    faulty = FaultyStore(store, [Fault(kind="flip", op="get", key="*file-00000.sealed")])
+    faulty = FaultyStore(store, [Fault(kind="flip", op="read_into", key="*file-00000.sealed")])
     report = verify(faulty, folder)
     assert report.ok
     assert "more.txt is not listed in the manifest" in report.notes
-    failing = FaultyStore(store, [Fault(kind="fail", op="get", key="*file-0*", times=None)])
+    failing = FaultyStore(store, [Fault(kind="fail", op="read_into", key="*file-0*", times=None)])
     report = verify(failing, folder)
     assert not report.ok
     assert not any(problem.is_damage for problem in report.problems)

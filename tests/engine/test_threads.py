@@ -50,6 +50,20 @@ def test_reads_of_which_nothing_is_left_to_do_end_at_once(threads: Threads) -> N
     assert done == [1] * 3
 
 
+def test_a_future_has_what_the_use_gives_or_why_there_is_none(threads: Threads) -> None:
+    def fail() -> int:
+        raise errors.CorruptData("wrong")
+
+    assert threads.submit(lambda: lambda: 5).result(timeout=60) == 5
+    for read in (lambda: fail, fail):
+        failed = threads.submit(read)  # type: ignore[arg-type,return-value]
+        with pytest.raises(errors.CorruptData, match="wrong"):
+            failed.result(timeout=60)
+    threads.close()
+    with pytest.raises(errors.ManagerUnusable):
+        threads.submit(lambda: lambda: 5)
+
+
 def test_so_many_are_read_and_not_used_and_no_more(threads: Threads) -> None:
     """Each has memory; with nobody to use them, more would take all there is."""
     go, lock, full = threading.Event(), threading.Lock(), threading.Event()

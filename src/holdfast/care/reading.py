@@ -1,9 +1,14 @@
-"""Reading for verification: a few blocks at a time, and twice before damage is believed."""
+"""Reading for verification: a few blocks at a time, and twice before damage is believed.
+
+Bytes come from the medium itself where that can be had: what lies in this machine's memory says
+nothing of a disk.
+"""
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
@@ -11,14 +16,15 @@ from functools import partial
 
 from holdfast.engine.loading.blockreading import FileBlocks, decode_block, read_block
 from holdfast.engine.roots.documents import read_document
-from holdfast.engine.workers import Workers
+from holdfast.engine.staging.memory import Buffers
+from holdfast.engine.threads import NUM_AHEAD, Threads
 from holdfast.errors import CorruptData, DeadlineExceeded, FormatError, HoldfastError, StoreError
 from holdfast.format.blocks import block_digest, split
+from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.manifest import FileEntry
 from holdfast.format.tensors import header_nbytes
-from holdfast.store.base import Store
+from holdfast.store.base import Store, read_into
 
-NUM_THREADS = 4
 READ_TIMEOUT_S = 600.0
 """Longest wait for one block: a network file system that hangs must not hang the report."""
 
@@ -60,6 +66,7 @@ class FolderReader:
     def __init__(self, store: Store, folder: str) -> None:
         self._store = store
         self._folder = folder
+        self._buffers = Buffers()
 
     def names(self) -> tuple[str, ...]:
         """What lies in the folder; folders end with a slash."""
@@ -69,9 +76,10 @@ class FolderReader:
         """Length of a file in bytes."""
         return self._store.head(f"{self._folder}/{file}").nbytes
 
-    def document(self, file: str, max_nbytes: int) -> bytes:
-        """All bytes of a file that may have at most `max_nbytes`."""
-        return read_document(self._store, f"{self._folder}/{file}", max_nbytes=max_nbytes)
+    def document(self, file: str, max_nbytes: int, *, afresh: bool = False) -> bytes:
+        """All bytes of a file that may have at most `max_nbytes`; see `read_document`."""
+        key = f"{self._folder}/{file}"
+        return read_document(self._store, key, max_nbytes=max_nbytes, afresh=afresh)
 
     def header(self, file: str, listed: FileEntry, made_by: FileBlocks | None) -> bytes:
         """What comes before the data of a tensor file."""
@@ -85,7 +93,9 @@ class FolderReader:
         """The first plain bytes of a file, which a codec may have made."""
         nbytes = min(nbytes, listed.nbytes)
         if made_by is None:
-            return self._store.get(f"{self._folder}/{file}", 0, nbytes)
+            data = bytearray(nbytes)
+            read_into(self._store, f"{self._folder}/{file}", 0, memoryview(data), afresh=True)
+            return bytes(data)
         size = made_by.block_nbytes
         data = bytearray(min(-(-nbytes // size) * size, listed.nbytes))
         for number, (start, stop) in enumerate(split(len(data), size)):
@@ -94,45 +104,67 @@ class FolderReader:
                 raise CorruptData(f"{file}: block {number} {fault}")
         return bytes(data[:nbytes])
 
-    def look(self, block: Block) -> Seen:
-        """Read a block, and once more when it is not what it should be."""
-        first = self._look_once(block)
-        if first.is_right:
-            return first
-        second = self._look_once(block)
-        return replace(second, was_transient=True) if second.is_right else second
+    def begin(self, block: Block) -> Callable[[], Seen]:
+        """Wait for a block; what this gives looks at it, and once more when it is not what it
+        should be."""
+        start, nbytes = block.start, block.stop - block.start
+        # From the page before on, because direct reads want that.
+        skipped = start % mmap.PAGESIZE
+        buffer = self._buffers.take(max(skipped + nbytes, BLOCK_NBYTES))
+        memory = buffer[: skipped + nbytes]
 
-    def _look_once(self, block: Block) -> Seen:
-        try:
-            data = self._store.get(
-                f"{self._folder}/{block.file}", block.start, block.stop - block.start
-            )
-        except (StoreError, FormatError) as error:
+        def read() -> HoldfastError | None:
+            key = f"{self._folder}/{block.file}"
+            try:
+                read_into(self._store, key, start - skipped, memory, afresh=True)
+            except (StoreError, FormatError) as error:
+                return error
+            return None
+
+        error = read()
+
+        def look() -> Seen:
+            try:
+                first = self._look(block, memory[skipped:], error)
+                if first.is_right:
+                    return first
+                second = self._look(block, memory[skipped:], read())
+                return replace(second, was_transient=True) if second.is_right else second
+            finally:
+                self._buffers.give_back(buffer)
+
+        return look
+
+    def _look(self, block: Block, data: memoryview, error: HoldfastError | None) -> Seen:
+        if error is not None:
             return Seen(block=block, error=error)
-        digest = block_digest(data)
-        made_by = block.made_by
+        digest, made_by = block_digest(data), block.made_by
         if made_by is not None and digest == block.expected:
-            plain = memoryview(bytearray(block.plain[1] - block.plain[0]))
-            if fault := decode_block(made_by, block.number, memoryview(data), plain):
-                return Seen(block=block, digest=digest, error=CorruptData(fault))
+            nbytes = block.plain[1] - block.plain[0]
+            plain = self._buffers.take(max(nbytes, BLOCK_NBYTES))
+            try:
+                if fault := decode_block(made_by, block.number, data, plain[:nbytes]):
+                    return Seen(block=block, digest=digest, error=CorruptData(fault))
+            finally:
+                self._buffers.give_back(plain)
         return Seen(block=block, digest=digest)
 
 
 def look_at(reader: FolderReader, blocks: Sequence[Block]) -> Iterator[Seen]:
     """What is seen of each block, in order; only a few are in memory at a time."""
-    workers = Workers(NUM_THREADS, "holdfast-verify")
+    threads = Threads()
     waiting: deque[tuple[Block, Future[Seen]]] = deque()
     try:
         for block in blocks:
-            waiting.append((block, workers.submit(partial(reader.look, block))))
-            if len(waiting) >= 2 * NUM_THREADS:
+            waiting.append((block, threads.submit(partial(reader.begin, block))))
+            if len(waiting) >= NUM_AHEAD:
                 yield _result(*waiting.popleft())
         while waiting:
             yield _result(*waiting.popleft())
     finally:
         for _, future in waiting:
             future.cancel()
-        workers.close()
+        threads.close()
 
 
 def _result(block: Block, future: Future[Seen]) -> Seen:

@@ -6,16 +6,14 @@ tells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 
 from holdfast.care.findings import Problem, Report
-from holdfast.care.reading import READ_TIMEOUT_S, FolderReader
+from holdfast.care.reading import Block, FolderReader, look_at
 from holdfast.engine.roots.documents import read_document
-from holdfast.engine.workers import Workers, gather
-from holdfast.errors import FormatError, NotFound, StoreError
+from holdfast.errors import FormatError, HoldfastError, NotFound, StoreError
 from holdfast.format import layout
-from holdfast.format.blocks import block_digest, file_digest, split
+from holdfast.format.blocks import file_digest, split
 from holdfast.format.envelope import (
     MAX_MARK_NBYTES,
     Visible,
@@ -29,7 +27,6 @@ from holdfast.format.sealed import MAX_SEALED_NBYTES
 from holdfast.store.base import Store
 
 NOTE = "sealed, and no key was given: compared as it is stored, not opened"
-_NUM_THREADS = 4
 
 
 def scrub(
@@ -43,63 +40,95 @@ def scrub(
     """
     data = read_document(store, f"{folder}/{layout.MANIFEST}", max_nbytes=MAX_MANIFEST_NBYTES)
     visible = decode_visible(data, what=layout.MANIFEST)
-    names = FolderReader(store, folder).names()
+    reader = FolderReader(store, folder)
+    names = reader.names()
     dropped = any(layout.parse_thinned(name) is not None for name in names)
     problems, notes = [*_sidecars(store, folder, names)], [NOTE]
     if dropped:
         notes.append("retention has dropped components of it, and which files these had is sealed")
-    nbytes, total = 0, sum(entry.nbytes for entry in visible.files.values())
-    workers = Workers(_NUM_THREADS, "holdfast-scrub")
-    try:
-        for name, entry in visible.files.items():
-            found = _file(store, f"{folder}/{name}", name, entry, workers, may_be_gone=dropped)
-            problems += found
-            nbytes += entry.nbytes
-            if progress is not None:
-                progress(folder, nbytes, total)
-    finally:
-        workers.close()
+    done, total = 0, sum(entry.nbytes for entry in visible.files.values())
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(folder, done, total)
+
+    problems += _files(reader, visible.files, advance, may_be_gone=dropped)
     notes += [f"{name} is not listed in the manifest" for name in _unlisted(visible, names)]
     return Report(
         folder=folder,
         step=None,
         problems=tuple(problems),
         notes=tuple(notes),
-        nbytes=nbytes,
+        nbytes=total,
         num_files=len(visible.files),
         num_tensors=0,
     )
 
 
-def _file(
-    store: Store, key: str, name: str, entry: FileEntry, workers: Workers, *, may_be_gone: bool
-) -> list[Problem]:
-    try:
-        nbytes = store.head(key).nbytes
-        if nbytes != entry.nbytes:
+def _files(
+    reader: FolderReader,
+    files: Mapping[str, FileEntry],
+    advance: Callable[[int], None],
+    *,
+    may_be_gone: bool,
+) -> Iterator[Problem]:
+    """What is wrong with each file."""
+    whole: dict[str, FileEntry] = {}
+    for name, entry in files.items():
+        try:
+            nbytes = reader.size(name)
+        except (StoreError, FormatError) as error:
+            yield from _unread(name, error, may_be_gone=may_be_gone)
+        else:
+            if nbytes == entry.nbytes:
+                whole[name] = entry
+                continue
             expected, found = f"{entry.nbytes} bytes", f"{nbytes} bytes"
-            return [Problem(file=name, message="wrong length", expected=expected, found=found)]
-        digest = _digest(store, key, nbytes, workers)
-        if digest != entry.digest:
-            # Once more: a passing error on the way is not damage.
-            digest = _digest(store, key, nbytes, workers)
-    except NotFound:
-        return [] if may_be_gone else [Problem(file=name, message="is missing")]
-    except (StoreError, FormatError) as error:
-        return [Problem(file=name, message=str(error), is_damage=False)]
-    if digest == entry.digest:
-        return []
-    message = "other bytes than written"
-    return [Problem(file=name, message=message, expected=entry.digest, found=digest)]
+            yield Problem(file=name, message="wrong length", expected=expected, found=found)
+        advance(entry.nbytes)
+    looks = _digests(reader, whole, advance)
+    # Once more: a passing error on the way is not damage.
+    doubtful = {name: whole[name] for name, look in looks.items() if look != whole[name].digest}
+    looks = _digests(reader, doubtful, lambda _: None)
+    for name, entry in doubtful.items():
+        look = looks[name]
+        if isinstance(look, HoldfastError):
+            yield from _unread(name, look, may_be_gone=may_be_gone)
+        elif look != entry.digest:
+            message = "other bytes than written"
+            yield Problem(file=name, message=message, expected=entry.digest, found=look)
 
 
-def _digest(store: Store, key: str, nbytes: int, workers: Workers) -> str:
-    def one(start: int, stop: int) -> bytes:
-        return block_digest(store.get(key, start, stop - start))
+def _unread(name: str, error: HoldfastError, *, may_be_gone: bool) -> Iterator[Problem]:
+    if not isinstance(error, NotFound):
+        yield Problem(file=name, message=str(error), is_damage=False)
+    elif not may_be_gone:
+        yield Problem(file=name, message="is missing")
 
-    jobs = [workers.submit(partial(one, start, stop)) for start, stop in split(nbytes)]
-    digests = gather(jobs, timeout_s=READ_TIMEOUT_S, what=f"reading {store.url}/{key}")
-    return file_digest(nbytes, b"".join(digests))
+
+def _digests(
+    reader: FolderReader, files: Mapping[str, FileEntry], advance: Callable[[int], None]
+) -> dict[str, str | HoldfastError]:
+    """The digest of each file as it is stored, or why it cannot be read."""
+    found = dict.fromkeys(files, b"")
+    failed: dict[str, HoldfastError] = {}
+    blocks = [
+        Block(file=name, number=number, start=start, stop=stop, expected=b"", plain=(start, stop))
+        for name, entry in files.items()
+        for number, (start, stop) in enumerate(split(entry.nbytes))
+    ]
+    for seen in look_at(reader, blocks):
+        name = seen.block.file
+        advance(seen.block.stop - seen.block.start)
+        found[name] += seen.digest
+        if seen.error is not None:
+            failed.setdefault(name, seen.error)
+    return {
+        name: failed.get(name) or file_digest(entry.nbytes, found[name])
+        for name, entry in files.items()
+    }
 
 
 def _sidecars(store: Store, folder: str, names: tuple[str, ...]) -> Iterator[Problem]:

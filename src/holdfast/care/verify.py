@@ -9,7 +9,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -57,6 +58,7 @@ from holdfast.format.records import (
 from holdfast.format.tensors import parse_header
 from holdfast.store.base import Store, uncached
 
+T = TypeVar("T")
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with a folder, the bytes checked so far and the bytes to check, in the caller's thread."""
 
@@ -76,6 +78,13 @@ def _sidecar_decoder(name: str) -> Callable[..., object] | None:
     if layout.parse_keys(name) is not None:
         return decode_box
     return decode_rejected if name == layout.REJECTED else None
+
+
+def _unless_mark(decode: Callable[..., object], data: bytes, *, what: str) -> None:
+    if is_mark(data):  # beside a manifest that cannot be opened
+        check_mark(data, what, what=what)
+    else:
+        decode(data, what=what)
 
 
 def verify(
@@ -247,8 +256,7 @@ class _Inspection:
 
     def _manifest(self) -> Manifest | None:
         try:
-            data = self._reader.document(layout.MANIFEST, MAX_MANIFEST_NBYTES)
-            register = decode_register(data, what=layout.MANIFEST)
+            register = self._document(layout.MANIFEST, MAX_MANIFEST_NBYTES, decode_register)
         except NotFound:
             raise NoCheckpoint(f"{self._folder}: not committed") from None
         except (FormatError, StoreError) as error:
@@ -258,6 +266,17 @@ class _Inspection:
             state = "given up" if isinstance(register, Aborted) else "deleted"
             raise NoCheckpoint(f"{self._folder}: {state} ({register.reason})")
         return register
+
+    def _document(self, name: str, max_nbytes: int, decode: Callable[..., T]) -> T:
+        """A document that no digest covers; `decode(data, what=…)` says whether it is one."""
+        try:
+            return decode(self._reader.document(name, max_nbytes), what=name)
+        except NotFound:
+            raise
+        except (FormatError, StoreError):
+            found = decode(self._reader.document(name, max_nbytes), what=name)
+            self._transient(name)
+            return found
 
     def _check_place(self, manifest: Manifest) -> None:
         name = layout.parse_attempt(self._folder)
@@ -282,7 +301,7 @@ class _Inspection:
             if found != listed.digest:
                 data, found = self._read_index(manifest.block_nbytes)
                 if found == listed.digest:
-                    self._transient(layout.INDEX, 0, len(data))
+                    self._transient(layout.INDEX)
             if found == listed.digest:
                 return decode_index(data, files=manifest.files, what=layout.INDEX)
             self._problem(
@@ -297,7 +316,7 @@ class _Inspection:
         return None
 
     def _read_index(self, block_nbytes: int) -> tuple[bytes, str]:
-        data = self._reader.document(layout.INDEX, MAX_JSON_FILE_NBYTES)
+        data = self._reader.document(layout.INDEX, MAX_JSON_FILE_NBYTES, afresh=True)
         return data, file_digest(len(data), digest_blocks(data, block_nbytes))
 
     def _contents(self, manifest: Manifest, index: Index | None) -> set[str]:
@@ -403,7 +422,7 @@ class _Inspection:
         block = seen.block
         self._advance(block.stop - block.start)
         if seen.was_transient:
-            self._transient(block.file, block.start, block.stop)
+            self._transient(block.file, f"bytes {block.start} to {block.stop} were")
         if seen.is_right:
             return
         self._problem(
@@ -432,15 +451,24 @@ class _Inspection:
                 listed = manifest.files[file]
                 if file in damaged or (listed.stored is not None and file not in self._made_by):
                     continue
-                try:
-                    if layout.plain_file(file).endswith(".json"):
-                        self._tree(file, listed, frozenset(tensors))
-                    else:
-                        self._header(file, listed, index, name)
-                except (FormatError, StoreError) as error:
-                    self._problem(file, error)
+                found = self._meaning(name, file, listed, index)
+                if found:
+                    found = self._meaning(name, file, listed, index)
+                    if not found:
+                        self._transient(file)
+                self._problems += found
 
-    def _tree(self, file: str, listed: FileEntry, keys: frozenset[str]) -> None:
+    def _meaning(self, component: str, file: str, listed: FileEntry, index: Index) -> list[Problem]:
+        """What is wrong with what a file says of itself."""
+        look = self._tree if layout.plain_file(file).endswith(".json") else self._header
+        try:
+            return list(look(component, file, listed, index))
+        except (FormatError, StoreError) as error:
+            return [_problem(file, error)]
+
+    def _tree(
+        self, component: str, file: str, listed: FileEntry, index: Index
+    ) -> Iterator[Problem]:
         wanted: set[str] = set()
 
         def note_key(node: Any) -> Any:
@@ -450,17 +478,19 @@ class _Inspection:
 
         data = self._reader.beginning(file, listed.nbytes, listed, self._made_by.get(file))
         decode_tree(data, lift=note_key, what=file)
-        unknown = sorted(wanted - keys)
+        unknown = sorted(wanted - set(index.components.get(component, ())))
         if unknown:
-            self._problem(file, "names tensors that the index lacks", tensors=tuple(unknown))
+            yield _problem(file, "names tensors that the index lacks", tensors=tuple(unknown))
 
-    def _header(self, file: str, listed: FileEntry, index: Index, component: str) -> None:
+    def _header(
+        self, component: str, file: str, listed: FileEntry, index: Index
+    ) -> Iterator[Problem]:
         head = self._reader.header(file, listed, self._made_by.get(file))
         found = parse_header(head, file_nbytes=listed.nbytes, what=file)
         expected = _expected_header(index, component, file)
         for key in sorted({*found, *expected}):
             if found.get(key) != expected.get(key):
-                self._problem(
+                yield _problem(
                     file,
                     "header and index disagree",
                     tensors=(key,),
@@ -474,11 +504,7 @@ class _Inspection:
             decode = _sidecar_decoder(name)
             if decode is not None:
                 try:
-                    data = self._reader.document(name, MAX_MARK_NBYTES)
-                    if is_mark(data):  # beside a manifest that cannot be opened
-                        check_mark(data, name, what=name)
-                    else:
-                        decode(data, what=name)
+                    self._document(name, MAX_MARK_NBYTES, partial(_unless_mark, decode))
                 except NotFound:
                     continue
                 except (FormatError, StoreError) as error:
@@ -493,13 +519,11 @@ class _Inspection:
         return tuple(key for begin, _, key in places[first:] if begin < stop)
 
     def _problem(self, file: str, what: str | HoldfastError, **more: Any) -> None:
-        message = str(what).removeprefix(f"{file}: ")
-        damage = isinstance(what, str) or is_damage(what)
-        self._problems.append(Problem(file=file, message=message, is_damage=damage, **more))
+        self._problems.append(_problem(file, what, **more))
 
-    def _transient(self, file: str, start: int, stop: int) -> None:
+    def _transient(self, file: str, what: str = "it was") -> None:
         self._notes.append(
-            f"{file}: bytes {start} to {stop} were read wrongly once and rightly then: "
+            f"{file}: {what} read wrongly once and rightly then: "
             "look after this machine's memory, disk or network"
         )
 
@@ -507,6 +531,12 @@ class _Inspection:
         self._nbytes += nbytes
         if self._progress is not None:
             self._progress(self._folder, self._nbytes, self._total_nbytes)
+
+
+def _problem(file: str, what: str | HoldfastError, **more: Any) -> Problem:
+    message = str(what).removeprefix(f"{file}: ")
+    damage = isinstance(what, str) or is_damage(what)
+    return Problem(file=file, message=message, is_damage=damage, **more)
 
 
 def _places(index: Index | None) -> dict[str, list[tuple[int, int, str]]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from holdfast.engine.workers import Workers, gather, num_cores
 
-Use: TypeAlias = Callable[[], None]
+T = TypeVar("T")
+Use: TypeAlias = Callable[[], Any]
 Read: TypeAlias = Callable[[], Use | None]
 """Reads, and gives what is to be done with what was read; None: nothing is."""
 
@@ -38,6 +39,15 @@ class Threads:
         self.waiters.close()
         self.workers.close()
 
+    def submit(self, read: Callable[[], Callable[[], T]]) -> Future[T]:
+        """Read, and have what that gives be called by another thread; its result, or an error of
+        either, is in the future. Whoever submits sees to it that not too much is read ahead.
+
+        Raises:
+            ManagerUnusable: after `close`.
+        """
+        return self._begin(read, threading.Semaphore(1))
+
     def read_all(self, reads: Iterable[Read], *, timeout_s: float, what: str) -> None:
         """Do all of these; errors, and who waits for what, as in `gather`.
 
@@ -48,26 +58,29 @@ class Threads:
         Raises:
             ManagerUnusable: after `close`.
         """
-        self.start()
         room = threading.Semaphore(NUM_AHEAD)
-        futures = []
+        futures: list[Future[None]] = []
         try:
             for read in reads:
-                job = _Reading(read, self.workers, room)
-                self.waiters.put(job.begin)
-                futures.append(job.future)
+                futures.append(self._begin(read, room))
             gather(futures, timeout_s=timeout_s, what=what)
         finally:
             # Who still waits for room, because uses hang, sees that it was cancelled: the threads
             # are there for others, and one place is enough, which each gives to the next.
             room.release()
 
+    def _begin(self, read: Read, room: threading.Semaphore) -> Future[Any]:
+        self.start()
+        reading = _Reading(read, self.workers, room)
+        self.waiters.put(reading.begin)
+        return reading.future
+
 
 class _Reading:
     """A read and its use, which are one Future."""
 
     def __init__(self, read: Read, workers: Workers, room: threading.Semaphore) -> None:
-        self.future: Future[None] = Future()
+        self.future: Future[Any] = Future()
         self._read = read
         self._workers = workers
         self._room = room
@@ -81,7 +94,7 @@ class _Reading:
         try:
             use = self._read()
         except BaseException as error:  # noqa: BLE001 - the future carries it to its owner
-            self._end(error)
+            self._fail(error)
             return
         if use is None:
             self._end(None)
@@ -93,15 +106,16 @@ class _Reading:
 
     def _use(self, use: Use) -> None:
         try:
-            use()
+            result = use()
         except BaseException as error:  # noqa: BLE001 - the future carries it to its owner
-            self._end(error)
+            self._fail(error)
         else:
-            self._end(None)
+            self._end(result)
 
-    def _end(self, error: BaseException | None) -> None:
+    def _end(self, result: Any) -> None:
         self._room.release()
-        if error is None:
-            self.future.set_result(None)
-        else:
-            self.future.set_exception(error)
+        self.future.set_result(result)
+
+    def _fail(self, error: BaseException) -> None:
+        self._room.release()
+        self.future.set_exception(error)
