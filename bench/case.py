@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from time import perf_counter
+from typing import TypeVar
 
 from bench.child import settle
-from bench.limits import DiskProbe, state_copies
+from bench.limits import DiskProbe, ReadProbe, state_copies
 from bench.limits import measure as measure_limits
-from bench.machine import PeakMemory, disk_nbytes, drop_cache, fill_cache, written_nbytes
+from bench.machine import (
+    PeakMemory,
+    disk_nbytes,
+    drop_cache,
+    fill_cache,
+    newest_under,
+    written_nbytes,
+)
 from bench.peers import PEERS
 from bench.results import Figures
 from bench.states import State, StateSpec, build
 
+_T = TypeVar("_T")
 SEED = 7
-SAVES = 3
-WARM_LOADS = 2
-FROZEN_SAVES = 5
+COUNTED = 3
+"""Saves that count with memory made ready right before each, and as many without."""
+COUNTED_LOADS = 2
+"""The same of loads from the disk, and of loads from the page cache."""
+NUM_SAVES = 1 + 2 * COUNTED
 FROZEN_WARMUP = 2
 FROZEN_CHANGING = 0.1
 
@@ -31,53 +44,73 @@ class Case:
     spec: StateSpec
     folder: Path
     settles: bool = True
-    """Whether each measured call finds memory that exists and nothing left to be written."""
+    """Whether the first half of the measured calls finds memory that exists."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Times:
-    """Of each save, the first one too."""
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """What one save took."""
 
-    stall_s: list[float]
-    durable_s: list[float]
-    written_nbytes: list[float]
-    disk_s: list[float]
+    stall_s: float
+    durable_s: float
+    written_nbytes: float
+    disk_s: float
     """Of a plain direct write of the same bytes, right after the save."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What one load took."""
+
+    took_s: float
+    cold_share: float
+    """Of the files, in the page cache before."""
+    disk_s: float
+    """Of a plain direct read of the same files, right after the load."""
 
 
 def saves(case: Case) -> Figures:
     """Saves of a state that changes in full between them; the first is not counted."""
-    return _saves(case, num_saves=SAVES, num_warmup=1, changing=1.0)
+    return _saves(case, num_warmup=1, changing=1.0)
 
 
 def frozen_saves(case: Case) -> Figures:
     """Saves of a state of which nine tenths stay as they are; from the third on they count."""
-    return _saves(case, num_saves=FROZEN_SAVES, num_warmup=FROZEN_WARMUP, changing=FROZEN_CHANGING)
+    return _saves(case, num_warmup=FROZEN_WARMUP, changing=FROZEN_CHANGING)
 
 
 def load(case: Case, reader_name: str) -> Figures:
-    """One load from the disk and some from the page cache; the values are compared."""
+    """Loads from the disk and from the page cache; the values of the last are compared."""
     reader = PEERS[case.peer].readers[reader_name]
     state = build(case.spec)
-    cold_share = drop_cache(case.folder)
+    newest = newest_under(case.folder)
+    probe = ReadProbe(newest)
     peak = PeakMemory()
-    seconds = []
-    for number in range(1 + WARM_LOADS):
-        if number:
-            fill_cache(case.folder)
-        _settle(case, state)  # the last thing: free memory does not stay touched for long
-        with peak.watch():
-            start = perf_counter()
-            loaded = reader.load(state, case.folder)
-            seconds.append(perf_counter() - start)
-        del loaded
-    wrong = state.count_wrong(SEED, negated=SAVES % 2 == 0) if reader.applies else 0
+    cold: list[_Load] = []
+    warm: list[_Load] = []
+    for ready in (True, False):
+        for is_cold in (*[True] * COUNTED_LOADS, *[False] * COUNTED_LOADS):
+            cold_share = drop_cache(newest)
+            if not is_cold:
+                fill_cache(newest)
+            if ready:
+                _settle(case, state)  # the last thing: free memory does not stay touched for long
+            with peak.watch():
+                start = perf_counter()
+                loaded = reader.load(state, case.folder)
+                took_s = perf_counter() - start
+            del loaded
+            disk_s = probe.read_s() if is_cold else 0.0
+            (cold if is_cold else warm).append(_Load(took_s, cold_share, disk_s))
+    wrong = state.count_wrong(SEED, negated=NUM_SAVES % 2 == 0) if reader.applies else 0
     if wrong:
         raise RuntimeError(f"{reader_name}: {wrong} tensors are not what was saved")
+    best_cold, best_warm = (_better_half(half, lambda load: load.took_s) for half in (cold, warm))
     return {
-        "cold_share": [cold_share],
-        "cold_s": seconds[:1],
-        "warm_s": seconds[1:],
+        "cold_share": [max(load.cold_share for load in cold)],
+        "cold_s": [load.took_s for load in best_cold],
+        "disk_s": [load.disk_s for load in best_cold],
+        "warm_s": [load.took_s for load in best_warm],
         "peak_extra_nbytes": [float(peak.extra_nbytes)],
     }
 
@@ -87,47 +120,65 @@ def limits(case: Case) -> Figures:
     state = build(case.spec)
     settle_first = partial(_settle, case, state)
     tensors = [*state.flat().values()]
-    copies = state_copies(tensors, change=state.negate, settle=settle_first)
-    limits = measure_limits(state.nbytes, case.folder, num_files=SAVES, settle=settle_first)
-    return limits | copies
+    copies = [
+        took_s
+        for settle_it in (settle_first, _nothing)
+        for took_s in state_copies(tensors, change=state.negate, settle=settle_it)
+    ]
+    limits = measure_limits(state.nbytes, case.folder, num_files=1 + COUNTED, settle=settle_first)
+    return {**limits, "copy_state_s": _better_half(copies, float)}
 
 
-def _saves(case: Case, *, num_saves: int, num_warmup: int, changing: float) -> Figures:
+def _saves(case: Case, *, num_warmup: int, changing: float) -> Figures:
     state = build(case.spec)
     state.fill(SEED)
     probe = DiskProbe(case.folder.parent)
     peak = PeakMemory()
     saver = PEERS[case.peer].saver(state, case.folder)
-    times = _Times(stall_s=[], durable_s=[], written_nbytes=[], disk_s=[])
+    saves: list[_Save] = []
     share = 1.0
-    for number in range(num_saves):
+    for number in range(num_warmup + 2 * COUNTED):
         if number:
             share = state.negate(changing)
-        _settle(case, state)
+        if number < num_warmup + COUNTED:
+            _settle(case, state)
         before = written_nbytes()
         with peak.watch():
             start = perf_counter()
             begun = saver.begin(number)
-            times.stall_s.append(perf_counter() - start)
+            stall_s = perf_counter() - start
             begun.wait()
-            times.durable_s.append(perf_counter() - start)
-        times.written_nbytes.append(float(written_nbytes() - before))
-        times.disk_s.append(probe.write_s(state.nbytes))
+            durable_s = perf_counter() - start
+        written = float(written_nbytes() - before)
+        saves.append(_Save(stall_s, durable_s, written, probe.write_s(state.nbytes)))
+        drop_cache(case.folder)  # nothing is left to be written, and memory for the next one
+    counted = saves[num_warmup:]
+    durable = _better_half(counted, lambda save: save.durable_s)
     figures = {
         "nbytes": [float(state.nbytes)],
         "num_tensors": [float(state.num_tensors)],
         "changing_share": [share],
-        "first_stall_s": times.stall_s[:1],
-        "first_durable_s": times.durable_s[:1],
-        "stall_s": times.stall_s[num_warmup:],
-        "durable_s": times.durable_s[num_warmup:],
-        "disk_s": times.disk_s[num_warmup:],
-        "written_nbytes": times.written_nbytes[num_warmup:],
+        "first_stall_s": [saves[0].stall_s],
+        "first_durable_s": [saves[0].durable_s],
+        "stall_s": [save.stall_s for save in _better_half(counted, lambda save: save.stall_s)],
+        "durable_s": [save.durable_s for save in durable],
+        "disk_s": [save.disk_s for save in durable],
+        "written_nbytes": [save.written_nbytes for save in counted],
         "peak_extra_nbytes": [float(peak.extra_nbytes)],
-        "disk_nbytes": [disk_nbytes(case.folder) / num_saves],
+        "disk_nbytes": [disk_nbytes(case.folder) / len(saves)],
     }
     saver.close()
     return figures
+
+
+def _better_half(found: Sequence[_T], figure: Callable[[_T], float]) -> Sequence[_T]:
+    """Those with memory made ready, which come first, or those without: whose median is lower."""
+    middle = len(found) // 2
+    return min(found[:middle], found[middle:], key=lambda half: median(map(figure, half)))
+
+
+def _nothing() -> None:
+    return
 
 
 def _settle(case: Case, state: State) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from bench.child import in_child, settle
 from bench.command import Bench
-from bench.machine import drop_cache, sync_folder
+from bench.machine import drop_cache, files_under, sync_folder
 from bench.report import number, seconds, table
 from bench.results import Figures, Results
 
@@ -81,7 +81,7 @@ def measure(nbytes: int, folder: Path, *, num_files: int, settle: Callable[[], N
 
 def state_copies(
     tensors: Sequence[Tensor], *, change: Callable[[], object], settle: Callable[[], None]
-) -> Figures:
+) -> list[float]:
     """Seconds for a memcpy of live tensors, and nothing else, as the stall of a save is measured:
     into memory that is there, from tensors that have changed, after other work on other memory.
 
@@ -102,7 +102,7 @@ def state_copies(
         change()
         settle()
         took.append(_timed(copy))
-    return {"copy_state_s": took}
+    return took
 
 
 def ceilings(figures: Figures) -> dict[str, list[float]]:
@@ -286,6 +286,33 @@ class DiskProbe:
         took = _write(self._source, self._path, os.O_DIRECT, self._num_threads, rounded)
         self._path.unlink()
         return took
+
+
+class ReadProbe:
+    """Reads a checkpoint as fast as the disk gives it, right beside a load of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._target = _random_memory(8 * BLOCK_NBYTES)
+        self._num_threads = 2 * len(os.sched_getaffinity(0))
+
+    def read_s(self) -> float:
+        """Seconds for direct reads of all its files, of which the page cache has nothing."""
+        drop_cache(self._folder)
+        with contextlib.ExitStack() as stack:
+            reads = []
+            for path in files_under(self._folder):
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+                stack.callback(os.close, fd)
+                reads += [(fd, start) for start, _ in _blocks(path.stat().st_size)]
+
+            def read(number: int) -> None:
+                fd, start = reads[number]
+                at = number % 8 * BLOCK_NBYTES
+                os.preadv(fd, [self._target[at : at + BLOCK_NBYTES]], start)
+
+            with ThreadPoolExecutor(self._num_threads) as pool:
+                return _timed(lambda: list(pool.map(read, range(len(reads)))))
 
 
 def _write(

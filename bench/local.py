@@ -139,7 +139,7 @@ def _load_table(results: Results, place: str) -> list[str]:
     def row(case: str) -> list[str]:
         return [
             seconds(results.median(case, "cold_s")),
-            percent(share(results, place, "cold", (case, "cold_s"))),
+            percent(results.ratio((case, "disk_s"), (case, "cold_s"))),
             times(_beside(results, place, "load", case, "cold_s")),
             seconds(results.median(case, "warm_s")),
             percent(share(results, place, "warm", (case, "warm_s"))),

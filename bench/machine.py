@@ -105,6 +105,13 @@ def files_under(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
 
 
+def newest_under(folder: Path) -> Path:
+    """The folder below `folder` in which the newest large file lies: the newest checkpoint."""
+    sizes = {path: path.stat().st_size for path in files_under(folder)}
+    large = [path for path, nbytes in sizes.items() if 2 * nbytes > max(sizes.values())]
+    return max(large, key=lambda path: path.stat().st_mtime_ns).parent
+
+
 def sync_folder(folder: Path) -> None:
     """Put the names in `folder` on stable storage."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -190,18 +190,20 @@ def titles(place: str) -> Mapping[str, str]:
     return {f"{place}/{NONE}": "no save", **found}
 
 
-def add_training_options(parser: argparse.ArgumentParser) -> None:
+def add_training_options(parser: argparse.ArgumentParser, *, num_saves: int = 1) -> None:
     """What a training is made of."""
     parser.add_argument("--threads", type=int, default=2, help="of torch (%(default)s)")
     parser.add_argument("--tokens", type=int, default=32, help="in a batch (%(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="between saves (%(default)s)")
-    parser.add_argument("--saves", type=int, default=1, help="counted in a round (%(default)s)")
+    parser.add_argument(
+        "--saves", type=int, default=num_saves, help="counted in a round (%(default)s)"
+    )
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size-gb", type=float, default=2.5, help="the state, in 1e9 bytes")
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, help="cases")
-    add_training_options(parser)
+    add_training_options(parser, num_saves=2)
 
 
 def _measure_round(options: argparse.Namespace, folder: Path, results: Results) -> None:

@@ -134,7 +134,7 @@ def test_every_training_is_slowed_down(tmp_path: Path) -> None:
     )
     gone = _left_out(results, "slowdown/")
     assert _measured(results, "slowdown/") == set(TRAININGS) - gone
-    assert len(results.cases["slowdown/holdfast"][0].figures["added_s"]) == 1
+    assert len(results.cases["slowdown/holdfast"][0].figures["added_s"]) == 2
     assert "| no save |" in printed
 
 
