@@ -8,23 +8,32 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from holdfast.engine.loading.blockreading import FileBlocks, decode_block, read_block
 from holdfast.engine.roots.documents import read_document
 from holdfast.engine.staging.memory import Buffers
 from holdfast.engine.threads import NUM_AHEAD, Threads
-from holdfast.errors import CorruptData, DeadlineExceeded, FormatError, HoldfastError, StoreError
+from holdfast.errors import (
+    CorruptData,
+    DeadlineExceeded,
+    FormatError,
+    HoldfastError,
+    NotFound,
+    StoreError,
+)
 from holdfast.format.blocks import block_digest, split
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.manifest import FileEntry
 from holdfast.format.tensors import header_nbytes
 from holdfast.store.base import Store, read_into
 
+T = TypeVar("T")
 READ_TIMEOUT_S = 600.0
 """Longest wait for one block: a network file system that hangs must not hang the report."""
 
@@ -74,12 +83,27 @@ class FolderReader:
 
     def size(self, file: str) -> int:
         """Length of a file in bytes."""
-        return self._store.head(f"{self._folder}/{file}").nbytes
+        return _again(lambda: self._store.head(f"{self._folder}/{file}").nbytes)
 
-    def document(self, file: str, max_nbytes: int, *, afresh: bool = False) -> bytes:
-        """All bytes of a file that may have at most `max_nbytes`; see `read_document`."""
+    def document(self, file: str, max_nbytes: int) -> bytes:
+        """All bytes of a file that may have at most `max_nbytes`."""
         key = f"{self._folder}/{file}"
-        return read_document(self._store, key, max_nbytes=max_nbytes, afresh=afresh)
+        return read_document(self._store, key, max_nbytes=max_nbytes, afresh=True)
+
+    def decoded(
+        self,
+        file: str,
+        max_nbytes: int,
+        decode: Callable[..., T],
+        told: Callable[[str], object] | None = None,
+    ) -> T:
+        """What `decode(data, what=file)` gives; once more where that fails or the file cannot be
+        read. `told` is given the name of one of which only the first try failed."""
+
+        def read() -> T:
+            return decode(self.document(file, max_nbytes), what=file)
+
+        return _again(read, partial(told, file) if told is not None else None)
 
     def header(self, file: str, listed: FileEntry, made_by: FileBlocks | None) -> bytes:
         """What comes before the data of a tensor file."""
@@ -150,14 +174,28 @@ class FolderReader:
         return Seen(block=block, digest=digest)
 
 
-def look_at(reader: FolderReader, blocks: Sequence[Block]) -> Iterator[Seen]:
-    """What is seen of each block, in order; only a few are in memory at a time."""
+def _again(read: Callable[[], T], told: Callable[[], object] | None = None) -> T:
+    try:
+        return read()
+    except NotFound:
+        raise
+    except (FormatError, StoreError):
+        found = read()
+    if told is not None:
+        told()
+    return found
+
+
+def look_at(reader: FolderReader, blocks: Iterable[Block]) -> Iterator[Seen]:
+    """What is seen of each block, in order; at most 16 are in memory at a time, and of blocks that
+    are larger than usual fewer."""
     threads = Threads()
     waiting: deque[tuple[Block, Future[Seen]]] = deque()
     try:
         for block in blocks:
             waiting.append((block, threads.submit(partial(reader.begin, block))))
-            if len(waiting) >= NUM_AHEAD:
+            nbytes = max(BLOCK_NBYTES, block.stop - block.start)
+            while len(waiting) * nbytes >= NUM_AHEAD * BLOCK_NBYTES:
                 yield _result(*waiting.popleft())
         while waiting:
             yield _result(*waiting.popleft())

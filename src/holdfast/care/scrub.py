@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 
 from holdfast.care.findings import Problem, Report
 from holdfast.care.reading import Block, FolderReader, look_at
-from holdfast.engine.roots.documents import read_document
 from holdfast.errors import FormatError, HoldfastError, NotFound, StoreError
 from holdfast.format import layout
 from holdfast.format.blocks import file_digest, split
@@ -38,12 +37,11 @@ def scrub(
         DeadlineExceeded: the storage did not answer for `READ_TIMEOUT_S`.
         FormatError: its manifest is damaged.
     """
-    data = read_document(store, f"{folder}/{layout.MANIFEST}", max_nbytes=MAX_MANIFEST_NBYTES)
-    visible = decode_visible(data, what=layout.MANIFEST)
     reader = FolderReader(store, folder)
+    visible = reader.decoded(layout.MANIFEST, MAX_MANIFEST_NBYTES, decode_visible)
     names = reader.names()
     dropped = any(layout.parse_thinned(name) is not None for name in names)
-    problems, notes = [*_sidecars(store, folder, names)], [NOTE]
+    problems, notes = [*_sidecars(reader, names)], [NOTE]
     if dropped:
         notes.append("retention has dropped components of it, and which files these had is sealed")
     done, total = 0, sum(entry.nbytes for entry in visible.files.values())
@@ -89,16 +87,19 @@ def _files(
             yield Problem(file=name, message="wrong length", expected=expected, found=found)
         advance(entry.nbytes)
     looks = _digests(reader, whole, advance)
-    # Once more: a passing error on the way is not damage.
-    doubtful = {name: whole[name] for name, look in looks.items() if look != whole[name].digest}
-    looks = _digests(reader, doubtful, lambda _: None)
-    for name, entry in doubtful.items():
-        look = looks[name]
+    # Once more, as blocks are that cannot be read: a passing error on the way is not damage.
+    other = {name: whole[name] for name, look in looks.items() if _is_other(look, whole[name])}
+    looks |= _digests(reader, other, lambda _: None)
+    for name, look in looks.items():
         if isinstance(look, HoldfastError):
             yield from _unread(name, look, may_be_gone=may_be_gone)
-        elif look != entry.digest:
+        elif _is_other(look, whole[name]):
             message = "other bytes than written"
-            yield Problem(file=name, message=message, expected=entry.digest, found=look)
+            yield Problem(file=name, message=message, expected=whole[name].digest, found=look)
+
+
+def _is_other(look: str | HoldfastError, entry: FileEntry) -> bool:
+    return isinstance(look, str) and look != entry.digest
 
 
 def _unread(name: str, error: HoldfastError, *, may_be_gone: bool) -> Iterator[Problem]:
@@ -112,40 +113,52 @@ def _digests(
     reader: FolderReader, files: Mapping[str, FileEntry], advance: Callable[[int], None]
 ) -> dict[str, str | HoldfastError]:
     """The digest of each file as it is stored, or why it cannot be read."""
-    found = dict.fromkeys(files, b"")
+    found = {name: bytearray() for name in files}
     failed: dict[str, HoldfastError] = {}
-    blocks = [
-        Block(file=name, number=number, start=start, stop=stop, expected=b"", plain=(start, stop))
-        for name, entry in files.items()
-        for number, (start, stop) in enumerate(split(entry.nbytes))
-    ]
-    for seen in look_at(reader, blocks):
+
+    def blocks() -> Iterator[Block]:
+        for name, entry in files.items():
+            for number, (start, stop) in enumerate(split(entry.nbytes)):
+                if name in failed:
+                    advance(entry.nbytes - start)
+                    break
+                plain = start, stop
+                yield Block(
+                    file=name, number=number, start=start, stop=stop, expected=b"", plain=plain
+                )
+
+    for seen in look_at(reader, blocks()):
         name = seen.block.file
         advance(seen.block.stop - seen.block.start)
         found[name] += seen.digest
         if seen.error is not None:
             failed.setdefault(name, seen.error)
     return {
-        name: failed.get(name) or file_digest(entry.nbytes, found[name])
+        name: failed.get(name) or file_digest(entry.nbytes, bytes(found[name]))
         for name, entry in files.items()
     }
 
 
-def _sidecars(store: Store, folder: str, names: tuple[str, ...]) -> Iterator[Problem]:
+def _sidecars(reader: FolderReader, names: tuple[str, ...]) -> Iterator[Problem]:
     boxes = [name for name in names if layout.parse_keys(name) is not None]
     if not boxes:
         yield Problem(file=layout.keys_name(1), message="is missing: nothing opens this checkpoint")
     for name in (*boxes, *filter(layout.is_sidecar, names)):
         try:
-            data = read_document(store, f"{folder}/{name}", max_nbytes=MAX_MARK_NBYTES)
-            if name in boxes:
-                decode_box(data[: MAX_SEALED_NBYTES + 1], what=name)
-            elif is_mark(data) or layout.parse_notes(name) is not None:
-                check_mark(data, name, what=name)
+            reader.decoded(name, MAX_MARK_NBYTES, _check_box if name in boxes else _check_sidecar)
         except NotFound:
             continue
         except (FormatError, StoreError) as error:
             yield Problem(file=name, message=str(error).removeprefix(f"{name}: "))
+
+
+def _check_box(data: bytes, *, what: str) -> None:
+    decode_box(data[: MAX_SEALED_NBYTES + 1], what=what)
+
+
+def _check_sidecar(data: bytes, *, what: str) -> None:
+    if is_mark(data) or layout.parse_notes(what) is not None:
+        check_mark(data, what, what=what)
 
 
 def _unlisted(visible: Visible, names: tuple[str, ...]) -> list[str]:

@@ -1,7 +1,7 @@
 """Reading every byte of a checkpoint and comparing it with what was written.
 
-Finds all damage, not only the first; changes nothing, claims nothing, and holds no more than a
-few blocks and one document in memory.
+Finds all damage, not only the first; changes nothing, claims nothing, and holds no more than 16
+blocks (32 where they are decoded) and one document in memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -20,9 +20,9 @@ from holdfast.care.scrub import scrub
 from holdfast.engine.claims.leases import leased
 from holdfast.engine.loading.blockreading import FileBlocks
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.documents import read_document
 from holdfast.engine.roots.parts import Parts, parts_of
 from holdfast.errors import (
+    CorruptData,
     FormatError,
     HoldfastError,
     MissingKey,
@@ -58,7 +58,6 @@ from holdfast.format.records import (
 from holdfast.format.tensors import parse_header
 from holdfast.store.base import Store, uncached
 
-T = TypeVar("T")
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with a folder, the bytes checked so far and the bytes to check, in the caller's thread."""
 
@@ -161,7 +160,8 @@ def verify_root(
 
 
 def _check_claims(store: Store) -> Iterator[Problem]:
-    for name in store.children(layout.WRITERS):
+    reader = FolderReader(store, layout.WRITERS)
+    for name in reader.names():
         if layout.parse_writer(name) is not None:
             decode: Callable[..., object] = decode_writer
         elif name.endswith(".closed.json"):
@@ -172,11 +172,11 @@ def _check_claims(store: Store) -> Iterator[Problem]:
             continue
         key = f"{layout.WRITERS}/{name}"
         try:
-            decode(read_document(store, key, max_nbytes=_MAX_RECORD_NBYTES), what=key)
+            reader.decoded(name, _MAX_RECORD_NBYTES, decode)
         except NotFound:
             continue  # A heartbeat goes when its epoch closes.
         except (FormatError, StoreError) as error:
-            yield Problem(file=key, message=str(error).removeprefix(f"{key}: "))
+            yield Problem(file=key, message=str(error).removeprefix(f"{name}: "))
 
 
 class _Inspection:
@@ -256,7 +256,9 @@ class _Inspection:
 
     def _manifest(self) -> Manifest | None:
         try:
-            register = self._document(layout.MANIFEST, MAX_MANIFEST_NBYTES, decode_register)
+            register = self._reader.decoded(
+                layout.MANIFEST, MAX_MANIFEST_NBYTES, decode_register, self._transient
+            )
         except NotFound:
             raise NoCheckpoint(f"{self._folder}: not committed") from None
         except (FormatError, StoreError) as error:
@@ -266,17 +268,6 @@ class _Inspection:
             state = "given up" if isinstance(register, Aborted) else "deleted"
             raise NoCheckpoint(f"{self._folder}: {state} ({register.reason})")
         return register
-
-    def _document(self, name: str, max_nbytes: int, decode: Callable[..., T]) -> T:
-        """A document that no digest covers; `decode(data, what=…)` says whether it is one."""
-        try:
-            return decode(self._reader.document(name, max_nbytes), what=name)
-        except NotFound:
-            raise
-        except (FormatError, StoreError):
-            found = decode(self._reader.document(name, max_nbytes), what=name)
-            self._transient(name)
-            return found
 
     def _check_place(self, manifest: Manifest) -> None:
         name = layout.parse_attempt(self._folder)
@@ -295,29 +286,25 @@ class _Inspection:
 
     def _index(self, manifest: Manifest) -> Index | None:
         """The decoded index; None where it is damaged."""
-        listed = manifest.files[layout.INDEX]
-        try:
-            data, found = self._read_index(manifest.block_nbytes)
+        listed, found = manifest.files[layout.INDEX], ""
+
+        def decode(data: bytes, *, what: str) -> Index:
+            nonlocal found
+            found = file_digest(len(data), digest_blocks(data, manifest.block_nbytes))
             if found != listed.digest:
-                data, found = self._read_index(manifest.block_nbytes)
-                if found == listed.digest:
-                    self._transient(layout.INDEX)
-            if found == listed.digest:
-                return decode_index(data, files=manifest.files, what=layout.INDEX)
-            self._problem(
-                layout.INDEX, "other bytes than written", expected=listed.digest, found=found
-            )
+                raise CorruptData("other bytes than written")
+            return decode_index(data, files=manifest.files, what=what)
+
+        try:
+            return self._reader.decoded(layout.INDEX, MAX_JSON_FILE_NBYTES, decode, self._transient)
         except NotFound:
             self._problem(layout.INDEX, "is missing")
         except (FormatError, StoreError) as error:
-            self._problem(layout.INDEX, error)
+            digests = {"expected": listed.digest, "found": found} if found else {}
+            self._problem(layout.INDEX, error, **digests if found != listed.digest else {})
         finally:
             self._advance(listed.nbytes)
         return None
-
-    def _read_index(self, block_nbytes: int) -> tuple[bytes, str]:
-        data = self._reader.document(layout.INDEX, MAX_JSON_FILE_NBYTES, afresh=True)
-        return data, file_digest(len(data), digest_blocks(data, block_nbytes))
 
     def _contents(self, manifest: Manifest, index: Index | None) -> set[str]:
         """Compare the bytes of every file but the index; the names of those that differ."""
@@ -328,14 +315,14 @@ class _Inspection:
         jobs: list[Block] = []
         for file, listed in files.items():
             jobs += self._blocks_to_read(file, listed, index, manifest.block_nbytes)
-        found = dict.fromkeys(files, b"")
+        found = {file: bytearray() for file in files}
         for seen in look_at(self._reader, jobs):
             self._judge(seen)
             found[seen.block.file] += seen.digest
         damaged = {problem.file for problem in self._problems[num_before:]}
         if index is None:
             for file in files.keys() - damaged:
-                damaged |= self._check_whole(file, files[file], found[file])
+                damaged |= self._check_whole(file, files[file], bytes(found[file]))
         return damaged
 
     def _decoders(self, files: Mapping[str, FileEntry], index: Index) -> dict[str, FileBlocks]:
@@ -503,8 +490,9 @@ class _Inspection:
         for name in self._reader.names():
             decode = _sidecar_decoder(name)
             if decode is not None:
+                check = partial(_unless_mark, decode)
                 try:
-                    self._document(name, MAX_MARK_NBYTES, partial(_unless_mark, decode))
+                    self._reader.decoded(name, MAX_MARK_NBYTES, check, self._transient)
                 except NotFound:
                     continue
                 except (FormatError, StoreError) as error:

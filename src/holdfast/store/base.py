@@ -177,8 +177,9 @@ class KeepsOpen(Protocol):
 class ReadsWhole(Protocol):
     """Stores in which the length and the bytes of an object come sooner together than apart."""
 
-    def get_whole(self, key: str, *, max_nbytes: int) -> bytes:
-        """All bytes of an object, of one version of it; exact like `get`.
+    def get_whole(self, key: str, *, max_nbytes: int, afresh: bool = False) -> bytes:
+        """All bytes of an object, of one version of it; exact like `get`. `afresh` is as for
+        `ReadsInto.read_into`.
 
         Raises:
             LimitExceeded: it has more than `max_nbytes`; nothing was read.
@@ -425,14 +426,18 @@ def read_into(
         seen(memory)
 
 
-def get_whole(store: Store, key: str, *, max_nbytes: int) -> bytes:
+def get_whole(store: Store, key: str, *, max_nbytes: int, afresh: bool = False) -> bytes:
     """All bytes of an object as `ReadsWhole.get_whole` gives them, also from a store that only
     gets."""
     if isinstance(store, ReadsWhole):
-        return store.get_whole(key, max_nbytes=max_nbytes)
+        return store.get_whole(key, max_nbytes=max_nbytes, afresh=afresh)
     nbytes = store.head(key).nbytes
     expect_at_most(nbytes, max_nbytes, what=f"{store.url}/{key}")
-    return store.get(key, 0, nbytes)
+    if not afresh:
+        return store.get(key, 0, nbytes)
+    data = bytearray(nbytes)
+    read_into(store, key, 0, memoryview(data), afresh=True)
+    return bytes(data)
 
 
 def expect_at_most(nbytes: int, max_nbytes: int, *, what: str) -> None:

@@ -106,8 +106,8 @@ class RemoteStore:
         self._fill(key, start, memoryview(data), ignore)
         return bytes(data)
 
-    def get_whole(self, key: str, *, max_nbytes: int) -> bytes:
-        """See `ReadsWhole.get_whole`: one request."""
+    def get_whole(self, key: str, *, max_nbytes: int, afresh: bool = False) -> bytes:
+        """See `ReadsWhole.get_whole`: one request, which nothing on the way answers."""
         check_key(key)
         return self._api.whole(key, max_nbytes=max_nbytes)
 

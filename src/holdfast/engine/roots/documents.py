@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from holdfast.errors import CorruptData, NotFound, StoreError
-from holdfast.store.base import Buffer, Store, expect_at_most, get_whole, read_into
+from holdfast.store.base import Buffer, Store, get_whole
 
 T = TypeVar("T")
 
 
 def read_document(store: Store, key: str, *, max_nbytes: int, afresh: bool = False) -> bytes:
     """All bytes of an object that may have at most `max_nbytes`; with `afresh` from the medium
-    itself, not from a cache on the way, which costs an object store a second request.
+    itself, not from a cache on the way, where that can be had.
 
     Raises:
         NotFound: there is no such object.
@@ -21,13 +21,7 @@ def read_document(store: Store, key: str, *, max_nbytes: int, afresh: bool = Fal
         CorruptData: what is there is no file, or the storage cannot read it.
     """
     try:
-        if not afresh:
-            return get_whole(store, key, max_nbytes=max_nbytes)
-        nbytes = store.head(key).nbytes
-        expect_at_most(nbytes, max_nbytes, what=f"{store.url}/{key}")
-        data = bytearray(nbytes)
-        read_into(store, key, 0, memoryview(data), afresh=True)
-        return bytes(data)
+        return get_whole(store, key, max_nbytes=max_nbytes, afresh=afresh)
     except StoreError as error:
         if type(error) is StoreError:
             raise CorruptData(str(error)) from error

@@ -33,6 +33,12 @@ class SealedFile:
         self.key = key
         self.seal = seal
 
+    def get(self, start: int, nbytes: int, *, afresh: bool = False) -> bytes:
+        """Plain bytes, as `read` fills them in."""
+        plain = bytearray(nbytes)
+        self.read(start, memoryview(plain), afresh=afresh)
+        return bytes(plain)
+
     def read(
         self,
         start: int,
@@ -52,7 +58,7 @@ class SealedFile:
             raise CorruptData(
                 f"{self._what}: has {self.seal.nbytes} bytes, expected at least {stop}"
             )
-        # Those that were vouched for stay right: whoever reads a file afresh has them read once.
+        # Those that were vouched for stay right, and there may be many: not for each block again.
         tags = self._closing_tags(afresh=afresh and start == 0)
         while start < stop:
             until = min(start - start % SEGMENT_NBYTES + BLOCK_NBYTES, stop)

@@ -217,9 +217,7 @@ class SealedStore:
         if reader is None:
             return cast(bytes, self.inner.get(key, start, nbytes))
         stop = reader.seal.nbytes if nbytes is None else start + nbytes
-        plain = bytearray(max(stop - start, 0))
-        reader.read(start, memoryview(plain))
-        return bytes(plain)
+        return reader.get(start, max(stop - start, 0))
 
     def head(self, key: str) -> ObjectInfo:
         """See `Store.head`: the length is that of the plain object."""
@@ -231,21 +229,21 @@ class SealedStore:
             return cast(ObjectInfo, self.inner.head(key))
         return ObjectInfo(key, plain_nbytes(self.inner.head(reader.key).nbytes, reader.seal))
 
-    def get_whole(self, key: str, *, max_nbytes: int) -> bytes:
+    def get_whole(self, key: str, *, max_nbytes: int, afresh: bool = False) -> bytes:
         """See `ReadsWhole.get_whole`: a document is opened once."""
-        document = self._document(key)
+        document = self._document(key, afresh=afresh)
         what = f"{self.url}/{key}"
         if document is not None:
             expect_at_most(len(document), max_nbytes, what=what)
             return document
-        reader = self._reader(key)
+        reader = self.uncached()._reader(key)  # as for `get`
         if reader is None:
-            return get_whole(self.inner, key, max_nbytes=max_nbytes)
+            return get_whole(self.inner, key, max_nbytes=max_nbytes, afresh=afresh)
         nbytes = self.head(key).nbytes
         expect_at_most(nbytes, max_nbytes, what=what)
         if nbytes != reader.seal.nbytes:  # which is a number that somebody wrote
             raise CorruptData(f"{what}: has {nbytes} bytes, expected {reader.seal.nbytes}")
-        return self.get(key, 0, nbytes)
+        return reader.get(0, nbytes, afresh=afresh)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See `Store.list`; of files the lengths are plain, of all else as stored."""
@@ -322,7 +320,7 @@ class SealedStore:
         with self._lock:
             self._attempts.pop(folder, None)
 
-    def _register(self, folder: str) -> tuple[bytes, Contents | None]:
+    def _register(self, folder: str, *, afresh: bool = False) -> tuple[bytes, Contents | None]:
         """The register as a plain checkpoint's, and the checkpoint where it is a sealed one.
 
         Raises:
@@ -331,7 +329,7 @@ class SealedStore:
             WrongKey, KeyUnavailable, Tampered, FormatError: it cannot be opened.
         """
         key = f"{folder}/{layout.MANIFEST}"
-        data = read_document(self.inner, key, max_nbytes=MAX_MANIFEST_NBYTES)
+        data = read_document(self.inner, key, max_nbytes=MAX_MANIFEST_NBYTES, afresh=afresh)
         known = self._known(folder, data)
         if known is not None:
             return known.manifest, known
@@ -500,10 +498,10 @@ class SealedStore:
                 "would lie there in clear. Pin it, or save anew and tag that"
             )
 
-    def _sidecar(self, folder: str, name: str) -> bytes:
+    def _sidecar(self, folder: str, name: str, *, afresh: bool) -> bytes:
         stored = self._stored_name(folder, name)
         key = f"{folder}/{stored}"
-        data = read_document(self.inner, key, max_nbytes=MAX_MARK_NBYTES)
+        data = read_document(self.inner, key, max_nbytes=MAX_MARK_NBYTES, afresh=afresh)
         contents = self._contents(folder)
         if contents is None:
             return data
@@ -513,14 +511,14 @@ class SealedStore:
             raise Tampered(f"{self.url}/{key}: it is not sealed, and the checkpoint is")
         return data  # a mark counts by its name, whoever put it
 
-    def _document(self, key: str) -> bytes | None:
+    def _document(self, key: str, *, afresh: bool = False) -> bytes | None:
         """The bytes of a manifest or a sidecar; None for other keys."""
         place = _place(key)
         if place is None:
             return None
         if place[1] == layout.MANIFEST:
-            return self._register(place[0])[0]
-        return self._sidecar(*place) if layout.is_sidecar(place[1]) else None
+            return self._register(place[0], afresh=afresh)[0]
+        return self._sidecar(*place, afresh=afresh) if layout.is_sidecar(place[1]) else None
 
     # Files
 
