@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from time import perf_counter
-from typing import TypeVar
 
 from bench.child import settle
 from bench.limits import DiskProbe, ReadProbe, state_copies
@@ -25,13 +23,11 @@ from bench.peers import PEERS
 from bench.results import Figures
 from bench.states import State, StateSpec, build
 
-_T = TypeVar("_T")
 SEED = 7
 COUNTED = 3
-"""Saves that count with memory made ready right before each, and as many without."""
+"""Saves that count, with memory made ready right before each or without."""
 COUNTED_LOADS = 2
-"""The same of loads from the disk, and of loads from the page cache."""
-NUM_SAVES = 1 + 2 * COUNTED
+"""From the disk, and as many from the page cache."""
 FROZEN_WARMUP = 2
 FROZEN_CHANGING = 0.1
 
@@ -44,7 +40,7 @@ class Case:
     spec: StateSpec
     folder: Path
     settles: bool = True
-    """Whether the first half of the measured calls finds memory that exists."""
+    """Whether calls that newly take memory find memory that exists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,29 +84,28 @@ def load(case: Case, reader_name: str) -> Figures:
     peak = PeakMemory()
     cold: list[_Load] = []
     warm: list[_Load] = []
-    for ready in (True, False):
-        for is_cold in (*[True] * COUNTED_LOADS, *[False] * COUNTED_LOADS):
-            cold_share = drop_cache(newest)
-            if not is_cold:
-                fill_cache(newest)
-            if ready:
-                _settle(case, state)  # the last thing: free memory does not stay touched for long
-            with peak.watch():
-                start = perf_counter()
-                loaded = reader.load(state, case.folder)
-                took_s = perf_counter() - start
-            del loaded
-            disk_s = probe.read_s() if is_cold else 0.0
-            (cold if is_cold else warm).append(_Load(took_s, cold_share, disk_s))
-    wrong = state.count_wrong(SEED, negated=NUM_SAVES % 2 == 0) if reader.applies else 0
+    for is_cold in (*[True] * COUNTED_LOADS, *[False] * COUNTED_LOADS):
+        cold_share = drop_cache(newest)
+        if not is_cold:
+            fill_cache(newest)
+        if reader.takes_memory:
+            _settle(case, state)  # the last thing: free memory does not stay touched for long
+        with peak.watch():
+            start = perf_counter()
+            loaded = reader.load(state, case.folder)
+            took_s = perf_counter() - start
+        del loaded
+        disk_s = probe.read_s() if is_cold else 0.0
+        (cold if is_cold else warm).append(_Load(took_s, cold_share, disk_s))
+    num_changes = COUNTED * len(_ways(case))
+    wrong = state.count_wrong(SEED, negated=num_changes % 2 == 1) if reader.applies else 0
     if wrong:
         raise RuntimeError(f"{reader_name}: {wrong} tensors are not what was saved")
-    best_cold, best_warm = (_better_half(half, lambda load: load.took_s) for half in (cold, warm))
     return {
         "cold_share": [max(load.cold_share for load in cold)],
-        "cold_s": [load.took_s for load in best_cold],
-        "disk_s": [load.disk_s for load in best_cold],
-        "warm_s": [load.took_s for load in best_warm],
+        "cold_s": [load.took_s for load in cold],
+        "disk_s": [load.disk_s for load in cold],
+        "warm_s": [load.took_s for load in warm],
         "peak_extra_nbytes": [float(peak.extra_nbytes)],
     }
 
@@ -118,15 +113,10 @@ def load(case: Case, reader_name: str) -> Figures:
 def limits(case: Case) -> Figures:
     """What the machine itself does with as many bytes."""
     state = build(case.spec)
+    copies = state_copies([*state.flat().values()], change=state.negate)
     settle_first = partial(_settle, case, state)
-    tensors = [*state.flat().values()]
-    copies = [
-        took_s
-        for settle_it in (settle_first, _nothing)
-        for took_s in state_copies(tensors, change=state.negate, settle=settle_it)
-    ]
     limits = measure_limits(state.nbytes, case.folder, num_files=1 + COUNTED, settle=settle_first)
-    return {**limits, "copy_state_s": _better_half(copies, float)}
+    return limits | copies
 
 
 def _saves(case: Case, *, num_warmup: int, changing: float) -> Figures:
@@ -135,13 +125,17 @@ def _saves(case: Case, *, num_warmup: int, changing: float) -> Figures:
     probe = DiskProbe(case.folder.parent)
     peak = PeakMemory()
     saver = PEERS[case.peer].saver(state, case.folder)
-    saves: list[_Save] = []
+    saves: dict[bool, list[_Save]] = {False: [], True: []}
+    ways = [ready for ready in _ways(case) for _ in range(COUNTED)]
     share = 1.0
-    for number in range(num_warmup + 2 * COUNTED):
+    for number, ready in enumerate([True, *ways[:1] * (num_warmup - 1), *ways]):
         if number:
             share = state.negate(changing)
-        if number < num_warmup + COUNTED:
+        if ready:
+            drop_cache(case.folder)
             _settle(case, state)
+        else:
+            os.sync()
         before = written_nbytes()
         with peak.watch():
             start = perf_counter()
@@ -150,35 +144,34 @@ def _saves(case: Case, *, num_warmup: int, changing: float) -> Figures:
             begun.wait()
             durable_s = perf_counter() - start
         written = float(written_nbytes() - before)
-        saves.append(_Save(stall_s, durable_s, written, probe.write_s(state.nbytes)))
-        drop_cache(case.folder)  # nothing is left to be written, and memory for the next one
-    counted = saves[num_warmup:]
-    durable = _better_half(counted, lambda save: save.durable_s)
+        save = _Save(stall_s, durable_s, written, probe.write_s(state.nbytes))
+        if not number:
+            first = save
+        if number >= num_warmup:
+            saves[ready].append(save)
+    durable = saves["durable" in PEERS[case.peer].takes_memory]
+    stalled = saves["stall" in PEERS[case.peer].takes_memory]
     figures = {
         "nbytes": [float(state.nbytes)],
         "num_tensors": [float(state.num_tensors)],
         "changing_share": [share],
-        "first_stall_s": [saves[0].stall_s],
-        "first_durable_s": [saves[0].durable_s],
-        "stall_s": [save.stall_s for save in _better_half(counted, lambda save: save.stall_s)],
+        "first_stall_s": [first.stall_s],
+        "first_durable_s": [first.durable_s],
+        "stall_s": [save.stall_s for save in stalled],
         "durable_s": [save.durable_s for save in durable],
         "disk_s": [save.disk_s for save in durable],
-        "written_nbytes": [save.written_nbytes for save in counted],
+        "written_nbytes": [save.written_nbytes for save in durable],
         "peak_extra_nbytes": [float(peak.extra_nbytes)],
-        "disk_nbytes": [disk_nbytes(case.folder) / len(saves)],
+        "disk_nbytes": [disk_nbytes(case.folder) / (num_warmup + len(ways))],
     }
     saver.close()
     return figures
 
 
-def _better_half(found: Sequence[_T], figure: Callable[[_T], float]) -> Sequence[_T]:
-    """Those with memory made ready, which come first, or those without: whose median is lower."""
-    middle = len(found) // 2
-    return min(found[:middle], found[middle:], key=lambda half: median(map(figure, half)))
-
-
-def _nothing() -> None:
-    return
+def _ways(case: Case) -> list[bool]:
+    """Whether memory is made ready before a save; both, where that helps only a part of it."""
+    takes = PEERS[case.peer].takes_memory
+    return sorted({"stall" in takes, "durable" in takes})
 
 
 def _settle(case: Case, state: State) -> None:

@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -59,6 +59,8 @@ class Reader:
     load: Callable[[State, Path], object]
     """Loads from the folder; the values are in the live tensors afterwards if `applies`."""
     applies: bool = True
+    takes_memory: bool = True
+    """Whether a load newly takes memory for the state, its own or for pages of files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,9 @@ class Peer:
     saver: Callable[[State, Path], Saver]
     readers: Mapping[str, Reader] = field(default_factory=dict)
     """Only one set-up of a library carries the readers of its files."""
+    takes_memory: Collection[str] = ("stall", "durable")
+    """Until when a save has newly taken memory for the state, from the second one on: of its own
+    before training goes on, or for pages of files before it is durable."""
     lacks: Callable[[str], str | None] = lambda kind: None
     """Why it cannot be measured on a state of that kind here; None: it can."""
 
@@ -319,6 +324,7 @@ PEERS: Mapping[str, Peer] = {
     "holdfast": Peer(
         title="holdfast",
         saver=Holdfast,
+        takes_memory=(),
         readers={
             "holdfast": Reader(title="holdfast, every byte verified", load=_holdfast_load),
             "holdfast-resume": Reader(title="the same, claiming the run", load=_holdfast_resume),
@@ -329,34 +335,40 @@ PEERS: Mapping[str, Peer] = {
             "holdfast-in-place": Reader(
                 title="holdfast, in_place=True",
                 load=lambda state, folder: _holdfast_load(state, folder, in_place=True),
+                takes_memory=False,
             ),
             "holdfast-in-place-unverified": Reader(
                 title="holdfast, in_place=True, verify=False",
                 load=lambda state, folder: _holdfast_load(
                     state, folder, in_place=True, verify=False
                 ),
+                takes_memory=False,
             ),
             "holdfast-bounded": Reader(
                 title="holdfast, memory_budget of 256 MiB",
                 load=lambda state, folder: _holdfast_load(
                     state, folder, memory_budget=MEMORY_BUDGET
                 ),
+                takes_memory=False,
             ),
         },
     ),
     "holdfast-awaited": Peer(
         title="holdfast, save(wait=True)",
         saver=lambda state, folder: Holdfast(state, folder, is_awaited=True),
+        takes_memory=(),
         lacks=_no_argument("wait", of="save"),
     ),
     "holdfast-overlap": Peer(
         title="holdfast, overlap=True",
         saver=lambda state, folder: Holdfast(state, folder, overlap=True),
+        takes_memory=(),
         lacks=_no_argument("overlap"),
     ),
     "holdfast-budget": Peer(
         title="holdfast, memory_budget of 256 MiB",
         saver=lambda state, folder: Holdfast(state, folder, memory_budget=MEMORY_BUDGET),
+        takes_memory=(),
         lacks=_no_argument("memory_budget"),
     ),
     "torch": Peer(
@@ -400,20 +412,24 @@ PEERS: Mapping[str, Peer] = {
     "dcp-async-kept": Peer(
         title="dcp.async_save, kept stager",
         saver=lambda state, folder: DcpAsync(state, folder, stager="plain"),
+        takes_memory=("durable",),
     ),
     "dcp-async-shared": Peer(
         title="dcp.async_save, kept stager in shared memory",
         saver=lambda state, folder: DcpAsync(state, folder, stager="shared"),
+        takes_memory=("durable",),
         lacks=_shares_memory,
     ),
     "dcp-async-pinned": Peer(
         title="dcp.async_save, kept pinned stager",
         saver=lambda state, folder: DcpAsync(state, folder, stager="pinned"),
+        takes_memory=("durable",),
         lacks=lambda kind: None if torch.cuda.is_available() else "pinned memory needs CUDA",
     ),
     "torch_checkpointing": Peer(
         title="torch_checkpointing (no fsync)",
         saver=TorchCheckpointing,
+        takes_memory=("durable",),
         readers={
             "torch_checkpointing": Reader(
                 title="torch_checkpointing load", load=_torch_checkpointing_load
