@@ -88,7 +88,7 @@ def load(case: Case, reader_name: str) -> Figures:
         cold_share = drop_cache(newest)
         if not is_cold:
             fill_cache(newest)
-        if reader.takes_memory:
+        if ("cold" if is_cold else "warm") in reader.takes_memory:
             _settle(case, state)  # the last thing: free memory does not stay touched for long
         with peak.watch():
             start = perf_counter()

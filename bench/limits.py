@@ -233,7 +233,8 @@ def _writes(
         paths = [folder / f"{name}-{i}" for i in range(num_files)]
         took = []
         for path in paths:
-            settle()
+            if not flags & os.O_DIRECT:
+                settle()
             took.append(_write(source, path, flags, threads))
         figures[name] = took[1:]
         for path in paths:

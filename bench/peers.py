@@ -59,8 +59,8 @@ class Reader:
     load: Callable[[State, Path], object]
     """Loads from the folder; the values are in the live tensors afterwards if `applies`."""
     applies: bool = True
-    takes_memory: bool = True
-    """Whether a load newly takes memory for the state, its own or for pages of files."""
+    takes_memory: Collection[str] = ("cold", "warm")
+    """Which loads newly take memory for the state, of their own or, cold, for pages of files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,21 +335,21 @@ PEERS: Mapping[str, Peer] = {
             "holdfast-in-place": Reader(
                 title="holdfast, in_place=True",
                 load=lambda state, folder: _holdfast_load(state, folder, in_place=True),
-                takes_memory=False,
+                takes_memory=(),
             ),
             "holdfast-in-place-unverified": Reader(
                 title="holdfast, in_place=True, verify=False",
                 load=lambda state, folder: _holdfast_load(
                     state, folder, in_place=True, verify=False
                 ),
-                takes_memory=False,
+                takes_memory=(),
             ),
             "holdfast-bounded": Reader(
                 title="holdfast, memory_budget of 256 MiB",
                 load=lambda state, folder: _holdfast_load(
                     state, folder, memory_budget=MEMORY_BUDGET
                 ),
-                takes_memory=False,
+                takes_memory=(),
             ),
         },
     ),
@@ -381,7 +381,9 @@ PEERS: Mapping[str, Peer] = {
                 applies=False,
             ),
             "torch": Reader(title="torch.load + load_state_dict", load=_torch_apply),
-            "torch-mmap": Reader(title="torch.load(mmap) + copy", load=_torch_mmap_apply),
+            "torch-mmap": Reader(
+                title="torch.load(mmap) + copy", load=_torch_mmap_apply, takes_memory=("cold",)
+            ),
         },
     ),
     "safetensors": Peer(
@@ -392,17 +394,19 @@ PEERS: Mapping[str, Peer] = {
                 title="safetensors load_file alone",
                 load=lambda _, folder: _safetensors_load(folder),
                 applies=False,
+                takes_memory=("cold",),
             ),
             "safetensors": Reader(
                 title="safetensors load_file + copy",
                 load=lambda state, folder: _copy_into(state.flat(), _safetensors_load(folder)),
+                takes_memory=("cold",),
             ),
         },
     ),
     "dcp": Peer(
         title="dcp.save",
         saver=DcpSync,
-        readers={"dcp": Reader(title="dcp.load", load=_dcp_load)},
+        readers={"dcp": Reader(title="dcp.load", load=_dcp_load, takes_memory=("cold",))},
     ),
     "dcp-2": Peer(
         title="dcp.save, thread_count=2",

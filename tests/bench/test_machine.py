@@ -1,0 +1,47 @@
+"""What the benchmarks do to the machine's files: which one is the newest, and reads of the disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from bench.limits import BLOCK_NBYTES, ReadProbe
+from bench.machine import drop_cache, fill_cache, newest_under
+
+
+def write(path: Path, nbytes: int, when: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(os.urandom(nbytes))
+    os.utime(path, (when, when))
+
+
+def test_the_newest_checkpoint_is_where_the_newest_large_file_lies(tmp_path: Path) -> None:
+    write(tmp_path / "1/model", 10_000, when=1)
+    write(tmp_path / "2/model", 9_000, when=2)
+    write(tmp_path / "2/index", 10, when=2)
+    write(tmp_path / "writers/closed", 100, when=3)
+    assert newest_under(tmp_path) == tmp_path / "2"
+
+
+def test_a_probe_reads_every_byte_past_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [BLOCK_NBYTES + 5000, 300, 2 * BLOCK_NBYTES]
+    for number, nbytes in enumerate(sizes):
+        write(tmp_path / str(number), nbytes, when=1)
+    fill_cache(tmp_path)
+    read, preadv = [], os.preadv
+
+    def noting(fd: int, buffers: list[memoryview], start: int) -> int:
+        read.append(preadv(fd, buffers, start))
+        return read[-1]
+
+    monkeypatch.setattr(os, "preadv", noting)
+    assert ReadProbe(tmp_path).read_s() > 0
+    assert sum(read) == sum(sizes)
+    assert drop_cache(tmp_path) == 0
+    (tmp_path / "2").write_bytes(b"")
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    with pytest.raises(OSError, match="short read"):
+        ReadProbe(tmp_path).read_s()
