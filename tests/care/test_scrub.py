@@ -5,10 +5,15 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from tests.engine.sealed.test_sealing import KEY, SEALS, folders, saved, stored
 
 from holdfast import CheckpointManager, errors
+from holdfast.care import reading
 from holdfast.care.verify import verify, verify_root
+from holdfast.format import layout
+from holdfast.format.layout import BLOCK_NBYTES
+from holdfast.format.manifest import Deleted, encode_deleted
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
 
@@ -57,3 +62,78 @@ def test_a_passing_error_is_no_damage_and_junk_is_told() -> None:
     report = verify(failing, folder)
     assert not report.ok
     assert not any(problem.is_damage for problem in report.problems)
+
+
+NUM_BLOCKS = 12
+
+
+@pytest.fixture(scope="module")
+def large() -> MemoryStore:
+    """One file of many blocks."""
+    store = MemoryStore()
+    state = {"model": {"w": torch.zeros(NUM_BLOCKS * BLOCK_NBYTES // 4 - 1000)}}
+    with CheckpointManager(store, state, encrypt=SEALS, sinks=()) as manager:
+        manager.save(1).wait()
+    return store
+
+
+def largest(store: MemoryStore) -> str:
+    return max(store.list(), key=lambda info: info.nbytes).key
+
+
+def test_a_file_is_given_up_at_its_first_block_that_cannot_be_read(
+    large: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each try may take all the time that a store has for its own."""
+    monkeypatch.setattr(reading, "NUM_AHEAD", 2)
+    (folder,) = folders(large)
+    failing = FaultyStore(
+        large, [Fault(kind="fail", key=largest(large), op="read_into", times=None)]
+    )
+    told: list[tuple[int, int]] = []
+    report = verify(failing, folder, progress=lambda _, done, total: told.append((done, total)))
+    assert [problem.file for problem in report.problems] == [largest(large).rpartition("/")[2]]
+    assert failing.ops.count(("read_into", largest(large))) <= 2 * 3
+    assert told == sorted(told)
+    assert told[-1][0] == told[-1][1] == report.nbytes
+
+
+def test_one_of_many_blocks_that_is_wrong_is_found_and_once_is_no_damage(
+    large: MemoryStore,
+) -> None:
+    (folder,) = folders(large)
+    for times, is_ok in ((1, True), (None, False)):
+        fault = Fault(kind="flip", key=largest(large), op="read_into", at=5, times=times)
+        told: list[tuple[int, int]] = []
+        report = verify(
+            FaultyStore(large, [fault]),
+            folder,
+            progress=lambda _, done, total: told.append((done, total)),  # noqa: B023
+        )
+        assert report.ok is is_ok
+        assert told[-1][0] == told[-1][1]
+
+
+@pytest.mark.parametrize("dropped", ["all", "a file"])
+def test_what_retention_takes_meanwhile_is_no_damage(large: MemoryStore, dropped: str) -> None:
+    store = MemoryStore()
+    for info in large.list():
+        store.put(info.key, large.get(info.key))
+    (folder,) = folders(store)
+    file = largest(store)
+
+    def retire(_: str, done_nbytes: int, total_nbytes: int) -> None:
+        if dropped == "all":
+            tombstone = Deleted(save_id="0" * 32, by="writer 1", reason="last 1")
+            store.put(f"{folder}/manifest.json", encode_deleted(tombstone))
+        else:
+            store.put(f"{folder}/{layout.thinned_name('c0', 1)}", b"")
+        store.delete(file)
+
+    if dropped == "all":
+        with pytest.raises(errors.NoCheckpoint, match="deleted"):
+            verify(store, folder, progress=retire)
+    else:
+        assert not any(
+            problem.file in file for problem in verify(store, folder, progress=retire).problems
+        )

@@ -147,6 +147,37 @@ def test_afresh_drops_what_is_cached_where_direct_reads_are_refused(
     assert read(fd, arena, 0, direct=False, afresh=True) == bytes(arena)
 
 
+@pytest.mark.parametrize("start", [0, 100, 4096, 2 * MIB - 5])
+@pytest.mark.parametrize("nbytes", [1, 500, 5000, MIB + 77, 2 * MIB + 104])
+def test_nothing_that_is_read_afresh_comes_out_of_the_cache(
+    fd: int,
+    file: Path,
+    arena: memoryview,
+    monkeypatch: pytest.MonkeyPatch,
+    start: int,
+    nbytes: int,
+) -> None:
+    """Also what begins or ends inside a page that is there: it may be the damaged one."""
+    needs_direct(fd, arena)
+    warm(fd)
+    monkeypatch.setattr(localreads, "read_exactly", None)
+    memory = arena[:nbytes]
+    assert read(fd, memory, start, afresh=True) == file.read_bytes()[start : start + nbytes]
+    assert memory == file.read_bytes()[start : start + nbytes]
+
+
+@pytest.mark.parametrize(("start", "nbytes"), [(0, 5000), (100, 200), (4000, 8000), (3 * MIB, 99)])
+def test_pages_of_which_a_part_is_to_be_forgotten_are_forgotten(
+    fd: int, start: int, nbytes: int
+) -> None:
+    cool(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead, so pages of their own
+    for at in range(0, 4 * MIB, 4096):
+        os.pread(fd, 1, at)
+    localreads._forget(fd, start, nbytes)
+    assert not any(is_cached(fd, at, at + 1) for at in (start, start + nbytes - 1))
+
+
 def test_a_read_that_the_kernel_refuses_goes_through_the_cache(
     fd: int, file: Path, arena: memoryview, monkeypatch: pytest.MonkeyPatch
 ) -> None:

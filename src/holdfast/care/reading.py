@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from holdfast.engine.loading.blockreading import FileBlocks, decode_block, read_block
 from holdfast.engine.roots.documents import read_document
@@ -24,16 +24,26 @@ from holdfast.errors import (
     DeadlineExceeded,
     FormatError,
     HoldfastError,
+    NoCheckpoint,
     NotFound,
     StoreError,
 )
+from holdfast.format import layout
 from holdfast.format.blocks import block_digest, split
 from holdfast.format.layout import BLOCK_NBYTES
-from holdfast.format.manifest import FileEntry
+from holdfast.format.manifest import (
+    MAX_MANIFEST_NBYTES,
+    Aborted,
+    FileEntry,
+    Manifest,
+    decode_register,
+)
 from holdfast.format.tensors import header_nbytes
 from holdfast.store.base import Store, read_into
 
 T = TypeVar("T")
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""Called with a folder, the bytes checked so far and the bytes to check, in the caller's thread."""
 READ_TIMEOUT_S = 600.0
 """Longest wait for one block: a network file system that hangs must not hang the report."""
 
@@ -79,11 +89,11 @@ class FolderReader:
 
     def names(self) -> tuple[str, ...]:
         """What lies in the folder; folders end with a slash."""
-        return self._store.children(self._folder)
+        return again(lambda: self._store.children(self._folder))
 
     def size(self, file: str) -> int:
         """Length of a file in bytes."""
-        return _again(lambda: self._store.head(f"{self._folder}/{file}").nbytes)
+        return again(lambda: self._store.head(f"{self._folder}/{file}").nbytes)
 
     def document(self, file: str, max_nbytes: int) -> bytes:
         """All bytes of a file that may have at most `max_nbytes`."""
@@ -103,7 +113,23 @@ class FolderReader:
         def read() -> T:
             return decode(self.document(file, max_nbytes), what=file)
 
-        return _again(read, partial(told, file) if told is not None else None)
+        return again(read, partial(told, file) if told is not None else None)
+
+    def manifest(self, told: Callable[[str], object] | None = None) -> Manifest:
+        """The manifest; `told` as for `decoded`.
+
+        Raises:
+            NoCheckpoint: it was never committed, or is deleted by now.
+            MissingKey: it is sealed.
+        """
+        try:
+            register = self.decoded(layout.MANIFEST, MAX_MANIFEST_NBYTES, decode_register, told)
+        except NotFound:
+            raise NoCheckpoint(f"{self._folder}: not committed") from None
+        if not isinstance(register, Manifest):
+            state = "given up" if isinstance(register, Aborted) else "deleted"
+            raise NoCheckpoint(f"{self._folder}: {state} ({register.reason})")
+        return register
 
     def header(self, file: str, listed: FileEntry, made_by: FileBlocks | None) -> bytes:
         """What comes before the data of a tensor file."""
@@ -149,11 +175,14 @@ class FolderReader:
 
         def look() -> Seen:
             try:
-                first = self._look(block, memory[skipped:], error)
-                if first.is_right:
-                    return first
-                second = self._look(block, memory[skipped:], read())
-                return replace(second, was_transient=True) if second.is_right else second
+                seen = self._look(block, memory[skipped:], error)
+                if seen.is_right:
+                    return seen
+                had_bytes = seen.error is None
+                seen = self._look(block, memory[skipped:], read())
+                if not seen.is_right and not had_bytes and seen.error is None:
+                    seen = self._look(block, memory[skipped:], read())
+                return replace(seen, was_transient=True) if seen.is_right else seen
             finally:
                 self._buffers.give_back(buffer)
 
@@ -174,7 +203,8 @@ class FolderReader:
         return Seen(block=block, digest=digest)
 
 
-def _again(read: Callable[[], T], told: Callable[[], object] | None = None) -> T:
+def again(read: Callable[[], T], told: Callable[[], object] | None = None) -> T:
+    """What `read` gives, maybe only when it is called once more, which is `told`."""
     try:
         return read()
     except NotFound:
@@ -194,7 +224,8 @@ def look_at(reader: FolderReader, blocks: Iterable[Block]) -> Iterator[Seen]:
     try:
         for block in blocks:
             waiting.append((block, threads.submit(partial(reader.begin, block))))
-            nbytes = max(BLOCK_NBYTES, block.stop - block.start)
+            plain = block.plain[1] - block.plain[0]
+            nbytes = max(BLOCK_NBYTES, block.stop - block.start, plain)
             while len(waiting) * nbytes >= NUM_AHEAD * BLOCK_NBYTES:
                 yield _result(*waiting.popleft())
         while waiting:

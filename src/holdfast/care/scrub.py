@@ -6,11 +6,12 @@ tells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 from holdfast.care.findings import Problem, Report
-from holdfast.care.reading import Block, FolderReader, look_at
-from holdfast.errors import FormatError, HoldfastError, NotFound, StoreError
+from holdfast.care.reading import Block, FolderReader, Progress, look_at
+from holdfast.errors import FormatError, HoldfastError, MissingKey, NotFound, StoreError
 from holdfast.format import layout
 from holdfast.format.blocks import file_digest, split
 from holdfast.format.envelope import (
@@ -28,19 +29,40 @@ from holdfast.store.base import Store
 NOTE = "sealed, and no key was given: compared as it is stored, not opened"
 
 
-def scrub(
-    store: Store, folder: str, *, progress: Callable[[str, int, int], None] | None = None
-) -> Report:
+def scrub(store: Store, folder: str, *, progress: Progress | None = None) -> Report:
     """Compare every stored byte of a sealed checkpoint with its digests.
 
     Raises:
         DeadlineExceeded: the storage did not answer for `READ_TIMEOUT_S`.
+        NoCheckpoint: it was deleted meanwhile.
         FormatError: its manifest is damaged.
     """
     reader = FolderReader(store, folder)
+    while True:
+        names = reader.names()
+        with suppress(MissingKey):
+            reader.manifest()
+        report = _scrubbed(reader, folder, names, progress)
+        # What retention deleted or dropped meanwhile is not damaged.
+        if report.ok or not _has_gone(reader, names):
+            return report
+
+
+def _has_gone(reader: FolderReader, names: Sequence[str]) -> bool:
+    with suppress(MissingKey):
+        reader.manifest()
+    return _dropped(reader.names()) != _dropped(names)
+
+
+def _dropped(names: Sequence[str]) -> set[str]:
+    return {name for name in names if layout.parse_thinned(name) is not None}
+
+
+def _scrubbed(
+    reader: FolderReader, folder: str, names: tuple[str, ...], progress: Progress | None
+) -> Report:
     visible = reader.decoded(layout.MANIFEST, MAX_MANIFEST_NBYTES, decode_visible)
-    names = reader.names()
-    dropped = any(layout.parse_thinned(name) is not None for name in names)
+    dropped = bool(_dropped(names))
     problems, notes = [*_sidecars(reader, names)], [NOTE]
     if dropped:
         notes.append("retention has dropped components of it, and which files these had is sealed")

@@ -10,12 +10,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
 from holdfast.care.findings import Problem, Report, RootReport
-from holdfast.care.reading import Block, FolderReader, Seen, look_at
+from holdfast.care.reading import Block, FolderReader, Progress, Seen, again, look_at
 from holdfast.care.scrub import scrub
 from holdfast.engine.claims.leases import leased
 from holdfast.engine.loading.blockreading import FileBlocks
@@ -39,11 +39,8 @@ from holdfast.format.envelope import MAX_MARK_NBYTES, check_mark, decode_box, is
 from holdfast.format.index import Index, decode_index
 from holdfast.format.manifest import (
     MAX_JSON_FILE_NBYTES,
-    MAX_MANIFEST_NBYTES,
-    Aborted,
     FileEntry,
     Manifest,
-    decode_register,
 )
 from holdfast.format.objects import ArrayRef, TensorRef, decode_tree
 from holdfast.format.records import (
@@ -57,9 +54,6 @@ from holdfast.format.records import (
 )
 from holdfast.format.tensors import parse_header
 from holdfast.store.base import Store, uncached
-
-Progress: TypeAlias = Callable[[str, int, int], None]
-"""Called with a folder, the bytes checked so far and the bytes to check, in the caller's thread."""
 
 _MAX_RECORD_NBYTES = 65536
 # Types without a safetensors name lie in the file as another one, with a last dimension of 2.
@@ -179,6 +173,14 @@ def _check_claims(store: Store) -> Iterator[Problem]:
             yield Problem(file=key, message=str(error).removeprefix(f"{name}: "))
 
 
+class _OtherBytes(CorruptData):
+    """A file is not what the manifest says; `digest` is what it is."""
+
+    def __init__(self, digest: str) -> None:
+        super().__init__(digest)
+        self.digest = digest
+
+
 class _Inspection:
     """One checkpoint under inspection, and what was found so far."""
 
@@ -247,8 +249,8 @@ class _Inspection:
         )
 
     def _parts(self, manifest: Manifest) -> Parts:
-        marks = Catalog(self._store).marks(self._folder)
-        return parts_of(self._store, self._folder, manifest, marks)
+        marks = again(lambda: Catalog(self._store).marks(self._folder))
+        return again(lambda: parts_of(self._store, self._folder, manifest, marks))
 
     def _num_tensors(self, index: Index) -> int:
         here = self._here.components if self._here is not None else {}
@@ -256,18 +258,10 @@ class _Inspection:
 
     def _manifest(self) -> Manifest | None:
         try:
-            register = self._reader.decoded(
-                layout.MANIFEST, MAX_MANIFEST_NBYTES, decode_register, self._transient
-            )
-        except NotFound:
-            raise NoCheckpoint(f"{self._folder}: not committed") from None
+            return self._reader.manifest(self._transient)
         except (FormatError, StoreError) as error:
             self._problem(layout.MANIFEST, error)
             return None
-        if not isinstance(register, Manifest):
-            state = "given up" if isinstance(register, Aborted) else "deleted"
-            raise NoCheckpoint(f"{self._folder}: {state} ({register.reason})")
-        return register
 
     def _check_place(self, manifest: Manifest) -> None:
         name = layout.parse_attempt(self._folder)
@@ -286,22 +280,23 @@ class _Inspection:
 
     def _index(self, manifest: Manifest) -> Index | None:
         """The decoded index; None where it is damaged."""
-        listed, found = manifest.files[layout.INDEX], ""
+        listed = manifest.files[layout.INDEX]
 
         def decode(data: bytes, *, what: str) -> Index:
-            nonlocal found
             found = file_digest(len(data), digest_blocks(data, manifest.block_nbytes))
             if found != listed.digest:
-                raise CorruptData("other bytes than written")
+                raise _OtherBytes(found)
             return decode_index(data, files=manifest.files, what=what)
 
         try:
             return self._reader.decoded(layout.INDEX, MAX_JSON_FILE_NBYTES, decode, self._transient)
         except NotFound:
             self._problem(layout.INDEX, "is missing")
+        except _OtherBytes as error:
+            what, found = "other bytes than written", error.digest
+            self._problem(layout.INDEX, what, expected=listed.digest, found=found)
         except (FormatError, StoreError) as error:
-            digests = {"expected": listed.digest, "found": found} if found else {}
-            self._problem(layout.INDEX, error, **digests if found != listed.digest else {})
+            self._problem(layout.INDEX, error)
         finally:
             self._advance(listed.nbytes)
         return None
@@ -322,7 +317,8 @@ class _Inspection:
         damaged = {problem.file for problem in self._problems[num_before:]}
         if index is None:
             for file in files.keys() - damaged:
-                damaged |= self._check_whole(file, files[file], bytes(found[file]))
+                blocks = [block for block in jobs if block.file == file]
+                damaged |= self._check_whole(file, files[file], blocks, bytes(found[file]))
         return damaged
 
     def _decoders(self, files: Mapping[str, FileEntry], index: Index) -> dict[str, FileBlocks]:
@@ -337,11 +333,19 @@ class _Inspection:
         self._notes += [f"not decoded: {text}" for text in missing.values()]
         return found
 
-    def _check_whole(self, file: str, listed: FileEntry, digests: bytes) -> set[str]:
+    def _check_whole(
+        self, file: str, listed: FileEntry, blocks: list[Block], digests: bytes
+    ) -> set[str]:
         """Without the index only the digest of a whole file is known, from the manifest."""
         if listed.stored is not None:
             return {file}  # nobody knows where its blocks begin
         digest = file_digest(listed.nbytes, digests)
+        if digest != listed.digest:
+            # Nobody knows which block it is, so all of them are read again.
+            digests = b"".join(seen.digest for seen in look_at(self._reader, blocks))
+            digest = file_digest(listed.nbytes, digests)
+            if digest == listed.digest:
+                self._transient(file)
         if digest == listed.digest:
             return set()
         self._problem(file, "other bytes than written", expected=listed.digest, found=digest)

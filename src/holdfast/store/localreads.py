@@ -161,6 +161,9 @@ def fill(
         done = _read_direct(file, memory, start)
         seen(memory[:done])
     if afresh and done < len(memory):
+        around = _read_around(file, memory[done:], start + done) if direct else 0
+        seen(memory[done : done + around])
+        done += around
         _forget(file.fd, start + done, len(memory) - done)
     for at in range(done, len(memory), PIECE_NBYTES):
         piece = memory[at : at + PIECE_NBYTES]
@@ -255,9 +258,40 @@ def _read_aligned(fd: int, memory: memoryview, start: int, offset: int) -> int:
     return done
 
 
+def _read_around(file: OpenFile, memory: memoryview, start: int) -> int:
+    """The same of bytes that do not lie as direct reads want it, by way of other memory.
+
+    What is cached cannot be dropped in part where the kernel keeps many pages as one.
+    """
+    direct = file.direct()
+    if direct is None or direct.alignment is None or direct.alignment.memory > _PAGE:
+        return 0
+    offset = direct.alignment.offset
+    scratch = memoryview(mmap.mmap(-1, PIECE_NBYTES + 2 * offset))
+    done = 0
+    while done < len(memory):
+        skipped = (start + done) % offset
+        wanted = min(len(memory) - done, PIECE_NBYTES)
+        rounded = -(-(skipped + wanted) // offset) * offset
+        try:
+            got = os.preadv(direct.fd, [scratch[:rounded]], start + done - skipped)
+        except OSError as err:
+            if err.errno not in _REFUSALS:
+                raise
+            break
+        got = min(got - skipped, wanted)
+        if got <= 0:
+            break
+        memory[done : done + got] = scratch[skipped : skipped + got]
+        done += got
+    return done
+
+
 def _forget(fd: int, start: int, nbytes: int) -> None:
     """Drop clean pages from the cache, where the system takes such advice."""
-    if hasattr(os, "posix_fadvise"):
-        before = start % _PAGE  # a page of which only a part is named stays
+    if nbytes and hasattr(os, "posix_fadvise"):
+        # A page of which only a part is named stays.
+        first = start - start % _PAGE
+        stop = -(-(start + nbytes) // _PAGE) * _PAGE
         with suppress(OSError):
-            os.posix_fadvise(fd, start - before, nbytes + before, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(fd, first, stop - first, os.POSIX_FADV_DONTNEED)
