@@ -11,7 +11,14 @@ from contextlib import suppress
 
 from holdfast.care.findings import Problem, Report
 from holdfast.care.reading import Block, FolderReader, Progress, look_at
-from holdfast.errors import FormatError, HoldfastError, MissingKey, NotFound, StoreError
+from holdfast.errors import (
+    FormatError,
+    HoldfastError,
+    MissingKey,
+    NotFound,
+    StoreError,
+    is_damage,
+)
 from holdfast.format import layout
 from holdfast.format.blocks import file_digest, split
 from holdfast.format.envelope import (
@@ -171,7 +178,8 @@ def _sidecars(reader: FolderReader, names: tuple[str, ...]) -> Iterator[Problem]
         except NotFound:
             continue
         except (FormatError, StoreError) as error:
-            yield Problem(file=name, message=str(error).removeprefix(f"{name}: "))
+            message = str(error).removeprefix(f"{name}: ")
+            yield Problem(file=name, message=message, is_damage=is_damage(error))
 
 
 def _check_box(data: bytes, *, what: str) -> None:

@@ -1,7 +1,7 @@
 """Reading every byte of a checkpoint and comparing it with what was written.
 
 Finds all damage, not only the first; changes nothing, claims nothing, and holds no more than 16
-blocks (32 where they are decoded) and one document in memory.
+blocks (and eight decoded ones) and one document in memory.
 """
 
 from __future__ import annotations
@@ -317,8 +317,7 @@ class _Inspection:
         damaged = {problem.file for problem in self._problems[num_before:]}
         if index is None:
             for file in files.keys() - damaged:
-                blocks = [block for block in jobs if block.file == file]
-                damaged |= self._check_whole(file, files[file], blocks, bytes(found[file]))
+                damaged |= self._check_whole(file, files[file], jobs, bytes(found[file]))
         return damaged
 
     def _decoders(self, files: Mapping[str, FileEntry], index: Index) -> dict[str, FileBlocks]:
@@ -334,7 +333,7 @@ class _Inspection:
         return found
 
     def _check_whole(
-        self, file: str, listed: FileEntry, blocks: list[Block], digests: bytes
+        self, file: str, listed: FileEntry, jobs: list[Block], digests: bytes
     ) -> set[str]:
         """Without the index only the digest of a whole file is known, from the manifest."""
         if listed.stored is not None:
@@ -342,6 +341,7 @@ class _Inspection:
         digest = file_digest(listed.nbytes, digests)
         if digest != listed.digest:
             # Nobody knows which block it is, so all of them are read again.
+            blocks = (block for block in jobs if block.file == file)
             digests = b"".join(seen.digest for seen in look_at(self._reader, blocks))
             digest = file_digest(listed.nbytes, digests)
             if digest == listed.digest:

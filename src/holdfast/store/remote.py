@@ -107,7 +107,7 @@ class RemoteStore:
         return bytes(data)
 
     def get_whole(self, key: str, *, max_nbytes: int, afresh: bool = False) -> bytes:
-        """See `ReadsWhole.get_whole`: one request, which nothing on the way answers."""
+        """See `ReadsWhole.get_whole`: one request, and afresh as far as that can be had."""
         check_key(key)
         return self._api.whole(key, max_nbytes=max_nbytes)
 
