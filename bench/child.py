@@ -23,6 +23,7 @@ _LIBRARIES = (
     "safetensors.torch",
     "torch_checkpointing",
     "holdfast.manager",
+    "holdfast.store.local",
     "holdfast.weights",
 )
 

@@ -58,10 +58,11 @@ def test_a_passing_error_is_no_damage_and_junk_is_told() -> None:
     report = verify(faulty, folder)
     assert report.ok
     assert "more.txt is not listed in the manifest" in report.notes
-    failing = FaultyStore(store, [Fault(kind="fail", op="read_into", key="*file-0*", times=None)])
-    report = verify(failing, folder)
-    assert not report.ok
-    assert not any(problem.is_damage for problem in report.problems)
+    for error, is_damage in ((None, False), (errors.StoreError("(EIO)"), True)):
+        fault = Fault(kind="fail", op="read_into", key="*file-0*", times=None, error=error)
+        problems = verify(FaultyStore(store, [fault]), folder).problems
+        assert problems
+        assert all(problem.is_damage is is_damage for problem in problems)
 
 
 NUM_BLOCKS = 12

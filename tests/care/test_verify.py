@@ -430,6 +430,7 @@ def test_a_file_that_cannot_be_read_is_reported_with_the_reason(small: MemorySto
             problems = verify(FaultyStore(small, [fault]), folder).problems
             assert {problem.file for problem in problems} == {file}
             assert "EIO" in problems[0].message
+            assert all(problem.is_damage for problem in problems)
     store = copy_of(small)
     flip(store, f"{folder}/optimizer-00000.safetensors", 8 * 5000)
     fault = Fault(kind="fail", op="read_into", key=f"{folder}/{MODEL}", times=None, error=error)
@@ -641,8 +642,11 @@ def test_damaged_claims_are_found(small: MemoryStore) -> None:
         flip(store, key, 99)
         root = verify_root(store)
         assert not root.ok
-        assert [problem.file for problem in root.problems] == [key]
+        assert [(problem.file, problem.is_damage) for problem in root.problems] == [(key, True)]
         assert all(report.ok for report in root.checkpoints)
+        failing = FaultyStore(small, [Fault(kind="fail", op="read_into", key=key, times=None)])
+        root = verify_root(failing)
+        assert [(problem.file, problem.is_damage) for problem in root.problems] == [(key, False)]
 
 
 def test_progress_ends_at_all_bytes_and_never_goes_back(large: MemoryStore) -> None:

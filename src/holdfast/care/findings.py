@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from holdfast.errors import SealError
+from holdfast.errors import HoldfastError, SealError, is_damage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,13 @@ class Problem:
         more = f" and {len(self.tensors) - 3} more" if len(self.tensors) > 3 else ""
         tensors = f"; tensors: {shown}{more}" if self.tensors else ""
         return f"{self.file}{place}: {self.message}{against}{tensors}"
+
+
+def problem_of(file: str, what: str | HoldfastError, **more: Any) -> Problem:
+    """The problem with a file of which something is wrong, or that gave this error."""
+    message = str(what).removeprefix(f"{file}: ")
+    damage = isinstance(what, str) or is_damage(what)
+    return Problem(file=file, message=message, is_damage=damage, **more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from holdfast.care.findings import Problem, Report
+from holdfast.care.findings import Problem, Report, problem_of
 from holdfast.care.reading import Block, FolderReader, Progress, look_at
 from holdfast.errors import (
     FormatError,
@@ -17,7 +17,6 @@ from holdfast.errors import (
     MissingKey,
     NotFound,
     StoreError,
-    is_damage,
 )
 from holdfast.format import layout
 from holdfast.format.blocks import file_digest, split
@@ -133,7 +132,7 @@ def _is_other(look: str | HoldfastError, entry: FileEntry) -> bool:
 
 def _unread(name: str, error: HoldfastError, *, may_be_gone: bool) -> Iterator[Problem]:
     if not isinstance(error, NotFound):
-        yield Problem(file=name, message=str(error), is_damage=False)
+        yield problem_of(name, error)
     elif not may_be_gone:
         yield Problem(file=name, message="is missing")
 
@@ -178,8 +177,7 @@ def _sidecars(reader: FolderReader, names: tuple[str, ...]) -> Iterator[Problem]
         except NotFound:
             continue
         except (FormatError, StoreError) as error:
-            message = str(error).removeprefix(f"{name}: ")
-            yield Problem(file=name, message=message, is_damage=is_damage(error))
+            yield problem_of(name, error)
 
 
 def _check_box(data: bytes, *, what: str) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from holdfast.care.findings import Problem, Report, RootReport
+from holdfast.care.findings import Problem, Report, RootReport, problem_of
 from holdfast.care.reading import Block, FolderReader, Progress, Seen, again, look_at
 from holdfast.care.scrub import scrub
 from holdfast.engine.claims.leases import leased
@@ -31,7 +32,6 @@ from holdfast.errors import (
     SealError,
     StoreError,
     UnsupportedVersion,
-    is_damage,
 )
 from holdfast.format import layout
 from holdfast.format.blocks import DIGEST_NBYTES, digest_blocks, file_digest, split
@@ -164,13 +164,12 @@ def _check_claims(store: Store) -> Iterator[Problem]:
             decode = decode_alive
         else:
             continue
-        key = f"{layout.WRITERS}/{name}"
         try:
             reader.decoded(name, _MAX_RECORD_NBYTES, decode)
         except NotFound:
             continue  # A heartbeat goes when its epoch closes.
         except (FormatError, StoreError) as error:
-            yield Problem(file=key, message=str(error).removeprefix(f"{name}: "))
+            yield replace(problem_of(name, error), file=f"{layout.WRITERS}/{name}")
 
 
 class _OtherBytes(CorruptData):
@@ -455,7 +454,7 @@ class _Inspection:
         try:
             return list(look(component, file, listed, index))
         except (FormatError, StoreError) as error:
-            return [_problem(file, error)]
+            return [problem_of(file, error)]
 
     def _tree(
         self, component: str, file: str, listed: FileEntry, index: Index
@@ -471,7 +470,7 @@ class _Inspection:
         decode_tree(data, lift=note_key, what=file)
         unknown = sorted(wanted - set(index.components.get(component, ())))
         if unknown:
-            yield _problem(file, "names tensors that the index lacks", tensors=tuple(unknown))
+            yield problem_of(file, "names tensors that the index lacks", tensors=tuple(unknown))
 
     def _header(
         self, component: str, file: str, listed: FileEntry, index: Index
@@ -481,7 +480,7 @@ class _Inspection:
         expected = _expected_header(index, component, file)
         for key in sorted({*found, *expected}):
             if found.get(key) != expected.get(key):
-                yield _problem(
+                yield problem_of(
                     file,
                     "header and index disagree",
                     tensors=(key,),
@@ -511,7 +510,7 @@ class _Inspection:
         return tuple(key for begin, _, key in places[first:] if begin < stop)
 
     def _problem(self, file: str, what: str | HoldfastError, **more: Any) -> None:
-        self._problems.append(_problem(file, what, **more))
+        self._problems.append(problem_of(file, what, **more))
 
     def _transient(self, file: str, what: str = "it was") -> None:
         self._notes.append(
@@ -523,12 +522,6 @@ class _Inspection:
         self._nbytes += nbytes
         if self._progress is not None:
             self._progress(self._folder, self._nbytes, self._total_nbytes)
-
-
-def _problem(file: str, what: str | HoldfastError, **more: Any) -> Problem:
-    message = str(what).removeprefix(f"{file}: ")
-    damage = isinstance(what, str) or is_damage(what)
-    return Problem(file=file, message=message, is_damage=damage, **more)
 
 
 def _places(index: Index | None) -> dict[str, list[tuple[int, int, str]]]:

@@ -30,14 +30,15 @@ def open_store(where: str | os.PathLike[str] | Store) -> Store:
 
 
 def _open_named(where: str) -> Store:
-    # Here, because every module that needs the protocol alone passes through this package.
-    from holdfast.store.local import LocalStore
-    from holdfast.store.memory import memory_store
-
+    # Imported here: every module that needs the protocol alone passes through this package.
     scheme, separator, rest = where.partition("://")
     if not separator:
+        from holdfast.store.local import LocalStore
+
         return LocalStore(where)
     if scheme == "memory" and rest:
+        from holdfast.store.memory import memory_store
+
         return memory_store(rest)
     if scheme in _REMOTE:
         from holdfast.store.remote import RemoteStore

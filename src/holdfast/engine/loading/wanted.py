@@ -53,7 +53,8 @@ def wanted_by_file(index: Index, needed: Mapping[str, Iterable[str]]) -> dict[st
         if keys != [*table.specs]:
             numbers = table.numbers(keys)
             places, specs = places.of(numbers), [specs[number] for number in numbers.tolist()]
-        for number in np.unique(places.file).tolist():
+        # Not np.unique: when first called it imports numpy.ma, which takes as long as a small load.
+        for number in np.flatnonzero(np.bincount(places.file)).tolist():
             here = np.flatnonzero(places.file == number)
             found[places.files[number]] = Wanted(
                 component=component,
