@@ -13,12 +13,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from bench.case import SEED
-from bench.child import in_child
+from bench.child import in_child, settle
 from bench.command import Bench, progress
 from bench.machine import PeakMemory, drop_cache
 from bench.plans import plan
@@ -131,23 +132,26 @@ def save_large(spec: StateSpec, root: Path) -> Figures:
     return {"nbytes": [float(state.nbytes)]}
 
 
-def load_one(spec: StateSpec, root: Path) -> Figures:
+def load_one(spec: StateSpec, root: Path, *, settles: bool) -> Figures:
     """One tensor of it into the live model, from the disk and from the page cache, verified."""
     from holdfast import load_weights
 
     model = build(spec).components["model"]
+    nbytes = model.get_parameter(ONE).nbytes
     found: dict[str, list[float]] = {}
     for figure in ("cold_s", "warm_s"):
         for _ in range(_REPEATS):
             if figure == "cold_s":
                 drop_cache(root)
+            if settles:
+                settle(8 * nbytes)  # whole blocks are read
             start = perf_counter()
             load_weights(root, model, include=[f"model.{ONE}"])
             found.setdefault(figure, []).append(perf_counter() - start)
-    return found | {"tensor_nbytes": [float(model.get_parameter(ONE).nbytes)]}
+    return found | {"tensor_nbytes": [float(nbytes)]}
 
 
-def small_tensors(spec: StateSpec, folder: Path) -> Figures:
+def small_tensors(spec: StateSpec, folder: Path, *, settles: bool) -> Figures:
     """Save and load many small tensors, in turns with one bare safetensors file, which is neither
     synced nor verified."""
     from safetensors.torch import load_file, save_file
@@ -169,6 +173,8 @@ def small_tensors(spec: StateSpec, folder: Path) -> Figures:
             state.negate()
             for name, work in ways.items():
                 gc.collect()
+                if settles:
+                    settle(2 * state.nbytes)
                 start = perf_counter()
                 work(number)
                 if number:
@@ -226,8 +232,9 @@ def _measure_round(options: argparse.Namespace, folder: Path, results: Results) 
     _add(results, "metadata/index/read", read_index, options.shards, own / "index")
     _add(results, "metadata/run/resume", resume, many)
     _add(results, "metadata/run/commands", commands, many)
-    _add(results, "metadata/one/load", load_one, gpt, large)
-    _add(results, "metadata/small", small_tensors, small, own)
+    settles = options.settle
+    _add(results, "metadata/one/load", partial(load_one, settles=settles), gpt, large)
+    _add(results, "metadata/small", partial(small_tensors, settles=settles), small, own)
 
 
 def _add(results: Results, name: str, work: Callable[..., Figures], *arguments: object) -> None:

@@ -137,8 +137,9 @@ def test_threads_that_could_be_started_end_although_others_could_not(
     monkeypatch.setattr(threading.Thread, "start", scarce)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="new thread"):
-            workers.submit(bool)
+            workers.start()
     left += [True]
+    workers.start()
     assert workers.submit(bool).result(60) is False
     started = [one for one in threading.enumerate() if one.name.startswith("scarce")]
     assert len(started) == 3
@@ -151,3 +152,16 @@ def test_threads_that_could_be_started_end_although_others_could_not(
 def name_of_thread() -> str:
     """Who does a job."""
     return threading.current_thread().name
+
+
+def test_there_are_no_more_threads_than_jobs() -> None:
+    workers, release = Workers(3, "grown"), threading.Event()
+    for num_jobs in range(1, 6):
+        workers.submit(lambda: release.wait(60))
+        started = [one for one in threading.enumerate() if one.name.startswith("grown")]
+        assert len(started) == min(num_jobs, 3)
+    release.set()
+    workers.close()
+    for thread in started:
+        thread.join(60)
+        assert not thread.is_alive()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeAlias, TypeVar
 
-from holdfast.engine.workers import Workers, gather, num_cores
+from holdfast.engine.workers import Workers, cancel, gather, num_cores
 
 T = TypeVar("T")
 Use: TypeAlias = Callable[[], Any]
@@ -30,7 +30,7 @@ class Threads:
         that is done finds the next job already queued."""
 
     def start(self) -> None:
-        """Start them now; see `Workers.start`."""
+        """Start all of them now; see `Workers.start`."""
         self.workers.start()
         self.waiters.start()
 
@@ -61,8 +61,12 @@ class Threads:
         room = threading.Semaphore(NUM_AHEAD)
         futures: list[Future[None]] = []
         try:
-            for read in reads:
-                futures.append(self._begin(read, room))
+            try:
+                for read in reads:
+                    futures.append(self._begin(read, room))
+            except BaseException:  # no thread can be had, or there is no next read
+                cancel(futures, timeout_s=timeout_s)
+                raise
             gather(futures, timeout_s=timeout_s, what=what)
         finally:
             # Who still waits for room, because uses hang, sees that it was cancelled: the threads
@@ -70,7 +74,8 @@ class Threads:
             room.release()
 
     def _begin(self, read: Read, room: threading.Semaphore) -> Future[Any]:
-        self.start()
+        self.waiters.grow()
+        self.workers.grow()
         reading = _Reading(read, self.workers, room)
         self.waiters.put(reading.begin)
         return reading.future

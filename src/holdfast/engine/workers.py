@@ -32,7 +32,7 @@ def num_cores() -> int:
 
 
 class Workers:
-    """A fixed number of daemon threads that take jobs in order; started when first needed."""
+    """Daemon threads that take jobs in order: one for each job, up to a fixed number."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._num_threads = num_threads
@@ -50,7 +50,7 @@ class Workers:
             ManagerUnusable: after `close` nobody would do it.
         """
         future: Future[T] = Future()
-        self.start()
+        self.grow()
         self.put(partial(do, future, job))
         return future
 
@@ -69,12 +69,19 @@ class Workers:
         if not self._end.alive:
             raise ManagerUnusable(f"{self._name}: these threads were told to end")
 
+    def grow(self) -> None:
+        """Start one more thread, unless all are there: to start them takes longer than a short
+        job, and so many are enough for the jobs there are."""
+        with self._lock:
+            if len(self._threads) < self._num_threads:
+                self._threads.append(self._new_thread(len(self._threads)))
+
     def start(self) -> None:
-        """Start the threads now: the interpreter starts none once it has begun to exit."""
+        """Start all threads now: the interpreter starts none once it has begun to exit."""
         with self._lock:
             # One by one, so that those that could be started count when another one cannot.
             while len(self._threads) < self._num_threads:
-                self._threads.append(self._new_thread(len(self._threads)))
+                self.grow()
 
     def close(self) -> None:
         """Let the threads end after the jobs that are queued; no more are taken."""

@@ -7,9 +7,9 @@ only where a module has its own ideas about saving or loading.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -32,6 +32,8 @@ _LOADS_PLAINLY = frozenset(
     kind._load_from_state_dict for kind in (nn.Module, _NormBase, _InstanceNorm)
 )
 _EXTRA_STATE = "_extra_state"
+_Inners: TypeAlias = Iterable[tuple[str, nn.Module]]
+"""(clean path, submodule) of a module and of all that is in it, each as often as it has names."""
 _COLLISION = "two entries have this name once wrapper prefixes are stripped"
 
 
@@ -84,9 +86,9 @@ def inspect(wrapped: nn.Module, state: Mapping[str, Any] | None = None) -> LiveM
     module = unwrap(wrapped)
     cleaner = cleaner_of(module)
     state = module.state_dict() if state is None else state
-    paths = tuple(
-        (raw, cleaner.clean(raw)) for raw, _ in module.named_modules(remove_duplicate=False)
-    )
+    submodules = [*module.named_modules(remove_duplicate=False)]
+    paths = tuple((raw, cleaner.clean(raw)) for raw, _ in submodules)
+    inners = [(clean, inner) for (_, clean), (_, inner) in zip(paths, submodules, strict=True)]
     raw_names: dict[str, str] = {}
     collisions = []
     names = [raw for raw in state if isinstance(raw, str)]
@@ -100,13 +102,13 @@ def inspect(wrapped: nn.Module, state: Mapping[str, Any] | None = None) -> LiveM
         entries=entries,
         raw_names=raw_names,
         leaves=_live_leaves(module, entries, cleaner),
-        extras=_extras(module, entries, cleaner),
+        extras=_extras(inners, entries),
         collisions=tuple(collisions),
         strange_keys=tuple(repr(raw)[:80] for raw in state if not isinstance(raw, str)),
-        own_loading=frozenset(_own_loading(module, cleaner)),
+        own_loading=frozenset(_own_loading(inners)),
         versions=_versions(state, paths),
         raw_paths=paths,
-        of_torch=frozenset(_of_torch(module, cleaner)),
+        of_torch=frozenset(_of_torch(inners)),
     )
 
 
@@ -161,36 +163,34 @@ def _is_same(live: Tensor, value: Tensor) -> bool:
     return value.dtype == live.dtype and value.is_set_to(live)
 
 
-def _extras(
-    module: nn.Module, entries: Mapping[str, Any], cleaner: Cleaner
-) -> dict[str, nn.Module]:
+def _extras(inners: _Inners, entries: Mapping[str, Any]) -> dict[str, nn.Module]:
     wanted = {name for name in entries if name.rpartition(".")[2] == _EXTRA_STATE}
     if not wanted:
         return {}
     extras = {}
-    for raw, inner in module.named_modules(remove_duplicate=False):
-        name = f"{cleaner.clean(raw)}.{_EXTRA_STATE}".lstrip(".")
+    for clean, inner in inners:
+        name = f"{clean}.{_EXTRA_STATE}".lstrip(".")
         if name in wanted:
             extras[name] = inner
     return extras
 
 
-def _of_torch(module: nn.Module, cleaner: Cleaner) -> Iterator[str]:
-    for raw, inner in module.named_modules(remove_duplicate=False):
+def _of_torch(inners: _Inners) -> Iterator[str]:
+    for clean, inner in inners:
         kind = type(inner)
         if kind.__module__.startswith("torch.") and kind._load_from_state_dict in _LOADS_PLAINLY:
-            yield cleaner.clean(raw)
+            yield clean
 
 
-def _own_loading(module: nn.Module, cleaner: Cleaner) -> Iterator[str]:
-    for raw, inner in module.named_modules(remove_duplicate=False):
+def _own_loading(inners: _Inners) -> Iterator[str]:
+    for clean, inner in inners:
         kind = type(inner)
         is_plain = (
             kind._load_from_state_dict in _LOADS_PLAINLY
             and kind.load_state_dict is nn.Module.load_state_dict
         )
         if not is_plain or inner._load_state_dict_post_hooks:
-            yield cleaner.clean(raw)
+            yield clean
 
 
 def not_saved(component: str, wrapped: nn.Module, elsewhere: Collection[int] = ()) -> list[str]:

@@ -153,8 +153,9 @@ class Selection:
         if not (self._include or self._skip):
             return False
         # All are asked, not only the first that is named: every entry that names one is counted.
-        skipped = [self.skips(component, name) for name in names or ("",)]
-        included = [self.includes(component, name) for name in names or ("",)]
+        called = {*names} or {""}
+        skipped = [self.skips(component, name) for name in called]
+        included = [self.includes(component, name) for name in called]
         if any(skipped) or not any(included):
             self.note_left(component, names[0] if names else "")
             return True
