@@ -11,7 +11,7 @@ import pytest
 
 from holdfast import errors
 from holdfast.engine import workers
-from holdfast.engine.threads import NUM_AHEAD, Read, Threads, Use
+from holdfast.engine.threads import NUM_AHEAD, Threads, Use
 
 
 @pytest.fixture
@@ -172,26 +172,3 @@ def test_what_was_read_is_used_although_the_threads_were_closed_meanwhile() -> N
     with pytest.raises(errors.ManagerUnusable):
         read_all(threads, read)
     assert len(users) == 1
-
-
-def test_what_was_begun_has_ended_when_there_is_no_next_read(threads: Threads) -> None:
-    """Invariant 2: nobody writes after an error was raised."""
-    begun, ended = threading.Event(), threading.Event()
-
-    def slow() -> Use:
-        begun.set()
-
-        def use() -> None:
-            assert not ended.wait(0.3)
-            ended.set()
-
-        return use
-
-    def reads() -> Iterator[Read]:
-        yield slow
-        assert begun.wait(60)
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        threads.read_all(reads(), timeout_s=60.0, what="the test")
-    assert ended.is_set()

@@ -137,9 +137,8 @@ def test_threads_that_could_be_started_end_although_others_could_not(
     monkeypatch.setattr(threading.Thread, "start", scarce)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="new thread"):
-            workers.start()
+            workers.submit(bool)
     left += [True]
-    workers.start()
     assert workers.submit(bool).result(60) is False
     started = [one for one in threading.enumerate() if one.name.startswith("scarce")]
     assert len(started) == 3
@@ -154,13 +153,27 @@ def name_of_thread() -> str:
     return threading.current_thread().name
 
 
-def test_there_are_no_more_threads_than_jobs() -> None:
-    workers, release = Workers(3, "grown"), threading.Event()
-    for num_jobs in range(1, 6):
-        workers.submit(lambda: release.wait(60))
+def test_they_grow_by_one_for_a_job_and_not_where_no_more_are_to_be_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A load that has begun must not end half-way for that."""
+    start, left = threading.Thread.start, [False, True, False, True]
+
+    def scarce(thread: threading.Thread) -> None:
+        if not left.pop(0):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    workers, done = Workers(2, "grown"), threading.Event()
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    with pytest.raises(RuntimeError, match="new thread"):
+        workers.grow()
+    for num_threads in (1, 1, 2, 2):
+        workers.grow()
         started = [one for one in threading.enumerate() if one.name.startswith("grown")]
-        assert len(started) == min(num_jobs, 3)
-    release.set()
+        assert len(started) == num_threads
+    workers.put(done.set)
+    assert done.wait(60)
     workers.close()
     for thread in started:
         thread.join(60)

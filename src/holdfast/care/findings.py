@@ -23,7 +23,8 @@ class Problem:
     expected: str = ""
     found: str = ""
     is_damage: bool = True
-    """Whether bytes are wrong; else they could not be read, and nothing is known of them."""
+    """Whether bytes are wrong or lost (`errors.is_damage`); else they could not be read now, or not
+    by this version, and nothing is known of them."""
 
     def __str__(self) -> str:
         place = "" if self.block is None else f" block {self.block} (byte {self.start})"

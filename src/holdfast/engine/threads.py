@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeAlias, TypeVar
 
-from holdfast.engine.workers import Workers, cancel, gather, num_cores
+from holdfast.engine.workers import Workers, gather, num_cores
 
 T = TypeVar("T")
 Use: TypeAlias = Callable[[], Any]
@@ -61,12 +61,8 @@ class Threads:
         room = threading.Semaphore(NUM_AHEAD)
         futures: list[Future[None]] = []
         try:
-            try:
-                for read in reads:
-                    futures.append(self._begin(read, room))
-            except BaseException:  # no thread can be had, or there is no next read
-                cancel(futures, timeout_s=timeout_s)
-                raise
+            for read in reads:
+                futures.append(self._begin(read, room))
             gather(futures, timeout_s=timeout_s, what=what)
         finally:
             # Who still waits for room, because uses hang, sees that it was cancelled: the threads

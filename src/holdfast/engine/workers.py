@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import nullcontext, suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
@@ -32,7 +33,7 @@ def num_cores() -> int:
 
 
 class Workers:
-    """Daemon threads that take jobs in order: one for each job, up to a fixed number."""
+    """A fixed number of daemon threads that take jobs in order; started when first needed."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._num_threads = num_threads
@@ -50,12 +51,12 @@ class Workers:
             ManagerUnusable: after `close` nobody would do it.
         """
         future: Future[T] = Future()
-        self.grow()
+        self.start()
         self.put(partial(do, future, job))
         return future
 
     def put(self, task: Callable[[], None]) -> None:
-        """Queue what raises nothing and has no future.
+        """Queue what raises nothing and has no future; a thread is there, by `start` or `grow`.
 
         Raises:
             ManagerUnusable: as for `submit`.
@@ -70,18 +71,19 @@ class Workers:
             raise ManagerUnusable(f"{self._name}: these threads were told to end")
 
     def grow(self) -> None:
-        """Start one more thread, unless all are there: to start them takes longer than a short
-        job, and so many are enough for the jobs there are."""
+        """Start one more thread, unless all are there, for a job that waits for no other: to start
+        all takes longer than a short job. One that cannot be had is done without, but the first."""
         with self._lock:
             if len(self._threads) < self._num_threads:
-                self._threads.append(self._new_thread(len(self._threads)))
+                with suppress(RuntimeError) if self._threads else nullcontext():
+                    self._threads.append(self._new_thread(len(self._threads)))
 
     def start(self) -> None:
         """Start all threads now: the interpreter starts none once it has begun to exit."""
         with self._lock:
             # One by one, so that those that could be started count when another one cannot.
             while len(self._threads) < self._num_threads:
-                self.grow()
+                self._threads.append(self._new_thread(len(self._threads)))
 
     def close(self) -> None:
         """Let the threads end after the jobs that are queued; no more are taken."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -159,8 +158,13 @@ def prepare(
     everything = tuple(dict.fromkeys([*live, *stored, *unread]))
     wanted = _wanted(everything, components, selection, rng=rng)
     names = _on_both_sides(wanted, live, stored, problems)
-    modules_ = [(name, value) for name, value in state.items() if isinstance(value, nn.Module)]
-    parameters = cache(partial(parameter_names, modules_))
+    # Before anything is asked for its state, as when it is captured; an optimizer alone wants them.
+    has_optimizer = any(name in state and kind_of(state[name]) == "optimizer" for name in names)
+    parameters = parameter_names(
+        (name, value)
+        for name, value in state.items()
+        if has_optimizer and isinstance(value, nn.Module)
+    )
     plans: dict[str, Plan] = {}
     for name in names:
         plan = _plan(name, state, stored[name], parameters, selection, problems)
@@ -251,7 +255,7 @@ def _plan(
     name: str,
     state: Mapping[str, Any],
     stored: StoredComponent,
-    parameters: Callable[[], ParameterNames],
+    parameters: ParameterNames,
     selection: Selection,
     problems: Problems,
 ) -> Plan | None:
@@ -265,7 +269,7 @@ def _plan(
     if kind == "module":
         return modules.ModulePlan(name, modules.inspect(live), stored.tensors)
     if kind == "optimizer":
-        inspected = optimizers.inspect(live, parameters())
+        inspected = optimizers.inspect(live, parameters)
         return optimizers.OptimizerPlan(name, inspected, stored.tensors)
     if kind == "generator":
         return None if selection.leaves(name) else GeneratorPlan(name, live, stored.tensors)

@@ -7,7 +7,7 @@ only where a module has its own ideas about saving or loading.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -32,7 +32,7 @@ _LOADS_PLAINLY = frozenset(
     kind._load_from_state_dict for kind in (nn.Module, _NormBase, _InstanceNorm)
 )
 _EXTRA_STATE = "_extra_state"
-_Inners: TypeAlias = Iterable[tuple[str, nn.Module]]
+_Inners: TypeAlias = Sequence[tuple[str, nn.Module]]
 """(clean path, submodule) of a module and of all that is in it, each as often as it has names."""
 _COLLISION = "two entries have this name once wrapper prefixes are stripped"
 
