@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ LIMITS: Mapping[str, str] = {
     "copy_touched_all_s": "copy into touched memory, all threads",
     "compare_all_s": "compare with an equal copy, all threads",
     "copy_state_s": "copy of the state's tensors as a save finds them, 1 thread",
+    "copy_state_all_s": "copy of the state's tensors as a save finds them, all threads",
     "copy_fresh_s": "copy into fresh memory, 1 thread",
     "fault_huge_s": "touch fresh memory, huge pages",
     "fault_small_s": "touch fresh memory, small pages",
@@ -80,8 +82,9 @@ def measure(nbytes: int, folder: Path, *, num_files: int, settle: Callable[[], N
 
 
 def state_copies(tensors: Sequence[Tensor], *, change: Callable[[], object]) -> Figures:
-    """Seconds for a memcpy of live tensors, and nothing else, as the stall of a save is measured:
+    """Seconds for copies of live tensors, and nothing else, as the stall of a save is measured:
     into memory that is there, from tensors that have changed, after other work on other memory.
+    By one thread, and in blocks by all.
 
     Memory that was left alone for a while takes longer than in `copy_touched_s`, which copies at
     once what it has just copied.
@@ -90,16 +93,25 @@ def state_copies(tensors: Sequence[Tensor], *, change: Callable[[], object]) -> 
     sources = [tensor.detach().reshape(-1).view(torch.uint8).numpy() for tensor in tensors]
     stops = np.cumsum([len(source) for source in sources]).tolist()
     pairs = [(target[stop - len(s) : stop], s) for s, stop in zip(sources, stops, strict=True)]
+    pieces = [
+        (into[slice(*span)], source[slice(*span)])
+        for into, source in pairs
+        for span in _blocks(len(source))
+    ]
 
-    def copy() -> None:
-        for into, source in pairs:
-            np.copyto(into, source)
+    def copy(pair: tuple[Any, Any]) -> None:
+        np.copyto(*pair)
 
-    took = []
-    for _ in range(NUM_COPIES):
-        change()
-        took.append(_timed(copy))
-    return {"copy_state_s": took}
+    one: list[float] = []
+    every: list[float] = []
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(copy, pieces))  # starts the threads
+        for _ in range(NUM_COPIES):
+            change()
+            one.append(_timed(lambda: list(map(copy, pairs))))
+            change()
+            every.append(_timed(lambda: list(pool.map(copy, pieces))))
+    return {"copy_state_s": one, "copy_state_all_s": every}
 
 
 def ceilings(figures: Figures) -> dict[str, list[float]]:

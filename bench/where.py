@@ -147,13 +147,15 @@ def _sampled(name: str, options: argparse.Namespace, folder: Path) -> Outcome:
 
 
 def _shares(stacks: str, calls_s: float) -> dict[str, list[float]]:
-    """By `thread: function`: its share of the time of the calls."""
+    """By `thread: function`: its share of the time of the calls; and by file, of the caller's."""
     counts: Counter[str] = Counter()
     for line in stacks.splitlines():
         frames, _, count = line.rpartition(" ")
         found = _function(frames.split(";"))
         if found is not None:
             counts[found] += int(count)
+            if found.startswith(_CALLER):
+                counts[f"{_CALLER}, all of {found.rpartition(' in ')[2]}"] += int(count)
     return {name: [count / _RATE / calls_s] for name, count in counts.items()}
 
 

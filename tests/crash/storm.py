@@ -123,12 +123,18 @@ def survey(store: Store) -> tuple[Entry, ...]:
     return entries
 
 
-def look(root: str | Path, num_elements: int, acknowledged: int) -> None:
-    """Every committed checkpoint is whole, and nothing acknowledged is gone."""
+def look(
+    root: str | Path,
+    state: dict[str, Any],
+    acknowledged: int,
+    *,
+    step_of: Callable[[dict[str, Any]], int] = step_of,
+) -> None:
+    """Every committed checkpoint is whole, and nothing acknowledged is gone. `state` is a new one,
+    into which the newest is loaded."""
     store = open_store(root)
     entries = survey(store)
     expect_whole(store, entries[1:])
-    state = new_state(num_elements)
     if entries:
         with CheckpointManager(store, state, sinks=()) as manager:
             found = manager.load()  # which checks its bytes
@@ -138,12 +144,12 @@ def look(root: str | Path, num_elements: int, acknowledged: int) -> None:
         raise AssertionError(f"lost: step {acknowledged} was acknowledged, {step_of(state)} loads")
 
 
-def clean_up(root: str | Path) -> None:
-    """After gc nothing is left but what is committed."""
+def clean_up(root: str | Path, *, most: int = 3) -> None:
+    """After gc nothing is left but what is committed, at most so many."""
     store = open_store(root)
     collect(store)
     expect_no_junk(store, str(root))
-    if not 1 <= len(survey(store)) <= 3:
+    if not 1 <= len(survey(store)) <= most:
         raise AssertionError(f"{len(survey(store))} checkpoints")
 
 
@@ -313,7 +319,8 @@ class Storm:
 
     def check(self) -> None:
         """Count it when a promise is broken."""
-        self.judge(lambda: look(self.root, self.num_elements, self.acknowledged))
+        state = new_state(self.num_elements)
+        self.judge(lambda: look(self.root, state, self.acknowledged))
 
     def judge(self, job: Callable[[], None]) -> None:
         """Count it when a check raises."""

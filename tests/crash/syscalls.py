@@ -375,7 +375,7 @@ class Sweep:
 
     def _check(self, newest: int) -> None:
         """Nothing is lost or damaged, the run goes on, and gc leaves nothing but checkpoints."""
-        storm.look(self._root, NUM_ELEMENTS, newest)
+        storm.look(self._root, storm.new_state(NUM_ELEMENTS), newest)
         state = storm.new_state(NUM_ELEMENTS)
         with manager_of(self._root, state) as manager:
             manager.resume()
@@ -383,7 +383,7 @@ class Sweep:
             if step < newest:
                 raise AssertionError(f"lost: {newest} was acknowledged, {step} was resumed")
             save_next(manager, state, os.open(os.devnull, os.O_WRONLY))
-        storm.look(self._root, NUM_ELEMENTS, step + 1)
+        storm.look(self._root, storm.new_state(NUM_ELEMENTS), step + 1)
         storm.clean_up(self._root)
 
 

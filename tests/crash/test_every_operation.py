@@ -6,6 +6,7 @@ must be there afterwards, whole, and the run must go on.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from holdfast import errors
 from holdfast.care import gc as gc_module
@@ -22,6 +24,8 @@ from holdfast.care.verify import verify
 from holdfast.engine.roots import commit as commit_module
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.saving import save as save_module
+from holdfast.engine.staging.copying import Copying
+from holdfast.engine.staging.waves import StagedInWaves
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import Last
 from holdfast.store.base import Store
@@ -37,6 +41,7 @@ class Tiny:
 
     def __init__(self) -> None:
         self.tree: dict[str, Any] = {"step": 0, "tensors": [torch.zeros(64) for _ in range(3)]}
+        self.components: dict[str, Any] = {"tiny": self.tree}
 
     def become(self, step: int) -> None:
         self.tree["step"] = step
@@ -50,10 +55,35 @@ class Tiny:
         return int(self.tree["step"])
 
 
+class Trained(Tiny):
+    """The same, with a module that an optimizer changes, and what nobody trains."""
+
+    def __init__(self, num_elements: int) -> None:
+        super().__init__()
+        self.model = nn.ParameterList(torch.zeros(num_elements) for _ in range(3))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.base = [torch.full((1 << 19,), 7.0)]
+        self.components |= {"model": self.model, "optimizer": self.optimizer}
+        self.components["base"] = {"base": self.base}
+
+    def become(self, step: int) -> None:
+        for parameter in self.model:
+            parameter.grad = parameter.detach() - step
+        self.optimizer.step()
+        super().become(step)
+
+    def step(self) -> int:
+        """As `Tiny.step`."""
+        step = super().step()
+        assert all(bool((parameter == step).all()) for parameter in self.model)
+        assert not step or all(bool((tensor == 7).all()) for tensor in self.base)
+        return step
+
+
 @contextmanager
 def opened(store: Store, tiny: Tiny, **options: Any) -> Iterator[CheckpointManager]:
     """A manager that is closed at the end, also when its store has stopped."""
-    manager = CheckpointManager(store, {"tiny": tiny.tree}, sinks=(), preflight=False, **options)
+    manager = CheckpointManager(store, tiny.components, sinks=(), preflight=False, **options)
     try:
         yield manager
     finally:
@@ -61,10 +91,16 @@ def opened(store: Store, tiny: Tiny, **options: Any) -> Iterator[CheckpointManag
             manager.close()
 
 
-def scenario(store: Store, acknowledged: list[int], **options: Any) -> None:
+def scenario(
+    store: Store,
+    acknowledged: list[int],
+    make: Callable[[], Tiny] = Tiny,
+    num_kept: int = 1,
+    **options: Any,
+) -> None:
     """Resume, three saves of which one is kept, and gc. Appends each acknowledged step."""
-    tiny = Tiny()
-    with opened(store, tiny, keep=Last(1), **options) as manager:
+    tiny = make()
+    with opened(store, tiny, keep=Last(num_kept), **options) as manager:
         found = manager.resume()
         last = found.step if found is not None else 0
         for step in range(last + 1, last + 4):
@@ -74,7 +110,9 @@ def scenario(store: Store, acknowledged: list[int], **options: Any) -> None:
     collect(store)
 
 
-def check(store: Store, acknowledged: list[int]) -> None:
+def check(
+    store: Store, acknowledged: list[int], make: Callable[[], Tiny] = Tiny, num_kept: int = 1
+) -> None:
     """What was acknowledged is there, whole; the run goes on; gc leaves no files behind."""
     entries = Catalog(store).checkpoints()
     for entry in entries:
@@ -83,15 +121,15 @@ def check(store: Store, acknowledged: list[int]) -> None:
     newest = max(acknowledged, default=0)
     head = Catalog(store).head()
     assert (head.step if head is not None else 0) >= newest
-    tiny = Tiny()
-    with opened(store, tiny, keep=Last(1)) as manager:
+    tiny = make()
+    with opened(store, tiny, keep=Last(num_kept)) as manager:
         found = manager.resume()
         assert (found.step if found is not None else 0) == tiny.step() >= newest
         tiny.become(newest + 10)
         manager.save(newest + 10).wait()
         manager.wait()
         kept = {entry.folder for entry in Catalog(store).checkpoints()}
-        assert len(kept) == 1
+        assert 1 <= len(kept) <= num_kept
     collect(store)
     files = [info.key for info in store.list() if not info.key.startswith("writers/")]
     loose = [
@@ -146,6 +184,44 @@ def test_nor_does_one_of_compressed_saves(stores: Stores) -> None:
     """R1, R2, R9; invariants 1, 2, 4: files whose length is known only at the end."""
     compressed = partial(scenario, compress="zstd")
     sweep(stores, "stop_after", num_operations(stores(-1), compressed), compressed)
+
+
+@pytest.mark.parametrize("way", ["overlap", "waves", "links"])
+def test_nor_does_one_of_saves_made_otherwise(
+    ram_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """R1, R2, R9, R14; invariants 1, 2, 4, 10: also while copies overlap with training, of a state
+    larger than the memory for it, and where files are linked."""
+    shown: list[str] = []
+    for kind, name in ((Copying, "run_later"), (StagedInWaves, "content"), (LocalStore, "link")):
+        monkeypatch.setattr(kind, name, noted(getattr(kind, name), shown))
+    make: Callable[[], Tiny] = partial(Trained, 3 << 20 if way == "waves" else 1 << 17)
+    options: dict[str, dict[str, Any]] = {
+        "overlap": {"overlap": True},
+        "waves": {"memory_budget": "32MiB"},
+        "links": {"num_kept": 3},
+    }
+    num_kept = options[way].get("num_kept", 1)
+    lived = partial(scenario, make=make, **options[way])
+    checked = partial(check, make=make, num_kept=num_kept)
+    total = num_operations(LocalStore(ram_path / "whole"), lived)
+    assert {"overlap": "run_later", "waves": "content", "links": "link"}[way] in shown
+    for at in range(0, total, 9 if way == "waves" else 5):
+        store = LocalStore(ram_path / str(at))
+        checked(store, run_stopped(store, "stop_after", at, lived))
+        shutil.rmtree(ram_path / str(at))
+
+
+def noted(call: Callable[..., Any], shown: list[str]) -> Callable[..., Any]:
+    """The call, which notes its name when it came to anything."""
+
+    def noting(*args: Any, **named: Any) -> Any:
+        found = call(*args, **named)
+        if found is None or found:
+            shown.append(call.__name__)
+        return found
+
+    return noting
 
 
 def sweep(new: Stores, kind: str, total: int, scenario: Callable[..., None] = scenario) -> None:

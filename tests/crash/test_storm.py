@@ -1,4 +1,5 @@
-"""SIGKILL at moments that are swept over the life of a saving process (tests/crash/storm.py)."""
+"""SIGKILL at moments that are swept over the life of a saving process (tests/crash/storm.py), also
+of one that saves with overlap, in waves, or links what has not changed (ways_storm.py)."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.store.local import LocalStore
 from storms import harmless, storm
 
 
@@ -23,6 +25,25 @@ def test_five_hundred_kills_lose_nothing(tmp_path: Path, seed: int) -> None:
     """R1: five storms of a hundred kills, with larger states."""
     options = ("--kills", "100", "--seed", str(seed), "--size", str(4096 * 4**seed))
     assert harmless(storm("storm", tmp_path / "run", *options))["killed"] >= 100
+
+
+@pytest.mark.parametrize("way", ["overlap", "waves", "links"])
+def test_nor_do_kills_of_one_that_saves_otherwise(tmp_path: Path, way: str) -> None:
+    """R1, R9, R14; invariants 1, 2, 4, 10: while training goes on, and past the page cache where
+    the file system does that."""
+    counts = harmless(storm("ways_storm", tmp_path / "run", "--way", way, "--kills", "15"))
+    assert counts["killed"] >= 15
+    assert counts["last_step"] >= 5
+    assert counts["told"][way] >= 10
+    is_direct = "O_DIRECT" in LocalStore(tmp_path).probe()
+    assert (counts["told"].get("direct", 0) >= 10) is is_direct
+
+
+def test_the_storm_of_other_ways_catches(tmp_path: Path) -> None:
+    """R1: a manifest that comes before its files."""
+    options = ("--way", "overlap", "--kills", "20", "--mutant", "manifest_first")
+    counts = storm("ways_storm", tmp_path / "run", *options)
+    assert counts["bad"] > 0, counts
 
 
 @pytest.mark.parametrize("mutant", ["manifest_first", "forgets_the_newest"])
