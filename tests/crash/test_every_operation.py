@@ -105,7 +105,9 @@ def scenario(
         last = found.step if found is not None else 0
         for step in range(last + 1, last + 4):
             tiny.become(step)
-            acknowledged.append(manager.save(step).wait().step)
+            pending = manager.save(step)
+            tiny.become(step + 1)  # training goes on
+            acknowledged.append(pending.wait().step)
         manager.wait()
     collect(store)
 

@@ -122,19 +122,25 @@ def test_an_error_or_a_cancelled_job_does_not_keep_the_others_from_being_done() 
     workers.close()
 
 
-def test_threads_that_could_be_started_end_although_others_could_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each save tries again: where threads are few it must not take more of them."""
-    start, left = threading.Thread.start, [True, False, True, False]
+def make_scarce(left: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether each next thread can be started."""
+    start = threading.Thread.start
 
     def scarce(thread: threading.Thread) -> None:
         if not left.pop(0):
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    workers = Workers(3, "scarce")
     monkeypatch.setattr(threading.Thread, "start", scarce)
+
+
+def test_threads_that_could_be_started_end_although_others_could_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each save tries again: where threads are few it must not take more of them."""
+    left = [True, False, True, False]
+    make_scarce(left, monkeypatch)
+    workers = Workers(3, "scarce")
     for _ in range(2):
         with pytest.raises(RuntimeError, match="new thread"):
             workers.submit(bool)
@@ -157,15 +163,8 @@ def test_they_grow_by_one_for_a_job_and_not_where_no_more_are_to_be_had(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A load that has begun must not end half-way for that."""
-    start, left = threading.Thread.start, [False, True, False, True]
-
-    def scarce(thread: threading.Thread) -> None:
-        if not left.pop(0):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
+    make_scarce([False, True, False, True], monkeypatch)
     workers, done = Workers(2, "grown"), threading.Event()
-    monkeypatch.setattr(threading.Thread, "start", scarce)
     with pytest.raises(RuntimeError, match="new thread"):
         workers.grow()
     for num_threads in (1, 1, 2, 2):

@@ -221,13 +221,17 @@ def test_an_optimizer_in_the_backward_pass(tmp_path: Path, gate: Gate) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("is_compiled_before", [True, False], ids=["before", "after"])
-def test_a_compiled_step(tmp_path: Path, gate: Gate, is_compiled_before: bool) -> None:
-    """Compiled, and run, before the manager is made, or after."""
+def test_a_compiled_step(
+    tmp_path: Path, gate: Gate, is_compiled_before: bool, backend: str
+) -> None:
+    """Compiled, and run, before the manager is made, or after; also by what writes all that a step
+    changes at its end."""
     torch.compiler.reset()
     model = new_model()
     optimizer = adam(model)
-    step = torch.compile(optimizer.step, backend="eager")
+    step = torch.compile(optimizer.step, backend=backend)
 
     def change() -> None:
         backward(model)
@@ -273,9 +277,9 @@ def test_statistics_and_a_tensor_rate_are_staged_before_save_returns(
     tmp_path: Path, gate: Gate
 ) -> None:
     model = new_model()
-    rate = torch.full((64,), 0.05)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer.param_groups[0]["rates"] = rate
+    rate, rates = torch.tensor(0.1), torch.full((64,), 0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    optimizer.param_groups[0]["rates"] = rates  # as large as what overlaps
     train(model, optimizer)
     state = {"model": model, "optimizer": optimizer, "tree": {"x": torch.zeros(64)}}
     with CheckpointManager(tmp_path, state, overlap=True) as manager:
@@ -283,6 +287,7 @@ def test_statistics_and_a_tensor_rate_are_staged_before_save_returns(
         pending = manager.save(1)
         backward(model)
         rate.mul_(0.5)
+        rates.mul_(0.5)
         state["tree"]["x"].add_(1)
         torch.randn(3)
         assert not pending.staged.done()
