@@ -695,7 +695,10 @@ def test_an_epoch_of_data_of_others_begins_once_although_it_is_stopped_there(
 
 
 class Hanging:
-    """Its fetches beyond the first ones send the signal, and end when they are allowed to."""
+    """The fifth fetch sends the signal, and ends when it is allowed to, as do those after it.
+
+    One signal: a second one, seconds later, is an order to end at once.
+    """
 
     def __init__(self) -> None:
         self.may_end = multiprocessing.get_context("fork").Event()
@@ -704,8 +707,9 @@ class Hanging:
         return 8
 
     def __getitem__(self, index: int) -> Tensor:
-        if index >= 4:
+        if index == 4:
             os.kill(os.getppid(), signal.SIGTERM)
+        if index >= 4:
             self.may_end.wait()
         return torch.full((4,), float(index))
 
