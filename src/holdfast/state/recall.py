@@ -219,15 +219,19 @@ class _Facts:
     """All that a tensor's spec and node are made of, and all that could make it one that is
     refused, by tensor; but where the tensors are and what is in them."""
 
-    strides: Sequence[Any]
+    strides: Sequence[Any] | None
+    """None: each is contiguous, so that its shape says it."""
     shapes: Sequence[Any]
     dtypes: Sequence[Any]
     devices: Sequence[Any] | None
     """None: all are in host memory."""
     grads: Sequence[Any] | None
     """None: nobody asks for any."""
-    are_runs: bool
-    """Whether each is a run of bytes in host memory."""
+
+    @property
+    def are_runs(self) -> bool:
+        """Whether each is a run of bytes in host memory."""
+        return self.devices is None and self.strides is None
 
     def hold(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are those of `tensors`, of which there are as many."""
@@ -235,7 +239,7 @@ class _Facts:
         # which is in the processor's cache.
         try:
             return (
-                all(map(eq, map(Tensor.stride, tensors), self.strides))
+                _have_strides(tensors, self.strides)
                 and all(map(eq, map(_SHAPE, tensors), self.shapes))
                 and all(map(eq, map(_DTYPE, tensors), self.dtypes))
                 and not any(map(Tensor.is_neg, tensors))
@@ -249,15 +253,20 @@ class _Facts:
 def _facts(tensors: Sequence[Tensor]) -> _Facts:
     if any(map(Tensor.is_neg, tensors)) or not _PLAIN.issuperset(map(_LAYOUT, tensors)):
         raise Irregular
-    devices = _devices(tensors)
+    are_contiguous = all(map(Tensor.is_contiguous, tensors))
     return _Facts(
-        strides=_shared(map(Tensor.stride, tensors)),
+        strides=None if are_contiguous else _shared(map(Tensor.stride, tensors)),
         shapes=_shared(map(_SHAPE, tensors)),
         dtypes=list(map(_DTYPE, tensors)),
-        devices=devices,
+        devices=_devices(tensors),
         grads=_grads(tensors),
-        are_runs=devices is None and all(map(Tensor.is_contiguous, tensors)),
     )
+
+
+def _have_strides(tensors: Sequence[Tensor], strides: Sequence[Any] | None) -> bool:
+    if strides is None:
+        return all(map(Tensor.is_contiguous, tensors))
+    return all(map(eq, map(Tensor.stride, tensors), strides))
 
 
 def _devices(tensors: Sequence[Tensor]) -> list[Any] | None:

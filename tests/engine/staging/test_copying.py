@@ -9,6 +9,7 @@ from typing import cast
 import pytest
 import torch
 
+from holdfast.engine.staging import copying
 from holdfast.engine.staging.copying import Bytes, Copying, Source
 from holdfast.engine.staging.image import Image
 from holdfast.engine.staging.known import LARGE_NBYTES
@@ -144,12 +145,17 @@ def test_a_copy_is_of_the_memory_that_a_tensor_had_when_it_was_planned(
     assert first.source == address
 
 
-@pytest.mark.parametrize("at_once", [0, 1 << 30])
+@pytest.mark.parametrize(
+    "later", [(), ("half", "none", "large"), ("step", "none", "flags", "half")]
+)
+@pytest.mark.parametrize("at_once", [(0, 9), (1 << 30, 9), (1 << 30, 2)], ids=str)
 def test_small_tensors_are_copied_from_their_addresses(
-    monkeypatch: pytest.MonkeyPatch, at_once: int
+    monkeypatch: pytest.MonkeyPatch, at_once: tuple[int, int], later: tuple[str, ...]
 ) -> None:
-    """Of any types and sizes, also none, next to large ones, and as they are at each staging."""
-    monkeypatch.setattr("holdfast.engine.staging.image.AT_ONCE_NBYTES", at_once)
+    """Of any types and sizes, also none, next to large ones, and as they are at each staging; some
+    of them beside training."""
+    monkeypatch.setattr(copying, "AT_ONCE_NBYTES", at_once[0])
+    monkeypatch.setattr(copying, "AT_ONCE", at_once[1])
     tree = {
         "step": torch.tensor(3.0),
         "large": torch.rand(LARGE_NBYTES // 4),
@@ -160,12 +166,20 @@ def test_small_tensors_are_copied_from_their_addresses(
     capturer, stager, workers = Capturer({"tree": tree}), Stager(), Workers(1, "test")
     for _ in range(3):
         captured = capturer.capture()
-        staged = stager.prepare(captured)
+        staged = stager.prepare(captured, overlapped={"tree": later})
+        assert isinstance(staged, StagedInMemory)
         staged.copy(workers, 1, timeout_s=60)
-        for known in staged.files["tree"]:
-            assert isinstance(known, Image)
-            for spec, view in zip(known.file.specs, known.views, strict=True):
-                assert torch.equal(view, tree[spec.key]), spec.key
+        there = {
+            spec.key: view
+            for known in staged.files["tree"]
+            for spec, view in zip(known.file.specs, cast(Image, known).views, strict=True)
+        }
+        if captured.components["tree"].addresses is not None:
+            behind = {key for key, view in there.items() if not torch.equal(view, tree[key])}
+            assert behind == {*later} - {"none"}
+        staged.copying.run_later()
+        for key, view in there.items():
+            assert torch.equal(view, tree[key]), key
         for name in ("step", "half", "large"):
             tree[name].add_(1)
         tree["flags"].logical_not_()

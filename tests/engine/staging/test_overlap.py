@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,10 @@ class Gate:
     def open(self) -> None:
         """Let them be made, those of later saves too."""
         self._opened.set()
+
+    def close(self) -> None:
+        """Hold them back again."""
+        self._opened.clear()
 
     def pass_by(self) -> None:
         """Wait for it to open."""
@@ -120,11 +125,25 @@ def stored(root: Path, like: State, which: str | int = "latest") -> dict[str, by
     return bits(fresh)
 
 
+SAVES_BEFORE = pytest.mark.parametrize("saves_before", [0, 1], ids=["first", "later"])
+"""From the second save on it is known where the tensors lie, and small ones overlap too."""
+
+
 def check(
-    root: Path, gate: Gate, state: State, change: Callable[[], None], *, overlap: Mode = True
+    root: Path,
+    gate: Gate,
+    state: State,
+    change: Callable[[], None],
+    *,
+    overlap: Mode = True,
+    saves_before: int = 0,
 ) -> None:
     """Save, change the state as soon as it lets itself be changed, and compare what was stored."""
     with CheckpointManager(root, state, overlap=overlap) as manager:
+        gate.open()
+        for step in range(-saves_before, 0):
+            manager.save(1 + step).wait()
+        gate.close()
         before = bits(state)
         pending = manager.save(1)
         assert not pending.staged.done(), "nothing overlaps"
@@ -177,18 +196,54 @@ def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     [{}, {"foreach": True}, {"foreach": False}, {"fused": True}, {"amsgrad": True}],
     ids=str,
 )
+@SAVES_BEFORE
 def test_a_step_waits_until_its_tensors_are_copied(
-    tmp_path: Path, gate: Gate, options: dict[str, Any]
+    tmp_path: Path, gate: Gate, options: dict[str, Any], saves_before: int
 ) -> None:
     """R14, with overlap: also of kernels whose changes torch does not count."""
     model = new_model()
     optimizer = adam(model, **options)
     train(model, optimizer)
     state = {"model": model, "optimizer": optimizer}
-    check(tmp_path, gate, state, lambda: train(model, optimizer))
+    change = partial(train, model, optimizer)
+    if saves_before:
+        change()
+    check(tmp_path, gate, state, change, saves_before=saves_before)
 
 
-def test_several_optimizers_and_one_that_is_made_later(tmp_path: Path, gate: Gate) -> None:
+@SAVES_BEFORE
+def test_small_tensors_that_are_changed_behind_the_fence_fail_the_save(
+    tmp_path: Path, gate: Gate, saves_before: int
+) -> None:
+    """Where they overlap; else they were copied, and the save is sound."""
+    model = new_model()
+    optimizer = adam(model)
+    train(model, optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    bias: Tensor = model[3].bias  # type: ignore[index,assignment]
+    assert bias.nbytes < image.LARGE_NBYTES
+    with CheckpointManager(tmp_path, state, overlap=True) as manager:
+        gate.open()
+        for step in range(saves_before):
+            manager.save(step).wait()
+        gate.close()
+        before = bits(state)
+        pending = manager.save(1)
+        with torch.no_grad():
+            bias.add_(1)
+        gate.open()
+        if saves_before:
+            with pytest.raises(SaveFailed, match=r"model\.3\.bias was changed"):
+                pending.wait()
+        else:
+            pending.wait()
+            assert stored(tmp_path, state) == before
+
+
+@SAVES_BEFORE
+def test_several_optimizers_and_one_that_is_made_later(
+    tmp_path: Path, gate: Gate, saves_before: int
+) -> None:
     model = new_model()
     first = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)  # type: ignore[index]
     second = adam(model[3])  # type: ignore[index]
@@ -199,10 +254,11 @@ def test_several_optimizers_and_one_that_is_made_later(tmp_path: Path, gate: Gat
         late = torch.optim.Adagrad(model.parameters(), lr=0.1)
         train(model, late, second, first)
 
-    check(tmp_path, gate, state, change)
+    check(tmp_path, gate, state, change, saves_before=saves_before)
 
 
-def test_an_optimizer_in_the_backward_pass(tmp_path: Path, gate: Gate) -> None:
+@SAVES_BEFORE
+def test_an_optimizer_in_the_backward_pass(tmp_path: Path, gate: Gate, saves_before: int) -> None:
     """Each weight has an optimizer of its own, whose step is a hook of the backward pass."""
     model = new_model()
     optimizers = {name: adam(nn.ParameterList([p])) for name, p in model.named_parameters()}
@@ -217,7 +273,9 @@ def test_an_optimizer_in_the_backward_pass(tmp_path: Path, gate: Gate) -> None:
     backward(model)
     state = {"model": model}
     state |= {f"o-{name.replace('.', '-')}": one for name, one in optimizers.items()}
-    check(tmp_path, gate, state, lambda: backward(model))
+    if saves_before:
+        backward(model)
+    check(tmp_path, gate, state, lambda: backward(model), saves_before=saves_before)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -750,14 +808,15 @@ def test_an_interrupt_while_a_save_is_handed_over_leaves_each_save_its_own_state
 def test_what_was_captured_is_freed_before_any_thread_is_woken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To free tensors offers the interpreter to others, and one that copies keeps it."""
+    """To free tensors offers the interpreter to others, and one that copies keeps it. Those that
+    overlap are held by their copy."""
     captured: list[weakref.ref[Tensor]] = []
     freed: list[bool] = []
     real = CheckpointManager._capture, saver_module.Saver.start
 
     def capture(manager: CheckpointManager, *args: Any) -> Any:
         found = real[0](manager, *args)
-        captured.append(weakref.ref(found.components["model"].tensors["bias"]))
+        captured.append(weakref.ref(found.components["model"].tensors["running_mean"]))
         return found
 
     def start(saver: saver_module.Saver, *args: Any) -> PendingSave:
@@ -766,7 +825,7 @@ def test_what_was_captured_is_freed_before_any_thread_is_woken(
 
     monkeypatch.setattr(CheckpointManager, "_capture", capture)
     monkeypatch.setattr(saver_module.Saver, "start", start)
-    model = nn.Linear(512, 512)
+    model = nn.BatchNorm1d(512)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = {"model": model, "optimizer": optimizer}
     with CheckpointManager(tmp_path / "run", state, overlap=True, sinks=()) as manager:

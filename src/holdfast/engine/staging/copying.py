@@ -18,7 +18,12 @@ from holdfast.engine.staging.device import DeviceCopy, begin_copies
 from holdfast.engine.staging.image import Image
 from holdfast.errors import DeadlineExceeded
 from holdfast.format.layout import BLOCK_NBYTES
-from holdfast.state.copying import Shared, is_plain
+from holdfast.state.copying import Shared, copy_runs, is_plain
+
+AT_ONCE_NBYTES = 1 << 20
+AT_ONCE = 1024
+"""So many bytes and so many tensors are copied while other threads of Python wait; it takes some
+tenths of a millisecond."""
 
 
 class Work(Protocol):
@@ -130,6 +135,58 @@ class Runs:
         """See `Work.pieces`."""
         for position, number in self._places:
             yield from _bytes_of(self.image, position, self._addresses[number])
+
+
+class SmallRuns:
+    """Small tensors of one file that are runs of bytes in host memory: they are copied at once.
+
+    What follows from where they go is kept, so that who makes a save does nothing for each.
+    """
+
+    def __init__(self, image: Image, places: Sequence[tuple[int, int]]) -> None:
+        """`places` has for each its position in the file, and that of its address."""
+        self.image = image
+        self.blocks = sorted({n for position, _ in places for n in image.blocks_of(position)})
+        """Numbers of the blocks in which they are."""
+        self._targets = [image.address_of(position) for position, _ in places]
+        self._sizes = [image.file.specs[position].nbytes for position, _ in places]
+        self._numbers = [number for _, number in places]
+
+    def copy(self, addresses: Sequence[int]) -> None:
+        """Copy them from where they are now."""
+        sources = map(addresses.__getitem__, self._numbers)
+        copy_runs(self._targets, sources, self._sizes)
+
+
+def small_runs_of(image: Image, places: Sequence[tuple[int, int]]) -> Iterator[SmallRuns]:
+    """The small tensors at these places, in parts that may be copied at once."""
+    specs, part, nbytes = image.file.specs, list[tuple[int, int]](), 0
+    for place in places:
+        part.append(place)
+        nbytes += specs[place[0]].nbytes
+        if nbytes >= AT_ONCE_NBYTES or len(part) == AT_ONCE:
+            yield SmallRuns(image, part)
+            part, nbytes = [], 0
+    if part:
+        yield SmallRuns(image, part)
+
+
+class SmallCopy:
+    """The copy of some small tensors of one save."""
+
+    def __init__(self, runs: SmallRuns, addresses: Sequence[int]) -> None:
+        self.image = runs.image
+        self.blocks: Sequence[int] = runs.blocks
+        self._runs = runs
+        self._addresses = addresses
+
+    def copy(self) -> None:
+        """See `Piece.copy`."""
+        self._runs.copy(self._addresses)
+
+    def pieces(self) -> Iterable[Piece]:
+        """See `Work.pieces`."""
+        return (self,)
 
 
 def _bytes_of(image: Image, position: int, address: int) -> Iterator[Piece]:

@@ -7,7 +7,7 @@ is copied, and the digest of the block stays known.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from operator import attrgetter
 
 import torch
@@ -19,7 +19,6 @@ from holdfast.engine.staging.known import LARGE_NBYTES, KnownFile
 from holdfast.format import blocks
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.tensors import TensorFile
-from holdfast.state.copying import copy_runs
 
 _libc = ctypes.CDLL(None)
 _memcmp = _libc.memcmp
@@ -31,9 +30,6 @@ _memcmp_quick.restype = ctypes.c_int
 _memcpy = _libc.memcpy
 _memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memcpy.restype = ctypes.c_void_p
-
-AT_ONCE_NBYTES = 4 << 20
-"""So much is copied while other threads of Python wait; it takes about a millisecond."""
 
 _IS_CUDA = attrgetter("is_cuda")
 
@@ -58,9 +54,6 @@ class Image(KnownFile):
         self._small_blocks = sorted({number for i in self.small for number in self.blocks_of(i)})
         self._is_pinned: bool | None = None
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.arena.memory))
-        self._small_targets = [self._address + int(file.starts[i]) for i in self.small]
-        self._small_sizes = [file.specs[i].nbytes for i in self.small]
-        self._small_parts = list(_parts(self._small_sizes))
 
     def block(self, number: int) -> memoryview:
         """The memory of a block."""
@@ -76,12 +69,19 @@ class Image(KnownFile):
             self.changed.add(key)
             _memcpy(target, source, nbytes)
 
+    def address_of(self, position: int) -> int:
+        """Where the bytes of the tensor at `position` of the file are."""
+        return self._address + int(self.file.starts[position])
+
+    def expect(self) -> None:
+        """A staging begins: all small tensors are about to be copied, without being compared."""
+        self.forget_versions()
+        self.forget(self._small_blocks)
+
     def overwrite_small(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy all small tensors in one call, but those on a CUDA device."""
-        self.forget_versions()
         sources = [tensors[key] for key in self._small_keys]
         if sources:
-            self.forget(self._small_blocks)
             views = self._small_views
             if any(map(_IS_CUDA, sources)):
                 pairs = zip(views, sources, strict=True)
@@ -89,13 +89,6 @@ class Image(KnownFile):
                 views, sources = [view for view, _ in here], [source for _, source in here]
             if views:
                 torch._foreach_copy_(views, sources)
-
-    def overwrite_small_runs(self, addresses: Sequence[int]) -> None:
-        """Copy all small tensors, in the order of `small`, from where each is a run of bytes."""
-        self.forget_versions()
-        self.forget(self._small_blocks)
-        for some in self._small_parts:
-            copy_runs(self._small_targets[some], addresses[some], self._small_sizes[some])
 
     def overwritten_by_device(self, position: int, source: Tensor) -> tuple[Tensor, Tensor]:
         """The copy, (to, from), of a tensor that a device will make."""
@@ -119,13 +112,3 @@ class Image(KnownFile):
         if known is None:
             known = digests[number] = blocks.block_digest(self.block(number))
         return known
-
-
-def _parts(sizes: Sequence[int]) -> Iterator[slice]:
-    """Parts of so many bytes, or a little more, as are copied at once."""
-    start = nbytes = 0
-    for stop, size in enumerate(sizes, 1):
-        nbytes += size
-        if nbytes >= AT_ONCE_NBYTES or stop == len(sizes):
-            yield slice(start, stop)
-            start, nbytes = stop, 0

@@ -32,6 +32,8 @@ class _Kept:
 
     specs: tuple[TensorSpec, ...]
     may_overlap: frozenset[str]
+    are_runs: bool
+    """Whether they are copied by their addresses."""
     keys: tuple[str, ...]
     numbers: tuple[int, ...]
     """Their places among the tensors of the component."""
@@ -104,16 +106,20 @@ class Overlap:
             return None
 
     def _kept_of(self, component: CapturedComponent) -> _Kept:
-        """Which tensors of a component may overlap and are worth it."""
-        kept = self._kept.get(component.name)
-        if kept is not None and kept.specs is component.specs:
+        """Which tensors of a component may overlap and are worth it.
+
+        Of those that are copied by their addresses all are: nothing is done for each of the small
+        ones, which are copied at once. What torch copies is staged first where it is small.
+        """
+        kept, are_runs = self._kept.get(component.name), component.addresses is not None
+        if kept is not None and kept.specs is component.specs and kept.are_runs == are_runs:
             may_overlap = kept.may_overlap
             if may_overlap is component.may_overlap or may_overlap == component.may_overlap:
                 return kept
         chosen = [
             (number, key)
             for number, (key, tensor) in enumerate(component.tensors.items())
-            if key in component.may_overlap and _is_worth_it(tensor)
+            if key in component.may_overlap and (are_runs or _is_worth_it(tensor))
         ]
         kept = self._kept[component.name] = _chosen(component, chosen)
         return kept
@@ -164,7 +170,8 @@ def why_not(state: Mapping[str, Any], fence: Fence) -> str | None:
 
 def _chosen(component: CapturedComponent, chosen: Collection[tuple[int, str]]) -> _Kept:
     keys, numbers = tuple(key for _, key in chosen), tuple(number for number, _ in chosen)
-    return _Kept(component.specs, component.may_overlap, keys, numbers)
+    are_runs = component.addresses is not None
+    return _Kept(component.specs, component.may_overlap, are_runs, keys, numbers)
 
 
 def _with_versions(component: CapturedComponent, kept: _Kept) -> _Kept:

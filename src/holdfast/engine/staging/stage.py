@@ -14,7 +14,17 @@ from typing import cast
 import torch
 from torch import Tensor, UntypedStorage
 
-from holdfast.engine.staging.copying import Arrival, Copying, Runs, Source, Work, arrivals_of
+from holdfast.engine.staging.copying import (
+    Arrival,
+    Copying,
+    Runs,
+    SmallCopy,
+    SmallRuns,
+    Source,
+    Work,
+    arrivals_of,
+    small_runs_of,
+)
 from holdfast.engine.staging.grouping import Grouping
 from holdfast.engine.staging.image import Image
 from holdfast.engine.staging.known import KnownFile
@@ -59,7 +69,8 @@ class Stager:
         overlapped: Mapping[str, Collection[str]] = _NOTHING,
         is_awaited: bool = False,
     ) -> Staged:
-        """Where the state goes; what is small is copied now, and `copying` does the rest.
+        """Where the state goes; what is small and not in `overlapped` is copied now, and `copying`
+        does the rest.
 
         The images are overwritten by the next call. Those of components that are not in it are
         kept, for a save that has them again. Tensors in `overlapped`, keys by component, are
@@ -86,8 +97,11 @@ class Stager:
                 held += (tensor for tensor in component.tensors.values() if tensor.is_cuda)
                 continue
             turns = self._turns_of(component, keys, images)
-            for image, numbers in turns.small:
-                image.overwrite_small_runs([component.addresses[i] for i in numbers])
+            for image in images:
+                image.expect()
+            for runs in turns.small_now:
+                runs.copy(component.addresses)
+            later += (SmallCopy(runs, component.addresses) for runs in turns.small_later)
             now += (Runs(*some, component.addresses) for some in turns.now)
             held += _storages(turns, component.tensors)
             later += (Runs(*some, component.addresses) for some in turns.later)
@@ -173,14 +187,14 @@ class Stager:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Turns:
-    """Which large tensors of a component are copied when: by image, the position of each in the
-    file and in the component."""
+    """Which tensors of a component are copied when: by image, the position of each in the file and
+    in the component."""
 
     keys: Collection[str]
     """Of those that are copied later."""
     images: Sequence[Image]
-    small: Sequence[tuple[Image, Sequence[int]]]
-    """The others: the positions of those in the component."""
+    small_now: Sequence[SmallRuns]
+    small_later: Sequence[SmallRuns]
     now: Sequence[tuple[Image, Sequence[tuple[int, int]]]]
     later: Sequence[tuple[Image, Sequence[tuple[int, int]]]]
 
@@ -189,20 +203,25 @@ def _turns(specs: Sequence[TensorSpec], keys: Collection[str], images: Sequence[
     numbers = {spec.key: number for number, spec in enumerate(specs)}
     overlapped = frozenset(keys)
 
-    def places(image: Image, *, is_later: bool) -> list[tuple[int, int]]:
-        found = ((i, key) for i, key in image.large_keys if (key in overlapped) == is_later)
-        return [(position, numbers[key]) for position, key in found]
+    def places(image: Image, some: Sequence[int], *, is_later: bool) -> list[tuple[int, int]]:
+        found = ((position, image.file.specs[position].key) for position in some)
+        return [(i, numbers[key]) for i, key in found if (key in overlapped) == is_later]
 
-    now = [(image, places(image, is_later=False)) for image in images]
-    later = [(image, places(image, is_later=True)) for image in images]
+    def small(*, is_later: bool) -> list[SmallRuns]:
+        found = ((image, places(image, image.small, is_later=is_later)) for image in images)
+        return [runs for pair in found for runs in small_runs_of(*pair)]
+
+    def large(*, is_later: bool) -> list[tuple[Image, list[tuple[int, int]]]]:
+        found = ((image, places(image, image.large, is_later=is_later)) for image in images)
+        return [pair for pair in found if pair[1]]
+
     return _Turns(
         keys=keys,
         images=images,
-        small=[
-            (image, [numbers[image.file.specs[i].key] for i in image.small]) for image in images
-        ],
-        now=[pair for pair in now if pair[1]],
-        later=[pair for pair in later if pair[1]],
+        small_now=small(is_later=False),
+        small_later=small(is_later=True),
+        now=large(is_later=False),
+        later=large(is_later=True),
     )
 
 
@@ -226,6 +245,7 @@ def _add_all(
     """Copy the small tensors of images, and add the copies of the others."""
     with torch.inference_mode(False), torch.no_grad():
         for image in images:
+            image.expect()
             image.overwrite_small(tensors)
             _add_works(image, tensors, overlapped, now, later)
 
