@@ -75,8 +75,11 @@ def test_pinned_memory_is_given_back() -> None:
 
 
 @needs_cuda
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("overlap", [False, True, "check"])
-def test_a_state_on_a_device_is_saved_as_it_was(tmp_path: Path, overlap: Any) -> None:
+def test_a_state_on_a_device_is_saved_as_it_was(
+    tmp_path: Path, overlap: Any, in_place: bool
+) -> None:
     """R14: also when the next step is given to the stream at once."""
     model = nn.Sequential(nn.Linear(512, 2048), nn.BatchNorm1d(2048), nn.Linear(2048, 512)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -97,7 +100,7 @@ def test_a_state_on_a_device_is_saved_as_it_was(tmp_path: Path, overlap: Any) ->
             train()
             train()
             pending.wait()
-            manager.load(step)
+            manager.load(step, in_place=in_place)
             assert all(map(torch.equal, model.state_dict().values(), before))
             found = [slot["exp_avg"] for slot in optimizer.state.values()]
             assert all(map(torch.equal, found, moments))

@@ -6,7 +6,7 @@ import mmap
 import os
 from collections.abc import Callable
 
-from holdfast.engine.staging.memory import take
+from holdfast.engine.staging.memory import Buffers, take
 
 NBYTES = 4 << 20
 
@@ -49,3 +49,15 @@ def test_a_child_that_lets_go_of_what_it_inherited_keeps_its_own() -> None:
         return all(memory[:] == b"c" * NBYTES for memory in own)
 
     assert in_a_child(job)
+
+
+def test_buffers_are_prepared_once_and_never_too_small() -> None:
+    prepared: list[int] = []
+    buffers = Buffers(lambda memory: prepared.append(memory.nbytes))
+    small = buffers.take(4096)
+    buffers.give_back(small)
+    assert buffers.take(1000) is small
+    buffers.give_back(small)
+    large = buffers.take(8192)
+    assert large.nbytes == 8192
+    assert prepared == [4096, 8192]

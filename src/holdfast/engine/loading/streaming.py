@@ -26,6 +26,7 @@ from holdfast.engine.loading.load import Opened, begin_checked, check_size
 from holdfast.engine.loading.tables import DIRECT_NBYTES, IMAGE_NBYTES, Run, UnreadTensors
 from holdfast.engine.loading.wanted import Wanted, wanted_by_file
 from holdfast.engine.staging.arena import Arena
+from holdfast.engine.staging.device import pin
 from holdfast.engine.staging.memory import Buffers
 from holdfast.engine.threads import Threads, Use
 from holdfast.state.copying import bytes_of, copy_tensors, is_plain
@@ -48,6 +49,14 @@ class _Block:
 
     parts: list[_Part] = field(default_factory=list)
     copying: threading.Lock = field(default_factory=threading.Lock)
+
+
+class _Pinned:
+    """Memory that devices know of. It stays until they have forgotten it."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._buffer = buffer
+        pin(torch.frombuffer(buffer, dtype=torch.uint8), self)
 
 
 _Blocks = Mapping[tuple[str, int], _Block]
@@ -81,7 +90,10 @@ class Stream:
         self._threads = threads
         self._timeout_s = timeout_s
         self._verify = verify
-        self._buffers = Buffers()
+        self._buffers = Buffers(self._prepare)
+        self._pinned: list[_Pinned] = []
+        self._device: torch.device | None = None
+        """One to which copies go, if any do."""
         self._block_nbytes = opened.index.block_nbytes
         self._kept: dict[tuple[str, int], memoryview] = {}
         self._files: dict[str, FileBlocks] = {}
@@ -127,9 +139,10 @@ class Stream:
         Raises:
             CorruptData: names file, block and the tensors in it; some may be copied already.
         """
-        # Threads copy, each on its own stream: what still uses the live tensors comes first.
+        # Threads copy, not on the caller's stream: what still uses the live tensors comes first.
         for device in {live.device for live, _ in pairs if live.is_cuda}:
             torch.cuda.synchronize(device)
+            self._device = device
         for batch in _batches(pairs):
             self._copy_batch(batch)
 
@@ -143,6 +156,12 @@ class Stream:
         for run in runs:
             self._part(run.file, run.start, memory[run.at : run.at + run.nbytes], blocks)
         self._read(blocks)
+
+    def _prepare(self, buffer: memoryview) -> None:
+        """A device fetches the bytes itself, while others are read and checked."""
+        if self._device is not None:
+            with torch.cuda.device(self._device):
+                self._pinned.append(_Pinned(buffer))
 
     def _copy_batch(self, batch: Sequence[_Goal]) -> None:
         blocks: defaultdict[tuple[str, int], _Block] = defaultdict(_Block)

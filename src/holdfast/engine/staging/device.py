@@ -1,4 +1,4 @@
-"""Copies from CUDA devices into host memory, on streams of their own.
+"""Copies from CUDA devices into host memory, on streams of their own, and memory for them.
 
 Tensors of other accelerators are copied as torch does it. Nothing in this module touches a device
 before it is given a tensor that is on one.
@@ -62,8 +62,8 @@ def _begin(device: torch.device, pairs: list[tuple[Tensor, Tensor]]) -> DeviceCo
     stream, event = _side_stream(device), torch.cuda.Event()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(stream):
-        for to, source in pairs:
-            to.copy_(source, non_blocking=True)
+        targets, sources = map(list, zip(*pairs, strict=True))
+        torch._foreach_copy_(targets, sources, non_blocking=True)
         event.record(stream)
     return DeviceCopy(event, device)
 
@@ -74,7 +74,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def pin(memory: Tensor, owner: object) -> bool:
-    """Let CUDA devices write to host memory by themselves until `owner` goes; whether they do.
+    """Let CUDA devices use host memory by themselves until `owner` goes, which has to hold it;
+    whether they do.
 
     Without it copies are slower and wait for the host; that is all, so a refusal is no error.
     """

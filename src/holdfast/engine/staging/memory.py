@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from holdfast.errors import OutOfMemory
@@ -48,7 +50,9 @@ def _advise(memory: mmap.mmap, advice: int) -> None:
 class Buffers:
     """Memory that is used again and again, by any thread: new memory costs a fault a page."""
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: Callable[[memoryview], None] = lambda _: None) -> None:
+        """`prepare` is called once with each piece of memory that is new."""
+        self._prepare = prepare
         self._free: SimpleQueue[memoryview] = SimpleQueue()
 
     def take(self, nbytes: int) -> memoryview:
@@ -57,11 +61,13 @@ class Buffers:
         Raises:
             OutOfMemory: the system refuses.
         """
-        try:
+        with suppress(Empty):
             found = self._free.get_nowait()
-        except Empty:
-            return memoryview(take(nbytes))
-        return found if found.nbytes >= nbytes else memoryview(take(nbytes))
+            if found.nbytes >= nbytes:
+                return found
+        new = memoryview(take(nbytes))
+        self._prepare(new)
+        return new
 
     def give_back(self, buffer: memoryview) -> None:
         """It is not used any more."""
