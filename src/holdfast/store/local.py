@@ -231,7 +231,13 @@ class LocalStore:
                 undo.callback(os.close, own_folder_fd)
                 direct = self._direct.open(folder_fd, name, nbytes)
                 writer = LocalBlockWriter(
-                    own_folder_fd, fd, direct, path=path, nbytes=nbytes, at_most=at_most
+                    own_folder_fd,
+                    fd,
+                    direct,
+                    path=path,
+                    nbytes=nbytes,
+                    at_most=at_most,
+                    warn=self._direct.warn,
                 )
                 undo.pop_all()
             return writer

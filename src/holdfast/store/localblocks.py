@@ -13,11 +13,12 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from holdfast.errors import NotFound, StoreError, UnsupportedStore, UsageError
+from holdfast.events import logger
 from holdfast.store.base import final_nbytes
 from holdfast.store.localfiles import (
     FILE_MODE,
@@ -91,6 +92,7 @@ class DirectWrites:
     def __init__(self, wanted: bool | None) -> None:
         self._wanted = wanted
         self._works = wanted
+        self._has_warned = False
         self._lock = threading.Lock()
 
     def choose(self, folder_fd: int) -> str:
@@ -130,6 +132,19 @@ class DirectWrites:
             os.close(direct.fd)
             return None
         return direct
+
+    def warn(self, path: str, error: OSError) -> None:
+        """A write that was tried before was refused after all, as from some kinds of memory: the
+        page cache takes that piece. Says so once."""
+        with self._lock:
+            has_warned, self._has_warned = self._has_warned, True
+        if not has_warned:
+            logger.warning(
+                "%s: a direct write was refused (%s), although others were not; what is refused "
+                "goes through the page cache, which is slower and as safe",
+                path,
+                error,
+            )
 
 
 def _tried_directly(folder_fd: int) -> DirectFile | None:
@@ -180,13 +195,16 @@ class LocalBlockWriter:
         path: str,
         nbytes: int,
         at_most: bool = False,
+        warn: Callable[[str, OSError], None],
     ) -> None:
+        """`warn` hears of the path and the error of direct writes that are made otherwise."""
         self._folder_fd = folder_fd
         self._fd = fd
         self._direct = direct
         self._path = path
         self._nbytes = nbytes
         self._at_most = at_most
+        self._warn = warn
         self._lock = threading.Lock()
         self._state = _State.WRITING
         self._calls_under_way = 0
@@ -292,5 +310,6 @@ class LocalBlockWriter:
                 # Some kinds of mapped memory cannot be written from; the page cache can copy it.
                 if err.errno not in (errno.EINVAL, errno.EFAULT):
                     raise
+                self._warn(self._path, err)
                 break
         return done
