@@ -20,6 +20,7 @@ from bench.machine import (
     written_nbytes,
 )
 from bench.peers import PEERS
+from bench.plain import state_walks
 from bench.results import Figures
 from bench.states import State, StateSpec, build
 
@@ -115,9 +116,10 @@ def limits(case: Case) -> Figures:
     """What the machine itself does with as many bytes."""
     state = build(case.spec)
     copies = state_copies([*state.flat().values()], change=state.negate)
+    walks = state_walks(state, change=state.negate)
     settle_first = partial(_settle, case, state)
     limits = measure_limits(state.nbytes, case.folder, num_files=1 + COUNTED, settle=settle_first)
-    return limits | copies
+    return limits | copies | walks
 
 
 def _saves(case: Case, *, num_warmup: int, changing: float) -> Figures:

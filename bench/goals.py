@@ -110,7 +110,7 @@ def _slowdown(place: str) -> Find:
         added: dict[bool, list[float]] = {True: [], False: []}
         for case in results.names(place):
             found = results.median(case, "added_s")
-            if found is not None and case != f"{place}none":
+            if found is not None and case not in (f"{place}none", f"{place}plain"):
                 added[case.startswith(f"{place}holdfast")].append(found)
         return min(added[True]) - min(added[False]) if added[True] and added[False] else None
 

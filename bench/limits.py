@@ -43,6 +43,8 @@ LIMITS: Mapping[str, str] = {
     "copy_state_s": "copy of the state's tensors as a save finds them, 1 thread",
     "copy_state_all_s": "copy of the state's tensors as a save finds them, all threads",
     "copy_fresh_s": "copy into fresh memory, 1 thread",
+    "copy_fresh_all_s": "copy into fresh memory, all threads",
+    "populate_all_s": "have fresh memory made ready (MADV_POPULATE_WRITE), all threads",
     "fault_huge_s": "touch fresh memory, huge pages",
     "fault_small_s": "touch fresh memory, small pages",
     "blake3_1_s": "BLAKE3 of blocks, 1 thread",
@@ -58,6 +60,10 @@ LIMITS: Mapping[str, str] = {
 }
 """Figures that are times for the same bytes, with what they mean."""
 _PAGE = mmap.PAGESIZE
+_POPULATE_WRITE = 23
+"""Linux's MADV_POPULATE_WRITE, which Python has no name for."""
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _LAST = "buffered_write_s-0"
@@ -69,16 +75,39 @@ def measure(nbytes: int, folder: Path, *, num_files: int, settle: Callable[[], N
     A way to write is measured as the saves are: `num_files` new files, the first not counted.
     `settle` is called before whatever takes new memory, anonymous or for pages of files.
     """
-    source = _random_memory(nbytes)
+    source = random_memory(nbytes)
     num_threads = len(os.sched_getaffinity(0))
     single = dict(_memory(source, num_threads, settle))
-    single |= dict(_faults(len(source), settle))
+    single |= dict(_faults(len(source), num_threads, settle))
     single |= _ciphers(source, num_threads) | _digests(source, num_threads)
     writes = _writes(source, folder, num_files, num_threads, settle)
-    single |= _reads(_random_memory(len(source)), folder / _LAST, num_threads, settle)
+    single |= _reads(random_memory(len(source)), folder / _LAST, num_threads, settle)
     single |= {"hard_link_s": _link_s(folder)}
     found = {"nbytes": [float(nbytes)]} | writes | {name: [value] for name, value in single.items()}
     return found | ceilings(found)
+
+
+class StateCopy:
+    """Live tensors, and memory that is there, into which they are copied: whole, or in blocks."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.memory = random_memory(sum(tensor.nbytes for tensor in tensors))
+        """Where the copies lie one after the other, up to the end of a page."""
+        target = np.frombuffer(self.memory, np.uint8)
+        sources = [tensor.detach().reshape(-1).view(torch.uint8).numpy() for tensor in tensors]
+        stops = np.cumsum([len(source) for source in sources]).tolist()
+        pairs = zip(sources, stops, strict=True)
+        self.wholes = [(target[stop - len(source) : stop], source) for source, stop in pairs]
+        self.pieces = [
+            (into[slice(*span)], source[slice(*span)])
+            for into, source in self.wholes
+            for span in blocks_of(len(source))
+        ]
+
+    @staticmethod
+    def make(pair: tuple[Any, Any]) -> None:
+        """Make one of the copies."""
+        np.copyto(*pair)
 
 
 def state_copies(tensors: Sequence[Tensor], *, change: Callable[[], object]) -> Figures:
@@ -89,28 +118,16 @@ def state_copies(tensors: Sequence[Tensor], *, change: Callable[[], object]) -> 
     Memory that was left alone for a while takes longer than in `copy_touched_s`, which copies at
     once what it has just copied.
     """
-    target = np.frombuffer(_random_memory(sum(tensor.nbytes for tensor in tensors)), np.uint8)
-    sources = [tensor.detach().reshape(-1).view(torch.uint8).numpy() for tensor in tensors]
-    stops = np.cumsum([len(source) for source in sources]).tolist()
-    pairs = [(target[stop - len(s) : stop], s) for s, stop in zip(sources, stops, strict=True)]
-    pieces = [
-        (into[slice(*span)], source[slice(*span)])
-        for into, source in pairs
-        for span in _blocks(len(source))
-    ]
-
-    def copy(pair: tuple[Any, Any]) -> None:
-        np.copyto(*pair)
-
+    copy = StateCopy(tensors)
     one: list[float] = []
     every: list[float] = []
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(copy, pieces))  # starts the threads
+        list(pool.map(copy.make, copy.pieces))  # starts the threads
         for _ in range(NUM_COPIES):
             change()
-            one.append(_timed(lambda: list(map(copy, pairs))))
+            one.append(_timed(lambda: list(map(copy.make, copy.wholes))))
             change()
-            every.append(_timed(lambda: list(pool.map(copy, pieces))))
+            every.append(_timed(lambda: list(pool.map(copy.make, copy.pieces))))
     return {"copy_state_s": one, "copy_state_all_s": every}
 
 
@@ -140,34 +157,41 @@ def table_of(results: Results, case: str) -> list[str]:
     lines = table(["limit", "time", "GB/s"], LIMITS, row, errors)
     link_s = results.median(case, "hard_link_s")
     lines += ["", f"A hard link, synced with {NUM_LINKS - 1} others: {seconds(link_s)}."]
-    if results.median(case, "copy_state_s") is None:
+    ask_s = results.median(case, "ask_state_s")
+    if ask_s is None:
         lines += ["No state was copied: `bench.local` does that."]
+    else:
+        lines += [f"A walk that asks each tensor where it lies and what it is: {seconds(ask_s)}."]
     if results.median(case, "aes_gcm_1_s") is None:
         lines += ["AES-256-GCM was not measured: the package `cryptography` is not installed."]
     return lines
 
 
-def _random_memory(nbytes: int) -> memoryview:
+def random_memory(nbytes: int) -> memoryview:
     """Private, page-aligned, touched memory; its length is rounded up to whole pages.
 
     In huge pages where there are some: direct writes from small ones take a third longer.
     """
     rounded = -(-nbytes // _PAGE) * _PAGE
-    mapped = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    memory = memoryview(mapped)
+    memory = memoryview(_fresh_memory(rounded))
     block = np.random.default_rng(0).bytes(min(rounded, BLOCK_NBYTES))
-    for start, stop in _blocks(rounded):
+    for start, stop in blocks_of(rounded):
         memory[start:stop] = block[: stop - start]
     return memory
+
+
+def _fresh_memory(nbytes: int) -> mmap.mmap:
+    mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped
 
 
 def _memory(
     source: memoryview, num_threads: int, settle: Callable[[], None]
 ) -> Iterator[tuple[str, float]]:
     data = np.frombuffer(source, np.uint8)
-    target = np.frombuffer(_random_memory(len(source)), np.uint8)
+    target = np.frombuffer(random_memory(len(source)), np.uint8)
 
     def copy(span: tuple[int, int]) -> None:
         np.copyto(target[slice(*span)], data[slice(*span)])
@@ -183,13 +207,16 @@ def _memory(
         ("compare_all_s", compare, num_threads),
     ):
         yield name, min(_parallel(work, len(source), threads) for _ in range(NUM_COPIES))
-    del target, copy, compare
-    settle()
-    target = np.empty_like(data)
-    yield "copy_fresh_s", _timed(lambda: np.copyto(target, data))
+    for name, threads in (("copy_fresh_s", 1), ("copy_fresh_all_s", num_threads)):
+        del target
+        settle()
+        target = np.frombuffer(_fresh_memory(len(source)), np.uint8)
+        yield name, _parallel(copy, len(source), threads)
 
 
-def _faults(nbytes: int, settle: Callable[[], None]) -> Iterator[tuple[str, float]]:
+def _faults(
+    nbytes: int, num_threads: int, settle: Callable[[], None]
+) -> Iterator[tuple[str, float]]:
     for name, advice in (("huge", "MADV_HUGEPAGE"), ("small", "MADV_NOHUGEPAGE")):
         settle()
         with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
@@ -198,6 +225,16 @@ def _faults(nbytes: int, settle: Callable[[], None]) -> Iterator[tuple[str, floa
             pages = np.frombuffer(memory, np.uint8)[::_PAGE]
             yield f"fault_{name}_s", _timed(partial(pages.fill, 1))
             del pages
+    settle()
+    memory = np.frombuffer(_fresh_memory(nbytes), np.uint8)
+
+    def populate(span: tuple[int, int]) -> None:
+        start, stop = span
+        if _madvise(memory.ctypes.data + start, stop - start, _POPULATE_WRITE):
+            raise OSError("this kernel has no MADV_POPULATE_WRITE")
+
+    with contextlib.suppress(OSError):
+        yield "populate_all_s", _parallel(populate, nbytes, num_threads)
 
 
 def _ciphers(source: memoryview, num_threads: int) -> dict[str, float]:
@@ -290,7 +327,7 @@ class DiskProbe:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "probe"
-        self._source = _random_memory(8 * BLOCK_NBYTES)
+        self._source = random_memory(8 * BLOCK_NBYTES)
         self._num_threads = max(2, len(os.sched_getaffinity(0)))
 
     def write_s(self, nbytes: int) -> float:
@@ -306,7 +343,7 @@ class ReadProbe:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._target = _random_memory(8 * BLOCK_NBYTES)
+        self._target = random_memory(8 * BLOCK_NBYTES)
         self._num_threads = 2 * len(os.sched_getaffinity(0))
 
     def read_s(self) -> float:
@@ -317,7 +354,7 @@ class ReadProbe:
             for path in files_under(self._folder):
                 fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
                 stack.callback(os.close, fd)
-                reads += [(fd, span) for span in _blocks(path.stat().st_size)]
+                reads += [(fd, span) for span in blocks_of(path.stat().st_size)]
 
             def read(number: int) -> None:
                 fd, (start, stop) = reads[number]
@@ -368,10 +405,11 @@ def _read(target: memoryview, path: Path, flags: int, num_threads: int) -> float
 
 def _parallel(work: Callable[[tuple[int, int]], None], nbytes: int, num_threads: int) -> float:
     with ThreadPoolExecutor(num_threads) as pool:
-        return _timed(lambda: list(pool.map(work, _blocks(nbytes))))
+        return _timed(lambda: list(pool.map(work, blocks_of(nbytes))))
 
 
-def _blocks(nbytes: int) -> list[tuple[int, int]]:
+def blocks_of(nbytes: int) -> list[tuple[int, int]]:
+    """Where the blocks of so many bytes begin and end."""
     return [(at, min(nbytes, at + BLOCK_NBYTES)) for at in range(0, nbytes, BLOCK_NBYTES)]
 
 

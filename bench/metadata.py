@@ -1,7 +1,8 @@
 """Many small things instead of much data: `python -m bench.metadata`.
 
-An index of 100,000 shards; a root of 1,000 checkpoints; the command line's start; one tensor out of
-a large checkpoint; many small tensors beside a bare safetensors file.
+An index of 100,000 shards; a root of 1,000 checkpoints; the command line's start; one tensor out
+of a large checkpoint; many small tensors beside a bare safetensors file. Beside them are the plain
+calls that are the least for the same files: their ceilings.
 """
 
 from __future__ import annotations
@@ -13,17 +14,21 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from blake3 import blake3
+
+from bench import plain
 from bench.case import SEED
 from bench.child import in_child, settle
 from bench.command import Bench, progress
-from bench.machine import PeakMemory, drop_cache
+from bench.machine import PeakMemory, drop_cache, files_under, newest_under, sync_folder
 from bench.plans import plan
-from bench.report import megabytes, number, seconds, table, times
+from bench.report import megabytes, number, percent, seconds, table, times
 from bench.results import Figures, Results
 from bench.states import StateSpec, build
 from holdfast.format.layout import MANIFEST
@@ -32,6 +37,12 @@ from holdfast.format.tensors import TensorSpec
 ONE = "blocks.6.projection.weight"
 """The tensor that is read alone; at 2.5 GB it has 4.3 MB."""
 _REPEATS = 3
+_NUM_PLAIN = 20
+_READ_MANIFESTS = f"""
+import glob, sys
+for path in glob.glob(sys.argv[1] + "/*/{MANIFEST}"):
+    open(path, "rb").read()
+"""
 
 
 def write_index(num_shards: int, path: Path) -> Figures:
@@ -49,6 +60,7 @@ def write_index(num_shards: int, path: Path) -> Figures:
         write_s = perf_counter() - start
     return {
         "write_s": [write_s],
+        "plain_write_s": [plain.write_s(path, path.parent / "plain-index")],
         "peak_extra_nbytes": [float(peak.extra_nbytes)],
         "index_nbytes": [float((path / "index").stat().st_size)],
     }
@@ -68,7 +80,11 @@ def read_index(num_shards: int, path: Path) -> Figures:
         read_s = perf_counter() - start
     if len(index.components["model"]) != num_shards:
         raise RuntimeError("the index does not have the tensors that were written")
-    return {"read_s": [read_s], "peak_extra_nbytes": [float(peak.extra_nbytes)]}
+    return {
+        "read_s": [read_s],
+        "plain_read_s": [plain.read_s([path / "index"])],
+        "peak_extra_nbytes": [float(peak.extra_nbytes)],
+    }
 
 
 def _specs(num_shards: int) -> Iterator[TensorSpec]:
@@ -89,7 +105,10 @@ def make_run(num_checkpoints: int, root: Path) -> Figures:
         for step in range(num_checkpoints):
             values += 1
             manager.save(step).wait()
-    return {"save_s": [(perf_counter() - start) / num_checkpoints]}
+    save_s = (perf_counter() - start) / num_checkpoints
+    newest = newest_under(root)
+    copies = [root.parent / f"plain-{number}" for number in range(_NUM_PLAIN)]
+    return {"save_s": [save_s], "plain_save_s": [plain.write_s(newest, copy) for copy in copies]}
 
 
 def resume(root: Path) -> Figures:
@@ -118,7 +137,26 @@ def resume(root: Path) -> Figures:
     manager.resume()
     resume_s = perf_counter() - start
     manager.close()
-    return {"resume_s": [resume_s], "manifests_count": [float(len(manifests))]}
+    return {
+        "resume_s": [resume_s],
+        "plain_resume_s": [_plain_resume_s(root)],
+        "manifests_count": [float(len(manifests))],
+    }
+
+
+def _plain_resume_s(root: Path) -> float:
+    """A look at what there is, the files of the newest, and one that says who goes on."""
+    newest, claim = newest_under(root), root / "plain-claim"
+    start = perf_counter()
+    os.listdir(root)
+    plain.read_s(files_under(newest))
+    with claim.open("xb") as file:
+        file.write(bytes(1000))
+        os.fsync(file.fileno())
+    sync_folder(root)
+    took_s = perf_counter() - start
+    claim.unlink()
+    return took_s
 
 
 def save_large(spec: StateSpec, root: Path) -> Figures:
@@ -138,6 +176,7 @@ def load_one(spec: StateSpec, root: Path, *, settles: bool) -> Figures:
 
     model = build(spec).components["model"]
     nbytes = model.get_parameter(ONE).nbytes
+    one = _blocks_of_one(root)
     found: dict[str, list[float]] = {}
     for figure in ("cold_s", "warm_s"):
         for _ in range(_REPEATS):
@@ -148,7 +187,38 @@ def load_one(spec: StateSpec, root: Path, *, settles: bool) -> Figures:
             start = perf_counter()
             load_weights(root, model, include=[f"model.{ONE}"])
             found.setdefault(figure, []).append(perf_counter() - start)
+            if figure == "cold_s":
+                drop_cache(root)
+            found.setdefault(f"plain_{figure}", []).append(_plain_one_s(*one))
     return found | {"tensor_nbytes": [float(nbytes)]}
+
+
+def _blocks_of_one(root: Path) -> tuple[Path, range]:
+    """The file in which the tensor lies, and where its blocks begin."""
+    from holdfast.engine.loading.load import open_checkpoint
+    from holdfast.engine.roots.catalog import standalone
+    from holdfast.store.local import LocalStore
+
+    newest = newest_under(root)
+    store = LocalStore(root)
+    manifest = standalone(store, newest.name).manifest
+    index = open_checkpoint(store, newest.name, manifest).index
+    (shard,) = index.components["model"][ONE].shards
+    nbytes = index.block_nbytes
+    return newest / shard.file, range(
+        shard.start // nbytes * nbytes, shard.start + shard.nbytes, nbytes
+    )
+
+
+def _plain_one_s(path: Path, blocks: range) -> float:
+    """The documents beside a file, and blocks of it at once, read and digested."""
+    start = perf_counter()
+    plain.read_s(other for other in files_under(path.parent) if other.stat().st_size < blocks.step)
+    fd = os.open(path, os.O_RDONLY)
+    with ThreadPoolExecutor(len(blocks)) as pool:
+        list(pool.map(lambda at: blake3(os.pread(fd, blocks.step, at)).digest(), blocks))
+    os.close(fd)
+    return perf_counter() - start
 
 
 def small_tensors(spec: StateSpec, folder: Path, *, settles: bool) -> Figures:
@@ -179,6 +249,10 @@ def small_tensors(spec: StateSpec, folder: Path, *, settles: bool) -> Figures:
                 work(number)
                 if number:
                     found.setdefault(name, []).append(perf_counter() - start)
+    newest = newest_under(folder / "run")
+    copies = [folder / f"plain-{number}" for number in range(_REPEATS)]
+    found["plain_save_s"] = [plain.write_s(newest, copy) for copy in copies]
+    found["plain_load_s"] = [plain.read_s(files_under(newest)) for _ in copies]
     return found
 
 
@@ -190,6 +264,8 @@ def commands(root: Path) -> Figures:
         "help_s": [*holdfast, "--help"],
         "ls_s": [*holdfast, "ls", str(root)],
         "prune_s": [*holdfast, "prune", str(root), "--keep", "last:3", "--dry-run"],
+        "plain_help_s": [sys.executable, "-c", "pass"],
+        "plain_ls_s": [sys.executable, "-c", _READ_MANIFESTS, str(root)],
     }
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(1 + _REPEATS):
@@ -264,6 +340,9 @@ _BESIDE = {
     "load_s": "bare_load_s",
 }
 
+_PLAIN = {"prune_s": "plain_ls_s"}
+"""What is a ceiling to which figure, where the name does not say it."""
+
 
 def _tables(results: Results) -> list[str]:
     names = {key.split("/")[1]: title for key, title in results.titles.items()}
@@ -275,12 +354,13 @@ def _tables(results: Results) -> list[str]:
         other = (case, _BESIDE.get(figure, ""))
         return [
             seconds(results.median(case, figure)),
+            percent(results.ratio((case, _PLAIN.get(figure, f"plain_{figure}")), (case, figure))),
             times(results.ratio((case, figure), other)),
             megabytes(results.median(case, "peak_extra_nbytes")),
             number(results.median(case, "manifests_count"), "{:.0f}"),
         ]
 
-    head = ["what", "time", "beside the other", "extra memory", "manifests read"]
+    head = ["what", "time", "plain calls", "beside the other", "extra memory", "manifests read"]
     errors = {name: results.error(case) for name, (case, _) in rows.items()}
     return table(head, titles, row, errors)
 

@@ -2,6 +2,7 @@
 
 A GPT-like model trains; at every so many steps it is saved. The time of all those steps and of the
 call, less the time of as many steps without a save of the same process, is what a save *adds*.
+Steps without a save come right before and right after it: a shared machine is another one later.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -22,13 +24,17 @@ import torch
 from bench.child import in_child, settle
 from bench.command import Bench, progress
 from bench.peers import PEERS, Begun, Saver
+from bench.plain import PlainSave
 from bench.report import number, percent, results_table, seconds, times
 from bench.results import Figures, Results
 from bench.states import State, StateSpec, build, train_step
 
 NONE = "none"
+PLAIN = "plain"
+"""What no save with digests can do without: its row is the limit."""
 CASES = (
     NONE,
+    PLAIN,
     "holdfast",
     "holdfast-overlap",
     "dcp-async",
@@ -58,12 +64,14 @@ class Training:
     until_done: bool = False
     """Whether the steps go on until the save is done, however long it takes."""
 
-    num_quiet: int = 5
-    """Steps without a save, with whose median all others are compared."""
+    num_quiet: int = 4
+    """Steps without a save, before the first save and after each; the median of those around a save
+    is what its steps are compared with."""
 
     def saver(self, state: State) -> Saver:
         """What saves the state; not asked where nothing does."""
-        return PEERS[self.peer].saver(state, self.folder)
+        make = PlainSave if self.peer == PLAIN else PEERS[self.peer].saver
+        return make(state, self.folder)
 
 
 def train(training: Training) -> Figures:
@@ -76,6 +84,7 @@ def train(training: Training) -> Figures:
             settle(2 * loop.state.nbytes)
         loop.save_and_train(save)
         loop.finish()
+        loop.train_quietly()
     loop.close()
     return loop.figures()
 
@@ -95,7 +104,8 @@ class _Loop:
         self._batch = torch.randint(width, (1, min(training.tokens, width)), device=training.device)
         self._begun: Begun | None = None
         self._began_s = 0.0
-        self._quiet: list[float] = []
+        self._quiet: list[list[float]] = [[]]
+        """Seconds of steps without a save: before the first save, after it, after the next one."""
         self._busy: list[float] = []
         self._periods: list[tuple[float, int]] = []
         """Seconds and steps from one save to the next."""
@@ -109,6 +119,11 @@ class _Loop:
             self._saver.begin(0).wait()
         self.step()
         self._quiet.clear()
+        self.train_quietly()
+
+    def train_quietly(self) -> None:
+        """Some steps while nothing is saved."""
+        self._quiet.append([])
         for _ in range(self.training.num_quiet):
             self.step()
 
@@ -132,7 +147,7 @@ class _Loop:
         start = perf_counter()
         train_step(self.state, self._batch, guard)
         _synchronize(self.training.device)
-        (self._busy if is_busy else self._quiet).append(perf_counter() - start)
+        (self._busy if is_busy else self._quiet[-1]).append(perf_counter() - start)
         self._look()
 
     def _look(self) -> None:
@@ -153,13 +168,14 @@ class _Loop:
 
     def figures(self) -> Figures:
         """Of the counted saves, and of the steps without one."""
-        quiet_s, periods = median(self._quiet), self._periods
+        around = [median(before + after) for before, after in pairwise(self._quiet)]
+        periods = [(*one, quiet_s) for one, quiet_s in zip(self._periods, around, strict=True)]
         busy = {"busy_step_s": [median(self._busy)]} if self._busy else {}
         return busy | {
             "nbytes": [float(self.state.nbytes)],
-            "quiet_step_s": [quiet_s],
-            "added_s": [period_s - steps * quiet_s for period_s, steps in periods],
-            "added_share": [period_s / (steps * quiet_s) - 1 for period_s, steps in periods],
+            "quiet_step_s": around,
+            "added_s": [took_s - steps * quiet_s for took_s, steps, quiet_s in periods],
+            "added_share": [took_s / (steps * quiet_s) - 1 for took_s, steps, quiet_s in periods],
             "stall_s": self._stalls,
             "done_s": self._done,
         }
@@ -187,7 +203,8 @@ def measure_peer(
 def titles(place: str) -> Mapping[str, str]:
     """Rows of a table of trainings."""
     found = {f"{place}/{name}": peer.title for name, peer in PEERS.items()}
-    return {f"{place}/{NONE}": "no save", **found}
+    bounds = {NONE: "no save", PLAIN: "plain copy, digest and direct write"}
+    return {f"{place}/{name}": title for name, title in bounds.items()} | found
 
 
 def add_training_options(parser: argparse.ArgumentParser, *, num_saves: int = 1) -> None:
@@ -233,13 +250,14 @@ def _tables(results: Results) -> list[str]:
         return [
             number(results.median(case, "added_s"), "{:+.2f} s"),
             percent(results.median(case, "added_share")),
+            percent(results.ratio((f"slowdown/{PLAIN}", "added_s"), (case, "added_s"))),
             seconds(results.median(case, "stall_s")),
             seconds(results.median(case, "done_s")),
             seconds(results.median(case, "quiet_step_s")),
             times(busy),
         ]
 
-    head = ["training", "added by a save", "of the run", "stall", "done after"]
+    head = ["training", "added by a save", "of the run", "plain", "stall", "done after"]
     head += ["a step", "a step while a save runs"]
     title = f"### {results.titles.get('slowdown', 'Slow-down')}"
     return [title, "", *results_table(results, "slowdown/", head, titles("slowdown"), row)]

@@ -53,6 +53,20 @@ class State:
         """Every tensor under a dotted name, as safetensors takes them."""
         return dict(_flatten(self.nested(), ""))
 
+    def live(self) -> list[Tensor]:
+        """Every tensor, found where it lives: parameters, buffers, slots, values of dicts."""
+        found: list[Tensor] = []
+        for part in self.components.values():
+            if isinstance(part, nn.Module):
+                found += part.parameters()
+                found += part.buffers()
+            elif isinstance(part, torch.optim.Optimizer):
+                for slots in part.state.values():
+                    found += slots.values()
+            else:
+                found += part.values()
+        return found
+
     @property
     def nbytes(self) -> int:
         """Bytes of tensor data."""
