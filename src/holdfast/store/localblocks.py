@@ -134,14 +134,14 @@ class DirectWrites:
         return direct
 
     def warn(self, path: str, error: OSError) -> None:
-        """A write that was tried before was refused after all, as from some kinds of memory: the
-        page cache takes that piece. Says so once."""
+        """A write was refused although files take them, as from some kinds of memory: the page
+        cache takes that piece. Says so once."""
         with self._lock:
             has_warned, self._has_warned = self._has_warned, True
         if not has_warned:
             logger.warning(
-                "%s: a direct write was refused (%s), although others were not; what is refused "
-                "goes through the page cache, which is slower and as safe",
+                "%s: a direct write was refused: %s. What is refused goes through the page cache, "
+                "which is slower and as safe",
                 path,
                 error,
             )

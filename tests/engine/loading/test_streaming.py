@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +193,30 @@ def test_it_brings_the_same_bits_into_a_new_state_and_into_one_that_was_trained(
     assert live.bits() == bits
     assert live.best["same"] is live.best["weights"]
     assert live.best["none"].shape == (0, 3)
+
+
+def test_the_memory_of_a_load_goes_with_it(
+    tmp_path: Path, how: How, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the garbage collector is off, as in trainings that must not pause."""
+    options, loads = how
+    saved(tmp_path)
+    streams: list[weakref.ref[streaming.Stream]] = []
+    really_begin = streaming.Stream.__init__
+
+    def noted(self: streaming.Stream, *args: Any, **kwargs: Any) -> None:
+        really_begin(self, *args, **kwargs)
+        streams.append(weakref.ref(self))
+
+    monkeypatch.setattr(streaming.Stream, "__init__", noted)
+    with Large().manager(tmp_path, **options) as manager:
+        gc.collect()
+        gc.disable()
+        try:
+            manager.load(**loads)
+        finally:
+            gc.enable()
+    assert [stream() for stream in streams] == [None]
 
 
 def test_training_goes_on_to_the_same_bits(tmp_path: Path, how: How) -> None:

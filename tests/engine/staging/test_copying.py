@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -18,7 +19,8 @@ from holdfast.engine.staging.staged import Staged, StagedInMemory
 from holdfast.engine.workers import Workers
 from holdfast.errors import DeadlineExceeded
 from holdfast.format.layout import BLOCK_NBYTES
-from holdfast.format.tensors import lay_out
+from holdfast.format.tensors import TensorSpec, lay_out
+from holdfast.manager import CheckpointManager
 from holdfast.state.capture import Capturer, capture
 
 
@@ -185,6 +187,20 @@ def test_small_tensors_are_copied_from_their_addresses(
         tree["flags"].logical_not_()
     assert captured.components["tree"].addresses is not None
     workers.close()
+
+
+def test_a_tensor_without_elements_lies_behind_the_last_block(tmp_path: Path) -> None:
+    """In a file that is as long as its blocks."""
+    (file,) = lay_out("tree", [TensorSpec("a", "U8", (BLOCK_NBYTES - 4096,))])
+    assert file.nbytes == BLOCK_NBYTES
+    tree = {"a": torch.ones(BLOCK_NBYTES - 4096, dtype=torch.uint8), "none": torch.zeros(0)}
+    with CheckpointManager(tmp_path, {"tree": tree}, sinks=()) as manager:
+        for step in (1, 2):
+            tree["a"].fill_(step)
+            manager.save(step).wait()
+        tree["a"].zero_()
+        manager.load()
+    assert tree["a"].eq(2).all()
 
 
 @pytest.mark.parametrize("budget", [None, 8 << 20])

@@ -68,10 +68,12 @@ def test_who_waits_for_blocks_gets_the_error_of_the_copy() -> None:
 @needs_cuda
 def test_pinned_memory_is_given_back() -> None:
     memory, owner = torch.zeros(1 << 20, dtype=torch.uint8), nn.Identity()
-    assert pin(memory, owner)
-    assert not pin(memory, nn.Identity()), "registered twice"
+    device = torch.device("cuda", 0)
+    assert pin(memory, owner, device)
+    assert not pin(memory, nn.Identity(), device), "registered twice"
+    torch.ones(3, device=device).sum().item()  # which would raise what is left of the refusal
     del owner
-    assert pin(memory, nn.Identity())
+    assert pin(memory, nn.Identity(), device)
 
 
 @needs_cuda

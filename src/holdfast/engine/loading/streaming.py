@@ -52,11 +52,11 @@ class _Block:
 
 
 class _Pinned:
-    """Memory that devices know of. It stays until they have forgotten it."""
+    """Memory from which a device fetches by itself. It stays until the device has forgotten it."""
 
-    def __init__(self, buffer: memoryview) -> None:
+    def __init__(self, buffer: memoryview, device: torch.device) -> None:
         self._buffer = buffer
-        pin(torch.frombuffer(buffer, dtype=torch.uint8), self)
+        pin(torch.frombuffer(buffer, dtype=torch.uint8), self, device)
 
 
 _Blocks = Mapping[tuple[str, int], _Block]
@@ -90,8 +90,9 @@ class Stream:
         self._threads = threads
         self._timeout_s = timeout_s
         self._verify = verify
-        self._buffers = Buffers(self._prepare)
-        self._pinned: list[_Pinned] = []
+        self._buffers = Buffers()
+        self._pinned: dict[int, _Pinned] = {}
+        """Buffers by their ids."""
         self._device: torch.device | None = None
         """One to which copies go, if any do."""
         self._block_nbytes = opened.index.block_nbytes
@@ -157,11 +158,12 @@ class Stream:
             self._part(run.file, run.start, memory[run.at : run.at + run.nbytes], blocks)
         self._read(blocks)
 
-    def _prepare(self, buffer: memoryview) -> None:
-        """A device fetches the bytes itself, while others are read and checked."""
-        if self._device is not None:
-            with torch.cuda.device(self._device):
-                self._pinned.append(_Pinned(buffer))
+    def _buffer(self) -> memoryview:
+        """Memory for a block, from which a device may fetch while other blocks are read."""
+        buffer = self._buffers.take(self._block_nbytes)
+        if self._device is not None and id(buffer) not in self._pinned:
+            self._pinned[id(buffer)] = _Pinned(buffer, self._device)
+        return buffer
 
     def _copy_batch(self, batch: Sequence[_Goal]) -> None:
         blocks: defaultdict[tuple[str, int], _Block] = defaultdict(_Block)
@@ -245,7 +247,7 @@ class Stream:
         name, number = place
         start = number * self._block_nbytes
         nbytes = min(self._block_nbytes, self._opened.manifest.files[name].nbytes - start)
-        buffer = self._buffers.take(self._block_nbytes)
+        buffer = self._buffer()
         use: Use | None = None
         try:
             memory = buffer[:nbytes]

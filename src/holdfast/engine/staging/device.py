@@ -6,9 +6,11 @@ before it is given a tensor that is on one.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -73,18 +75,36 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def pin(memory: Tensor, owner: object) -> bool:
+def pin(memory: Tensor, owner: object, device: torch.device) -> bool:
     """Let CUDA devices use host memory by themselves until `owner` goes, which has to hold it;
-    whether they do.
+    whether they do. `device` is one that is in use.
 
     Without it copies are slower and wait for the host; that is all, so a refusal is no error.
     """
     if memory.numel() == 0:
         return False
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    address = memory.data_ptr()
-    if int(runtime.cudaHostRegister(address, memory.nbytes, 0)) != 0:
+    address, results = memory.data_ptr(), list[int]()
+
+    def register() -> None:
+        with torch.cuda.device(device):
+            results.append(int(_runtime().cudaHostRegister(address, memory.nbytes, 0)))
+
+    # The runtime keeps an error for the thread that made it, where the next kernel would raise it.
+    thread = threading.Thread(target=register, name="holdfast-pin", daemon=True)
+    with suppress(RuntimeError):  # the interpreter exits
+        thread.start()
+        thread.join()
+    if results != [0]:
         return False
     # At exit the driver does it, and may be gone before.
-    weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False
+    weakref.finalize(owner, _unpin, address, device).atexit = False
     return True
+
+
+def _unpin(address: int, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        _runtime().cudaHostUnregister(address)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

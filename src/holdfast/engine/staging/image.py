@@ -93,7 +93,8 @@ class Image(KnownFile):
     def overwritten_by_device(self, position: int, source: Tensor) -> tuple[Tensor, Tensor]:
         """The copy, (to, from), of a tensor that a device will make."""
         if self._is_pinned is None:
-            self._is_pinned = pin(torch.frombuffer(self.arena.memory, dtype=torch.uint8), self)
+            memory = torch.frombuffer(self.arena.memory, dtype=torch.uint8)
+            self._is_pinned = pin(memory, self, source.device)
         if self.file.specs[position].nbytes >= LARGE_NBYTES:
             self.note_version(position, source)
         self.forget(self.blocks_of(position))

@@ -39,9 +39,8 @@ class KnownFile:
 
     def blocks_of(self, position: int) -> range:
         """The blocks in which the tensor at `position` of the file has bytes."""
-        start = self.file.starts[position]
-        stop = start + max(self.file.specs[position].nbytes, 1)
-        return range(start // BLOCK_NBYTES, -(-stop // BLOCK_NBYTES))
+        start, nbytes = self.file.starts[position], self.file.specs[position].nbytes
+        return range(start // BLOCK_NBYTES, -(-(start + nbytes) // BLOCK_NBYTES) if nbytes else 0)
 
     def note_version(self, position: int, source: Tensor) -> None:
         """The tensor at `position` was copied without being compared."""

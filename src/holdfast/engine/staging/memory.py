@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
@@ -50,9 +49,7 @@ def _advise(memory: mmap.mmap, advice: int) -> None:
 class Buffers:
     """Memory that is used again and again, by any thread: new memory costs a fault a page."""
 
-    def __init__(self, prepare: Callable[[memoryview], None] = lambda _: None) -> None:
-        """`prepare` is called once with each piece of memory that is new."""
-        self._prepare = prepare
+    def __init__(self) -> None:
         self._free: SimpleQueue[memoryview] = SimpleQueue()
 
     def take(self, nbytes: int) -> memoryview:
@@ -65,9 +62,7 @@ class Buffers:
             found = self._free.get_nowait()
             if found.nbytes >= nbytes:
                 return found
-        new = memoryview(take(nbytes))
-        self._prepare(new)
-        return new
+        return memoryview(take(nbytes))
 
     def give_back(self, buffer: memoryview) -> None:
         """It is not used any more."""

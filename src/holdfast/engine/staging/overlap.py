@@ -32,8 +32,8 @@ class _Kept:
 
     specs: tuple[TensorSpec, ...]
     may_overlap: frozenset[str]
-    are_runs: bool
-    """Whether they are copied by their addresses."""
+    takes_small: bool
+    """Whether small ones on the host are among them."""
     keys: tuple[str, ...]
     numbers: tuple[int, ...]
     """Their places among the tensors of the component."""
@@ -74,7 +74,8 @@ class Overlap:
             self._tell(f"saves do not overlap with training: {reason}")
             return Guarded(keys={})
         components = captured.components.values()
-        kept = {component.name: self._kept_of(component) for component in components}
+        is_alone = not any(map(_is_on_device, components))
+        kept = {one.name: self._kept_of(one, takes_small=is_alone) for one in components}
         found = self._guarded(components, kept)
         if found is None:
             kept = {one.name: _with_versions(one, kept[one.name]) for one in components}
@@ -105,23 +106,25 @@ class Overlap:
                 raise
             return None
 
-    def _kept_of(self, component: CapturedComponent) -> _Kept:
+    def _kept_of(self, component: CapturedComponent, *, takes_small: bool) -> _Kept:
         """Which tensors of a component may overlap and are worth it.
 
         Of those that are copied by their addresses all are: nothing is done for each of the small
-        ones, which are copied at once. What torch copies is staged first where it is small.
+        ones, which are copied at once. What torch copies is staged first where it is small; and so
+        is all that is small beside tensors on a device, for which no host need wait.
         """
-        kept, are_runs = self._kept.get(component.name), component.addresses is not None
-        if kept is not None and kept.specs is component.specs and kept.are_runs == are_runs:
+        takes_small = takes_small and component.addresses is not None
+        kept = self._kept.get(component.name)
+        if kept is not None and kept.specs is component.specs and kept.takes_small == takes_small:
             may_overlap = kept.may_overlap
             if may_overlap is component.may_overlap or may_overlap == component.may_overlap:
                 return kept
         chosen = [
             (number, key)
             for number, (key, tensor) in enumerate(component.tensors.items())
-            if key in component.may_overlap and (are_runs or _is_worth_it(tensor))
+            if key in component.may_overlap and (takes_small or _is_worth_it(tensor))
         ]
-        kept = self._kept[component.name] = _chosen(component, chosen)
+        kept = self._kept[component.name] = _chosen(component, chosen, takes_small)
         return kept
 
     def begin(
@@ -168,16 +171,23 @@ def why_not(state: Mapping[str, Any], fence: Fence) -> str | None:
     return None
 
 
-def _chosen(component: CapturedComponent, chosen: Collection[tuple[int, str]]) -> _Kept:
+def _chosen(
+    component: CapturedComponent, chosen: Collection[tuple[int, str]], takes_small: bool
+) -> _Kept:
     keys, numbers = tuple(key for _, key in chosen), tuple(number for number, _ in chosen)
-    are_runs = component.addresses is not None
-    return _Kept(component.specs, component.may_overlap, are_runs, keys, numbers)
+    return _Kept(component.specs, component.may_overlap, takes_small, keys, numbers)
 
 
 def _with_versions(component: CapturedComponent, kept: _Kept) -> _Kept:
     """Without those of inference mode, whose changes torch does not count."""
     live, pairs = component.tensors, zip(kept.numbers, kept.keys, strict=True)
-    return _chosen(component, [(i, key) for i, key in pairs if not live[key].is_inference()])
+    counted = [(i, key) for i, key in pairs if not live[key].is_inference()]
+    return _chosen(component, counted, kept.takes_small)
+
+
+def _is_on_device(component: CapturedComponent) -> bool:
+    tensors = component.tensors.values() if component.addresses is None else ()
+    return any(tensor.is_cuda for tensor in tensors)
 
 
 def _places(staged: Staged) -> dict[tuple[str, str], Tensor]:
