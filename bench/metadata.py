@@ -1,8 +1,8 @@
 """Many small things instead of much data: `python -m bench.metadata`.
 
 An index of 100,000 shards; a root of 1,000 checkpoints; the command line's start; one tensor out
-of a large checkpoint; many small tensors beside a bare safetensors file. Beside them are the plain
-calls that are the least for the same files: their ceilings.
+of a large checkpoint; many small tensors beside a bare safetensors file. Beside them is what plain
+calls take for the same files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bench.plans import plan
 from bench.report import megabytes, number, percent, seconds, table, times
 from bench.results import Figures, Results
 from bench.states import StateSpec, build
-from holdfast.format.layout import MANIFEST
+from holdfast.format.layout import INDEX, MANIFEST
 from holdfast.format.tensors import TensorSpec
 
 ONE = "blocks.6.projection.weight"
@@ -176,7 +176,7 @@ def load_one(spec: StateSpec, root: Path, *, settles: bool) -> Figures:
 
     model = build(spec).components["model"]
     nbytes = model.get_parameter(ONE).nbytes
-    one = _blocks_of_one(root)
+    one = _places_of_one(root)
     found: dict[str, list[float]] = {}
     for figure in ("cold_s", "warm_s"):
         for _ in range(_REPEATS):
@@ -193,8 +193,8 @@ def load_one(spec: StateSpec, root: Path, *, settles: bool) -> Figures:
     return found | {"tensor_nbytes": [float(nbytes)]}
 
 
-def _blocks_of_one(root: Path) -> tuple[Path, range]:
-    """The file in which the tensor lies, and where its blocks begin."""
+def _places_of_one(root: Path) -> tuple[list[Path], Path, range]:
+    """The documents that say where the tensor lies, its file, and where its blocks begin."""
     from holdfast.engine.loading.load import open_checkpoint
     from holdfast.engine.roots.catalog import standalone
     from holdfast.store.local import LocalStore
@@ -203,17 +203,18 @@ def _blocks_of_one(root: Path) -> tuple[Path, range]:
     store = LocalStore(root)
     manifest = standalone(store, newest.name).manifest
     index = open_checkpoint(store, newest.name, manifest).index
+    tree = manifest.components["model"].files[0]
     (shard,) = index.components["model"][ONE].shards
-    nbytes = index.block_nbytes
-    return newest / shard.file, range(
-        shard.start // nbytes * nbytes, shard.start + shard.nbytes, nbytes
-    )
+    documents = [newest / name for name in (MANIFEST, INDEX, tree)]
+    of_block, stop = index.block_nbytes, shard.start + shard.nbytes
+    blocks = range(shard.start // of_block * of_block, stop, of_block)
+    return documents, newest / shard.file, blocks
 
 
-def _plain_one_s(path: Path, blocks: range) -> float:
-    """The documents beside a file, and blocks of it at once, read and digested."""
+def _plain_one_s(documents: Sequence[Path], path: Path, blocks: range) -> float:
+    """Documents, and then blocks of a file at once, read and digested."""
     start = perf_counter()
-    plain.read_s(other for other in files_under(path.parent) if other.stat().st_size < blocks.step)
+    plain.read_s(documents)
     fd = os.open(path, os.O_RDONLY)
     with ThreadPoolExecutor(len(blocks)) as pool:
         list(pool.map(lambda at: blake3(os.pread(fd, blocks.step, at)).digest(), blocks))

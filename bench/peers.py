@@ -46,6 +46,10 @@ class Saver(ABC):
         """What the optimizer's step must run inside of while a save is under way."""
         return nullcontext()
 
+    def rest(self) -> None:
+        """Return when all that comes after a save is done, too."""
+        return
+
     def close(self) -> None:
         """Give back threads and memory."""
         return
@@ -94,6 +98,10 @@ class Holdfast(Saver):
         """`save()`; the pending save is waited for afterwards."""
         pending = self._manager.save(number, **self._how)
         return Begun(wait=pending.wait, done=pending.done)
+
+    def rest(self) -> None:
+        """Until old checkpoints are gone."""
+        self._manager.wait()
 
     def close(self) -> None:
         """Close the manager."""

@@ -1,4 +1,4 @@
-"""The least that has to be done, by the plainest calls; others' rows are shares of it.
+"""What plain loops take for the same bytes and tensors; others' rows are shares of it.
 
 Nothing here knows a checkpoint; what it writes nobody could load.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from operator import attrgetter
 from pathlib import Path
 from time import perf_counter
@@ -31,8 +31,9 @@ _ASKED: Sequence[Callable[[Tensor], object]] = (
 
 
 def state_walks(state: State, *, change: Callable[[], object]) -> Figures:
-    """Seconds for a walk over the live state that asks each tensor where it lies, how often it was
-    changed, and for shape, strides and type: whoever copies it later has to know.
+    """Seconds for a walk over the live state, in Python, that asks each tensor where it lies, how
+    often it was changed, and for shape, strides and type, of which whoever copies it later has to
+    know most.
 
     Each after other work on other memory, as a save comes: what is asked lies in memory, and not in
     the processor's cache.
@@ -50,7 +51,8 @@ def state_walks(state: State, *, change: Callable[[], object]) -> Figures:
 
 
 def write_s(like: Path, into: Path) -> float:
-    """Seconds for new files with the bytes of those in a folder, and their names, to be durable."""
+    """Seconds until new files with the bytes of those in a folder, and their names, are durable,
+    one written and synced after the other."""
     contents = {path.name: path.read_bytes() for path in files_under(like)}
     start = perf_counter()
     into.mkdir()
@@ -65,7 +67,7 @@ def write_s(like: Path, into: Path) -> float:
 
 
 def read_s(paths: Iterable[Path]) -> float:
-    """Seconds for reading files and digesting what is in them."""
+    """Seconds for reading files and digesting what is in them, one after the other."""
     start = perf_counter()
     for path in paths:
         blake3(path.read_bytes()).digest()
@@ -73,13 +75,15 @@ def read_s(paths: Iterable[Path]) -> float:
 
 
 class PlainSave(Saver):
-    """A copy of the state by all threads, then a digest of each block and a direct write of it."""
+    """A copy of the state by all threads; then each block is digested, by as many, and written
+    directly, by others."""
 
     def __init__(self, state: State, folder: Path) -> None:
         self._copy = StateCopy([*state.flat().values()])
         self._folder = folder
         num_threads = len(os.sched_getaffinity(0))
         self._pool = ThreadPoolExecutor(num_threads)
+        self._writers = ThreadPoolExecutor(max(2, num_threads))
         self._background = ThreadPoolExecutor(1)
 
     def begin(self, number: int) -> Begun:
@@ -91,6 +95,7 @@ class PlainSave(Saver):
     def close(self) -> None:
         """End the threads."""
         self._background.shutdown()
+        self._writers.shutdown()
         self._pool.shutdown()
 
     def _write(self, path: Path) -> None:
@@ -99,12 +104,15 @@ class PlainSave(Saver):
         os.posix_fallocate(fd, 0, len(memory))
 
         def write(span: tuple[int, int]) -> None:
-            block = memory[slice(*span)]
-            blake3(block).digest()
-            if os.pwrite(fd, block, span[0]) != len(block):
+            if os.pwrite(fd, memory[slice(*span)], span[0]) != span[1] - span[0]:
                 raise OSError(f"short write to {path}")
 
-        list(self._pool.map(write, blocks_of(len(memory))))
+        def digest(span: tuple[int, int]) -> Future[None]:
+            blake3(memory[slice(*span)]).digest()
+            return self._writers.submit(write, span)
+
+        for written in list(self._pool.map(digest, blocks_of(len(memory)))):
+            written.result()
         os.fsync(fd)
         os.close(fd)
         sync_folder(path.parent)

@@ -78,6 +78,11 @@ class Results:
         found = self.ratios(over, under)
         return median(found) if found else None
 
+    def added(self, case: str, none: str, figure: str) -> list[float | None]:
+        """By round: a case's figure, less that of the case in which nothing is done."""
+        pairs = zip(self.by_round(case, figure), self.by_round(none, figure), strict=False)
+        return [None if a is None or b is None else a - b for a, b in pairs]
+
     def error(self, case: str) -> str | None:
         """The first error of a case."""
         return next((o.error for o in self.cases.get(case, []) if o.error), None)

@@ -2,12 +2,13 @@
 
 A GPT-like model trains; at every so many steps it is saved. The time of all those steps and of the
 call, less the time of as many steps without a save of the same process, is what a save *adds*.
-Steps without a save come right before and right after it: a shared machine is another one later.
+Steps without a save come before and after it: a shared machine is another one later.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import tempfile
@@ -84,6 +85,7 @@ def train(training: Training) -> Figures:
             settle(2 * loop.state.nbytes)
         loop.save_and_train(save)
         loop.finish()
+        loop.rest()
         loop.train_quietly()
     loop.close()
     return loop.figures()
@@ -104,7 +106,7 @@ class _Loop:
         self._batch = torch.randint(width, (1, min(training.tokens, width)), device=training.device)
         self._begun: Begun | None = None
         self._began_s = 0.0
-        self._quiet: list[list[float]] = [[]]
+        self._quiet: list[list[float]] = []
         """Seconds of steps without a save: before the first save, after it, after the next one."""
         self._busy: list[float] = []
         self._periods: list[tuple[float, int]] = []
@@ -118,14 +120,18 @@ class _Loop:
         if self._saver is not None:
             self._saver.begin(0).wait()
         self.step()
-        self._quiet.clear()
+        self.rest()
         self.train_quietly()
+
+    def rest(self) -> None:
+        """Return when nothing is left to do of what was saved."""
+        if self._saver is not None:
+            self._saver.rest()
+        os.sync()
 
     def train_quietly(self) -> None:
         """Some steps while nothing is saved."""
-        self._quiet.append([])
-        for _ in range(self.training.num_quiet):
-            self.step()
+        self._quiet.append([self.step() for _ in range(self.training.num_quiet)])
 
     def save_and_train(self, number: int) -> None:
         """One save and the steps up to the next."""
@@ -136,19 +142,22 @@ class _Loop:
             self._look()
         num_steps = 0
         while num_steps < self.training.steps or (self.training.until_done and self._begun):
-            self.step()
+            is_busy = self._begun is not None
+            took_s = self.step()
+            if is_busy:
+                self._busy.append(took_s)
             num_steps += 1
         self._periods.append((perf_counter() - self._began_s, num_steps))
 
-    def step(self) -> None:
-        """One step; its time goes to the quiet or to the busy ones."""
-        is_busy = self._begun is not None
-        guard = self._saver.guard() if is_busy and self._saver else nullcontext()
+    def step(self) -> float:
+        """One step; the seconds that it took."""
+        guard = self._saver.guard() if self._begun and self._saver else nullcontext()
         start = perf_counter()
         train_step(self.state, self._batch, guard)
         _synchronize(self.training.device)
-        (self._busy if is_busy else self._quiet[-1]).append(perf_counter() - start)
+        took_s = perf_counter() - start
         self._look()
+        return took_s
 
     def _look(self) -> None:
         if self._begun is not None and self._begun.done():
@@ -250,7 +259,7 @@ def _tables(results: Results) -> list[str]:
         return [
             number(results.median(case, "added_s"), "{:+.2f} s"),
             percent(results.median(case, "added_share")),
-            percent(results.ratio((f"slowdown/{PLAIN}", "added_s"), (case, "added_s"))),
+            percent(_plain_share(results, case)),
             seconds(results.median(case, "stall_s")),
             seconds(results.median(case, "done_s")),
             seconds(results.median(case, "quiet_step_s")),
@@ -261,6 +270,15 @@ def _tables(results: Results) -> list[str]:
     head += ["a step", "a step while a save runs"]
     title = f"### {results.titles.get('slowdown', 'Slow-down')}"
     return [title, "", *results_table(results, "slowdown/", head, titles("slowdown"), row)]
+
+
+def _plain_share(results: Results, case: str) -> float | None:
+    """What a plain save adds beside what this one does; both without the noise of the round, which
+    the training without a save shows."""
+    none = f"slowdown/{NONE}"
+    added = (results.added(name, none, "added_s") for name in (f"slowdown/{PLAIN}", case))
+    found = [plain / own for plain, own in zip(*added, strict=False) if plain and own]
+    return median(found) if found and case != none else None
 
 
 BENCH = Bench(
