@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T", bound="Child")
+
+
+def environment() -> dict[str, str]:
+    """That of a process which finds the modules that its test finds."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 class Child:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from runs import Recorder
+from ways import WAYS, Way, possible_ways
 
 pytest_plugins = ["servers.fixtures"]
 
@@ -42,6 +43,23 @@ def ram_path() -> Iterator[Path]:
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=base) as folder:
         yield Path(folder)
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> Way:
+    """Each way to save."""
+    return WAYS[request.param]
+
+
+@pytest.fixture
+def way_path(way: Way, ram_path: Path, tmp_path: Path) -> Path:
+    """A folder in which that way can be gone: on a disk where the disk is to be written directly,
+    else in memory."""
+    if not way.direct_io:
+        return ram_path
+    if way.name not in possible_ways(tmp_path):
+        pytest.skip("this file system refuses O_DIRECT")
+    return tmp_path
 
 
 @pytest.fixture

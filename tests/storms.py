@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from children import environment
 
 CRASH = Path(__file__).with_name("crash")
 
@@ -20,7 +21,7 @@ def storm(script: str, root: str | Path, *options: str) -> dict[str, Any]:
         text=True,
         timeout=3000,
         check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env=environment(),
     )
     assert done.stdout, done.stderr
     counts: dict[str, Any] = json.loads(done.stdout)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from tests.cli.conftest import holdfast  # noqa: F401
 from tests.cli.roots import Result, flip
-from tests.crash.test_every_operation import Tiny
 from tests.engine.sealed.test_sealing import KEY, SEALS, resumed, saved
 
 from holdfast import CheckpointManager, errors
@@ -21,6 +20,7 @@ from holdfast.policy.retention import Last
 from holdfast.policy.savers import SideSaver
 from holdfast.store.local import LocalStore
 from runs import Recorder
+from ways import Tiny
 
 Command = Callable[..., Result]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.crash.test_every_operation import Stores, Tiny, stores  # noqa: F401
+from tests.crash.test_every_operation import Stores, stores  # noqa: F401
 from torch import nn
 
 from holdfast import errors, load_weights
@@ -23,6 +23,7 @@ from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
 from runs import Recorder, Run, new_run
+from ways import Tiny
 
 THINNING: Rule = Last(1) | All().then_drop("optimizer", "scheduler")
 

@@ -6,7 +6,8 @@ A warm parent forks a child for each point, follows all of its threads with ptra
 it when one thread is about to make its n-th call; that call is not made any more. Points are
 (thread, n), threads in the order of their creation, so that they mean the same in every run.
 `--calls changing` stops only at calls that can change what is in the store or tell somebody:
-between two of these a kill at any other call leaves the same bytes behind.
+between two of these a kill at any other call leaves the same bytes behind. A scenario that is a way
+to save (tests/ways.py, which PYTHONPATH must have) is a later save that goes it.
 
 Prints one JSON line; exit status 1 when a promise was broken.
 """
@@ -26,7 +27,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,15 @@ from holdfast.engine.saving.fingerprint import environment
 from holdfast.engine.workers import Workers
 from holdfast.format import layout
 from holdfast.manager import CheckpointManager
-from holdfast.policy.retention import Last
 from holdfast.store.local import LocalStore
+from ways import PLAIN, WAYS, Tiny, Trained, Way, save_and_go_on
 
 NUM_ELEMENTS = 256
 MAX_LIVES = 25
 NO_PTRACE = 77
 """Exit status where processes may not be traced."""
+WENT = b"went\n"
+"""Tells that a save went its way."""
 Point = tuple[int, int]
 Act = Callable[[], object]
 
@@ -171,20 +174,9 @@ class Tracer:
         self._threads.setdefault(thread, len(self._threads))
 
 
-def become(state: dict[str, Any], step: int) -> None:
-    """Fill the state with a step."""
-    state["tree"]["step"] = step
-    for tensor in state["tree"]["tensors"]:
-        tensor.fill_(step)
-
-
-def manager_of(root: Path, state: dict[str, Any]) -> CheckpointManager:
-    return CheckpointManager(root, state, keep=Last(1), sinks=())
-
-
-def save_next(manager: CheckpointManager, state: dict[str, Any], told: int) -> None:
-    become(state, storm.step_of(state) + 1)
-    saved = manager.save(state["tree"]["step"]).wait()
+def save_next(manager: CheckpointManager, state: Tiny, told: int) -> None:
+    """Save the next step and go on; tells it."""
+    saved = save_and_go_on(manager, state, state.step() + 1)
     os.write(told, f"{saved.step}\n".encode())
     manager.wait()
 
@@ -203,10 +195,10 @@ def first_beat() -> threading.Event:
     return written
 
 
-def first_save(root: Path, told: int) -> Act:
+def first_save(way: Way, root: Path, told: int) -> Act:
     """A new root, with preflight, claim and close."""
-    state = storm.new_state(NUM_ELEMENTS)
-    manager = manager_of(root, state)
+    state = way.new_state()
+    manager = way.manager(root, state)
 
     def act() -> None:
         save_next(manager, state, told)
@@ -215,14 +207,17 @@ def first_save(root: Path, told: int) -> Act:
     return act
 
 
-def later_save(root: Path, told: int) -> Act:
-    """A save after which retention deletes the one before, and close."""
+def later_save(way: Way, root: Path, told: int) -> Act:
+    """A save after which retention deletes an earlier one, and close."""
     beat = first_beat()
-    state = storm.new_state(NUM_ELEMENTS)
-    manager = manager_of(root, state)
+    way.have_noted(setattr, lambda: os.write(told, WENT))
+    state = way.new_state()
+    manager = way.manager(root, state)
     manager.resume()
     manager.wait()
     beat.wait()
+    for _ in range(way.num_before):
+        save_next(manager, state, told)
 
     def act() -> None:
         save_next(manager, state, told)
@@ -231,15 +226,15 @@ def later_save(root: Path, told: int) -> Act:
     return act
 
 
-def gc(root: Path, told: int) -> Act:
+def gc(way: Way, root: Path, told: int) -> Act:
     """The removal of everything that a killed writer left."""
     return lambda: collect(LocalStore(root))
 
 
-def resume(root: Path, told: int) -> Act:
+def resume(way: Way, root: Path, told: int) -> Act:
     """Resume from what a killed writer left, with the removal of the rest, and close."""
-    state = storm.new_state(NUM_ELEMENTS)
-    manager = manager_of(root, state)
+    state = way.new_state()
+    manager = way.manager(root, state)
 
     def act() -> None:
         manager.resume()
@@ -249,18 +244,18 @@ def resume(root: Path, told: int) -> Act:
     return act
 
 
-def one_checkpoint(root: Path) -> None:
+def one_checkpoint(way: Way, root: Path) -> None:
     """Make a root with one checkpoint."""
-    state = storm.new_state(NUM_ELEMENTS)
-    with manager_of(root, state) as manager:
+    state = way.new_state()
+    with way.manager(root, state) as manager:
         save_next(manager, state, os.open(os.devnull, os.O_WRONLY))
 
 
-def leftovers(root: Path) -> None:
+def leftovers(way: Way, root: Path) -> None:
     """Leave an attempt, a scratch folder and a deletion that has only its tombstone; die."""
-    one_checkpoint(root)
-    state = storm.new_state(NUM_ELEMENTS)
-    manager = manager_of(root, state)
+    one_checkpoint(way, root)
+    state = way.new_state()
+    manager = way.manager(root, state)
     manager.resume()
     manager.wait()
     store = LocalStore(root)
@@ -274,13 +269,17 @@ def leftovers(root: Path) -> None:
     raise AssertionError("retention was to kill this process")
 
 
+SMALL = replace(PLAIN, num_elements=NUM_ELEMENTS)
+
+
 @dataclass(frozen=True)
 class Scenario:
     """What is there before (its newest step is `before`), and what the child does."""
 
-    act: Callable[[Path, int], Act]
-    prepare: Callable[[Path], None] | None
+    act: Callable[[Way, Path, int], Act]
+    prepare: Callable[[Way, Path], None] | None
     before: int
+    way: Way = SMALL
 
 
 SCENARIOS = {
@@ -288,6 +287,7 @@ SCENARIOS = {
     "later_save": Scenario(later_save, one_checkpoint, 1),
     "gc": Scenario(gc, leftovers, 2),
     "resume": Scenario(resume, leftovers, 2),
+    **{name: Scenario(later_save, one_checkpoint, 1, way) for name, way in WAYS.items()},
 }
 
 
@@ -307,13 +307,13 @@ class Sweep:
         self._only_changing = only_changing
         self._template = folder / "template"
         self._root = folder / "root"
-        self.killed = self.missed = self.stuck = 0
+        self.killed = self.missed = self.stuck = self.went = 0
         self.bad: list[Point | None] = []
         folder.mkdir(parents=True, exist_ok=True)
-        if scenario.prepare is not None:
-            pid = storm.forked(lambda: scenario.prepare(self._template))
+        if (prepare := scenario.prepare) is not None:
+            pid = storm.forked(lambda: prepare(scenario.way, self._template))
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            assert status in (0, -signal.SIGKILL), status
+            assert status == (-signal.SIGKILL if prepare is leftovers else 0), status
 
     def points(self) -> list[Point]:
         """Every point to which more than one of a few undisturbed lives came.
@@ -343,7 +343,9 @@ class Sweep:
         life = self._run(tell, kill_at)
         os.close(tell)
         with os.fdopen(told) as lines:
-            newest = max([self._scenario.before, *map(int, lines)])
+            words = lines.read().split()
+        self.went += words.count(WENT.decode().strip())
+        newest = max([self._scenario.before, *(int(word) for word in words if word.isdigit())])
         if not storm.succeeds(lambda: self._check(newest)):
             self.bad.append(kill_at)
         return life
@@ -357,7 +359,7 @@ class Sweep:
         (ready, got_ready), (go, let_go) = os.pipe(), os.pipe()
 
         def child() -> None:
-            act = self._scenario.act(self._root, tell)
+            act = self._scenario.act(self._scenario.way, self._root, tell)
             os.write(got_ready, b".")
             os.read(go, 1)
             act()
@@ -375,16 +377,21 @@ class Sweep:
 
     def _check(self, newest: int) -> None:
         """Nothing is lost or damaged, the run goes on, and gc leaves nothing but checkpoints."""
-        storm.look(self._root, storm.new_state(NUM_ELEMENTS), newest)
-        state = storm.new_state(NUM_ELEMENTS)
-        with manager_of(self._root, state) as manager:
+        way = self._scenario.way
+        self._look(newest)
+        state = way.new_state()
+        with way.manager(self._root, state) as manager:
             manager.resume()
-            step = storm.step_of(state)
+            step = state.step()
             if step < newest:
                 raise AssertionError(f"lost: {newest} was acknowledged, {step} was resumed")
             save_next(manager, state, os.open(os.devnull, os.O_WRONLY))
-        storm.look(self._root, storm.new_state(NUM_ELEMENTS), step + 1)
-        storm.clean_up(self._root)
+        self._look(step + 1)
+        storm.clean_up(self._root, most=way.num_kept + 2)
+
+    def _look(self, newest: int) -> None:
+        state = self._scenario.way.new_state()
+        storm.look(self._root, state.components, newest, step_of=lambda _: state.step())
 
 
 def one_thread_for_each_kind_of_work() -> None:
@@ -410,7 +417,7 @@ def sweep(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "points": len(points),
         "threads": len({thread for thread, _ in points}),
         "tried": len(chosen),
-        **{name: getattr(found, name) for name in ("killed", "missed", "stuck")},
+        **{name: getattr(found, name) for name in ("killed", "missed", "stuck", "went")},
         "bad": len(found.bad),
         "bad_points": found.bad[:10],
         "took_s": round(time.perf_counter() - began, 1),
@@ -431,6 +438,8 @@ def main() -> int:
     if options.mutant:
         MUTANTS[options.mutant]()
     environment()  # asks git once; a process of its own has no place among the calls
+    if options.scenario in WAYS:
+        Trained(1).become(1)  # imports what every child would import
     try:
         counts = sweep(options.folder, options)
     except PermissionError as error:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,10 @@ from holdfast.engine.loading import load as load_module
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.format import blocks, sealed
 from holdfast.manager import CheckpointManager
+from holdfast.policy.retention import Last
 from holdfast.store.local import LocalStore
 from runs import Recorder, new_run
+from ways import WAYS, Way, save_and_go_on
 
 
 class Small:
@@ -126,6 +130,90 @@ def test_every_truncation_is_found(tmp_path: Path) -> None:
     load_newest(tmp_path)
 
 
+def damage(path: Path, start: int, *, cuts: bool = False) -> Callable[[], None]:
+    """Turn the bits of the byte around that is there, or cut the file; the call that undoes it."""
+    os.chmod(path, 0o644)
+    with path.open("r+b") as file:
+        file.seek(start)
+        rest = file.read(None if cuts else 1)
+        file.seek(start)
+        if cuts:
+            file.truncate()
+        else:
+            file.write(bytes([rest[0] ^ 0xFF]))
+
+    def undo() -> None:
+        with path.open("r+b") as file:
+            file.seek(start)
+            file.write(rest)
+
+    return undo
+
+
+def saved_so(root: Path, way: Way, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """A root whose newest checkpoint was saved that way, and those before; newest first."""
+    shown: list[str] = []
+    state = way.new_state()
+    with monkeypatch.context() as patched, way.manager(root, state, keep=Last(9)) as manager:
+        way.have_noted(patched.setattr, partial(shown.append, way.name))
+        for step in range(1, 2 + way.num_before):
+            shown.clear()
+            save_and_go_on(manager, state, step)
+        assert shown
+        return [root / checkpoint.folder for checkpoint in manager.list()]
+
+
+def test_damage_to_what_was_saved_otherwise_is_found(
+    way_path: Path, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R15, R16, D14, D15; invariants 3, 6: in each file, also one that was copied while training
+    went on, written in waves and loaded so, shared, or written past the page cache."""
+    folder = saved_so(way_path, way, monkeypatch)[0]
+    rng, store = random.Random(0), LocalStore(way_path)
+    live, placed = way.new_state(), way.new_state()
+    with way.manager(way_path, live) as manager, way.manager(way_path, placed) as in_place:
+        for path in sorted(folder.iterdir()):
+            last = path.stat().st_size - 1
+            for start, cuts in (
+                (0, False),
+                (rng.randrange(last), False),
+                (last, False),
+                (last, True),
+            ):
+                undo = damage(path, start, cuts=cuts)
+                with pytest.raises(errors.FormatError, match=re.escape(path.name)):
+                    manager.load(folder.name)
+                assert live.step() == 0
+                with pytest.raises(errors.HoldfastError, match=re.escape(path.name)):
+                    in_place.load(folder.name, in_place=True)
+                assert not verify(store, folder.name).ok, (path.name, start, cuts)
+                undo()
+        assert verify(store, folder.name).ok
+        manager.load(folder.name)
+        in_place.load(folder.name, in_place=True)
+        assert live.step() == placed.step() == 1 + way.num_before
+
+
+def test_damage_to_a_shared_file_is_found_in_each_that_shares_it(
+    ram_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R15, R19, D31; invariants 3, 4, 10: and resume goes back to one with bytes of its own."""
+    way = WAYS["links"]
+    folders = saved_so(ram_path, way, monkeypatch)
+    shared = next(path for path in folders[0].iterdir() if path.stat().st_nlink > 1)
+    damage(shared, shared.stat().st_size // 2)
+    holders = [f for f in folders if (f / shared.name).samefile(shared)]
+    store = LocalStore(ram_path)
+    assert [f for f in folders if not verify(store, f.name).ok] == holders == folders[:2]
+    live = way.new_state()
+    with way.manager(ram_path, live) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.folder == folders[2].name
+        assert live.step() == 1
+        assert [name for name, _ in found.rejected] == [f.name for f in holders]
+
+
 def swap_with(other: Path, path: Path) -> None:
     a, b = path.read_bytes(), other.read_bytes()
     write_over(path, b)
@@ -215,8 +303,6 @@ def test_a_damaged_checkpoint_that_was_named_raises(tmp_path: Path) -> None:
 
 def test_a_rejected_checkpoint_fills_no_quota(tmp_path: Path) -> None:
     """R20; invariant 4."""
-    from holdfast.policy.retention import Last
-
     new, _old = saved(tmp_path, steps=2)
     flip(new / "model-00000.safetensors", 8 * 5000)
     small = Small()

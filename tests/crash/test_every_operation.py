@@ -7,15 +7,13 @@ must be there afterwards, whole, and the run must go on.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from holdfast import errors
 from holdfast.care import gc as gc_module
@@ -24,71 +22,14 @@ from holdfast.care.verify import verify
 from holdfast.engine.roots import commit as commit_module
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.saving import save as save_module
-from holdfast.engine.staging.copying import Copying
-from holdfast.engine.staging.waves import StagedInWaves
-from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import Last
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
+from ways import WAYS, Tiny, opened, save_and_go_on
 
 Stores = Callable[[int], Store]
-
-
-class Tiny:
-    """A state that says of each of its tensors at which step it was written."""
-
-    def __init__(self) -> None:
-        self.tree: dict[str, Any] = {"step": 0, "tensors": [torch.zeros(64) for _ in range(3)]}
-        self.components: dict[str, Any] = {"tiny": self.tree}
-
-    def become(self, step: int) -> None:
-        self.tree["step"] = step
-        for tensor in self.tree["tensors"]:
-            tensor.fill_(step)
-
-    def step(self) -> int:
-        """The step, after checking that no tensor is of another one."""
-        steps = {int(value) for tensor in self.tree["tensors"] for value in tensor}
-        assert steps == {self.tree["step"]}, f"mixed: {steps} and {self.tree['step']}"
-        return int(self.tree["step"])
-
-
-class Trained(Tiny):
-    """The same, with a module that an optimizer changes, and what nobody trains."""
-
-    def __init__(self, num_elements: int) -> None:
-        super().__init__()
-        self.model = nn.ParameterList(torch.zeros(num_elements) for _ in range(3))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
-        self.base = [torch.full((1 << 19,), 7.0)]
-        self.components |= {"model": self.model, "optimizer": self.optimizer}
-        self.components["base"] = {"base": self.base}
-
-    def become(self, step: int) -> None:
-        for parameter in self.model:
-            parameter.grad = parameter.detach() - step
-        self.optimizer.step()
-        super().become(step)
-
-    def step(self) -> int:
-        """As `Tiny.step`."""
-        step = super().step()
-        assert all(bool((parameter == step).all()) for parameter in self.model)
-        assert not step or all(bool((tensor == 7).all()) for tensor in self.base)
-        return step
-
-
-@contextmanager
-def opened(store: Store, tiny: Tiny, **options: Any) -> Iterator[CheckpointManager]:
-    """A manager that is closed at the end, also when its store has stopped."""
-    manager = CheckpointManager(store, tiny.components, sinks=(), preflight=False, **options)
-    try:
-        yield manager
-    finally:
-        with suppress(errors.HoldfastError, Stopped):
-            manager.close()
 
 
 def scenario(
@@ -104,10 +45,7 @@ def scenario(
         found = manager.resume()
         last = found.step if found is not None else 0
         for step in range(last + 1, last + 4):
-            tiny.become(step)
-            pending = manager.save(step)
-            tiny.become(step + 1)  # training goes on
-            acknowledged.append(pending.wait().step)
+            acknowledged.append(save_and_go_on(manager, tiny, step).step)
         manager.wait()
     collect(store)
 
@@ -195,35 +133,17 @@ def test_nor_does_one_of_saves_made_otherwise(
     """R1, R2, R9, R14; invariants 1, 2, 4, 10: also while copies overlap with training, of a state
     larger than the memory for it, and where files are linked."""
     shown: list[str] = []
-    for kind, name in ((Copying, "run_later"), (StagedInWaves, "content"), (LocalStore, "link")):
-        monkeypatch.setattr(kind, name, noted(getattr(kind, name), shown))
-    make: Callable[[], Tiny] = partial(Trained, 3 << 20 if way == "waves" else 1 << 17)
-    options: dict[str, dict[str, Any]] = {
-        "overlap": {"overlap": True},
-        "waves": {"memory_budget": "32MiB"},
-        "links": {"num_kept": 3},
-    }
-    num_kept = options[way].get("num_kept", 1)
-    lived = partial(scenario, make=make, **options[way])
+    chosen = WAYS[way]
+    chosen.have_noted(monkeypatch.setattr, partial(shown.append, way))
+    make, num_kept = chosen.new_state, chosen.num_kept
+    lived = partial(scenario, make=make, num_kept=num_kept, **chosen.options)
     checked = partial(check, make=make, num_kept=num_kept)
     total = num_operations(LocalStore(ram_path / "whole"), lived)
-    assert {"overlap": "run_later", "waves": "content", "links": "link"}[way] in shown
+    assert way in shown
     for at in range(0, total, 9 if way == "waves" else 5):
         store = LocalStore(ram_path / str(at))
         checked(store, run_stopped(store, "stop_after", at, lived))
         shutil.rmtree(ram_path / str(at))
-
-
-def noted(call: Callable[..., Any], shown: list[str]) -> Callable[..., Any]:
-    """The call, which notes its name when it came to anything."""
-
-    def noting(*args: Any, **named: Any) -> Any:
-        found = call(*args, **named)
-        if found is None or found:
-            shown.append(call.__name__)
-        return found
-
-    return noting
 
 
 def sweep(new: Stores, kind: str, total: int, scenario: Callable[..., None] = scenario) -> None:

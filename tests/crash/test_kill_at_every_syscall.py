@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from children import environment
+from ways import Way
+
 SYSCALLS = Path(__file__).with_name("syscalls.py")
 NO_PTRACE = 77
 
@@ -26,6 +29,7 @@ def sweep(folder: Path, *options: str) -> dict[str, Any]:
         text=True,
         timeout=3000,
         check=False,
+        env=environment(),
     )
     if done.returncode == NO_PTRACE:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(f"no ptrace here: {done.stderr}")
@@ -46,6 +50,28 @@ def test_a_kill_at_every_sixth_changing_call_loses_nothing(ram_path: Path, scena
     counts = sweep(ram_path, "--scenario", scenario, "--calls", "changing", "--stride", "6")
     assert_all_were_killed_and_nothing_was_lost(counts)
     assert counts["points"] >= 25
+
+
+STRIDES = {"overlap": 23, "waves": 37, "links": 17, "direct": 23}
+
+
+def test_nor_does_one_in_a_save_made_otherwise(way_path: Path, way: Way) -> None:
+    """R2, R9, R14; invariants 1, 2, 4, 10: while training goes on, a few blocks at a time, with
+    files of the checkpoint before, and past the page cache."""
+    options = ("--calls", "changing", "--stride", str(STRIDES[way.name]))
+    counts = sweep(way_path, "--scenario", way.name, *options)
+    assert_all_were_killed_and_nothing_was_lost(counts)
+    assert counts["went"] > 0, counts
+    assert counts["points"] >= 25
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_nor_does_one_at_any_changing_call_of_it(way_path: Path, way: Way) -> None:
+    """R2, R9, R14."""
+    counts = sweep(way_path, "--scenario", way.name, "--calls", "changing")
+    assert_all_were_killed_and_nothing_was_lost(counts)
+    assert counts["went"] > 0, counts
 
 
 @pytest.mark.long

@@ -10,8 +10,10 @@ import itertools
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import pytest
 import torch
 
 from holdfast import errors
+from holdfast.care.gc import collect
 from holdfast.care.verify import verify
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.manager import CheckpointManager
@@ -26,8 +29,10 @@ from holdfast.policy.retention import Last
 from holdfast.store import localfiles
 from holdfast.store.local import LocalStore
 from holdfast.store.localblocks import LocalBlockWriter
+from ways import Way, save_and_go_on
 
 CALLS = ("open", "pwrite", "fsync", "link", "replace", "mkdir", "unlink")
+TENSORS = ".safetensors"
 ERRNOS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ESTALE)
 
 
@@ -136,6 +141,92 @@ def test_an_error_at_every_call_is_reported_and_harms_nothing(name: str, ram_pat
                 assert_says_unknown(error)
     else:
         pytest.fail("more calls than expected")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A save of which one call failed, or that made fewer calls."""
+
+    hits: list[str]
+    """What the call that failed was made on."""
+    before: int
+    """The step that was acknowledged before."""
+    step: int
+    error: BaseException | None
+
+
+def save_so(root: Path, way: Way, name: str, at: int, code: int) -> Tried:
+    """Resume, save that way, and have one call of the last of these saves fail."""
+    state = way.new_state()
+    manager = way.manager(root, state, preflight=False)
+    error = None
+    try:
+        found = manager.resume()
+        before = found.step if found is not None else 0
+        assert state.step() == before
+        for _ in range(way.num_before):
+            before = save_and_go_on(manager, state, before + 1).step
+        manager.wait()
+        with failing(name, at, code) as injector:
+            try:
+                save_and_go_on(manager, state, before + 1)
+                manager.wait()
+            except errors.HoldfastError as raised:
+                error = raised
+    finally:
+        with suppress(errors.HoldfastError):
+            manager.close()
+    return Tried(hits=injector.hits, before=before, step=before + 1, error=error)
+
+
+STRIDES = {"open": 31, "pwrite": 5, "fsync": 5, "link": 5, "replace": 5, "mkdir": 1, "unlink": 7}
+"""Every so many calls of a save one fails, where not all are tried."""
+
+
+def assert_errors_harm_nothing(root: Path, way: Way, strides: Mapping[str, int]) -> None:
+    """One run goes through an error at each of these calls."""
+    codes, store, before = itertools.cycle(ERRNOS), LocalStore(root), 0
+    for name in CALLS:
+        for at in range(0, 1000, strides.get(name, 1)):
+            code = next(codes)
+            tried = save_so(root, way, name, at, code)
+            assert tried.before == before + way.num_before, tried
+            collect(store)
+            for entry in Catalog(store).checkpoints():
+                report = verify(store, entry.folder)
+                assert report.ok, report.problems
+            head = Catalog(store).head()
+            before = head.step if head is not None else 0
+            assert before == tried.step or (tried.error and before == tried.before), tried
+            if name in ("pwrite", "fsync") and any(TENSORS in hit for hit in tried.hits):
+                assert tried.error is not None
+            if tried.error is not None:
+                assert_names_the_cause(tried.error, code)
+                if before == tried.step:
+                    assert_says_unknown(tried.error)
+            if not tried.hits:
+                assert at > 0, f"os.{name} is never called; the list of calls is out of date"
+                break
+        else:
+            pytest.fail("more calls than expected")
+
+
+def test_nor_does_an_error_in_a_save_made_otherwise(
+    way_path: Path, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R6, R7, D8, D37; invariants 1, 2, 4, 10: while training goes on, a few blocks at a time, with
+    files of the checkpoint before, and past the page cache."""
+    shown: list[str] = []
+    way.have_noted(monkeypatch.setattr, partial(shown.append, way.name))
+    assert_errors_harm_nothing(way_path, way, STRIDES)
+    assert len(shown) >= 20
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_nor_does_one_at_any_call_of_it(way_path: Path, way: Way) -> None:
+    """R6, R7; invariants 1, 2, 4, 10."""
+    assert_errors_harm_nothing(way_path, way, {})
 
 
 def assert_names_the_cause(error: BaseException, code: int) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.store.local import LocalStore
 from storms import harmless, storm
+from ways import takes_direct
 
 
 def test_fifty_kills_lose_nothing(tmp_path: Path) -> None:
@@ -35,8 +35,7 @@ def test_nor_do_kills_of_one_that_saves_otherwise(tmp_path: Path, way: str) -> N
     assert counts["killed"] >= 15
     assert counts["last_step"] >= 5
     assert counts["told"][way] >= 10
-    is_direct = "O_DIRECT" in LocalStore(tmp_path).probe()
-    assert (counts["told"].get("direct", 0) >= 10) is is_direct
+    assert (counts["told"].get("direct", 0) >= 10) is takes_direct(tmp_path)
 
 
 def test_the_storm_of_other_ways_catches(tmp_path: Path) -> None:

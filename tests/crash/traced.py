@@ -1,10 +1,12 @@
 """Record the system calls of a run with strace: of our own code, and of broken versions of it.
 
-    python tests/crash/traced.py FOLDER clean no_file_sync ...
+    python tests/crash/traced.py FOLDER clean no_file_sync overlap links.no_file_sync ...
 
 For each variant a child is forked from a warm parent, strace is attached to it, and the child
-then makes a root, saves three times with one checkpoint kept, tags, closes and runs gc. The trace
-is `FOLDER/<variant>.trace`. A write of `committed <folder>` marks where the caller was told.
+then makes a root, saves three times or more with one checkpoint or more kept, tags, closes and runs
+gc. A variant that begins with a way to save (tests/ways.py, which PYTHONPATH must have) saves so.
+The trace is `FOLDER/<variant>.trace`. A write of `committed <folder>` marks where the caller was
+told, and one of `went <way>` that a save went that way.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +30,10 @@ from holdfast.engine.saving import save as save_module
 from holdfast.engine.saving.fingerprint import environment
 from holdfast.format import layout
 from holdfast.format.manifest import Deleted
-from holdfast.manager import CheckpointManager
-from holdfast.policy.retention import Last
 from holdfast.store.local import LocalStore
+from ways import PLAIN, WAYS, Trained, Way, save_and_go_on
 
-NUM_ELEMENTS = 300_000  # of 8 tensors: one file of two blocks, so that two threads write
+NUM_ELEMENTS = 1 << 20  # of 3 tensors: one file of two blocks, so that two threads write
 CALLS = (
     "openat,?open,?creat,mkdirat,?mkdir,unlinkat,?unlink,?rmdir,linkat,?link,symlinkat,"
     "?symlink,?renameat,renameat2,?rename,write,pwrite64,?pwritev,?pwritev2,fsync,fdatasync,"
@@ -48,16 +50,13 @@ def tell(folder: str) -> None:
     os.write(_told, f"committed {folder}".encode())
 
 
-def run(root: Path) -> None:
+def run(root: Path, way: Way) -> None:
     """The life that is recorded."""
-    state = storm.new_state(NUM_ELEMENTS)
-    with CheckpointManager(root, state, keep=Last(1), sinks=()) as manager:
+    state = way.new_state()
+    with way.manager(root, state) as manager:
         manager.resume()
-        for step in range(1, 4):
-            state["tree"]["step"] = step
-            for tensor in state["tree"]["tensors"]:
-                tensor.fill_(step)
-            tell(manager.save(step).wait().folder)
+        for step in range(1, 4 + way.num_before):
+            tell(save_and_go_on(manager, state, step).folder)
         manager.wait()
         manager.tag("latest", "last")
     store = LocalStore(root)
@@ -154,11 +153,18 @@ VARIANTS: dict[str, Callable[[], object]] = {
 def record(folder: Path, variant: str) -> None:
     """One forked child under strace, from its first call in the store to its end."""
     go, let_go = os.pipe()
+    first, _, second = variant.partition(".")
+    way = WAYS.get(first, PLAIN)
+    mutant = (second or "clean") if first in WAYS else first
 
     def child() -> None:
-        VARIANTS[variant]()
+        VARIANTS[mutant]()
+        way.have_noted(setattr, lambda: os.write(_told, f"went {first}".encode()))
         os.read(go, 1)
-        run(folder / variant / "new" / "root")
+        run(
+            folder / variant / "new" / "root",
+            replace(way, num_elements=max(way.num_elements, NUM_ELEMENTS)),
+        )
 
     pid = storm.forked(child)
     options = ["-f", "-yy", "-s", str(TEXT_NBYTES), "-e", f"trace={CALLS}", "-e", "signal=none"]
@@ -179,6 +185,8 @@ def record(folder: Path, variant: str) -> None:
 def main(folder: Path, variants: list[str]) -> None:
     torch.set_num_threads(1)
     environment()  # asks git once; a process of its own has no place in the traces
+    if any(variant.partition(".")[0] in WAYS for variant in variants):
+        Trained(1).become(1)  # nor have files that are imported
     for variant in variants:
         record(folder, variant)
 

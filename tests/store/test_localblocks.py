@@ -14,6 +14,7 @@ from holdfast.errors import NotFound, StoreError, StoreFull, UnsupportedStore
 from holdfast.store import localblocks, syscalls
 from holdfast.store.local import LocalStore
 from holdfast.testing.store_contract import noise
+from ways import takes_direct
 
 MIB = 1024 * 1024
 SIZES = [0, 1, 4095, 4096, 4097, 65536, 1_000_003, 8 * MIB, 8 * MIB + 3]
@@ -39,15 +40,6 @@ def direct_nbytes(monkeypatch):
 
     monkeypatch.setattr(localblocks.LocalBlockWriter, "_write_direct", write_direct)
     return lengths
-
-
-def works_direct(folder):
-    """Whether this file system takes direct writes at all."""
-    try:
-        LocalStore(folder, direct_io=True).create("probe", 0).abort()
-    except UnsupportedStore:
-        return False
-    return True
 
 
 def write(store, key, data, piece_nbytes, threads=1):
@@ -91,7 +83,7 @@ def test_pieces_of_any_alignment_are_exact(tmp_path, arena, offset, start):
 
 
 def test_whole_aligned_pages_go_directly_and_the_tail_does_not(tmp_path, arena, direct_nbytes):
-    if not works_direct(tmp_path):
+    if not takes_direct(tmp_path):
         pytest.skip("this file system has no direct writes")
     store = LocalStore(tmp_path)
     nbytes = 8 * MIB + 3
@@ -114,7 +106,7 @@ def test_false_never_writes_directly(tmp_path, arena, direct_nbytes, monkeypatch
 
 
 def test_memory_that_is_read_only_is_written_directly_too(tmp_path, arena, direct_nbytes):
-    if not works_direct(tmp_path):
+    if not takes_direct(tmp_path):
         pytest.skip("this file system has no direct writes")
     with arena[:MIB] as data, data.toreadonly() as readonly:
         write(LocalStore(tmp_path), "a", readonly, MIB)
@@ -166,7 +158,7 @@ def test_where_the_flag_is_refused_everything_is_buffered(tmp_path, arena, monke
 
 
 def test_where_the_probe_fails_everything_is_buffered(tmp_path, arena, monkeypatch):
-    if not works_direct(tmp_path):
+    if not takes_direct(tmp_path):
         pytest.skip("this file system has no direct writes")
     counter = refusing_writes(monkeypatch, after=0, number=errno.EINVAL)
     with arena[: 2 * MIB] as data:
@@ -178,7 +170,7 @@ def test_where_the_probe_fails_everything_is_buffered(tmp_path, arena, monkeypat
 
 
 def test_what_was_found_out_before_the_first_file_is_not_tried_again(tmp_path, arena, monkeypatch):
-    if not works_direct(tmp_path):
+    if not takes_direct(tmp_path):
         pytest.skip("this file system has no direct writes")
     store = LocalStore(tmp_path)
     assert "O_DIRECT" in store.probe()
@@ -193,7 +185,7 @@ def test_refused_flags_and_refused_writes_are_found_out_before_the_first_file(
     tmp_path, arena, monkeypatch
 ):
     """A save must not be the first to learn that the flag is taken and the write is not."""
-    if works_direct(tmp_path):
+    if takes_direct(tmp_path):
         with monkeypatch.context() as patch:
             refusing_writes(patch, after=0, number=errno.EINVAL)
             with pytest.raises(UnsupportedStore, match="O_DIRECT"):
@@ -215,18 +207,25 @@ def test_refused_flags_and_refused_writes_are_found_out_before_the_first_file(
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EFAULT])
-def test_memory_that_cannot_be_written_directly_is_copied(tmp_path, arena, monkeypatch, number):
-    if not works_direct(tmp_path):
+def test_memory_that_cannot_be_written_directly_is_copied(
+    tmp_path, arena, monkeypatch, caplog, number
+):
+    """And nobody has to find out from its slowness: it is said, once."""
+    if not takes_direct(tmp_path):
         pytest.skip("this file system has no direct writes")
     refusing_writes(monkeypatch, after=1, number=number)
     with arena[: 2 * MIB] as data:
         store = LocalStore(tmp_path)
-        write(store, "a", data, MIB)
-        assert store.get("a") == data
+        for key in ("a", "b"):
+            write(store, key, data, MIB)
+            assert store.get(key) == data
+    (said,) = caplog.messages
+    assert str(tmp_path / "a") in said
+    assert "page cache" in said
 
 
 def test_a_failed_direct_write_is_an_error(tmp_path, arena, monkeypatch):
-    if not works_direct(tmp_path):
+    if not takes_direct(tmp_path):
         pytest.skip("this file system has no direct writes")
     refusing_writes(monkeypatch, after=1, number=errno.EIO)
     with arena[: 2 * MIB] as data, pytest.raises(StoreError, match="EIO"):

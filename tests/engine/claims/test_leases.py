@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.crash.test_every_operation import Stores, Tiny, opened, stores  # noqa: F401
+from tests.crash.test_every_operation import Stores, stores  # noqa: F401
 
 import holdfast
 from holdfast import errors
@@ -40,6 +40,7 @@ from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
 from runs import Recorder
+from ways import Tiny, opened
 
 CHILD = Path(__file__).with_name("lease_child.py")
 NONCE = "ab" * 16

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from blake3 import blake3
-from tests.crash.test_every_operation import Tiny
 
 from aead import noting
 from holdfast import CheckpointManager, Last, errors, load_weights
@@ -37,6 +36,7 @@ from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
 from runs import Recorder, new_run
+from ways import Tiny
 
 KEY = SecretKey(bytes(range(32)))
 SEALS = Encryption(keys=KEY)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from children import environment
 from holdfast import CheckpointManager
 from holdfast.engine.staging import waves
 from holdfast.engine.staging.image import Image
@@ -18,6 +21,23 @@ from holdfast.store import open_store
 from holdfast.testing import Fault, FaultyStore
 
 BUDGET = 4 * BLOCK_NBYTES
+STATE_NBYTES = 200 << 20
+SLACK_NBYTES = 16 << 20
+"""Of stacks of threads, of modules that the first save imports, and of small records."""
+MEMORY_CHILD = """
+import sys
+import torch
+from bench.machine import PeakMemory
+from holdfast import CheckpointManager
+
+root, budget, nbytes = sys.argv[1], sys.argv[2] or None, int(sys.argv[3])
+state = {f"x{n}": torch.full((1 << 21,), float(n)) for n in range(nbytes >> 23)}
+with CheckpointManager(root, {"tree": state}, memory_budget=budget, sinks=()) as manager:
+    peak = PeakMemory()
+    with peak.watch():
+        manager.save(1).wait()
+print(peak.extra_nbytes)
+"""
 
 
 def odd_state() -> dict[str, Any]:
@@ -65,6 +85,23 @@ def test_the_state_may_change_as_soon_as_save_returns(tmp_path: Path) -> None:
             pending.wait()
             manager.load(f"step={number}", components=["s"])
             assert state["x"].min() == state["x"].max() == number
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="VmHWM of Linux")
+def test_a_save_takes_no_more_memory_than_its_budget(tmp_path: Path) -> None:
+    """R14: beside that only what threads and small records take; without one, the whole state."""
+    assert 0 < taken_nbytes(tmp_path / "waves", str(BUDGET)) < BUDGET + SLACK_NBYTES
+    assert taken_nbytes(tmp_path / "whole", "") > STATE_NBYTES - SLACK_NBYTES
+
+
+def taken_nbytes(root: Path, budget: str) -> int:
+    """By how much the resident memory of a process grows at most while it saves."""
+    command = [sys.executable, "-c", MEMORY_CHILD, str(root), budget, str(STATE_NBYTES)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, check=True, env=environment()
+    )
+    print(f"budget {budget or 'none'}: {int(done.stdout) >> 20} MiB")
+    return int(done.stdout)
 
 
 def test_a_state_that_fits_is_staged_as_a_whole(tmp_path: Path) -> None:
