@@ -214,9 +214,9 @@ def test_the_memory_of_a_load_goes_with_it(
         gc.disable()
         try:
             manager.load(**loads)
+            assert [stream() for stream in streams] == [None]
         finally:
             gc.enable()
-    assert [stream() for stream in streams] == [None]
 
 
 def test_training_goes_on_to_the_same_bits(tmp_path: Path, how: How) -> None:

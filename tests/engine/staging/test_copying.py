@@ -191,9 +191,10 @@ def test_small_tensors_are_copied_from_their_addresses(
 
 def test_a_tensor_without_elements_lies_behind_the_last_block(tmp_path: Path) -> None:
     """In a file that is as long as its blocks."""
-    (file,) = lay_out("tree", [TensorSpec("a", "U8", (BLOCK_NBYTES - 4096,))])
-    assert file.nbytes == BLOCK_NBYTES
-    tree = {"a": torch.ones(BLOCK_NBYTES - 4096, dtype=torch.uint8), "none": torch.zeros(0)}
+    length, dtype = BLOCK_NBYTES - 4096, torch.uint8
+    (file,) = lay_out("tree", [TensorSpec("a", "U8", (length,)), TensorSpec("none", "U8", (0,))])
+    assert file.starts[1] == file.nbytes == BLOCK_NBYTES
+    tree = {"a": torch.ones(length, dtype=dtype), "none": torch.zeros(0, dtype=dtype)}
     with CheckpointManager(tmp_path, {"tree": tree}, sinks=()) as manager:
         for step in (1, 2):
             tree["a"].fill_(step)
