@@ -47,6 +47,8 @@ class Work:
     """Of the state, as in `StateSpec`."""
     calls: Callable[[StateSpec, Path], Iterator[float]]
     """Does it once more for each item, which is the seconds that the caller spent."""
+    times: int = 1
+    """How many times as long as others it is sampled, because its calls are short."""
 
 
 def _saves(peer: str, *, until_durable: bool = False) -> Callable[[StateSpec, Path], Any]:
@@ -87,7 +89,9 @@ WORKS: Mapping[str, Work] = {
     "awaited": Work(
         title="save(wait=True)", kind="gpt", calls=_saves("holdfast-awaited", until_durable=True)
     ),
-    "overlap": Work(title="save() with overlap", kind="gpt", calls=_saves("holdfast-overlap")),
+    "overlap": Work(
+        title="save() with overlap", kind="gpt", calls=_saves("holdfast-overlap"), times=6
+    ),
     "cold": Work(
         title="load in place, cold", kind="gpt", calls=_loads("holdfast-in-place", is_cold=True)
     ),
@@ -124,7 +128,8 @@ def _sampled(name: str, options: argparse.Namespace, folder: Path) -> Outcome:
     """py-spy looks from the second call on: the first takes memory that later ones have."""
     stacks = folder / "stacks"
     child = [sys.executable, "-m", "bench.where", "--in-child", name, str(folder)]
-    child += [str(options.size_gb), str(options.small_tensors), str(options.seconds)]
+    seconds_of = options.seconds * WORKS[name].times
+    child += [str(options.size_gb), str(options.small_tensors), str(seconds_of)]
     spy = [str(Path(sys.executable).parent / "py-spy"), "record", "--rate", str(_RATE)]
     spy += ["--format", "raw", "--threads", "--function", "--nonblocking", "--output", str(stacks)]
     spy += ["--duration", "unlimited"]
