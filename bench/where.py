@@ -96,7 +96,11 @@ WORKS: Mapping[str, Work] = {
         title="load in place, cold", kind="gpt", calls=_loads("holdfast-in-place", is_cold=True)
     ),
     "warm": Work(title="load in place, warm", kind="gpt", calls=_loads("holdfast-in-place")),
+    "apart-cold": Work(title="load, cold", kind="gpt", calls=_loads("holdfast", is_cold=True)),
     "apart": Work(title="load, warm", kind="gpt", calls=_loads("holdfast")),
+    "unverified": Work(
+        title="load, verify=False, warm", kind="gpt", calls=_loads("holdfast-unverified")
+    ),
     "small": Work(title="load of small tensors, warm", kind="small", calls=_loads("holdfast")),
 }
 
