@@ -260,16 +260,40 @@ def _tables(results: Results) -> list[str]:
             number(results.median(case, "added_s"), "{:+.2f} s"),
             percent(results.median(case, "added_share")),
             percent(_plain_share(results, case)),
+            times(_whole_run(results, case)),
             seconds(results.median(case, "stall_s")),
             seconds(results.median(case, "done_s")),
             seconds(results.median(case, "quiet_step_s")),
             times(busy),
         ]
 
-    head = ["training", "added by a save", "of the run", "plain", "stall", "done after"]
+    head = [
+        "training",
+        "added by a save",
+        "of the run",
+        "plain",
+        "whole run",
+        "stall",
+        "done after",
+    ]
     head += ["a step", "a step while a save runs"]
     title = f"### {results.titles.get('slowdown', 'Slow-down')}"
     return [title, "", *results_table(results, "slowdown/", head, titles("slowdown"), row)]
+
+
+def _whole_run(results: Results, case: str) -> float | None:
+    """All of the steps with the saves among them, beside the training without a save: here counts
+    what a saver costs while it saves nothing, too, and what one process is slower than another."""
+    own, none = (_with_saves(results, name) for name in (case, f"slowdown/{NONE}"))
+    found = [mine / other for mine, other in zip(own, none, strict=False) if mine and other]
+    return median(found) if found else None
+
+
+def _with_saves(results: Results, case: str) -> list[float | None]:
+    """By round: seconds of a step, with what saves add to each."""
+    figures = (results.by_round(case, name) for name in ("quiet_step_s", "added_share"))
+    pairs = zip(*figures, strict=True)
+    return [None if None in pair else pair[0] * (1 + pair[1]) for pair in pairs]
 
 
 def _plain_share(results: Results, case: str) -> float | None:
