@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +67,67 @@ def test_who_waits_for_blocks_gets_the_error_of_the_copy() -> None:
         copying.run_now(1.0)
     with pytest.raises(RuntimeError, match="device lost"):
         copying.wait(image, 0, 0.01)
+
+
+class Runtime:
+    """Stands in for CUDA's: what it was told, and by which threads."""
+
+    def __init__(self, status: int = 0) -> None:
+        self._status = status
+        self.told: list[tuple[str, int]] = []
+        self.threads: set[int] = set()
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        """Take the memory, or refuse it."""
+        self.told.append(("register", address))
+        self.threads.add(threading.get_ident())
+        return self._status
+
+    def cudaHostUnregister(self, address: int) -> None:
+        """Forget it."""
+        self.told.append(("unregister", address))
+
+
+@pytest.fixture
+def new_runtime(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Runtime]:
+    """Puts one in the place of CUDA's."""
+
+    def made(status: int) -> Runtime:
+        runtime = Runtime(status)
+        monkeypatch.setattr("holdfast.engine.staging.device._runtime", lambda: runtime)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+        return runtime
+
+    return made
+
+
+def test_memory_is_forgotten_when_its_owner_goes_but_not_in_a_forked_child(
+    new_runtime: Callable[[int], Runtime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child has no CUDA, and its parent still uses the memory."""
+    runtime, memory = new_runtime(0), torch.zeros(4096, dtype=torch.uint8)
+    for is_child in (False, True):
+        runtime.told.clear()
+        owner = nn.Identity()
+        assert pin(memory, owner, torch.device("cuda", 0))
+        assert runtime.told == [("register", memory.data_ptr())]
+        with monkeypatch.context() as patch:
+            if is_child:
+                patch.setattr(os, "getpid", lambda: 0)
+            del owner
+        assert (("unregister", memory.data_ptr()) in runtime.told) is not is_child
+
+
+def test_a_refusal_is_no_error_and_stays_with_a_thread_of_its_own(
+    new_runtime: Callable[[int], Runtime],
+) -> None:
+    """CUDA's runtime keeps an error for the thread, where the next kernel would raise it."""
+    runtime, owner = new_runtime(2), nn.Identity()
+    assert not pin(torch.zeros(4096, dtype=torch.uint8), owner, torch.device("cuda", 0))
+    assert runtime.threads
+    assert threading.get_ident() not in runtime.threads
+    del owner
+    assert [what for what, _ in runtime.told] == ["register"]
 
 
 @needs_cuda

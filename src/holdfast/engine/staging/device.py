@@ -6,6 +6,7 @@ before it is given a tensor that is on one.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Iterable
@@ -83,25 +84,26 @@ def pin(memory: Tensor, owner: object, device: torch.device) -> bool:
     """
     if memory.numel() == 0:
         return False
-    address, results = memory.data_ptr(), list[int]()
+    address, is_pinned = memory.data_ptr(), threading.Event()
 
     def register() -> None:
         with torch.cuda.device(device):
-            results.append(int(_runtime().cudaHostRegister(address, memory.nbytes, 0)))
+            if int(_runtime().cudaHostRegister(address, memory.nbytes, 0)) == 0:
+                # At exit the driver does it, and may be gone before.
+                weakref.finalize(owner, _unpin, address, device, os.getpid()).atexit = False
+                is_pinned.set()
 
     # The runtime keeps an error for the thread that made it, where the next kernel would raise it.
     thread = threading.Thread(target=register, name="holdfast-pin", daemon=True)
     with suppress(RuntimeError):  # the interpreter exits
         thread.start()
         thread.join()
-    if results != [0]:
-        return False
-    # At exit the driver does it, and may be gone before.
-    weakref.finalize(owner, _unpin, address, device).atexit = False
-    return True
+    return is_pinned.is_set()
 
 
-def _unpin(address: int, device: torch.device) -> None:
+def _unpin(address: int, device: torch.device, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked child, in which nothing is registered and CUDA is not to be had
     with torch.cuda.device(device):
         _runtime().cudaHostUnregister(address)
 
