@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from holdfast.care.verify import verify
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.tiered import Tiered
@@ -16,29 +14,7 @@ from holdfast.events import Event
 from holdfast.manager import CheckpointManager
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
-
-
-class Tiny:
-    """A state that says of each of its tensors at which step it was written."""
-
-    def __init__(self, num_elements: int = 64) -> None:
-        self.tree: dict[str, Any] = {
-            "step": 0,
-            "tensors": [torch.zeros(num_elements) for _ in range(3)],
-        }
-
-    def become(self, step: int) -> None:
-        """Be the state of that step."""
-        self.tree["step"] = step
-        for tensor in self.tree["tensors"]:
-            tensor.fill_(step)
-
-    def step(self) -> int:
-        """The step, after checking that no tensor is of another one."""
-        steps = {int(value) for tensor in self.tree["tensors"] for value in tensor.unique()}
-        assert steps == {self.tree["step"]}, f"mixed: {steps} and {self.tree['step']}"
-        return int(self.tree["step"])
-
+from ways import Tiny
 
 LARGE = 3 * 1024 * 1024
 """Elements with which each tensor file has several blocks."""
@@ -47,7 +23,7 @@ LARGE = 3 * 1024 * 1024
 def unopened(root: Tiered | Store, tiny: Tiny, **options: Any) -> CheckpointManager:
     """A manager of this state."""
     given: dict[str, Any] = {"sinks": (), "preflight": False, **options}
-    return CheckpointManager(root, {"tiny": tiny.tree}, **given)
+    return CheckpointManager(root, tiny.components, **given)
 
 
 @contextmanager

@@ -17,7 +17,8 @@ from holdfast.events import Emitter
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
-from tiers import LARGE, Tiny, opened, saved
+from tiers import LARGE, opened, saved
+from ways import Tiny
 
 FILE = "tiny-00000.safetensors"
 

@@ -24,7 +24,6 @@ from tiers import (
     LARGE,
     Noted,
     Switch,
-    Tiny,
     opened,
     saved,
     sent_nbytes,
@@ -32,6 +31,7 @@ from tiers import (
     unopened,
     without_backoff,
 )
+from ways import Tiny
 
 
 @pytest.fixture(params=["folder", "memory"])

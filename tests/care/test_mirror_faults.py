@@ -20,7 +20,8 @@ from holdfast.policy.retention import All, Last
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
-from tiers import LARGE, Noted, Switch, Tiny, opened, saved, steps_in, unopened, without_backoff
+from tiers import LARGE, Noted, Switch, opened, saved, steps_in, unopened, without_backoff
+from ways import Tiny
 
 
 @pytest.fixture

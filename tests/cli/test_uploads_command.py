@@ -13,7 +13,8 @@ from holdfast.errors import AccessDenied
 from holdfast.policy.retention import Last
 from holdfast.store.local import LocalStore
 from holdfast.testing.faulty import Fault, FaultyStore
-from tiers import Noted, Tiny, opened, saved
+from tiers import Noted, opened, saved
+from ways import Tiny
 
 Command = Callable[..., Result]
 

@@ -25,7 +25,8 @@ from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
 from storms import harmless, storm
-from tiers import Noted, Tiny, saved, steps_in, unopened
+from tiers import Noted, saved, steps_in, unopened
+from ways import Tiny
 
 SEALS = Encryption(keys=SecretKey(bytes(range(32))))
 SMALL, LARGE = 64, 1024 * 1024

@@ -39,8 +39,9 @@ from holdfast.testing.faulty import Fault, FaultyStore
 from holdfast.testing.store_contract import StoreContract, noise
 from rights import read_only
 from runs import Recorder, Run, new_run
-from tiers import LARGE, Tiny, opened
+from tiers import LARGE, opened
 from tiers import saved as saved_in
+from ways import Tiny
 
 ROOM = 1 << 30
 ATTEMPT = "step-00000001.0001-000001-0123abcd"

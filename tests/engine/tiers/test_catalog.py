@@ -16,7 +16,8 @@ from holdfast.policy.retention import Last
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
-from tiers import LARGE, Noted, Switch, Tiny, opened, saved, steps_in
+from tiers import LARGE, Noted, Switch, opened, saved, steps_in
+from ways import Tiny
 
 Damage = Callable[[Path], None]
 

@@ -23,7 +23,8 @@ from holdfast.policy.retention import Last
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
-from tiers import Noted, Switch, Tiny, opened, saved, steps_in, unopened, without_backoff
+from tiers import Noted, Switch, opened, saved, steps_in, unopened, without_backoff
+from ways import Tiny
 
 
 @pytest.fixture

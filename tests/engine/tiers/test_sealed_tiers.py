@@ -39,7 +39,8 @@ from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
-from tiers import LARGE, Noted, Switch, Tiny, opened, saved, sent_nbytes, steps_in, without_backoff
+from tiers import LARGE, Noted, Switch, opened, saved, sent_nbytes, steps_in, without_backoff
+from ways import Tiny
 
 KEY = SecretKey(bytes(range(32)))
 SEALS = Encryption(keys=KEY)

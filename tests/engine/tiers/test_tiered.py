@@ -11,7 +11,8 @@ from holdfast import Last, Tiered, errors
 from holdfast.engine.tiers.tiered import Lag
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.rules import Nothing
-from tiers import Tiny, unopened
+from tiers import unopened
+from ways import Tiny
 
 
 @pytest.mark.parametrize(

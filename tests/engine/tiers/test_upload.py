@@ -23,7 +23,8 @@ from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
-from tiers import LARGE, Tiny, opened, saved
+from tiers import LARGE, opened, saved
+from ways import Tiny
 
 
 @pytest.fixture(scope="module")
