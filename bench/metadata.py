@@ -342,7 +342,7 @@ _BESIDE = {
 }
 
 _PLAIN = {"prune_s": "plain_ls_s"}
-"""What is a ceiling to which figure, where the name does not say it."""
+"""Figures beside which plain calls stand that are not named after them."""
 
 
 def _tables(results: Results) -> list[str]:

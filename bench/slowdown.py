@@ -32,7 +32,7 @@ from bench.states import State, StateSpec, build, train_step
 
 NONE = "none"
 PLAIN = "plain"
-"""What no save with digests can do without: its row is the limit."""
+"""What every save with digests has to do, in a plain loop."""
 CASES = (
     NONE,
     PLAIN,
