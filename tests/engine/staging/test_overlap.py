@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -279,17 +281,27 @@ def test_an_optimizer_in_the_backward_pass(tmp_path: Path, gate: Gate, saves_bef
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("is_compiled_before", [True, False], ids=["before", "after"])
 def test_a_compiled_step(
-    tmp_path: Path, gate: Gate, is_compiled_before: bool, backend: str
+    tmp_path: Path,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+    is_compiled_before: bool,
+    backend: str,
 ) -> None:
     """Compiled, and run, before the manager is made, or after; also by what writes all that a step
-    changes at its end."""
+    changes at its end, and to machine code where there is a compiler for it."""
+    options: dict[str, Any] = {}
+    if backend == "inductor":
+        if not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))):
+            pytest.skip("there is no C++ compiler, which inductor needs")
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+        options["options"] = {"compile_threads": 1}  # in this process
     torch.compiler.reset()
     model = new_model()
     optimizer = adam(model)
-    step = torch.compile(optimizer.step, backend=backend)
+    step = torch.compile(optimizer.step, backend=backend, **options)
 
     def change() -> None:
         backward(model)
@@ -299,7 +311,7 @@ def test_a_compiled_step(
         change()
     else:
         train(model, optimizer)
-    check(tmp_path, gate, {"model": model, "optimizer": optimizer}, change)
+    check(tmp_path / "run", gate, {"model": model, "optimizer": optimizer}, change)
     torch.compiler.reset()
 
 
