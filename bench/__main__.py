@@ -7,7 +7,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench import codecs, gpu, instructions, limits, local, metadata, slowdown, trainer, where
+from bench import (
+    codecs,
+    gpu,
+    instructions,
+    limits,
+    local,
+    metadata,
+    parts,
+    slowdown,
+    trainer,
+    where,
+)
 from bench.command import Bench, add_common, keep, report
 from bench.goals import CODEC_GOALS, GOALS, goals_table
 from bench.results import Results, read_json
@@ -43,6 +54,7 @@ FULL: Mapping[str, Sequence[str]] = {
     "metadata": ["--rounds", "3"],
     "codecs": [],
     "where": ["--rounds", "1"],
+    "parts": ["--rounds", "2"],
     "instructions": [],
     "trainer": ["--rounds", "9"],
     "gpu": ["--rounds", "1"],
@@ -56,13 +68,25 @@ QUICK: Mapping[str, Sequence[str]] = {
         *("--steps", "30", "--size-gb", "0.1", "--slow-size-gb", "0.1", "--pairs", "2"),
         *("--only", "none again", "auto", "aes-256-gcm", "--no-settle"),
     ],
+    "parts": ["--rounds", "1", "--size-gb", "0.25"],
     "trainer": ["--rounds", "3", "--steps", "500"],
     "gpu": ["--rounds", "1", "--size-gb", "1"],
 }
 """The same in a few minutes: shows that everything runs. The goals are meant for the full size."""
 _BENCHES: Mapping[str, Bench] = {
     module.BENCH.name: module.BENCH
-    for module in (limits, local, slowdown, metadata, codecs, where, instructions, trainer, gpu)
+    for module in (
+        limits,
+        local,
+        slowdown,
+        metadata,
+        codecs,
+        where,
+        parts,
+        instructions,
+        trainer,
+        gpu,
+    )
 }
 
 

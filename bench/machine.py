@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -79,6 +79,29 @@ def processor_s(pids: Iterable[int]) -> float:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def threads_s(threads: Iterable[int]) -> float:
+    """Seconds that these threads of this process have computed."""
+    texts = (Path(f"/proc/self/task/{number}/schedstat").read_text() for number in threads)
+    return sum(int(text.split()[0]) for text in texts) / 1e9
+
+
+def own_threads() -> frozenset[int]:
+    """The threads of this process."""
+    return frozenset(int(path.name) for path in Path("/proc/self/task").iterdir())
+
+
+def own_children() -> frozenset[int]:
+    """Processes that this one has started, and those that they have."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return frozenset(found - {os.getpid()})
 
 
 def back_memory(nbytes: int) -> None:

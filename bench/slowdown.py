@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time, thread_time
 
 import torch
 
 from bench.child import in_child, settle
 from bench.command import Bench, progress
+from bench.machine import own_children, own_threads, processor_s, threads_s
 from bench.peers import PEERS, Begun, Saver
 from bench.plain import PlainSave
 from bench.report import number, percent, results_table, seconds, times
@@ -53,15 +54,15 @@ class Training:
     peer: str
     spec: StateSpec
     folder: Path
-    device: str
-    num_threads: int
-    tokens: int
+    device: str = "cpu"
+    num_threads: int = 2
+    tokens: int = 32
     """In a batch, of one sequence."""
-    steps: int
+    steps: int = 20
     """From one save to the next."""
-    num_saves: int
+    num_saves: int = 1
     """Counted ones; there is one before them."""
-    settles: bool
+    settles: bool = True
     until_done: bool = False
     """Whether the steps go on until the save is done, however long it takes."""
 
@@ -77,33 +78,34 @@ class Training:
 
 def train(training: Training) -> Figures:
     """Train, with a save every so many steps; a figure for each counted save."""
-    torch.set_num_threads(training.num_threads)
-    loop = _Loop(training)
+    loop = Loop(training)
     loop.warm_up()
     for save in range(1, 1 + training.num_saves):
         if training.settles:
             settle(2 * loop.state.nbytes)
         loop.save_and_train(save)
-        loop.finish()
         loop.rest()
         loop.train_quietly()
     loop.close()
     return loop.figures()
 
 
-class _Loop:
+class Loop:
     """The training and its clock."""
 
     def __init__(self, training: Training) -> None:
+        torch.set_num_threads(training.num_threads)
         self.training = training
         self.state = build(training.spec, training.device)
         torch.manual_seed(_SEED)
         with torch.no_grad():
             for parameter in self.state.components["model"].parameters():
                 parameter.normal_(std=0.02)
-        self._saver = None if training.peer == NONE else training.saver(self.state)
+        self._saver: Saver | None = None
         width = self.state.components["model"]["norm"].weight.numel()
         self._batch = torch.randint(width, (1, min(training.tokens, width)), device=training.device)
+        self._threads: frozenset[int] = frozenset()
+        """Those of the training, from its first step on."""
         self._begun: Begun | None = None
         self._began_s = 0.0
         self._quiet: list[list[float]] = []
@@ -113,11 +115,14 @@ class _Loop:
         """Seconds and steps from one save to the next."""
         self._stalls: list[float] = []
         self._done: list[float] = []
+        self._core_s: list[float] = []
 
     def warm_up(self) -> None:
         """The first steps and the first save, which make what later ones use, do not count."""
         self.step()
-        if self._saver is not None:
+        self._threads = own_threads()
+        if self.training.peer != NONE:
+            self._saver = self.training.saver(self.state)
             self._saver.begin(0).wait()
         self.step()
         self.rest()
@@ -134,11 +139,14 @@ class _Loop:
         self._quiet.append([self.step() for _ in range(self.training.num_quiet)])
 
     def save_and_train(self, number: int) -> None:
-        """One save and the steps up to the next."""
+        """One save and the steps up to the next; returns when the save is done, too."""
+        before_s = self._saver_s()
         self._began_s = perf_counter()
         if self._saver is not None:
+            before_s += thread_time()
             self._begun = self._saver.begin(number)
             self._stalls.append(perf_counter() - self._began_s)
+            before_s -= thread_time()
             self._look()
         num_steps = 0
         while num_steps < self.training.steps or (self.training.until_done and self._begun):
@@ -148,6 +156,13 @@ class _Loop:
                 self._busy.append(took_s)
             num_steps += 1
         self._periods.append((perf_counter() - self._began_s, num_steps))
+        self.finish()
+        self._core_s.append(self._saver_s() - before_s)
+
+    def _saver_s(self) -> float:
+        """Seconds that threads have computed that are not the training's, and other processes that
+        this one has started."""
+        return process_time() - threads_s(self._threads) + processor_s(own_children())
 
     def step(self) -> float:
         """One step; the seconds that it took."""
@@ -187,6 +202,7 @@ class _Loop:
             "added_share": [took_s / (steps * quiet_s) - 1 for took_s, steps, quiet_s in periods],
             "stall_s": self._stalls,
             "done_s": self._done,
+            "core_s": self._core_s,
         }
 
 
@@ -263,6 +279,7 @@ def _tables(results: Results) -> list[str]:
             times(_whole_run(results, case)),
             seconds(results.median(case, "stall_s")),
             seconds(results.median(case, "done_s")),
+            seconds(results.median(case, "core_s")),
             seconds(results.median(case, "quiet_step_s")),
             times(busy),
         ]
@@ -275,6 +292,7 @@ def _tables(results: Results) -> list[str]:
         "whole run",
         "stall",
         "done after",
+        "core seconds",
     ]
     head += ["a step", "a step while a save runs"]
     title = f"### {results.titles.get('slowdown', 'Slow-down')}"

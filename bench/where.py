@@ -27,6 +27,7 @@ from bench.machine import drop_cache, fill_cache
 from bench.peers import PEERS
 from bench.report import percent, seconds, table
 from bench.results import Outcome, Results
+from bench.slowdown import Loop, Training
 from bench.states import StateSpec, build
 
 _RATE = 400
@@ -47,8 +48,6 @@ class Work:
     """Of the state, as in `StateSpec`."""
     calls: Callable[[StateSpec, Path], Iterator[float]]
     """Does it once more for each item, which is the seconds that the caller spent."""
-    times: int = 1
-    """How many times as long as others it is sampled, because its calls are short."""
 
 
 def _saves(peer: str, *, until_durable: bool = False) -> Callable[[StateSpec, Path], Any]:
@@ -63,10 +62,14 @@ def _saves(peer: str, *, until_durable: bool = False) -> Callable[[StateSpec, Pa
             call_s = perf_counter() - began
             begun.wait()
             yield perf_counter() - began if until_durable else call_s
-            for old in sorted(folder.glob("step-*"))[:-2]:
-                shutil.rmtree(old)
+            _delete_old(folder)
 
     return calls
+
+
+def _delete_old(folder: Path) -> None:
+    for old in sorted(folder.glob("step-*"))[:-2]:
+        shutil.rmtree(old)
 
 
 def _loads(reader: str, *, is_cold: bool = False) -> Callable[[StateSpec, Path], Any]:
@@ -84,18 +87,43 @@ def _loads(reader: str, *, is_cold: bool = False) -> Callable[[StateSpec, Path],
     return calls
 
 
+def _trainings(peer: str) -> Callable[[StateSpec, Path], Any]:
+    def calls(spec: StateSpec, folder: Path) -> Iterator[float]:
+        training = Training(peer=peer, spec=spec, folder=folder, steps=1, until_done=True)
+        loop = Loop(training)
+        loop.warm_up()
+        for number in range(1, 10**6):
+            began = perf_counter()
+            measured(lambda number=number: loop.save_and_train(number))
+            yield perf_counter() - began
+            loop.rest()
+            _delete_old(folder)
+
+    return calls
+
+
 WORKS: Mapping[str, Work] = {
     "save": Work(title="save(), all of it changed", kind="gpt", calls=_saves("holdfast")),
     "awaited": Work(
         title="save(wait=True)", kind="gpt", calls=_saves("holdfast-awaited", until_durable=True)
     ),
-    "overlap": Work(
-        title="save() with overlap", kind="gpt", calls=_saves("holdfast-overlap"), times=6
+    "training": Work(
+        title="save() and the steps of a training until it is durable",
+        kind="gpt",
+        calls=_trainings("holdfast"),
+    ),
+    "training-overlap": Work(
+        title="the same with overlap", kind="gpt", calls=_trainings("holdfast-overlap")
     ),
     "cold": Work(
         title="load in place, cold", kind="gpt", calls=_loads("holdfast-in-place", is_cold=True)
     ),
     "warm": Work(title="load in place, warm", kind="gpt", calls=_loads("holdfast-in-place")),
+    "warm-unverified": Work(
+        title="load in place, verify=False, warm",
+        kind="gpt",
+        calls=_loads("holdfast-in-place-unverified"),
+    ),
     "apart-cold": Work(title="load, cold", kind="gpt", calls=_loads("holdfast", is_cold=True)),
     "apart": Work(title="load, warm", kind="gpt", calls=_loads("holdfast")),
     "unverified": Work(
@@ -132,8 +160,7 @@ def _sampled(name: str, options: argparse.Namespace, folder: Path) -> Outcome:
     """py-spy looks from the second call on: the first takes memory that later ones have."""
     stacks = folder / "stacks"
     child = [sys.executable, "-m", "bench.where", "--in-child", name, str(folder)]
-    seconds_of = options.seconds * WORKS[name].times
-    child += [str(options.size_gb), str(options.small_tensors), str(seconds_of)]
+    child += [str(options.size_gb), str(options.small_tensors), str(options.seconds)]
     spy = [str(Path(sys.executable).parent / "py-spy"), "record", "--rate", str(_RATE)]
     spy += ["--format", "raw", "--threads", "--function", "--nonblocking", "--output", str(stacks)]
     spy += ["--duration", "unlimited"]

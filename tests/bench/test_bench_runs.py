@@ -11,6 +11,7 @@ import pytest
 from bench.__main__ import FULL, QUICK
 from bench.clients import CLIENTS
 from bench.limits import LIMITS
+from bench.parts import PARTS
 from bench.peers import PEERS
 from bench.remotesavers import SAVERS
 from bench.results import Outcome, Results, read_json, write_json
@@ -58,6 +59,9 @@ TRAININGS = (
 )
 
 
+_PART_FIGURES = [f"{part}_s" for part in PARTS]
+
+
 def _run(tmp_path: Path, module: str, *arguments: str) -> tuple[Results, str]:
     """The results and the text of a run at a tiny size; nothing else may be left behind."""
     figures = tmp_path / "figures.json"
@@ -68,7 +72,7 @@ def _run(tmp_path: Path, module: str, *arguments: str) -> tuple[Results, str]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},  # more of them spin on a busy machine
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "failed" not in done.stdout
@@ -135,7 +139,9 @@ def test_every_training_is_slowed_down(tmp_path: Path) -> None:
     )
     gone = _left_out(results, "slowdown/")
     assert _measured(results, "slowdown/") == set(TRAININGS) - gone
-    assert len(results.cases["slowdown/holdfast"][0].figures["added_s"]) == 2
+    figures = results.cases["slowdown/holdfast"][0].figures
+    assert len(figures["added_s"]) == 2
+    assert all(value > 0 for value in figures["core_s"])
     assert "| no save |" in printed
 
 
@@ -234,6 +240,17 @@ def test_a_profile_names_the_functions_in_which_a_load_and_a_save_spend_their_ti
     named = {name.split("`")[1] for name in results.cases["where/save"][0].figures if "`" in name}
     assert named & {"Image.update", "Image.overwrite_small", "block_digest"}
     assert "### save(), all of it changed: " in printed
+
+
+def test_a_call_with_overlap_is_timed_by_its_parts(tmp_path: Path) -> None:
+    results, printed = _run(tmp_path, "bench.parts", "--size-gb", "0.02", "--rounds", "1")
+    for case in ("parts/cold", "parts/hot"):
+        (outcome,) = results.cases[case]
+        *parts, calls = (outcome.figures[name] for name in [*_PART_FIGURES, "call_s"])
+        assert all(value > 0 for values in parts for value in values)
+        for call_s, *parts_s in zip(calls, *parts, strict=True):
+            assert call_s / 2 < sum(parts_s) <= call_s  # the parts are all of it, and none twice
+    assert "| **the call** |" in printed
 
 
 def test_the_one_command_prints_goals_before_tables(tmp_path: Path) -> None:

@@ -1,13 +1,23 @@
-"""What the benchmarks do to the machine's files: which one is the newest, and reads of the disk."""
+"""What the benchmarks do to the machine's files, and what they know of threads and processes."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 from bench.limits import BLOCK_NBYTES, ReadProbe
-from bench.machine import drop_cache, fill_cache, newest_under
+from bench.machine import (
+    drop_cache,
+    fill_cache,
+    newest_under,
+    own_children,
+    own_threads,
+    threads_s,
+)
 
 
 def write(path: Path, nbytes: int, when: int) -> None:
@@ -45,3 +55,26 @@ def test_a_probe_reads_every_byte_past_the_page_cache(
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
     with pytest.raises(OSError, match="short read"):
         ReadProbe(tmp_path).read_s()
+
+
+def test_a_thread_and_a_process_of_ones_own_are_known_and_timed() -> None:
+    before = own_threads()
+    assert os.getpid() in before
+    is_over = threading.Event()
+
+    def compute() -> None:
+        while threads_s([threading.get_native_id()]) < 0.02:
+            pass
+        is_over.wait(60)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert own_threads() - before == {thread.native_id}
+        assert child.pid in own_children()
+    finally:
+        is_over.set()
+        thread.join()
+        child.communicate(b"\n", timeout=60)
+    assert child.pid not in own_children()
