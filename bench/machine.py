@@ -73,11 +73,13 @@ class PeakMemory:
 
 
 def processor_s(pids: Iterable[int]) -> float:
-    """Seconds that these processes have computed, with all their threads."""
+    """Seconds that these processes have computed, with all their threads; of those that have ended
+    meanwhile nothing."""
     ticks = 0
     for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
+        with suppress(FileNotFoundError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
 
 

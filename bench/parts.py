@@ -4,8 +4,9 @@ It takes a few milliseconds, too short for py-spy to look at. So functions of Ho
 one another in the call are timed, each without those inside it that are timed too. That costs some
 microseconds of the call.
 
-Each call comes after other work on other memory, as saves do, or right after the same state was
-captured by another capturer, which leaves tensors and code in the processor's cache.
+Each call comes after all of the state was changed, which fills the processor's cache with other
+memory, as a training does; or right after the same state was captured by another capturer, which
+leaves tensors and code in the cache.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from bench.plain import walk_s
 from bench.report import percent, seconds, table
 from bench.results import Figures, Results
 from bench.states import StateSpec, build
+from bench.where import delete_old
 
 _CALLS = 8
 """Counted calls of each kind in a round."""
-_KINDS = {"cold": "after other work", "hot": "right after a capture"}
+_KINDS = {"cold": "after a change of all", "hot": "right after a capture"}
 PARTS: Mapping[str, str] = {
     "names": "names of the parameters, by a look at the modules",
     "model": "the model, recalled",
@@ -78,7 +80,6 @@ class _Clock:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Time the parts of what is called inside."""
-        self.took.clear()
         with ExitStack() as patches:
             for part, (owner, name) in _places().items():
                 timed = self._timed(part, getattr(owner, name))
@@ -117,25 +118,28 @@ def calls(spec: StateSpec, folder: Path, kind: str) -> Figures:
 
     def make_ready() -> None:
         state.negate()
-        os.sync()  # meanwhile the housekeeping of the save before ends
+        os.sync()
         if kind == "hot":
             other.capture()
 
-    for number in range(3 + _CALLS):
-        make_ready()
-        with clock.watch():
+    with clock.watch():
+        for number in range(3 + _CALLS):
+            make_ready()
+            clock.took.clear()
             began = perf_counter()
             begun = clock.call("rest", saver.begin, number)
             took_s = perf_counter() - began
-        begun.wait()
-        if number >= 3:
-            for part in PARTS:
-                found[f"{part}_s"].append(clock.took[part])
-            found["call_s"].append(took_s)
-        make_ready()
-        found["walk_s"].append(walk_s(state))
+            begun.wait()
+            if number >= 3:
+                for part in PARTS:
+                    found[f"{part}_s"].append(clock.took[part])
+                found["call_s"].append(took_s)
+            saver.rest()
+            delete_old(folder)
+            make_ready()
+            found["walk_s"].append(walk_s(state))
     saver.close()
-    return {**found, "num_tensors": [float(state.num_tensors)]}
+    return found
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

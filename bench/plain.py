@@ -35,8 +35,8 @@ def state_walks(state: State, *, change: Callable[[], object]) -> Figures:
     often it was changed, and for shape, strides and type, of which whoever copies it later has to
     know most.
 
-    Each after other work on other memory, as a save comes: what is asked lies in memory, and not in
-    the processor's cache.
+    Each after all of the state was changed, which fills the processor's cache with other memory, as
+    a training does.
     """
     took = []
     for _ in range(NUM_COPIES):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from time import perf_counter, process_time, thread_time
+from time import perf_counter, process_time
 
 import torch
 
@@ -120,13 +120,20 @@ class Loop:
     def warm_up(self) -> None:
         """The first steps and the first save, which make what later ones use, do not count."""
         self.step()
-        self._threads = own_threads()
+        self.know_threads()
         if self.training.peer != NONE:
             self._saver = self.training.saver(self.state)
             self._saver.begin(0).wait()
         self.step()
         self.rest()
         self.train_quietly()
+
+    def know_threads(self) -> None:
+        """All threads that there are now are the training's, and whatever comes later the saver's.
+
+        Of up to two; with more of them torch may end some and start others.
+        """
+        self._threads = own_threads()
 
     def rest(self) -> None:
         """Return when nothing is left to do of what was saved."""
@@ -140,14 +147,16 @@ class Loop:
 
     def save_and_train(self, number: int) -> None:
         """One save and the steps up to the next; returns when the save is done, too."""
-        before_s = self._saver_s()
-        self._began_s = perf_counter()
+        before_s = self.savers_s()
         if self._saver is not None:
-            before_s += thread_time()
+            before_s += self._own_s()
+            self._began_s = perf_counter()
             self._begun = self._saver.begin(number)
             self._stalls.append(perf_counter() - self._began_s)
-            before_s -= thread_time()
+            before_s -= self._own_s()
             self._look()
+        else:
+            self._began_s = perf_counter()
         num_steps = 0
         while num_steps < self.training.steps or (self.training.until_done and self._begun):
             is_busy = self._begun is not None
@@ -157,12 +166,20 @@ class Loop:
             num_steps += 1
         self._periods.append((perf_counter() - self._began_s, num_steps))
         self.finish()
-        self._core_s.append(self._saver_s() - before_s)
+        if self._saver is not None:
+            self._core_s.append(self.savers_s() - before_s)
 
-    def _saver_s(self) -> float:
+    def savers_s(self) -> float:
         """Seconds that threads have computed that are not the training's, and other processes that
         this one has started."""
-        return process_time() - threads_s(self._threads) + processor_s(own_children())
+        others_s = process_time() - threads_s(self._threads)
+        ended_s = sum(os.times()[2:4])
+        return others_s + ended_s + processor_s(own_children())
+
+    def _own_s(self) -> float:
+        """Seconds that the training's threads have computed."""
+        process_time()  # has the system count up to now what runs
+        return threads_s(self._threads)
 
     def step(self) -> float:
         """One step; the seconds that it took."""
@@ -195,6 +212,8 @@ class Loop:
         around = [median(before + after) for before, after in pairwise(self._quiet)]
         periods = [(*one, quiet_s) for one, quiet_s in zip(self._periods, around, strict=True)]
         busy = {"busy_step_s": [median(self._busy)]} if self._busy else {}
+        if self._core_s:
+            busy |= {"core_s": self._core_s}
         return busy | {
             "nbytes": [float(self.state.nbytes)],
             "quiet_step_s": around,
@@ -202,7 +221,6 @@ class Loop:
             "added_share": [took_s / (steps * quiet_s) - 1 for took_s, steps, quiet_s in periods],
             "stall_s": self._stalls,
             "done_s": self._done,
-            "core_s": self._core_s,
         }
 
 

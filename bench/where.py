@@ -62,12 +62,13 @@ def _saves(peer: str, *, until_durable: bool = False) -> Callable[[StateSpec, Pa
             call_s = perf_counter() - began
             begun.wait()
             yield perf_counter() - began if until_durable else call_s
-            _delete_old(folder)
+            delete_old(folder)
 
     return calls
 
 
-def _delete_old(folder: Path) -> None:
+def delete_old(folder: Path) -> None:
+    """All checkpoints of Holdfast but the last two, which the next save may need."""
     for old in sorted(folder.glob("step-*"))[:-2]:
         shutil.rmtree(old)
 
@@ -97,7 +98,7 @@ def _trainings(peer: str) -> Callable[[StateSpec, Path], Any]:
             measured(lambda number=number: loop.save_and_train(number))
             yield perf_counter() - began
             loop.rest()
-            _delete_old(folder)
+            delete_old(folder)
 
     return calls
 
@@ -108,7 +109,7 @@ WORKS: Mapping[str, Work] = {
         title="save(wait=True)", kind="gpt", calls=_saves("holdfast-awaited", until_durable=True)
     ),
     "training": Work(
-        title="save() and the steps of a training until it is durable",
+        title="save() and the steps of a training, until the one in which it is durable",
         kind="gpt",
         calls=_trainings("holdfast"),
     ),
@@ -218,8 +219,8 @@ def _tables(results: Results) -> list[str]:
             reverse=True,
         )
         titles = {key: key for share, key in rows if share >= _SHOWN}
-        title = WORKS[name.removeprefix("where/")].title
-        lines += [f"### {title}: {seconds(call_s)} a call", ""]
+        work = WORKS.get(name.removeprefix("where/"))  # an earlier run may have had others
+        lines += [f"### {work.title if work else name}: {seconds(call_s)} a call", ""]
         lines += table(
             ["function", "share of the call's time"],
             titles,

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
+from time import thread_time
 
 import pytest
 from bench.__main__ import FULL, QUICK
@@ -15,6 +17,8 @@ from bench.parts import PARTS
 from bench.peers import PEERS
 from bench.remotesavers import SAVERS
 from bench.results import Outcome, Results, read_json, write_json
+from bench.slowdown import Loop, Training
+from bench.states import StateSpec
 
 ROOT = Path(__file__).parents[2]
 SAVES = (
@@ -142,6 +146,7 @@ def test_every_training_is_slowed_down(tmp_path: Path) -> None:
     figures = results.cases["slowdown/holdfast"][0].figures
     assert len(figures["added_s"]) == 2
     assert all(value > 0 for value in figures["core_s"])
+    assert "core_s" not in results.cases["slowdown/none"][0].figures
     assert "| no save |" in printed
 
 
@@ -233,9 +238,9 @@ def test_every_loop_around_a_step_is_measured_and_printed(tmp_path: Path) -> Non
 def test_a_profile_names_the_functions_in_which_a_load_and_a_save_spend_their_time(
     tmp_path: Path,
 ) -> None:
-    sizes = ("--size-gb", "0.05", "--seconds", "1", "--only", "save")
+    sizes = ("--size-gb", "0.05", "--seconds", "1", "--only", "save", "training-overlap")
     results, printed = _run(tmp_path, "bench.where", *sizes)
-    assert set(results.cases) == {"where/save"}
+    assert set(results.cases) == {"where/save", "where/training-overlap"}
     assert all(results.median(case, "call_s") for case in results.cases)
     named = {name.split("`")[1] for name in results.cases["where/save"][0].figures if "`" in name}
     assert named & {"Image.update", "Image.overwrite_small", "block_digest"}
@@ -251,6 +256,27 @@ def test_a_call_with_overlap_is_timed_by_its_parts(tmp_path: Path) -> None:
         for call_s, *parts_s in zip(calls, *parts, strict=True):
             assert call_s / 2 < sum(parts_s) <= call_s  # the parts are all of it, and none twice
     assert "| **the call** |" in printed
+
+
+def test_what_the_training_itself_computes_is_not_the_savers(tmp_path: Path) -> None:
+    spec = StateSpec(kind="gpt", gpt_nbytes=8_000_000, num_small=0)
+    loop = Loop(Training(peer="none", spec=spec, folder=tmp_path, num_threads=1))
+    loop.step()
+    loop.know_threads()
+    before_s = loop.savers_s()
+    compute(0.3)
+    assert loop.savers_s() - before_s < 0.1
+    thread = Thread(target=compute, args=(0.3,))
+    thread.start()
+    thread.join()
+    assert 0.2 < loop.savers_s() - before_s < 0.6
+
+
+def compute(seconds: float) -> None:
+    """Take so much of a processor."""
+    until = thread_time() + seconds
+    while thread_time() < until:
+        pass
 
 
 def test_the_one_command_prints_goals_before_tables(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from time import thread_time
 
 import pytest
 from bench.limits import BLOCK_NBYTES, ReadProbe
@@ -61,10 +62,12 @@ def test_a_thread_and_a_process_of_ones_own_are_known_and_timed() -> None:
     before = own_threads()
     assert os.getpid() in before
     is_over = threading.Event()
+    found: list[float] = []
 
     def compute() -> None:
-        while threads_s([threading.get_native_id()]) < 0.02:
+        while thread_time() < 0.2:
             pass
+        found.append(threads_s([threading.get_native_id()]))
         is_over.wait(60)
 
     thread = threading.Thread(target=compute)
@@ -78,3 +81,4 @@ def test_a_thread_and_a_process_of_ones_own_are_known_and_timed() -> None:
         thread.join()
         child.communicate(b"\n", timeout=60)
     assert child.pid not in own_children()
+    assert 0.1 < found[0] < 0.4
