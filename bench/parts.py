@@ -139,7 +139,7 @@ def calls(spec: StateSpec, folder: Path, kind: str) -> Figures:
             make_ready()
             found["walk_s"].append(walk_s(state))
     saver.close()
-    return found
+    return dict(found)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
