@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,8 +126,8 @@ def test_a_hundred_saves_hold_the_state_of_their_call(
     ram_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R14: every tensor is changed right after save() returned."""
-    contaminated = save_and_change(ram_path, 100)
-    assert contaminated == 0
+    changed = threading.Event()
+    assert save_and_change(ram_path, 100, changed) == 0
     # The mutant copies in the background, when the tensors have changed already.
     late: list[Callable[[], object]] = []
     prepare, write_files = Stager.prepare, save_module._write_files
@@ -139,12 +140,13 @@ def test_a_hundred_saves_hold_the_state_of_their_call(
     monkeypatch.setattr(Stager, "prepare", prepare_late)
 
     def copy_and_write(*args: Any) -> Any:
+        assert changed.wait(60)
         while late:
             late.pop()()
         return write_files(*args)
 
     monkeypatch.setattr(save_module, "_write_files", copy_and_write)
-    assert save_and_change(ram_path / "mutant", 5) > 0
+    assert save_and_change(ram_path / "mutant", 5, changed) == 5
 
 
 def values_of(tree: dict[str, Any]) -> set[float]:
@@ -152,16 +154,20 @@ def values_of(tree: dict[str, Any]) -> set[float]:
     return {float(value) for x in tree["x"] for value in (x.min(), x.max())}
 
 
-def save_and_change(root: Path, number: int) -> int:
+def save_and_change(root: Path, number: int, changed: threading.Event) -> int:
+    """The number of checkpoints that hold more than the call's state; the event is set while the
+    tensors hold what came after the call."""
     tree = {"x": [torch.zeros(4096) for _ in range(4)]}
     bad = 0
     with CheckpointManager(root, {"tree": tree}, sinks=(), preflight=False) as manager:
         for step in range(1, number + 1):
             for x in tree["x"]:
                 x.fill_(step)
+            changed.clear()
             pending = manager.save(step)
             for x in tree["x"]:
                 x.fill_(-1)
+            changed.set()
             pending.wait()
             manager.load(f"step={step}", components=["tree"])
             bad += values_of(tree) != {float(step)}
