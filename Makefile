@@ -9,8 +9,7 @@ ARGS   ?=
 BIN  := $(VENV)/bin
 WITH := $(VENV)/.with
 
-# The tests set torch's threads themselves where it matters; elsewhere one thread a worker keeps
-# $(JOBS) workers from fighting over the cores.
+# One thread of torch a worker, as in tests/conftest.py: $(JOBS) workers share the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help

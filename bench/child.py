@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import multiprocessing
@@ -14,24 +13,14 @@ from multiprocessing.connection import Connection
 
 from bench.machine import back_memory
 from bench.results import Figures, Outcome
-from bench.states import StateSpec, build
 
 TIMEOUT_S = 900.0
-_LIBRARIES = (
-    "torch.distributed.checkpoint.staging",
-    "torch.distributed.checkpoint.state_dict_saver",
-    "safetensors.torch",
-    "torch_checkpointing",
-    "holdfast.manager",
-    "holdfast.store.local",
-    "holdfast.weights",
-)
 
 
 def in_child(work: Callable[..., Figures], *arguments: object) -> Outcome:
     """`work(*arguments)` in a fresh process; an error is in the outcome."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bench.child"])
+    context.set_forkserver_preload(["bench.preload", "bench.child"])
     receive, send = context.Pipe(duplex=False)
     child = context.Process(target=_run, args=(work, arguments, send))
     child.start()
@@ -60,6 +49,7 @@ def settle(nbytes: int) -> None:
 
 def _run(work: Callable[..., Figures], arguments: tuple[object, ...], reply: Connection) -> None:
     warnings.simplefilter("ignore")
+    importlib.import_module("bench.preload")  # should the server not have found it
     try:
         outcome = Outcome(figures=work(*arguments))
     except Exception as err:
@@ -67,15 +57,3 @@ def _run(work: Callable[..., Figures], arguments: tuple[object, ...], reply: Con
         outcome = Outcome(figures={}, error=f"{type(err).__name__}: {err}")
     reply.send(outcome)
     reply.close()
-
-
-def _preload() -> None:
-    """Import what the cases use, so that no import falls into a measured time."""
-    for name in _LIBRARIES:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    # The first optimizer imports half of torch.
-    build(StateSpec(kind="gpt", gpt_nbytes=1, num_small=0))
-
-
-_preload()

@@ -27,8 +27,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture(autouse=True)
 def _same_numerics() -> None:
-    """Two threads, as on the smallest machine; seeds are each test's own business."""
-    torch.set_num_threads(2)
+    """One thread, whatever the machine has: the workers of a run share its cores, and threads that
+    wait for each other there cost more than the tests. Seeds are each test's own business."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

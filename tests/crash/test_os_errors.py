@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -86,10 +87,14 @@ def new_manager(root: Path, step: int) -> CheckpointManager:
     return CheckpointManager(root, state, keep=Last(1), sinks=(), preflight=False)
 
 
-def prepare(root: Path) -> None:
-    """A root with one committed checkpoint of step 1."""
-    with new_manager(root, 1) as manager:
+@pytest.fixture
+def roots(ram_path: Path) -> Iterator[Path]:
+    """New roots, each with one committed checkpoint of step 1."""
+    made = ram_path / "made"
+    with new_manager(made, 1) as manager:
         manager.save(1).wait()
+    copies = (ram_path / str(number) for number in itertools.count())
+    return (shutil.copytree(made, root, symlinks=True) for root in copies)
 
 
 def attempt(root: Path) -> tuple[bool, BaseException | None]:
@@ -122,12 +127,13 @@ def newest(root: Path) -> int:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_error_at_every_call_is_reported_and_harms_nothing(name: str, ram_path: Path) -> None:
+def test_an_error_at_every_call_is_reported_and_harms_nothing(
+    name: str, roots: Iterator[Path]
+) -> None:
     """R6, R7, D8, D37: no "OK but not there", no old one lost; the message names the errno."""
     codes = itertools.cycle(ERRNOS)
-    for at in range(400):
-        root, code = ram_path / str(at), next(codes)
-        prepare(root)
+    for at, root in zip(range(400), roots, strict=False):
+        code = next(codes)
         with failing(name, at, code) as injector:
             saved, error = attempt(root)
         if not injector.hits:
@@ -242,11 +248,9 @@ def assert_says_unknown(error: BaseException) -> None:
     assert isinstance(cause, errors.OutcomeUnknown), (error, cause)
 
 
-def test_a_failed_fsync_is_never_repeated_on_the_same_file(ram_path: Path) -> None:
+def test_a_failed_fsync_is_never_repeated_on_the_same_file(roots: Iterator[Path]) -> None:
     """R7; invariant 2: after EIO the kernel may have dropped the pages."""
-    for at in range(60):
-        root = ram_path / str(at)
-        prepare(root)
+    for at, root in zip(range(60), roots, strict=False):
         synced: list[tuple[int, int, bool]] = []
         with failing("fsync", at, errno.EIO) as injector, recorded_fsyncs(synced):
             attempt(root)
@@ -259,7 +263,7 @@ def test_a_failed_fsync_is_never_repeated_on_the_same_file(ram_path: Path) -> No
 
 
 def test_a_mutant_that_repeats_a_failed_fsync_is_caught(
-    ram_path: Path, monkeypatch: pytest.MonkeyPatch
+    roots: Iterator[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R7: the second fsync "succeeds", and the bytes may be gone."""
     real = LocalBlockWriter.finish
@@ -272,7 +276,7 @@ def test_a_mutant_that_repeats_a_failed_fsync_is_caught(
 
     monkeypatch.setattr(LocalBlockWriter, "finish", finish)
     with pytest.raises(AssertionError):
-        test_a_failed_fsync_is_never_repeated_on_the_same_file(ram_path)
+        test_a_failed_fsync_is_never_repeated_on_the_same_file(roots)
 
 
 @contextmanager
@@ -292,7 +296,7 @@ def recorded_fsyncs(seen: list[tuple[int, int, bool]]) -> Iterator[None]:
 
 
 def test_a_mutant_that_swallows_errors_is_caught(
-    ram_path: Path, monkeypatch: pytest.MonkeyPatch
+    roots: Iterator[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R6: with write errors ignored the test above must fail."""
     real = localfiles.write_all
@@ -303,4 +307,4 @@ def test_a_mutant_that_swallows_errors_is_caught(
 
     monkeypatch.setattr(localfiles, "write_all", careless)
     with pytest.raises((AssertionError, errors.HoldfastError)):
-        test_an_error_at_every_call_is_reported_and_harms_nothing("pwrite", ram_path)
+        test_an_error_at_every_call_is_reported_and_harms_nothing("pwrite", roots)
