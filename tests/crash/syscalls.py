@@ -413,6 +413,8 @@ def sweep(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     chosen: Collection[Point] = points[options.offset :: options.stride]
     for point in chosen:
         found.trial(point)
+        if options.mutant and found.bad:
+            break
     return {
         "points": len(points),
         "threads": len({thread for thread, _ in points}),

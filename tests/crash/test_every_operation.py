@@ -1,10 +1,8 @@
 """A stop before and after every single store operation of saves, retention, resume and gc.
 
 A stop is what a kill is to the store: nothing after it happens. Whatever was acknowledged before
-must be there afterwards, whole, and the run must go on.
-
-What a stop after an operation leaves in the store is what one before the next leaves; only the
-saver has not heard of it. So all are tried before, and some after; all of these in the long tier.
+must be there afterwards, whole, and the run must go on. All operations that change the store are
+tried, the others in the long tier only (`stops.CHANGES`).
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,8 @@ from holdfast.policy.retention import Last
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
-from holdfast.testing.faulty import Fault, FaultyStore, Stopped
+from holdfast.testing.faulty import Fault, FaultyStore, Kind, Stopped
+from stops import stops
 from ways import WAYS, Tiny, opened, save_and_go_on
 
 Stores = Callable[[int], Store]
@@ -81,24 +81,25 @@ def check(
     assert [key for key in loose if key != "latest"] == []
 
 
-def run_stopped(store: Store, kind: Any, at: int, scenario: Callable[..., None]) -> list[int]:
+def run_stopped(store: Store, fault: Fault, scenario: Callable[..., None]) -> list[int]:
     """The scenario on a store that stops at one operation; the steps that were acknowledged."""
     acknowledged: list[int] = []
     with suppress(Stopped, errors.HoldfastError):
-        scenario(FaultyStore(store, [Fault(kind=kind, at=at)]), acknowledged)
+        scenario(FaultyStore(store, [fault]), acknowledged)
     return acknowledged
 
 
-def num_operations(store: Store, scenario: Callable[..., None]) -> int:
+def undisturbed(store: Store, scenario: Callable[..., None]) -> FaultyStore:
+    """What wrote down the operations of the scenario."""
     clean = FaultyStore(store)
     scenario(clean, [])
-    return len(clean.ops)
+    return clean
 
 
 def second_run(store: Store) -> Store:
     """The store with an earlier run's checkpoint, a leftover attempt and an unfinished deletion."""
-    run_stopped(store, "stop_before", 40, scenario)
-    run_stopped(store, "stop_after", 90, scenario)
+    run_stopped(store, Fault(kind="stop_before", at=40), scenario)
+    run_stopped(store, Fault(kind="stop_after", at=90), scenario)
     return store
 
 
@@ -133,30 +134,30 @@ def begun(request: pytest.FixtureRequest, stores: Stores) -> Stores:
     return stores if request.param == "empty" else copies_of(second_run(stores(-2)), stores)
 
 
-def test_a_stop_before_every_operation_loses_nothing(begun: Stores) -> None:
+both_kinds = pytest.mark.parametrize("kind", ["stop_before", "stop_after"])
+
+
+@both_kinds
+def test_a_stop_at_every_change_loses_nothing(begun: Stores, kind: Kind) -> None:
     """R1, R2, R9, R20, R23; invariants 1, 2, 4."""
-    total = num_operations(begun(-1), scenario)
-    assert total > 60
-    sweep(begun, "stop_before", range(total))
+    found = [*stops(kind, undisturbed(begun(-1), scenario))]
+    assert len(found) > 40
+    sweep(begun, found)
 
 
-def test_nor_does_a_stop_after_one(begun: Stores) -> None:
-    """R1, R2, R9, R20, R23; invariants 1, 2, 4."""
-    sweep(begun, "stop_after", range(0, num_operations(begun(-1), scenario), 4))
-
-
+@both_kinds
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_nor_does_a_stop_after_any_of_them(begun: Stores) -> None:
+def test_a_stop_at_every_operation_loses_nothing(begun: Stores, kind: Kind) -> None:
     """R1, R2, R9, R20, R23; invariants 1, 2, 4."""
-    sweep(begun, "stop_after", range(num_operations(begun(-1), scenario)))
+    total = len(undisturbed(begun(-1), scenario).ops)
+    sweep(begun, (Fault(kind=kind, at=at) for at in range(total)))
 
 
 def test_nor_does_one_of_compressed_saves(stores: Stores) -> None:
     """R1, R2, R9; invariants 1, 2, 4: files whose length is known only at the end."""
     compressed = partial(scenario, compress="zstd")
-    total = num_operations(stores(-1), compressed)
-    sweep(stores, "stop_before", range(total), compressed)
+    sweep(stores, stops("stop_after", undisturbed(stores(-1), compressed)), compressed)
 
 
 @pytest.mark.parametrize("way", ["overlap", "waves", "links"])
@@ -171,21 +172,20 @@ def test_nor_does_one_of_saves_made_otherwise(
     make, num_kept = chosen.new_state, chosen.num_kept
     lived = partial(scenario, make=make, num_kept=num_kept, **chosen.options)
     checked = partial(check, make=make, num_kept=num_kept)
-    total = num_operations(LocalStore(ram_path / "whole"), lived)
+    clean = undisturbed(LocalStore(ram_path / "whole"), lived)
     assert way in shown
-    for at in range(0, total, 9 if way == "waves" else 5):
+    some = islice(stops("stop_after", clean), 0, None, 4 if way == "waves" else 2)
+    for at, fault in enumerate(some):
         store = LocalStore(ram_path / str(at))
-        checked(store, run_stopped(store, "stop_after", at, lived))
+        checked(store, run_stopped(store, fault, lived))
         shutil.rmtree(ram_path / str(at))
 
 
-def sweep(
-    new: Stores, kind: str, ats: Iterable[int], scenario: Callable[..., None] = scenario
-) -> None:
+def sweep(new: Stores, faults: Iterable[Fault], scenario: Callable[..., None] = scenario) -> None:
     """Stop at each of these operations, on a new store each time."""
-    for at in ats:
-        store = new(at)
-        check(store, run_stopped(store, kind, at, scenario))
+    for number, fault in enumerate(faults):
+        store = new(number)
+        check(store, run_stopped(store, fault, scenario))
 
 
 def no_tombstone(store: Store, folder: str, tombstone: object) -> None:
@@ -241,6 +241,12 @@ def test_the_check_catches(
     """R1, R2, R9, R23: each breaks the order of our own code; the test above must notice."""
     mutant(monkeypatch)
     untroubled = LocalStore(ram_path / "untroubled")
-    check(untroubled, run_stopped(untroubled, "stop_before", 10**6, scenario))
+    clean = FaultyStore(untroubled)
+    acknowledged: list[int] = []
+    scenario(clean, acknowledged)
+    check(untroubled, acknowledged)
     with pytest.raises((AssertionError, errors.HoldfastError)):
-        sweep(lambda at: LocalStore(ram_path / str(at)), "stop_before", range(160))
+        sweep(
+            lambda at: LocalStore(ram_path / str(at)),
+            chain(stops("stop_before", clean), stops("stop_after", clean)),
+        )

@@ -69,6 +69,7 @@ def fast_plan(seed: int) -> Plan:
         num_steps=300,
         save_every=20,
         batch_size=2,
+        num_threads=1,
         text_nbytes=100_000,
         shape=Shape(width=128, num_heads=4, num_layers=2, context=16),
     )

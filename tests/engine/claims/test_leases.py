@@ -40,6 +40,7 @@ from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
 from runs import Recorder
+from stops import stops
 from ways import Tiny, opened
 
 CHILD = Path(__file__).with_name("lease_child.py")
@@ -499,18 +500,18 @@ def scenario(store: Store, acknowledged: list[int]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["stop_before", "stop_after"])
-def test_a_stop_at_every_operation_of_a_reader_beside_retention(
+def test_a_stop_at_every_change_of_a_reader_beside_retention(
     stores: Stores,  # noqa: F811
     kind: Any,
 ) -> None:
     """R1, R2, R9, R23: nothing acknowledged is lost, and nothing is kept for ever."""
     clean = FaultyStore(stores(-1))
     scenario(clean, [])
-    for at in range(len(clean.ops)):
-        store = stores(at)
+    for number, fault in enumerate(stops(kind, clean)):
+        store = stores(number)
         acknowledged: list[int] = []
         with suppress(Stopped, errors.HoldfastError):
-            scenario(FaultyStore(store, [Fault(kind=kind, at=at)]), acknowledged)
+            scenario(FaultyStore(store, [fault]), acknowledged)
         check(store, max(acknowledged, default=0))
 
 
