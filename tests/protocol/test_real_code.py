@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 import pytest
@@ -142,6 +143,19 @@ def play(
     if checks_standing:
         crew.check_standing(store, record)
     return trace
+
+
+@pytest.fixture(autouse=True)
+def _one_core() -> Iterator[None]:
+    """One actor runs at a time: to wake it on another core takes longer than its step."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    os.sched_setaffinity(0, {cores[worker % len(cores)]})
+    yield
+    os.sched_setaffinity(0, cores)
 
 
 def _play_seeds(name: str, seeds: range, *, checks_standing: bool = False) -> None:
