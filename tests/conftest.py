@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,6 +17,9 @@ from runs import Recorder
 from ways import WAYS, Way, possible_ways
 
 pytest_plugins = ["servers.fixtures"]
+
+# One server of forks is for all tests; the first optimizer imports torch._dynamo, for seconds.
+multiprocessing.set_forkserver_preload(["holdfast.testing.resume", "torch._dynamo"])
 
 # Before the first import: so that a failure in the shipped suite shows its values.
 pytest.register_assert_rewrite("holdfast.testing.store_contract")

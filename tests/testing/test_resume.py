@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import time
@@ -23,7 +22,6 @@ from holdfast.testing.resume import Report, assert_resume_equivalent, leaf_diges
 STEPS = 6
 ONES = torch.ones(4)
 
-multiprocessing.set_forkserver_preload(["holdfast.testing.resume"])
 check = partial(assert_resume_equivalent, timeout_s=120.0, start_method="forkserver")
 
 

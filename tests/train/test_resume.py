@@ -28,7 +28,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
 
-multiprocessing.set_forkserver_preload(["holdfast.testing.resume"])
 
 Phase = Literal["train", "validation", "save"]
 

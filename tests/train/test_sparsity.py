@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from holdfast.testing.resume import Report, StepReporter, assert_resume_equivale
 from holdfast.train import Callback, HookFailed, Metrics, Pruning, Training
 from holdfast.train.sparsity import sparsity
 from train.small import make, network
-
-multiprocessing.set_forkserver_preload(["holdfast.testing.resume"])
 
 METHODS = ["l1_unstructured", "random_unstructured", "ln_structured", "random_structured"]
 

@@ -53,8 +53,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
 
-# The first step of an optimizer imports torch._dynamo, which takes a second.
-multiprocessing.set_forkserver_preload(["holdfast.testing.resume", "torch._dynamo"])
 PROCESSES = multiprocessing.get_context("forkserver")
 
 STEPS = 8

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import random
 from collections.abc import Iterator
 from contextlib import suppress
@@ -46,8 +45,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
-
-multiprocessing.set_forkserver_preload(["holdfast.testing.resume"])
 
 
 class Total(Callback):

@@ -90,7 +90,8 @@ def assert_resume_equivalent(
             committed by then. Several, ascending, kill the resumed runs in turn.
         timeout_s: seconds for each process.
         start_method: of the processes. `forkserver` is quicker for many calls, when
-            `multiprocessing.set_forkserver_preload(["holdfast.testing.resume"])` came first.
+            `multiprocessing.set_forkserver_preload(["holdfast.testing.resume", "torch._dynamo"])`
+            came first; the first optimizer imports the second for seconds.
 
     Raises:
         AssertionError: names the first step and the first leaf that differ, or what else went
