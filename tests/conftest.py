@@ -18,7 +18,8 @@ from ways import WAYS, Way, possible_ways
 
 pytest_plugins = ["servers.fixtures"]
 
-# One server of forks is for all tests; the first optimizer imports torch._dynamo, for seconds.
+# One server of forks is for all tests. The first optimizer would import torch._dynamo, which takes
+# seconds.
 multiprocessing.set_forkserver_preload(["holdfast.testing.resume", "torch._dynamo"])
 
 # Before the first import: so that a failure in the shipped suite shows its values.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,14 @@ from holdfast.events import Event
 from holdfast.manager import CheckpointManager
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
+
+
+def be_a_script() -> None:
+    """In a process of a fork server: fork the workers of loaders, as a script does where that is
+    the default. A server of their own imports torch anew, and they outlive a kill of the training.
+    """
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)
 
 
 @dataclass

@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -410,15 +410,16 @@ def sweep(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     scenario = SCENARIOS[options.scenario]
     found = Sweep(folder, scenario, only_changing=options.calls == "changing")
     points = found.points()
-    chosen: Collection[Point] = points[options.offset :: options.stride]
-    for point in chosen:
+    tried = 0
+    for point in points[options.offset :: options.stride]:
+        tried += 1
         found.trial(point)
-        if options.mutant and found.bad:
+        if options.mutant and point in found.bad:
             break
     return {
         "points": len(points),
         "threads": len({thread for thread, _ in points}),
-        "tried": len(chosen),
+        "tried": tried,
         **{name: getattr(found, name) for name in ("killed", "missed", "stuck", "went")},
         "bad": len(found.bad),
         "bad_points": found.bad[:10],

@@ -1,8 +1,8 @@
 """A stop before and after every single store operation of saves, retention, resume and gc.
 
 A stop is what a kill is to the store: nothing after it happens. Whatever was acknowledged before
-must be there afterwards, whole, and the run must go on. All operations that change the store are
-tried, the others in the long tier only (`stops.CHANGES`).
+must be there afterwards, whole, and the run must go on. Here that is at the operations that change
+the store (`stops.CHANGES`), in the long tier at all of them.
 """
 
 from __future__ import annotations
@@ -134,35 +134,36 @@ def begun(request: pytest.FixtureRequest, stores: Stores) -> Stores:
     return stores if request.param == "empty" else copies_of(second_run(stores(-2)), stores)
 
 
-both_kinds = pytest.mark.parametrize("kind", ["stop_before", "stop_after"])
+changes_or_all = pytest.mark.parametrize(
+    "at_all", [False, pytest.param(True, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
+)
 
 
-@both_kinds
-def test_a_stop_at_every_change_loses_nothing(begun: Stores, kind: Kind) -> None:
+@changes_or_all
+@pytest.mark.parametrize("kind", ["stop_before", "stop_after"])
+def test_a_stop_at_every_operation_loses_nothing(begun: Stores, kind: Kind, at_all: bool) -> None:
     """R1, R2, R9, R20, R23; invariants 1, 2, 4."""
-    found = [*stops(kind, undisturbed(begun(-1), scenario))]
+    found = [*stops(kind, undisturbed(begun(-1), scenario), at_all=at_all)]
     assert len(found) > 40
     sweep(begun, found)
 
 
-@both_kinds
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-def test_a_stop_at_every_operation_loses_nothing(begun: Stores, kind: Kind) -> None:
-    """R1, R2, R9, R20, R23; invariants 1, 2, 4."""
-    total = len(undisturbed(begun(-1), scenario).ops)
-    sweep(begun, (Fault(kind=kind, at=at) for at in range(total)))
-
-
-def test_nor_does_one_of_compressed_saves(stores: Stores) -> None:
+@changes_or_all
+def test_nor_does_one_of_compressed_saves(stores: Stores, at_all: bool) -> None:
     """R1, R2, R9; invariants 1, 2, 4: files whose length is known only at the end."""
     compressed = partial(scenario, compress="zstd")
-    sweep(stores, stops("stop_after", undisturbed(stores(-1), compressed)), compressed)
+    clean = undisturbed(stores(-1), compressed)
+    sweep(stores, stops("stop_after", clean, at_all=at_all), compressed)
 
 
-@pytest.mark.parametrize("way", ["overlap", "waves", "links"])
+STRIDES = {"overlap": 1, "waves": 5, "links": 1}
+"""Every so many changes are tried, where not all operations are."""
+
+
+@changes_or_all
+@pytest.mark.parametrize("way", STRIDES)
 def test_nor_does_one_of_saves_made_otherwise(
-    ram_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+    ram_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, at_all: bool
 ) -> None:
     """R1, R2, R9, R14; invariants 1, 2, 4, 10: also while copies overlap with training, of a state
     larger than the memory for it, and where files are linked."""
@@ -174,8 +175,8 @@ def test_nor_does_one_of_saves_made_otherwise(
     checked = partial(check, make=make, num_kept=num_kept)
     clean = undisturbed(LocalStore(ram_path / "whole"), lived)
     assert way in shown
-    some = islice(stops("stop_after", clean), 0, None, 4 if way == "waves" else 2)
-    for at, fault in enumerate(some):
+    found = stops("stop_after", clean, at_all=at_all)
+    for at, fault in enumerate(islice(found, 0, None, 1 if at_all else STRIDES[way])):
         store = LocalStore(ram_path / str(at))
         checked(store, run_stopped(store, fault, lived))
         shutil.rmtree(ram_path / str(at))

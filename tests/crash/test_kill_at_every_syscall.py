@@ -99,3 +99,4 @@ def test_the_sweep_catches(ram_path: Path, mutant: str, stride: int) -> None:
     options = ("--scenario", "later_save", "--calls", "changing", "--stride", str(stride))
     counts = sweep(ram_path, *options, "--mutant", mutant)
     assert counts["bad"] > 0, counts
+    assert None not in counts["bad_points"], "without a kill"

@@ -147,7 +147,8 @@ def play(
 
 @pytest.fixture(autouse=True)
 def _one_core() -> Iterator[None]:
-    """One actor runs at a time: to wake it on another core takes longer than its step."""
+    """One actor runs at a time: to wake it on another core takes longer than its step. To the
+    engine it is a machine of one core."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return

@@ -18,6 +18,12 @@ from holdfast.state.copying import (
 )
 
 
+@pytest.fixture(autouse=True, params=[1, 3])
+def _helpers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, and with two threads that help."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
+
+
 def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 

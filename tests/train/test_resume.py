@@ -21,13 +21,13 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from holdfast.data import Loader
 from holdfast.testing.resume import Report, StepReporter, assert_resume_equivalent
 from holdfast.train import Callback, Metrics, Precision, Training, Validation, for_group
+from runs import be_a_script
 from train.small import Noisy, make, network
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
-
 
 Phase = Literal["train", "validation", "save"]
 
@@ -112,7 +112,7 @@ def optimizer(model: Any) -> torch.optim.Optimizer:
 
 
 def run(case: Case, root: str, steps: int, report: Report) -> None:
-    torch.set_num_threads(1)
+    be_a_script()
     precision = Precision(dtype=case.precision, loss_scale=2.0**4, growth_interval=3)  # type: ignore[arg-type]
     trainer = make(
         Path(root),

@@ -46,6 +46,7 @@ from holdfast.train import (
     Training,
     Validation,
 )
+from runs import be_a_script
 from train.small import Noisy, mean_square, network
 
 pytestmark = [
@@ -223,7 +224,7 @@ def trainer(root: Path, pause: Pause | None, /, **options: Any) -> Trainer:
 
 def run(root: str, result: str, pause: Pause | None, steps: int = STEPS, **options: Any) -> None:
     """What a training script does; leaves the digests of its last state."""
-    torch.set_num_threads(1)
+    be_a_script()
     logging.getLogger("holdfast").setLevel(logging.ERROR)
     made = trainer(Path(root), pause, **options)
     try:

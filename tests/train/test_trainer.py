@@ -39,6 +39,7 @@ from holdfast.train import (
     Training,
     Validation,
 )
+from runs import be_a_script
 from train.small import Noisy, make
 
 pytestmark = [
@@ -134,7 +135,7 @@ class LoggerHooks(Hooks, Logger):
 
 
 def killed_run(root: str, steps: int, report: Report) -> None:
-    torch.set_num_threads(1)
+    be_a_script()
     trainer = make(
         Path(root),
         num_workers=1,

@@ -91,7 +91,7 @@ def assert_resume_equivalent(
         timeout_s: seconds for each process.
         start_method: of the processes. `forkserver` is quicker for many calls, when
             `multiprocessing.set_forkserver_preload(["holdfast.testing.resume", "torch._dynamo"])`
-            came first; the first optimizer imports the second for seconds.
+            came first; the first optimizer would import the second, which takes seconds.
 
     Raises:
         AssertionError: names the first step and the first leaf that differ, or what else went

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.crash.test_every_operation import Stores, stores  # noqa: F401
+from tests.crash.test_every_operation import Stores, changes_or_all, stores  # noqa: F401
 
 import holdfast
 from holdfast import errors
@@ -499,15 +499,17 @@ def scenario(store: Store, acknowledged: list[int]) -> None:
     collect(store)
 
 
+@changes_or_all
 @pytest.mark.parametrize("kind", ["stop_before", "stop_after"])
-def test_a_stop_at_every_change_of_a_reader_beside_retention(
+def test_a_stop_at_every_operation_of_a_reader_beside_retention(
     stores: Stores,  # noqa: F811
     kind: Any,
+    at_all: bool,
 ) -> None:
     """R1, R2, R9, R23: nothing acknowledged is lost, and nothing is kept for ever."""
     clean = FaultyStore(stores(-1))
     scenario(clean, [])
-    for number, fault in enumerate(stops(kind, clean)):
+    for number, fault in enumerate(stops(kind, clean, at_all=at_all)):
         store = stores(number)
         acknowledged: list[int] = []
         with suppress(Stopped, errors.HoldfastError):
