@@ -25,6 +25,7 @@ assert {*CHANGES, *OTHERS} == {*get_args(OpName)}, "a new operation: does it cha
 
 def stops(kind: Kind, clean: FaultyStore, *, at_all: bool = False) -> Iterator[Fault]:
     """A stop at each change that an undisturbed run made on `clean`, or at all its operations."""
+    assert any(name in CHANGES for name, _ in clean.ops), "the run changed nothing"
     seen: Counter[str] = Counter()
     for at, (name, _) in enumerate(clean.ops):
         if at_all:
