@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TypeVar
 
+import warm
+
 T = TypeVar("T", bound="Child")
 
 
@@ -17,15 +19,11 @@ def environment() -> dict[str, str]:
 
 
 class Child:
-    """`python SCRIPT WORD...`, which is killed at the end of the `with`."""
+    """`python SCRIPT WORD...`, forked warm, which is killed at the end of the `with`."""
 
     def __init__(self, script: Path, *words: object) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), *map(str, words)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        pipe = subprocess.PIPE
+        self.process = warm.Popen([script, *words], stdin=pipe, stdout=pipe)
 
     def __enter__(self: T) -> T:
         return self

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import warm
 from holdfast import SideSaver, errors
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.saving import save as save_module
@@ -513,12 +513,8 @@ def test_a_fenced_off_owner_cannot_take_the_run_back_by_a_load(tmp_path: Path) -
     run = new_run()
     with run.manager(tmp_path) as manager:
         manager.save(1).wait()
-        child = subprocess.Popen(
-            [sys.executable, "-c", OTHER_OWNER, str(tmp_path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        pipe = subprocess.PIPE
+        child = warm.Popen(["-c", OTHER_OWNER, tmp_path], stdin=pipe, stdout=pipe)
         assert child.stdout is not None
         assert child.stdout.readline() == "owns\n"
         with pytest.raises(errors.OwnedElsewhere):

@@ -15,6 +15,7 @@ import pytest
 from tests.cli import asked
 from tests.cli.roots import Result, overwrite
 
+import warm
 from holdfast.cli import save as command
 from holdfast.engine.claims.process import this_process
 from holdfast.format.records import (
@@ -40,11 +41,8 @@ def training(tmp_path: Path) -> Iterator[Training]:
     started: list[subprocess.Popen[str]] = []
 
     def start(how: str = "") -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, asked.__file__, str(root), how],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        process = warm.Popen(
+            [asked.__file__, root, how], stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         started.append(process)
         assert process.stdout is not None

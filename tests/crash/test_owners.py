@@ -6,12 +6,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import warm
 from holdfast.care.gc import collect
 from holdfast.care.verify import verify_root
 from holdfast.engine.roots.catalog import Catalog
@@ -24,13 +24,9 @@ class Child:
     """A training process and what it tells."""
 
     def __init__(self, root: Path, **options: Any) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(CHILD), str(root), json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        pipe = subprocess.PIPE
+        words = (CHILD, root, json.dumps(options))
+        self.process = warm.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe)
 
     def told(self, name: str) -> Any:
         """The next line that has `name`; lines before it are passed over."""
@@ -199,19 +195,9 @@ if len(sys.argv) > 3:
 """
 
 
-def run_program(text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", text, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
 def test_a_failure_that_nobody_fetched_makes_the_exit_status_1(tmp_path: Path) -> None:
     """R14, D37, D39: a scheduler must not take the run for complete."""
-    done = run_program(FAILING_EXIT, str(tmp_path / "run"))
+    done = warm.run(["-c", FAILING_EXIT, tmp_path / "run"])
     assert done.returncode == 1, done.stderr
     assert "save of step 2 failed" in done.stderr
     assert done.stdout == "another handler\n"  # others' exit handlers have their turn, once
@@ -219,7 +205,7 @@ def test_a_failure_that_nobody_fetched_makes_the_exit_status_1(tmp_path: Path) -
 
 def test_exit_waits_for_a_slow_save_and_says_what_became_of_it(tmp_path: Path) -> None:
     """R14."""
-    done = run_program(SLOW_EXIT, str(tmp_path), "60", "release")
+    done = warm.run(["-c", SLOW_EXIT, tmp_path, "60", "release"])
     assert done.returncode == 0, done.stderr
     assert "save of step 1 was committed while the program ended" in done.stderr
     assert steps(tmp_path) == [1]
@@ -227,7 +213,7 @@ def test_exit_waits_for_a_slow_save_and_says_what_became_of_it(tmp_path: Path) -
 
 def test_exit_gives_a_hanging_save_up_and_says_so(tmp_path: Path) -> None:
     """R14; invariant 9: what hangs is named, and nothing half-done is visible."""
-    done = run_program(SLOW_EXIT, str(tmp_path), "0.5")
+    done = warm.run(["-c", SLOW_EXIT, tmp_path, "0.5"])
     assert done.returncode == 1, done.stderr
     assert "writing" in done.stderr
     assert steps(tmp_path) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import warm
 from holdfast import errors
 from holdfast.engine.saving import save as save_module
 from holdfast.engine.staging.stage import Stager
@@ -72,9 +72,7 @@ save.write_files, save.commit = write_files, commit
 
 def read_beside_a_writer(root: Path, loads: int, mutant: str = "") -> int:
     """Load so often while a writer lives; the number of checkpoints that went away under us."""
-    writer = subprocess.Popen(
-        [sys.executable, "-c", mutant + WRITER, str(root)], stdout=subprocess.PIPE, text=True
-    )
+    writer = warm.Popen(["-c", mutant + WRITER, root], stdout=subprocess.PIPE)
     assert writer.stdout is not None
     try:
         assert writer.stdout.readline() == "ready\n"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import warm
 from holdfast import errors
 from holdfast.engine.claims import process as process_module
 from holdfast.engine.claims.claim import (
@@ -118,8 +119,7 @@ def test_a_claim_that_comes_to_nothing_keeps_nobody_away(tmp_path: Path) -> None
         "from holdfast.store.local import LocalStore\n"
         "check_owner(LocalStore(sys.argv[1]), takeover=False, emit=Emitter(()))\n"
     )
-    command = [sys.executable, "-c", another, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = warm.run(["-c", another, tmp_path])
     assert done.returncode == 0, done.stderr
 
 
