@@ -25,6 +25,7 @@ from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing import Fault, FaultyStore
+from marks import diagonal
 
 MIB = 1 << 20
 CHOICES: list[Any] = [
@@ -68,9 +69,10 @@ def files_of(root: Path, step: int = 1) -> dict[str, Path]:
     return {path.name: path for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("budget", [None, "32MiB"])
-@pytest.mark.parametrize("kind", ["local", "memory"])
-@pytest.mark.parametrize("compress", CHOICES, ids=str)
+@pytest.mark.parametrize(
+    ("compress", "kind", "budget"),
+    diagonal(CHOICES, ["local", "memory"], [None, "32MiB"], ids=[*map(str, CHOICES)]),
+)
 def test_what_was_saved_is_resumed_bit_for_bit(
     tmp_path: Path, compress: Any, kind: str, budget: Any
 ) -> None:

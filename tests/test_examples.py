@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from marks import full
+
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
 FILES = sorted(path.name for path in FOLDER.glob("*.py"))
 
@@ -58,7 +60,9 @@ SAYS = {
 """What each prints, among other lines, in this order."""
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name", ["plain_loop.py", *full(*(name for name in FILES if name != "plain_loop.py"))]
+)
 def test_it_runs_from_anywhere_and_says_what_it_shows(name: str, tmp_path: Path) -> None:
     """Invariant 7, R1: those that are killed or preempted compare the bits themselves."""
     folder, temporary = tmp_path / "here", tmp_path / "temporary"

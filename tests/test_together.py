@@ -32,6 +32,7 @@ def is_state(live: dict[str, Any], seed: int) -> bool:
     return all(torch.equal(live[key], state(seed)[key]) for key in (CANARY, "noise"))
 
 
+@pytest.mark.full
 @WAYS
 def test_a_fresh_machine_resumes_what_was_compressed_and_sent(
     tmp_path: Path, options: dict[str, Any]

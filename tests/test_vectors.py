@@ -40,7 +40,7 @@ class Saved(Callback):
         ("5ba", "4ep", 4),
         ("5ba", "10ba", 2),
         ("0.35dur", "4ep", 3),
-        ("0.01dur", "100ba", 100),
+        pytest.param("0.01dur", "100ba", 100, marks=pytest.mark.full),
         ("0.10dur", "70sp", 10),
         ("0.05dur", "80sp", 20),
     ],

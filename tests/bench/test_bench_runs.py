@@ -92,6 +92,7 @@ def _measured(results: Results, prefix: str) -> set[str]:
     return {name.removeprefix(prefix) for name in results.names(prefix)}
 
 
+@pytest.mark.full
 def test_every_row_of_both_states_is_measured_or_said_to_be_left_out(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     results, printed = _run(
@@ -112,6 +113,7 @@ def test_every_row_of_both_states_is_measured_or_said_to_be_left_out(tmp_path: P
     assert printed.count("| holdfast, every byte verified |") == 2
 
 
+@pytest.mark.full
 def test_of_a_frozen_state_a_tenth_changes(tmp_path: Path) -> None:
     results, _ = _run(
         tmp_path,
@@ -124,6 +126,7 @@ def test_of_a_frozen_state_a_tenth_changes(tmp_path: Path) -> None:
     assert 0.08 < share <= 0.1
 
 
+@pytest.mark.full
 def test_limits_run_alone(tmp_path: Path) -> None:
     results, printed = _run(
         tmp_path, "bench.limits", "--size-gb", "0.01", "--rounds", "1", "--no-settle"
@@ -134,6 +137,7 @@ def test_limits_run_alone(tmp_path: Path) -> None:
     assert "A hard link, synced with 999 others:" in printed
 
 
+@pytest.mark.full
 def test_every_training_is_slowed_down(tmp_path: Path) -> None:
     results, printed = _run(
         tmp_path,
@@ -150,6 +154,7 @@ def test_every_training_is_slowed_down(tmp_path: Path) -> None:
     assert "| no save |" in printed
 
 
+@pytest.mark.full
 def test_every_small_thing_is_measured(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     results, printed = _run(
@@ -166,6 +171,7 @@ def test_every_small_thing_is_measured(tmp_path: Path) -> None:
     assert "–" not in printed.split("`holdfast --help` |")[1].split("|")[0]
 
 
+@pytest.mark.full
 def test_codecs_and_ciphers_are_compared_with_a_plain_save(tmp_path: Path) -> None:
     results, printed = _run(
         tmp_path,
@@ -181,6 +187,7 @@ def test_codecs_and_ciphers_are_compared_with_a_plain_save(tmp_path: Path) -> No
     assert printed.count("| zstd alone, level 3, whole |") == 2
 
 
+@pytest.mark.full
 def test_transfers_and_trainings_are_measured_on_a_server_of_the_tests(tmp_path: Path) -> None:
     results, printed = _run(
         tmp_path,
@@ -209,6 +216,7 @@ def test_tables_of_an_earlier_run_are_printed_again(tmp_path: Path) -> None:
     assert "| obstore | 500 ms | 4 MB/s |" in done.stdout
 
 
+@pytest.mark.full
 def test_the_gpu_benchmark_runs_on_cpu_tensors(tmp_path: Path) -> None:
     results, printed = _run(
         tmp_path,
@@ -221,6 +229,7 @@ def test_the_gpu_benchmark_runs_on_cpu_tensors(tmp_path: Path) -> None:
     assert "| pinned memory to device |" in printed
 
 
+@pytest.mark.full
 def test_the_gpu_benchmark_says_when_there_is_no_gpu(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     results, printed = _run(tmp_path, "bench.gpu", "--rounds", "1")
@@ -228,6 +237,7 @@ def test_the_gpu_benchmark_says_when_there_is_no_gpu(tmp_path: Path, monkeypatch
     assert "there is no CUDA here" in printed
 
 
+@pytest.mark.full
 def test_every_loop_around_a_step_is_measured_and_printed(tmp_path: Path) -> None:
     results, printed = _run(tmp_path, "bench.trainer", "--rounds", "2", "--steps", "20")
     assert [len(found) for found in results.cases.values()] == [2, 2, 2, 2]
@@ -235,6 +245,7 @@ def test_every_loop_around_a_step_is_measured_and_printed(tmp_path: Path) -> Non
     assert all(f"| {case.removeprefix('trainer/')} |" in printed for case in results.cases)
 
 
+@pytest.mark.full
 def test_a_profile_names_the_functions_in_which_a_load_and_a_save_spend_their_time(
     tmp_path: Path,
 ) -> None:
@@ -247,6 +258,7 @@ def test_a_profile_names_the_functions_in_which_a_load_and_a_save_spend_their_ti
     assert "### save(), all of it changed: " in printed
 
 
+@pytest.mark.full
 def test_a_call_with_overlap_is_timed_by_its_parts(tmp_path: Path) -> None:
     results, printed = _run(tmp_path, "bench.parts", "--size-gb", "0.02", "--rounds", "1")
     for case in ("parts/cold", "parts/hot"):
@@ -283,6 +295,7 @@ def compute(seconds: float) -> None:
         pass
 
 
+@pytest.mark.full
 def test_the_one_command_prints_goals_before_tables(tmp_path: Path) -> None:
     results, printed = _run(tmp_path, "bench", "--quick", "--only", "trainer")
     assert list(results.part("trainer").cases) == list(results.cases)

@@ -100,7 +100,9 @@ def test_nothing_goes_locally_while_the_remote_tier_is_away(
     """D19, D41: training goes on, all that is wanted there stays here, and goes when it may."""
     without_backoff(monkeypatch)
     remote, tiny, noted = Switch(), Tiny(), Noted()
-    with opened(Tiered(local, remote, keep_local=0), tiny, sinks=(noted,)) as manager:
+    # Were something still waiting at the end, it would wait for long.
+    root = Tiered(local, remote, keep_local=0, close_timeout_s=5)
+    with opened(root, tiny, sinks=(noted,)) as manager:
         manager.resume()
         saved(manager, tiny, 1)
         manager.wait()

@@ -8,8 +8,10 @@ from holdfast import errors
 from holdfast.care.prune import preview, prune
 from holdfast.engine.claims.claim import is_closed
 from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.tiers.ledger import Ledger
 from holdfast.events import Emitter
 from holdfast.format import layout
+from holdfast.format.records import UploadRecord
 from holdfast.policy.retention import All, Last
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
@@ -47,6 +49,21 @@ def test_a_prune_holds_an_epoch_and_closes_it(store: MemoryStore) -> None:
     assert Catalog(store).highest_epoch() == 2
     assert is_closed(store, 2)
     assert steps(store) == [3]
+
+
+def test_what_waits_for_its_upload_stays(store: MemoryStore) -> None:
+    """D19: also where nobody can read what is noted of it."""
+    first, second, _ = (entry.folder for entry in reversed(Catalog(store).checkpoints()))
+    note = UploadRecord(remote="memory://remote", state="waiting", nbytes=1, changed="")
+    Ledger(store).note(second, note)
+    store.put(layout.upload_key(first), b"{")
+    report = prune(store, Last(1), emit=QUIET)
+    assert report.deleted == []
+    assert dict(report.postponed) == {
+        first: "it waits for its upload",
+        second: "it waits for its upload to memory://remote",
+    }
+    assert steps(store) == [3, 2, 1]
 
 
 def test_the_run_goes_on_from_where_it_stood(store: MemoryStore) -> None:

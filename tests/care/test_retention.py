@@ -45,6 +45,7 @@ from holdfast.state.edits import StateView
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
+from marks import full
 
 FOREIGN = {
     "notes.txt": b"mine",
@@ -260,9 +261,10 @@ def play(num_examples: int, **options: Any) -> None:
     )
 
 
-def test_newest_pinned_and_best_stay_whatever_happens() -> None:
+@pytest.mark.parametrize("num_histories", [8, *full(25)])
+def test_newest_pinned_and_best_stay_whatever_happens(num_histories: int) -> None:
     """R20, R23, D2, D5, D12, D49: and a rule that shrinks takes effect at the next save."""
-    play(25)
+    play(num_histories)
 
 
 @pytest.mark.long

@@ -48,6 +48,7 @@ def head(root: Path) -> int:
     return entry.step
 
 
+@pytest.mark.full
 def test_a_training_that_dies_again_and_again_gets_to_its_end(
     holdfast: Command, tmp_path: Path
 ) -> None:

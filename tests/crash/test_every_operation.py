@@ -29,6 +29,7 @@ from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Kind, Stopped
+from marks import full
 from stops import stops
 from ways import WAYS, Tiny, opened, save_and_go_on
 
@@ -118,7 +119,7 @@ def copies_of(made: Store, make: Stores) -> Stores:
     return copy
 
 
-@pytest.fixture(params=["local", "memory"])
+@pytest.fixture(params=["local", *full("memory")])
 def stores(request: pytest.FixtureRequest, ram_path: Path) -> Stores:
     """New, empty stores of one kind."""
 
@@ -128,7 +129,7 @@ def stores(request: pytest.FixtureRequest, ram_path: Path) -> Stores:
     return make
 
 
-@pytest.fixture(params=["empty", "after two crashes"])
+@pytest.fixture(params=["empty", *full("after two crashes")])
 def begun(request: pytest.FixtureRequest, stores: Stores) -> Stores:
     """New stores of one kind, with what the scenario finds there."""
     return stores if request.param == "empty" else copies_of(second_run(stores(-2)), stores)
@@ -140,7 +141,7 @@ changes_or_all = pytest.mark.parametrize(
 
 
 @changes_or_all
-@pytest.mark.parametrize("kind", ["stop_before", "stop_after"])
+@pytest.mark.parametrize("kind", ["stop_after", *full("stop_before")])
 def test_a_stop_at_every_operation_loses_nothing(begun: Stores, kind: Kind, at_all: bool) -> None:
     """R1, R2, R9, R20, R23; invariants 1, 2, 4."""
     found = [*stops(kind, undisturbed(begun(-1), scenario), at_all=at_all)]
@@ -148,6 +149,7 @@ def test_a_stop_at_every_operation_loses_nothing(begun: Stores, kind: Kind, at_a
     sweep(begun, found)
 
 
+@pytest.mark.full
 @changes_or_all
 def test_nor_does_one_of_compressed_saves(stores: Stores, at_all: bool) -> None:
     """R1, R2, R9; invariants 1, 2, 4: files whose length is known only at the end."""
@@ -160,6 +162,7 @@ STRIDES = {"overlap": 1, "waves": 5, "links": 1}
 """Every so many changes are tried, where not all operations are."""
 
 
+@pytest.mark.full
 @changes_or_all
 @pytest.mark.parametrize("way", STRIDES)
 def test_nor_does_one_of_saves_made_otherwise(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from children import environment
+from marks import full
 from ways import Way
 
 SYSCALLS = Path(__file__).with_name("syscalls.py")
@@ -44,7 +45,7 @@ def assert_all_were_killed_and_nothing_was_lost(counts: dict[str, Any]) -> None:
     assert counts["killed"] == counts["tried"] > 0
 
 
-@every_scenario
+@pytest.mark.parametrize("scenario", ["later_save", *full("first_save", "gc", "resume")])
 def test_a_kill_at_every_sixth_changing_call_loses_nothing(ram_path: Path, scenario: str) -> None:
     """R2, R9, R23: calls that only read or wait leave the same bytes behind as the next one."""
     counts = sweep(ram_path, "--scenario", scenario, "--calls", "changing", "--stride", "6")
@@ -55,6 +56,7 @@ def test_a_kill_at_every_sixth_changing_call_loses_nothing(ram_path: Path, scena
 STRIDES = {"overlap": 23, "waves": 37, "links": 17, "direct": 23}
 
 
+@pytest.mark.full
 def test_nor_does_one_in_a_save_made_otherwise(way_path: Path, way: Way) -> None:
     """R2, R9, R14; invariants 1, 2, 4, 10: while training goes on, a few blocks at a time, with
     files of the checkpoint before, and past the page cache."""
@@ -93,6 +95,7 @@ def test_a_kill_at_every_call_loses_nothing(ram_path: Path, scenario: str) -> No
     assert counts["killed"] >= 0.9 * counts["points"] >= 200
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("mutant", "stride"), [("manifest_first", 14), ("files_first", 7)])
 def test_the_sweep_catches(ram_path: Path, mutant: str, stride: int) -> None:
     """R2: our own code with its order broken does not pass."""

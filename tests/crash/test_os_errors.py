@@ -30,6 +30,7 @@ from holdfast.policy.retention import Last
 from holdfast.store import localfiles
 from holdfast.store.local import LocalStore
 from holdfast.store.localblocks import LocalBlockWriter
+from marks import full
 from ways import Way, save_and_go_on
 
 CALLS = ("open", "pwrite", "fsync", "link", "replace", "mkdir", "unlink")
@@ -126,7 +127,7 @@ def newest(root: Path) -> int:
         return found.step
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [*full("open"), *(name for name in CALLS if name != "open")])
 def test_an_error_at_every_call_is_reported_and_harms_nothing(
     name: str, roots: Iterator[Path]
 ) -> None:
@@ -217,6 +218,7 @@ def assert_errors_harm_nothing(root: Path, way: Way, strides: Mapping[str, int])
             pytest.fail("more calls than expected")
 
 
+@pytest.mark.full
 def test_nor_does_an_error_in_a_save_made_otherwise(
     way_path: Path, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:

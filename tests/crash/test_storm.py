@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from marks import full
 from storms import harmless, storm
 from ways import takes_direct
 
 
-def test_fifty_kills_lose_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_kills", [15, *full(50)])
+def test_kills_lose_nothing(tmp_path: Path, num_kills: int) -> None:
     """R1, R9, D8, D24, D26: nothing torn, nothing acknowledged lost, no junk after gc."""
-    counts = harmless(storm("storm", tmp_path / "run", "--kills", "50"))
-    assert counts["killed"] >= 50
+    counts = harmless(storm("storm", tmp_path / "run", "--kills", str(num_kills)))
+    assert counts["killed"] >= num_kills
     assert counts["last_step"] >= 5
 
 
@@ -27,6 +29,7 @@ def test_five_hundred_kills_lose_nothing(tmp_path: Path, seed: int) -> None:
     assert harmless(storm("storm", tmp_path / "run", *options))["killed"] >= 100
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["overlap", "waves", "links"])
 def test_nor_do_kills_of_one_that_saves_otherwise(tmp_path: Path, way: str) -> None:
     """R1, R9, R14; invariants 1, 2, 4, 10: while training goes on, and past the page cache where
@@ -38,6 +41,7 @@ def test_nor_do_kills_of_one_that_saves_otherwise(tmp_path: Path, way: str) -> N
     assert (counts["told"].get("direct", 0) >= 10) is takes_direct(tmp_path)
 
 
+@pytest.mark.full
 def test_the_storm_of_other_ways_catches(tmp_path: Path) -> None:
     """R1: a manifest that comes before its files."""
     options = ("--way", "overlap", "--kills", "20", "--mutant", "manifest_first")
@@ -45,7 +49,7 @@ def test_the_storm_of_other_ways_catches(tmp_path: Path) -> None:
     assert counts["bad"] > 0, counts
 
 
-@pytest.mark.parametrize("mutant", ["manifest_first", "forgets_the_newest"])
+@pytest.mark.parametrize("mutant", full("manifest_first", "forgets_the_newest"))
 def test_the_storm_catches(tmp_path: Path, mutant: str) -> None:
     """R1: our own code with its order broken does not pass."""
     counts = storm("storm", tmp_path / "run", "--kills", "30", "--mutant", mutant)

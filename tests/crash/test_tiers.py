@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import warm
 from holdfast import errors
 from holdfast.care import mirror as mirror_module
 from holdfast.engine.roots.catalog import Catalog
@@ -24,6 +24,7 @@ from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, OpName, Stopped
+from marks import full
 from storms import harmless, storm
 from tiers import Noted, saved, steps_in, unopened
 from ways import Tiny
@@ -88,7 +89,7 @@ class World:
         assert [key for key in loose if not key.endswith("/manifest.json")] == []
 
 
-@pytest.fixture(params=["folder", "memory"])
+@pytest.fixture(params=["memory", *full("folder")])
 def worlds(
     request: pytest.FixtureRequest, ram_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Worlds:
@@ -150,7 +151,7 @@ ALL_OR_SOME = [9, pytest.param(1, marks=[pytest.mark.long, pytest.mark.timeout(1
 
 
 @pytest.mark.parametrize("every", ALL_OR_SOME)
-@pytest.mark.parametrize("kind", ["stop_before", "stop_after"])
+@pytest.mark.parametrize("kind", ["stop_after", *full("stop_before")])
 def test_a_stop_at_every_operation_on_the_remote_tier_loses_nothing(
     worlds: Worlds, kind: Any, every: int
 ) -> None:
@@ -158,6 +159,7 @@ def test_a_stop_at_every_operation_on_the_remote_tier_loses_nothing(
     stop_at_every_operation(worlds, kind, every=every)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("every", ALL_OR_SOME)
 @pytest.mark.parametrize("kind", ["stop_before", "stop_after", "lose_reply"])
 def test_sealed_tiers_outlive_a_stop_or_a_lost_reply_at_every_operation(
@@ -167,6 +169,7 @@ def test_sealed_tiers_outlive_a_stop_or_a_lost_reply_at_every_operation(
     stop_at_every_operation(sealed_worlds, kind, every=every)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "op", ["put", pytest.param(None, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
 )
@@ -178,6 +181,7 @@ def test_sealed_tiers_outlive_a_stop_around_the_keys(
     stop_at_every_operation(sealed_worlds, kind, only="step-*/[km]*", op=op)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["stop_before", "stop_after"])
 def test_a_stop_while_a_large_file_is_sent_leaves_no_half_of_it(
     large_worlds: Worlds, kind: Any
@@ -187,8 +191,8 @@ def test_a_stop_while_a_large_file_is_sent_leaves_no_half_of_it(
 
 
 @pytest.mark.parametrize("every", ALL_OR_SOME)
-@pytest.mark.parametrize("kind", ["fail", "lose_reply"])
-@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("kind", ["lose_reply", *full("fail")])
+@pytest.mark.parametrize("times", [1, *full(3)])
 def test_a_failure_of_every_operation_on_the_remote_tier_is_outlived(
     worlds: Worlds, kind: Any, times: int, every: int
 ) -> None:
@@ -198,6 +202,7 @@ def test_a_failure_of_every_operation_on_the_remote_tier_is_outlived(
         check_outlived(world)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["fail", "lose_reply"])
 def test_a_failure_while_a_large_file_is_sent_is_outlived(large_worlds: Worlds, kind: Any) -> None:
     """D8."""
@@ -212,7 +217,7 @@ def check_outlived(world: World) -> None:
     world.check_settled()
 
 
-@pytest.mark.parametrize("kind", ["flip", "truncate"])
+@pytest.mark.parametrize("kind", ["flip", *full("truncate")])
 def test_every_spoiled_transfer_is_found_where_it_is_read_back(worlds: Worlds, kind: Any) -> None:
     """R17: never acknowledged, and the local copy stays."""
     at, struck = 0, True
@@ -263,6 +268,7 @@ def test_the_check_catches(
         stop_at_every_operation(large_worlds, "stop_before", only="s*.safetensors")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sealed", [(), ("--sealed",)], ids=["plain", "sealed"])
 @pytest.mark.parametrize("machines", ["same", "new"])
 def test_kills_during_uploads_and_remote_retention_lose_nothing(
@@ -284,6 +290,7 @@ def test_more_kills_lose_nothing(tmp_path: Path, machines: str, seed: int) -> No
     assert harmless(storm_in(tmp_path, *options))["killed"] >= 125
 
 
+@pytest.mark.full
 def test_the_storm_catches_a_local_copy_that_goes_too_early(tmp_path: Path) -> None:
     """R1, D19: our own code with its order broken does not pass."""
     counts = storm_in(tmp_path, "--kills", "20", "--mutant", "holds_nothing")
@@ -309,14 +316,7 @@ manager.save(tree["step"])
 
 def leave(folder: Path, **values: Any) -> subprocess.CompletedProcess[str]:
     """A program that saves, and ends without closing anything."""
-    return subprocess.run(
-        [sys.executable, "-c", LEAVES.format(**values)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return warm.run(["-c", LEAVES.format(**values)], cwd=folder)
 
 
 def test_the_end_of_a_program_waits_for_its_uploads(tmp_path: Path) -> None:

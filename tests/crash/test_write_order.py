@@ -385,6 +385,7 @@ def test_a_run_writes_in_the_order_of_the_protocol(tmp_path: Path) -> None:
     assert found.committed[2] in {dirname(path) for path in found.sidecars}
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("strace")
 def test_so_do_runs_that_save_otherwise(tmp_path: Path) -> None:
     """R5; invariants 2, 4, 10: while training goes on, a few blocks at a time, with files of the
@@ -410,6 +411,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("strace")
 def test_the_lint_reports_every_broken_order(tmp_path: Path) -> None:
     """R5: our own code, broken in one place each."""
@@ -425,6 +427,7 @@ BROKEN_OTHERWISE = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("strace")
 def test_it_does_so_of_runs_that_save_otherwise(ram_path: Path) -> None:
     """R5: one of these for each way."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 from collections.abc import Iterator
@@ -479,7 +480,11 @@ def test_a_dataset_that_changed_its_length_is_refused() -> None:
         next(iter(loader))
 
 
-def test_an_error_in_a_worker_reaches_the_loop_and_the_batch_is_not_counted() -> None:
+def test_an_error_in_a_worker_reaches_the_loop_and_the_batch_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # torch waits so long, twice, for a worker that it ends after an error.
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
     class Failing(Augmented):
         def __getitem__(self, index: int) -> torch.Tensor:
             if index == 3:
@@ -489,6 +494,7 @@ def test_an_error_in_a_worker_reaches_the_loop_and_the_batch_is_not_counted() ->
     loader = Loader(Failing(), batch_size=2, shuffle=False, num_workers=1)
     with pytest.raises(OSError, match="no such sample"):
         list(loader)
+    gc.collect()  # the iterator, with its workers
     assert loader.batch == 1
 
 

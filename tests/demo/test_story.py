@@ -40,6 +40,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     return Told(code, out, printed.getvalue())
 
 
+@pytest.mark.full
 def test_three_kills_and_a_flipped_bit_leave_no_trace_in_the_result(told: Told) -> None:
     """R1, R19, D14, D31, invariants 3, 4 and 7: killed thrice, one time inside a save."""
     record = json.loads((told.out / "demo.json").read_text("utf-8"))
@@ -59,6 +60,7 @@ def test_three_kills_and_a_flipped_bit_leave_no_trace_in_the_result(told: Told) 
     assert all(after["began_at"] <= before["reached"] for before, after in pairwise(lives))
 
 
+@pytest.mark.full
 def test_the_flipped_checkpoint_was_passed_over_by_name(told: Told) -> None:
     """R15, R19: the reason names the file, and the one before is taken."""
     last = json.loads((told.out / "demo.json").read_text("utf-8"))["killed"]["lives"][-1]
@@ -68,6 +70,7 @@ def test_the_flipped_checkpoint_was_passed_over_by_name(told: Told) -> None:
     assert last["began_at"] > 0
 
 
+@pytest.mark.full
 def test_the_picture_and_the_roots_are_left_to_look_at(told: Told) -> None:
     out = told.out
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
@@ -77,6 +80,7 @@ def test_the_picture_and_the_roots_are_left_to_look_at(told: Told) -> None:
             assert manager.load("final").step == fast_plan(11).num_steps
 
 
+@pytest.mark.full
 def test_a_second_demo_replaces_the_first_and_nothing_else(told: Told, tmp_path: Path) -> None:
     story.prepare(tmp_path / "new" / "out")
     (tmp_path / "new" / "out" / "left").touch()
@@ -89,6 +93,7 @@ def test_a_second_demo_replaces_the_first_and_nothing_else(told: Told, tmp_path:
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
 
+@pytest.mark.full
 def test_json_goes_to_standard_output_alone(told: Told) -> None:
     recorded = json.loads((told.out / "demo.json").read_text("utf-8"))
     assert json.loads(told.printed) == recorded
@@ -152,6 +157,7 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.mark.full
 def test_a_plan_whose_kill_never_comes_is_refused(tmp_path: Path) -> None:
     plan = fast_plan(1)
     kill = Kill(after_step=10**6, inside_save=False, moment=0.0, flip_bit=False)

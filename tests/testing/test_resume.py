@@ -79,6 +79,7 @@ def broken(fault: str, kill_at: int | list[int] = 3) -> str:
     return str(raised.value)
 
 
+@pytest.mark.full
 def test_an_exact_run_passes_though_it_is_killed_twice() -> None:
     """Invariant 7, R1."""
     assert_resume_equivalent(run, STEPS, [2, 4], timeout_s=120.0)

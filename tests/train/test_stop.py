@@ -46,6 +46,7 @@ from holdfast.train import (
     Training,
     Validation,
 )
+from marks import diagonal, full
 from runs import be_a_script
 from train.small import Noisy, mean_square, network
 
@@ -321,11 +322,15 @@ PLACES = {
     "step end": ("step_end", [1, 4, 7, 8]),
 }
 WARM_UP = ("before_load", "fit_start", "epoch_start", "before_data")
-QUICK = [
-    (phase, place or WARM_UP[nth - 1], nth if place else 1)
+STOPS = [
+    pytest.param(
+        *(phase, place or WARM_UP[nth - 1], nth if place else 1),
+        marks=pytest.mark.full if at else (),
+    )
     for phase, (place, numbers) in PLACES.items()
-    for nth in numbers
+    for at, nth in enumerate(numbers)
 ]
+"""The first of each phase is for `make test`."""
 LONG = [
     *(("train step", "train", 1 + nth % 14) for nth in range(20)),
     *(("data wait", "data", 1 + nth) for nth in range(26)),
@@ -360,7 +365,7 @@ def check_stop_and_resume(
     assert undisturbed.best.items() <= measured(root).items()
 
 
-@pytest.mark.parametrize(("phase", "place", "nth"), QUICK)
+@pytest.mark.parametrize(("phase", "place", "nth"), STOPS)
 def test_a_stop_in_any_phase_is_saved_and_goes_on_bit_for_bit(
     tmp_path: Path, undisturbed: Undisturbed, phase: str, place: str, nth: int
 ) -> None:
@@ -431,8 +436,7 @@ def loop(root: str, result: str, pause: Pause | None) -> None:
     Path(result).write_text(json.dumps(leaf_digests(state)))
 
 
-@pytest.mark.parametrize("place", ["train", "saved"])
-@pytest.mark.parametrize("nth", [1, 4, 6])
+@pytest.mark.parametrize(("place", "nth"), diagonal(["train", "saved"], [1, 4, 6]))
 def test_a_loop_of_ones_own_is_saved_and_goes_on_bit_for_bit(
     tmp_path: Path, place: str, nth: int
 ) -> None:
@@ -543,7 +547,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [2, *full(0)])
 def test_under_a_supervisor_a_forwarded_signal_ends_both_with_the_status_for_a_requeue(
     tmp_path: Path, num_workers: int
 ) -> None:

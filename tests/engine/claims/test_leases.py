@@ -15,6 +15,7 @@ import pytest
 from tests.crash.test_every_operation import Stores, changes_or_all, stores  # noqa: F401
 
 import holdfast
+import warm
 from holdfast import errors
 from holdfast.care.gc import collect
 from holdfast.care.prune import prune
@@ -39,6 +40,7 @@ from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
+from marks import full
 from runs import Recorder
 from stops import stops
 from ways import Tiny, opened
@@ -397,13 +399,8 @@ class Reading:
     """A process that reads a checkpoint until it is told to go on."""
 
     def __init__(self, source: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(CHILD), source],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        pipe = subprocess.PIPE
+        self.process = warm.Popen([CHILD, source], stdin=pipe, stdout=pipe, stderr=pipe)
         assert self.process.stdout is not None
         self.folder = self.process.stdout.readline().strip()
         assert self.folder, self.process.communicate()[1]
@@ -500,7 +497,7 @@ def scenario(store: Store, acknowledged: list[int]) -> None:
 
 
 @changes_or_all
-@pytest.mark.parametrize("kind", ["stop_before", "stop_after"])
+@pytest.mark.parametrize("kind", ["stop_after", *full("stop_before")])
 def test_a_stop_at_every_operation_of_a_reader_beside_retention(
     stores: Stores,  # noqa: F811
     kind: Any,

@@ -115,6 +115,7 @@ def resume(store: Store, **options: Any) -> Run:
     return run
 
 
+@pytest.mark.full
 class TestCachedMemory(StoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
@@ -122,6 +123,7 @@ class TestCachedMemory(StoreContract):
         return store
 
 
+@pytest.mark.full
 class TestCachedFolder(StoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:

@@ -32,6 +32,7 @@ from holdfast.store import localreads
 from holdfast.store.local import LocalStore
 from holdfast.store.localreads import OpenFile, Seen, fill_cached, is_at_hand
 from holdfast.weights import load_weights
+from marks import diagonal
 from runs import Recorder
 
 SMALL_BUDGET = 4 * BLOCK_NBYTES
@@ -173,11 +174,13 @@ def how(
 How = tuple[dict[str, Any], dict[str, Any]]
 
 
-@pytest.mark.parametrize("trained", [0, 2])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"compress": "zstd"}, {"encrypt": Encryption(keys=SecretKey(bytes(range(32))))}],
-    ids=["plain", "compressed", "sealed"],
+    ("options", "trained"),
+    diagonal(
+        [{}, {"compress": "zstd"}, {"encrypt": Encryption(keys=SecretKey(bytes(range(32))))}],
+        [2, 0],
+        ids=["plain", "compressed", "sealed"],
+    ),
 )
 def test_it_brings_the_same_bits_into_a_new_state_and_into_one_that_was_trained(
     tmp_path: Path, how: How, options: dict[str, Any], trained: int
@@ -544,7 +547,11 @@ def test_a_read_that_comes_back_after_the_load_was_given_up_writes_nothing(
 
 @pytest.mark.parametrize(
     ("budget", "load", "most_mib"),
-    [("None", {"in_place": True}, 200), ("64 << 20", {}, 200), ("None", {}, None)],
+    [
+        ("64 << 20", {}, 200),
+        pytest.param("None", {"in_place": True}, 200, marks=pytest.mark.full),
+        pytest.param("None", {}, None, marks=pytest.mark.full),
+    ],
 )
 def test_the_memory_that_a_load_takes_is_bounded(
     tmp_path: Path, budget: str, load: dict[str, Any], most_mib: int | None
@@ -717,6 +724,7 @@ def test_what_is_wanted_piece_by_piece_is_not_read_over_and_over(tmp_path: Path,
     assert store.nbytes <= 3 * file.stat().st_size
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("budget", "load"), [("None", {"in_place": True}), ("64 << 20", {})])
 @pytest.mark.parametrize("kind", ["small", "turned"])
 def test_the_memory_for_small_and_odd_tensors_is_bounded_too(

@@ -22,6 +22,7 @@ from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
+from marks import diagonal
 
 SIZES = (0, 1, 4097, BLOCK_NBYTES, 2 * BLOCK_NBYTES + 5)
 
@@ -114,8 +115,7 @@ class Reversing:
         return data + b"more" * number if number % 2 else data[: -(-len(data) // 3)]
 
 
-@pytest.mark.parametrize("at_once", [1, 64])
-@pytest.mark.parametrize("kind", ["local", "memory", "whole"])
+@pytest.mark.parametrize(("kind", "at_once"), diagonal(["local", "memory", "whole"], [1, 64]))
 def test_encoded_blocks_lie_one_behind_the_other(
     tmp_path: Path,
     pools: tuple[Workers, Workers],

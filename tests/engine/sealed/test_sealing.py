@@ -35,6 +35,7 @@ from holdfast.store.base import delete_many, get_whole
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
+from marks import full
 from runs import Recorder, new_run
 from ways import Tiny
 
@@ -208,6 +209,7 @@ WRONG: dict[str, Callable[[], Encryption]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_wrong_key_is_an_error_of_its_own_and_shows_nothing(kind: str, tmp_path: Path) -> None:
     """R31: for 1,000 keys in all; nothing is changed, rejected or claimed."""
@@ -638,8 +640,8 @@ def steps(store: Any) -> Iterator[int]:
             manager.close()
 
 
-@pytest.mark.parametrize("is_local", [True, False])
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("is_local", [False, *full(True)])
+@pytest.mark.parametrize("stride", [43, *full(7), pytest.param(1, marks=pytest.mark.long)])
 def test_a_stop_at_any_operation_leaves_what_was_acknowledged(
     is_local: bool, stride: int, tmp_path: Path
 ) -> None:

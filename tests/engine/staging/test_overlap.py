@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import warm
 from holdfast.engine.checkpoint import PendingSave
 from holdfast.engine.saving import saver as saver_module
 from holdfast.engine.staging import copying, fence, image
@@ -26,6 +25,7 @@ from holdfast.engine.staging.overlap import Mode
 from holdfast.engine.staging.staged import StagedInMemory
 from holdfast.errors import DeadlineExceeded, SaveFailed, UsageError
 from holdfast.manager import CheckpointManager
+from marks import full
 from runs import Recorder
 
 State = dict[str, Any]
@@ -287,7 +287,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", *full("aot_eager", "inductor")])
 @pytest.mark.parametrize("is_compiled_before", [True, False], ids=["before", "after"])
 def test_a_compiled_step(
     tmp_path: Path,
@@ -780,7 +780,7 @@ for step in (1, 2):
     go.clear()
 manager.close()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = warm.run(["-c", code])
     assert (done.returncode, done.stdout) == (0, "2 True\n"), done.stderr
 
 

@@ -16,6 +16,7 @@ from holdfast.policy.retention import Last
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
+from marks import diagonal
 from tiers import LARGE, Noted, Switch, opened, saved, steps_in
 from ways import Tiny
 
@@ -56,9 +57,13 @@ def local(ram_path: Path, remote: MemoryStore) -> LocalStore:
     return store
 
 
-@pytest.mark.parametrize("damage", [flip, cut, lose])
 @pytest.mark.parametrize(
-    "file", ["tiny-00000.safetensors", "tiny-00000.json", "index.json", "manifest.json"]
+    ("damage", "file"),
+    diagonal(
+        [flip, cut, lose],
+        ["tiny-00000.safetensors", "tiny-00000.json", "index.json", "manifest.json"],
+        ids=["flip", "cut", "lose"],
+    ),
 )
 def test_a_damaged_local_copy_is_read_from_the_remote_tier_and_mended(
     local: LocalStore, remote: MemoryStore, damage: Damage, file: str

@@ -39,6 +39,7 @@ from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
+from marks import diagonal
 from tiers import LARGE, Noted, Switch, opened, saved, sent_nbytes, steps_in, without_backoff
 from ways import Tiny
 
@@ -218,8 +219,9 @@ LOST_OR_NOT: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("damage", LOST_OR_NOT)
-@pytest.mark.parametrize("file", ["smallest", "largest", "manifest.json"])
+@pytest.mark.parametrize(
+    ("damage", "file"), diagonal([*LOST_OR_NOT], ["smallest", "largest", "manifest.json"])
+)
 def test_a_damaged_local_copy_is_read_from_the_remote_tier_and_mended(
     local: LocalStore, remote: Store, damage: str, file: str
 ) -> None:
