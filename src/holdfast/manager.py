@@ -50,6 +50,7 @@ from holdfast.engine.saving.compressing import Compress, Compressing, choices
 from holdfast.engine.saving.fingerprint import differences, environment, numerics
 from holdfast.engine.saving.save import SaveRequest
 from holdfast.engine.saving.saver import Saver
+from holdfast.engine.staging.device import refuse_capture
 from holdfast.engine.staging.overlap import Mode, Overlap
 from holdfast.engine.tiers.catalog import TieredCatalog, catalog_of
 from holdfast.engine.tiers.tiered import Rules, Tiered
@@ -270,6 +271,7 @@ class CheckpointManager:
             UnsupportedState: something cannot be saved; every path is listed.
             PreflightFailed: the first save would fail; every problem is listed.
             DeadlineExceeded: the save before this one hangs.
+            UsageError: a CUDA graph is being captured.
         """
         now = self._moments.now(step, epoch=epoch, cycle=cycle, samples=samples, tokens=tokens)
         only = None if components is None else self._checked(components)
@@ -301,7 +303,8 @@ class CheckpointManager:
 
         Raises:
             SaveFailed: an earlier background save failed.
-            UsageError: `every` counts something that is not given here.
+            UsageError: `every` counts something that is not given here, or a CUDA graph is being
+                captured when a save is due.
         """
         self._quiet = _NEVER_QUIET
         now = self._moments.now(step, epoch=epoch, cycle=cycle, samples=samples, tokens=tokens)
@@ -398,9 +401,11 @@ class CheckpointManager:
             MismatchError: the checkpoint does not fit the live state; nothing was changed.
             FormatError: a checkpoint that was named explicitly is damaged.
             OpaqueLoadFailed: the state was replaced in part when something failed.
+            UsageError: a CUDA graph is being captured.
         """
         began = time.perf_counter()
         self._check_process()
+        refuse_capture("resume()")
         self._drain()
         reader = self._reader()
         options = LoadOptions(edit=self._hooks.edit_load, in_place=in_place)
@@ -463,8 +468,10 @@ class CheckpointManager:
             FormatError: it is damaged; names file and tensors.
             MismatchError: it does not fit; nothing was changed.
             OpaqueLoadFailed: the state was replaced in part when something failed.
+            UsageError: a CUDA graph is being captured.
         """
         self._check_process()
+        refuse_capture("load()")
         self._drain()
         options = LoadOptions(
             components=None if components is None else listed(components, "components"),
@@ -612,6 +619,7 @@ class CheckpointManager:
         self._quiet = _NEVER_QUIET
         measured = checked_metrics(metrics)
         self._check_usable()
+        refuse_capture("save()")
         try:
             hook = self._hooks.before_save
             unhealthy = checked_reasons(None if hook is None else hook(now, measured))

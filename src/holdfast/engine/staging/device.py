@@ -18,10 +18,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from holdfast.errors import UsageError
+
 
 def is_capturing() -> bool:
     """Whether what the current stream is given is recorded into a CUDA graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    # Not is_available(): that may start the driver, and a forked child could not use it.
+    is_in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return is_in_use and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capture(what: str) -> None:
+    """Refuse `what`, which copies tensors, while a CUDA graph is captured.
+
+    Raises:
+        UsageError: the copies would be recorded and made at each replay, but not now.
+    """
+    if is_capturing():
+        raise UsageError(
+            f"{what} while a CUDA graph is captured: its copies would become part of the graph; "
+            "call it before the capture or after it"
+        )
 
 
 class DeviceCopy(Future[None]):
