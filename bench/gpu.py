@@ -1,27 +1,35 @@
 """Saves and loads of a state on a GPU, as shares of what its bus can do: `python -m bench.gpu`.
 
 Without CUDA it says so and measures nothing; `--device cpu` runs everything on CPU tensors, which
-shows that it works and no more.
+shows that it works and no more. A case that does not fit the machine, or the time of `--budget-s`,
+is left out, and its row says why. `make gpu` runs this after the tests.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
+import signal
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 
 from bench.child import in_child
-from bench.command import Bench, progress
-from bench.peers import PEERS
+from bench.command import Bench, keep, progress
+from bench.machine import files_under
+from bench.peers import PEERS, Begun, Saver
 from bench.report import megabytes, number, percent, results_table, seconds, table, times
-from bench.results import Figures, Results
+from bench.results import Figures, Outcome, Results
 from bench.slowdown import NONE, Training, add_training_options, measure_peer, titles
-from bench.states import StateSpec, build
+from bench.states import State, StateSpec, build
 
 CASES = (
     NONE,
@@ -33,8 +41,128 @@ CASES = (
 )
 READERS = {"holdfast": "holdfast", "dcp": "dcp-async"}
 """Reader → the peer whose files it loads."""
+SHARED_MEMORY = Path("/dev/shm")
+STAGED_IN_SHARED_MEMORY = ("dcp-async-shared", "dcp-async-pinned", "torch_checkpointing")
+"""Peers whose copy of the state is files there."""
+_SAVES = 2
+"""Of each peer: one that does not count, and one that does."""
 _PIECE_NBYTES = 1 << 30
 _REPEATS = 3
+_START_S = 5.0
+"""About how long a process takes before it does what grows with the state."""
+_PACE = 5e8
+"""Bytes of a state in a second, for a case of which nothing is known yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Bytes that are free on the machine."""
+
+    device: int
+    memory: int
+    shared: int
+    """In files in memory; part of `memory`."""
+    disk: int
+
+    def largest(self, *, is_in_memory: bool) -> int:
+        """The largest state that fits: beside it gradients and what an optimizer's step needs on
+        the device, a copy in host memory, and one checkpoint, on the disk or in memory."""
+        found = [self.device / 1.8]
+        if is_in_memory:
+            found += [self.memory / 2.2, self.shared / 1.05]
+        else:
+            found += [self.memory / 1.2, self.disk / 1.05]
+        return int(min(found))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the checkpoints of one state are written, and how large that state may be."""
+
+    folder: Path
+    nbytes: int
+    is_in_memory: bool
+
+
+def place_for(nbytes: int, room: Room, folder: Path, *, is_slow: bool) -> Place:
+    """The disk, unless only memory has room for so large a state, or the disk is too slow for the
+    time; where neither has room, the place with more of it and a state that fits."""
+    on_disk, in_memory = (room.largest(is_in_memory=way) for way in (False, True))
+    if on_disk >= nbytes and not (is_slow and in_memory >= nbytes):
+        is_in_memory = False
+    else:
+        is_in_memory = in_memory >= nbytes or in_memory > on_disk
+    fits = min(nbytes, in_memory if is_in_memory else on_disk)
+    if fits < nbytes:
+        unit = 10**9 if fits >= 10**9 else 10**7
+        fits = fits // unit * unit
+    place = SHARED_MEMORY if is_in_memory else folder
+    return Place(folder=place, nbytes=fits, is_in_memory=is_in_memory)
+
+
+@dataclass(slots=True, kw_only=True)
+class Clock:
+    """The time that is left, and how long cases took that were smaller."""
+
+    budget_s: float | None
+    """None: there is no end."""
+    _begun_s: float = field(default_factory=perf_counter)
+    _took: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left."""
+        spent_s = perf_counter() - self._begun_s
+        return float("inf") if self.budget_s is None else self.budget_s - spent_s
+
+    def note(self, case: str, took_s: float, nbytes: int) -> None:
+        """Remember how long a case took."""
+        self._took[case] = took_s, nbytes
+
+    def why_not(self, case: str, nbytes: int) -> str | None:
+        """Why there is no time for a case; None: there is."""
+        wanted_s = _START_S + nbytes / _PACE
+        if case in self._took:
+            took_s, of_nbytes = self._took[case]
+            wanted_s = _START_S + max(0.0, took_s - _START_S) * nbytes / of_nbytes
+        if wanted_s <= self.left_s:
+            return None
+        return f"no time: it would take about {wanted_s:.0f} s, {max(0.0, self.left_s):.0f} s left"
+
+
+class OneAtATime(Saver):
+    """A peer of which only the newest checkpoint takes room."""
+
+    def __init__(self, saver: Saver, folder: Path) -> None:
+        self._saver, self._folder = saver, folder
+
+    def begin(self, number: int) -> Begun:
+        """Save as the peer does."""
+        return self._saver.begin(number)
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """The peer's."""
+        return self._saver.guard()
+
+    def rest(self) -> None:
+        """Empty the files of the checkpoint, which nothing reads: the next one needs their room."""
+        self._saver.rest()
+        for path in files_under(self._folder):
+            if path.stat().st_size >= 1 << 20:
+                os.truncate(path, 0)
+
+    def close(self) -> None:
+        """The peer's."""
+        self._saver.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargeTraining(Training):
+    """A training whose checkpoints are too large for two of them to be kept."""
+
+    def saver(self, state: State) -> Saver:
+        """The peer, which keeps one."""
+        return OneAtATime(Training.saver(self, state), self.folder)
 
 
 def bus_limits(nbytes: int, device: str) -> Figures:
@@ -88,6 +216,36 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def disk_limit(nbytes: int, folder: Path) -> Figures:
+    """Seconds for a plain write of as many bytes into a file, with fsync."""
+    piece = min(nbytes, _PIECE_NBYTES)
+    data = memoryview(os.urandom(1 << 20) * 16)
+    path = folder / "limit"
+    start = perf_counter()
+    with path.open("wb", buffering=0) as file:
+        for _ in range(max(1, piece // len(data))):
+            file.write(data)
+        os.fsync(file.fileno())
+    took_s = perf_counter() - start
+    written = path.stat().st_size
+    path.unlink()
+    return {"disk_s": [took_s * nbytes / written]}
+
+
+def room_of(folder: Path, device: str, memory_nbytes: int | None) -> Room:
+    """What is free now; `memory_nbytes` is what the machine has, where it does not show all."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvail"))
+    memory = available if memory_nbytes is None else memory_nbytes
+    shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
+    return Room(
+        device=memory // 2 if device == "cpu" else torch.cuda.mem_get_info()[0],
+        memory=memory // 2 if device == "cpu" else memory,
+        shared=shared,
+        disk=shutil.disk_usage(folder).free,
+    )
+
+
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument(
@@ -95,6 +253,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, help="cases")
     parser.add_argument("--loads", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--budget-s", type=float, help="seconds; what does not fit is left out (no limit)"
+    )
+    parser.add_argument(
+        "--memory-gb", type=float, help="of the host, if it shows less than it can have"
+    )
     add_training_options(parser)
 
 
@@ -102,20 +266,103 @@ def _measure_round(options: argparse.Namespace, folder: Path, results: Results) 
     if options.device == "cuda" and not torch.cuda.is_available():
         results.notes["gpu"] = "there is no CUDA here; --device cpu runs it on CPU tensors"
         return
-    for size_gb in options.size_gb:
-        spec = StateSpec(kind="gpt", gpt_nbytes=round(size_gb * 1e9), num_small=0)
-        _measure_state(f"gpu/{size_gb:g} GB", spec, options, folder, results)
+    clock = Clock(budget_s=options.budget_s)
+    places = [f"gpu/{size_gb:g} GB" for size_gb in options.size_gb]
+    planned = [case for place in places for case in _cases(place, options)]
+    for case in planned:  # whoever ends this process finds there what it did not come to
+        results.notes[case] = "no time: it was cut off"
+    keep("bench.gpu", options, results)
+    for place, size_gb in zip(places, options.size_gb, strict=True):
+        _measure_state(place, round(size_gb * 1e9), options, folder, results, clock)
+
+
+def _cases(place: str, options: argparse.Namespace) -> list[str]:
+    readers = READERS if options.loads else ()
+    return [
+        *(f"{place}/save/{peer}" for peer in options.only),
+        *(f"{place}/load/{reader}" for reader in readers),
+    ]
 
 
 def _measure_state(
-    place: str, spec: StateSpec, options: argparse.Namespace, folder: Path, results: Results
+    place: str,
+    wanted: int,
+    options: argparse.Namespace,
+    folder: Path,
+    results: Results,
+    clock: Clock,
 ) -> None:
-    results.titles[place] = f"{spec.title}, on {_device_name(options.device)}"
+    memory_nbytes = None if options.memory_gb is None else round(options.memory_gb * 1e9)
+    room = room_of(folder, options.device, memory_nbytes)
     progress(f"  {place}/limits")
-    results.add(f"{place}/limits", in_child(bus_limits, spec.gpt_nbytes, options.device))
+    found_limits = [
+        in_child(bus_limits, wanted, options.device),
+        in_child(disk_limit, wanted, folder),
+    ]
+    limits = {name: value for one in found_limits for name, value in one.figures.items()}
+    found = place_for(wanted, room, folder, is_slow=_is_slow(limits, options, clock))
+    spec = StateSpec(kind="gpt", gpt_nbytes=found.nbytes, num_small=0)
+    where = "in memory" if found.is_in_memory else "on the disk"
+    results.titles[place] = f"{spec.title}, on {_device_name(options.device)}, files {where}"
+    if found.nbytes < wanted:
+        results.titles[place] += f"; {wanted / 1e9:g} GB do not fit: free are {_told(room)}"
+    scale = found.nbytes / wanted
+    scaled = {name: [value * scale for value in values] for name, values in limits.items()}
+    error = next((one.error for one in found_limits if one.error), None)
+    results.add(f"{place}/limits", Outcome(figures=scaled, error=error))
+    own = Path(tempfile.mkdtemp(prefix="holdfast-gpu-", dir=found.folder))
+    try:
+        for case in _cases(place, options):
+            del results.notes[case]
+            name = case.removeprefix(f"{place}/")
+            why = _no_room(name, found, room) or clock.why_not(name, found.nbytes)
+            if why:
+                results.notes[case] = why
+                continue
+            begun_s = perf_counter()
+            _measure_case(place, name, spec, options, own, results)
+            clock.note(name, perf_counter() - begun_s, found.nbytes)
+            keep("bench.gpu", options, results)
+    finally:
+        shutil.rmtree(own)
 
+
+def _is_slow(
+    limits: Mapping[str, Sequence[float]], options: argparse.Namespace, clock: Clock
+) -> bool:
+    """Whether the writes of all savers alone would take half of the time that is left."""
+    num_saves = _SAVES * len(options.only) + len(READERS) * options.loads
+    return any(num_saves * value > clock.left_s / 2 for value in limits.get("disk_s", ()))
+
+
+def _told(room: Room) -> str:
+    names = ("device", "memory", "shared", "disk")
+    return ", ".join(f"{getattr(room, name) / 1e9:.0f} GB {name}" for name in names)
+
+
+def _no_room(name: str, place: Place, room: Room) -> str | None:
+    """Why a peer cannot stage so large a state; None: it can."""
+    taken = place.nbytes if place.is_in_memory else 0
+    if name.removeprefix("save/") not in STAGED_IN_SHARED_MEMORY:
+        return None
+    if (place.nbytes + taken) * 1.05 <= room.shared:
+        return None
+    return (
+        f"no room: it stages {place.nbytes / 1e9:g} GB in {SHARED_MEMORY}, of which "
+        f"{(room.shared - taken) / 1e9:.0f} GB are free"
+    )
+
+
+def _measure_case(
+    place: str,
+    name: str,
+    spec: StateSpec,
+    options: argparse.Namespace,
+    folder: Path,
+    results: Results,
+) -> None:
     def make(peer: str, own: Path) -> Training:
-        return Training(
+        return LargeTraining(
             peer=peer,
             spec=spec,
             folder=own,
@@ -127,14 +374,15 @@ def _measure_state(
             settles=options.settle and options.device == "cpu",
         )
 
-    for peer in options.only:
-        measure_peer(f"{place}/save", peer, results, folder, make)
-    for reader, peer in READERS.items() if options.loads else ():
-        progress(f"  {place}/load/{reader}")
-        own = Path(tempfile.mkdtemp(dir=folder))
-        outcome = in_child(load, peer, reader, spec, own, options.device)
-        results.add(f"{place}/load/{reader}", outcome)
-        shutil.rmtree(own)
+    kind, _, which = name.partition("/")
+    if kind == "save":
+        measure_peer(f"{place}/save", which, results, folder, make)
+        return
+    progress(f"  {place}/{name}")
+    own = Path(tempfile.mkdtemp(dir=folder))
+    outcome = in_child(load, READERS[which], which, spec, own, options.device)
+    results.add(f"{place}/{name}", outcome)
+    shutil.rmtree(own)
 
 
 def _device_name(device: str) -> str:
@@ -153,7 +401,11 @@ def _tables(results: Results) -> list[str]:
 
 def _limits_table(results: Results, place: str) -> list[str]:
     case = f"{place}/limits"
-    names = {"d2h_s": "device to pinned memory", "h2d_s": "pinned memory to device"}
+    names = {
+        "d2h_s": "device to pinned memory",
+        "h2d_s": "pinned memory to device",
+        "disk_s": "a file on the disk, written and synced",
+    }
 
     def row(figure: str) -> list[str]:
         value, nbytes = results.median(case, figure), results.median(case, "nbytes")
@@ -180,7 +432,17 @@ def _save_table(results: Results, place: str) -> list[str]:
 
     head = ["training", "stall", "of the bus", "added by a save", "of the run", "done after"]
     head += ["a step", "a step while a save runs"]
-    return results_table(results, f"{place}/save/", head, titles(f"{place}/save"), row)
+    names = titles(f"{place}/save")
+    return [
+        *results_table(results, f"{place}/save/", head, names, row),
+        *_left_out(results, names, len(head)),
+    ]
+
+
+def _left_out(results: Results, names: Mapping[str, str], num_columns: int) -> list[str]:
+    """Rows of the cases that were not measured, with the reason."""
+    found = ((title, results.notes[case]) for case, title in names.items() if case in results.notes)
+    return [f"| {title} | left out: {why} |" + " |" * (num_columns - 2) for title, why in found]
 
 
 def _load_table(results: Results, place: str) -> list[str]:
@@ -193,7 +455,10 @@ def _load_table(results: Results, place: str) -> list[str]:
 
     names = {f"{place}/load/{name}": PEERS[name].readers[name].title for name in READERS}
     head = ["load, warm", "time", "of the bus", "state"]
-    return results_table(results, f"{place}/load/", head, names, row)
+    return [
+        *results_table(results, f"{place}/load/", head, names, row),
+        *_left_out(results, names, len(head)),
+    ]
 
 
 BENCH = Bench(
@@ -205,4 +470,6 @@ BENCH = Bench(
 )
 
 if __name__ == "__main__":
+    # Ended from outside it still deletes what it wrote, which may be in memory.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     sys.exit(BENCH.main())

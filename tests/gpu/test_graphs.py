@@ -1,0 +1,104 @@
+"""CUDA graphs: a step that is replayed is saved as it is, and nothing is saved into a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpu.states import Run, needs_cuda
+from holdfast.errors import UsageError
+from holdfast.manager import CheckpointManager
+
+# Torch may warn that gradients come from another stream than in the first steps.
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+CALLS: dict[str, Callable[[CheckpointManager], Any]] = {
+    "save": lambda manager: manager.save(2),
+    "maybe_save": lambda manager: manager.maybe_save(2),
+    "load": lambda manager: manager.load(),
+    "resume": lambda manager: manager.resume(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_nothing_is_copied_while_a_graph_is_captured(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The copies would be recorded, not made. The run goes on as if nobody had asked."""
+    run = Run(device)
+    run.step()
+    with CheckpointManager(tmp_path, run.state, every="1step", sinks=()) as manager:
+        manager.save(1).wait()
+        expected = run.bits()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_initialized", lambda: True)
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            with pytest.raises(UsageError, match="while a CUDA graph is captured"):
+                CALLS[call](manager)
+        assert run.bits() == expected
+        assert manager.save(2).wait().step == 2
+
+
+@needs_cuda
+def test_a_save_that_was_refused_leaves_the_capture_as_it_is(tmp_path: Path) -> None:
+    value = torch.zeros(1000, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with CheckpointManager(tmp_path, {"tree": {"value": value}}, sinks=()) as manager:
+        manager.save(1).wait()
+        with torch.cuda.graph(graph):
+            value += 1
+            with pytest.raises(UsageError, match="while a CUDA graph is captured"):
+                manager.save(2)
+            value *= 2
+        graph.replay()
+        manager.save(3).wait()
+        value.zero_()
+        manager.load(3)
+    assert value.eq(2).all()
+
+
+def captured(run: Run, batch: Tensor) -> torch.cuda.CUDAGraph:
+    """A graph of one step, after a few that are not captured, on a stream of their own."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run.step(batch)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run.step(batch)
+    return graph
+
+
+@needs_cuda
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_saves_between_replays_hold_the_state_of_their_call(
+    tmp_path: Path, overlap: bool, in_place: bool
+) -> None:
+    """R14: no hook sees a replay. After a load the graph goes on from what was loaded."""
+    run = Run("cuda", capturable=True)
+    batch = torch.randn(16, 96, device="cuda")
+    with CheckpointManager(tmp_path, run.state, overlap=overlap, sinks=()) as manager:
+        graph = captured(run, batch)
+        for step in range(1, 4):
+            graph.replay()
+            expected = run.bits()
+            manager.save(step)
+            graph.replay()
+            graph.replay()
+            manager.wait()
+            further = run.bits()
+            assert further != expected
+            manager.load(step, in_place=in_place)
+            assert run.bits() == expected
+            graph.replay()
+            graph.replay()
+            assert run.bits() == further

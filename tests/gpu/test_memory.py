@@ -1,0 +1,61 @@
+"""Host memory of saves: registered with the device once, and given back."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu.states import Run
+from holdfast.engine.staging import device as staging
+from holdfast.manager import CheckpointManager
+
+
+class Counting:
+    """CUDA's runtime, which notes the memory that it was given and what it gave back."""
+
+    def __init__(self, runtime: Any) -> None:
+        self._runtime = runtime
+        self.registered: list[int] = []
+        self.returned: list[int] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> Any:
+        """Register, and note it if that was not refused."""
+        status = self._runtime.cudaHostRegister(address, nbytes, flags)
+        if int(status) == 0:
+            self.registered.append(address)
+        return status
+
+    def cudaHostUnregister(self, address: int) -> Any:
+        """Note it, and give it back."""
+        self.returned.append(address)
+        return self._runtime.cudaHostUnregister(address)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_manager_that_is_closed_has_given_its_memory_back(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """And on a device it was registered once, not at each save."""
+    runtime = Counting(torch.cuda.cudart() if device == "cuda" else None)  # type: ignore[no-untyped-call]
+    monkeypatch.setattr(staging, "_runtime", lambda: runtime)
+    run = Run(device)
+    with CheckpointManager(tmp_path, run.state, overlap=overlap, sinks=()) as manager:
+        counts = []
+        for step in (1, 2, 3):
+            run.step()
+            manager.save(step).wait()
+            counts.append(len(runtime.registered))
+        kept = manager._saver._stager._files.values()
+        images = [weakref.ref(image) for files in kept for image in files]
+        assert images
+        assert counts == [counts[0]] * 3
+        assert (counts[0] > 0) is (device == "cuda")
+        del kept
+    gc.collect()
+    assert [image() for image in images] == [None] * len(images)
+    assert sorted(runtime.returned) == sorted(runtime.registered)
