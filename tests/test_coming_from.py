@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.each import each
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "coming-from"
 
@@ -69,12 +70,33 @@ def test_few_are_absent_and_each_says_why(page: str) -> None:
     assert all(len(here.split()) > 5 for here in absent)
 
 
-@pytest.mark.parametrize("snippet", ALL, ids=lambda s: f"{s.page}-{'-'.join(s.numbers)[:40]}")
-def test_the_snippet_runs(
-    snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_snippet_shows_something() -> None:
+    shown = [snippet for snippet in ALL if "assert " in snippet.code or "raises(" in snippet.code]
+    assert [snippet for snippet in ALL if snippet not in shown] == []
+
+
+@each("snippet", ALL[::8], ids=lambda s: f"{s.page}.md:{s.line}")
+def test_some_snippets_run(
+    snippet: Snippet, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "assert " in snippet.code or "raises(" in snippet.code, "it shows nothing"
-    monkeypatch.chdir(tmp_path)
+    run(snippet, tmp_path_factory.mktemp("snippet"), monkeypatch)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page", NUMBERS)
+def test_every_snippet_runs(
+    page: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @each("snippet", [s for s in ALL if s.page == page], ids=lambda s: f"{s.page}.md:{s.line}")
+    def run_all(snippet: Snippet) -> None:
+        run(snippet, tmp_path_factory.mktemp("snippet"), monkeypatch)
+
+    run_all()
+
+
+def run(snippet: Snippet, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a snippet in a folder of its own, after the block that its page's snippets share."""
+    monkeypatch.chdir(folder)
     shared, _ = blocks(snippet.page)
     names: dict[str, object] = {"__name__": f"snippet_{snippet.line}"}
     exec(compile(shared, f"{snippet.page}.md", "exec"), names)

@@ -14,6 +14,7 @@ import lz4.frame
 import numpy as np
 import pytest
 import zstandard
+from tests.each import each
 
 from holdfast.errors import CorruptData, UnsupportedVersion, UsageError
 from holdfast.format import codec
@@ -64,7 +65,7 @@ def is_refused(name: Codec, stored: bytes, nbytes: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("item_nbytes", [1, 2, 4, 8, 16])
+@each("item_nbytes", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("compression", COMPRESSIONS, ids=str)
 def test_every_block_comes_back(compression: Compression, item_nbytes: int) -> None:
     """Also from memory that cannot be written, and never longer than the format allows."""
@@ -75,6 +76,7 @@ def test_every_block_comes_back(compression: Compression, item_nbytes: int) -> N
         assert decoded(compression.codec, stored, len(plain)) == plain, name
 
 
+@pytest.mark.full
 def test_what_does_not_shrink_hardly_grows() -> None:
     """Issue 5: incompressible blocks are stored raw inside the frame."""
     noise = random.Random(2).randbytes(8 * MIB)
@@ -256,7 +258,7 @@ def test_changed_blocks_are_refused_or_decode_to_the_declared_length(name: Codec
         assert arena[:1024] == arena[-1024:] == b"\xa5" * 1024
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "message"),
     [
         ({"codec": "gzip"}, "codec='gzip'"),

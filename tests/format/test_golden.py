@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
+from tests.each import each
 from tests.format.samples import Document, documents
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
-@pytest.mark.parametrize("document", documents(), ids=str)
+@each("document", documents(), ids=str)
 def test_bytes_are_those_of_version_1(document: Document) -> None:
     assert document.data == (GOLDEN / document.name).read_bytes()
 
 
-@pytest.mark.parametrize("document", documents(), ids=str)
+@each("document", documents(), ids=str)
 def test_documents_of_version_1_are_read(document: Document) -> None:
     found = document.decode((GOLDEN / document.name).read_bytes(), what="w")
     assert repr(found) == repr(document.value)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.each import each
 from tests.format.hostile_child import CASES, MIB
 from tests.format.samples import Document, documents, is_refused, members_of, mutate, wrapped
 
@@ -30,7 +31,23 @@ def run_child(*arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("name", CASES)
+IN_EVERY_RUN = {
+    *("manifest of 100 MB", "index of 100 MB", "header of 84 MB"),
+    *("tree of 64 MiB of opening brackets", "tree with an integer of 60 million digits"),
+}
+"""A case of each kind of document, each way to be too much; the others are for the full tier."""
+
+
+def test_every_run_has_cases_of_each_document() -> None:
+    assert set(CASES) > IN_EVERY_RUN
+    kinds = {name.split()[0] for name in CASES} - {"notes"}  # which are read as a manifest is
+    assert {name.split()[0] for name in IN_EVERY_RUN} == kinds
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in IN_EVERY_RUN else pytest.mark.full) for n in CASES],
+)
 def test_a_hostile_document_is_refused_in_bounded_memory(name: str) -> None:
     """R29: refused before it is expanded; the reader adds little to the document itself."""
     found = run_child("tests.format.hostile_child", name)
@@ -75,7 +92,7 @@ def fuzz(document: Document, num_rounds: int, seed: int) -> None:
         is_refused(document.decode, wrapped(document, mutate(text, rng)))
 
 
-@pytest.mark.parametrize("document", documents(), ids=str)
+@each("document", documents(), ids=str)
 def test_fuzz(document: Document) -> None:
     """R30: a few hundred rounds for every kind of document."""
     fuzz(document, num_rounds=300, seed=1)

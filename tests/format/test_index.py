@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.each import each
 from tests.format.samples import SPECS, is_refused, make_manifest, model_files, mutate
 
 from holdfast.errors import CorruptData, FormatError, UnsupportedVersion
@@ -116,7 +117,7 @@ def test_shards_must_tile_their_tensor() -> None:
     check_shards_must_tile()
 
 
-@pytest.mark.parametrize(
+@each(
     ("shape", "boxes"),
     [
         ([4], [([1], [4])]),
@@ -271,7 +272,7 @@ WRONG: list[tuple[tuple[Any, ...], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value"), WRONG, ids=lambda value: repr(value)[:50])
+@each(("path", "value"), WRONG, ids=lambda value: repr(value)[:50])
 def test_a_wrong_member_is_refused(path: tuple[Any, ...], value: Any) -> None:
     """R28, R29, R30: types, names, places and sizes."""
     document = sample()
@@ -351,6 +352,7 @@ def test_dtypes_of_index_and_layout_are_the_same() -> None:
     [
         ([4096, 4100], "overlap at byte 4,100"),
         ([4096, 4095], "overlap at byte 4,095"),
+        ([4096, 4112], "behind the end"),
         ([4096, 2**63 - 1], "behind the end"),
         ([4096, 2**63 - 60], "behind the end"),
         ([2**63 - 1, 2**63 - 1], "behind the end"),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.each import each
 from tests.format.samples import (
     FOLDER,
     SAVE_ID,
@@ -100,7 +101,7 @@ def test_counters_within_epoch_and_cycle_come_back_and_are_left_out_where_nobody
     assert list(plain) == ["step", "epoch", "samples", "tokens", "wall_s"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "value"),
     [
         ("step_in_epoch", -1),
@@ -117,7 +118,7 @@ def test_a_counter_within_something_that_is_none_is_refused(name: str, value: An
     assert read(changed("timestamp", name, to=None)) == MANIFEST.value
 
 
-@pytest.mark.parametrize("path", GOLDEN, ids=[path.parent.name for path in GOLDEN])
+@each("path", GOLDEN)
 def test_old_manifests_are_written_again_byte_for_byte(path: Path) -> None:
     """R21: members that came later are left out where nobody counted them."""
     found = manifest.decode_register(path.read_bytes(), what=path.name)
@@ -202,6 +203,15 @@ WRONG: list[tuple[tuple[str, ...], Any]] = [
     (("parent", "folder"), "step-00000010.0003-000003-01234567"),
     (("parent", "folder"), "step-00000010.0003-000002-76543210"),
     (("parent", "sequence"), 7),
+    (
+        ("parent",),
+        {
+            "epoch": 3,
+            "sequence": 8,
+            "save_id": "0123456789abcdef" * 2,
+            "folder": "step-00000010.0003-000008-01234567",
+        },
+    ),
     (("timestamp", "step"), -1),
     (("timestamp", "step"), None),
     (("timestamp", "step"), True),
@@ -256,7 +266,7 @@ WRONG: list[tuple[tuple[str, ...], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value"), WRONG, ids=lambda value: repr(value)[:40])
+@each(("path", "value"), WRONG, ids=lambda value: repr(value)[:40])
 def test_a_wrong_member_is_refused(path: tuple[str, ...], value: Any) -> None:
     """R28, R30: types are exact, numbers bounded, and everything agrees with everything."""
     with pytest.raises(FormatError, match="the-document"):

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.each import each
 from tests.format.samples import is_refused, mutate
 
 from holdfast.errors import FormatError, LimitExceeded, UnsupportedState, UnsupportedVersion
@@ -173,7 +174,7 @@ def test_writing_again_gives_the_same_bytes(tree: Any) -> None:
     assert encode_tree(decode_tree(data, what="w")) == data
 
 
-@pytest.mark.parametrize(
+@each(
     ("tree", "text"),
     [
         (None, "null"),
@@ -306,7 +307,7 @@ CYCLE: dict[str, Any] = {}
 CYCLE["self"] = [CYCLE]
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "reason"),
     [
         (object(), "builtins:object"),
@@ -375,6 +376,7 @@ def test_a_lower_that_never_ends_is_refused() -> None:
         encode_tree(object(), lower=lambda value, path: value)
 
 
+@pytest.mark.full
 def test_a_tree_beyond_the_readers_limits_is_refused_when_written() -> None:
     """R29: nothing is written that could not be read back."""
     with pytest.raises(UnsupportedState, match="tensors or arrays"):
@@ -383,6 +385,7 @@ def test_a_tree_beyond_the_readers_limits_is_refused_when_written() -> None:
         encode_tree([0] * 4_000_000)
 
 
+@pytest.mark.full
 def test_large_honest_containers_pass() -> None:
     tree = dict.fromkeys(range(150000))
     assert there_and_back(tree) == tree
@@ -539,16 +542,14 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:50])
+@each("text", HOSTILE, ids=lambda text: text[:50])
 def test_a_malformed_tree_is_refused(text: str) -> None:
     """R27, R29, R30: unknown nodes, wrong types, other spellings of the same value."""
     with pytest.raises(FormatError, match="the-document"):
         decode_tree(f'{{"holdfast": 1, "tree": {text}}}'.encode(), what="the-document")
 
 
-@pytest.mark.parametrize(
-    "text", ["[]", "{}", '{"holdfast": 1}', '{"tree": 1}', "1", '{"holdfast": true, "tree": 1}']
-)
+@each("text", ["[]", "{}", '{"holdfast": 1}', '{"tree": 1}', "1", '{"holdfast": true, "tree": 1}'])
 def test_a_document_of_another_form_is_refused(text: str) -> None:
     with pytest.raises(FormatError, match="the-document"):
         decode_tree(text.encode(), what="the-document")

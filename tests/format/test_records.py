@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.each import each
 from tests.format.samples import Document, documents, is_refused, members_of, reseal
 
 from holdfast.errors import FormatError
@@ -67,7 +68,7 @@ WRONG: list[tuple[str, tuple[str, ...], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("document", RECORDS, ids=str)
+@each("document", RECORDS, ids=str)
 def test_every_member_is_needed(document: Document) -> None:
     members = members_of(document)
     for name in list(members)[2:]:
@@ -76,7 +77,7 @@ def test_every_member_is_needed(document: Document) -> None:
             document.decode(reseal(json.dumps(fewer)), what="the-document")
 
 
-@pytest.mark.parametrize(("kind", "path", "value"), WRONG)
+@each(("kind", "path", "value"), WRONG)
 def test_a_wrong_member_is_refused(kind: str, path: tuple[str, ...], value: Any) -> None:
     """R30: types are exact and numbers bounded."""
     members = copy.deepcopy(members_of(BY_NAME[kind]))

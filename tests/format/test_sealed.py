@@ -10,6 +10,7 @@ import pytest
 from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.each import each
 from tests.format.samples import Document, documents, is_refused, members_of, mutate, reseal
 
 from holdfast.errors import CorruptData, FormatError, LimitExceeded, UnsupportedVersion, UsageError
@@ -33,7 +34,7 @@ def test_a_sealed_document_looks_as_the_format_page_says() -> None:
     assert unseal(data) == {"kind": "notes", "tags": ["ü"], "pinned": False}
 
 
-@pytest.mark.parametrize("document", SEALED, ids=str)
+@each("document", SEALED, ids=str)
 def test_every_kind_comes_back_equal(document: Document) -> None:
     assert document.decode(document.data, what="w") == document.value
 
@@ -49,7 +50,7 @@ def check_no_changed_byte_is_accepted(document: Document) -> None:
     assert is_refused(document.decode, document.data + b"\n")
 
 
-@pytest.mark.parametrize("document", SEALED, ids=str)
+@each("document", SEALED, ids=str)
 def test_no_changed_byte_is_accepted(document: Document) -> None:
     """D14, D15: each byte flipped, each length cut, and something behind the end."""
     check_no_changed_byte_is_accepted(document)
@@ -97,7 +98,7 @@ def test_known_members_only_are_needed_and_unknown_ones_ignored() -> None:
         assert document.decode(reseal(json.dumps(members)), what="w") == document.value
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         "{}",

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.each import each
 from tests.format.samples import make_manifest, model_files, reseal
 
 from holdfast.errors import FormatError, UnsupportedVersion
@@ -99,7 +100,7 @@ WRONG_ENTRIES: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), WRONG_ENTRIES)
+@each(("name", "value"), WRONG_ENTRIES)
 def test_a_wrong_member_of_stored_is_refused(name: str, value: Any) -> None:
     """R29."""
     document = members()

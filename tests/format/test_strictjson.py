@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.each import each
 from tests.format.samples import is_refused
 
 from holdfast.errors import FormatError, LimitExceeded, UsageError
@@ -87,14 +88,14 @@ def test_what_dumps_writes_loads_reads(value: Any) -> None:
     assert load(strictjson.dumps(value)) == value
 
 
-@pytest.mark.parametrize("data", NOT_STRICT, ids=lambda data: repr(data[:16]))
+@each("data", NOT_STRICT, ids=lambda data: repr(data[:16]))
 def test_only_strict_json_is_accepted(data: bytes) -> None:
     """R30, D65: one of our errors, which names the document; nothing else escapes."""
     with pytest.raises(FormatError, match="the-document"):
         load(data)
 
 
-@pytest.mark.parametrize(
+@each(
     ("data", "value"),
     [
         (b'"\\ud83d\\ude00"', "\U0001f600"),
@@ -171,7 +172,7 @@ def test_depth_is_refused_whatever_the_recursion_limit() -> None:
     pytest.fail("no depth at which only the parser ran out of stack")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "\ud800", {1, 2}, b"x", object()])
+@each("value", [float("nan"), float("inf"), "\ud800", {1, 2}, b"x", object()])
 def test_dumps_refuses_what_json_lacks(value: Any) -> None:
     with pytest.raises(UsageError):
         strictjson.dumps([value])
@@ -192,8 +193,8 @@ def test_every_way_to_write_a_value_is_read_alike(value: Any) -> None:
         assert json.dumps(found) == json.dumps(value)  # tells -0.0 from 0.0, and 1 from True
 
 
-@pytest.mark.parametrize("layout", ["[%s]", '{"a":%s}', '{\n  "a": %s\n}', "%s"])
-@pytest.mark.parametrize("num_digits", [4095, 4096, 4097, 4300, 5000])
+@each("layout", ["[%s]", '{"a":%s}', '{\n  "a": %s\n}', "%s"])
+@each("num_digits", [4095, 4096, 4097, 4300, 5000])
 def test_integers_have_at_most_4096_digits(layout: str, num_digits: int) -> None:
     """R29: however the text is written."""
     text = (layout % ("7" * num_digits)).encode()
@@ -236,7 +237,7 @@ def test_a_text_that_is_written_as_the_record_is_becomes_one() -> None:
     assert loads_as(b'{"first":-2}') == Record(-2)
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         b'{"first": 1}',

@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.each import each
 from tests.format.samples import header_bytes, image, is_refused
 
 from holdfast.errors import CorruptData, FormatError, LimitExceeded, UsageError
@@ -119,6 +120,7 @@ def test_the_stock_library_reads_values_of_every_dtype(tmp_path: Path) -> None:
         assert opened.metadata() == {"format": "holdfast", "component": "model"}
 
 
+@pytest.mark.full
 def test_50_001_tensors_take_two_files_that_the_stock_library_reads() -> None:
     specs = [TensorSpec(f"blocks.{i}.weight", "F32", (1,)) for i in range(MAX_TENSORS_PER_FILE + 1)]
     files = lay_out("model", specs)
@@ -150,6 +152,7 @@ def test_files_are_split_at_4_gib_unless_one_tensor_is_larger() -> None:
     )
 
 
+@pytest.mark.full
 def test_files_are_split_where_long_keys_would_make_too_long_a_header() -> None:
     """R29: what is written stays within the limits of what is read."""
     specs = [TensorSpec(f"{i:06d}" + "k" * 994, "F32", ()) for i in range(40_000)]
@@ -233,7 +236,7 @@ HOSTILE: list[tuple[Any, int]] = [
 ]
 
 
-@pytest.mark.parametrize(("entries", "data_nbytes"), HOSTILE, ids=lambda v: repr(v)[:60])
+@each(("entries", "data_nbytes"), HOSTILE, ids=lambda v: repr(v)[:60])
 def test_a_header_that_does_not_fit_its_file_is_refused(entries: Any, data_nbytes: int) -> None:
     """R29, R30, D14: gaps, overlaps, ranges, wrong types, sizes beyond 64 bits."""
     data, nbytes = head(entries)

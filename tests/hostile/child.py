@@ -1,8 +1,8 @@
 """Run by test_hostile.py in a process of its own: puts every reader on hostile roots and watches.
 
-`python -m tests.hostile.child SHARE NUM_SHARES [--all] [--mutants]` prints one JSON object a case.
-Each case runs in a fork, under a limit of address space and of time, with an audit hook that
-writes down what no reader may do.
+`python -m tests.hostile.child SHARE NUM_SHARES SIZE` prints one JSON object a case; SIZE is that of
+`cases`, or `mutants`. Cases run in forks, several in each, under a limit of address space and of
+time, with an audit hook that writes down what no reader may do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,11 @@ MIB = 2**20
 TIME_LIMIT_S = 20
 MEMORY_LIMIT = 640 * MIB
 """What a case may reserve beyond what the process has; a thread's stack takes 8 MiB of it."""
+
+NUM_TOGETHER = 32
+"""How many cases share a fork, at most: a fork with its copies of pages takes as long as a case."""
+MAX_GROWTH_TOGETHER = 64 * MIB
+"""A fork that has grown by more takes no further case, whose peak it would hide."""
 
 _RUNS_CODE = (
     *("exec", "compile", "import", "pickle.", "marshal.", "code.__new__", "function.__new__"),
@@ -192,16 +197,15 @@ def _global_bits() -> str:
     return repr((random.getstate(), state[1].tobytes(), state[2], torch_bits))
 
 
-def run_case(base: Path, draft: Draft, case: Case, number: int, watch: Watch) -> dict[str, Any]:
+def run_case(base: Path, draft: Draft, case: Case, watch: Watch) -> dict[str, Any]:
     """One case, in this process."""
-    root = base / "roots" / f"r{number}"
-    root.mkdir(parents=True)
+    root = Path(tempfile.mkdtemp(dir=base / "roots"))
     mine = changed(draft, case.change)
     mine.write(root)
     before = _snapshot(base, root)
     trial = Trial(root, draft.folder)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = _peak_nbytes()
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_LIMIT, hard))
     signal.alarm(TIME_LIMIT_S)
@@ -212,8 +216,10 @@ def run_case(base: Path, draft: Draft, case: Case, number: int, watch: Watch) ->
     resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
     if _snapshot(base, root) != before:
         trial.problems.append("something outside of the root changed")
-    growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - rss) * 1024
+    growth = _peak_nbytes() - peak
     problems = trial.problems + watch.events[:5]
+    watch.events.clear()
+    shutil.rmtree(root)
     return {"outcomes": trial.outcomes, "problems": problems, "growth": growth}
 
 
@@ -223,28 +229,60 @@ def _snapshot(base: Path, root: Path) -> list[str]:
     return [*sorted(map(str, names)), (base / "outside" / "canary").read_text()]
 
 
-def forked(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `action` gives in a fork; a signal that ended it is a problem."""
+Action = Callable[[], dict[str, Any]]
+
+
+def forked(actions: Sequence[Action]) -> list[dict[str, Any]]:
+    """The results of actions in one fork, up to the first that fails or grows much.
+
+    An exception of the harness, and a signal that ends the fork, are problems of that action.
+    """
     here, there = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(here)
-        try:
-            text = json.dumps(action())
-        except BaseException as error:
-            text = json.dumps({"problems": [f"the harness: {error!r}"[:300]], "growth": 0})
         with open(there, "w") as file:
-            file.write(text)
+            for result in _until_one_fails(actions):
+                print(json.dumps(result), file=file, flush=True)
         os._exit(0)
     os.close(there)
     with open(here) as file:
-        text = file.read()
+        found = [json.loads(line) for line in file]
     _, status = os.waitpid(pid, 0)
     if os.WIFSIGNALED(status):
         name = signal.Signals(os.WTERMSIG(status)).name
-        return {"problems": [f"ended by {name}"], "growth": 0}
-    found: dict[str, Any] = json.loads(text)
+        found.append({"problems": [f"ended by {name}"], "growth": 0})
     return found
+
+
+def _until_one_fails(actions: Sequence[Action]) -> Iterator[dict[str, Any]]:
+    start = _peak_nbytes()
+    for action in actions:
+        try:
+            found = action()
+        except BaseException as error:
+            found = {"problems": [f"the harness: {error!r}"[:300]], "growth": 0}
+        yield found
+        if found["problems"] or _peak_nbytes() - start > MAX_GROWTH_TOGETHER:
+            return
+
+
+def each_forked(actions: Sequence[Action]) -> Iterator[dict[str, Any]]:
+    """The result of each action: one that fails or grows much is judged in a fresh fork."""
+    at = 0
+    while at < len(actions):
+        group = actions[at : at + NUM_TOGETHER]
+        found = forked(group)
+        last = found[-1]
+        is_suspect = last["problems"] or last["growth"] > MAX_GROWTH_TOGETHER
+        if len(found) > 1 and (is_suspect or len(found) < len(group)):
+            found.pop()
+        yield from found
+        at += len(found)
+
+
+def _peak_nbytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def warm_up(base: Path, draft: Draft) -> None:
@@ -269,48 +307,61 @@ def workplace() -> Iterator[Path]:
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory, prefix="holdfast-hostile-") as folder:
         base = Path(folder)
+        (base / "roots").mkdir()
         (base / "outside").mkdir()
         (base / "outside" / "canary").write_text("not yours")
         yield base
 
 
-def main(share: int, num_shares: int) -> None:
+def main(share: int, num_shares: int, size: str) -> None:
     claim.WATCH_S = 0.03  # a claim of another host is watched for half a minute otherwise
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # printing one would open the source
-    is_thin = "--all" not in sys.argv
     with workplace() as base:
         draft = honest(base / "honest")
         warm_up(base, draft)
         watch = Watch()
-        if "--mutants" in sys.argv:
-            run_mutants(base, draft, watch)
-            return
-        wanted = [
-            case for number, case in enumerate(cases(is_thin)) if number % num_shares == share
-        ]
         gc.freeze()  # so that a fork shares what there is
-        for number, case in enumerate(wanted):
-            found = forked(partial(run_case, base, draft, case, number, watch))
+        if size == "mutants":
+            run_mutants(base, draft, watch)
+            run_together()
+            return
+        wanted = cases(size)[share::num_shares]  # type: ignore[arg-type]
+        actions = [partial(run_case, base, draft, case, watch) for case in wanted]
+        for case, found in zip(wanted, each_forked(actions), strict=True):
             print(json.dumps({"name": case.name, **found}), flush=True)
-            shutil.rmtree(base / "roots" / f"r{number}")
 
 
 def run_mutants(base: Path, draft: Draft, watch: Watch) -> None:
     """Every mutant on the cases that are for it."""
     everything = {case.name: case for case in cases()}
     pairs = [(name, wanted) for name, m in mutants.MUTANTS.items() for wanted in m.cases]
-    for number, (name, wanted) in enumerate(pairs):
-        action = partial(run_mutant, base, draft, name, everything[wanted], number, watch)
-        print(json.dumps({"name": name, "case": wanted, **forked(action)}), flush=True)
+    for name, wanted in pairs:
+        (found,) = forked([partial(run_mutant, base, draft, name, everything[wanted], watch)])
+        print(json.dumps({"name": name, "case": wanted, **found}), flush=True)
 
 
-def run_mutant(
-    base: Path, draft: Draft, name: str, case: Case, number: int, watch: Watch
-) -> dict[str, Any]:
+def run_together() -> None:
+    """Actions of which some fail or grow: prints with each how many ran before it in its fork."""
+    ran: list[int] = []
+
+    def action(problems: tuple[str, ...] = (), nbytes: int = 0) -> dict[str, Any]:
+        ran.append(len(b"x" * nbytes))
+        return {"problems": problems, "growth": nbytes, "before": len(ran) - 1}
+
+    def crash() -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGSEGV)
+        return {}
+
+    failing, growing = partial(action, ("bad",)), partial(action, nbytes=2 * MAX_GROWTH_TOGETHER)
+    for found in each_forked([action, crash, action, failing, growing, action, action]):
+        print(json.dumps({"name": "together", **found}), flush=True)
+
+
+def run_mutant(base: Path, draft: Draft, name: str, case: Case, watch: Watch) -> dict[str, Any]:
     mutants.MUTANTS[name].break_()
-    return run_case(base, draft, case, number, watch)
+    return run_case(base, draft, case, watch)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -6,7 +6,18 @@ import base64
 import io
 import pickle
 import zipfile
+from collections.abc import Iterable
+from itertools import product
 from typing import Any
+
+
+def crossed(ones: Iterable[Any], others: Iterable[Any], few: bool) -> list[tuple[Any, Any]]:
+    """All pairs, or so few that each member of both is in one of them."""
+    ones, others = [*ones], [*others]
+    if not few:
+        return [*product(ones, others)]
+    longer = max(len(ones), len(others))
+    return [(ones[n % len(ones)], others[n % len(others)]) for n in range(longer)]
 
 
 class _Trap:
@@ -64,26 +75,35 @@ CODE = (
 )
 
 
-def nodes() -> dict[str, Any]:
+def nodes(few: bool = False) -> dict[str, Any]:
     """Tree nodes of wrong kinds, with strange arguments, by a name for the case."""
     found: dict[str, Any] = {}
-    for text in CODE:
-        found[f"enum {text[:20]}"] = {"$enum": {"type": text, "name": "A", "value": "id"}}
-        found[f"generator kind {text[:20]}"] = {"$generator": {"kind": text, "state": text}}
-        found[f"node ${text[:20]}"] = {f"${text}": ["id"]}
-        found[f"dtype {text[:20]}"] = {"$dtype": text}
-    for text in ("../x", "/etc/passwd", "a\0b", "x" * 5000, ""):
-        for node in ("$path", "$tensor", "$array", "$device", "$dtype", "$datetime", "$bytes"):
-            found[f"{node} {text[:12]!r}"] = {node: text}
-    for device in ("meta", "cuda", "cuda:9999", "mps", "xla", "privateuseone", "vulkan", "hpu:1"):
-        found[f"tensor on {device}"] = {"$tensor": "extra", "device": device}
-        found[f"device {device}"] = {"$device": device}
-        found[f"generator on {device}"] = {
+    kinds_of_code = {
+        "enum {0:.20}": lambda text: {"$enum": {"type": text, "name": "A", "value": "id"}},
+        "generator kind {0:.20}": lambda text: {"$generator": {"kind": text, "state": text}},
+        "node ${0:.20}": lambda text: {f"${text}": ["id"]},
+        "dtype {0:.20}": lambda text: {"$dtype": text},
+    }
+    for text, name in crossed(CODE[::2] if few else CODE, kinds_of_code, few):
+        found[name.format(text)] = kinds_of_code[name](text)
+    texts = ("../x", "/etc/passwd", "a\0b", "x" * 5000, "")
+    nodes = ("$path", "$tensor", "$array", "$device", "$dtype", "$datetime", "$bytes")
+    for text, node in crossed(texts, nodes, few):
+        found[f"{node} {text[:12]!r}"] = {node: text}
+    devices = ("meta", "cuda", "cuda:9999", "mps", "xla", "privateuseone", "vulkan", "hpu:1")
+    kinds_of_device = {
+        "tensor on {0}": lambda device: {"$tensor": "extra", "device": device},
+        "device {0}": lambda device: {"$device": device},
+        "generator on {0}": lambda device: {
             "$generator": {"kind": "torch", "device": device, "state": {"$tensor": "table"}}
-        }
-    for kind in ("torch", "python", "numpy", "numpy-legacy"):
-        for name, members in GENERATOR_MEMBERS.items():
-            found[f"{kind} generator, {name}"] = {"$generator": {"kind": kind, **members}}
+        },
+    }
+    for device, name in crossed(devices, kinds_of_device, few):
+        found[name.format(device)] = kinds_of_device[name](device)
+    kinds = ("torch", "python", "numpy", "numpy-legacy")
+    for kind, name in crossed(kinds, GENERATOR_MEMBERS, few):
+        members = GENERATOR_MEMBERS[name]
+        found[f"{kind} generator, {name}"] = {"$generator": {"kind": kind, **members}}
     found["enum of our own class"] = _enum("http:HTTPStatus", "NO_SUCH", 1)
     found["enum with a method's name"] = _enum("http:HTTPStatus", "__class__", 1)
     found["enum without a name"] = _enum("http:HTTPStatus", None, 200)

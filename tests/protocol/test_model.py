@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import fields, replace
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from .configurations import CONFIGURATIONS, LONG_CONFIGURATIONS
-from .explorer import Configuration, Exploration, explore
+from .explorer import Exploration, explore
 from .rules import Rules
-
-Maker = Callable[[Rules], Configuration]
 
 CAUGHT = {
     "abort_marker_first": ("takeover", "V1"),
@@ -58,6 +57,18 @@ CAUGHT = {
 """Which configuration shows which broken invariant when one rule is left out."""
 
 _MAKERS = {make(Rules()).name: make for make in (*CONFIGURATIONS, *LONG_CONFIGURATIONS)}
+_LARGE = {
+    *("takeover", "two takeovers", "takeover of rollback", "death", "remote death", "thinning"),
+    *("dead deleter", "two takeovers and gc"),
+}
+"""Configurations of which all states take seconds to minutes."""
+_LATE = {"tombstone", "tombstone_stays", "mark_for_each_epoch"}
+"""Rules of which the harm shows only after seconds."""
+
+
+def _tiered(names: Iterable[str], slow: set[str]) -> list[ParameterSet]:
+    """The names as parameters; the slow ones run in the full tier only."""
+    return [pytest.param(n, marks=[pytest.mark.full] if n in slow else []) for n in names]
 
 
 def _explore(name: str, rules: Rules, *, is_strict: bool = False) -> Exploration:
@@ -72,24 +83,24 @@ def _story(found: Exploration) -> str:
     return "\n  ".join((found.violation.invariant, *found.violation.trace))
 
 
-@pytest.mark.parametrize("make", CONFIGURATIONS, ids=lambda make: make(Rules()).name)
-def test_no_interleaving_breaks_an_invariant(make: Maker) -> None:
+@pytest.mark.parametrize("name", _tiered([make(Rules()).name for make in CONFIGURATIONS], _LARGE))
+def test_no_interleaving_breaks_an_invariant(name: str) -> None:
     """R10, R20, R22: every state of every small configuration is safe."""
-    found = _explore(make(Rules()).name, Rules())
+    found = _explore(name, Rules())
     assert found.violation is None, _story(found)
     assert found.num_states > 1_000
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("make", LONG_CONFIGURATIONS, ids=lambda make: make(Rules()).name)
-def test_no_interleaving_of_a_crowd_breaks_an_invariant(make: Maker) -> None:
+@pytest.mark.parametrize("name", [make(Rules()).name for make in LONG_CONFIGURATIONS])
+def test_no_interleaving_of_a_crowd_breaks_an_invariant(name: str) -> None:
     """R10, R20, R22: the same for products of more actors."""
-    found = _explore(make(Rules()).name, Rules())
+    found = _explore(name, Rules())
     assert found.violation is None, _story(found)
     assert found.num_states > 1_000_000
 
 
-@pytest.mark.parametrize("rule", CAUGHT)
+@pytest.mark.parametrize("rule", _tiered(CAUGHT, _LATE))
 def test_a_rule_left_out_is_caught(rule: str) -> None:
     """R10, R20, R22: each rule of the protocol prevents a harm that the model shows."""
     configuration, invariant = CAUGHT[rule]

@@ -1,8 +1,11 @@
 """Fixtures of the tests that talk to real servers.
 
-`service` is a running server; tests get those of `EVERY_RUN`, one after the other, or choose with
-`@on("moto", ...)`. `root` is the URL of a place of the test's own there, empty, with the
-environment set so that a client finds it.
+`service` is a running server; tests get those of `WORKING`, one after the other, or choose with
+`@on("moto", ...)`, each in the tier of its server. `root` is the URL of a place of the test's own
+there, empty, with the environment set so that a client finds it.
+
+The clients are imported when a server is used: all tests load this file, also where no client is
+installed.
 """
 
 from __future__ import annotations
@@ -11,38 +14,43 @@ import functools
 import itertools
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from botocore.loaders import create_loader
+from _pytest.mark import ParameterSet
 
 from servers.cache import Unavailable
-from servers.client import clear
-from servers.keeper import PROGRAMS, shared
 from servers.program import Program, Service, send
 
-EVERY_RUN = ("localstack", "moto", "azurite", "gcs")
-"""Servers that `make test` starts, on which saves are to work."""
-REFUSED = ("rclone",)
-"""Servers that it starts, too, and that must be refused."""
-LARGE = ("ceph",)
-"""Servers that only `make test-stores` starts, on which saves are to work."""
+WORKING = ("moto", "localstack", "azurite", "gcs", "ceph")
+"""Servers on which saves are to work."""
+FULL = ("localstack", "azurite", "gcs", "rclone")
+"""Servers that `make test-full` starts; `make test` starts moto alone."""
 _NUMBERS = itertools.count()
-_LOADER = functools.lru_cache(create_loader)
-"""Each session of boto would read its megabytes of JSON again, in every test."""
+
+
+@functools.cache
+def _loader() -> Any:
+    """Boto's loader, kept: each session would read its megabytes of JSON again, in every test."""
+    from botocore.loaders import create_loader
+
+    return functools.lru_cache(create_loader)
 
 
 def on(*names: str, indirect: str = "service") -> pytest.MarkDecorator:
-    """Run a test with each of these servers; with a large one only in `make test-stores`."""
-    in_every_run = {*EVERY_RUN, *REFUSED}
-    params = [
-        pytest.param(name, marks=() if name in in_every_run else pytest.mark.stores)
-        for name in names
-    ]
-    return pytest.mark.parametrize(indirect, params, indirect=True)
+    """Run a test with each of these servers, in the tier of the server."""
+    return pytest.mark.parametrize(indirect, in_tiers(names), indirect=True)
+
+
+def in_tiers(names: Iterable[str]) -> list[ParameterSet]:
+    """The servers as parameters, with the marks of the tier that starts them."""
+    tiers: dict[str, tuple[pytest.MarkDecorator, ...]] = {"moto": ()}
+    tiers |= dict.fromkeys(FULL, (pytest.mark.full,))
+    return [pytest.param(name, marks=tiers.get(name, (pytest.mark.stores,))) for name in names]
 
 
 class Servers:
@@ -55,6 +63,8 @@ class Servers:
 
     def get(self, name: str) -> Service:
         """A running server; skips the test where it cannot be had, and fails under CI."""
+        from servers.keeper import shared
+
         if name not in self._services:
             try:
                 self._services[name] = self._stack.enter_context(shared(name, self._folder))
@@ -85,7 +95,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     found.close()
 
 
-@pytest.fixture(params=[*EVERY_RUN, *(pytest.param(n, marks=pytest.mark.stores) for n in LARGE)])
+@pytest.fixture(params=in_tiers(WORKING))
 def service(request: pytest.FixtureRequest, servers: Servers) -> Service:
     """A running server, shared with other tests."""
     return servers.get(request.param)
@@ -106,6 +116,8 @@ def gcs_service(servers: Servers) -> Service:
 @pytest.fixture
 def own_program(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Program]:
     """A server of the test's own, not started yet, which it may kill. Name it with `on`."""
+    from servers.keeper import PROGRAMS
+
     program = PROGRAMS[request.param](tmp_path / "server")
     try:
         program.install()
@@ -118,6 +130,8 @@ def own_program(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Prog
 @pytest.fixture
 def root(service: Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The URL of an empty place; what the test leaves there is removed after it."""
+    from servers.client import clear
+
     use(service, monkeypatch)
     prefix = f"run-{os.getpid()}-{next(_NUMBERS)}"
     yield service.root(prefix)
@@ -131,4 +145,4 @@ def use(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
     for name, value in {"NO_PROXY": "127.0.0.1", **service.environment}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("botocore.session.create_loader", _LOADER)
+    monkeypatch.setattr("botocore.session.create_loader", _loader())

@@ -19,6 +19,9 @@ from servers.program import Service, send
 PART = 5 << 20
 
 
+pytestmark = pytest.mark.full
+
+
 @pytest.fixture
 def service(gcs_service: Service) -> Service:
     return gcs_service

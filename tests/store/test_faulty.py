@@ -29,12 +29,14 @@ from holdfast.testing.store_contract import StoreContract
 PROTOCOLS = (Store, Folders, ReadsInto, WritesBlocks, Points, TellsSpace, Probes)
 
 
+@pytest.mark.full
 class TestFaultyLocalStore(StoreContract):
     @pytest.fixture
     def store(self, tmp_path):
         return FaultyStore(LocalStore(tmp_path / "root"))
 
 
+@pytest.mark.full
 class TestFaultyMemoryStore(StoreContract):
     @pytest.fixture
     def store(self):

@@ -42,6 +42,7 @@ class TestLocalStore(StoreContract):
         return LocalStore(tmp_path / "root")
 
 
+@pytest.mark.full
 class TestLocalStoreThroughALink(StoreContract):
     """The root itself may be a symbolic link."""
 
@@ -52,6 +53,7 @@ class TestLocalStoreThroughALink(StoreContract):
         return LocalStore(tmp_path / "link")
 
 
+@pytest.mark.full
 class TestLocalStoreWithoutUnnamedFiles(StoreContract):
     """As on file systems without O_TMPFILE."""
 
@@ -61,6 +63,7 @@ class TestLocalStoreWithoutUnnamedFiles(StoreContract):
         return LocalStore(tmp_path / "root")
 
 
+@pytest.mark.full
 class TestLocalStoreWithoutLinks(StoreContract):
     """As on file systems without hard links, where renameat2 has to do."""
 

@@ -156,6 +156,7 @@ def test_retries_come_to_an_end(place: tuple[RemoteStore, Answers]) -> None:
     assert len(answers.asked) == 1 + TWICE.max_retries
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("credentials")
 def test_pauses_grow_until_the_time_for_retries_is_over() -> None:
     """R24: if they did not, a service that is away for a moment would be given up in seconds."""

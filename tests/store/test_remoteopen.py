@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.each import each
 
 from holdfast.errors import AccessDenied, UsageError
 from holdfast.store import open_store
@@ -42,7 +43,7 @@ def test_a_url_names_a_bucket_and_a_prefix(url: str, bucket: str, prefix: str) -
     assert place.key("a/b") == (f"{prefix}/a/b" if prefix else "a/b")
 
 
-@pytest.mark.parametrize(
+@each(
     "url",
     [
         "s3://",
@@ -68,7 +69,7 @@ def test_an_endpoint_is_an_address() -> None:
         RemoteStore("s3://bucket", endpoint="minio:9000")
 
 
-@pytest.mark.parametrize(
+@each(
     "wrong",
     [
         {"max_upload_mb_s": 0},

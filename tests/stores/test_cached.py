@@ -24,6 +24,7 @@ FILES = "*/model-00000.*"
 NUM_RANKS = 4
 
 
+@pytest.mark.full
 class TestCachedObjectStore(StoreContract):
     @pytest.fixture
     def service(self, servers: Servers) -> Service:

@@ -101,7 +101,16 @@ def check_commits(
 
 @pytest.mark.parametrize(
     ("service", "rate", "num", "num_runs"),
-    [("moto", 0.05, 20, 3), ("moto", 0.2, 20, 3), *((name, 0.2, 12, 1) for name in OTHERS)],
+    [
+        ("moto", 0.2, 6, 1),
+        *(
+            pytest.param(*run, marks=pytest.mark.full)
+            for run in (
+                *(("moto", 0.05, 20, 3), ("moto", 0.2, 20, 3)),
+                *((name, 0.2, 12, 1) for name in OTHERS),
+            )
+        ),
+    ],
     indirect=["service"],
 )
 def test_commits_through_faults_are_what_they_say(

@@ -101,7 +101,11 @@ def after_a_minute(name: str) -> Any:
 
 @pytest.mark.parametrize(
     ("service", "cut_s"),
-    [pytest.param("gcs", 0.0, id="gcs"), after_a_minute("moto"), after_a_minute("ceph")],
+    [
+        pytest.param("gcs", 0.0, id="gcs", marks=pytest.mark.full),
+        after_a_minute("moto"),
+        after_a_minute("ceph"),
+    ],
     indirect=["service"],
 )
 def test_an_upload_completes_after_the_network_was_cut_in_the_middle_of_it(

@@ -40,6 +40,7 @@ def run(root: str, steps: int, report: Report) -> None:
             report(step, state)
 
 
+@pytest.mark.full
 @on("localstack", "moto", "gcs", "azurite", "ceph")
 def test_resuming_from_an_object_store_is_exact(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Invariant 7, R1."""

@@ -39,6 +39,7 @@ def check_tiers(
     assert broken_uploads(service, root) == []
 
 
+@pytest.mark.full
 @on("moto", "gcs", "azurite")
 def test_kills_of_a_saving_process_lose_nothing(service: Service, root: str) -> None:
     """R1, R9, R26: and the next process goes on from the newest checkpoint."""

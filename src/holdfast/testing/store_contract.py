@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -130,6 +132,22 @@ def noise(nbytes: int, seed: int = 0) -> bytes:
     return random.Random(seed).randbytes(nbytes)
 
 
+def offenders(
+    calls: Mapping[Any, Callable[[], object]], expected: type[Exception], match: str = ""
+) -> dict[Any, object]:
+    """The calls that do not raise the expected error, each with its error or its result."""
+    found: dict[Any, object] = {}
+    for name, call in calls.items():
+        try:
+            found[name] = call()
+        except expected as error:
+            if match not in str(error):
+                found[name] = error
+        except Exception as error:  # noqa: BLE001 - it is listed with the others
+            found[name] = error
+    return found
+
+
 class StoreContract:
     """Subclass it, with a fixture `store` that returns an empty store."""
 
@@ -149,25 +167,26 @@ class StoreContract:
         assert isinstance(store.url, str)
         assert store.url
 
-    @pytest.mark.parametrize("key", GOOD_KEYS)
-    def test_what_is_put_can_be_got(self, store: Store, key: str) -> None:
-        store.put(key, noise(100))
-        assert store.get(key) == noise(100)
-        assert store.head(key) == ObjectInfo(key=key, nbytes=100)
+    def test_what_is_put_can_be_got(self, store: Store) -> None:
+        data = {key: noise(100 + number) for number, key in enumerate(GOOD_KEYS)}
+        for key in GOOD_KEYS:
+            store.put(key, data[key])
+        assert {key: store.get(key) for key in GOOD_KEYS} == data
+        infos = {key: ObjectInfo(key=key, nbytes=len(data[key])) for key in GOOD_KEYS}
+        assert {key: store.head(key) for key in GOOD_KEYS} == infos
 
     def test_keys_may_have_many_segments(self, store: Store) -> None:
         make_folder(store, "a/b/c")
         store.put("a/b/c/d", b"deep")
         assert store.get("a/b/c/d") == b"deep"
 
-    @pytest.mark.parametrize(
-        "data", [b"bytes", bytearray(b"array"), memoryview(b"view"), memoryview(b"long view")[2:5]]
-    )
-    def test_every_kind_of_buffer_is_stored(
-        self, store: Store, data: bytes | bytearray | memoryview
-    ) -> None:
-        store.put("a", data)
-        assert store.get("a") == bytes(data)
+    def test_every_kind_of_buffer_is_stored(self, store: Store) -> None:
+        whole = memoryview(b"long view")
+        kinds: dict[str, bytes | bytearray | memoryview]
+        kinds = {"a": b"bytes", "b": bytearray(b"array"), "c": memoryview(b"view"), "d": whole[2:5]}
+        for key, data in kinds.items():
+            store.put(key, data)
+        assert {key: store.get(key) for key in kinds} == {k: bytes(d) for k, d in kinds.items()}
 
     def test_buffers_of_other_items_are_stored_as_their_bytes(self, store: Store) -> None:
         words = memoryview(bytes(range(16))).cast("I", (2, 2))
@@ -180,20 +199,20 @@ class StoreContract:
         data[:] = b"after!"
         assert store.get("a") == b"before"
 
-    @pytest.mark.parametrize("if_absent", [False, True])
-    def test_an_object_may_be_empty(self, store: Store, if_absent: bool) -> None:
-        store.put("a", b"", if_absent=if_absent)
-        assert store.get("a") == b""
-        assert store.get("a", 0, 0) == b""
-        assert store.head("a").nbytes == 0
-        assert list(store.list()) == [ObjectInfo(key="a", nbytes=0)]
+    def test_an_object_may_be_empty(self, store: Store) -> None:
+        for key, if_absent in (("a", False), ("b", True)):
+            store.put(key, b"", if_absent=if_absent)
+            assert store.get(key) == b""
+            assert store.get(key, 0, 0) == b""
+            assert store.head(key).nbytes == 0
+        assert list(store.list()) == [ObjectInfo(key=key, nbytes=0) for key in ("a", "b")]
 
-    @pytest.mark.parametrize("if_absent", [False, True])
-    def test_an_object_may_be_large(self, store: Store, if_absent: bool) -> None:
+    def test_an_object_may_be_large(self, store: Store) -> None:
         data = noise(LARGE_NBYTES)
-        store.put("a", data, if_absent=if_absent)
-        assert store.head("a").nbytes == LARGE_NBYTES
-        assert store.get("a") == data
+        for key, if_absent in (("a", False), ("b", True)):
+            store.put(key, data, if_absent=if_absent)
+            assert store.head(key).nbytes == LARGE_NBYTES
+            assert store.get(key) == data
 
     def test_a_put_replaces_whole(self, store: Store) -> None:
         store.put("a", b"a long first value")
@@ -226,39 +245,39 @@ class StoreContract:
 
     # ranges
 
-    @pytest.mark.parametrize(
-        ("start", "nbytes"), [(0, 10), (0, 0), (10, 0), (3, 4), (9, 1), (0, None), (4, None)]
-    )
-    def test_a_range_is_exact(self, store: Store, start: int, nbytes: int | None) -> None:
+    def test_a_range_is_exact(self, store: Store) -> None:
         data = noise(10)
         store.put("a", data)
-        stop = None if nbytes is None else start + nbytes
-        assert store.get("a", start, nbytes) == data[start:stop]
+        ranges = [(0, 10), (0, 0), (10, 0), (3, 4), (9, 1)]
+        exact: dict[object, bytes] = {(n, size): data[n : n + size] for n, size in ranges}
+        found: dict[object, bytes] = {(n, size): store.get("a", n, size) for n, size in ranges}
+        rests = [0, 4]
+        assert found | {n: store.get("a", n) for n in rests} == exact | {n: data[n:] for n in rests}
 
     def test_a_range_may_be_empty_at_the_end(self, store: Store) -> None:
         store.put("a", noise(10))
         assert store.get("a", 10) == b""
 
-    @pytest.mark.parametrize(
-        ("start", "nbytes"), [(0, 11), (5, 6), (10, 1), (11, 0), (11, None), (0, 2**40), (2**40, 1)]
-    )
-    def test_a_range_past_the_end_is_corrupt_data(
-        self, store: Store, start: int, nbytes: int | None
-    ) -> None:
+    def test_a_range_past_the_end_is_corrupt_data(self, store: Store) -> None:
         store.put("a", noise(10))
-        with pytest.raises(CorruptData):
-            store.get("a", start, nbytes)
+        ranges = ((0, 11), (5, 6), (10, 1), (11, 0), (11, None), (0, 2**40), (2**40, 1))
+        calls = {at: partial(store.get, "a", *at) for at in ranges}
+        assert offenders(calls, CorruptData) == {}
 
-    @pytest.mark.parametrize("nbytes", [0, 1, 4096, PIECE_NBYTES, 2 * PIECE_NBYTES + 4097])
-    def test_an_object_may_become_shorter_than_planned(self, store: Store, nbytes: int) -> None:
+    def test_an_object_may_become_shorter_than_planned(self, store: Store) -> None:
         blocks = self.writes_blocks(store)
-        data = memoryview(noise(nbytes))
-        writer = blocks.create("a", nbytes + 100_000, at_most=True)
-        for start in reversed(range(0, nbytes, PIECE_NBYTES)):
-            writer.write(start, data[start : start + PIECE_NBYTES])
-        writer.finish(nbytes)
-        assert store.head("a").nbytes == nbytes
-        assert store.get("a") == data
+        lengths = (0, 1, 4096, PIECE_NBYTES, 2 * PIECE_NBYTES + 4097)
+        all_data = memoryview(noise(max(lengths)))
+        wrong = []
+        for nbytes in lengths:
+            key, data = f"a-{nbytes}", all_data[:nbytes]
+            writer = blocks.create(key, nbytes + 100_000, at_most=True)
+            for start in reversed(range(0, nbytes, PIECE_NBYTES)):
+                writer.write(start, data[start : start + PIECE_NBYTES])
+            writer.finish(nbytes)
+            if store.head(key).nbytes != nbytes or store.get(key) != data:
+                wrong.append(nbytes)
+        assert wrong == []
 
     def test_the_length_of_a_shorter_object_is_that_of_its_bytes(self, store: Store) -> None:
         """Invariant 2: what was not written is not durable."""
@@ -280,13 +299,10 @@ class StoreContract:
             writer.finish(9)
         writer.abort()
 
-    @pytest.mark.parametrize(("start", "nbytes"), [(-1, 1), (-1, None), (0, -1)])
-    def test_a_negative_range_is_a_usage_error(
-        self, store: Store, start: int, nbytes: int | None
-    ) -> None:
+    def test_a_negative_range_is_a_usage_error(self, store: Store) -> None:
         store.put("a", noise(10))
-        with pytest.raises(ValueError, match="negative"):
-            store.get("a", start, nbytes)
+        calls = {at: partial(store.get, "a", *at) for at in ((-1, 1), (-1, None), (0, -1))}
+        assert offenders(calls, ValueError, "negative") == {}
 
     # put if absent
 
@@ -374,24 +390,20 @@ class StoreContract:
         assert [info.key for info in found] == sorted(keys)
         assert all(info.nbytes == len(info.key) for info in found)
 
-    @pytest.mark.parametrize(
-        ("prefix", "expected"),
-        [
-            ("a", ["a-b", "a/b", "a/b-c", "ab"]),
-            ("a/", ["a/b", "a/b-c"]),
-            ("a/b", ["a/b", "a/b-c"]),
-            ("a/b-", ["a/b-c"]),
-            ("a-", ["a-b"]),
-            ("c", []),
-            ("c/d", []),
-            ("ab/", []),
-        ],
-    )
-    def test_a_list_has_every_object_of_the_prefix(
-        self, store: Store, prefix: str, expected: list[str]
-    ) -> None:
+    def test_a_list_has_every_object_of_the_prefix(self, store: Store) -> None:
         self.fill(store, "a-b", "a/b", "a/b-c", "ab", "b/a")
-        assert [info.key for info in store.list(prefix)] == expected
+        expected = {
+            "a": ["a-b", "a/b", "a/b-c", "ab"],
+            "a/": ["a/b", "a/b-c"],
+            "a/b": ["a/b", "a/b-c"],
+            "a/b-": ["a/b-c"],
+            "a-": ["a-b"],
+            "c": [],
+            "c/d": [],
+            "ab/": [],
+        }
+        found = {prefix: [info.key for info in store.list(prefix)] for prefix in expected}
+        assert found == expected
 
     def test_children_are_the_names_directly_inside(self, store: Store) -> None:
         self.fill(store, "b", "a/x", "a/y/z", "a-b", "a.b")
@@ -416,13 +428,13 @@ class StoreContract:
 
     # whole objects
 
-    @pytest.mark.parametrize("nbytes", [0, 1, 100_000])
-    def test_a_small_object_is_read_whole(self, store: Store, nbytes: int) -> None:
-        data = noise(nbytes)
+    def test_a_small_object_is_read_whole(self, store: Store) -> None:
         self.fill(store, "b")
-        store.put("a", data)
-        assert get_whole(store, "a", max_nbytes=nbytes) == data
-        assert get_whole(store, "a", max_nbytes=nbytes + 1) == data
+        for nbytes in (0, 1, 100_000):
+            data = noise(nbytes)
+            store.put("a", data)
+            assert get_whole(store, "a", max_nbytes=nbytes) == data
+            assert get_whole(store, "a", max_nbytes=nbytes + 1) == data
 
     def test_an_object_that_is_larger_than_allowed_is_not_read(self, store: Store) -> None:
         """R28: what should be a small document may be of any length."""
@@ -473,38 +485,46 @@ class StoreContract:
 
     # keys
 
-    @pytest.mark.parametrize("key", HOSTILE_KEYS, ids=ascii)
-    def test_a_hostile_key_is_refused_by_every_operation(self, store: Store, key: str) -> None:
+    def test_a_hostile_key_is_refused_by_every_operation(self, store: Store) -> None:
         """R28: keys come from manifests, which anybody may have written."""
-        calls: list[Callable[[], object]] = [
-            lambda: store.put(key, b"x"),
-            lambda: store.put(key, b"x", if_absent=True),
-            lambda: store.get(key),
-            lambda: store.head(key),
-            lambda: get_whole(store, key, max_nbytes=9),
-            lambda: delete_many(store, [key]),
-            lambda: store.delete(key),
-            lambda: store.delete(key + "/"),
-            lambda: store.list(f"{key}/"),
-        ]
-        if key:
-            calls += [lambda: store.children(key), lambda: store.children(key + "/")]
-            calls.append(lambda: store.list(key))
-        if isinstance(store, ReadsInto):
-            calls.append(lambda: store.read_into(key, 0, memoryview(bytearray(1))))
-        if isinstance(store, ReadsCached):
-            calls.append(lambda: store.cached(key, 0, 1))
-        if isinstance(store, WritesBlocks):
-            calls.append(lambda: store.create(key, 1))
-        if isinstance(store, Points):
-            calls += [lambda: store.point(key, "target"), lambda: store.point("name", key)]
-        if isinstance(store, Folders) and key:
-            calls += [lambda: store.make_folder(key), lambda: store.sync_folder(key)]
-            calls.append(lambda: store.sweep(key))
-        for call in calls:
-            with pytest.raises(InvalidKey):
-                call()
+        calls: dict[object, Callable[[], object]] = {}
+        for key in HOSTILE_KEYS:
+            for name, call in self.operations(store, key).items():
+                calls[name, key] = call
+        assert offenders(calls, InvalidKey) == {}
         assert list(store.list()) == []
+
+    def operations(self, store: Store, key: str) -> dict[str, Callable[[], object]]:
+        """Every operation of the store, on a key."""
+        calls: dict[str, Callable[[], object]] = {
+            "put": lambda: store.put(key, b"x"),
+            "put if absent": lambda: store.put(key, b"x", if_absent=True),
+            "get": lambda: store.get(key),
+            "head": lambda: store.head(key),
+            "get_whole": lambda: get_whole(store, key, max_nbytes=9),
+            "delete_many": lambda: delete_many(store, [key]),
+            "delete": lambda: store.delete(key),
+            "delete a folder": lambda: store.delete(key + "/"),
+            "list a folder": lambda: store.list(f"{key}/"),
+        }
+        if key:
+            calls["children"] = lambda: store.children(key)
+            calls["children of a folder"] = lambda: store.children(key + "/")
+            calls["list"] = lambda: store.list(key)
+        if isinstance(store, ReadsInto):
+            calls["read_into"] = lambda: store.read_into(key, 0, memoryview(bytearray(1)))
+        if isinstance(store, ReadsCached):
+            calls["cached"] = lambda: store.cached(key, 0, 1)
+        if isinstance(store, WritesBlocks):
+            calls["create"] = lambda: store.create(key, 1)
+        if isinstance(store, Points):
+            calls["point"] = lambda: store.point(key, "target")
+            calls["point at"] = lambda: store.point("name", key)
+        if isinstance(store, Folders) and key:
+            calls["make_folder"] = lambda: store.make_folder(key)
+            calls["sync_folder"] = lambda: store.sync_folder(key)
+            calls["sweep"] = lambda: store.sweep(key)
+        return calls
 
     # folders
 
@@ -595,29 +615,34 @@ class StoreContract:
             reader.read_into("a", start, memoryview(buffer)[1:-1])
             assert buffer == b"#" + data[start : start + nbytes] + b"#"
 
-    @pytest.mark.parametrize(("start", "nbytes"), [(0, 11), (10, 1), (11, 0), (5, 6)])
-    def test_read_into_is_exact(self, store: Store, start: int, nbytes: int) -> None:
+    def test_read_into_is_exact(self, store: Store) -> None:
         reader = self.reads_into(store)
         store.put("a", noise(10))
-        with pytest.raises(CorruptData):
-            reader.read_into("a", start, memoryview(bytearray(nbytes)))
+        calls = {
+            (start, nbytes): partial(reader.read_into, "a", start, memoryview(bytearray(nbytes)))
+            for start, nbytes in ((0, 11), (10, 1), (11, 0), (5, 6))
+        }
+        assert offenders(calls, CorruptData) == {}
 
     def test_read_into_needs_the_object(self, store: Store) -> None:
         reader = self.reads_into(store)
         with pytest.raises(NotFound):
             reader.read_into("a", 0, memoryview(bytearray(1)))
 
-    @pytest.mark.parametrize("afresh", [False, True])
-    @pytest.mark.parametrize("nbytes", [0, 1, 3_000_001])
-    def test_read_into_shows_each_byte_once_and_in_order(
-        self, store: Store, nbytes: int, afresh: bool
-    ) -> None:
+    def test_read_into_shows_each_byte_once_and_in_order(self, store: Store) -> None:
         reader = self.reads_into(store)
-        data = noise(nbytes)
-        store.put("a", data)
-        buffer, seen = bytearray(nbytes), bytearray()
-        reader.read_into("a", 0, memoryview(buffer), seen=seen.extend, afresh=afresh)
-        assert buffer == seen == data
+        wrong = []
+        for nbytes in (0, 1, 3_000_001):
+            data = noise(nbytes)
+            store.put(f"a-{nbytes}", data)
+            for afresh in (False, True):
+                buffer, seen = bytearray(nbytes), bytearray()
+                reader.read_into(
+                    f"a-{nbytes}", 0, memoryview(buffer), seen=seen.extend, afresh=afresh
+                )
+                if not buffer == seen == data:
+                    wrong.append((nbytes, afresh))
+        assert wrong == []
 
     def test_read_into_works_from_many_threads(self, store: Store) -> None:
         reader = self.reads_into(store)
@@ -646,10 +671,15 @@ class StoreContract:
             with pytest.raises(NotFound):
                 read_into(store, "a", 0, memoryview(memory))
 
-    @pytest.mark.parametrize("start", [0, 777, 99_999, 100_000])
-    def test_what_is_at_hand_is_what_is_there(self, store: Store, start: int) -> None:
+    def test_what_is_at_hand_is_what_is_there(self, store: Store) -> None:
         if not isinstance(store, ReadsCached):
             pytest.skip("the store has nothing at hand")
+        for start in (0, 777, 99_999, 100_000):
+            self.check_at_hand(store, start)
+
+    def check_at_hand(self, store: Store, start: int) -> None:
+        """Reads from `start` to the end are answered by what the key holds now."""
+        assert isinstance(store, ReadsCached)
         data, seen = noise(100_000), bytearray()
         nbytes = len(data) - start
         store.put("a", data)
@@ -679,18 +709,20 @@ class StoreContract:
             pytest.skip("the store does not take objects in pieces")
         return store
 
-    @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 1_000_003])
-    def test_pieces_in_any_order_make_the_object(self, store: Store, nbytes: int) -> None:
+    def test_pieces_in_any_order_make_the_object(self, store: Store) -> None:
         blocks = self.writes_blocks(store)
-        data = memoryview(noise(nbytes))
-        writer = blocks.create("a", nbytes)
-        starts = list(range(0, nbytes, 100_001))
-        random.Random(1).shuffle(starts)
-        for start in starts:
-            writer.write(start, data[start : start + 100_001])
-        writer.finish()
-        assert store.head("a").nbytes == nbytes
-        assert store.get("a") == data
+        wrong = []
+        for nbytes in (0, 1, 4095, 4096, 4097, 1_000_003):
+            key, data = f"a-{nbytes}", memoryview(noise(nbytes))
+            writer = blocks.create(key, nbytes)
+            starts = list(range(0, nbytes, 100_001))
+            random.Random(1).shuffle(starts)
+            for start in starts:
+                writer.write(start, data[start : start + 100_001])
+            writer.finish()
+            if store.head(key).nbytes != nbytes or store.get(key) != data:
+                wrong.append(nbytes)
+        assert wrong == []
 
     def test_pieces_may_come_from_many_threads(self, store: Store) -> None:
         blocks = self.writes_blocks(store)
@@ -735,13 +767,13 @@ class StoreContract:
             writer.finish()
         writer.abort()
 
-    @pytest.mark.parametrize(("start", "nbytes"), [(-1, 1), (10, 1), (9, 2), (0, 11)])
-    def test_a_piece_outside_the_object_is_refused(
-        self, store: Store, start: int, nbytes: int
-    ) -> None:
+    def test_a_piece_outside_the_object_is_refused(self, store: Store) -> None:
         writer = self.writes_blocks(store).create("a", 10)
-        with pytest.raises(ValueError, match="not inside"):
-            writer.write(start, memoryview(bytes(nbytes)))
+        calls = {
+            (start, nbytes): partial(writer.write, start, memoryview(bytes(nbytes)))
+            for start, nbytes in ((-1, 1), (10, 1), (9, 2), (0, 11))
+        }
+        assert offenders(calls, ValueError, "not inside") == {}
         writer.abort()
 
     def test_abort_may_come_at_any_time_and_twice(self, store: Store) -> None:

@@ -145,3 +145,13 @@ def test_a_known_manifest_is_read_again_once_somebody_begins_to_delete() -> None
     assert retracted(store, folder)
     assert catalog.entry(name, known=entry.manifest) is None
     assert [e.folder for e in catalog.checkpoints(known={folder: entry.manifest})] == [older]
+
+
+def test_attempts_come_in_the_order_of_commits_whatever_their_labels() -> None:
+    """Later ones first: neither text nor numbers in labels count."""
+    store = MemoryStore()
+    for sequence, label in enumerate(("step-9", "step-10", "final", "step-2"), 1):
+        store.put(f"{layout.attempt_name(label, 1, sequence, '0' * 32)}/x", b"")
+    store.put(f"{layout.attempt_name('a', 2, 1, '0' * 32)}/x", b"")
+    found = Catalog(store).attempts()
+    assert [name.order for name in found] == [(2, 1), (1, 4), (1, 3), (1, 2), (1, 1)]
