@@ -49,6 +49,24 @@ def test_damage_is_found_without_a_key_in_any_object() -> None:
     assert KEY.name not in repr(verify_root(store))
 
 
+def test_all_damage_is_found_without_a_key_not_only_the_first() -> None:
+    """R18: a file with other bytes, one that is cut and one that is missing, at once."""
+    store = MemoryStore()
+    saved(store, 1)
+    (folder,) = folders(store)
+    flipped, cut, gone, *_ = files = sorted(
+        info.key for info in store.list(f"{folder}/") if info.key.endswith(".sealed")
+    )
+    data = store.get(flipped)
+    store.put(flipped, data[:-1] + bytes([data[-1] ^ 1]))
+    store.put(cut, store.get(cut)[:-1])
+    store.delete(gone)
+    problems = {problem.file: problem.message for problem in verify(store, folder).problems}
+    names = [key.rpartition("/")[2] for key in files[:3]]
+    messages = ["other bytes than written", "wrong length", "is missing"]
+    assert problems == dict(zip(names, messages, strict=True))
+
+
 def test_a_passing_error_is_no_damage_and_junk_is_told() -> None:
     store = MemoryStore()
     saved(store, 1)

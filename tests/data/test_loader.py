@@ -485,6 +485,7 @@ def test_an_error_in_a_worker_reaches_the_loop_and_the_batch_is_not_counted(
 ) -> None:
     # torch waits so long, twice, for a worker that it ends after an error.
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
+
     class Failing(Augmented):
         def __getitem__(self, index: int) -> torch.Tensor:
             if index == 3:

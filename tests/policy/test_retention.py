@@ -558,6 +558,20 @@ def test_the_newest_that_is_well_stays_beside_newer_ones_that_are_not() -> None:
     assert reasons[3] == "not healthy, and a newer one is"
 
 
+def test_of_the_line_after_a_rollback_the_newest_stay() -> None:
+    """D30: a quota that is full of what a rollback left behind takes nothing from the run's line.
+
+    Its newest stays, and with it the one before, as resume goes back to nothing that was left
+    behind.
+    """
+    before = [candidate(1), candidate(2), candidate(3)]
+    decisions = decide(before, Last(1), lineage={(1, 1)})
+    assert [d.entry.order for d in decisions if d.keep] == [(1, 3), (1, 1)]
+    after = [*before, candidate(1, epoch=2)]
+    decisions = decide(after, Last(2), lineage={(1, 1), (2, 1)})
+    assert [d.entry.order for d in decisions if d.keep] == [(2, 1), (1, 3), (1, 1)]
+
+
 def partial(sequence: int, *savers: str, **more: object) -> Candidate:
     return candidate(
         sequence, savers=savers, components=("model",), left_out=("optimizer",), **more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -12,7 +13,14 @@ from holdfast.errors import FormatError, HoldfastError, MismatchError, UsageErro
 from holdfast.format.objects import TensorRef, encode_tree
 from holdfast.state.apply import OpaqueLoadFailed, StoredComponent
 from holdfast.state.capture import capture
-from state.roundtrip import assert_same_tensors, digest, image, small_model, train
+from state.roundtrip import (
+    assert_same_tensors,
+    digest,
+    global_generators_kept,
+    image,
+    small_model,
+    train,
+)
 
 
 class Recorder:
@@ -55,6 +63,31 @@ def test_n_and_m_steps_are_the_same_bits_with_a_load_between() -> None:
     train(two["model"], two["optimizer"], 3, scheduler=two["scheduler"])
     assert torch.equal(one_draw, torch.rand(3, generator=two["sampler"]))
     assert digest(one) == digest(two)
+
+
+class Draws:
+    """An object that draws from generators while it is loaded."""
+
+    def __init__(self, sampler: torch.Generator) -> None:
+        self.sampler = sampler
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.rand(3, generator=self.sampler)
+        random.random()
+
+
+def test_what_loading_draws_is_put_back() -> None:
+    """Invariant 7: generators come last, those of the state and the global ones."""
+    with global_generators_kept():
+        sampler = torch.Generator().manual_seed(1)
+        state = {"sampler": sampler, "draws": Draws(sampler)}
+        saved = image(state)
+        expected = torch.rand(3, generator=sampler).tolist(), random.random()
+        saved.load(state)
+        assert (torch.rand(3, generator=sampler).tolist(), random.random()) == expected
 
 
 def test_a_refused_load_lists_everything_and_changes_nothing() -> None:

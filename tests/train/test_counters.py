@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from holdfast.errors import UsageError
+from holdfast.store.memory import MemoryStore
 from holdfast.train import Counters
+from train.small import make
 
 
 def test_counters_come_back() -> None:
@@ -48,3 +51,19 @@ def test_an_epochs_end_begins_the_next_one() -> None:
     counters = Counters(batch=7)
     counters.end_epoch()
     assert (counters.epoch, counters.batch) == (1, 0)
+
+
+def test_a_step_counts_all_batches_of_its_window() -> None:
+    counters = Counters(step=1, batch=3, samples=12)
+    counters.add_step(3, 10, None)
+    assert counters == Counters(step=2, batch=6, samples=22, tokens=None)
+
+
+def test_totals_go_on_where_another_trainer_ended() -> None:
+    """D34, D25: and the goal is not passed."""
+    store, counting = MemoryStore(), {"count_samples": len, "count_tokens": torch.numel}
+    make(store, **counting).fit(2)
+    again = make(store, **counting)
+    again.fit(4)
+    found = (again.counters.step, again.counters.samples, again.counters.tokens)
+    assert found == (4, 4 * 2, 4 * 2 * 4)

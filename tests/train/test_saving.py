@@ -92,6 +92,29 @@ def test_a_save_within_a_validation_or_a_save_is_refused() -> None:
     assert refused == ["validation", "save"]
 
 
+def test_a_save_that_fails_after_an_error_does_not_hide_the_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """D46: the error is what the caller sees; that nothing was saved is in the log."""
+    fault = Fault(kind="fail", op="put", key="*/manifest.json", times=None)
+    store = FaultyStore(MemoryStore(), [fault])
+    with pytest.raises(HookFailed, match="killed"):
+        make(store, every=On("exception"), callbacks=[Stop(2)]).fit(4)
+    assert "could not be saved" in caplog.text
+    assert saves(store) == []
+
+
+def test_the_third_save_in_a_row_that_fails_is_raised() -> None:
+    """D37, invariant 8: each of the two before is made up for at the step after it."""
+    fault = Fault(kind="fail", op="put", key="*/manifest.json", times=None)
+    store = FaultyStore(MemoryStore(), [fault])
+    trainer = make(store, every="1step")
+    with pytest.raises(SaveFailed):
+        trainer.fit(20)
+    assert trainer.counters.step < 20
+    assert sum(op == "put" and key.endswith("/manifest.json") for op, key in store.ops) == 3
+
+
 def test_a_save_of_another_step_is_refused() -> None:
     class Saves(Callback):
         def step_end(self, training: Training, metrics: Metrics) -> None:

@@ -808,7 +808,9 @@ def check_interrupted_borrowing(folder: Path, nth: int) -> None:
     assert leaf_digests(again.state) == leaf_digests(straight.state)
 
 
-@pytest.mark.parametrize("nth", [*range(3, 400, 62), *range(266, 300, 5)])
+@pytest.mark.parametrize(
+    "nth", [*range(3, 400, 124), *full(*range(65, 400, 124), *range(266, 300, 5))]
+)
 def test_a_fetch_may_be_interrupted_while_it_borrows_the_global_generators(
     tmp_path: Path, nth: int
 ) -> None:
