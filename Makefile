@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-long test-stores check bench bench-compare docs clean
+.PHONY: help demo test test-full test-long test-stores mutants check bench bench-compare gpu docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*  ## ' Makefile | sed -E 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 22
@@ -25,11 +25,17 @@ help:  ## Show this list
 demo: $(WITH)-demo  ## Train a small GPT, kill it three times, and compare with the undisturbed run
 	$(BIN)/holdfast demo $(ARGS)
 
-test: $(WITH)-test  ## Run the tests and the doctests
+test: $(WITH)-test  ## Run the tests and the doctests, in minutes
 	$(PYTEST) -n $(JOBS) --dist worksteal $(ARGS)
+
+test-full: $(WITH)-test  ## Run them all but the long tier: before a release
+	$(PYTEST) -n $(JOBS) --dist worksteal -m 'not long and not stores' $(ARGS)
 
 test-long: $(WITH)-test  ## Run the long tier: more kills, more flips, more schedules
 	$(PYTEST) -n $(JOBS) --dist worksteal -m long $(ARGS)
+
+mutants: $(WITH)-test  ## Break our own code on purpose, place by place: does a test fail?
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants $(ARGS)
 
 test-stores: $(WITH)-test  ## Run the tests that need Ceph, Swift or many commits on real object stores
 	$(PYTEST) -n $(JOBS) --dist worksteal -m stores $(ARGS)
@@ -45,6 +51,10 @@ bench: $(WITH)-bench  ## Measure everything beside peers and the machine's limit
 
 bench-compare: $(WITH)-bench  ## Compare two runs: make bench-compare OLD=a.json NEW=b.json
 	$(BIN)/python -m bench.compare $(OLD) $(NEW) $(ARGS)
+
+# Needs no environment: it looks for a Python whose torch has CUDA first.
+gpu:  ## Test and measure on a GPU, in 9 minutes; without one the same on CPU tensors
+	$(PYTHON) -m bench.gpu_run --python $(PYTHON) --venv $(VENV) $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
 
 docs: $(WITH)-docs  ## Build the documents into build/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/docs $(ARGS)

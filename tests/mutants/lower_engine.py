@@ -1,0 +1,517 @@
+"""Mutants of `engine/`: saves, loads, claims and uploads that leave a step of the protocol out."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+COMMIT = "tests/engine/roots/test_commit.py"
+CLAIM = "tests/engine/claims/test_claim.py"
+LEASES = "tests/engine/claims/test_leases.py"
+OVERLAP = "tests/engine/staging/test_overlap.py"
+UPLOAD = "tests/engine/tiers/test_upload.py"
+MODEL = "tests/protocol/test_real_code.py"
+SEALING = "tests/engine/sealed/test_sealing.py"
+STREAMING = "tests/engine/loading/test_streaming.py"
+DAMAGE = "tests/crash/test_damage.py"
+
+ROOTS = (
+    Mutant(
+        name="fence-not-read-before-the-commit",
+        promise="R10: a writer that was superseded commits nothing",
+        file="engine/roots/commit.py",
+        before="    check_fence(store, epoch, committed=False)\n    attempt.put_sent",
+        after="    attempt.put_sent",
+        near=(COMMIT, CLAIM),
+    ),
+    Mutant(
+        name="fence-not-read-after-the-commit",
+        promise="R10: a writer that is superseded while it commits is told so",
+        file="engine/roots/commit.py",
+        before="        check_fence(store, epoch, committed=True)\n    except StoreError as error:",
+        after="        store.head(attempt.manifest_key)\n    except StoreError as error:",
+        near=(COMMIT, CLAIM, MODEL),
+    ),
+    Mutant(
+        name="fence-of-the-own-epoch",
+        promise="R10: a later claim fences earlier writers off",
+        file="engine/roots/commit.py",
+        before="    key = layout.writer_key(epoch + 1)\n    refresh_folder",
+        after="    key = layout.writer_key(epoch + 2)\n    refresh_folder",
+        near=(COMMIT, CLAIM),
+    ),
+    Mutant(
+        name="commit-of-another-taken-for-ours",
+        promise="I1: after a conflict the whole save id is compared",
+        file="engine/roots/commit.py",
+        before="    if found != data:\n        raise CommitConflict",
+        after="    if not found:\n        raise CommitConflict",
+        near=(COMMIT,),
+    ),
+    Mutant(
+        name="folder-removed-with-a-put-in-flight",
+        promise="R22: no file of an attempt that may commit is removed",
+        file="engine/roots/commit.py",
+        before="    if attempt.put_sent:\n        return False\n",
+        after="    if attempt.put_sent and not attempt.is_unclear:\n        return False\n",
+        near=(COMMIT, "tests/crash/test_os_errors.py"),
+    ),
+    Mutant(
+        name="deletion-without-fence",
+        promise="R20: a writer that was superseded deletes nothing",
+        file="engine/roots/commit.py",
+        before=(
+            "    check_fence(store, epoch, committed=True)\n"
+            "    catalog = Catalog(store)\n"
+            "    marks, register = catalog.marks(folder), catalog.read(folder)\n"
+            "    if isinstance(register, Manifest):\n"
+        ),
+        after=(
+            "    catalog = Catalog(store)\n"
+            "    marks, register = catalog.marks(folder), catalog.read(folder)\n"
+            "    if isinstance(register, Manifest):\n"
+        ),
+        near=(COMMIT, CLAIM, MODEL),
+    ),
+    Mutant(
+        name="pin-not-looked-for-before-a-deletion",
+        promise="R20: retention never removes a pinned checkpoint",
+        file="engine/roots/commit.py",
+        before="        if is_held(register, marks) or is_read():\n",
+        after="        if is_read():\n",
+        near=(COMMIT, CLAIM, MODEL),
+    ),
+    Mutant(
+        name="lease-not-looked-for-after-the-mark",
+        promise="R11: a checkpoint is not deleted under who reads it",
+        file="engine/roots/commit.py",
+        before="        if is_held(register, marks) or is_read():\n",
+        after="        if is_held(register, marks):\n",
+        near=(COMMIT, LEASES, MODEL),
+    ),
+    Mutant(
+        name="files-removed-before-the-tombstone",
+        promise="R11: a reader sees whole checkpoints only",
+        file="engine/roots/commit.py",
+        before=("_bury(store, folder, Deleted(save_id=register.save_id, by=by, reason=reason))\n"),
+        after=(
+            "remove_files(store, folder, whole=False)\n        "
+            "_bury(store, folder, Deleted(save_id=register.save_id, by=by, reason=reason))\n"
+        ),
+        near=(COMMIT, LEASES, "tests/care/test_retention.py", "tests/crash/test_readers.py"),
+    ),
+    Mutant(
+        name="claims-by-list-alone",
+        promise="R10: a claim that a list hides counts",
+        file="engine/roots/catalog.py",
+        before="        while self._has_claim(following):\n",
+        after="        while not epochs and self._has_claim(following):\n",
+        near=("tests/engine/roots/test_catalog.py", CLAIM),
+    ),
+    Mutant(
+        name="manifest-of-another-folder",
+        promise="R16: a checkpoint that was swapped with another is found",
+        file="engine/roots/catalog.py",
+        before="            _check_place(register, folder)\n        return register\n",
+        after="            pass\n        return register\n",
+        near=("tests/engine/roots/test_catalog.py", DAMAGE),
+    ),
+    Mutant(
+        name="older-state-goes-unnoticed",
+        promise="R37: an older state that was put back is noticed",
+        file="engine/roots/seen.py",
+        before="        if latest.order < self.order:\n",
+        after="        if latest.order > self.order:\n",
+        near=(SEALING,),
+    ),
+)
+
+CLAIMS = (
+    Mutant(
+        name="claim-of-the-same-epoch-twice",
+        promise="R10: of two claims of one epoch one wins",
+        file="engine/claims/claim.py",
+        before="        put_once(store, layout.writer_key(epoch), encode_writer(record))\n",
+        after="        store.put(layout.writer_key(epoch), encode_writer(record))\n",
+        near=(CLAIM, MODEL),
+    ),
+    Mutant(
+        name="claim-without-second-look",
+        promise="R10: a claim goes on from what was committed before it fenced others off",
+        file="engine/claims/claim.py",
+        before="    return newest == (point.folder if point is not None else None)\n",
+        after="    return True\n",
+        near=(CLAIM, MODEL),
+    ),
+    Mutant(
+        name="live-owner-not-asked",
+        promise="I11: a live owner is refused",
+        file="engine/claims/claim.py",
+        before='        return state == "alive"\n',
+        after='        return state == "zombie"\n',
+        near=(CLAIM, "tests/engine/claims/test_owner.py"),
+    ),
+    Mutant(
+        name="deletion-under-way-not-seen-by-a-claim",
+        promise="R10: a run goes on from nothing that is being deleted",
+        file="engine/claims/claim.py",
+        before="    if is_being_deleted(store, marks):\n        return False\n",
+        after="",
+        near=(CLAIM, MODEL),
+    ),
+    Mutant(
+        name="pid-without-its-start-time",
+        promise="R1: a pid that was given to another process owns nothing",
+        file="engine/claims/process.py",
+        before='    return "alive" if start == process.start else "dead"\n',
+        after='    return "alive" if start else "dead"\n',
+        near=(CLAIM, "tests/engine/claims/test_owner.py", LEASES),
+    ),
+    Mutant(
+        name="lease-without-look-at-marks",
+        promise="R11: a reader gives way to a deletion that has begun",
+        file="engine/claims/leases.py",
+        before="            _expect_standing(store, folder)\n            lease.keep_up()\n",
+        after="            lease.keep_up()\n",
+        near=(LEASES, MODEL),
+    ),
+    Mutant(
+        name="lease-from-elsewhere-binds-once",
+        promise="D3: a lease from elsewhere binds until it was silent by the deleter's own clock",
+        file="engine/claims/leases.py",
+        before="        return self._clock() - since_s < SILENT_S\n",
+        after="        return self._clock() - since_s < 0.0\n",
+        near=(LEASES,),
+    ),
+)
+
+SAVING = (
+    Mutant(
+        name="syncs-not-waited-for",
+        promise="I2: files are durable before the manifest is put",
+        file="engine/saving/writing.py",
+        before="            gather([self._syncs[key]], timeout_s=self._timeout_s, what=key)\n",
+        after="            pass\n",
+        near=("tests/engine/saving/test_writing.py",),
+    ),
+    Mutant(
+        name="blocks-one-byte-off",
+        promise="R15: what is read back is what was saved",
+        file="engine/saving/packing.py",
+        before="            self._start += used\n",
+        after="            self._start += used - 1\n",
+        near=("tests/test_compression.py",),
+    ),
+    Mutant(
+        name="sizes-not-looked-at-before-the-commit",
+        promise="I2: files have the planned size before the manifest is put",
+        file="engine/saving/save.py",
+        before="        if there != entry.stored_nbytes:\n",
+        after="        if there is None:\n",
+        near=("tests/test_manager.py", "tests/crash/test_os_errors.py"),
+    ),
+    Mutant(
+        name="index-not-in-the-manifest",
+        promise="I3: the index is covered by a digest",
+        file="engine/saving/save.py",
+        before="    digest = blocks.file_digest(len(index), blocks.digest_blocks(index))\n",
+        after='    digest = blocks.file_digest(len(index), b"")\n',
+        near=("tests/engine/loading/test_load.py", "tests/test_manager.py"),
+    ),
+    Mutant(
+        name="root-that-is-gone-made-anew",
+        promise="R6: a root that was moved or unmounted is an error",
+        file="engine/saving/save.py",
+        before="    expect_claim(store, request.claim)\n",
+        after="",
+        near=("tests/test_manager.py", "tests/crash/test_owners.py"),
+    ),
+    Mutant(
+        name="failure-of-a-background-save-swallowed",
+        promise="D37: errors of a background save are raised at the next call",
+        file="engine/saving/saver.py",
+        before="            pending.delivered = True\n            raise failure\n",
+        after="            pending.delivered = True\n",
+        near=("tests/test_manager.py", "tests/crash/test_os_errors.py"),
+    ),
+    Mutant(
+        name="same-step-taken-for-same-state",
+        promise="R14: a save holds the state of the moment of the call",
+        file="engine/saving/saver.py",
+        before="entry(entry.name) if roots == recorded else None",
+        after="entry(entry.name) if roots.keys() == recorded.keys() else None",
+        near=("tests/test_manager.py", "tests/test_links.py"),
+    ),
+    Mutant(
+        name="damaged-file-is-shared",
+        promise="R17: a file is read back before another checkpoint shares it",
+        file="engine/saving/links.py",
+        before="        return not fault\n",
+        after="        return True\n",
+        near=("tests/test_links.py",),
+    ),
+    Mutant(
+        name="all-checkpoints-share-one-file",
+        promise="I10: those that are kept never all share one file",
+        file="engine/saving/links.py",
+        before="        if origin.age + 1 >= self._num_holders(component_of(name)):\n",
+        after="        if origin.age < 0:\n",
+        near=("tests/test_links.py",),
+    ),
+)
+
+STAGING = (
+    Mutant(
+        name="torn-tensor-is-saved",
+        promise="R14: a tensor that changed while it was copied fails the save",
+        file="engine/staging/fence.py",
+        before="            self._changed += self._guarded.changes()\n",
+        after="            self._guarded.changes()\n",
+        near=("tests/engine/staging/test_fence.py", OVERLAP),
+    ),
+    Mutant(
+        name="optimizer-not-held-back",
+        promise="R14: training changes nothing that is being copied",
+        file="engine/staging/fence.py",
+        before="        overlapped.pass_by(who, self._timeout_s)\n",
+        after="        overlapped.copied.done()\n",
+        near=("tests/engine/staging/test_fence.py", OVERLAP),
+    ),
+    Mutant(
+        name="memory-taken-again-while-it-is-written",
+        promise="R14: what is written is what was staged",
+        file="engine/staging/waves.py",
+        before=(
+            "                self._done.add(number)\n"
+            "                return\n"
+            "            buffer = self._buffers.pop(number)\n"
+        ),
+        after=(
+            "                self._done.add(number)\n            buffer = self._buffers[number]\n"
+        ),
+        near=("tests/engine/staging/test_waves.py",),
+    ),
+    Mutant(
+        name="change-behind-the-first-page-not-seen",
+        promise="R14: a save holds the state of the moment of the call",
+        file="engine/staging/image.py",
+        before="min(nbytes, 4096)) or _memcmp(target, source, nbytes):",
+        after="min(nbytes, 4096)):",
+        near=("tests/engine/staging/test_copying.py", "tests/test_links.py"),
+    ),
+    Mutant(
+        name="digest-of-the-save-before",
+        promise="I3: digests are those of the staged bytes",
+        file="engine/staging/known.py",
+        before="            self.digests[number] = None\n\n    def doubt",
+        after="            self.digests[number] = self.digests[number]\n\n    def doubt",
+        near=("tests/engine/staging/test_copying.py", "tests/test_manager.py"),
+    ),
+    Mutant(
+        name="views-of-conjugates-copied-as-they-lie",
+        promise="I7: resume is exact",
+        file="engine/staging/waves.py",
+        before="        if source.is_contiguous() and not (source.is_conj() or source.is_neg()):\n",
+        after="        if source.is_contiguous():\n",
+        near=("tests/engine/staging/test_waves.py",),
+    ),
+)
+
+LOADING = (
+    Mutant(
+        name="digest-of-a-document-not-compared-in-a-load",
+        promise="R15: a flipped bit in an index or a tree is found",
+        file="engine/loading/load.py",
+        before="        if digest == entry.digest or not verify:\n",
+        after="        if digest or not verify:\n",
+        near=("tests/engine/loading/test_load.py", DAMAGE),
+    ),
+    Mutant(
+        name="digest-of-a-block-not-compared",
+        promise="R15: a flipped bit in a tensor is found",
+        file="engine/loading/blockreading.py",
+        before="        if hasher.digest() == _digest(file.digests, number):\n",
+        after="        if len(hasher.digest()) == len(_digest(file.digests, number)):\n",
+        near=("tests/engine/loading/test_load.py", DAMAGE),
+    ),
+    Mutant(
+        name="digest-of-a-cached-block-not-compared",
+        promise="D14: flipped bits that load without a word",
+        file="engine/loading/blockreading.py",
+        before="        return not verify or hasher.digest() == _digest(file.digests, number)\n",
+        after="        return not verify or len(hasher.digest()) == blocks.DIGEST_NBYTES\n",
+        near=(STREAMING,),
+    ),
+    Mutant(
+        name="plain-bytes-of-a-codec-not-compared",
+        promise="D15: the digests of plain bytes are compared, too",
+        file="engine/loading/blockreading.py",
+        before="    if verify and not _is_block(plain, file.digests, number):\n",
+        after="    if verify and not plain.nbytes:\n",
+        near=("tests/test_compression.py",),
+    ),
+    Mutant(
+        name="wrong-copy-on-the-host-is-kept",
+        promise="R17: a copy that proves wrong is dropped and read anew",
+        file="engine/loading/caching.py",
+        before="                self._pieces.forget(piece.place)\n        if afresh or start",
+        after="                assert piece.place\n        if afresh or start",
+        near=("tests/engine/loading/test_caching.py",),
+    ),
+    Mutant(
+        name="part-of-a-block-from-its-begin",
+        promise="R15: each tensor gets its own bytes",
+        file="engine/loading/streaming.py",
+        before="        values = source[part.start : part.start + len(part.target)]\n",
+        after="        values = source[: len(part.target)]\n",
+        near=(STREAMING,),
+    ),
+    Mutant(
+        name="what-is-damaged-is-not-passed-over",
+        promise="D31: no way back to the checkpoint before",
+        file="engine/loading/resume.py",
+        before="if not (is_damage(error) or isinstance(error, PassedOver | NotSealed)):\n",
+        after="if not isinstance(error, PassedOver | NotSealed):\n",
+        near=("tests/engine/loading/test_resume.py",),
+    ),
+    Mutant(
+        name="fresh-start-where-nothing-can-be-used",
+        promise="R19: a run that has committed never begins anew",
+        file="engine/loading/resume.py",
+        before="        if not catalog.ever_committed(whole=True):\n",
+        after="        if self.passed_over or not catalog.ever_committed(whole=True):\n",
+        near=("tests/engine/loading/test_resume.py",),
+    ),
+)
+
+OTHERS = (
+    Mutant(
+        name="plain-checkpoint-among-sealed-ones",
+        promise="R32: a checkpoint that is not sealed is not taken for one",
+        file="engine/sealed/sealing.py",
+        before="if isinstance(register, Manifest) and not self._encryption.accept_plain:",
+        after="if isinstance(register, Aborted) and not self._encryption.accept_plain:",
+        near=(SEALING,),
+    ),
+    Mutant(
+        name="opened-once-believed-for-ever",
+        promise="R32: a sealed manifest that was replaced is noticed",
+        file="engine/sealed/sealing.py",
+        before="            if known is not None and known.document == document:\n",
+        after="            if known is not None:\n",
+        near=(SEALING,),
+    ),
+    Mutant(
+        name="notes-in-clear-are-believed",
+        promise="R32: notes that were not sealed are noticed",
+        file="engine/sealed/sealing.py",
+        before="        if layout.parse_notes(name) is not None:\n            raise Tampered",
+        after="        if layout.parse_notes(name) == 0:\n            raise Tampered",
+        near=(SEALING,),
+    ),
+    Mutant(
+        name="reason-of-a-deletion-in-clear",
+        promise="R34: what is sealed is nowhere stored in clear",
+        file="engine/sealed/sealing.py",
+        before="by=register.by, reason=NOT_TOLD)",
+        after="by=register.by, reason=register.reason)",
+        near=(SEALING,),
+    ),
+    Mutant(
+        name="damaged-block-is-sent",
+        promise="D14: flipped bits that go on to the other tier",
+        file="engine/tiers/upload.py",
+        before="            if block_digest(data) == piece.digest:\n                return data\n",
+        after="            if data:\n                return data\n",
+        near=(UPLOAD,),
+    ),
+    Mutant(
+        name="remote-copy-with-missing-files",
+        promise="D20: a manifest that is there taken for a whole checkpoint",
+        file="engine/tiers/upload.py",
+        before="        if wrong and not is_thinned:\n",
+        after="        if wrong and is_thinned:\n",
+        near=(UPLOAD, "tests/care/test_mirror.py"),
+    ),
+    Mutant(
+        name="remote-files-taken-by-name",
+        promise="D20: a file that is there taken for a whole one",
+        file="engine/tiers/upload.py",
+        before="            is_there = there.get(name) == nbytes\n",
+        after="            is_there = name in there\n",
+        near=(UPLOAD, "tests/care/test_mirror.py"),
+    ),
+    Mutant(
+        name="later-remote-claim-not-looked-for",
+        promise="R10: nothing is sent into a run that went on elsewhere",
+        file="engine/tiers/claims.py",
+        before="        self._expect_no_later_claim(claim)\n        self._check_remote()\n",
+        after="        self._check_remote()\n",
+        near=("tests/engine/tiers/test_claims.py", "tests/crash/test_tiers.py"),
+    ),
+    Mutant(
+        name="branches-are-mixed",
+        promise="D30: a run that went on in both tiers separately is an error",
+        file="engine/tiers/claims.py",
+        before="    if point is None or name.order > point.order:\n",
+        after="    if point is None and name.order < (0, 0):\n",
+        near=("tests/engine/tiers/test_claims.py",),
+    ),
+    Mutant(
+        name="stop-hides-the-exception",
+        promise="D46: an exception is not hidden by what ends the program",
+        file="engine/control/stop.py",
+        before="        if error is None and self._requested is not None:\n",
+        after="        if self._requested is not None:\n",
+        near=("tests/engine/control/test_stop.py",),
+    ),
+    Mutant(
+        name="stop-raises-behind-its-block",
+        promise="I7: what may be given up is given up inside its block only",
+        file="engine/control/stop.py",
+        before=(
+            "        if threading.get_ident() == self._stop._thread:\n"
+            "            self._stop._is_armed = False\n"
+        ),
+        after=(
+            "        if threading.get_ident() != self._stop._thread:\n"
+            "            self._stop._is_armed = False\n"
+        ),
+        near=("tests/engine/control/test_stop.py",),
+    ),
+    Mutant(
+        name="request-honoured-at-every-look",
+        promise="D54: one request is one save",
+        file="engine/control/requests.py",
+        before="            self._known.update(fresh)\n",
+        after="            self._known.update(fresh[:0])\n",
+        near=("tests/engine/control/test_requests.py",),
+    ),
+    Mutant(
+        name="request-removed-before-its-answer",
+        promise="D37: who waits for a save finds the request or the answer",
+        file="engine/control/requests.py",
+        before="if answer is not None and answer_key is not None and self._is_there(key):\n",
+        after=(
+            "self._store.delete(key)\n        if answer is not None and answer_key is not None:\n"
+        ),
+        near=("tests/engine/control/test_requests.py",),
+    ),
+    Mutant(
+        name="next-reader-not-woken",
+        promise="I9: no wait without an end",
+        file="engine/threads.py",
+        before="    def _fail(self, error: BaseException) -> None:\n        self._room.release()\n",
+        after="    def _fail(self, error: BaseException) -> None:\n",
+        near=("tests/engine/test_threads.py",),
+    ),
+    Mutant(
+        name="writers-still-run-after-the-error",
+        promise="I2: nobody writes after a save has failed",
+        file="engine/workers.py",
+        before="    cancel(running, timeout_s=timeout_s)\n    if failed is not None:\n",
+        after="    if failed is not None:\n",
+        near=("tests/engine/test_workers.py", "tests/engine/test_threads.py"),
+    ),
+)
+
+MUTANTS: tuple[Mutant, ...] = (*ROOTS, *CLAIMS, *SAVING, *STAGING, *LOADING, *OTHERS)
