@@ -28,13 +28,13 @@ demo: $(WITH)-demo  ## Train a small GPT, kill it three times, and compare with 
 test: $(WITH)-test  ## Run the tests and the doctests, in minutes
 	$(PYTEST) -n $(JOBS) --dist worksteal $(ARGS)
 
-test-full: $(WITH)-test  ## Run them all but the long tier: before a release
+test-full: $(WITH)-test  ## Run whole products and all small servers, too: before a release
 	$(PYTEST) -n $(JOBS) --dist worksteal -m 'not long and not stores' $(ARGS)
 
 test-long: $(WITH)-test  ## Run the long tier: more kills, more flips, more schedules
 	$(PYTEST) -n $(JOBS) --dist worksteal -m long $(ARGS)
 
-mutants: $(WITH)-test  ## Break our own code on purpose, place by place: does a test fail?
+mutants: $(WITH)-test  ## Break our own code on purpose, and tell which test notices
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants $(ARGS)
 
 test-stores: $(WITH)-test  ## Run the tests that need Ceph, Swift or many commits on real object stores

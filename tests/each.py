@@ -1,4 +1,4 @@
-"""Many small cases as one test: pytest spends a millisecond on each test, and collects them all."""
+"""A decorator that runs many small cases as one test: each test costs pytest a millisecond."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ import pytest
 def each(
     names: str | Sequence[str], cases: Iterable[Any], ids: Callable[[Any], object] = ascii
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """`pytest.mark.parametrize` in one test, which runs every case and lists those that fail.
+    """Run all cases in one test and list those that fail; otherwise like `pytest.mark.parametrize`.
 
-    The cases share the test's fixtures. With arguments, the decorated function is the plain one.
+    The cases share the test's fixtures. Called with positional arguments, the decorated function
+    runs as if it were not decorated.
     """
     names = [name.strip() for name in names.split(",")] if isinstance(names, str) else [*names]
     rows = [(case,) if len(names) == 1 else tuple(case) for case in cases]
+    assert rows, "there are no cases"
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @wraps(test)
@@ -32,6 +34,8 @@ def each(
                 try:
                     test(**fixtures, **dict(zip(names, row, strict=True)))
                 except (Exception, pytest.fail.Exception) as error:
+                    if str(error).startswith("Timeout"):
+                        raise  # of the whole test
                     traceback.print_exc()
                     label = ", ".join(str(ids(value))[:60] for value in row)
                     failed.append(f"{label}: {type(error).__name__}: {str(error)[:200]}")

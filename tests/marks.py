@@ -1,4 +1,4 @@
-"""Parameters of tests that only `make test-full` runs."""
+"""Helpers that mark parameters of tests, so that only `make test-full` runs them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 
 
 def full(*values: Any) -> list[Any]:
-    """Each value as a parameter that `make test` leaves out."""
+    """Make each value a parameter that `make test` leaves out."""
     return [pytest.param(value, marks=pytest.mark.full) for value in values]
 
 
 def diagonal(*axes: Sequence[Any], ids: Sequence[str] | None = None) -> list[Any]:
-    """All combinations of these values; `make test` runs as few as have each value once.
+    """Make all combinations of values, of which `make test` runs just enough to have each value.
 
     Args:
         axes: The values of each argument.
-        ids: The names of the values of the first axis, where their `repr` is none.
+        ids: Names for the values of the first axis, where pytest finds no good ones.
     """
     kept = {tuple(at % len(axis) for axis in axes) for at in range(max(len(axis) for axis in axes))}
     found = []

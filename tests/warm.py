@@ -1,9 +1,10 @@
-"""Python processes that start with torch imported: forks of one process that did so.
+"""Child processes that start with torch imported, as forks of a server that imported it once.
 
-`Popen` and `run` stand for those of `subprocess` with `sys.executable`, and save the two seconds
-that an import of torch takes. The process is a child of the caller, with its own exit handlers and
-its own traceback on stderr. It has the caller's `sys.path`; options of the interpreter are not
-known.
+`Popen` and `run` replace those of `subprocess` with `sys.executable`, and save the two seconds that
+an import of torch takes. The process is a child of the caller; it runs its own exit handlers and
+prints its own traceback on stderr. The server has the `sys.path` and the environment of the moment
+of its start. Options of the interpreter are not supported, and of `subprocess` only `cwd`, `env`
+and the streams.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,17 +31,21 @@ from typing import Any
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_REQUEST = 1 << 20
 _NUM_STREAMS = 3
+_DEADLINE_S = 120
 
 
 class Popen(subprocess.Popen[str]):
-    """`subprocess.Popen` of `SCRIPT WORD...`, `-c CODE WORD...` or `-m MODULE WORD...`, in text."""
+    """Text-mode `subprocess.Popen` of `SCRIPT WORD...`, `-c CODE WORD...`, `-m MODULE WORD...`."""
 
     def __init__(self, words: Sequence[object], **options: Any) -> None:
         super().__init__([str(word) for word in words], text=True, **options)
 
     def _execute_child(self, args: Any, *given: Any) -> None:
-        """Ask the server for the process, where `subprocess` would fork this one."""
-        cwd, env, streams = given[4], given[5], given[9:15]
+        """Have the server fork the process, where `subprocess` would fork this one."""
+        _, preexec_fn, _, pass_fds, cwd, env, _, _, shell, *streams = given[:15]
+        _, *others = given[16:]  # whose process it is, and its group and session
+        unknown = [preexec_fn, pass_fds, shell, *others]
+        assert all(option in (None, -1, False, ()) for option in unknown), f"unknown: {unknown}"
         request = {"words": args, "cwd": os.fspath(cwd or Path.cwd())}
         request["env"] = dict(os.environ if env is None else env)
         theirs = [streams[0], streams[3], streams[5]]
@@ -52,7 +58,7 @@ class Popen(subprocess.Popen[str]):
 def run(
     words: Sequence[object], *, timeout: float = 120, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """What the process printed, and its exit status."""
+    """Run a program to its end, and return its output and exit status."""
     pipe = subprocess.PIPE
     with Popen(words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, **options) as process:
         try:
@@ -64,33 +70,35 @@ def run(
 
 
 class _Server:
-    """The process that forks, as this process sees it."""
+    """Client of the server process, which it starts, and which forks on request."""
 
     def __init__(self) -> None:
         self._asking, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._asking.settimeout(_DEADLINE_S)
+        self._lock = threading.Lock()
         self._asking.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_REQUEST)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env=environment,
-            # A Ctrl-C of the terminal is for the tests.
+            # A Ctrl-C in the terminal must reach the tests only.
             start_new_session=True,
         )
         theirs.close()
         atexit.register(self._end)
 
     def fork(self, request: dict[str, Any], streams: list[int]) -> int:
-        """The number of a new process, which becomes a child of this one."""
-        with _adopting():
+        """Fork a process, which becomes a child of this one, and return its pid."""
+        with self._lock, _adopting():
             socket.send_fds(self._asking, [json.dumps(request).encode()], streams)
             answer = self._asking.recv(100)
-        assert answer, f"the server of forks ended: {self._process.wait(60)}"
+        assert answer, f"the server of forks ended: {self._process.wait(_DEADLINE_S)}"
         return int(answer)
 
     def _end(self) -> None:
         self._asking.close()
-        self._process.wait(60)
+        self._process.wait(_DEADLINE_S)
 
 
 @functools.cache
@@ -100,17 +108,18 @@ def _server() -> _Server:
 
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
-    """Have orphans of own children become own children meanwhile."""
+    """Make this process the parent of orphaned descendants while the block runs."""
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0, os.strerror(ctypes.get_errno())
     try:
         yield
     finally:
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 0) == 0, os.strerror(ctypes.get_errno())
 
 
 def _serve(asked: socket.socket) -> None:
-    """Fork a process for each request, until nobody can ask any more."""
+    """Fork a process for each request, until every client has closed the socket."""
+    tests = os.getppid()
     while True:
         data, streams, _, _ = socket.recv_fds(asked, _MAX_REQUEST, _NUM_STREAMS)
         if not data:
@@ -122,21 +131,24 @@ def _serve(asked: socket.socket) -> None:
             if process == 0:
                 while os.getppid() == parent:
                     time.sleep(0.001)  # until it is adopted
+                if os.getppid() != tests:
+                    os._exit(97)  # the tests have ended
                 asked.close()
                 os.close(reading)
                 os.close(writing)
                 return _become(json.loads(data), streams)
             os.write(writing, str(process).encode())
             os._exit(0)  # so that the process is adopted
+        os.close(writing)  # else a fork that failed there would leave the read below waiting
         os.waitpid(between, 0)
         asked.send(os.read(reading, 100))
-        for fd in (*streams, reading, writing):
+        for fd in (*streams, reading):
             os.close(fd)
 
 
 def _become(request: dict[str, Any], streams: Sequence[int]) -> None:
     """Run the program of the request in this process, as Python would."""
-    # Above the three first, lest one is closed before it was used.
+    # Duplicates of 0, 1 and 2, so that dup2 overwrites none before it is used.
     streams = [os.dup(fd) if fd < _NUM_STREAMS else fd for fd in streams]
     for target, fd in enumerate(streams):
         os.dup2(fd, target)
@@ -165,5 +177,5 @@ if __name__ == "__main__":
     # The first optimizer imports torch._dynamo, which takes seconds.
     for module in ("torch._dynamo", "holdfast.manager"):
         importlib.import_module(module)
-    gc.freeze()  # else each process touches all these objects at its end
+    gc.freeze()  # else the collection at exit writes to all these objects in each fork
     _serve(socket.socket(fileno=int(sys.argv[1])))

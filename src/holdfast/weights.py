@@ -11,6 +11,7 @@ from holdfast.engine.checkpoint import Checkpoint, describe
 from holdfast.engine.loading.resume import LoadOptions, Reader, Rename
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.locate import located
+from holdfast.engine.staging.device import refuse_capture
 from holdfast.engine.threads import Threads
 from holdfast.keys import Encryption
 from holdfast.state.edits import Edit
@@ -46,13 +47,15 @@ def load_weights(
     damage then leaves it mixed.
 
     Raises:
-        UsageError: an argument names nothing, or an edit that cannot be.
+        UsageError: an argument names nothing, an edit cannot be made, or a CUDA graph is being
+            captured.
         NoCheckpoint: nothing there answers.
         FormatError: it is damaged.
         SealError: it is sealed for other keys, or not sealed.
         MismatchError: it does not fit the model; nothing was changed.
         OpaqueLoadFailed: the model was replaced in part when something failed.
     """
+    refuse_capture("load_weights()")
     options = LoadOptions(
         components=(component,),
         strict=strict,

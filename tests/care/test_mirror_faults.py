@@ -65,7 +65,7 @@ def test_a_full_local_disk_does_not_stop_the_uploads_that_make_room(
     remote.error = None
     with opened(Tiered(FaultyStore(local, [full]), remote, keep_local=0), tiny) as manager:
         manager.resume()
-        manager.wait(30)
+        manager.wait(120)
     assert steps_in(remote) == [3, 2, 1]
     assert steps_in(local) == [3]
 

@@ -52,7 +52,9 @@ class World:
         root = Tiered(
             self.local, remote, keep_local=0, keep_remote=Last(2), close_timeout_s=0, **options
         )
-        manager = unopened(root, tiny, sinks=(self.noted,), save_timeout_s=20, encrypt=self.encrypt)
+        manager = unopened(
+            root, tiny, sinks=(self.noted,), save_timeout_s=120, encrypt=self.encrypt
+        )
         try:
             manager.resume()
             for step in steps:

@@ -144,9 +144,9 @@ def test_a_kill_leaves_no_process_behind(tmp_path: Path) -> None:
         processes = [leader, *leader.children(recursive=True)]
         assert len(processes) >= 3
         worker.kill()
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 120.0
     while any(_is_alive(process) for process in processes):
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, "a process of the worker is still alive"
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -1,4 +1,4 @@
-"""The device that these tests run on: CUDA where there is a GPU, else the CPU."""
+"""Fixture of the device that these tests run on: CUDA if there is a GPU, else the CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gpu.states import DEVICE
 
 
 def pytest_report_header() -> str:
-    """Say which device it is."""
+    """Name the device in the header that pytest prints."""
     if DEVICE == "cuda":
         return f"tests/gpu: on {torch.cuda.get_device_name()}, torch {torch.__version__}"
     return f"tests/gpu: on CPU tensors, for there is no CUDA here, torch {torch.__version__}"
@@ -17,5 +17,5 @@ def pytest_report_header() -> str:
 
 @pytest.fixture
 def device() -> str:
-    """The device type that tensors of a test are made on."""
+    """The device type on which a test makes its tensors."""
     return DEVICE

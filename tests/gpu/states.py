@@ -1,4 +1,4 @@
-"""A small training on any device, and the bits of its state."""
+"""A small training on any device, and functions that return the bits of its state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Run:
         self._device = device
 
     def step(self, batch: Tensor | None = None) -> None:
-        """One step; the batch is drawn from the device's generator unless it is given."""
+        """Train one step; the batch is drawn from the device's generator unless it is given."""
         if batch is None:
             batch = torch.randn(16, 96, device=self._device)
         self.model(batch).square().mean().backward()
@@ -35,17 +35,17 @@ class Run:
         self.optimizer.zero_grad()
 
     def bits(self) -> dict[str, bytes]:
-        """The bits of every tensor of the state, by name."""
+        """Return the bits of every tensor of the state, by name."""
         return bits({name: part.state_dict() for name, part in self.state.items()})
 
 
 def bits(tree: Any) -> dict[str, bytes]:
-    """The bits of every tensor of a tree, by name."""
+    """Return the bits of every tensor of a tree, by name."""
     return {name: tensor_bits(tensor) for name, tensor in _tensors(tree, "")}
 
 
 def tensor_bits(tensor: Tensor) -> bytes:
-    """The bits of a tensor of any strides and type, row by row. Waits for its device."""
+    """Return the bits of a tensor of any strides and type, row by row; waits for its device."""
     here = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return here.reshape(-1).view(torch.uint8).numpy().tobytes()
 

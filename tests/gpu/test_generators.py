@@ -1,4 +1,4 @@
-"""Random generators of the process and of the state, on the CPU and on the device."""
+"""Tests that random generators, global and of the state, are restored on CPU and device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ print(torch.rand(5).tolist() + torch.rand(5, device=device).tolist())
 
 
 def draws(device: str, *own: Any) -> list[Any]:
-    """A few numbers of each global generator, and of these."""
+    """Draw a few numbers from each global generator and from those given."""
     found = [random.random(), float(np.random.random())]
     found += torch.rand(5).tolist() + torch.rand(5, device=device).tolist()
     for generator in own:
@@ -37,7 +37,7 @@ def draws(device: str, *own: Any) -> list[Any]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_all_generators_go_on_where_they_were(tmp_path: Path, device: str, overlap: bool) -> None:
-    """I7: also those that a program has made for itself."""
+    """Invariant 7: the global generators, and those that a program has made for itself."""
     own = [torch.Generator().manual_seed(5), torch.Generator(device).manual_seed(6)]
     state = {"data": {"order": own[0], "noise": own[1]}}
     draws(device, *own)
@@ -53,7 +53,7 @@ def test_all_generators_go_on_where_they_were(tmp_path: Path, device: str, overl
 def test_a_new_process_that_has_not_used_the_device_draws_the_same(
     tmp_path: Path, device: str
 ) -> None:
-    """I7."""
+    """Invariant 7: a load restores the generator of a device that the process has not used yet."""
     torch.rand(3, device=device)
     with CheckpointManager(tmp_path, {"tree": {"x": torch.zeros(3)}}, sinks=()) as manager:
         manager.save(1).wait()

@@ -1,4 +1,4 @@
-"""CUDA graphs: a step that is replayed is saved as it is, and nothing is saved into a graph."""
+"""Tests with CUDA graphs: saves between replays are exact; saves in a capture are refused."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpu.states import Run, needs_cuda
 from holdfast.errors import UsageError
 from holdfast.manager import CheckpointManager
+from holdfast.weights import load_weights
 
 # Torch may warn that gradients come from another stream than in the first steps.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -23,6 +24,7 @@ CALLS: dict[str, Callable[[CheckpointManager], Any]] = {
     "maybe_save": lambda manager: manager.maybe_save(2),
     "load": lambda manager: manager.load(),
     "resume": lambda manager: manager.resume(),
+    "load_weights": lambda manager: load_weights("unused", nn.Linear(1, 1)),
 }
 
 
@@ -30,7 +32,7 @@ CALLS: dict[str, Callable[[CheckpointManager], Any]] = {
 def test_nothing_is_copied_while_a_graph_is_captured(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """The copies would be recorded, not made. The run goes on as if nobody had asked."""
+    """A call during a capture is refused and changes nothing: its copies would be recorded."""
     run = Run(device)
     run.step()
     with CheckpointManager(tmp_path, run.state, every="1step", sinks=()) as manager:
@@ -64,7 +66,7 @@ def test_a_save_that_was_refused_leaves_the_capture_as_it_is(tmp_path: Path) -> 
 
 
 def captured(run: Run, batch: Tensor) -> torch.cuda.CUDAGraph:
-    """A graph of one step, after a few that are not captured, on a stream of their own."""
+    """Capture a step as a graph, after three warm-up steps on another stream."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -83,7 +85,7 @@ def captured(run: Run, batch: Tensor) -> torch.cuda.CUDAGraph:
 def test_saves_between_replays_hold_the_state_of_their_call(
     tmp_path: Path, overlap: bool, in_place: bool
 ) -> None:
-    """R14: no hook sees a replay. After a load the graph goes on from what was loaded."""
+    """R14: saves are exact though no hook sees a replay; replays go on from what was loaded."""
     run = Run("cuda", capturable=True)
     batch = torch.randn(16, 96, device="cuda")
     with CheckpointManager(tmp_path, run.state, overlap=overlap, sinks=()) as manager:

@@ -1,4 +1,4 @@
-"""Host memory of saves: registered with the device once, and given back."""
+"""Tests that the host memory of saves is registered with CUDA once, and unregistered."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.manager import CheckpointManager
 
 
 class Counting:
-    """CUDA's runtime, which notes the memory that it was given and what it gave back."""
+    """Wrapper of CUDA's runtime that records which host memory is registered and unregistered."""
 
     def __init__(self, runtime: Any) -> None:
         self._runtime = runtime
@@ -24,14 +24,14 @@ class Counting:
         self.returned: list[int] = []
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> Any:
-        """Register, and note it if that was not refused."""
+        """Register memory, and record its address if CUDA accepts it."""
         status = self._runtime.cudaHostRegister(address, nbytes, flags)
         if int(status) == 0:
             self.registered.append(address)
         return status
 
     def cudaHostUnregister(self, address: int) -> Any:
-        """Note it, and give it back."""
+        """Record the address of memory, and unregister it."""
         self.returned.append(address)
         return self._runtime.cudaHostUnregister(address)
 
@@ -40,7 +40,7 @@ class Counting:
 def test_a_manager_that_is_closed_has_given_its_memory_back(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
-    """And on a device it was registered once, not at each save."""
+    """Closing unregisters all host memory, which was registered once, not at each save."""
     runtime = Counting(torch.cuda.cudart() if device == "cuda" else None)  # type: ignore[no-untyped-call]
     monkeypatch.setattr(staging, "_runtime", lambda: runtime)
     run = Run(device)

@@ -1,4 +1,4 @@
-"""Saves and loads of tensors on a device: equal to the bit, whatever their form and number."""
+"""Tests that saves and loads on a device are exact to the bit, for tensors of any layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.manager import CheckpointManager
 
 
 def saved_and_loaded(root: Path, tree: dict[str, Any], **options: Any) -> None:
-    """Save, overwrite every tensor at once, load, and compare."""
+    """Save, overwrite every tensor at once, load, and check that the bits are equal."""
     expected = bits(tree)
     with CheckpointManager(root, {"tree": tree}, sinks=(), **options) as manager:
         manager.save(1)
@@ -40,7 +40,7 @@ def _distinct(tree: Any) -> list[Tensor]:
 def test_a_save_holds_the_state_of_its_call_while_training_goes_on(
     tmp_path: Path, device: str, overlap: Any, in_place: bool, way: str
 ) -> None:
-    """R14: the next steps are given to the stream at once."""
+    """R14: also if the next steps are queued on the stream at once, before the copy is done."""
     run = Run(device, **{way: True})
     run.step()
     with CheckpointManager(tmp_path, run.state, overlap=overlap, sinks=()) as manager:
@@ -59,7 +59,7 @@ def test_a_save_holds_the_state_of_its_call_while_training_goes_on(
 def test_a_run_goes_on_as_if_it_had_not_been_interrupted(
     tmp_path: Path, device: str, in_place: bool
 ) -> None:
-    """R14: in a new model, with the generators of dropout and batches where they were."""
+    """R14: a new model goes on, with the generators of dropout and batches where they were."""
     run = Run(device)
     with CheckpointManager(tmp_path, run.state, overlap=True, sinks=()) as manager:
         for step in range(1, 4):
@@ -81,7 +81,7 @@ def test_a_run_goes_on_as_if_it_had_not_been_interrupted(
 def test_a_load_keeps_the_memory_of_the_live_tensors(
     tmp_path: Path, device: str, in_place: bool
 ) -> None:
-    """A captured graph goes on with it."""
+    """Live tensors keep their addresses in a load, because captured CUDA graphs use these."""
     run = Run(device)
     run.step()
 
@@ -107,7 +107,7 @@ def test_every_type_is_saved(tmp_path: Path, device: str) -> None:
 
 @pytest.mark.parametrize("budget", [None, 4 * BLOCK_NBYTES])
 def test_tensors_of_any_strides_are_saved(tmp_path: Path, device: str, budget: int | None) -> None:
-    """R14: with a budget in waves."""
+    """R14: also with a memory budget, which stages the tensors in waves."""
     whole = torch.randn(1500, 2000, device=device)
     image = torch.randn(8, 16, 40, 40, device=device)
     tree = {

@@ -1,4 +1,4 @@
-"""Streams: a save takes what the current stream is given before it, and nothing from after it."""
+"""Tests that a save holds the work queued on the current stream before it, and none after it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from holdfast.manager import CheckpointManager
 # Torch may warn that gradients come from another stream than in the steps before.
 pytestmark = [needs_cuda, pytest.mark.filterwarnings("default")]
 CYCLES = 200_000_000
-"""How long a kernel holds a stream up: a tenth of a second, more than a save needs to begin."""
+"""Cycles for which a kernel delays a stream: a tenth of a second, longer than a save's start."""
 
 
 def sleep() -> None:
-    """Give the current stream a kernel that takes that long."""
+    """Queue a kernel on the current stream that takes `CYCLES`."""
     torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
 
 
 def held_up(stream: torch.cuda.Stream, tensor: Tensor, value: float) -> None:
-    """Have a stream fill a tensor late."""
+    """Have a stream fill a tensor after a delay."""
     with torch.cuda.stream(stream):
         sleep()
         tensor.fill_(value)
@@ -43,7 +43,7 @@ def tree() -> dict[str, Tensor]:
 
 
 def loaded(root: Path, tree: dict[str, Tensor]) -> list[tuple[float, float]]:
-    """The least and the largest value of each tensor that was saved."""
+    """Load step 1, and return the least and the largest value of each tensor."""
     with CheckpointManager(root, {"tree": tree}, sinks=()) as manager:
         manager.load(1)
     return [(float(tensor.min()), float(tensor.max())) for tensor in tree.values()]
@@ -86,7 +86,7 @@ def test_a_save_inside_a_stream_takes_what_that_stream_writes(
 def test_a_step_on_another_stream_comes_after_the_copy(
     tmp_path: Path, overlap: Any, stream: torch.cuda.Stream
 ) -> None:
-    """The optimizer holds the stream on which it steps."""
+    """The optimizer makes the stream on which it steps wait for the copy."""
     run = Run("cuda")
     run.step()
     with CheckpointManager(tmp_path, run.state, overlap=overlap, sinks=()) as manager:

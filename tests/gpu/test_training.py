@@ -1,4 +1,4 @@
-"""A Trainer on the device: interrupted or killed, it goes on as the run that never stopped."""
+"""Tests that a Trainer on the device, interrupted or killed, resumes exactly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = 7
 
 
 class Interrupt(Callback):
-    """Stops the run in the middle of a step, as a person does."""
+    """Callback that interrupts the run in the middle of a step, as Ctrl-C does."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -37,7 +37,7 @@ def adamw(model: Any) -> torch.optim.Optimizer:
 
 
 def trainer(root: Any, device: str, dtype: Any, **options: Any) -> Trainer:
-    """With an average, and a scale of fp16 that grows meanwhile."""
+    """Make a Trainer with averaged weights, and a loss scale that grows during the run."""
     precision = Precision(dtype=dtype, loss_scale=16.0, growth_interval=2)
     return make(
         root,
@@ -67,7 +67,7 @@ def state_bits(of: Trainer) -> dict[str, bytes]:
 def test_a_training_that_was_interrupted_goes_on_as_if_it_had_not_been(
     tmp_path: Path, device: str, dtype: str
 ) -> None:
-    """I7: weights, optimizer, average and scaler, with dropout and batches drawn anew."""
+    """Invariant 7: weights, optimizer, average, scaler and generators equal the straight run's."""
     straight = trainer(MemoryStore(), device, dtype)
     seed(3)
     straight.fit(STEPS)
@@ -88,14 +88,14 @@ def test_a_training_that_was_interrupted_goes_on_as_if_it_had_not_been(
 
 
 def run(device: str, dtype: str, root: str, steps: int, report: Report) -> None:
-    """A run that is killed."""
+    """Train in a child process, which the test kills and starts again."""
     be_a_script()
     trainer(Path(root), device, dtype, every="1step", callbacks=[StepReporter(report)]).fit(steps)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_training_that_was_killed_goes_on_as_if_it_had_not_been(device: str, dtype: str) -> None:
-    """I7: SIGKILL, and a new process."""
+    """Invariant 7: killed by SIGKILL, and resumed in a new process."""
     assert_resume_equivalent(
         partial(run, device, dtype), STEPS, 4, timeout_s=120.0, start_method="forkserver"
     )

@@ -1,4 +1,4 @@
-"""The hostile roots, one change each, made by code from `payloads`."""
+"""The hostile roots: checkpoint folders with one malicious change each, made from `payloads`."""
 
 from __future__ import annotations
 
@@ -39,22 +39,23 @@ WRONG: tuple[Any, ...] = (
 )
 Change = Callable[[Draft], None]
 Size = Literal["sample", "some", "all"]
-"""How many of the products of two lists: their diagonals, some more, or all."""
+"""How many combinations are made: just enough to have each value, some more, or all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One hostile root. `is_refused`: its newest checkpoint must never come back as loaded."""
+    """A hostile root: its name, the change that makes it, and what readers must do with it."""
 
     name: str
     change: Change
     is_refused: bool = False
+    """Whether its newest checkpoint must never come back as loaded."""
     skips_verify: bool = False
-    """Whether reading every byte would take too long."""
+    """Whether `verify` is left out, because reading every byte would take too long."""
 
 
 def cases(size: Size = "all") -> list[Case]:
-    """The hostile roots; the names are unique."""
+    """Make all hostile roots; the names are unique."""
     few = size == "sample"
     found = [
         *path_cases(size),
@@ -74,7 +75,7 @@ def cases(size: Size = "all") -> list[Case]:
 
 
 def thinned(found: Iterable[Case], few: bool) -> Iterator[Case]:
-    """Every third of these cases for a sample, else all."""
+    """Keep every third of these cases for a sample, else all."""
     return islice(found, 0, None, 3 if few else 1)
 
 
@@ -82,7 +83,7 @@ def thinned(found: Iterable[Case], few: bool) -> Iterator[Case]:
 
 
 def path_cases(size: Size) -> Iterator[Case]:
-    """Texts in places where a name or a path may be expected."""
+    """Roots with a hostile text where a name or a path may be expected."""
     texts = [*enumerate(payloads.PATHS)]
     pairs = crossed(texts[::6] if size == "sample" else texts, enumerate(PLACES), size == "sample")
     for (number, text), (at, place) in pairs:
@@ -97,7 +98,7 @@ def path_cases(size: Size) -> Iterator[Case]:
 
 
 def _rename(members: dict[str, Any], old: str, new: str) -> None:
-    """Another name in the same place."""
+    """Rename a member, which keeps its position."""
     pairs = [(new if name == old else name, value) for name, value in members.items()]
     members.clear()
     members.update(pairs)
@@ -140,7 +141,7 @@ def _as_blocks(draft: Draft, text: str) -> None:
 
 
 def _as_key(draft: Draft, text: str) -> None:
-    """A tensor's key may be any text."""
+    """Make the text a tensor's key, which may be any text."""
     columns = draft.index["components"]["extra"]
     columns["names"][columns["names"].index("table")] = text
     tree = draft.tree("extra")
@@ -201,7 +202,7 @@ PLACES: dict[str, tuple[Callable[..., None], bool]] = {
 
 
 def pickle_cases(few: bool) -> Iterator[Case]:
-    """Pickles and archives with pickles instead of, beside and behind the files of a root."""
+    """Roots with pickles, bare or in archives, in place of files, beside them or at their end."""
     contents = {"pickle": payloads.PICKLE, "archive": payloads.archive()}
     mine = (TREE, MODEL, "index.json", "manifest.json", "optimizer-00000.json")
     mine += ("optimizer-00000.safetensors", "rng-00000.json", "extra-00000.json")
@@ -271,7 +272,7 @@ def _header(draft: Draft) -> Any:
 
 
 def field_cases(size: Size) -> Iterator[Case]:
-    """Fields of each document with wrong values, and without them; of a sample, either."""
+    """Roots in which one field of a document has a wrong value, or is missing."""
     for document, places in FIELDS.items():
         for number, place in [*enumerate(places)][:: 3 if size == "sample" else 1]:
             field, values = "/".join(map(str, place)), {}
@@ -335,7 +336,7 @@ def _set_field(draft: Draft, document: str, place: tuple[Any, ...], value: Any) 
 
 
 def tree_cases(size: Size) -> Iterator[Case]:
-    """Every node in one place or in all; the place differs from node to node."""
+    """Roots with a hostile tree node, each in one place, or in every place for size `all`."""
     nodes = {**payloads.nodes(size == "sample"), **{f"plain {v!s:.12}": v for v in WRONG}}
     if size == "sample":
         nodes = dict([*nodes.items()][::2])
@@ -401,7 +402,7 @@ TREES: dict[str, Callable[..., None]] = {
 
 
 def offset_cases(few: bool) -> Iterator[Case]:
-    """Tensors and shards that say that they are of another size, or in another place."""
+    """Roots in which a tensor or a shard claims a wrong size, type or place."""
     starts = (0, 8, 4095, 4097, 4098, 4100, 4096 + 11, 2**31, 2**62, 2**63 - 1)
     for start in starts[:: 3 if few else 1]:
         yield Case(name=f"first shard at {start}", change=partial(_start, start=start))
@@ -481,7 +482,7 @@ def _set_header(draft: Draft, entries: bytes) -> None:
 
 
 def kind_of_file_cases(few: bool) -> Iterator[Case]:
-    """Links, devices and other things instead of files and folders."""
+    """Roots with links, devices or other things in place of files and folders."""
     inside = (TREE, MODEL, "index.json", "manifest.json", "extra-00000.json")
     keys = [f"FOLDER/{name}" for name in inside]
     keys += ["FOLDER/notes-0001.json", "writers/00000001.json", "writers/00000001.closed.json"]
@@ -497,7 +498,7 @@ def kind_of_file_cases(few: bool) -> Iterator[Case]:
 def _replaced(draft: Draft, key: str, put: Callable[[Path, Path], None]) -> None:
     def replace(root: Path) -> None:
         path = root / key.replace("FOLDER", draft.folder)
-        # What is behind a link is all right, so that whoever follows it loads.
+        # The target of a link is valid, so that a reader that follows the link loads it.
         twin = root.parents[1] / "outside" / f"{root.name}-twin"
         if path.exists():
             path.rename(twin)
@@ -553,7 +554,7 @@ KINDS: dict[str, Callable[[Path, Path], None]] = {
 
 
 def version_cases(few: bool) -> Iterator[Case]:
-    """Documents of versions, of kinds and with members that this version does not know."""
+    """Roots with a document of an unknown version or kind, or with an unknown member."""
     documents = ("manifest", "index", "tree")
     requirements = ("sharding", "pickle", "../x", "", "a" * 10_000, "\n")
     for requirement, document in crossed(requirements, documents, few):
@@ -642,7 +643,7 @@ def _index_text(draft: Draft, text: str) -> None:
 
 
 def swap_cases(few: bool) -> Iterator[Case]:
-    """Trees, components and manifests in each other's place."""
+    """Roots with trees, components or manifests in each other's place."""
     names = ("model", "optimizer", "scheduler", "extra", "shuffle", "draws", "rng")
     pairs = [*combinations(sorted(names), 2)]
     swaps = {"trees": _swap_trees, "all": _swap}
@@ -666,7 +667,7 @@ def _swap_trees(draft: Draft, a: str, b: str) -> None:
 
 
 def _swap(draft: Draft, a: str, b: str) -> None:
-    """Trees, tensors and columns of two components, all of it consistent."""
+    """Swap trees, tensors and columns of two components, all of it consistently."""
     _swap_trees(draft, a, b)
     one, other = (f"{name}-00000.safetensors" for name in (a, b))
     if one in draft.files and other in draft.files:
@@ -694,7 +695,7 @@ def _register(draft: Draft, kind: str) -> None:
 
 
 def claim_cases(few: bool) -> Iterator[Case]:
-    """Claims and attempts of far epochs, in circles, or very many."""
+    """Roots with claims and attempts of distant epochs, in cycles, or in large numbers."""
     forms: dict[str, Callable[..., None]] = {
         ", empty": partial(_put_claim, data=b""),
         ", pickle": partial(_put_claim, data=payloads.PICKLE),
@@ -767,7 +768,7 @@ def _last_notes(draft: Draft) -> None:
 
 
 def huge_cases(few: bool) -> Iterator[Case]:
-    """Files, headers, trees and tables that are long, or say that they are."""
+    """Roots with files, headers, trees or tables that are huge, or claim to be."""
     for nbytes, has_index in crossed((2**40, 2**62, 2**63 - 1), (True, False), few):
         yield Case(
             name=f"a file of {nbytes} bytes, claimed" + ("" if has_index else ", no index"),
@@ -825,7 +826,7 @@ def _grown(draft: Draft, key: str, nbytes: int) -> None:
 
 
 def _sparse(draft: Draft, has_index: bool = True) -> None:
-    """A tensor of 1 TiB in a tree; the file is there, with holes, and only digests are wrong."""
+    """Add a tensor of 1 TiB whose sparse file exists; only its digests are wrong."""
     name, num_blocks = "extra-00000.safetensors", 2**17
     nbytes = num_blocks * 8 * 2**20
     digest, digests = digest_of(nbytes, bytes(32) * num_blocks)
@@ -880,7 +881,7 @@ def _doubling(draft: Draft, levels: int = 40) -> None:
 
 
 def codec_cases(few: bool) -> Iterator[Case]:
-    """Stored blocks that lie: about their length, what they hold, or how to decode them."""
+    """Roots with compressed blocks that lie about their length, content or codec."""
     for codec in SUFFIXES:
         yield Case(name=f"{codec}: honest", change=partial(_stored, codec=codec))
         yield Case(
@@ -942,7 +943,7 @@ def _stored(
     nbytes: int | None = None,
     patch: tuple[int, int] | None = None,
 ) -> str:
-    """Make a codec's file of one of the checkpoint's; gives its name."""
+    """Replace a file of the checkpoint by a compressed one, and return its name."""
     plain, name = draft.files.pop(file), file + SUFFIXES[codec]
     stored = bytearray(_encoded(codec, plain) if block is None else block())
     if patch is not None:

@@ -1,8 +1,8 @@
-"""Run by test_hostile.py in a process of its own: puts every reader on hostile roots and watches.
+"""Child process of test_hostile.py, which runs every reader on hostile roots and watches it.
 
 `python -m tests.hostile.child SHARE NUM_SHARES SIZE` prints one JSON object a case; SIZE is that of
 `cases`, or `mutants`. Cases run in forks, several in each, under a limit of address space and of
-time, with an audit hook that writes down what no reader may do.
+time. An audit hook records the events that no reader may cause.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ from holdfast.weights import load_weights
 
 MIB = 2**20
 TIME_LIMIT_S = 20
+"""Processor time of a case."""
 MEMORY_LIMIT = 640 * MIB
-"""What a case may reserve beyond what the process has; a thread's stack takes 8 MiB of it."""
+"""Address space that a case may add to that of the process; a thread's stack takes 8 MiB."""
 
 NUM_TOGETHER = 32
-"""How many cases share a fork, at most: a fork with its copies of pages takes as long as a case."""
+"""The most cases that share a fork: forking and copying pages takes as long as a case."""
 MAX_GROWTH_TOGETHER = 64 * MIB
-"""A fork that has grown by more takes no further case, whose peak it would hide."""
+"""Growth of a fork beyond which it takes no further case, whose peak it would hide."""
 
 _RUNS_CODE = (
     *("exec", "compile", "import", "pickle.", "marshal.", "code.__new__", "function.__new__"),
@@ -68,7 +69,7 @@ _RUNS_CODE = (
     *("cpython.run_", "mmap.__new__.file", "os.chmod", "os.chown", "os.putenv", "os.kill"),
 )
 _HARMLESS = ("socket.gethostname", "ctypes.create_string_buffer")
-"""Who we are, and of which kind the file system of an open folder is."""
+"""Events of asking for the name of this host, and for the file system of an open folder."""
 _TAKES_PATHS = ("os.scandir", "os.listdir", "os.remove", "os.rename", "os.mkdir", "os.rmdir")
 _TAKES_PATHS += ("os.link", "os.symlink", "os.truncate", "os.utime", "os.chdir")
 _SYSTEM = ("/proc/", "/sys/devices/system/cpu")
@@ -81,12 +82,15 @@ WARM = (
     *("pickle in place of index.json", "a tombstone", "an abort", "attempt of epoch 9999"),
     *("zstd: honest", "lz4: honest", "blosc2: honest", "blosc2: byte 3 is 0"),
 )
-"""Cases that pass through what is loaded late: one that loads, every kind of document, every codec,
-and an error that a library makes a traceback of."""
+"""Cases that together cause every late import.
+
+They have one that loads, every kind of document, every codec, and an error for which a library
+makes a traceback.
+"""
 
 
 class Watch:
-    """The audit hook: events that no reader of `root` may cause."""
+    """Audit hook that records the events which no reader of `root` may cause."""
 
     def __init__(self) -> None:
         self.root = ""
@@ -122,7 +126,7 @@ class Watch:
 
 
 class Trial:
-    """Every reader on one root; what each of them did."""
+    """A run of every reader on one root, and what each of them did."""
 
     def __init__(self, root: Path, folder: str) -> None:
         self.root = root
@@ -179,7 +183,7 @@ class Trial:
         return found
 
     def _told(self, answer: Answer) -> None:
-        """The answer as people and as programs get it; nothing in it steers a terminal."""
+        """Print the answer as text and as JSON; control characters in the text are a problem."""
         text, document = io.StringIO(), io.StringIO()
         with redirect_stdout(text):
             give(answer, as_json=False)
@@ -198,7 +202,7 @@ def _global_bits() -> str:
 
 
 def run_case(base: Path, draft: Draft, case: Case, watch: Watch) -> dict[str, Any]:
-    """One case, in this process."""
+    """Run a case in this process, and return its outcomes, problems and memory growth."""
     root = Path(tempfile.mkdtemp(dir=base / "roots"))
     mine = changed(draft, case.change)
     mine.write(root)
@@ -208,11 +212,13 @@ def run_case(base: Path, draft: Draft, case: Case, watch: Watch) -> dict[str, An
     peak = _peak_nbytes()
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_LIMIT, hard))
-    signal.alarm(TIME_LIMIT_S)
+    signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT_S)
+    signal.alarm(10 * TIME_LIMIT_S)  # for a case that only waits
     watch.root, watch.is_on = str(root), True
     trial.run(is_refused=case.is_refused, skips_verify=case.skips_verify)
     watch.is_on = False
     signal.alarm(0)
+    signal.setitimer(signal.ITIMER_PROF, 0)
     resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
     if _snapshot(base, root) != before:
         trial.problems.append("something outside of the root changed")
@@ -233,7 +239,7 @@ Action = Callable[[], dict[str, Any]]
 
 
 def forked(actions: Sequence[Action]) -> list[dict[str, Any]]:
-    """The results of actions in one fork, up to the first that fails or grows much.
+    """Run actions in one fork, up to the first that fails or grows much, and return the results.
 
     An exception of the harness, and a signal that ends the fork, are problems of that action.
     """
@@ -268,7 +274,7 @@ def _until_one_fails(actions: Sequence[Action]) -> Iterator[dict[str, Any]]:
 
 
 def each_forked(actions: Sequence[Action]) -> Iterator[dict[str, Any]]:
-    """The result of each action: one that fails or grows much is judged in a fresh fork."""
+    """Run actions in forks; one that fails or grows much in a shared fork runs again in its own."""
     at = 0
     while at < len(actions):
         group = actions[at : at + NUM_TOGETHER]
@@ -286,16 +292,16 @@ def _peak_nbytes() -> int:
 
 
 def warm_up(base: Path, draft: Draft) -> None:
-    """Load what is loaded late, so that an import later is one that a root caused."""
+    """Cause all late imports now, so that any further import is one that a root caused."""
     by_name = {case.name: case for case in cases()}
     for number, name in enumerate(WARM):
         root = base / "warm" / str(number)
         changed(draft, by_name[name].change).write(root)
         Trial(root, draft.folder).run()
     rejected = encode_rejected(Rejected(by="us", reasons=("a reason",)))
-    decode_rejected(rejected, what="a mark")  # its types are looked at when it is read first
+    decode_rejected(rejected, what="a mark")  # the first read inspects the types
     with open(__file__, "rb") as file:
-        is_cached(file.fileno(), 0, 1)  # asks the system by a function that is looked up once
+        is_cached(file.fileno(), 0, 1)  # the first call looks up a function of libc
     for thread in threading.enumerate():
         if thread is not threading.main_thread():
             thread.join(timeout=1)
@@ -303,7 +309,7 @@ def warm_up(base: Path, draft: Draft) -> None:
 
 @contextmanager
 def workplace() -> Iterator[Path]:
-    """A folder in memory, with things outside of the roots that nobody may touch."""
+    """Make a temporary folder for roots, with a file outside of them that no reader may touch."""
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory, prefix="holdfast-hostile-") as folder:
         base = Path(folder)
@@ -314,14 +320,14 @@ def workplace() -> Iterator[Path]:
 
 
 def main(share: int, num_shares: int, size: str) -> None:
-    claim.WATCH_S = 0.03  # a claim of another host is watched for half a minute otherwise
+    claim.WATCH_S = 0.03  # else a claim of another host is watched for half a minute
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # printing one would open the source
     with workplace() as base:
         draft = honest(base / "honest")
         warm_up(base, draft)
         watch = Watch()
-        gc.freeze()  # so that a fork shares what there is
+        gc.freeze()  # so that forks share the memory of existing objects
         if size == "mutants":
             run_mutants(base, draft, watch)
             run_together()
@@ -333,7 +339,7 @@ def main(share: int, num_shares: int, size: str) -> None:
 
 
 def run_mutants(base: Path, draft: Draft, watch: Watch) -> None:
-    """Every mutant on the cases that are for it."""
+    """Run every mutant on its cases, and print the results."""
     everything = {case.name: case for case in cases()}
     pairs = [(name, wanted) for name, m in mutants.MUTANTS.items() for wanted in m.cases]
     for name, wanted in pairs:
@@ -342,7 +348,7 @@ def run_mutants(base: Path, draft: Draft, watch: Watch) -> None:
 
 
 def run_together() -> None:
-    """Actions of which some fail or grow: prints with each how many ran before it in its fork."""
+    """Run actions of which some fail or grow, and print how many ran before each in its fork."""
     ran: list[int] = []
 
     def action(problems: tuple[str, ...] = (), nbytes: int = 0) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Our own code made careless, to see that the harness notices."""
+"""Mutants: defects put into our own readers, each of which the harness has to notice."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from holdfast.store import local, localfiles, localfolders
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """What to break, and the cases that must show it; each of them has to."""
+    """A defect to put into the code, and the cases, each of which has to show it."""
 
     break_: Callable[[], None]
     cases: tuple[str, ...]
     shows: str
-    """What stands in one of the problems."""
+    """Text that one of the problems has to contain."""
 
 
 def _follow_links() -> None:
@@ -72,7 +72,7 @@ def _foreign_errors() -> None:
 
 
 def _half_loads() -> None:
-    """A tree is emptied before anything was checked."""
+    """Change a live tree before anything was checked."""
     real = plans.TreePlan.check
 
     def careless(self: Any, *args: Any) -> None:

@@ -1,4 +1,4 @@
-"""Texts that may be taken for paths, values that may be taken for code."""
+"""Hostile payloads: texts that may be taken for paths, values that may be taken for code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def crossed(ones: Iterable[Any], others: Iterable[Any], few: bool) -> list[tuple[Any, Any]]:
-    """All pairs, or so few that each member of both is in one of them."""
+    """Make all pairs, or with `few` just enough that each member of both is in one."""
     ones, others = [*ones], [*others]
     if not few:
         return [*product(ones, others)]
@@ -29,7 +29,7 @@ PICKLE = pickle.dumps(_Trap())
 
 
 def archive() -> bytes:
-    """What torch.save writes: a zip archive with a pickle."""
+    """Make a zip archive with a pickle, as torch.save writes it."""
     memory = io.BytesIO()
     with zipfile.ZipFile(memory, "w") as archive:
         archive.writestr("archive/data.pkl", PICKLE)
@@ -76,7 +76,7 @@ CODE = (
 
 
 def nodes(few: bool = False) -> dict[str, Any]:
-    """Tree nodes of wrong kinds, with strange arguments, by a name for the case."""
+    """Make tree nodes of wrong kinds or with strange arguments, by the name of their case."""
     found: dict[str, Any] = {}
     kinds_of_code = {
         "enum {0:.20}": lambda text: {"$enum": {"type": text, "name": "A", "value": "id"}},

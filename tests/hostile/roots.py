@@ -1,7 +1,6 @@
-"""Roots made to hurt: a small honest one, changed anywhere, and sealed again.
+"""Hostile checkpoint roots: a small valid one, changed anywhere, with its digests made right.
 
-Every digest is made right after a change, so that it is the parser and the reader that have to
-refuse, not the check of the bytes.
+With right digests the parser and the reader have to refuse the root, not the check of the bytes.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class Live:
         )
 
     def use(self) -> None:
-        """Draw from every generator: a state that reads out of bounds ends the process."""
+        """Draw from every generator, so that a state that reads out of bounds ends the process."""
         found = [self.shuffle, self.draws, *self.extra.values()]
         for generator in found:
             if isinstance(generator, torch.Generator):
@@ -95,31 +94,31 @@ def _plain(value: Any) -> Any:
 
 
 def file_digest(data: bytes) -> tuple[str, str]:
-    """(digest of the file, its block digests in hex)."""
+    """Return the digest of a file, and the digests of its blocks in hex."""
     parts = [data[i : i + BLOCK_NBYTES] for i in range(0, len(data), BLOCK_NBYTES)]
     return digest_of(len(data), b"".join(blake3(part).digest() for part in parts))
 
 
 def digest_of(nbytes: int, digests: bytes) -> tuple[str, str]:
-    """The same for a file of which only length and block digests are known."""
+    """Return a file's digest and its block digests in hex, from its length and block digests."""
     hasher = blake3(derive_key_context="holdfast 1 file")
     hasher.update(nbytes.to_bytes(8, "little") + digests)
     return f"blake3:{hasher.hexdigest()}", digests.hex()
 
 
 def seal(members: Any) -> bytes:
-    """A sealed document of any members, in any order."""
+    """Make a document of any members, in any order, with its digest at the end."""
     return seal_text(json.dumps(members, indent=1).removesuffix("}").rstrip())
 
 
 def seal_text(text: str) -> bytes:
-    """A sealed document from the JSON before its digest, without the closing brace."""
+    """Make a document with its digest, from the JSON before that, without the closing brace."""
     body = text.encode() + b",\n"
     return body + b'"digest": "blake3:%s"}\n' % blake3(body).hexdigest().encode()
 
 
 def image(entries: Any, data: bytes) -> bytes:
-    """A tensor file of a header and data."""
+    """Make a tensor file of a header and data."""
     text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
     text = text.ljust(-(-(8 + len(text)) // 4096) * 4096 - 8)
     return len(text).to_bytes(8, "little") + text + data
@@ -127,7 +126,7 @@ def image(entries: Any, data: bytes) -> bytes:
 
 @dataclass(slots=True, kw_only=True)
 class Draft:
-    """One root under change: its newest checkpoint in parts, everything else as it is."""
+    """A root under change: its newest checkpoint in parts, everything else as it is."""
 
     folder: str
     manifest: dict[str, Any]
@@ -139,18 +138,18 @@ class Draft:
     raw: dict[str, bytes] = field(default_factory=dict)
     """Files of the newest checkpoint that are written as they are, after everything was sealed."""
     after: list[Callable[[Path], None]] = field(default_factory=list)
-    """Called with the root when all files are there."""
+    """Called with the root when all files are written."""
     keeps_digests: bool = False
     """Whether manifest and index stay as they are."""
 
     def document(self, key: str) -> dict[str, Any]:
-        """A sealed document of the root, without its digest."""
+        """Read a document of the root, without its digest."""
         members: dict[str, Any] = json.loads(self.others[key])
         del members["digest"]
         return members
 
     def tree(self, component: str) -> Any:
-        """What stands under `tree` in a component."""
+        """Read the tree of a component."""
         return json.loads(self.files[f"{component}-00000.json"])["tree"]
 
     def set_tree(self, component: str, tree: Any) -> None:
@@ -158,7 +157,7 @@ class Draft:
         self.files[f"{component}-00000.json"] = text.encode()
 
     def reseal(self) -> None:
-        """Make every digest right that can be."""
+        """Recompute every digest that can be."""
         listed = self.manifest.get("files")
         if self.keeps_digests or not isinstance(listed, dict):
             return
@@ -177,7 +176,7 @@ class Draft:
             listed[name].update(nbytes=nbytes, digest=digest)
 
     def write(self, root: Path) -> None:
-        """Put it on disk."""
+        """Write the root to the disk."""
         here = {**self.files, "index.json": json.dumps(self.index).encode()}
         here["manifest.json"] = seal(self.manifest)
         here |= self.raw
@@ -217,7 +216,7 @@ def honest(root: Path) -> Draft:
 
 
 def changed(draft: Draft, change: Callable[[Draft], None]) -> Draft:
-    """A copy with the change, sealed again."""
+    """Make a copy with the change, and with right digests."""
     mine = copy.deepcopy(draft)
     change(mine)
     mine.reseal()

@@ -1,7 +1,7 @@
-"""A root that somebody made to hurt: every reader, on a thousand of them.
+"""Tests that no reader is harmed by a hostile checkpoint root; there are thousands of these.
 
-Each is a small honest root with one change, sealed again; see `cases`. Whatever it holds, a reader
-answers with an error of ours, passes the checkpoint over, or loads plain values from it. It runs
+Each is a small valid root with one change and right digests; see `cases`. Whatever it holds, a
+reader raises an error of ours, passes the checkpoint over, or loads plain values from it. It runs
 no code, opens nothing outside of the root, leaves live state as it was when it refuses, and stays
 within bounds of memory and time.
 """
@@ -22,11 +22,11 @@ from tests.hostile.cases import FIELDS, KINDS, PLACES, TREES, cases
 ROOT = Path(__file__).parents[2]
 NUM_SHARES = 4
 MAX_GROWTH = 256 * 2**20
-"""Of resident memory, for the worst root; the largest documents have 64 MiB."""
+"""Limit of the growth of resident memory on any root; the largest documents have 64 MiB."""
 
 
 def run_child(*arguments: str, timeout_s: float = 280) -> list[dict[str, Any]]:
-    """What the child prints, one object a line."""
+    """Run the child process, and return the objects that it prints, one a line."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.hostile.child", *arguments],
         cwd=ROOT,
@@ -47,7 +47,7 @@ def run_child(*arguments: str, timeout_s: float = 280) -> list[dict[str, Any]]:
 
 
 def bad(found: list[dict[str, Any]]) -> str:
-    """A line for each case that something is wrong with."""
+    """Format a line for each case that had a problem or took too much memory."""
     wrong = {one["name"]: one["problems"] for one in found if one["problems"]}
     greedy = {one["name"]: one["growth"] for one in found if one["growth"] > MAX_GROWTH}
     return "\n".join(f"{name}: {problems}" for name, problems in {**greedy, **wrong}.items())
@@ -75,8 +75,10 @@ def test_no_reader_is_hurt_by_any_of_them(share: int) -> None:
 
 
 def test_the_harness_notices() -> None:
-    """R27, R28: our own code, made careless, does not pass; nor does a case hide another's fault,
-    for in a fork that several share the one that fails is judged again in a fork of its own."""
+    """R27, R28: every mutant of our readers is caught, and no case hides the fault of another.
+
+    In a fork that several cases share, the one that fails runs again in a fork of its own.
+    """
     found = run_child("0", "1", "mutants")
     together = [(one["problems"], one.get("before")) for one in found if one["name"] == "together"]
     crashed = (["ended by SIGSEGV"], None)

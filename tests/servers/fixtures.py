@@ -29,7 +29,7 @@ from servers.program import Program, Service, send
 WORKING = ("moto", "localstack", "azurite", "gcs", "ceph")
 """Servers on which saves are to work."""
 FULL = ("localstack", "azurite", "gcs", "rclone")
-"""Servers that `make test-full` starts; `make test` starts moto alone."""
+"""Servers of which `make test-full` has the tests; `make test` has those of moto."""
 _NUMBERS = itertools.count()
 
 

@@ -29,7 +29,7 @@ class Client:
     """Requests to one address over one connection, without any retry."""
 
     def __init__(self, service: Service) -> None:
-        self._connection = http.client.HTTPConnection(service.address, timeout=30)
+        self._connection = http.client.HTTPConnection(service.address, timeout=120)
 
     def ask(
         self, method: str, path: str = PATH, data: bytes = b"", **headers: str
@@ -140,12 +140,12 @@ def test_a_black_hole_never_answers(service: Service) -> None:
     with FaultProxy(service, [rule]) as proxy, ThreadPoolExecutor(1) as pool:
         client = Client(proxy.service)
         asked = pool.submit(client.ask, "PUT", PATH, DATA)
-        assert rule.reached.wait(30)
+        assert rule.reached.wait(120)
         assert ask(proxy, "GET")[0] == 404  # others are answered meanwhile
         assert not asked.done()
         client._connection.sock.shutdown(socket.SHUT_RDWR)  # as a time-out would
         with pytest.raises(BROKEN):
-            asked.result(30)
+            asked.result(120)
         client.close()
         assert stored(service) is None
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from holdfast.data import Loader
 from holdfast.errors import DeadlineExceeded, UsageError
+from holdfast.testing import resume as harness
 from holdfast.testing.resume import Report, assert_resume_equivalent, leaf_digests
 
 STEPS = 6
@@ -100,6 +101,21 @@ def test_a_broken_resume_is_named_by_its_first_step_and_leaf(
     said = broken(fault)
     assert f"the first difference is at step {step}, leaf {leaf}\n" in said
     assert "the run resumed after the kill at step 3" in said
+
+
+@pytest.mark.parametrize(
+    ("found", "leaf"),
+    [({"a": "1"}, "b"), ({"a": "1", "b": "2", "c": "3"}, "c"), ({"a": "1", "b": "3"}, "b")],
+    ids=["lost", "new", "other"],
+)
+def test_a_leaf_that_only_one_of_the_runs_has_is_a_difference(
+    tmp_path: Path, found: dict[str, str], leaf: str
+) -> None:
+    """Invariant 7."""
+    leg = harness._Leg(run=run, folder=tmp_path, root="killed", steps=9, killed_at=3)
+    with pytest.raises(AssertionError, match=f"at step 4, leaf {leaf}\n"):
+        harness._check_leaves(leg, 4, found, {"a": "1", "b": "2"})
+    harness._check_leaves(leg, 4, {"b": "2", "a": "1"}, {"a": "1", "b": "2"})
 
 
 def test_a_run_that_begins_anew_fails_though_its_end_is_the_same() -> None:

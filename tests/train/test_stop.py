@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from children import environment
 from holdfast import At, CheckpointManager, Every, On, SavePolicy, Stop
 from holdfast.data import Loader
 from holdfast.errors import OwnedElsewhere
@@ -555,9 +556,8 @@ def test_under_a_supervisor_a_forwarded_signal_ends_both_with_the_status_for_a_r
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "holdfast.cli", "run", "--root", str(tmp_path / "run"), "--"]
     script = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "run"), str(num_workers)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     with subprocess.Popen(
-        [*command, *script], stdout=subprocess.PIPE, text=True, env=environment
+        [*command, *script], stdout=subprocess.PIPE, text=True, env=environment()
     ) as supervisor:
         assert supervisor.stdout is not None
         assert supervisor.stdout.readline() == "ready\n"

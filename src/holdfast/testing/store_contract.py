@@ -132,7 +132,7 @@ def noise(nbytes: int, seed: int = 0) -> bytes:
     return random.Random(seed).randbytes(nbytes)
 
 
-def offenders(
+def _offenders(
     calls: Mapping[Any, Callable[[], object]], expected: type[Exception], match: str = ""
 ) -> dict[Any, object]:
     """The calls that do not raise the expected error, each with its error or its result."""
@@ -262,7 +262,7 @@ class StoreContract:
         store.put("a", noise(10))
         ranges = ((0, 11), (5, 6), (10, 1), (11, 0), (11, None), (0, 2**40), (2**40, 1))
         calls = {at: partial(store.get, "a", *at) for at in ranges}
-        assert offenders(calls, CorruptData) == {}
+        assert _offenders(calls, CorruptData) == {}
 
     def test_an_object_may_become_shorter_than_planned(self, store: Store) -> None:
         blocks = self.writes_blocks(store)
@@ -302,7 +302,7 @@ class StoreContract:
     def test_a_negative_range_is_a_usage_error(self, store: Store) -> None:
         store.put("a", noise(10))
         calls = {at: partial(store.get, "a", *at) for at in ((-1, 1), (-1, None), (0, -1))}
-        assert offenders(calls, ValueError, "negative") == {}
+        assert _offenders(calls, ValueError, "negative") == {}
 
     # put if absent
 
@@ -489,12 +489,12 @@ class StoreContract:
         """R28: keys come from manifests, which anybody may have written."""
         calls: dict[object, Callable[[], object]] = {}
         for key in HOSTILE_KEYS:
-            for name, call in self.operations(store, key).items():
+            for name, call in self._operations(store, key).items():
                 calls[name, key] = call
-        assert offenders(calls, InvalidKey) == {}
+        assert _offenders(calls, InvalidKey) == {}
         assert list(store.list()) == []
 
-    def operations(self, store: Store, key: str) -> dict[str, Callable[[], object]]:
+    def _operations(self, store: Store, key: str) -> dict[str, Callable[[], object]]:
         """Every operation of the store, on a key."""
         calls: dict[str, Callable[[], object]] = {
             "put": lambda: store.put(key, b"x"),
@@ -622,7 +622,7 @@ class StoreContract:
             (start, nbytes): partial(reader.read_into, "a", start, memoryview(bytearray(nbytes)))
             for start, nbytes in ((0, 11), (10, 1), (11, 0), (5, 6))
         }
-        assert offenders(calls, CorruptData) == {}
+        assert _offenders(calls, CorruptData) == {}
 
     def test_read_into_needs_the_object(self, store: Store) -> None:
         reader = self.reads_into(store)
@@ -675,9 +675,9 @@ class StoreContract:
         if not isinstance(store, ReadsCached):
             pytest.skip("the store has nothing at hand")
         for start in (0, 777, 99_999, 100_000):
-            self.check_at_hand(store, start)
+            self._check_at_hand(store, start)
 
-    def check_at_hand(self, store: Store, start: int) -> None:
+    def _check_at_hand(self, store: Store, start: int) -> None:
         """Reads from `start` to the end are answered by what the key holds now."""
         assert isinstance(store, ReadsCached)
         data, seen = noise(100_000), bytearray()
@@ -773,7 +773,7 @@ class StoreContract:
             (start, nbytes): partial(writer.write, start, memoryview(bytes(nbytes)))
             for start, nbytes in ((-1, 1), (10, 1), (9, 2), (0, 11))
         }
-        assert offenders(calls, ValueError, "not inside") == {}
+        assert _offenders(calls, ValueError, "not inside") == {}
         writer.abort()
 
     def test_abort_may_come_at_any_time_and_twice(self, store: Store) -> None:

@@ -320,7 +320,7 @@ def test_the_thread_ends_with_a_manager_that_was_dropped() -> None:
     looking = side._looking
     assert looking is not None
     del side
-    looking.result(timeout=30)
+    looking.result(timeout=120)
 
 
 def test_keys_below_a_request_are_passed_over() -> None:

@@ -23,6 +23,7 @@ from holdfast.errors import (
 from holdfast.format.blocks import block_digest
 from holdfast.policy.retention import All, Last
 from holdfast.state.edits import StateView
+from holdfast.store import open_store
 from holdfast.weights import load_weights
 from runs import Run, new_run
 
@@ -293,3 +294,27 @@ def test_without_strict_the_report_has_everything_and_nothing_is_guessed(tmp_pat
     assert torch.equal(mine["net"][0].weight, before)
     assert "model.net.0.weight: not in the checkpoint, left as it is" in loaded.notes
     assert "model.0.weight: in the checkpoint only, not loaded" in loaded.notes
+
+
+def test_weights_are_those_of_the_checkpoint_that_was_named(tmp_path: Path) -> None:
+    """R19: by `which` of a store or in the text of a path, and no other where that is not there."""
+    run, _ = saved_run(tmp_path, steps=2)
+    store, model = open_store(tmp_path), run.model
+    newest = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def is_newest() -> bool:
+        return all(torch.equal(newest[name], t) for name, t in model.state_dict().items())
+
+    for load in (
+        lambda: load_weights(store, model, which=1),
+        lambda: load_weights(store, model, which="step=1"),
+        lambda: load_weights(f"{tmp_path}@step=1", model),
+    ):
+        assert load().step == 1
+        assert not is_newest()
+        assert load_weights(store, model).step == 2
+        assert is_newest()
+    with pytest.raises(NoCheckpoint):
+        load_weights(store, model, which=3)
+    with pytest.raises(UsageError, match="@1"):
+        load_weights(tmp_path, model, which=1)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from holdfast.care.retention import Deleter
 from holdfast.engine.claims.claim import Claim, claim_run
 from holdfast.engine.loading.resume import Reader, Search
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.threads import Threads
+from holdfast.errors import CorruptData
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.records import Retired, encode_retired
@@ -155,3 +158,26 @@ def test_attempts_come_in_the_order_of_commits_whatever_their_labels() -> None:
     store.put(f"{layout.attempt_name('a', 2, 1, '0' * 32)}/x", b"")
     found = Catalog(store).attempts()
     assert [name.order for name in found] == [(2, 1), (1, 4), (1, 3), (1, 2), (1, 1)]
+
+
+class LaggingStore(MemoryStore):
+    """A store whose lists of a folder end with the first name."""
+
+    def children(self, folder: str = "") -> tuple[str, ...]:
+        """See `Store.children`."""
+        return super().children(folder)[:1]
+
+
+def test_claims_that_a_list_does_not_show_yet_are_found_by_name() -> None:
+    store = LaggingStore()
+    for epoch in (1, 2, 3):
+        store.put(layout.writer_key(epoch), b"{}")
+    assert Catalog(store).claims() == (3, 2, 1)
+
+
+def test_a_manifest_in_the_folder_of_another_checkpoint_is_damage() -> None:
+    store = ReadsNoted()
+    new, old = a_run(2, store)
+    store.put(f"{new}/{layout.MANIFEST}", store.get(f"{old}/{layout.MANIFEST}"))
+    with pytest.raises(CorruptData, match="belongs to another folder"):
+        Catalog(store).read(new)

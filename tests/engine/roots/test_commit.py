@@ -16,6 +16,7 @@ from holdfast.engine.claims.claim import is_closed
 from holdfast.engine.roots import commit
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import mark_aborted
+from holdfast.engine.roots.notes import annotate
 from holdfast.format import layout
 from holdfast.format.manifest import Deleted
 from holdfast.manager import CheckpointManager
@@ -140,6 +141,24 @@ def test_a_taken_key_is_a_conflict_that_names_the_taker() -> None:
     assert steps(store) == []
 
 
+@pytest.mark.parametrize("is_before", [True, False])
+def test_who_is_superseded_is_told_whether_the_commit_stands(is_before: bool) -> None:
+    """R10, rule 3: the fence is read before the manifest is put, and again after."""
+    store = MemoryStore()
+    name = layout.INDEX if is_before else layout.MANIFEST
+    fault = Fault(kind="hang", op="put", key=f"*/{name}")
+    manager = manager_of(FaultyStore(store, [fault]))
+    pending = manager.save(1)
+    assert fault.reached.wait(60)
+    store.put(layout.writer_key(2), b"{}")
+    fault.release.set()
+    with pytest.raises(errors.Superseded) as caught:
+        pending.wait()
+    manager.close()
+    assert caught.value.committed == (not is_before)
+    assert steps(store) == ([] if is_before else [1])
+
+
 class LateStore(MemoryStore):
     """The first put of a manifest hangs on the way, and its sender hears nothing of it."""
 
@@ -195,6 +214,29 @@ def test_a_put_that_arrives_after_everything_else_resurrects_nothing(meanwhile: 
     store.arrive()
     for entry in Catalog(store).checkpoints():
         assert verify(store, entry.folder).ok
+
+
+@pytest.mark.parametrize("note", [{"pinned": True}, {"add_tags": ["kept"]}])
+def test_what_was_pinned_or_tagged_before_the_mark_is_not_deleted(note: dict[str, Any]) -> None:
+    """R10, rule 4: a deleter decides, and then reads the pins again."""
+    store = MemoryStore()
+    with manager_of(store) as manager:
+        manager.save(1).wait()
+    (entry,) = Catalog(store).checkpoints()
+    annotate(store, entry, **note)
+    assert not retracted(store, entry.folder)
+    assert verify(store, entry.folder).ok
+
+
+def test_no_file_goes_before_the_tombstone_is_there() -> None:
+    """R10, rule 1: else a reader would take what is left for damage."""
+    store = MemoryStore()
+    with manager_of(store) as manager:
+        folder = manager.save(1).wait().folder
+    refused = Fault(kind="fail", op="put", key="*/manifest.json")
+    with pytest.raises(errors.TransientStoreError):
+        retracted(FaultyStore(store, [refused]), folder)
+    assert verify(store, folder).ok
 
 
 def test_the_mark_of_a_deleter_goes_after_what_it_speaks_of() -> None:
