@@ -1,8 +1,8 @@
-"""Saves and loads of a state on a GPU, as shares of what its bus can do: `python -m bench.gpu`.
+"""Benchmark of saves and loads on a GPU, beside the limit of its bus: `python -m bench.gpu`.
 
 Without CUDA it says so and measures nothing; `--device cpu` runs everything on CPU tensors, which
-shows that it works and no more. A case that does not fit the machine, or the time of `--budget-s`,
-is left out, and its row says why. `make gpu` runs this after the tests.
+only shows that it works. A case that does not fit the machine, or the time of `--budget-s`, is left
+out, and its row says why. `make gpu` runs this after the tests.
 """
 
 from __future__ import annotations
@@ -43,15 +43,18 @@ READERS = {"holdfast": "holdfast", "dcp": "dcp-async"}
 """Reader → the peer whose files it loads."""
 SHARED_MEMORY = Path("/dev/shm")
 STAGED_IN_SHARED_MEMORY = ("dcp-async-shared", "dcp-async-pinned", "torch_checkpointing")
-"""Peers whose copy of the state is files there."""
+"""Peers that stage their copy of the state in files there."""
 _SAVES = 2
-"""Of each peer: one that does not count, and one that does."""
+"""Saves of each peer: one that is not counted, and one that is."""
 _PIECE_NBYTES = 1 << 30
 _REPEATS = 3
+_OUTSIDE_S = 15.0
+"""Part of `--budget-s` for the start before the clock, with torch's import, and for the end."""
+_CUT_OFF = "no time: it was cut off"
 _START_S = 5.0
-"""About how long a process takes before it does what grows with the state."""
+"""Approximate time of a process that does not grow with the state: its start."""
 _PACE = 5e8
-"""Bytes of a state in a second, for a case of which nothing is known yet."""
+"""Assumed bytes per second of a case that has not been measured yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +64,14 @@ class Room:
     device: int
     memory: int
     shared: int
-    """In files in memory; part of `memory`."""
+    """For files in `/dev/shm`; part of `memory`."""
     disk: int
 
     def largest(self, *, is_in_memory: bool) -> int:
-        """The largest state that fits: beside it gradients and what an optimizer's step needs on
-        the device, a copy in host memory, and one checkpoint, on the disk or in memory."""
+        """Estimate the largest state that fits, with its checkpoint on the disk or in memory.
+
+        The device also holds gradients and what an optimizer's step needs, host memory a copy.
+        """
         found = [self.device / 1.8]
         if is_in_memory:
             found += [self.memory / 2.2, self.shared / 1.05]
@@ -85,8 +90,11 @@ class Place:
 
 
 def place_for(nbytes: int, room: Room, folder: Path, *, is_slow: bool) -> Place:
-    """The disk, unless only memory has room for so large a state, or the disk is too slow for the
-    time; where neither has room, the place with more of it and a state that fits."""
+    """Choose where the checkpoints are written, and a smaller state if the wanted one does not fit.
+
+    The disk is chosen unless only memory has room, or the disk is too slow for the time. If neither
+    has room, the place with more of it is chosen.
+    """
     on_disk, in_memory = (room.largest(is_in_memory=way) for way in (False, True))
     if on_disk >= nbytes and not (is_slow and in_memory >= nbytes):
         is_in_memory = False
@@ -102,10 +110,10 @@ def place_for(nbytes: int, room: Room, folder: Path, *, is_slow: bool) -> Place:
 
 @dataclass(slots=True, kw_only=True)
 class Clock:
-    """The time that is left, and how long cases took that were smaller."""
+    """The time that is left, and estimates of how long a case takes from smaller ones."""
 
     budget_s: float | None
-    """None: there is no end."""
+    """None: there is no limit."""
     _begun_s: float = field(default_factory=perf_counter)
     _took: dict[str, tuple[float, int]] = field(default_factory=dict)
 
@@ -120,7 +128,7 @@ class Clock:
         self._took[case] = took_s, nbytes
 
     def why_not(self, case: str, nbytes: int) -> str | None:
-        """Why there is no time for a case; None: there is."""
+        """Explain why there is no time for a case; None: there is time."""
         wanted_s = _START_S + nbytes / _PACE
         if case in self._took:
             took_s, of_nbytes = self._took[case]
@@ -130,8 +138,13 @@ class Clock:
         return f"no time: it would take about {wanted_s:.0f} s, {max(0.0, self.left_s):.0f} s left"
 
 
+def _clock(budget: str) -> Clock:
+    """Start the clock of a run with the value of `--budget-s`."""
+    return Clock(budget_s=float(budget) - _OUTSIDE_S)
+
+
 class OneAtATime(Saver):
-    """A peer of which only the newest checkpoint takes room."""
+    """Saver that keeps only the newest checkpoint of a peer, to save room."""
 
     def __init__(self, saver: Saver, folder: Path) -> None:
         self._saver, self._folder = saver, folder
@@ -141,32 +154,32 @@ class OneAtATime(Saver):
         return self._saver.begin(number)
 
     def guard(self) -> AbstractContextManager[Any]:
-        """The peer's."""
+        """Return the guard of the peer."""
         return self._saver.guard()
 
     def rest(self) -> None:
-        """Empty the files of the checkpoint, which nothing reads: the next one needs their room."""
+        """Truncate the large files of the checkpoint, because the next one needs their room."""
         self._saver.rest()
         for path in files_under(self._folder):
             if path.stat().st_size >= 1 << 20:
                 os.truncate(path, 0)
 
     def close(self) -> None:
-        """The peer's."""
+        """Close the peer."""
         self._saver.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargeTraining(Training):
-    """A training whose checkpoints are too large for two of them to be kept."""
+    """Training that keeps one checkpoint, because there is no room for two."""
 
     def saver(self, state: State) -> Saver:
-        """The peer, which keeps one."""
+        """Return the peer's saver, which keeps only the newest checkpoint."""
         return OneAtATime(Training.saver(self, state), self.folder)
 
 
 def bus_limits(nbytes: int, device: str) -> Figures:
-    """Seconds for as many bytes between the device and pinned host memory, either way."""
+    """Measure the seconds that copies between device and pinned host memory take, either way."""
     piece = min(nbytes, _PIECE_NBYTES)
     live = torch.ones(piece, dtype=torch.uint8, device=device)
     host = torch.empty(piece, dtype=torch.uint8, pin_memory=device != "cpu")
@@ -181,7 +194,7 @@ def bus_limits(nbytes: int, device: str) -> Figures:
 
 
 def load(peer: str, reader: str, spec: StateSpec, folder: Path, device: str) -> Figures:
-    """Save once, set everything to zero, load twice; the second load is the one that counts."""
+    """Measure loads: save once, then twice set all tensors to zero and load; the second counts."""
     state = build(spec, device)
     for tensor in state.flat().values():
         tensor.detach().uniform_(0, 1)
@@ -217,7 +230,7 @@ def _synchronize(device: str) -> None:
 
 
 def disk_limit(nbytes: int, folder: Path) -> Figures:
-    """Seconds for a plain write of as many bytes into a file, with fsync."""
+    """Measure the seconds that a plain write of `nbytes` into a file takes, with fsync."""
     piece = min(nbytes, _PIECE_NBYTES)
     data = memoryview(os.urandom(1 << 20) * 16)
     path = folder / "limit"
@@ -233,7 +246,7 @@ def disk_limit(nbytes: int, folder: Path) -> Figures:
 
 
 def room_of(folder: Path, device: str, memory_nbytes: int | None) -> Room:
-    """What is free now; `memory_nbytes` is what the machine has, where it does not show all."""
+    """Find what is free now; `memory_nbytes` replaces the host memory that the system reports."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvail"))
     memory = available if memory_nbytes is None else memory_nbytes
@@ -254,10 +267,17 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, help="cases")
     parser.add_argument("--loads", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument(
-        "--budget-s", type=float, help="seconds; what does not fit is left out (no limit)"
+        "--budget-s",
+        type=_clock,
+        default=Clock(budget_s=None),
+        dest="clock",
+        metavar="SECONDS",
+        help="for all rounds; cases for which no time is left are left out (no limit)",
     )
     parser.add_argument(
-        "--memory-gb", type=float, help="of the host, if it shows less than it can have"
+        "--memory-gb",
+        type=float,
+        help="host memory that may be used, in 1e9 bytes (what the system reports as available)",
     )
     add_training_options(parser)
 
@@ -266,14 +286,19 @@ def _measure_round(options: argparse.Namespace, folder: Path, results: Results) 
     if options.device == "cuda" and not torch.cuda.is_available():
         results.notes["gpu"] = "there is no CUDA here; --device cpu runs it on CPU tensors"
         return
-    clock = Clock(budget_s=options.budget_s)
     places = [f"gpu/{size_gb:g} GB" for size_gb in options.size_gb]
     planned = [case for place in places for case in _cases(place, options)]
-    for case in planned:  # whoever ends this process finds there what it did not come to
-        results.notes[case] = "no time: it was cut off"
+    for case in planned:  # if this process is ended early, these remain
+        _leave_out(case, _CUT_OFF, results)
     keep("bench.gpu", options, results)
     for place, size_gb in zip(places, options.size_gb, strict=True):
-        _measure_state(place, round(size_gb * 1e9), options, folder, results, clock)
+        _measure_state(place, round(size_gb * 1e9), options, folder, results)
+
+
+def _leave_out(case: str, why: str, results: Results) -> None:
+    """Note why a case is left out, unless an earlier round measured it: then it has its row."""
+    if case not in results.cases:
+        results.notes[case] = why
 
 
 def _cases(place: str, options: argparse.Namespace) -> list[str]:
@@ -285,13 +310,9 @@ def _cases(place: str, options: argparse.Namespace) -> list[str]:
 
 
 def _measure_state(
-    place: str,
-    wanted: int,
-    options: argparse.Namespace,
-    folder: Path,
-    results: Results,
-    clock: Clock,
+    place: str, wanted: int, options: argparse.Namespace, folder: Path, results: Results
 ) -> None:
+    clock: Clock = options.clock
     memory_nbytes = None if options.memory_gb is None else round(options.memory_gb * 1e9)
     room = room_of(folder, options.device, memory_nbytes)
     progress(f"  {place}/limits")
@@ -313,11 +334,11 @@ def _measure_state(
     own = Path(tempfile.mkdtemp(prefix="holdfast-gpu-", dir=found.folder))
     try:
         for case in _cases(place, options):
-            del results.notes[case]
+            results.notes.pop(case, None)
             name = case.removeprefix(f"{place}/")
             why = _no_room(name, found, room) or clock.why_not(name, found.nbytes)
             if why:
-                results.notes[case] = why
+                _leave_out(case, why, results)
                 continue
             begun_s = perf_counter()
             _measure_case(place, name, spec, options, own, results)
@@ -330,7 +351,7 @@ def _measure_state(
 def _is_slow(
     limits: Mapping[str, Sequence[float]], options: argparse.Namespace, clock: Clock
 ) -> bool:
-    """Whether the writes of all savers alone would take half of the time that is left."""
+    """Whether writing all checkpoints would alone take more than half of the time left."""
     num_saves = _SAVES * len(options.only) + len(READERS) * options.loads
     return any(num_saves * value > clock.left_s / 2 for value in limits.get("disk_s", ()))
 
@@ -341,7 +362,7 @@ def _told(room: Room) -> str:
 
 
 def _no_room(name: str, place: Place, room: Room) -> str | None:
-    """Why a peer cannot stage so large a state; None: it can."""
+    """Explain why a peer cannot stage so large a state; None: it can."""
     taken = place.nbytes if place.is_in_memory else 0
     if name.removeprefix("save/") not in STAGED_IN_SHARED_MEMORY:
         return None
@@ -440,7 +461,7 @@ def _save_table(results: Results, place: str) -> list[str]:
 
 
 def _left_out(results: Results, names: Mapping[str, str], num_columns: int) -> list[str]:
-    """Rows of the cases that were not measured, with the reason."""
+    """Make the rows of the cases that were not measured, with the reason."""
     found = ((title, results.notes[case]) for case, title in names.items() if case in results.notes)
     return [f"| {title} | left out: {why} |" + " |" * (num_columns - 2) for title, why in found]
 
@@ -470,6 +491,6 @@ BENCH = Bench(
 )
 
 if __name__ == "__main__":
-    # Ended from outside it still deletes what it wrote, which may be in memory.
+    # Ended by SIGTERM, it still deletes its files, which may be in memory.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     sys.exit(BENCH.main())

@@ -1,9 +1,10 @@
-"""The device tests and `bench.gpu`, run by one command within a time: `make gpu`.
+"""Runner of the GPU tests and `bench.gpu` within a time limit: `make gpu`.
 
-It needs nothing but a plain Python. It finds the interpreter that has torch with CUDA, else the
-environment of the project; adds what that lacks, in a folder of its own, where pip can reach a
-registry or a folder of wheels; runs the tests, then the benchmark with the time that is left; and
-prints the tables for docs/performance.md. Without CUDA the same runs on CPU tensors.
+It needs only a plain Python. It takes an interpreter whose torch has CUDA, else one that has all
+packages, else it makes the environment of the project. Packages that are missing there go into a
+separate folder, if pip can reach a registry or a folder of wheels. It runs the tests, then the
+benchmark in the time that is left, and prints the tables for docs/performance.md. Without CUDA the
+same runs on CPU tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MODULES = {
     "safetensors": "safetensors",
     "torch_checkpointing": "torch_checkpointing",
 }
-"""Package → the module that it brings."""
+"""Package → the module that it provides."""
 REQUIRED = {
     "torch": "2.6",
     "numpy": "1.26",
@@ -50,7 +51,7 @@ REQUIRED = {
 FOR_TESTS = {"pytest": "8.3", "pytest-timeout": "2.3"}
 OPTIONAL = {"pytest-xdist": "3.6", "safetensors": "0.5", "torch_checkpointing": "0.1.1"}
 WITHOUT_NEEDS = ("torch_checkpointing",)
-"""Packages that ask for torch, of which there must not be another one."""
+"""Packages installed without dependencies, because pip would add another torch."""
 USE_OF = {
     "pytest": "all tests",
     "pytest-timeout": "all tests",
@@ -65,14 +66,20 @@ TESTS = (
     "tests/train/test_making.py::test_training_on_an_accelerator",
     "tests/train/test_metrics.py::test_nobody_waits_for_an_accelerator_between_two_logs",
 )
-"""Of the other folders only what needs a device: their tests want more packages."""
+"""Tests that `make gpu` runs; most others need no device, but more packages."""
 CUDA_CASES = ("holdfast", "holdfast-overlap", "dcp-async-pinned", "torch_checkpointing")
 CPU_CASES = ("holdfast", "holdfast-overlap", "dcp-async", "torch_checkpointing")
 _END_S = 15.0
-"""For what comes after the benchmark: to delete its files, and to print."""
+"""Seconds reserved after the benchmark, to delete its files and to print."""
+_PIP_LIMITS = {"PIP_RETRIES": "1", "PIP_TIMEOUT": "15"}
+"""Environment of `make`: without a registry pip gives up soon."""
+_SITE = str(ROOT / "build" / "gpu-site-")
+"""Folder of added packages, without the version of Python at its end."""
 _PROBE = """
 import importlib, json, sys
 from importlib import metadata
+version = "%d.%d" % sys.version_info[:2]
+sys.path.insert(0, sys.argv[2] + version)
 found, gpu = {}, None
 for package, module in json.loads(sys.argv[1]).items():
     try:
@@ -86,22 +93,29 @@ for package, module in json.loads(sys.argv[1]).items():
 if "torch" in found:
     import torch
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-print(json.dumps({"packages": found, "gpu": gpu}))
+print(json.dumps({"version": version, "packages": found, "gpu": gpu}))
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interpreter:
-    """A Python and what it can import."""
+    """A Python interpreter, the packages that it can import, and its GPU."""
 
     python: str
+    version: str
+    """Of Python, such as 3.12."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Package → version."""
     gpu: str | None = None
     """Name of the GPU that its torch can use; None: it can use none."""
 
+    @property
+    def added(self) -> Path:
+        """Folder into which packages are installed for this version of Python."""
+        return Path(_SITE + self.version)
+
     def lacks(self, wanted: Mapping[str, str]) -> dict[str, str]:
-        """The packages of `wanted` that are missing or too old, with the oldest version."""
+        """List packages of `wanted` that are missing or too old, with the oldest version."""
         return {
             name: oldest
             for name, oldest in wanted.items()
@@ -110,45 +124,39 @@ class Interpreter:
 
 
 def choose(system: Interpreter | None, own: Interpreter | None) -> Interpreter | None:
-    """The interpreter to use; None: the environment of the project has to be made first.
+    """Choose the interpreter to use; None: the environment of the project has to be made first.
 
-    Torch with CUDA counts most: a machine that has it often has it in one interpreter only, and
-    the environment of the project may hold a torch without.
+    Torch with CUDA counts most: often only one interpreter of a machine has it, and the torch in
+    the environment of the project may be without CUDA. Without CUDA an interpreter has to have all
+    that is needed, and the environment of the project is preferred: its versions are known to work.
     """
     for one in (system, own):
         if one is not None and one.gpu is not None and "torch" not in one.lacks(REQUIRED):
             return one
-    if own is not None and not own.lacks({**REQUIRED, **FOR_TESTS}):
-        return own
+    for one in (own, system):
+        if one is not None and not one.lacks({**REQUIRED, **FOR_TESTS}):
+            return one
     return None
 
 
 def _parts(version: str) -> tuple[int, ...]:
-    """The numbers of a version, without what a build adds to it."""
+    """Split a version into its numbers, without a suffix such as `+cu130`."""
     return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
 
 
 class Machine:
-    """This machine's interpreters, and the folder in which packages are added."""
+    """This machine's interpreters, and the sources of missing packages."""
 
     def __init__(self, python: str, venv: Path, wheels: Path | None) -> None:
         self._python, self._venv, self._wheels = python, venv, wheels
-        version = "-".join(str(part) for part in sys.version_info[:2])
-        self.added = ROOT / "build" / f"gpu-site-{version}"
-
-    def environment(self) -> dict[str, str]:
-        """That of a process which finds Holdfast, the benchmarks and what was added."""
-        inherited = os.environ.get("PYTHONPATH", "")
-        folders = [str(ROOT / "src"), str(ROOT), str(self.added), inherited]
-        return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
     def look(self, python: str) -> Interpreter | None:
-        """What an interpreter has; None: it cannot be started."""
+        """Ask an interpreter for its packages and GPU; None: it cannot be started."""
         try:
             done = subprocess.run(
-                [python, "-c", _PROBE, json.dumps(MODULES)],
+                [python, "-c", _PROBE, json.dumps(MODULES), _SITE],
                 cwd=ROOT,
-                env=self.environment(),
+                env=environment_with(None),
                 capture_output=True,
                 text=True,
                 timeout=120,
@@ -157,45 +165,59 @@ class Machine:
             found = json.loads(done.stdout.splitlines()[-1])
         except (OSError, subprocess.SubprocessError, ValueError, IndexError):
             return None
-        return Interpreter(python=python, packages=found["packages"], gpu=found["gpu"])
+        return Interpreter(python=python, **found)
 
-    def find(self) -> Interpreter | None:
-        """The interpreter to use, with the environment of the project made if need be; None:
-        nothing here has torch."""
+    def find(self, timeout_s: float) -> Interpreter | None:
+        """Find the interpreter to use, or make the environment of the project; None: no torch.
+
+        `timeout_s` is for making that environment.
+        """
         own_python = str(self._venv / "bin" / "python")
         system, own = self.look(self._python), self.look(own_python)
         found = choose(system, own)
         if found is None:
-            say(f"no torch with CUDA here: making {self._venv}")
-            command = ["make", "--no-print-directory", f"{self._venv}/.with-test"]
-            command += [f"PYTHON={self._python}", f"VENV={self._venv}"]
-            subprocess.run(command, cwd=ROOT, check=False)
+            self._make(timeout_s)
             own = self.look(own_python)
             found = choose(system, own)
         have_torch = (one for one in (own, system) if one is not None and "torch" in one.packages)
         return found if found is not None else next(have_torch, None)
 
+    def _make(self, timeout_s: float) -> None:
+        """Make the environment of the project; print why it could not be made."""
+        say(f"no Python with CUDA or with all packages here: making {self._venv}")
+        command = ["make", "--no-print-directory", f"{self._venv}/.with-test"]
+        command += [f"PYTHON={self._python}", f"VENV={self._venv}"]
+        try:
+            status = _watched(command, {**os.environ, **_PIP_LIMITS}, timeout_s)
+        except OSError as error:
+            say(f"{self._venv} was not made: {error}")
+            return
+        if status is None:
+            say(f"{self._venv} was not made: `make` was cut off after {timeout_s:.0f} s")
+        elif status != 0:
+            say(f"{self._venv} was not made: `make` failed with status {status}, as shown above")
+
     def add(self, to: Interpreter, packages: Iterable[str]) -> None:
-        """Install packages beside an interpreter; says so where pip cannot."""
+        """Install packages for an interpreter in a separate folder; print what pip could not."""
         plain = [name for name in packages if name not in WITHOUT_NEEDS]
         others = [name for name in packages if name in WITHOUT_NEEDS]
-        # From a folder one by one: it may have some of them only.
+        # One by one from a folder of wheels, which may have only some of them.
         groups = [[name] for name in plain] if self._wheels else [plain]
         for group in [*groups, *([name] for name in others)]:
             if group and not self._pip(to, group) and not self._wheels:
-                return  # no registry answers, and it takes long to find that out again
+                return  # no registry answers, and each further try takes long
 
     def _pip(self, to: Interpreter, packages: Sequence[str]) -> bool:
         command = [to.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         command += ["--no-input", "--retries", "0", "--timeout", "15", "--upgrade"]
-        command += ["--target", str(self.added)]
+        command += ["--target", str(to.added)]
         if self._wheels:
             command += ["--no-index", "--find-links", str(self._wheels.resolve())]
         if self._wheels or packages[0] in WITHOUT_NEEDS:
             command.append("--no-deps")
         oldest = {**REQUIRED, **FOR_TESTS, **OPTIONAL}
         command += [f"{name}>={oldest[name]}" for name in packages]
-        say(f"installing {', '.join(packages)} into {self.added.relative_to(ROOT)}")
+        say(f"installing {', '.join(packages)} into {to.added.relative_to(ROOT)}")
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             lines = done.stderr.strip().splitlines() or ["pip said nothing"]
@@ -203,13 +225,20 @@ class Machine:
         return done.returncode == 0
 
 
+def environment_with(added: Path | None) -> dict[str, str]:
+    """Make an environment in which a process can import Holdfast, `bench` and added packages."""
+    inherited = os.environ.get("PYTHONPATH", "")
+    folders = [str(ROOT / "src"), str(ROOT), str(added or ""), inherited]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+
+
 def say(text: str) -> None:
-    """Print a line at once."""
+    """Print a line and flush it."""
     print(f"gpu: {text}", flush=True)
 
 
 def cannot_run(found: Interpreter | None, python: str) -> str | None:
-    """Why nothing can run, and what to do about it; None: it can."""
+    """Explain why nothing can run, and what to do about it; None: it can."""
     if found is None:
         return (
             f"neither {python} nor the environment of the project has torch, and pip reached no "
@@ -222,23 +251,23 @@ def cannot_run(found: Interpreter | None, python: str) -> str | None:
     return (
         f"{found.python} lacks {', '.join(missing)}, and pip found none. On a machine with a "
         f"registry:\n  python3 -m pip download --no-deps --only-binary=:all: "
-        f"--python-version {sys.version_info.major}.{sys.version_info.minor} "
+        f"--python-version {found.version} "
         f"--platform manylinux_2_17_x86_64 --dest wheels {wanted}\n"
         "then bring that folder here: make gpu WHEELS=wheels"
     )
 
 
 def run_tests(found: Interpreter, environment: Mapping[str, str], timeout_s: float) -> str:
-    """Run the tests; how they ended."""
+    """Run the tests, and return how they ended."""
     missing = found.lacks(FOR_TESTS)
     if missing:
         return f"left out: {', '.join(missing)} missing"
     command = [found.python, "-m", "pytest", *TESTS, "-q", "-p", "no:cacheprovider"]
-    # The libraries of this machine are not those that ours are tested with, and may warn.
+    # Other versions of libraries than ours may warn, which must not fail the tests.
     command += ["-W", "default"]
     if not found.lacks({"pytest-xdist": OPTIONAL["pytest-xdist"]}):
         command += ["-n", str(min(4, os.cpu_count() or 1))]
-    # One thread, as in make test; and products that are the same also on several streams.
+    # One thread, as in `make test`; the cuBLAS setting makes products exact on any stream.
     fixed = {"OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     begun_s = perf_counter()
     status = _watched(command, {**environment, **fixed}, timeout_s, ends_by=signal.SIGINT)
@@ -249,7 +278,7 @@ def run_tests(found: Interpreter, environment: Mapping[str, str], timeout_s: flo
 def run_bench(
     found: Interpreter, environment: Mapping[str, str], options: Sequence[str], budget_s: float
 ) -> tuple[int, str]:
-    """Run the benchmark; its status and what it printed, also of a part of it."""
+    """Run the benchmark, and return its status and tables, even if it was cut off."""
     with tempfile.TemporaryDirectory(prefix="holdfast-gpu-") as name:
         figures, printed = Path(name) / "figures.json", Path(name) / "printed"
         module = [found.python, "-m", "bench.gpu"]
@@ -272,8 +301,10 @@ def _watched(
     out: int | None = None,
     ends_by: signal.Signals = signal.SIGTERM,
 ) -> int | None:
-    """The status of a command; None: the time was over, and it was ended with all that it had
-    started. `ends_by` is the signal that lets it clean up; pytest tells its failures on SIGINT."""
+    """Run a command, and return its status; None: time ran out, and its process group was ended.
+
+    `ends_by` is the signal that lets it clean up; on SIGINT pytest still prints its failures.
+    """
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=out, start_new_session=True
     )
@@ -301,16 +332,19 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--budget-s", type=float, default=500.0, help="seconds for all (%(default)g)"
     )
     parser.add_argument("--size-gb", nargs="+", help="of the states (10 40; without CUDA 0.2)")
-    parser.add_argument("--memory-gb", help="of the host, if it shows less than it can have")
+    parser.add_argument(
+        "--memory-gb",
+        help="host memory that may be used, in 1e9 bytes (what the system reports as available)",
+    )
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all; 0 when the tests passed and no case of the benchmark failed."""
+    """Run the tests and the benchmark; 0 when the tests passed and no case failed."""
     begun_s = perf_counter()
     options = _options(arguments)
     machine = Machine(options.python, options.venv, options.wheels)
-    found = machine.find()
+    found = machine.find(0.5 * options.budget_s)
     all_wanted = {**REQUIRED, **FOR_TESTS, **OPTIONAL}
     if found is not None and (missing := found.lacks(all_wanted)) and "torch" not in missing:
         machine.add(found, missing)
@@ -324,11 +358,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say("there is no CUDA here: the same code runs on CPU tensors, which measures no GPU")
     for name in found.lacks({**FOR_TESTS, **OPTIONAL}):
         say(f"{name} is missing, and with it {USE_OF[name]}")
-    tested = run_tests(found, machine.environment(), 0.6 * options.budget_s)
+    with_added = environment_with(found.added)
+    left_s = options.budget_s - (perf_counter() - begun_s)
+    tested = run_tests(found, with_added, max(_END_S, 0.6 * left_s))
     say(f"tests: {tested}")
     options.folder.mkdir(parents=True, exist_ok=True)
     left_s = max(_END_S, options.budget_s - (perf_counter() - begun_s) - _END_S)
-    status, tables = run_bench(found, machine.environment(), _bench_options(options, found), left_s)
+    status, tables = run_bench(found, with_added, _bench_options(options, found), left_s)
     print(f"\nFor docs/performance.md:\n\n{tables}\ngpu: tests {tested}")
     say(f"done after {perf_counter() - begun_s:.0f} s")
     return int(status != 0 or not tested.startswith("passed"))
@@ -342,7 +378,7 @@ def _bench_options(options: argparse.Namespace, found: Interpreter) -> list[str]
     given += ["--folder", str(options.folder)]
     if options.memory_gb:
         given += ["--memory-gb", options.memory_gb]
-    if not has_cuda:  # the steps take nearly all of the time there
+    if not has_cuda:  # on the CPU the steps take nearly all of the time
         given += ["--threads", "1", "--steps", "4", "--tokens", "8", "--no-settle"]
     return given
 
