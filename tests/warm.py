@@ -76,6 +76,7 @@ class _Server:
         self._asking, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._asking.settimeout(_DEADLINE_S)
         self._lock = threading.Lock()
+        self._owner = os.getpid()
         self._asking.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_REQUEST)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
@@ -97,6 +98,10 @@ class _Server:
         return int(answer)
 
     def _end(self) -> None:
+        if os.getpid() != self._owner:
+            return
+        # Forks of this process may have the socket, too, so closing it here would tell nobody.
+        self._asking.shutdown(socket.SHUT_RDWR)
         self._asking.close()
         self._process.wait(_DEADLINE_S)
 

@@ -68,6 +68,7 @@ def test_a_training_that_dies_again_and_again_gets_to_its_end(
     assert head(root) == 5
 
 
+@pytest.mark.full
 def test_it_gives_up_with_a_table_when_there_is_no_progress(
     holdfast: Command, tmp_path: Path
 ) -> None:

@@ -99,6 +99,7 @@ def test_json_goes_to_standard_output_alone(told: Told) -> None:
     assert json.loads(told.printed) == recorded
 
 
+@pytest.mark.full
 def test_a_flip_changes_one_bit_and_is_refused_by_name(told: Told, tmp_path: Path) -> None:
     """R15: explicitly named, the damaged one raises."""
     root = tmp_path / "root"

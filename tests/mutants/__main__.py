@@ -1,10 +1,14 @@
-"""Run mutants: `python -m tests.mutants [NAME...]`, from the root of the project."""
+"""Mutation testing: break Holdfast in one place at a time, and see which test fails.
+
+Run `python -m tests.mutants [NAME...]` from the root of the project.
+"""
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -17,7 +21,7 @@ from tests.mutants.tables import all_mutants, faults, key_of
 
 
 def main(words: Sequence[str]) -> int:
-    """The exit status: 0 where all was caught, and enough of it by `make test`."""
+    """Run the mutants; exit status 0 if all were caught, and enough of them by `make test`."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="run these, with * as in a shell")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time")
@@ -44,8 +48,7 @@ def main(words: Sequence[str]) -> int:
             if mutant.name in given.again
             or _is_due(results.of(mutant), given.stages, survivors=given.survivors)
         ]
-        if not _run(due, given.stages, max(1, min(given.jobs, len(due))), results):
-            return 2
+        _run(due, given.stages, max(1, min(given.jobs, len(due))), results)
     print(table(mutants, results))
     return 0 if is_good(mutants, results) else 1
 
@@ -64,13 +67,12 @@ def _is_due(result: Result | None, stages: Stages, *, survivors: bool) -> bool:
     return stages == "all" and not result.is_final
 
 
-def _run(mutants: Sequence[Mutant], stages: Stages, jobs: int, results: Results) -> bool:
-    """Run mutants, several at a time. False where tests fail without any."""
+def _run(mutants: Sequence[Mutant], stages: Stages, jobs: int, results: Results) -> None:
+    """Run mutants, several at a time, and print each result."""
     if not mutants:
-        return True
+        return
     with trees(jobs) as made:
-        if not _passes_without(made[0], mutants, results):
-            return False
+        mutants = _with_sound_tests(made[0], mutants, results)
         idle: SimpleQueue[Tree] = SimpleQueue()
         for tree in made:
             idle.put(tree)
@@ -94,27 +96,29 @@ def _run(mutants: Sequence[Mutant], stages: Stages, jobs: int, results: Results)
                 for tree in made:
                     tree.stop()
                 raise
-    return True
 
 
-def _passes_without(tree: Tree, mutants: Sequence[Mutant], results: Results) -> bool:
-    """Whether the tests near to these mutants pass as the source is."""
+def _with_sound_tests(tree: Tree, mutants: Sequence[Mutant], results: Results) -> Sequence[Mutant]:
+    """Return the mutants whose near tests pass in the unchanged source; count the others."""
     near = results.not_known_sound(sorted({path for mutant in mutants for path in mutant.near}))
     if not near:
-        return True
+        return mutants
     print(f"{len(near)} files of tests without a mutant", flush=True)
     run = tree.run(near, marks=TIERS["test"], timeout_s=WHOLE_TIMEOUT_S, stops=False)
+    failing = {test.split("::")[0] for test in run.failed} if run.is_complete else {*near}
+    results.note_sound(path for path in near if path.split("::")[0] not in failing)
+    sound = [m for m in mutants if failing.isdisjoint(path.split("::")[0] for path in m.near)]
     if not run.has_passed:
-        failed = "\n".join((*run.failed, run.output))
-        print(f"these fail without a mutant, and would catch nothing:\n{failed}")
-        return False
-    results.note_sound(near)
-    return True
+        told = "\n".join((*run.failed, run.output))
+        print(f"{len(mutants) - len(sound)} mutants wait, for these fail without any:\n{told}")
+    return sound
 
 
 def judged(tree: Tree, mutant: Mutant, stages: Stages) -> Result:
-    """Ask the near tests of `make test`, all of it, the near tests of `make test-full`, and all of
-    that, up to the first that fails, and does not without the mutant."""
+    """Run the tests on a mutant, tier by tier, until one fails that passes without it.
+
+    In each tier the near tests come first, then all of them, unless `stages` is `near`.
+    """
     spent_s, key = 0.0, key_of(mutant, tree.root)
 
     def result(verdict: Verdict, *, tier: str = "", test: str = "") -> Result:
@@ -139,7 +143,7 @@ def judged(tree: Tree, mutant: Mutant, stages: Stages) -> Result:
             if not run.failed:
                 return result("error", test=f"does not import: {run.output[-400:]!r}")
             test = run.failed[0]
-            # `_passes_without` has asked the near ones of the first tier.
+            # `_with_sound_tests` has already run the near tests of the first tier.
             is_sound = tier == "test" and bool(tests)
             if is_sound or tree.run([test], marks=BOTH, timeout_s=NEAR_TIMEOUT_S).has_passed:
                 return result("caught", tier=tier, test=test)
@@ -148,4 +152,5 @@ def judged(tree: Tree, mutant: Mutant, stages: Stages) -> Result:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what runs is killed, too
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Mutants of `engine/`: saves, loads, claims and uploads that leave a step of the protocol out."""
+"""Mutants of `engine/`: saves, loads, claims and uploads that omit a step of the protocol."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CLAIM = "tests/engine/claims/test_claim.py"
 LEASES = "tests/engine/claims/test_leases.py"
 OVERLAP = "tests/engine/staging/test_overlap.py"
 UPLOAD = "tests/engine/tiers/test_upload.py"
-MODEL = "tests/protocol/test_real_code.py"
+MANAGER = "tests/test_manager.py"
 SEALING = "tests/engine/sealed/test_sealing.py"
 STREAMING = "tests/engine/loading/test_streaming.py"
 DAMAGE = "tests/crash/test_damage.py"
@@ -21,7 +21,7 @@ ROOTS = (
         file="engine/roots/commit.py",
         before="    check_fence(store, epoch, committed=False)\n    attempt.put_sent",
         after="    attempt.put_sent",
-        near=(COMMIT, CLAIM),
+        near=(COMMIT,),
     ),
     Mutant(
         name="fence-not-read-after-the-commit",
@@ -29,7 +29,7 @@ ROOTS = (
         file="engine/roots/commit.py",
         before="        check_fence(store, epoch, committed=True)\n    except StoreError as error:",
         after="        store.head(attempt.manifest_key)\n    except StoreError as error:",
-        near=(COMMIT, CLAIM, MODEL),
+        near=(COMMIT,),
     ),
     Mutant(
         name="fence-of-the-own-epoch",
@@ -37,7 +37,7 @@ ROOTS = (
         file="engine/roots/commit.py",
         before="    key = layout.writer_key(epoch + 1)\n    refresh_folder",
         after="    key = layout.writer_key(epoch + 2)\n    refresh_folder",
-        near=(COMMIT, CLAIM),
+        near=(CLAIM, MANAGER),
     ),
     Mutant(
         name="commit-of-another-taken-for-ours",
@@ -70,7 +70,7 @@ ROOTS = (
             "    marks, register = catalog.marks(folder), catalog.read(folder)\n"
             "    if isinstance(register, Manifest):\n"
         ),
-        near=(COMMIT, CLAIM, MODEL),
+        near=("tests/care/test_prune.py", "tests/care/test_retention.py"),
     ),
     Mutant(
         name="pin-not-looked-for-before-a-deletion",
@@ -78,7 +78,7 @@ ROOTS = (
         file="engine/roots/commit.py",
         before="        if is_held(register, marks) or is_read():\n",
         after="        if is_read():\n",
-        near=(COMMIT, CLAIM, MODEL),
+        near=(COMMIT,),
     ),
     Mutant(
         name="lease-not-looked-for-after-the-mark",
@@ -86,7 +86,7 @@ ROOTS = (
         file="engine/roots/commit.py",
         before="        if is_held(register, marks) or is_read():\n",
         after="        if is_held(register, marks):\n",
-        near=(COMMIT, LEASES, MODEL),
+        near=(LEASES, "tests/care/test_leased_retention.py"),
     ),
     Mutant(
         name="files-removed-before-the-tombstone",
@@ -97,7 +97,7 @@ ROOTS = (
             "remove_files(store, folder, whole=False)\n        "
             "_bury(store, folder, Deleted(save_id=register.save_id, by=by, reason=reason))\n"
         ),
-        near=(COMMIT, LEASES, "tests/care/test_retention.py", "tests/crash/test_readers.py"),
+        near=(COMMIT,),
     ),
     Mutant(
         name="claims-by-list-alone",
@@ -105,7 +105,7 @@ ROOTS = (
         file="engine/roots/catalog.py",
         before="        while self._has_claim(following):\n",
         after="        while not epochs and self._has_claim(following):\n",
-        near=("tests/engine/roots/test_catalog.py", CLAIM),
+        near=("tests/engine/roots/test_catalog.py",),
     ),
     Mutant(
         name="manifest-of-another-folder",
@@ -113,7 +113,7 @@ ROOTS = (
         file="engine/roots/catalog.py",
         before="            _check_place(register, folder)\n        return register\n",
         after="            pass\n        return register\n",
-        near=("tests/engine/roots/test_catalog.py", DAMAGE),
+        near=("tests/engine/roots/test_catalog.py",),
     ),
     Mutant(
         name="older-state-goes-unnoticed",
@@ -132,7 +132,7 @@ CLAIMS = (
         file="engine/claims/claim.py",
         before="        put_once(store, layout.writer_key(epoch), encode_writer(record))\n",
         after="        store.put(layout.writer_key(epoch), encode_writer(record))\n",
-        near=(CLAIM, MODEL),
+        near=(CLAIM,),
     ),
     Mutant(
         name="claim-without-second-look",
@@ -140,7 +140,7 @@ CLAIMS = (
         file="engine/claims/claim.py",
         before="    return newest == (point.folder if point is not None else None)\n",
         after="    return True\n",
-        near=(CLAIM, MODEL),
+        near=(CLAIM,),
     ),
     Mutant(
         name="live-owner-not-asked",
@@ -148,7 +148,7 @@ CLAIMS = (
         file="engine/claims/claim.py",
         before='        return state == "alive"\n',
         after='        return state == "zombie"\n',
-        near=(CLAIM, "tests/engine/claims/test_owner.py"),
+        near=("tests/crash/test_owners.py",),
     ),
     Mutant(
         name="deletion-under-way-not-seen-by-a-claim",
@@ -156,7 +156,7 @@ CLAIMS = (
         file="engine/claims/claim.py",
         before="    if is_being_deleted(store, marks):\n        return False\n",
         after="",
-        near=(CLAIM, MODEL),
+        near=(CLAIM,),
     ),
     Mutant(
         name="pid-without-its-start-time",
@@ -164,7 +164,7 @@ CLAIMS = (
         file="engine/claims/process.py",
         before='    return "alive" if start == process.start else "dead"\n',
         after='    return "alive" if start else "dead"\n',
-        near=(CLAIM, "tests/engine/claims/test_owner.py", LEASES),
+        near=(CLAIM,),
     ),
     Mutant(
         name="lease-without-look-at-marks",
@@ -172,7 +172,7 @@ CLAIMS = (
         file="engine/claims/leases.py",
         before="            _expect_standing(store, folder)\n            lease.keep_up()\n",
         after="            lease.keep_up()\n",
-        near=(LEASES, MODEL),
+        near=(LEASES,),
     ),
     Mutant(
         name="lease-from-elsewhere-binds-once",
@@ -207,7 +207,7 @@ SAVING = (
         file="engine/saving/save.py",
         before="        if there != entry.stored_nbytes:\n",
         after="        if there is None:\n",
-        near=("tests/test_manager.py", "tests/crash/test_os_errors.py"),
+        near=(COMMIT,),
     ),
     Mutant(
         name="index-not-in-the-manifest",
@@ -215,7 +215,7 @@ SAVING = (
         file="engine/saving/save.py",
         before="    digest = blocks.file_digest(len(index), blocks.digest_blocks(index))\n",
         after='    digest = blocks.file_digest(len(index), b"")\n',
-        near=("tests/engine/loading/test_load.py", "tests/test_manager.py"),
+        near=("tests/engine/loading/test_load.py", MANAGER),
     ),
     Mutant(
         name="root-that-is-gone-made-anew",
@@ -223,7 +223,7 @@ SAVING = (
         file="engine/saving/save.py",
         before="    expect_claim(store, request.claim)\n",
         after="",
-        near=("tests/test_manager.py", "tests/crash/test_owners.py"),
+        near=(MANAGER,),
     ),
     Mutant(
         name="failure-of-a-background-save-swallowed",
@@ -231,7 +231,7 @@ SAVING = (
         file="engine/saving/saver.py",
         before="            pending.delivered = True\n            raise failure\n",
         after="            pending.delivered = True\n",
-        near=("tests/test_manager.py", "tests/crash/test_os_errors.py"),
+        near=(MANAGER, "tests/crash/test_os_errors.py"),
     ),
     Mutant(
         name="same-step-taken-for-same-state",
@@ -239,7 +239,7 @@ SAVING = (
         file="engine/saving/saver.py",
         before="entry(entry.name) if roots == recorded else None",
         after="entry(entry.name) if roots.keys() == recorded.keys() else None",
-        near=("tests/test_manager.py", "tests/test_links.py"),
+        near=(MANAGER, "tests/test_links.py"),
     ),
     Mutant(
         name="damaged-file-is-shared",
@@ -304,7 +304,7 @@ STAGING = (
         file="engine/staging/known.py",
         before="            self.digests[number] = None\n\n    def doubt",
         after="            self.digests[number] = self.digests[number]\n\n    def doubt",
-        near=("tests/engine/staging/test_copying.py", "tests/test_manager.py"),
+        near=("tests/engine/staging/test_copying.py", MANAGER),
     ),
     Mutant(
         name="views-of-conjugates-copied-as-they-lie",

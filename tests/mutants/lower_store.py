@@ -1,4 +1,4 @@
-"""Mutants of `store/`: bytes that are not durable, not whole, or not put by one writer only."""
+"""Mutants of `store/`: writes that are not durable, not complete, or not by one writer only."""
 
 from __future__ import annotations
 

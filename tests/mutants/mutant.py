@@ -1,4 +1,4 @@
-"""A seeded fault of our own code: the record that the tables in this folder are made of."""
+"""The record of a mutant, which is a fault seeded in our own code; the tables consist of these."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
-    """One small change of the source that breaks a promise, and where tests should notice it."""
+    """A small change of the source that breaks a promise, with the tests that should catch it."""
 
     name: str
     """Unique; words with hyphens between them: `manifest-without-fsync`."""
@@ -18,6 +18,6 @@ class Mutant:
     before: str
     """Text that occurs exactly once in the file."""
     after: str
-    """What replaces it."""
+    """The text that replaces it."""
     near: tuple[str, ...]
     """Paths of tests, relative to the project, that are run first; the whole tier follows."""

@@ -1,7 +1,7 @@
-"""Pytest plugin of the runs on mutants: notes which test began and which failed.
+"""Pytest plugin that records which tests began and which failed, for runs on mutants.
 
-It reads two variables of the environment: `MUTANT_SOURCE`, the folder from which `holdfast` has to
-be imported, and `MUTANT_NOTES`, the file for the notes.
+It reads two environment variables: `MUTANT_SOURCE`, the folder from which `holdfast` has to be
+imported, and `MUTANT_NOTES`, the file of the records.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 WRONG_SOURCE = 90
-"""The exit status when another `holdfast` would be tested."""
+"""Exit status if the tests would import another copy of `holdfast`."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """End at once where the mutated source would not be the one that is imported."""
+    """Stop pytest at once if it would not import `holdfast` from the mutated source."""
     spec = importlib.util.find_spec("holdfast")
     found = Path(spec.origin if spec is not None and spec.origin else "/").resolve()
     if Path(os.environ["MUTANT_SOURCE"]).resolve() not in found.parents:
@@ -26,12 +26,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """Note that a test begins: where the process ends in it, nothing else tells its name."""
+    """Record that a test begins, because a process that dies in it reports nothing."""
     _note("began", nodeid)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Note that a test failed."""
+    """Record that a test failed."""
     if report.failed:
         _note("failed", report.nodeid)
 

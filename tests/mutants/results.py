@@ -1,4 +1,4 @@
-"""Results of mutants: lines of JSON in a file that grows, and the table made of them."""
+"""Results of mutants, kept as lines of JSON in an append-only file, and a table of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Result:
     """See `key_of`."""
     verdict: Verdict
     stages: Stages
-    """Which tests were asked: all, or those near to the mutant."""
+    """Which tests were run: all, or only those near to the mutant."""
     seconds: float
     tier: str = ""
     """The tier that caught it."""
@@ -38,7 +38,7 @@ class Result:
 
     @property
     def is_final(self) -> bool:
-        """Whether running all tests would say nothing new."""
+        """Whether running all tests could not change the result."""
         return self.tier == "test" or (self.stages == "all" and self.verdict != "error")
 
     def __str__(self) -> str:
@@ -50,12 +50,12 @@ class Result:
 
 
 def target(tier: str) -> str:
-    """The target of the Makefile that runs a tier."""
+    """Name the Makefile target that runs a tier."""
     return "test" if tier == "test" else "test-full"
 
 
 class Results:
-    """The file of results."""
+    """The file of results, to which each new one is appended."""
 
     def __init__(self, path: Path = FILE) -> None:
         self._path = path
@@ -70,20 +70,20 @@ class Results:
                 self._found[result.name, result.key] = result
 
     def of(self, mutant: Mutant) -> Result | None:
-        """The newest result of a mutant in the source as it is now."""
+        """Return the newest result of a mutant, if the file that it changes is still the same."""
         return self._found.get((mutant.name, key_of(mutant)))
 
     def add(self, result: Result) -> None:
-        """Keep a result."""
+        """Store a result."""
         self._found[result.name, result.key] = result
         self._append(asdict(result))
 
     def not_known_sound(self, paths: Iterable[str]) -> list[str]:
-        """Of these tests, those that were not seen to pass without a mutant, as all is now."""
+        """Return the tests not yet known to pass without a mutant, in the source as it is now."""
         return [path for path in paths if (path, _key_of_test(path)) not in self._sound]
 
     def note_sound(self, paths: Iterable[str]) -> None:
-        """Keep that these tests pass without a mutant."""
+        """Store that these tests pass without a mutant."""
         for path in paths:
             self._append({"sound": path, "key": _key_of_test(path)})
 
@@ -94,7 +94,7 @@ class Results:
 
 
 def _key_of_test(path: str) -> str:
-    """A digest of the whole source and of a file of tests."""
+    """Digest the whole source and one test file."""
     digest = hashlib.sha256()
     for file in (*sorted((PROJECT / SOURCE).rglob("*.py")), PROJECT / path.split("::")[0]):
         digest.update(file.read_bytes() if file.is_file() else b"")
@@ -102,7 +102,7 @@ def _key_of_test(path: str) -> str:
 
 
 def table(mutants: Sequence[Mutant], results: Results) -> str:
-    """The results as Markdown, with counts."""
+    """Format the results as a Markdown table, with counts below it."""
     lines = ["| mutant | promise | caught by | s | test |", "|---|---|---|---|---|"]
     counts = dict.fromkeys(("make test", "make test-full", "survived", "error", "not run"), 0)
     for mutant in mutants:
@@ -120,7 +120,7 @@ def table(mutants: Sequence[Mutant], results: Results) -> str:
 
 
 def is_good(mutants: Sequence[Mutant], results: Results) -> bool:
-    """Whether all were caught, and enough of them by `make test`."""
+    """Whether all mutants were caught, and enough of them by `make test` (see `GOAL`)."""
     found = [results.of(mutant) for mutant in mutants]
     caught = [result for result in found if result is not None and result.verdict == "caught"]
     quick = [result for result in caught if result.tier == "test"]

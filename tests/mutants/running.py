@@ -1,4 +1,4 @@
-"""A copy of the project in which one mutant at a time is tested."""
+"""Copies of the project, in each of which one mutant at a time is tested."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ TIERS = {
     "test": "not full and not long and not stores",
     "full": "full and not long and not stores",
 }
-"""What each tier adds, as pytest's markers; the names are those of the Makefile's targets."""
+"""Tier → the marker expression that selects the tests which it adds to the tier before."""
 BOTH = "not long and not stores"
 TEST_TIMEOUT_S = 60
-"""The most for one test that names no time of its own."""
+"""Time limit of each test that sets none itself."""
 NEAR_TIMEOUT_S = 900
 WHOLE_TIMEOUT_S = 7200
-_PASSED, _NOTHING_TO_RUN = 0, 5
+_PASSED, _FAILED, _NOTHING_TO_RUN = 0, 1, 5
 _LINKED = (".servers",)
-"""Ignored by git and needed by the tests: made once, and shared."""
+"""Folders that git ignores and the tests need; the copies share them by symbolic links."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +42,18 @@ class Run:
     failed: tuple[str, ...]
     """Ids of the tests that failed, or in which the process ended or hung."""
     has_passed: bool
+    is_complete: bool
+    """Whether pytest ran to its end."""
     seconds: float
     output: str
-    """The end of what was printed."""
+    """The last part of what was printed."""
 
 
 class Tree:
     """A copy of the project with its own folder for temporary files."""
 
     def __init__(self, folder: Path, origin: Path = PROJECT) -> None:
-        """Copy what git tracks, and what it does not and does not ignore either."""
+        """Copy every file that git does not ignore, tracked or not."""
         self.root = folder / "tree"
         self._temporary = folder / "tmp"
         self._running: subprocess.Popen[bytes] | None = None
@@ -62,7 +64,7 @@ class Tree:
 
     @contextmanager
     def changed(self, mutant: Mutant) -> Iterator[None]:
-        """Have the mutant in the source while the block lasts."""
+        """Apply the mutant to the copy's source while the block runs."""
         path = self.root / SOURCE / mutant.file
         source = path.read_text("utf-8")
         try:
@@ -72,10 +74,11 @@ class Tree:
             _write(path, source)
 
     def run(self, tests: Sequence[str], *, marks: str, timeout_s: float, stops: bool = True) -> Run:
-        """Run these tests, or all where none are given; with `stops` up to the first failure."""
+        """Run these tests, or all if none are given; with `stops`, up to the first failure."""
         shutil.rmtree(self._temporary, ignore_errors=True)
         shutil.rmtree(self.root / ".hypothesis", ignore_errors=True)
         self._temporary.mkdir()
+        os.chmod(self._temporary, 0o1777)  # the permissions of /tmp
         notes, log = self._temporary / "notes", self._temporary / "log"
         command = [
             *(sys.executable, "-m", "pytest", "-q", "-m", marks),
@@ -114,10 +117,16 @@ class Tree:
             raise RuntimeError(text)
         has_passed = status in (_PASSED, _NOTHING_TO_RUN)
         failed = () if has_passed else _failed(notes)
-        return Run(failed=failed, has_passed=has_passed, seconds=seconds, output=text)
+        return Run(
+            failed=failed,
+            has_passed=has_passed,
+            is_complete=has_passed or status == _FAILED,
+            seconds=seconds,
+            output=text,
+        )
 
     def stop(self) -> None:
-        """Kill what runs, with every process of its session."""
+        """Kill the running pytest, with every process of its session."""
         process, self._running = self._running, None
         if process is not None:
             _kill_session(process.pid)
@@ -126,9 +135,9 @@ class Tree:
 
 @contextmanager
 def trees(number: int) -> Iterator[list[Tree]]:
-    """So many copies of the project, all of the same moment."""
+    """Make a number of identical copies of the project, removed when the block ends."""
     with tempfile.TemporaryDirectory(prefix="hm-", ignore_cleanup_errors=True) as folder:
-        os.chmod(folder, 0o755)  # some tests are other users
+        os.chmod(folder, 0o755)  # some tests run as other users
         first = Tree(Path(folder, "0"))
         made = [first, *(Tree(Path(folder, str(n)), first.root) for n in range(1, number))]
         try:
@@ -156,12 +165,12 @@ def _copy(origin: Path, target: Path) -> None:
 
 def _write(path: Path, source: str) -> None:
     path.write_text(source, "utf-8")
-    # It tells sources apart by length and whole seconds.
+    # Python takes bytecode for current if the source's length and whole second are the same.
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
 def _failed(notes: Path) -> tuple[str, ...]:
-    """The tests that failed; else the one in which the process ended, if any had begun."""
+    """Return the tests that failed; if none did, the one in which the process ended, if any."""
     with suppress(FileNotFoundError):
         lines = [json.loads(line) for line in notes.read_text("utf-8").splitlines()]
         failed = tuple(dict.fromkeys(nodeid for what, nodeid in lines if what == "failed"))
@@ -170,7 +179,7 @@ def _failed(notes: Path) -> tuple[str, ...]:
 
 
 def _kill_session(leader: int) -> None:
-    # By session and not by parent: an orphan has another parent, and keeps its session.
+    # By session and not by parent: an orphan gets another parent, but keeps its session.
     for entry in Path("/proc").iterdir():
         with suppress(ValueError, ProcessLookupError, PermissionError):
             if os.getsid(int(entry.name)) == leader:

@@ -1,4 +1,4 @@
-"""The mutants of all tables in this folder, and the faults of a table."""
+"""Functions that collect the mutants of this folder, apply them, and check the tables."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ NOT_MUTATED = frozenset({"demo"})
 
 
 def all_mutants() -> tuple[Mutant, ...]:
-    """Every `MUTANTS` of the modules beside this one."""
+    """Collect the mutants of every table, which is a tuple `MUTANTS` of a module in this folder."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("*.py"))
     modules = [importlib.import_module(f"tests.mutants.{name}") for name in names if name[0] != "_"]
     return tuple(mutant for module in modules for mutant in getattr(module, "MUTANTS", ()))
 
 
 def key_of(mutant: Mutant, root: Path = PROJECT) -> str:
-    """A digest of the change and of the file that it changes: results are kept under it."""
+    """Digest a mutant and the file that it changes; its result is stored under this key."""
     source = (root / SOURCE / mutant.file).read_text("utf-8")
     parts = (mutant.file, mutant.before, mutant.after, source)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def mutated(mutant: Mutant, source: str) -> str:
-    """The source with the change.
+    """Return the source with the mutant's change.
 
     Raises:
-        ValueError: the place is not there exactly once, or nothing changes.
+        ValueError: `before` does not occur exactly once, or nothing changes.
     """
     if source.count(mutant.before) != 1:
         raise ValueError(f"`before` is {source.count(mutant.before)} times in {mutant.file}")
@@ -45,7 +45,7 @@ def mutated(mutant: Mutant, source: str) -> str:
 
 
 def faults(mutants: tuple[Mutant, ...]) -> Iterator[str]:
-    """Every reason why these mutants cannot be run, or would say nothing."""
+    """Find the errors of the tables: mutants that cannot be run, or would prove nothing."""
     tags = {match[1] for match in ROW.finditer(README.read_text("utf-8"))}
     names: set[str] = set()
     for mutant in mutants:
@@ -70,7 +70,7 @@ def faults(mutants: tuple[Mutant, ...]) -> Iterator[str]:
 
 
 def untouched_folders(mutants: tuple[Mutant, ...]) -> list[str]:
-    """Folders of the source in which these mutants change nothing."""
+    """List the source folders in which none of these mutants changes anything."""
     folders = {
         path.parent.relative_to(PROJECT / SOURCE).as_posix()
         for path in (PROJECT / SOURCE).rglob("*.py")

@@ -1,4 +1,4 @@
-"""The mutants of `make mutants` can be run: each changes one place of the source as it is now."""
+"""Tests that each mutant of `make mutants` still fits the source, and changes one place of it."""
 
 from __future__ import annotations
 

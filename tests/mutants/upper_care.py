@@ -1,4 +1,4 @@
-"""Mutants of verify, mend, retention, gc, mirror, preflight, rekey and supervise in care/."""
+"""Mutants of `care/`: verify, mend, retention, gc, mirror, preflight, rekey and supervise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of what users touch: data, cli, keys, the manager, weights, events and testing."""
+"""Mutants of the user interface: data, cli, keys, the manager, weights, events and testing."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ MUTANTS: tuple[Mutant, ...] = (
         file="weights.py",
         before="with located(source, which=which, encrypt=encrypt) as (store, kept):",
         after="with located(source, which=None, encrypt=encrypt) as (store, kept):",
-        near=("tests/engine/loading/test_load.py", "tests/engine/loading/test_load_options.py"),
+        near=("tests/engine/loading/test_load_options.py",),
     ),
     Mutant(
         name="weights-are-never-loaded-strictly",
@@ -201,7 +201,7 @@ MUTANTS: tuple[Mutant, ...] = (
         file="weights.py",
         before="        strict=strict,\n",
         after="        strict=False,\n",
-        near=("tests/engine/loading/test_load.py", "tests/engine/loading/test_load_options.py"),
+        near=("tests/engine/loading/test_load_options.py",),
     ),
     Mutant(
         name="failing-sink-stops-a-save",
@@ -209,7 +209,7 @@ MUTANTS: tuple[Mutant, ...] = (
         file="events.py",
         before="            except Exception:\n",
         after="            except OSError:\n",
-        near=("tests/test_manager.py",),
+        near=("tests/test_events.py",),
     ),
     Mutant(
         name="equivalence-check-misses-new-leaves",

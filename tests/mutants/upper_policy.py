@@ -1,4 +1,4 @@
-"""Mutants of the retention rules, save triggers, clocks and counters in policy/."""
+"""Mutants of `policy/`: retention rules, save triggers, clocks and counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of capture and load of modules, optimizers, generators and trees in state/."""
+"""Mutants of `state/`: saving and loading of modules, optimizers, generators and trees."""
 
 from __future__ import annotations
 

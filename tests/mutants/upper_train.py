@@ -1,4 +1,4 @@
-"""Mutants of the Trainer: its loop, components, counters, validations, callbacks and retries."""
+"""Mutants of `train/`: the Trainer's loop, state, counters, validations, callbacks and retries."""
 
 from __future__ import annotations
 

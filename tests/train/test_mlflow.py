@@ -56,6 +56,7 @@ def runs(root: Path) -> list[Any]:
     return list(found.search_runs([experiment.experiment_id]))
 
 
+@pytest.mark.full
 def test_a_resumed_run_goes_on_and_has_each_step_once(tmp_path: Path) -> None:
     """K45, D55: also what is logged within a step, and what was logged beyond the checkpoint."""
     with pytest.raises(HookFailed):

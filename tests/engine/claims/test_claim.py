@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import warm
@@ -16,8 +17,10 @@ from holdfast import errors
 from holdfast.engine.claims import process as process_module
 from holdfast.engine.claims.claim import (
     Choice,
+    Claim,
     check_owner,
     claim_run,
+    is_still_right,
     nothing_in_flight,
     put_closed,
 )
@@ -26,7 +29,15 @@ from holdfast.engine.claims.process import liveness, this_process
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.events import Emitter
 from holdfast.format import layout
-from holdfast.format.records import Alive, Process, Writer, encode_alive, encode_writer
+from holdfast.format.records import (
+    Alive,
+    Process,
+    Retired,
+    Writer,
+    encode_alive,
+    encode_retired,
+    encode_writer,
+)
 from holdfast.policy.retention import Last
 from holdfast.store.base import Store, make_folder
 from holdfast.store.local import LocalStore
@@ -93,6 +104,22 @@ def test_what_was_committed_before_the_claim_is_not_left_behind(tmp_path: Path) 
     assert claim.resumed_from is not None
     assert claim.resumed_from.order == (1, 2)
     owner.close()
+
+
+@pytest.mark.parametrize("is_rollback", [True, False])
+def test_a_choice_that_is_being_deleted_does_not_stand(tmp_path: Path, is_rollback: bool) -> None:
+    """Rule 4: the claimer puts its claim, and then reads the marks."""
+    run = new_run()
+    with run.manager(tmp_path, preflight=False) as manager:
+        manager.save(1).wait()
+    catalog = Catalog(manager.store)
+    choice = Choice(point=catalog.resolve().reference, is_rollback=is_rollback)
+    assert choice.point is not None
+    claim = Claim(epoch=2, nonce="", resumed_from=choice.point)
+    assert is_still_right(catalog, claim, choice)
+    mark = encode_retired(Retired(by="writer 9", reason="test"))
+    manager.store.put(f"{choice.point.folder}/{layout.retired_name(9)}", mark)
+    assert not is_still_right(catalog, claim, choice)
 
 
 def test_a_claim_that_comes_to_nothing_keeps_nobody_away(tmp_path: Path) -> None:
@@ -235,6 +262,13 @@ from holdfast.engine.claims.process import this_process
 p = this_process()
 print({name: getattr(p, name) for name in p.__struct_fields__})
 """
+
+
+def test_a_pid_that_another_process_has_got_by_now_proves_no_life() -> None:
+    """R1: pids are given again; a process is known by the time of its start, too."""
+    ours = this_process()
+    assert liveness(ours) == "ours"
+    assert liveness(msgspec.structs.replace(ours, start="1")) == "dead"
 
 
 def test_what_cannot_be_read_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,16 @@ def test_an_unclear_file_is_a_plain_failure(tmp_path: Path) -> None:
     assert Catalog(store).attempts() == ()
 
 
+@pytest.mark.parametrize("name", [layout.INDEX, layout.tree_file("tree")])
+def test_a_file_that_is_shorter_than_what_was_sent_is_not_committed(name: str) -> None:
+    """Invariant 2: the store said that all was well."""
+    store = MemoryStore()
+    cause = save_with(store, kind="truncate", op="put", key=f"*/{name}")
+    assert isinstance(cause, errors.StoreError)
+    assert "bytes were written and the store now has" in str(cause)
+    assert Catalog(store).attempts() == ()
+
+
 def test_a_taken_key_is_a_conflict_that_names_the_taker() -> None:
     """R10, invariant 1: gc was faster."""
     store = MemoryStore()
