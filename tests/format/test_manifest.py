@@ -184,6 +184,7 @@ WRONG: list[tuple[tuple[str, ...], Any]] = [
     (("save_id",), ...),
     (("label",), "../x"),
     (("label",), ".x"),
+    (("label",), "a/../../x"),
     (("label",), ""),
     (("label",), "x" * 201),
     (("label",), 7),

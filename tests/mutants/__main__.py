@@ -94,7 +94,7 @@ def _run(mutants: Sequence[Mutant], stages: Stages, jobs: int, results: Results)
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
                 for tree in made:
-                    tree.stop()
+                    tree.end()
                 raise
 
 
@@ -140,9 +140,15 @@ def judged(tree: Tree, mutant: Mutant, stages: Stages) -> Result:
             spent_s += run.seconds
             if run.has_passed:
                 continue
+            if run.is_cut_off:
+                return result("error", test=f"not done after {timeout_s:.0f} s")
             if not run.failed:
                 return result("error", test=f"does not import: {run.output[-400:]!r}")
-            test = run.failed[0]
+            (test, *_) = run.failed
+            with tree.changed(mutant):
+                again = tree.run([test], marks=BOTH, timeout_s=NEAR_TIMEOUT_S)
+            if again.has_passed:
+                return result("error", test=f"{test} failed once, and passed when it ran alone")
             # `_with_sound_tests` has already run the near tests of the first tier.
             is_sound = tier == "test" and bool(tests)
             if is_sound or tree.run([test], marks=BOTH, timeout_s=NEAR_TIMEOUT_S).has_passed:

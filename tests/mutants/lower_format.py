@@ -102,7 +102,7 @@ MUTANTS: tuple[Mutant, ...] = (
         file="format/layout.py",
         before="if len(label) > MAX_LABEL_BYTES or not _LABEL.fullmatch(label):",
         after="if len(label) > MAX_LABEL_BYTES or not _LABEL.match(label):",
-        near=("tests/format/test_manifest.py", "tests/format/test_index.py"),
+        near=("tests/format/test_manifest.py",),
     ),
     Mutant(
         name="attempts-sorted-by-label",

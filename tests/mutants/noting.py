@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import Phase, settings
 
 WRONG_SOURCE = 90
 """Exit status if the tests would import another copy of `holdfast`."""
@@ -23,6 +24,9 @@ def pytest_configure(config: pytest.Config) -> None:
     found = Path(spec.origin if spec is not None and spec.origin else "/").resolve()
     if Path(os.environ["MUTANT_SOURCE"]).resolve() not in found.parents:
         pytest.exit(f"holdfast would come from {found}", returncode=WRONG_SOURCE)
+    # Without a search for the smallest example, which takes a minute.
+    settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate])
+    settings.load_profile("mutants")
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +36,8 @@ class Result:
     """The tier that caught it."""
     test: str = ""
     """The id of the test that caught it; of an error, the reason."""
+    tests_key: str = ""
+    """Digest of the file with that test; if none caught it, of all tests."""
 
     @property
     def is_final(self) -> bool:
@@ -70,11 +73,13 @@ class Results:
                 self._found[result.name, result.key] = result
 
     def of(self, mutant: Mutant) -> Result | None:
-        """Return the newest result of a mutant, if the file that it changes is still the same."""
-        return self._found.get((mutant.name, key_of(mutant)))
+        """Return the newest result of a mutant, if what it changes and ran is still the same."""
+        found = self._found.get((mutant.name, key_of(mutant)))
+        return found if found is not None and found.tests_key == _tests_key(found) else None
 
     def add(self, result: Result) -> None:
         """Store a result."""
+        result = replace(result, tests_key=_tests_key(result))
         self._found[result.name, result.key] = result
         self._append(asdict(result))
 
@@ -95,8 +100,23 @@ class Results:
 
 def _key_of_test(path: str) -> str:
     """Digest the whole source and one test file."""
+    return _digest([*sorted((PROJECT / SOURCE).rglob("*.py")), PROJECT / path.split("::")[0]])
+
+
+@functools.cache
+def _key_of_all_tests() -> str:
+    return _digest(sorted((PROJECT / "tests").rglob("*.py")))
+
+
+def _tests_key(result: Result) -> str:
+    if result.verdict != "caught":
+        return _key_of_all_tests()
+    return _digest([PROJECT / result.test.split("::")[0]])
+
+
+def _digest(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    for file in (*sorted((PROJECT / SOURCE).rglob("*.py")), PROJECT / path.split("::")[0]):
+    for file in files:
         digest.update(file.read_bytes() if file.is_file() else b"")
     return digest.hexdigest()[:16]
 

@@ -44,6 +44,8 @@ class Run:
     has_passed: bool
     is_complete: bool
     """Whether pytest ran to its end."""
+    is_cut_off: bool
+    """Whether it was killed because its time was over."""
     seconds: float
     output: str
     """The last part of what was printed."""
@@ -57,6 +59,7 @@ class Tree:
         self.root = folder / "tree"
         self._temporary = folder / "tmp"
         self._running: subprocess.Popen[bytes] | None = None
+        self._has_ended = False
         _copy(origin, self.root)
         for name in _LINKED:
             (PROJECT / name).mkdir(exist_ok=True)
@@ -110,7 +113,9 @@ class Tree:
                 with suppress(subprocess.TimeoutExpired):
                     status = self._running.wait(timeout_s)
             finally:
-                self.stop()
+                self._kill()
+        if self._has_ended:
+            raise RuntimeError("stopped")
         seconds = time.monotonic() - began
         text = log.read_text("utf-8", "replace")[-3000:]
         if status == WRONG_SOURCE:
@@ -121,15 +126,21 @@ class Tree:
             failed=failed,
             has_passed=has_passed,
             is_complete=has_passed or status == _FAILED,
+            is_cut_off=status is None,
             seconds=seconds,
             output=text,
         )
 
-    def stop(self) -> None:
-        """Kill the running pytest, with every process of its session."""
+    def end(self) -> None:
+        """Kill what runs; no further run gives a result."""
+        self._has_ended = True
+        self._kill()
+
+    def _kill(self) -> None:
+        """Kill the running pytest, with every process that it started."""
         process, self._running = self._running, None
         if process is not None:
-            _kill_session(process.pid)
+            _kill_all(f"MUTANT_SOURCE={self.root / 'src'}".encode())
             process.wait()
 
 
@@ -144,7 +155,7 @@ def trees(number: int) -> Iterator[list[Tree]]:
             yield made
         finally:
             for tree in made:
-                tree.stop()
+                tree.end()
 
 
 def _copy(origin: Path, target: Path) -> None:
@@ -178,9 +189,9 @@ def _failed(notes: Path) -> tuple[str, ...]:
     return ()
 
 
-def _kill_session(leader: int) -> None:
-    # By session and not by parent: an orphan gets another parent, but keeps its session.
+def _kill_all(variable: bytes) -> None:
+    # By environment: an orphan has another parent, and may have a session of its own.
     for entry in Path("/proc").iterdir():
-        with suppress(ValueError, ProcessLookupError, PermissionError):
-            if os.getsid(int(entry.name)) == leader:
+        with suppress(ValueError, OSError):
+            if variable in (entry / "environ").read_bytes().split(b"\0"):
                 os.kill(int(entry.name), signal.SIGKILL)

@@ -447,9 +447,13 @@ def test_a_folder_sync_that_fails_leaves_the_outcome_open(store, root, monkeypat
     store.put("warm", b"up")
     store.make_folder("f")
     failing_fsync(monkeypatch, errno.EIO, of_folders=True)
+    writer = store.create("c", 1)
+    writer.write(0, memoryview(b"x"))
     for call in (
+        writer.finish,
         lambda: store.put("a", b"x", if_absent=True),
         lambda: store.put("b", b"x"),
+        lambda: store.link("b", "linked"),
         lambda: store.delete("warm"),
         lambda: store.delete("f/"),
         lambda: store.make_folder("g"),

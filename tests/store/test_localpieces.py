@@ -215,19 +215,20 @@ def test_what_a_dead_process_left_is_overwritten(tmp_path: Path, left: bytes) ->
 
 
 def test_a_part_of_a_piece_brings_the_whole_piece(tmp_path: Path) -> None:
-    reader, memory, seen = Reader(tmp_path), bytearray(10), bytearray()
+    """Each byte from its own place: when the piece is fetched, and then from the copy."""
+    reader, whole = Reader(tmp_path), (bytes(range(251)) * NBYTES)[:NBYTES]
     fetched: list[tuple[int, int]] = []
 
     def fetch(start: int, part: memoryview, show: Callable[[memoryview], object]) -> None:
         fetched.append((start, len(part)))
-        part[:] = content(3)
+        part[:] = whole
 
-    start = piece(3).start + 5
-    reader.pieces.read(piece(3), start, memoryview(memory), fetch, seen=seen.extend)
+    for offset in (5, 5, 0, 100):
+        memory, seen = bytearray(10), bytearray()
+        start = piece(3).start + offset
+        reader.pieces.read(piece(3), start, memoryview(memory), fetch, seen=seen.extend)
+        assert memory == seen == whole[offset : offset + 10]
     assert fetched == [(piece(3).start, NBYTES)]
-    assert memory == seen == content(3)[:10]
-    reader(3)
-    assert reader.fetched == Counter()
 
 
 # Room

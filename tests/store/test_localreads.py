@@ -523,3 +523,21 @@ def test_threads_read_from_one_open_file(store: LocalStore, file: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(check, range(200)))
     assert num_open(file.parent) == 0
+
+
+def test_a_read_that_brings_less_than_was_asked_for_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of file systems of networks; what it did not bring is not what was in memory before."""
+    really_read = os.preadv
+    data = noise(10_000)
+    store = LocalStore(tmp_path, direct_io=False)
+    store.put("a", data)
+
+    def preadv(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        return really_read(fd, [buffers[0][:999]], offset, flags)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    found = bytearray(len(data))
+    store.read_into("a", 0, memoryview(found))
+    assert found == data

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from holdfast.errors import (
     HoldfastError,
     LimitExceeded,
     NotFound,
+    StoreError,
     TransientStoreError,
     UnsupportedStore,
 )
@@ -429,3 +430,24 @@ def test_a_body_that_breaks_off_is_asked_for_again(num_cuts: int) -> None:
         answers.next_ones = [replace(of_range, is_cut=True)] * num_cuts
         assert store.get("a", 0, 100_000) == whole.body
         assert len(answers.asked) == 2 * num_cuts + 2
+
+
+@pytest.mark.usefixtures("s3_credentials")
+@pytest.mark.parametrize("nbytes", [5, 4, 0])
+def test_a_file_whose_reply_was_lost_is_there_only_in_its_full_length(nbytes: int) -> None:
+    """After a failure the key is looked at; what is shorter is not ours, or not whole."""
+    when = {"ETag": '"x"', "Last-Modified": "Sat, 21 Nov 2026 08:00:00 GMT"}
+
+    def answer(method: str, path: str) -> Answer:
+        if method == "PUT":
+            return refusal(400, "InvalidRequest")
+        if not any(asked.startswith("PUT") for asked in answers.asked):
+            return refusal(404, "NoSuchKey")
+        return Answer(headers={**when, "Content-Length": str(nbytes)})
+
+    with answering() as (endpoint, answers):
+        answers.then = answer
+        writer = store_at(endpoint, retry_s=0.5).create("a", 5)
+        with nullcontext() if nbytes == 5 else pytest.raises(StoreError):
+            writer.write(0, memoryview(b"12345"))
+            writer.finish()

@@ -23,11 +23,12 @@ from holdfast.care.gc import collect
 from holdfast.care.verify import verify, verify_root
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import mark_aborted
-from holdfast.engine.sealed.discretion import discreet
+from holdfast.engine.sealed.discretion import NOT_TOLD, discreet
 from holdfast.engine.sealed.sealing import SealedStore, sealing
-from holdfast.format import suites
+from holdfast.format import layout, suites
 from holdfast.format.layout import BLOCK_NBYTES
-from holdfast.format.records import AnswerRecord, encode_answer
+from holdfast.format.manifest import Deleted, decode_register
+from holdfast.format.records import AnswerRecord, Notes, encode_answer, encode_notes
 from holdfast.format.segments import SEGMENT_NBYTES
 from holdfast.keys import Encryption, Passphrase, SecretKey, ServiceKey, generate
 from holdfast.policy.retention import All
@@ -36,7 +37,7 @@ from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
 from marks import full
-from runs import Recorder, new_run
+from runs import Recorder, new_run, retracted
 from ways import Tiny
 
 KEY = SecretKey(bytes(range(32)))
@@ -799,6 +800,43 @@ def test_a_forked_child_reads_what_is_sealed_and_harms_nothing_of_its_parent(
     child.join(60)
     assert child.exitcode == 0
     read()
+
+
+def test_a_manifest_that_was_replaced_is_noticed_by_who_had_opened_it_before() -> None:
+    """R32: what was opened once is believed only as long as the same bytes lie there."""
+    store = MemoryStore()
+    saved(store, 1, 2)
+    older, newer = folders(store)
+    sealed: Any = SealedStore(store, SEALS)
+    key = f"{newer}/{layout.MANIFEST}"
+    assert sealed.get(key)
+    store.put(key, store.get(f"{older}/{layout.MANIFEST}"))
+    with pytest.raises((errors.SealError, errors.FormatError)):
+        sealed.get(key)
+
+
+def test_notes_in_clear_beside_a_sealed_checkpoint_are_not_believed() -> None:
+    """R32: whoever can write there could pin and tag else."""
+    store = MemoryStore()
+    saved(store, 1)
+    (folder,) = folders(store)
+    key = f"{folder}/{layout.notes_name(1)}"
+    store.put(key, encode_notes(Notes(tags=("forged",), pinned=True)))
+    sealed: Any = SealedStore(store, SEALS)
+    with pytest.raises(errors.Tampered, match="not sealed"):
+        sealed.get(key)
+
+
+def test_a_tombstone_does_not_tell_in_clear_why_a_checkpoint_went() -> None:
+    """R34: reasons name metrics and components."""
+    store = MemoryStore()
+    saved(store, 1)
+    (folder,) = folders(store)
+    sealed: Any = SealedStore(store, SEALS)
+    assert retracted(sealed, folder)
+    register = decode_register(store.get(f"{folder}/{layout.MANIFEST}"), what="register")
+    assert isinstance(register, Deleted)
+    assert register.reason == NOT_TOLD
 
 
 def test_options_that_cannot_be_are_refused() -> None:
