@@ -198,7 +198,8 @@ class Backlog:
         the present claim, in which nobody else has sent or deleted anything."""
         with self.changed:
             is_ours = entry.name.epoch == epoch
-            if not self._is_sure or not (self.has_seen or is_ours or self._was_sent(entry)):
+            # That it was sent once is no proof: what was sent may have lost files since.
+            if not self._is_sure or not (self.has_seen or is_ours):
                 return f"what {self._where} has is not known yet"
             if entry.folder in self._waiting or entry.folder == self._sending:
                 return f"it waits for its upload to {self._where}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from blake3 import blake3
 
 from holdfast import CheckpointManager, errors
+from holdfast.care import mirror as mirror_module
 from holdfast.care import rekey
 from holdfast.care.mend import mend
 from holdfast.care.prune import prune
@@ -478,6 +480,31 @@ def test_a_local_copy_stays_while_nobody_can_open_the_remote_one(
         manager.wait()
     assert any("lacks keys-0001.json" in event.message for event in noted.of("warning"))
     assert steps_in(sealing(local, SEALS)) == [2, 1]
+
+
+def test_a_local_copy_that_was_sent_stays_until_somebody_has_looked_at_the_remote_one(
+    local: LocalStore, remote: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R1, D19: saves of a new process may be faster than its first look there."""
+    tiny, looks, real = Tiny(), threading.Event(), mirror_module.Mirror._begin
+
+    def begin(self: mirror_module.Mirror) -> None:
+        assert looks.wait(60), "the test did not let it look"
+        real(self)
+
+    with opened(Tiered(local, remote), tiny, encrypt=SEALS) as manager:
+        manager.resume()
+        saved(manager, tiny, 1)
+    remote.delete(f"{newest(remote)}/keys-0001.json")
+    monkeypatch.setattr(mirror_module.Mirror, "_begin", begin)
+    tiered = Tiered(local, remote, keep_local=0, close_timeout_s=0)
+    with opened(tiered, tiny, encrypt=SEALS) as manager:
+        manager.resume()
+        saved(manager, tiny, 2, 3)
+        assert 1 in steps_in(sealing(local, SEALS))
+        looks.set()
+        manager.wait()
+    assert steps_in(sealing(local, SEALS)) == [3, 1]
 
 
 def test_a_local_copy_stays_while_nobody_can_open_what_is_left_of_the_remote_one(
