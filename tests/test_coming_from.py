@@ -97,6 +97,7 @@ def test_every_snippet_runs(
 def run(snippet: Snippet, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a snippet in a folder of its own, after the block that its page's snippets share."""
     monkeypatch.chdir(folder)
+    monkeypatch.setattr("holdfast.store.memory._named", {})  # else a page could not run twice
     shared, _ = blocks(snippet.page)
     names: dict[str, object] = {"__name__": f"snippet_{snippet.line}"}
     exec(compile(shared, f"{snippet.page}.md", "exec"), names)
