@@ -53,10 +53,10 @@ def bad(found: list[dict[str, Any]]) -> str:
     return "\n".join(f"{name}: {problems}" for name, problems in {**greedy, **wrong}.items())
 
 
-@pytest.mark.parametrize("share", range(2))
+@pytest.mark.parametrize("share", range(NUM_SHARES))
 def test_no_reader_is_hurt_by_a_sample(share: int) -> None:
     """R27, R28, R29, D65; invariants 5 and 6: every place and every kind of file."""
-    assert bad(run_child(str(share), "2", "sample")) == ""
+    assert bad(run_child(str(share), str(NUM_SHARES), "sample")) == ""
 
 
 @pytest.mark.full

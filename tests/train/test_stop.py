@@ -326,12 +326,12 @@ WARM_UP = ("before_load", "fit_start", "epoch_start", "before_data")
 STOPS = [
     pytest.param(
         *(phase, place or WARM_UP[nth - 1], nth if place else 1),
-        marks=pytest.mark.full if at else (),
+        marks=pytest.mark.full if at or phase == "data wait of a worker" else (),
     )
     for phase, (place, numbers) in PLACES.items()
     for at, nth in enumerate(numbers)
 ]
-"""The first of each phase is for `make test`."""
+"""Of each phase `make test` has the first, but for the one that starts workers for seconds."""
 LONG = [
     *(("train step", "train", 1 + nth % 14) for nth in range(20)),
     *(("data wait", "data", 1 + nth) for nth in range(26)),
