@@ -15,6 +15,7 @@ from holdfast.store.remote import RemoteStore
 from holdfast.store.remoteopen import RemoteOptions
 from holdfast.store.remotewrites import COPY_NBYTES, PART_NBYTES
 from holdfast.testing.store_contract import noise
+from marks import full
 from servers.client import uploads
 from servers.fixtures import on
 from servers.program import Service
@@ -257,7 +258,7 @@ def test_many_objects_at_once_share_the_memory_of_a_few(held: Held) -> None:
 
 
 @pytest.mark.parametrize("at_most", [False, True])
-@pytest.mark.parametrize("num_threads", [1, 12])
+@pytest.mark.parametrize("num_threads", [1, *full(12)])
 def test_objects_that_take_turns_share_it_too(held: Held, num_threads: int, at_most: bool) -> None:
     """None keeps what cannot be sent yet while the others wait for its memory."""
     piece = memoryview(bytes(COPY_NBYTES))
