@@ -32,6 +32,7 @@ from holdfast.store.base import AbortsUploads, delete_many, get_whole
 from holdfast.store.remote import RemoteStore
 from holdfast.store.remoteopen import RemoteOptions
 from holdfast.testing.store_contract import noise
+from marks import full
 from servers.fixtures import on
 from store.answers import RESET, Answer, answering, refusal
 
@@ -158,7 +159,7 @@ class Reads(Dataset[int]):
 
 
 @on("moto", "gcs")
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", *full("spawn")])
 def test_workers_of_a_data_loader_read_or_are_told(root: str, method: str) -> None:
     """Invariant 9"""
     store = RemoteStore(root)
