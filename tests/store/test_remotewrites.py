@@ -274,4 +274,7 @@ def test_objects_that_take_turns_share_it_too(held: Held, num_threads: int, at_m
             list(pool.map(lambda writer: writer.finish(length), writers))
 
     held.run(write)
-    assert held.most <= 5, "four, and one without which an object could not go on"
+    # The first object has parts of two pieces. Until `finish` nobody knows that its third piece is
+    # the last, so that one waits for more without being on its way.
+    waiting = 1 if at_most else 0
+    assert held.most <= 5 + waiting, "four, one without which an object could not go on, and that"

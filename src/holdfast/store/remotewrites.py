@@ -77,7 +77,8 @@ class Uploads:
 
     def admits(self) -> bool:
         """Whether a piece without which its object cannot go on may come although there is no room:
-        one at a time, until it is on its way or is seen not to help. With `changed` held."""
+        one at a time, until it is handed on or is seen not to help. Beside it, an object with parts
+        longer than a piece may keep what has come of one. With `changed` held."""
         admitted = self._admitted() if self._admitted is not None else None
         return not self.is_sending() and (admitted is None or admitted.is_over())
 
