@@ -29,8 +29,9 @@ COUNTED = 3
 """Saves that count, with memory made ready right before each or without."""
 COUNTED_LOADS = 2
 """From the disk, and as many from the page cache."""
-FROZEN_WARMUP = 3
-"""Two show what does not change; the third puts the rest into files of its own."""
+FROZEN_WARMUP = 4
+"""Two show what does not change; the next two put the rest into files of their own, which do not
+share."""
 FROZEN_CHANGING = 0.1
 
 

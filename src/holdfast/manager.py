@@ -222,7 +222,6 @@ class CheckpointManager:
             self._owner,
             self._emit,
             timeout_s=save_timeout_s,
-            kept=rules.local.quota(),
             memory_budget=self._memory_budget,
             overlap=self._overlap,
             compressing=Compressing(choices(compress, {*state, RNG}), self._emit),

@@ -250,11 +250,19 @@ SAVING = (
         near=("tests/test_links.py",),
     ),
     Mutant(
-        name="all-checkpoints-share-one-file",
-        promise="I10: those that are kept never all share one file",
+        name="newest-two-share-one-file",
+        promise="I10: the newest two never share a file",
         file="engine/saving/links.py",
-        before="        if origin.age + 1 >= self._num_holders(component_of(name)):\n",
-        after="        if origin.age < 0:\n",
+        before="standing[-2].files if len(standing) > 1",
+        after="standing[-1].files if len(standing) > 1",
+        near=("tests/test_links.py",),
+    ),
+    Mutant(
+        name="only-sharers-are-kept",
+        promise="I10: retention keeps one more where the newest two that stay share a file",
+        file="care/retention.py",
+        before="        if not _share_files(store, newest.entry, item.entry):\n",
+        after="        if not item:\n",
         near=("tests/test_links.py",),
     ),
 )

@@ -52,3 +52,13 @@ def test_urls_of_clouds_are_remote_stores(where):
 def test_anything_else_is_a_usage_error(where):
     with pytest.raises(UsageError, match="root"):
         open_store(where)
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_two_names_of_one_file_have_one_identity(tmp_path, kind):
+    store = LocalStore(tmp_path) if kind == "local" else MemoryStore()
+    for key in ("f/a", "f/b"):
+        store.put(key, b"the same")
+    assert store.link("f/a", "f/c")
+    one, other, linked = (store.head(f"f/{name}").identity for name in "abc")
+    assert one == linked != other

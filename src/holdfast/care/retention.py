@@ -6,7 +6,7 @@ First whole checkpoints go, then components of some that stay. A dry run looks a
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.engine.claims.claim import Claim, dropped, nothing_arrives
 from holdfast.engine.claims.leases import Readers
@@ -18,7 +18,7 @@ from holdfast.errors import CorruptData, FormatError, HoldfastError, StoreError,
 from holdfast.format.manifest import Deleted, Manifest, encode_manifest
 from holdfast.format.records import Writer
 from holdfast.policy.retention import Candidate, Decision, Rule, decide, stands_in
-from holdfast.store.base import Store
+from holdfast.store.base import LinksFiles, Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +64,45 @@ def plan(
         lineage={name.order for name in catalog.lineage()},
         replaces=replaces,
     )
-    return tuple(
-        Planned(entry=by_order[decision.entry.order], decision=decision) for decision in decisions
-    )
+    planned = [Planned(entry=by_order[found.entry.order], decision=found) for found in decisions]
+    return tuple(_with_one_apart(catalog.store, planned))
+
+
+def _with_one_apart(store: Store, planned: Sequence[Planned]) -> list[Planned]:
+    """The plan, in which the newest two whole ones that stay share no file: else the newest that
+    shares none with the first of them stays, too."""
+    whole = [item for item in planned if _is_whole(item.decision.entry)]
+    staying = [item for item in whole if item.decision.keep and not item.decision.drop]
+    if len(staying) < 2 or not _share_files(store, staying[0].entry, staying[1].entry):
+        return [*planned]
+    newest = staying[0]
+    for item in whole[whole.index(newest) + 1 :]:
+        if not _share_files(store, newest.entry, item.entry):
+            why = "the newest that would stay beside the first are one file with it"
+            spared = replace(item.decision, keep=True, drop=(), reason=why)
+            return [replace(i, decision=spared) if i is item else i for i in planned]
+    return [*planned]
+
+
+def _is_whole(entry: Candidate) -> bool:
+    return entry.is_resumable and entry.healthy
+
+
+def _share_files(store: Store, one: Entry, other: Entry) -> bool:
+    """Whether a file of both is one on the disk, so that one damaged byte takes it from both."""
+    if not isinstance(store, LinksFiles):
+        return False
+    files = other.manifest.files
+    same = (name for name, entry in one.manifest.files.items() if files.get(name) == entry)
+    return any(_is_one_file(store, f"{one.folder}/{n}", f"{other.folder}/{n}") for n in same)
+
+
+def _is_one_file(store: Store, key: str, other: str) -> bool:
+    try:
+        found = store.head(key).identity
+        return bool(found) and found == store.head(other).identity
+    except StoreError:
+        return False  # what cannot be looked at is for whoever reads it
 
 
 def candidate(store: Store, entry: Entry) -> Candidate:

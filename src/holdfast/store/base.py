@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -34,6 +34,9 @@ class ObjectInfo:
 
     key: str
     nbytes: int
+    identity: str = field(default="", compare=False)
+    """From `head` alone. Two keys with the same one are names of one file, so that damage to one
+    is damage to both. Empty: this key has a file of its own, as far as the store can tell."""
 
 
 @runtime_checkable

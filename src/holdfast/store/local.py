@@ -152,7 +152,8 @@ class LocalStore:
         path = self._path(key)
         with Reporting("head", path), self._opened(folder) as folder_fd:
             found = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
-            return ObjectInfo(key=key, nbytes=localfiles.regular_nbytes(found, what=path))
+            nbytes = localfiles.regular_nbytes(found, what=path)
+            return ObjectInfo(key=key, nbytes=nbytes, identity=f"{found.st_dev}-{found.st_ino}")
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See `Store.list`. Folders are read as the iteration comes to them."""

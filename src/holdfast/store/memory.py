@@ -74,7 +74,8 @@ class MemoryStore:
         """See `Store.head`."""
         check_key(key)
         with self._lock:
-            return ObjectInfo(key=key, nbytes=len(self._found("head", key)))
+            found = self._found("head", key)
+            return ObjectInfo(key=key, nbytes=len(found), identity=str(id(found)))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See `Store.list`. The state of one moment."""

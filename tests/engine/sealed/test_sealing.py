@@ -20,6 +20,7 @@ from blake3 import blake3
 from aead import noting
 from holdfast import CheckpointManager, Last, errors, load_weights
 from holdfast.care.gc import collect
+from holdfast.care.prune import preview
 from holdfast.care.verify import verify, verify_root
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import mark_aborted
@@ -587,9 +588,11 @@ def test_unchanged_files_are_linked_and_stand_alone(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, state, encrypt=SEALS, sinks=()) as manager:
         for step in (1, 2, 3):
             state["head"]["w"] += 1
-            manager.save(step).wait()
+            manager.save(step, tags=("first",) if step == 1 else ()).wait()
             manager.wait()
         found = manager.list()
+    decided = preview(SealedStore(LocalStore(tmp_path), SEALS), Last(1))
+    assert "one file" in decided[1].decision.reason, "step 2 stays: steps 3 and 1 share"
     links = [path.stat().st_nlink for path in sorted(tmp_path.glob("step-*/file-*"))]
     assert max(links) == 2
     for folder in (found[2].folder, found[1].folder):

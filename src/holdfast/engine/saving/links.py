@@ -1,9 +1,8 @@
-"""Files of the checkpoint before that a new one can share (docs/decisions/0014)."""
+"""Files of an earlier checkpoint that a new one can share (docs/decisions/0014)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -11,30 +10,44 @@ import msgspec
 from holdfast.engine.loading.blockreading import FileBlocks, read_block
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.staging.arena import Arena
-from holdfast.errors import HoldfastError, NotFound
+from holdfast.errors import HoldfastError
 from holdfast.format import blocks
 from holdfast.format.index import StoredBlocks
-from holdfast.format.layout import BLOCK_NBYTES, component_of, plain_file
+from holdfast.format.layout import BLOCK_NBYTES, plain_file
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.store.base import LinksFiles, Store, uncached
 
-MAX_SHARING = 8
-"""An unchanged file is written in full every so many saves."""
 MIN_NBYTES = 1 << 20
 """What is smaller is written sooner than looked for."""
+_MOST_REMEMBERED = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Origin:
-    """A committed file: where it is, and how many checkpoints before shared it."""
+    """A committed file, and where it is."""
 
     folder: str
     name: str
     """As it lies there."""
     entry: FileEntry
     stored: StoredBlocks | None
-    age: int
     is_verified: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Commit:
+    """A checkpoint that this process committed; `files` by plain name."""
+
+    folder: str
+    files: dict[str, _Origin]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Checkpoints that can stand in for each other; only these share files."""
+
+    components: frozenset[str]
+    is_healthy: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,28 +60,32 @@ class Linked:
 
 
 class Links:
-    """Remembers the files of the newest commits, by name. Not thread-safe."""
+    """Remembers the files of the commits of this process. Not thread-safe.
 
-    def __init__(self, store: Store, *, kept: int | None, failed: Callable[[str], None]) -> None:
-        """`kept` is how many checkpoints stay at most; None: any number."""
+    A save shares files with the second newest commit of its kind that stands, never with the
+    newest: so the newest two never share one.
+    """
+
+    def __init__(self, store: Store, *, failed: Callable[[str], None]) -> None:
         self._store = store
-        self._sharing = MAX_SHARING if kept is None else min(MAX_SHARING, kept - 1)
         self._failed = failed
-        self._origins: dict[str, _Origin] = {}
+        self._commits: dict[_Kind, list[_Commit]] = {}
+        """Oldest first."""
+        self._source: dict[str, _Origin] = {}
+        """What the save under way may share, by plain name."""
+        self._newest: _Kind | None = None
         self._linked: dict[str, _Origin] = {}
-        self._holders: dict[str, list[str]] = {}
-        """By component: a file of it in each checkpoint that holds it, oldest first."""
+
+    def begin(self, components: Iterable[str], *, is_healthy: bool) -> None:
+        """A save of these components begins."""
+        self._linked.clear()
+        standing = self._standing(_Kind(frozenset(components), is_healthy))
+        self._source = standing[-2].files if len(standing) > 1 else {}
 
     def may_have(self, name: str, nbytes: int) -> bool:
         """Whether a file of this name and length could be shared, if the bytes are the same."""
-        origin = self._origins.get(name)
-        return (
-            nbytes >= MIN_NBYTES
-            and isinstance(self._store, LinksFiles)
-            and origin is not None
-            and origin.entry.nbytes == nbytes
-            and origin.age + 1 < self._sharing
-        )
+        origin = self._source.get(name)
+        return origin is not None and origin.entry.nbytes == nbytes and self._is_worth(origin)
 
     def link(self, name: str, folder: str, entry: FileEntry, digests: bytes) -> Linked | None:
         """Give the file before a second name in `folder`, if its plain bytes are those of `entry`
@@ -79,76 +96,81 @@ class Links:
         Raises:
             StoreError: what was begun did not become durable.
         """
-        origin = self._origins.get(name)
+        origin = self._source.get(name)
         if origin is None or msgspec.structs.replace(origin.entry, stored=None) != entry:
             return None
-        if not self._is_standing(origin):
+        origin = self._verified(self._source, name, digests)
+        if origin is None:
             return None
-        if origin.age + 1 >= self._num_holders(component_of(name)):
-            return None  # those that are there must not all share one file
-        if not origin.is_verified:
-            if not self._is_sound(origin, digests):
-                del self._origins[name]
-                return None
-            origin = self._origins[name] = replace(origin, is_verified=True)
         assert isinstance(self._store, LinksFiles)
         if not self._store.link(f"{origin.folder}/{origin.name}", f"{folder}/{origin.name}"):
             return None
-        self._linked[name] = replace(origin, folder=folder, age=origin.age + 1)
+        self._linked[name] = replace(origin, folder=folder)
         return Linked(name=origin.name, entry=origin.entry, stored=origin.stored)
 
-    def look_ahead(self, name: str, digests: bytes) -> None:
-        """Read a file back that was just committed, because the next save will share it."""
-        origin = self._origins.get(name)
-        if origin is None or origin.is_verified or not self.may_have(name, origin.entry.nbytes):
+    def look_ahead(self, digests: Mapping[str, bytes]) -> None:
+        """Read files back that were just committed, by plain name, because a later save will share
+        them. None will where retention keeps just one."""
+        standing = self._standing(self._newest) if self._newest is not None and digests else []
+        if len(standing) < 2:
             return
-        if self._is_sound(origin, digests):
-            self._origins[name] = replace(origin, is_verified=True)
-        else:
-            del self._origins[name]
-
-    def begin(self) -> None:
-        """A save begins."""
-        self._linked.clear()
+        files = standing[-1].files
+        for name, known in digests.items():
+            if name in files and self._is_worth(files[name]):
+                self._verified(files, name, known)
 
     def committed(
         self, folder: str, manifest: Manifest, stored: Mapping[str, StoredBlocks]
     ) -> None:
-        """A save was committed: its files are what the next one may share."""
-        for component, part in manifest.components.items():
-            largest = max(part.files, key=lambda name: manifest.files[name].nbytes)
-            self._holders.setdefault(component, []).append(f"{folder}/{largest}")
+        """A save was committed: its files are what a later one may share."""
+        files: dict[str, _Origin] = {}
         for name, entry in manifest.files.items():
             written = _Origin(
-                folder=folder,
-                name=name,
-                entry=entry,
-                stored=stored.get(name),
-                age=0,
-                is_verified=False,
+                folder=folder, name=name, entry=entry, stored=stored.get(name), is_verified=False
             )
             plain = plain_file(name)
-            self._origins[plain] = self._linked.get(plain, written)
+            files[plain] = self._linked.get(plain, written)
         self._linked.clear()
+        self._newest = _Kind(frozenset(manifest.components), not manifest.unhealthy)
+        commits = self._commits.setdefault(self._newest, [])
+        commits.append(_Commit(folder=folder, files=files))
+        del commits[:-_MOST_REMEMBERED]
 
-    def _num_holders(self, component: str) -> int:
-        """How many checkpoints of this process hold the component still; eight are enough."""
-        found: list[str] = []
-        for key in self._holders[component]:
-            with suppress(NotFound):
-                self._store.head(key)
-                found.append(key)
-        self._holders[component] = found[-MAX_SHARING:]
-        return len(found)
+    def _is_worth(self, origin: _Origin) -> bool:
+        return origin.entry.nbytes >= MIN_NBYTES and isinstance(self._store, LinksFiles)
 
-    def _is_standing(self, origin: _Origin) -> bool:
-        """Whether the checkpoint is still there and nobody found fault with it."""
+    def _standing(self, kind: _Kind) -> list[_Commit]:
+        """The newest two that are still there and that nobody found fault with; forgets newer ones
+        that are not."""
+        commits = self._commits.get(kind, [])
+        found: list[_Commit] = []
+        for commit in reversed(commits[:]):
+            if len(found) == 2:
+                break
+            if self._is_standing(commit.folder):
+                found.append(commit)
+            else:
+                commits.remove(commit)
+        return found[::-1]
+
+    def _is_standing(self, folder: str) -> bool:
         catalog = Catalog(self._store)
         try:
-            marks, register = catalog.marks(origin.folder), catalog.read(origin.folder)
+            marks, register = catalog.marks(folder), catalog.read(folder)
         except HoldfastError:
             return False
         return isinstance(register, Manifest) and not (marks.rejected or marks.retired)
+
+    def _verified(self, files: dict[str, _Origin], name: str, digests: bytes) -> _Origin | None:
+        """The file of this name, read once against its digests; None, and forgotten, if it is not
+        sound."""
+        origin = files[name]
+        if not origin.is_verified:
+            if not self._is_sound(origin, digests):
+                del files[name]
+                return None
+            origin = files[name] = replace(origin, is_verified=True)
+        return origin
 
     def _is_sound(self, origin: _Origin, digests: bytes) -> bool:
         """Read the file that would be shared, against the digests of the staged bytes."""

@@ -120,6 +120,7 @@ def write(
     try:
         began = time.perf_counter()
         compressing.begin()
+        links.begin(staged.kinds, is_healthy=not request.unhealthy)
         files = _Files(attempt, staged, compressing, links, workers, timeout_s)
         written = _write_files(store, files, writers, phase, compressing)
         request.timings["write_s"] = time.perf_counter() - began
@@ -182,7 +183,6 @@ class _Files:
 
     def to_write(self) -> Iterator[FileToWrite]:
         """What is to be written; a file of which not one byte has changed is shared instead."""
-        self._links.begin()
         for component, tree in self.staged.trees.items():
             encoding = self._compressing.of_tree(component, len(tree))
             yield self._file(layout.tree_file(component), Document(tree), encoding)

@@ -58,7 +58,6 @@ class Saver:
         emit: Emitter,
         *,
         timeout_s: float,
-        kept: int | None,
         memory_budget: int | None,
         overlap: Overlap,
         compressing: Compressing,
@@ -77,7 +76,7 @@ class Saver:
         self._guarded = Guarded(keys={})
         self._overlapped: Overlapped | None = None
         self._staged: Staged | None = None
-        self._links = Links(store, kept=kept, failed=partial(emit, "warning"))
+        self._links = Links(store, failed=partial(emit, "warning"))
         self._job: Future[None] | None = None
         self.threads = Threads()
         self.timeout_s = timeout_s
@@ -256,8 +255,7 @@ class Saver:
         pending.phase.text = "doing the housekeeping after it"
         pending.committed.set_result(describe(self._store, entry))
         self._after_commit(entry)
-        for name, digests in learned.items():
-            self._links.look_ahead(name, digests)
+        self._links.look_ahead(learned)
         self._compressing.learn()
 
     def _learn(self, staged: Staged) -> dict[str, bytes]:

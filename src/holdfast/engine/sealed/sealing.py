@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import msgspec
@@ -227,7 +227,8 @@ class SealedStore:
         reader = self._reader(key)
         if reader is None:
             return cast(ObjectInfo, self.inner.head(key))
-        return ObjectInfo(key, plain_nbytes(self.inner.head(reader.key).nbytes, reader.seal))
+        info = cast(ObjectInfo, self.inner.head(reader.key))
+        return replace(info, key=key, nbytes=plain_nbytes(info.nbytes, reader.seal))
 
     def get_whole(self, key: str, *, max_nbytes: int, afresh: bool = False) -> bytes:
         """See `ReadsWhole.get_whole`: a document is opened once."""
