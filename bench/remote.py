@@ -72,7 +72,7 @@ def _measure_round(options: argparse.Namespace, folder: Path, results: Results) 
     results.titles["remoteslowdown"] = f"{options.training_gb:g} GB"
     results.titles["remote server"] = options.url or options.server
     # Another one is first in each round.
-    with _server(options, folder) as place:
+    with server(options, folder) as place:
         if not options.url:  # its first bytes cost a new server more than later ones
             with _folder_in(place) as here:
                 in_child(_measure, "obstore", here, options.size_gb, options.settle)
@@ -98,7 +98,7 @@ def _rotated(names: Sequence[str], turn: int) -> list[str]:
 
 
 @contextmanager
-def _server(options: argparse.Namespace, folder: Path) -> Iterator[Place]:
+def server(options: argparse.Namespace, folder: Path) -> Iterator[Place]:
     """The place of this round."""
     if options.url:
         yield Place(url=options.url.rstrip("/"), environment={}, pids=())

@@ -208,6 +208,7 @@ class CheckpointManager:
             rules.local,
             self._emit,
             replaces=replaces,
+            is_sent_to=False,
             held=self._uploads.holds,
         )
         self._applying = Applying(self._owner, self._emit, reject=self._housekeeper.reject)

@@ -134,6 +134,16 @@ def documents() -> list[Document]:
             r.decode_writer,
         ),
         ("closed", r.Closed(epoch=4, nonce=NONCE), r.encode_closed, r.decode_closed),
+        (
+            "ended",
+            r.Ended(
+                epoch=4,
+                aborted=("step-00000003.0001-000003-01234567",),
+                deleted=("step-00000002.0001-000002-01234567",),
+            ),
+            r.encode_ended,
+            r.decode_ended,
+        ),
         ("alive", r.Alive(epoch=4, nonce=NONCE, beat=9), r.encode_alive, r.decode_alive),
         (
             "lease",

@@ -28,6 +28,7 @@ from .operations import (
     PutAborted,
     PutClaim,
     PutClosed,
+    PutEnded,
     PutLease,
     PutManifest,
     PutPin,
@@ -51,6 +52,7 @@ from .operations import (
 )
 from .rules import Rules
 from .world import (
+    ABORTED,
     ABSENT,
     ALL_FILES,
     COMMITTED,
@@ -101,6 +103,8 @@ class Writer:
     """Whether it works on a local disk with a cache that a power cut takes."""
     closes: bool = False
     """Whether it records a clean close at the end."""
+    is_put_once: bool = False
+    """Whether it works on a local disk, where what was committed has nothing in flight."""
 
 
 class Own(NamedTuple):
@@ -280,7 +284,7 @@ def prune(own: Own, olds: tuple[str, ...], after: Stage) -> Steps:
     else:
         yield RemoveManifest(old)
     yield RemoveFiles(old)
-    if old in own.ended:
+    if old in own.ended or own.writer.is_put_once:
         yield RemoveFolder(old)
     elif not rules.tombstone_stays:
         yield RemoveManifest(old)
@@ -302,25 +306,32 @@ def thin(own: Own, attempt: str) -> Steps:
 # gc, pins, readers -------------------------------------------------------------------------------
 
 
-def collect(rules: Rules, attempts: tuple[str, ...], believe_deaths: bool) -> Steps:
+def collect(
+    rules: Rules, attempts: tuple[str, ...], believe_deaths: bool, is_put_once: bool
+) -> Steps:
     """gc: end and clear every attempt that has not committed."""
     there = yield ListAttempts()
     targets = tuple(attempt for attempt in attempts if attempt in there)
-    return stage(collect_one, rules, targets, believe_deaths)
+    return stage(collect_one, rules, targets, believe_deaths, is_put_once)
 
 
-def collect_one(rules: Rules, attempts: tuple[str, ...], believe_deaths: bool) -> Steps:
+def collect_one(
+    rules: Rules, attempts: tuple[str, ...], believe_deaths: bool, is_put_once: bool
+) -> Steps:
     """gc of the first of some attempts."""
     if not attempts:
         return None
-    attempt, following = attempts[0], stage(collect_one, rules, attempts[1:], believe_deaths)
+    attempt = attempts[0]
+    following = stage(collect_one, rules, attempts[1:], believe_deaths, is_put_once)
     register = yield Read(attempt, "register")
     if register == COMMITTED:
         return following
+    if register in (ABORTED, DELETED) or not rules.listed_when_final:
+        yield PutEnded(attempt)
     if register == ABSENT and rules.abort_marker_first and (yield PutAborted(attempt)) == EXISTS:
         return following
     yield RemoveFiles(attempt)
-    if (yield IsEnded(attempt, believe_deaths)):
+    if (register == DELETED and is_put_once) or (yield IsEnded(attempt, believe_deaths)):
         yield RemoveFolder(attempt)
     elif register != DELETED and not rules.marker_stays:
         yield RemoveManifest(attempt)

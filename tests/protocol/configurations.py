@@ -28,8 +28,10 @@ def _later(rules: Rules, process: str, **plan: object) -> tuple[str, Stage]:
     return process, stage(claim, rules, Writer(process=process, **plan))  # type: ignore[arg-type]
 
 
-def _gc(rules: Rules, *attempts: str, believe_deaths: bool = True) -> tuple[str, Stage]:
-    return "gc", stage(collect, rules, attempts, believe_deaths)
+def _gc(
+    rules: Rules, *attempts: str, believe_deaths: bool = True, is_put_once: bool = False
+) -> tuple[str, Stage]:
+    return "gc", stage(collect, rules, attempts, believe_deaths, is_put_once)
 
 
 def _reader(rules: Rules) -> tuple[str, Stage]:
@@ -44,6 +46,16 @@ def _takeover(rules: Rules) -> Configuration:
         _gc(rules, "a1", "a2", "a1"),
     )
     return Configuration(name="takeover", actors=actors)
+
+
+def _local_takeover(rules: Rules) -> Configuration:
+    """The same on a local disk, where what is deleted goes whole, whoever saved it."""
+    actors = (
+        _s1(rules, saves=("a1",), deletes=("c0", "c1"), is_put_once=True),
+        _later(rules, "s2", saves=("a2",), deletes=("c0", "c1", "a1"), is_put_once=True),
+        _gc(rules, "a1", "c1", "a2", is_put_once=True),
+    )
+    return Configuration(name="local takeover", actors=actors)
 
 
 def _rollback(rules: Rules) -> Configuration:
@@ -228,6 +240,7 @@ def _mortals(rules: Rules) -> Configuration:
 
 CONFIGURATIONS: tuple[Callable[[Rules], Configuration], ...] = (
     _takeover,
+    _local_takeover,
     _rollback,
     _two_takeovers,
     _takeover_of_rollback,

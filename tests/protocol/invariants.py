@@ -34,6 +34,8 @@ def _broken_in_folder(folder: Folder) -> Iterator[str]:
     if folder.register == COMMITTED:
         if folder.files == NO_FILES or (folder.files == THIN_FILES and not folder.thinned):
             yield "V1 a committed manifest lists files that are gone"
+        if folder.listed:
+            yield "V14 an attempt is committed that the record of ended ones names"
         if folder.finished:
             yield "V2 an attempt that was aborted or deleted is committed"
         if folder.begun_late:

@@ -350,6 +350,15 @@ class RemoveFolder(NamedTuple):
         yield DONE, gone
 
 
+class PutEnded(NamedTuple):
+    """Name an attempt in the record of those that have ended."""
+
+    attempt: str
+
+    def run(self, world: World) -> Outcomes:
+        yield DONE, world.having(self.attempt, listed=True)
+
+
 class PutPin(NamedTuple):
     """Put a sidecar that pins a checkpoint."""
 

@@ -22,6 +22,8 @@ class Rules:
     """Deleting replaces the manifest by a tombstone before files go."""
     tombstone_stays: bool = True
     """A tombstone goes only when nothing can be in flight."""
+    listed_when_final: bool = True
+    """The record of ended attempts names those whose register was read as aborted or deleted."""
     unclear_put_is_not_ended: bool = True
     """A put that was confirmed by reading back, not by its own reply, may have a copy in flight."""
     put_again_is_not_ended: bool = True

@@ -17,6 +17,7 @@ CAUGHT = {
     "marker_stays": ("takeover", "V1"),
     "tombstone": ("takeover", "V2"),
     "tombstone_stays": ("takeover", "V1"),
+    "listed_when_final": ("takeover", "V14"),
     "unclear_put_is_not_ended": ("own attempts", "V9"),
     "put_again_is_not_ended": ("own attempts", "V9"),
     "close_only_when_ended": ("own attempts", "V9"),

@@ -33,6 +33,7 @@ class Folder(NamedTuple):
     thinned: bool = False
     pinned: bool = False
     unsynced: frozenset[str] = frozenset()  # of "files", "manifest"; a power cut may take them
+    listed: bool = False  # the record of ended attempts names it
     leases: frozenset[str] = frozenset()  # processes that said in `readers/` that they read it
     in_flight: bool = False  # a copy of the manifest's put may land at any later time
     # ghosts

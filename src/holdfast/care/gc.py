@@ -11,19 +11,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from holdfast.engine.claims.claim import is_live, nothing_in_flight
+from holdfast.engine.claims.claim import ends_with_its_put, is_live, nothing_in_flight
 from holdfast.engine.claims.leases import find_leases
 from holdfast.engine.claims.process import Liveness, is_this_process, liveness
-from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.roots.catalog import Catalog, Register
 from holdfast.engine.roots.commit import mark_aborted, remove_files
 from holdfast.engine.roots.documents import read_if_there
+from holdfast.engine.roots.ended import known_ended
 from holdfast.errors import FormatError, SealError, StoreError
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
-from holdfast.format.manifest import Manifest
+from holdfast.format.manifest import Deleted, Manifest
 from holdfast.format.records import decode_answer
-from holdfast.store.base import AbortsUploads, Folders, Store, abort_uploads
+from holdfast.store.base import AbortsUploads, Folders, Store, abort_uploads, delete_many
 
 Outcome = Literal["remove", "mark", "keep"]
 
@@ -38,6 +39,8 @@ class GcReport:
     failed: list[tuple[str, str]] = field(default_factory=list)
     markers: dict[int, int] = field(default_factory=dict)
     """By writer epoch: how many markers and tombstones stay until a person names it dead."""
+    bare: list[str] = field(default_factory=list)
+    """Folders in which there was nothing but the marker."""
     nbytes: int = 0
 
 
@@ -48,29 +51,45 @@ def collect(
     dead_epochs: Collection[int] = (),
     own_epoch: int | None = None,
     spared: Collection[str] = (),
+    is_sent_to: bool = True,
     emit: Emitter | None = None,
 ) -> GcReport:
     """Remove uncommitted attempts and leftovers of deleted ones. Committed ones are not touched.
 
     Attempts of a live writer, the caller's own too, are left alone. `dead_epochs` are epochs that
     a person declares dead. `own_epoch` is the caller's claim: it has nothing under way but this,
-    and the folders in `spared`, which it is going to commit.
+    and the folders in `spared`, which it is going to commit. `is_sent_to`: the root may be the
+    remote tier of a run.
     A failure is reported and does not stop the rest.
     """
     report = GcReport()
-    judge = _Judge(store, frozenset(dead_epochs), own_epoch, emit or Emitter())
+    is_put_once = ends_with_its_put(store, is_sent_to=is_sent_to)
+    judge = _Judge(store, frozenset(dead_epochs), own_epoch, is_put_once, emit or Emitter())
     broken_off = _broken_off(store, report)
-    for name in dict.fromkeys((*Catalog(store).attempts(), *broken_off)):
+    attempts = Catalog(store).attempts()
+    ended = known_ended(store)
+    for name in dict.fromkeys((*attempts, *broken_off)):
         folder = str(name)
+        if own_epoch is not None and ended.is_listed(folder) and name not in broken_off:
+            continue  # an earlier owner found nothing but its marker; a person's gc looks again
         if folder in spared:
             report.kept.append((folder, "it is being sent"))
             continue
         try:
-            _visit(store, name, judge, report, dry_run=dry_run)
-            if name in broken_off and not dry_run and _is_committed(store, folder):
+            has_uploads = name in broken_off
+            _visit(store, name, judge, report, has_uploads=has_uploads, dry_run=dry_run)
+            if has_uploads and not dry_run and _is_committed(store, folder):
                 abort_uploads(store, folder)  # all of its files are there
+            if ended.is_listed(folder) and not dry_run and _is_committed(store, folder):
+                ended.forget(store)
+                report.kept.append((folder, "committed, though it had ended: it was put back"))
         except (StoreError, FormatError) as error:
             report.failed.append((folder, str(error)))
+    if own_epoch is not None and not dry_run:
+        with _told("ended attempts", report):
+            listed = (str(name) for name in attempts if ended.is_listed(str(name)))
+            ended.write(store, own_epoch, {*listed, *report.bare})
+            _sweep_heartbeats(store, own_epoch)
     with _told(layout.REQUESTS, report):
         _sweep_answers(store, judge, report, own_epoch=own_epoch, dry_run=dry_run)
     with _told(layout.READERS, report):
@@ -105,11 +124,18 @@ class _Judge:
     """What is known of each writer epoch; each is looked at once."""
 
     def __init__(
-        self, store: Store, dead_epochs: frozenset[int], own_epoch: int | None, emit: Emitter
+        self,
+        store: Store,
+        dead_epochs: frozenset[int],
+        own_epoch: int | None,
+        is_put_once: bool,
+        emit: Emitter,
     ) -> None:
         self._store = store
         self._named, self._own = dead_epochs, own_epoch
+        self._is_put_once = is_put_once
         self._emit = emit
+        self._newest = Catalog(store).highest_epoch()
         self._dead: dict[int, bool] = dict.fromkeys(dead_epochs, True)
         self._live: dict[int, bool] = dict.fromkeys(dead_epochs, False)
 
@@ -119,13 +145,19 @@ class _Judge:
             self._dead[epoch] = nothing_in_flight(self._store, epoch)
         return self._dead[epoch]
 
-    def is_over(self, epoch: int) -> bool:
-        """Nothing can arrive in the attempts of that epoch, not of later writers either."""
-        if epoch in self._named:
+    def is_over(self, epoch: int, register: Register | None) -> bool:
+        """Nothing can arrive in an attempt of that epoch, not of later writers either."""
+        if epoch in self._named or (isinstance(register, Deleted) and self._is_put_once):
             return True
-        newest = Catalog(self._store).highest_epoch()
-        later = range(epoch, max(epoch, newest) + 1)
-        return all(self.is_dead(number) for number in later if number != self._own)
+        if not self._are_dead(epoch, max(epoch, self._newest)):
+            return False
+        # Once more, since what is removed whole has no marker: somebody may have claimed meanwhile.
+        self._newest, before = Catalog(self._store).highest_epoch(), self._newest
+        return self._are_dead(before + 1, self._newest)
+
+    def _are_dead(self, first: int, last: int) -> bool:
+        epochs = range(first, last + 1)
+        return all(self.is_dead(number) for number in epochs if number != self._own)
 
     def is_live(self, epoch: int) -> bool:
         """The epoch owns the run and its process lives."""
@@ -134,11 +166,10 @@ class _Judge:
         return self._live[epoch]
 
     def _owner_lives(self, epoch: int) -> bool:
-        catalog = Catalog(self._store)
-        if epoch < catalog.highest_epoch():
+        if epoch < self._newest:
             return False
         try:
-            writer = catalog.writer(epoch)
+            writer = Catalog(self._store).writer(epoch)
         except FormatError:
             return False
         if writer is None:
@@ -150,7 +181,13 @@ class _Judge:
 
 
 def _visit(
-    store: Store, name: AttemptName, judge: _Judge, report: GcReport, *, dry_run: bool
+    store: Store,
+    name: AttemptName,
+    judge: _Judge,
+    report: GcReport,
+    *,
+    has_uploads: bool,
+    dry_run: bool,
 ) -> None:
     folder = str(name)
     try:
@@ -162,13 +199,17 @@ def _visit(
     if register is None and judge.is_live(name.epoch):
         report.kept.append((folder, f"writer {name.epoch} is alive"))
         return
-    nbytes = sum(info.nbytes for info in store.list(f"{folder}/"))
-    whole = judge.is_over(name.epoch)
+    there = [*store.list(f"{folder}/")]
+    nbytes = sum(info.nbytes for info in there)
+    whole = judge.is_over(name.epoch, register)
     why = _why(register is None, name.epoch, whole)
     if not dry_run:
         if register is None and not mark_aborted(store, folder, by="gc", reason="not committed"):
             return
-        remove_files(store, folder, whole=whole)
+        if register is not None and len(there) == 1 and not (whole or has_uploads):
+            report.bare.append(folder)
+        else:
+            remove_files(store, folder, whole=whole)
     if whole:
         report.removed.append((folder, why))
     elif not _is_bare(store, folder) or register is None:
@@ -176,6 +217,14 @@ def _visit(
     if not whole and not judge.is_live(name.epoch):
         report.markers[name.epoch] = report.markers.get(name.epoch, 0) + 1
     report.nbytes += nbytes
+
+
+def _sweep_heartbeats(store: Store, own_epoch: int) -> None:
+    """Remove those of earlier epochs: only the newest claim's is ever looked at."""
+    names = store.children(layout.WRITERS)
+    epochs = (layout.parse_alive(name) for name in names)
+    old = [layout.alive_key(epoch) for epoch in epochs if epoch is not None and epoch < own_epoch]
+    delete_many(store, old)
 
 
 def _sweep_answers(
@@ -265,7 +314,7 @@ def _sweep(
     with _told(layout.READERS, report):
         if not any(find_leases(store)):
             store.sweep(layout.READERS)
-    for folder in map(str, Catalog(store).attempts()):
+    for folder in map(str, Catalog(store).open_attempts()):
         with _told(folder, report):
             if _is_committed(store, folder):
                 store.sweep(folder)

@@ -54,12 +54,15 @@ class Housekeeper:
         emit: Emitter,
         *,
         replaces: bool = False,
+        is_sent_to: bool = True,
         held: Callable[[Entry], str] = never_held,
         spared: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """With `replaces` a checkpoint takes the place of older ones of its step. `held` says why
+        """With `replaces` a checkpoint takes the place of older ones of its step. `is_sent_to`: the
+        root is the remote tier of a run, or nobody knows that it is not. `held` says why
         something must not be deleted yet; `spared` are folders that gc leaves alone."""
         self._spared = spared
+        self._is_sent_to = is_sent_to
         self._lock = threading.Lock()
         self._store = store
         self._owner = owner
@@ -68,6 +71,7 @@ class Housekeeper:
             store,
             rule,
             replaces=replaces,
+            is_sent_to=is_sent_to,
             retracted=self._tell_retracted,
             thinned=self._tell_thinned,
             failed=self._tell_failed,
@@ -121,7 +125,13 @@ class Housekeeper:
     def _collect(self) -> None:
         claim = self._owner.claim
         own_epoch = claim.epoch if claim is not None else None
-        report = collect(self._store, own_epoch=own_epoch, spared=self._spared(), emit=self._emit)
+        report = collect(
+            self._store,
+            own_epoch=own_epoch,
+            spared=self._spared(),
+            is_sent_to=self._is_sent_to,
+            emit=self._emit,
+        )
         for folder, why in report.removed:
             self._emit("gc", f"removed {folder}: {why}", folder=folder)
         for folder, why in report.failed:

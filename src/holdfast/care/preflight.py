@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from functools import partial
 
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import put_once
 from holdfast.engine.sealed.sealing import SealedStore
 from holdfast.engine.workers import Workers, gather
@@ -94,11 +95,10 @@ def _lack_of_room(
 def _held(store: Store) -> tuple[int, int]:
     """Bytes and files of the attempts that are there: retention will give their room back."""
     nbytes = num_files = 0
-    for name in store.children():
-        if layout.parse_attempt(name.rstrip("/")) is not None:
-            for info in store.list(name):
-                nbytes += info.nbytes
-                num_files += 1
+    for name in Catalog(store).open_attempts():
+        for info in store.list(f"{name}/"):
+            nbytes += info.nbytes
+            num_files += 1
     return nbytes, num_files
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.engine.claims.claim import Claim, dropped, nothing_arrives
+from holdfast.engine.claims.claim import Claim, dropped, ends_with_its_put, nothing_arrives
 from holdfast.engine.claims.leases import Readers
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.roots.commit import retract, settle, thin
@@ -144,6 +144,7 @@ class Deleter:
         rule: Rule,
         *,
         replaces: bool = False,
+        is_sent_to: bool = True,
         retracted: Callable[[Entry, str], None],
         thinned: Callable[[Entry, tuple[str, ...], str], None],
         failed: Callable[[Entry, HoldfastError], None],
@@ -152,11 +153,13 @@ class Deleter:
         held: Callable[[Entry], str] = lambda entry: "",
         unread: Callable[[str, HoldfastError], None] = lambda folder, error: None,
     ) -> None:
-        """`held` says why something must not go yet, though the rule would have it so. `unread`
+        """`is_sent_to`: the root may be the remote tier of a run, where senders put manifests.
+        `held` says why something must not go yet, though the rule would have it so. `unread`
         is told once of each checkpoint that stays because it cannot be read, by folder."""
         self._store = store
         self._rule = rule
         self._replaces = replaces
+        self._is_sent_to = is_sent_to
         self._retracted = retracted
         self._thinned = thinned
         self._failed = failed
@@ -309,7 +312,8 @@ class Deleter:
             epoch=claim.epoch,
             reason=reason,
             may_remove_whole=lambda epoch: (
-                entry.folder not in self._unclear and may_remove_whole(self._store, claim, epoch)
+                entry.folder not in self._unclear
+                and may_remove_whole(self._store, claim, epoch, is_sent_to=self._is_sent_to)
             ),
             is_read=lambda: self._is_read(entry),
         )
@@ -358,9 +362,12 @@ def _is_base(base: Planned, item: Planned) -> bool:
     return stands_in(base.decision.entry, item.decision.entry, drop=base.decision.drop)
 
 
-def may_remove_whole(store: Store, claim: Claim, epoch: int) -> bool:
+def may_remove_whole(store: Store, claim: Claim, epoch: int, *, is_sent_to: bool) -> bool:
     """Whether the marker of a deleted checkpoint of `epoch` may go with its folder.
 
-    Of our own epoch: its manifest is there, so its put has arrived, and it was put only once.
+    Its manifest was there, so its put has arrived. That was the only one in our own epoch, and on a
+    local disk in any other, unless senders put it, too.
     """
-    return epoch == claim.epoch or nothing_arrives(store, epoch, own=claim.epoch)
+    if epoch == claim.epoch or ends_with_its_put(store, is_sent_to=is_sent_to):
+        return True
+    return nothing_arrives(store, epoch, own=claim.epoch)

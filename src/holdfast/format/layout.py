@@ -38,8 +38,10 @@ _SUFFIX = re.compile(r"\.([0-9]{4,10})-([0-9]{6,12})-([0-9a-f]{8})$", re.ASCII)
 _LABEL = re.compile(r"[A-Za-z0-9_=+\-][A-Za-z0-9._=+\-]*", re.ASCII)
 _COMPONENT = re.compile(r"[a-z0-9_\-]{1,64}", re.ASCII)
 _WRITER = re.compile(r"([0-9]{8,12})\.json", re.ASCII)
+_ALIVE = re.compile(r"([0-9]{8,12})\.alive\.json", re.ASCII)
 _SCRATCH = re.compile(r"(?:preflight|sending)-[0-9a-f]{16}", re.ASCII)
 _RETIRED = re.compile(r"retired-([0-9]{8,12})\.json", re.ASCII)
+_ENDED = re.compile(r"ended-([0-9]{8,12})\.json", re.ASCII)
 _THINNED = re.compile(r"thinned-([a-z0-9_\-]{1,64})-([0-9]{8,12})\.json", re.ASCII)
 _ANSWER = ".answer"
 _NOTES = re.compile(r"notes-([0-9]{4})\.json", re.ASCII)
@@ -116,9 +118,26 @@ def alive_key(epoch: int) -> str:
     return f"{WRITERS}/{epoch:08d}.alive.json"
 
 
+def parse_alive(name: str) -> int | None:
+    """The epoch of a name inside `writers/`, or None when it is not a heartbeat."""
+    match = _ALIVE.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def parse_writer(name: str) -> int | None:
     """The epoch of a name inside `writers/`, or None when it is not a claim."""
     match = _WRITER.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def ended_name(epoch: int) -> str:
+    """Name, in the root, of what a writer epoch knows of attempts that ended for good."""
+    return f"ended-{epoch:08d}.json"
+
+
+def parse_ended(name: str) -> int | None:
+    """The writer epoch of such a record, or None for another name."""
+    match = _ENDED.fullmatch(name)
     return int(match[1]) if match else None
 
 

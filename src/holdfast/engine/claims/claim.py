@@ -150,6 +150,12 @@ def nothing_arrives(store: Store, epoch: int, *, own: int | None) -> bool:
     return all(nothing_in_flight(store, later) for later in epochs)
 
 
+def ends_with_its_put(store: Store, *, is_sent_to: bool) -> bool:
+    """Whether nothing can arrive in an attempt whose manifest has been there: it is put once, by a
+    call of the kernel. `is_sent_to`: in the remote tier of a run senders put it again."""
+    return isinstance(store, Folders) and not is_sent_to
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """The checkpoint to go on from (None: from the beginning), and what was passed over for it."""
@@ -254,6 +260,8 @@ def is_still_right(catalog: Catalog, claim: Claim, choice: Choice) -> bool:
     if choice.is_rollback:
         return True
     newest = next(committed(catalog, below=claim.epoch, but=choice.passed_over), None)
+    if newest is None and catalog.has_skipped():
+        newest = next(committed(catalog, below=claim.epoch, but=choice.passed_over), None)
     return newest == (point.folder if point is not None else None)
 
 

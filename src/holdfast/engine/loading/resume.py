@@ -344,7 +344,7 @@ class Reader:
                 found = self._first(catalog, avoided, options, "accept")
             if found is not None:
                 return found
-            if _registers(catalog) == before:
+            if _registers(catalog) == before and not catalog.has_skipped():
                 break
         self._expect_sealed()
         if not catalog.ever_committed(whole=True):

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from holdfast.engine.roots.documents import read_if_there
+from holdfast.engine.roots.ended import known_ended
 from holdfast.errors import (
     CorruptData,
     FormatError,
@@ -113,6 +114,7 @@ class Catalog:
         and a run that was resumed often has many."""
         self.store = store
         self._known_claims = claims
+        self._skips_ended = True
 
     def home(self, folder: str) -> Store:
         """The store in which a checkpoint is read: where a run has two tiers, one of them."""
@@ -127,9 +129,22 @@ class Catalog:
 
     def attempts(self) -> tuple[AttemptName, ...]:
         """Every attempt, newest first, from the names alone."""
-        names = (name[:-1] for name in self.store.children() if name.endswith("/"))
-        parsed = (layout.parse_attempt(name) for name in names)
+        names = self.store.children()
+        known_ended(self.store).take(self.store, names)
+        parsed = (layout.parse_attempt(name[:-1]) for name in names if name.endswith("/"))
         return tuple(sorted((name for name in parsed if name is not None), reverse=True))
+
+    def open_attempts(self) -> tuple[AttemptName, ...]:
+        """Those of `attempts` that are not known to have ended: aborted or deleted."""
+        found, known = self.attempts(), known_ended(self.store)
+        return tuple(n for n in found if str(n) not in known) if self._skips_ended else found
+
+    def has_skipped(self) -> bool:
+        """Whether attempts were left out that are said to have ended; from now on none is. For who
+        found nothing: a person may have put one of them back."""
+        is_first, self._skips_ended = self._skips_ended, False
+        known = known_ended(self.store)
+        return is_first and bool(known.aborted or known.deleted)
 
     def read(self, folder: str) -> Register | None:
         """The value of an attempt's register; None while nothing is there.
@@ -141,6 +156,8 @@ class Catalog:
         register = read_if_there(self.store, key, decode_register, max_nbytes=MAX_MANIFEST_NBYTES)
         if isinstance(register, Manifest):
             _check_place(register, folder)
+        elif register is not None:
+            known_ended(self.store).note(folder, register)
         return register
 
     def marks(self, folder: str) -> Marks:
@@ -194,7 +211,7 @@ class Catalog:
         manifests = known if known is not None else {}
         entries: list[Entry] = []
         unread: list[tuple[str, HoldfastError]] = []
-        for name in self.attempts():
+        for name in self.open_attempts():
             try:
                 entry = self.entry(name, known=manifests.get(str(name)))
             except (FormatError, SealError) as error:
@@ -236,11 +253,12 @@ class Catalog:
         as it was before that epoch's claim. Claims that do not count are passed over
         (docs/design.md, rule 2).
         """
-        attempts = self.attempts()
+        attempts = self.open_attempts()
         epochs = self._epochs(attempts, below)
         epoch = self._standing_epoch(attempts, epochs)
+        oldest = min((name.epoch for name in attempts), default=1)
         last: int | None = None
-        while epoch > 0:
+        while epoch >= max(oldest, 1):  # below there is nothing to be found
             for name in attempts:
                 if name.epoch == epoch and (last is None or name.sequence <= last):
                     yield name
@@ -317,6 +335,8 @@ class Catalog:
         wanted = f"step={which}" if isinstance(which, int) else which
         exact = layout.parse_attempt(wanted)
         entry = self.entry(exact) if exact is not None else self._search(wanted)
+        if entry is None and exact is None and self.has_skipped():
+            entry = self._search(wanted)
         if entry is None:
             self._expect_all_opened()
             raise NoCheckpoint(self._nothing_matches(wanted))
@@ -332,7 +352,7 @@ class Catalog:
                 is there than what is not sealed.
         """
         unsealed: NotSealed | None = None
-        for name in self.attempts():
+        for name in self.open_attempts():
             try:
                 register = self.read(str(name))
             except FormatError:
@@ -344,12 +364,18 @@ class Catalog:
                 continue
             if isinstance(register, Manifest | Deleted):
                 return True
+        if self._has_deleted():
+            return True
         claims = (self._claim_or_none(epoch) for epoch in self.claims())
         if any(claim is not None and claim.resumed_from is not None for claim in claims):
             return True
         if unsealed is not None:
             raise unsealed
         return False
+
+    def _has_deleted(self) -> bool:
+        """Whether anything is known to have been deleted."""
+        return bool(known_ended(self.store).deleted)
 
     def _epochs(self, attempts: tuple[AttemptName, ...], below: int | None) -> tuple[int, ...]:
         """The epochs of this run, newest first: the claims, and what lay here before the first.

@@ -109,6 +109,16 @@ class TieredCatalog(Catalog):
         there = self._asked(self.remote.attempts, nothing)
         return tuple(sorted({*here, *there}, reverse=True))
 
+    def open_attempts(self) -> tuple[AttemptName, ...]:
+        """See `Catalog.open_attempts`: what has ended in one tier may stand in the other."""
+        nothing: tuple[AttemptName, ...] = ()
+        there = self._asked(self.remote.open_attempts, nothing)
+        return tuple(sorted({*self._local.open_attempts(), *there}, reverse=True))
+
+    def has_skipped(self) -> bool:
+        """See `Catalog.has_skipped`."""
+        return any([self._local.has_skipped(), self.remote.has_skipped()])
+
     def read(self, folder: str) -> Register | None:
         """See `Catalog.read`: the manifest of either tier, else what the local one says."""
         here: Register | None = None
@@ -142,6 +152,9 @@ class TieredCatalog(Catalog):
         nothing: tuple[int, ...] = ()
         there = self._asked(self.remote.claims, nothing)
         return tuple(sorted({*self._local.claims(), *there}, reverse=True))
+
+    def _has_deleted(self) -> bool:
+        return self._local._has_deleted() or self.remote._has_deleted()
 
     def _read_remote(self, folder: str) -> Register | None:
         return self._asked(lambda: self.remote.read(folder), None)
