@@ -459,7 +459,7 @@ class Mirror(Uploads):
         return tell
 
     def _arrived(self, entry: Entry, claim: Claim) -> None:
-        is_good = not (entry.manifest.left_out or entry.manifest.unhealthy)
+        is_good = not (entry.manifest.lacks or entry.manifest.unhealthy)
         with self._changed:
             self._backlog.arrived(entry)
             if is_good and entry.name.epoch == claim.epoch:

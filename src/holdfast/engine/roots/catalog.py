@@ -39,6 +39,7 @@ from holdfast.format.records import (
     decode_rejected,
     decode_writer,
 )
+from holdfast.policy.rule import MAIN
 from holdfast.store.base import Store
 
 Register = Manifest | Aborted | Deleted
@@ -288,7 +289,7 @@ class Catalog:
         best: Entry | None = None
         best_rank = (True, True)
         for entry in self.lineage_entries() if entries is None else entries:
-            rank = (bool(entry.manifest.left_out), self.is_avoided(entry))
+            rank = (bool(entry.manifest.lacks), self.is_avoided(entry))
             if rank == (False, False):
                 return entry
             if best is None or rank < best_rank:
@@ -322,10 +323,10 @@ class Catalog:
             raise NoCheckpoint(self._nothing_matches(wanted))
         return entry
 
-    def ever_committed(self, *, whole: bool = False) -> bool:
+    def ever_committed(self, *, by_main: bool = False) -> bool:
         """Whether anything was ever committed here: then a fresh start would be a lie.
 
-        With `whole`, something that a run could have gone on from, as far as is known.
+        With `by_main`, anything but parts that side savers saved, which are no start.
 
         Raises:
             SealError: before anything else, something that is sealed for others; or nothing else
@@ -340,7 +341,7 @@ class Catalog:
             except NotSealed as error:
                 unsealed = error
                 continue
-            if isinstance(register, Manifest) and whole and register.left_out:
+            if isinstance(register, Manifest) and by_main and _is_of_sides(register):
                 continue
             if isinstance(register, Manifest | Deleted):
                 return True
@@ -467,6 +468,10 @@ class Catalog:
             return isinstance(self.read(str(name)), Manifest)
         except (FormatError, SealError):
             return True
+
+
+def _is_of_sides(manifest: Manifest) -> bool:
+    return bool(manifest.lacks and manifest.savers) and MAIN not in manifest.savers
 
 
 def is_root(store: Store) -> bool:
