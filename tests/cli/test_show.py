@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.cli.roots import Result, flip, folder_of
+from tests.cli.roots import Result, cut_off, flip, folder_of
 
 Command = Callable[..., Result]
 
@@ -128,7 +128,7 @@ def test_half_a_target_is_a_wrong_call(holdfast: Command, target: str) -> None:
 
 def test_an_uncommitted_folder_is_no_checkpoint(holdfast: Command, root: Path) -> None:
     folder = folder_of(root, 300)
-    (folder / "manifest.json").unlink()
+    cut_off(folder)
     for command in ("show", "verify"):
         result = holdfast(command, f"{root}@{folder.name}")
         assert result.code == 3

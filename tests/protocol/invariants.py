@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from .lineage import head
 from .rules import Rules
 from .world import (
+    ABSENT,
+    ALL_FILES,
+    ATTEMPTS,
     COMMITTED,
     CONFLICT,
     DELETED,
@@ -25,6 +28,7 @@ def violations(world: World, rules: Rules, *, is_strict: bool) -> tuple[str, ...
         found += _broken_in_folder(folder)
         if not folder.is_whole and not folder.read_by <= world.dead:
             found.append("V13 a checkpoint lost files while a process read it under a lease")
+    found += _broken_records(world)
     found += _broken_ownership(world)
     found += _broken_standing(world, rules, is_strict)
     return tuple(found)
@@ -47,6 +51,16 @@ def _broken_in_folder(folder: Folder) -> Iterator[str]:
         yield "V3 a saver was told of a conflict though its own commit stands"
     if folder.pin_told and folder.register != COMMITTED:
         yield "V8 a checkpoint is gone whose pin was acknowledged"
+
+
+def _broken_records(world: World) -> Iterator[str]:
+    """V14: what shows that a manifest was lost shows it of no attempt that never had one."""
+    named = {claim.goes_on_from for claim in world.claims}
+    for attempt, folder in zip(ATTEMPTS, world.folders, strict=True):
+        never = folder.register == ABSENT and not folder.appeared
+        is_shown = attempt in named or folder.epoch in world.closed
+        if never and folder.files == ALL_FILES and is_shown:
+            yield "V14 records show a commit of an attempt that never committed"
 
 
 def _broken_ownership(world: World) -> Iterator[str]:

@@ -281,6 +281,13 @@ def plain_file(name: str) -> str:
     return plain if dot + suffix in _SUFFIXES else name
 
 
+def is_data_name(name: str) -> bool:
+    """Whether a name in a checkpoint's folder is that of a file which a manifest may list, or of
+    one that is sealed."""
+    plain = plain_file(name)
+    return name == INDEX or is_stored_name(name) or _FILE.fullmatch(plain) is not None
+
+
 @_repeated
 def check_file_name(name: str) -> None:
     """Raise `FormatError` unless a manifest may list a file of this name."""

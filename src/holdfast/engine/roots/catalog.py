@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from holdfast.engine.roots.documents import read_if_there
+from holdfast.engine.roots.lost import Records
 from holdfast.errors import (
     CorruptData,
     FormatError,
@@ -114,6 +115,7 @@ class Catalog:
         and a run that was resumed often has many."""
         self.store = store
         self._known_claims = claims
+        self._known_records: Records | None = None
 
     def home(self, folder: str) -> Store:
         """The store in which a checkpoint is read: where a run has two tiers, one of them."""
@@ -128,6 +130,7 @@ class Catalog:
 
     def attempts(self) -> tuple[AttemptName, ...]:
         """Every attempt, newest first, from the names alone."""
+        self._known_records = None
         names = (name[:-1] for name in self.store.children() if name.endswith("/"))
         parsed = (layout.parse_attempt(name) for name in names)
         return tuple(sorted((name for name in parsed if name is not None), reverse=True))
@@ -136,13 +139,34 @@ class Catalog:
         """The value of an attempt's register; None while nothing is there.
 
         Raises:
-            FormatError: something is there that is not a valid document.
+            FormatError: something is there that is not a valid document; or nothing is there, and
+                other records show that there was a manifest.
         """
+        register = self._register(folder)
+        name = layout.parse_attempt(folder) if register is None else None
+        why = self._records().of_commit(name) if name is not None else ""
+        if why:
+            register = self._register(folder)  # it may have been put since, and then all this
+            if register is None:
+                raise CorruptData(
+                    f"{self.store.url}/{folder}/{layout.MANIFEST} is missing, though it was "
+                    f"committed: {why}. The rest is kept; put a copy of that file back, or delete "
+                    "the folder"
+                )
+        return register
+
+    def _register(self, folder: str) -> Register | None:
         key = f"{folder}/{layout.MANIFEST}"
         register = read_if_there(self.store, key, decode_register, max_nbytes=MAX_MANIFEST_NBYTES)
         if isinstance(register, Manifest):
             _check_place(register, folder)
         return register
+
+    def _records(self) -> Records:
+        """Those of one question, which begins with the names of all attempts."""
+        if self._known_records is None:
+            self._known_records = Records(self.store)
+        return self._known_records
 
     def marks(self, folder: str) -> Marks:
         """The sidecars of a checkpoint; damaged ones are passed over."""
@@ -492,6 +516,8 @@ def standalone(store: Store, folder: str) -> Entry:
     register = read_if_there(
         store, f"{folder}/{layout.MANIFEST}", decode_register, max_nbytes=MAX_MANIFEST_NBYTES
     )
+    if register is None:
+        register = Catalog(store).read(folder)
     if not isinstance(register, Manifest):
         raise NoCheckpoint(f"{store.url}/{folder}: no committed checkpoint")
     return Entry(
