@@ -7,7 +7,7 @@ never writes and never claims.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -320,6 +320,17 @@ class Catalog:
                 best, best_rank = entry, rank
         return best
 
+    def newest(self, *, but: Collection[str] = ()) -> Entry | None:
+        """The `latest`, of those in other folders than `but`, where nothing newer is damaged.
+
+        Raises:
+            SealError: what may be it is sealed for others.
+            FormatError: the manifest of what may be it is damaged or lost.
+        """
+        entry = self.latest(entry for entry in self.lineage_entries() if entry.folder not in but)
+        self._expect_readable_after(entry)
+        return entry
+
     def is_avoided(self, entry: Entry) -> bool:
         """Whether its state was not healthy, and nobody has gone back to it by name."""
         if not entry.manifest.unhealthy:
@@ -331,13 +342,14 @@ class Catalog:
     def resolve(self, which: str | int = "latest") -> Entry:
         """The checkpoint that `which` names, in the current lineage.
 
-        `which` is "latest" (see the method), "step=1000" (or an int), a folder's name, a tag, or
-        a label; a folder's name is also found outside the lineage.
+        `which` is "latest" (see the method; nothing older takes its place where it is damaged),
+        "step=1000" (or an int), a folder's name, a tag, or a label; a folder's name is also found
+        outside the lineage.
 
         Raises:
             NoCheckpoint: nothing there answers; the message lists what is there.
             SealError: what answers is sealed for others, or may be what is.
-            FormatError: the named folder's manifest is damaged.
+            FormatError: the manifest of the named folder, or of what may be the latest, is damaged.
         """
         wanted = f"step={which}" if isinstance(which, int) else which
         exact = layout.parse_attempt(wanted)
@@ -401,9 +413,7 @@ class Catalog:
 
     def _search(self, wanted: str) -> Entry | None:
         if wanted == "latest":
-            entry = self.latest()
-            self._expect_readable_after(entry)
-            return entry
+            return self.newest()
         step = re.fullmatch(r"step=(\d{1,18})", wanted, re.ASCII)
         by_label: Entry | None = None
         for entry in self.lineage_entries(opens_all=False):
@@ -416,7 +426,6 @@ class Catalog:
         return by_label
 
     def _expect_readable_after(self, entry: Entry | None) -> None:
-        """Raise `UnsupportedVersion` where a newer Holdfast has committed after `entry`."""
         for name in self.lineage():
             if entry is not None and name.order <= entry.order:
                 return
@@ -424,8 +433,16 @@ class Catalog:
                 self.entry(name)
             except UnsupportedVersion:
                 raise
-            except (FormatError, NotSealed):
-                continue  # damaged, or nobody vouches for it: what is before it serves
+            except NotSealed:
+                continue  # nobody vouches for it: what is before it serves
+            except FormatError as error:
+                older = "none before it is whole"
+                if entry is not None:
+                    older = f"for the one before it, name {entry.folder} or step={entry.step}"
+                raise CorruptData(
+                    f"the newest checkpoint cannot be read: {error}. resume() passes it over and "
+                    f"says so; {older}"
+                ) from error
 
     def _expect_all_opened(self) -> None:
         """Raise the `SealError` of the newest of the lineage that has one."""
