@@ -15,7 +15,7 @@ CHANGES: tuple[OpName, ...] = (
 """The operations that change which objects a store holds, or what is in them."""
 OTHERS: tuple[OpName, ...] = (
     *("get", "read_into", "head", "list", "children", "uploads"),
-    *("free_space", "probe", "refresh_folder", "sync_folder"),
+    *("free_space", "pointed", "probe", "refresh_folder", "sync_folder"),
 )
 """All others. A stop at one of them leaves the objects that a stop before the next change leaves,
 by when some more may have been acknowledged. What is not durable yet is for test_write_order.py."""

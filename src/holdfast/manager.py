@@ -380,9 +380,11 @@ class CheckpointManager:
         seen: str | None = None,
         in_place: bool = False,
     ) -> Checkpoint | None:
-        """Claim the run and apply its newest usable checkpoint; None when nothing was saved yet.
+        """Claim the run and apply its newest usable checkpoint; None when nothing was saved yet,
+        but for parts that side savers saved.
 
-        What is damaged or was saved in part is passed over, listed in `rejected` and kept; so is
+        What is damaged or lacks a component of the state is passed over, listed in `rejected` and
+        kept; a lack of `rng` alone is only a note. So is
         what was unhealthy when it was saved, unless there is nothing else or `unhealthy` is
         "accept". With another `which` the run goes back to that checkpoint, and what came after
         it is left behind. `seen` is that of the newest `Checkpoint` that the caller knows of, kept
@@ -397,7 +399,7 @@ class CheckpointManager:
             OwnedElsewhere: a live process owns the run.
             RolledBack: what was seen before is gone; nothing was claimed or changed.
             SealError: the newest is sealed for other keys, or not sealed.
-            NoUsableCheckpoint: something was saved and nothing can be used.
+            NoUsableCheckpoint: something was saved and nothing can be used, or nothing is whole.
             MismatchError: the checkpoint does not fit the live state; nothing was changed.
             FormatError: a checkpoint that was named explicitly is damaged.
             OpaqueLoadFailed: the state was replaced in part when something failed.

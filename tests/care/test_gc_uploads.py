@@ -113,7 +113,9 @@ def test_without_the_right_to_list_uploads_gc_says_so_and_does_the_rest(root: st
     run = new_run()
     with run.manager(store, preflight=False) as manager:
         manager.save(1).wait()
-    store.delete(f"{Catalog(store).attempts()[0]}/manifest.json")
+    folder = Catalog(store).attempts()[0]
+    for key in (f"{folder}/manifest.json", f"{folder}/index.json", "latest"):
+        store.delete(key)
     report = collect(store)
     assert [name for name, _ in report.failed] == ["uploads"]
     assert len(report.removed) == 1

@@ -561,7 +561,8 @@ def test_a_damaged_sidecar_is_found(small: MemoryStore, name: str) -> None:
 def test_what_is_no_checkpoint_is_said_to_be_none(small: MemoryStore) -> None:
     store = copy_of(small)
     folders = [entry.folder for entry in Catalog(store).checkpoints()]
-    store.delete(f"{folders[0]}/manifest.json")
+    for key in (f"{folders[0]}/manifest.json", f"{folders[0]}/index.json", "latest"):
+        store.delete(key)
     tombstone = Deleted(save_id="0" * 32, by="writer 1", reason="last 1")
     store.put(f"{folders[1]}/manifest.json", encode_deleted(tombstone))
     with pytest.raises(NoCheckpoint, match="not committed"):

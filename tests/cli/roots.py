@@ -27,6 +27,12 @@ def folder_of(root: Path, step: int) -> Path:
     return found
 
 
+def cut_off(folder: Path) -> None:
+    """Make of the newest checkpoint what a save leaves that did not come to its end."""
+    for path in (folder / "manifest.json", folder / "index.json", folder.parent / "latest"):
+        path.unlink()
+
+
 def overwrite(path: Path, data: bytes) -> None:
     """Put other bytes into a file of a checkpoint, which nobody may write."""
     path.unlink()

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.cli.roots import Result, flip, folder_of, overwrite
+from tests.cli.roots import Result, cut_off, flip, folder_of, overwrite
 
 from holdfast.engine.claims.process import this_process
 from holdfast.format.records import Writer, decode_writer, encode_writer
@@ -22,7 +22,7 @@ Command = Callable[..., Result]
 def unfinished(root: Path) -> Path:
     """An attempt that did not commit, of a writer that closed cleanly."""
     folder = folder_of(root, 300)
-    (folder / "manifest.json").unlink()
+    cut_off(folder)
     return folder
 
 

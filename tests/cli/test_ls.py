@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.cli.roots import Result, flip, folder_of, overwrite
+from tests.cli.roots import Result, cut_off, flip, folder_of, overwrite
 
 from holdfast.format.manifest import Manifest, decode_register, encode_manifest
 from runs import new_run
@@ -92,7 +92,7 @@ def test_a_damaged_manifest_is_told_beside_the_others(holdfast: Command, root: P
 
 def test_attempts_that_did_not_commit_are_counted(holdfast: Command, root: Path) -> None:
     folder = folder_of(root, 300)
-    (folder / "manifest.json").unlink()
+    cut_off(folder)
     result = holdfast("ls", root)
     assert result.code == 0
     assert "not committed: 1" in result.out

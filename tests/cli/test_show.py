@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.cli.roots import Result, flip, folder_of
+from tests.cli.roots import Result, cut_off, flip, folder_of
 
 Command = Callable[..., Result]
 
@@ -78,14 +78,16 @@ def test_a_damaged_index_is_an_error_only_for_tensors(holdfast: Command, root: P
     assert "index.json: other bytes than written" in result.err
 
 
-def test_a_damaged_manifest_that_was_named_is_an_error(holdfast: Command, root: Path) -> None:
-    """R19: explicit ones raise; `latest` goes to the one before."""
+def test_a_damaged_manifest_is_an_error(holdfast: Command, root: Path) -> None:
+    """R19: where it was named, and where it may be the latest."""
     folder = folder_of(root, 300)
     flip(folder / "manifest.json", 100)
-    result = holdfast("show", f"{root}@{folder.name}")
-    assert result.code == 1
-    assert "manifest.json" in result.err
-    assert holdfast("show", root, "--json").document["checkpoint"]["step"] == 200
+    for target in (f"{root}@{folder.name}", root, f"{root}@latest"):
+        result = holdfast("show", target)
+        assert result.code == 1
+        assert "manifest.json" in result.err
+    assert "step=200" in result.err
+    assert holdfast("show", f"{root}@step=200", "--json").document["checkpoint"]["step"] == 200
 
 
 @pytest.mark.parametrize("command", ["show", "verify"])
@@ -128,7 +130,7 @@ def test_half_a_target_is_a_wrong_call(holdfast: Command, target: str) -> None:
 
 def test_an_uncommitted_folder_is_no_checkpoint(holdfast: Command, root: Path) -> None:
     folder = folder_of(root, 300)
-    (folder / "manifest.json").unlink()
+    cut_off(folder)
     for command in ("show", "verify"):
         result = holdfast(command, f"{root}@{folder.name}")
         assert result.code == 3

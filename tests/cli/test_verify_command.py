@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
-from tests.cli.roots import Result, flip, folder_of, overwrite
+from tests.cli.roots import Result, cut_off, flip, folder_of, overwrite
 
 Command = Callable[..., Result]
 MODEL = "model-00000.safetensors"
@@ -159,8 +159,28 @@ def test_a_root_that_may_not_be_read_is_one_clear_line(
         assert len(result.err.splitlines()) == 1
 
 
+def test_a_lost_manifest_is_damage(holdfast: Command, root: Path) -> None:
+    """Records tell that it was committed; `ls` names it, and `gc` leaves the rest alone."""
+    folder = folder_of(root, 300)
+    (folder / "manifest.json").unlink()
+    for target in (root, f"{root}@{folder.name}"):
+        result = holdfast("verify", target)
+        assert result.code == 1
+        assert f"UNREADABLE  {folder.name}" in result.out
+        assert "manifest.json is missing, though it was committed" in result.out
+    assert holdfast("verify", root, "--json").document["ok"] is False
+    listed = holdfast("ls", root, "--json")
+    assert listed.code == 1
+    assert [item["folder"] for item in listed.document["damaged"]] == [folder.name]
+    assert listed.document["unfinished"] == []
+    collected = holdfast("gc", root)
+    assert collected.code == 1
+    assert f"FAILED {folder.name}" in collected.out
+    assert (folder / "index.json").exists()
+
+
 def test_attempts_under_way_are_noted(holdfast: Command, root: Path) -> None:
-    (folder_of(root, 300) / "manifest.json").unlink()
+    cut_off(folder_of(root, 300))
     result = holdfast("verify", root)
     assert result.code == 0
     assert f"note: {folder_of(root, 300).name}: not committed" in result.out

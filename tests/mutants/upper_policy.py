@@ -73,7 +73,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="partial-checkpoint-stands-in-for-a-whole-one",
         promise="I4: nothing is deleted because of a checkpoint that holds less",
         file="policy/retention.py",
-        before="    return base.is_resumable and not drop\n",
+        before="    return base.is_resumable and not drop and (has_all or not base.left_out)\n",
         after="    return base.is_usable\n",
         near=("tests/policy/test_retention.py",),
     ),

@@ -687,3 +687,43 @@ def test_replacing_takes_nothing_from_another_saver_and_nothing_permanent() -> N
         candidate(3, 200, save_class="ephemeral"),
     ]
     assert kept(entries, ByClass(), replaces=True) == [1, 3]  # type: ignore[arg-type]
+
+
+def test_nothing_of_the_main_saver_goes_for_a_part_of_a_run_that_never_resumed() -> None:
+    """What lay there before the run's own beginning stays, whole or partial, until the run has
+    something whole; parts of its side savers do not, and nor do parts on its own line."""
+    old = [
+        candidate(1, components=("model", "optimizer")),
+        candidate(2, components=("model",), left_out=("optimizer",)),
+        candidate(3, components=("model",), left_out=("optimizer",), savers=("weights",)),
+    ]
+    new = [
+        candidate(
+            n,
+            epoch=2,
+            components=("model", "data"),
+            left_out=("optimizer",),
+            savers=("main", "weights"),
+        )
+        for n in (1, 2)
+    ]
+    part, newer = new
+    rule, own = BySaver({MAIN: Last(1), "weights": Last(1)}), {part.order, newer.order}
+    stay = [d.entry for d in decide([*old, *new], rule, lineage=own) if d.keep]
+    assert sorted(stay, key=lambda entry: entry.order) == [*old[:2], newer]
+    whole = candidate(3, epoch=2, components=("model", "optimizer", "data"))
+    decisions = decide([*old, *new, whole], rule, lineage={*own, whole.order})
+    assert {entry.order for entry in survivors(decisions)} == {newer.order, whole.order}
+
+
+def test_without_generators_alone_it_is_resumed_and_replaces_nothing_that_has_them() -> None:
+    """Invariant 4: nothing goes because of one that holds less."""
+    bare = candidate(2, components=("model", "optimizer"), left_out=("rng",))
+    newer = candidate(3, components=("model", "optimizer"), left_out=("rng",))
+    full = candidate(1, components=("model", "optimizer", "rng"))
+    part = candidate(4, components=("model", "optimizer"), left_out=("data",))
+    assert bare.is_resumable
+    assert not stands_in(newer, full)
+    assert kept([full, bare, newer], Last(1)) == [1, 3]
+    assert kept([bare, newer, replace(full, order=(1, 4))], Last(1)) == [4]
+    assert kept([newer, part], Last(1)) == [3, 4]

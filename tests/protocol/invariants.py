@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from .lineage import head
 from .rules import Rules
 from .world import (
+    ABSENT,
+    ALL_FILES,
+    ATTEMPTS,
     COMMITTED,
     CONFLICT,
     DELETED,
@@ -25,6 +28,7 @@ def violations(world: World, rules: Rules, *, is_strict: bool) -> tuple[str, ...
         found += _broken_in_folder(folder)
         if not folder.is_whole and not folder.read_by <= world.dead:
             found.append("V13 a checkpoint lost files while a process read it under a lease")
+    found += _broken_records(world)
     found += _broken_ownership(world)
     found += _broken_standing(world, rules, is_strict)
     return tuple(found)
@@ -35,7 +39,7 @@ def _broken_in_folder(folder: Folder) -> Iterator[str]:
         if folder.files == NO_FILES or (folder.files == THIN_FILES and not folder.thinned):
             yield "V1 a committed manifest lists files that are gone"
         if folder.listed:
-            yield "V14 an attempt is committed that the record of ended ones names"
+            yield "V15 an attempt is committed that the record of ended ones names"
         if folder.finished:
             yield "V2 an attempt that was aborted or deleted is committed"
         if folder.begun_late:
@@ -49,6 +53,16 @@ def _broken_in_folder(folder: Folder) -> Iterator[str]:
         yield "V3 a saver was told of a conflict though its own commit stands"
     if folder.pin_told and folder.register != COMMITTED:
         yield "V8 a checkpoint is gone whose pin was acknowledged"
+
+
+def _broken_records(world: World) -> Iterator[str]:
+    """V14: what shows that a manifest was lost shows it of no attempt that never had one."""
+    named = {claim.goes_on_from for claim in world.claims}
+    for attempt, folder in zip(ATTEMPTS, world.folders, strict=True):
+        never = folder.register == ABSENT and not folder.appeared
+        is_shown = attempt in named or folder.epoch in world.closed
+        if never and folder.files == ALL_FILES and is_shown:
+            yield "V14 records show a commit of an attempt that never committed"
 
 
 def _broken_ownership(world: World) -> Iterator[str]:

@@ -122,7 +122,7 @@ def gather(store: Store) -> Facts:
     epochs = sorted(catalog.claims())
     claims, broken = _read_claims(catalog, epochs)
     entries = _of_this_run(survey, epochs)
-    saves = [cost for entry in entries if (cost := _cost(entry)) and not entry.manifest.left_out]
+    saves = [cost for entry in entries if (cost := _cost(entry)) and not entry.manifest.lacks]
     counted = recent(saves)
     walls = [entry.manifest.timestamp.wall_s for entry in entries]
     steps = [

@@ -262,6 +262,7 @@ class Backlog:
             if entry.order in {name.order for name in Catalog(self._local).lineage()}:
                 self._lineage.add(entry.order)
             self._tries.pop(entry.folder, None)
+            self._suspect.pop(entry.folder, None)
             self._remove(entry.folder)
 
     def give_up(self, folder: str) -> None:

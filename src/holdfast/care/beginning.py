@@ -76,7 +76,7 @@ class Beginning:
         """Whether another saver of this very process has just saved a part of the state."""
         claim = self._owner.claim
         is_ours = claim is not None and entry.name.epoch == claim.epoch
-        return is_ours and bool(entry.manifest.left_out)
+        return is_ours and bool(entry.manifest.lacks)
 
     def _choose_a_fresh_start(self) -> Choice:
         self._refuse_accidental_restart(None)

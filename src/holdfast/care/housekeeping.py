@@ -82,7 +82,7 @@ class Housekeeper:
 
     def after_commit(self, entry: Entry) -> None:
         """Move `latest`, if a run would go on from this one, then delete what the rule drops."""
-        if not entry.manifest.left_out:
+        if not entry.manifest.lacks:
             self._try("latest", partial(self._point_latest, entry))
         self.retain()
 

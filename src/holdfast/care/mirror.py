@@ -43,6 +43,7 @@ from holdfast.errors import (
     OutcomeUnknown,
     OwnershipError,
     UploadFailed,
+    is_damage,
 )
 from holdfast.events import Emitter, Event
 from holdfast.format import layout
@@ -356,8 +357,8 @@ class Mirror(Uploads):
         self._backlog.note_tiers(epoch=self._epoch_there)
         self._catalog.look_again()
         # First: what is opened here need not be opened there, where keys may be changed later.
-        here = {entry.folder for entry in Catalog(self._local).checkpoints()}
-        entries = self._catalog.remote.checkpoints()
+        here = {entry.folder: entry for entry in Catalog(self._local).checkpoints()}
+        entries, unread = self._catalog.remote.survey()
         there = {entry.folder: candidate(self._remote, entry) for entry in entries}
         lineage = {name.order for name in self._catalog.lineage()}
         for entry in entries:
@@ -366,6 +367,10 @@ class Mirror(Uploads):
                 if not entry.marks.notes_number:
                     self._copy_notes(entry)
                 self._backlog.found(entry, suspect=self._what_lacks(entry, there[entry.folder]))
+        for folder, error in unread:
+            if folder in here and is_damage(error):
+                self._told("warning", str(error), step=here[folder].step, folder=folder)
+                self._backlog.found(here[folder], suspect=str(error))
         with self._changed:
             self._backlog.see(there, lineage)
             attempts = map(str, self._catalog.remote.attempts())
@@ -459,7 +464,7 @@ class Mirror(Uploads):
         return tell
 
     def _arrived(self, entry: Entry, claim: Claim) -> None:
-        is_good = not (entry.manifest.left_out or entry.manifest.unhealthy)
+        is_good = not (entry.manifest.lacks or entry.manifest.unhealthy)
         with self._changed:
             self._backlog.arrived(entry)
             if is_good and entry.name.epoch == claim.epoch:

@@ -113,7 +113,7 @@ def _standing(store: Store) -> Choice:
         if entry is None:
             continue
         lost = dropped(store, entry.folder, entry.manifest, entry.marks)
-        if not (lost or entry.manifest.left_out or is_being_deleted(store, entry.marks)):
+        if not (lost or entry.manifest.lacks or is_being_deleted(store, entry.marks)):
             if not catalog.is_avoided(entry):
                 return Choice(point=entry.reference, passed_over=frozenset(passed_over))
             unhealthy = unhealthy or entry

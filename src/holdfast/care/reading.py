@@ -16,6 +16,7 @@ from functools import partial
 from typing import TypeAlias, TypeVar
 
 from holdfast.engine.loading.blockreading import FileBlocks, decode_block, read_block
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.documents import read_document
 from holdfast.engine.staging.memory import Buffers
 from holdfast.engine.threads import NUM_AHEAD, Threads
@@ -120,11 +121,13 @@ class FolderReader:
 
         Raises:
             NoCheckpoint: it was never committed, or is deleted by now.
+            CorruptData: it is missing, and other records show that there was one.
             MissingKey: it is sealed.
         """
         try:
             register = self.decoded(layout.MANIFEST, MAX_MANIFEST_NBYTES, decode_register, told)
         except NotFound:
+            again(lambda: Catalog(self._store).read(self._folder))
             raise NoCheckpoint(f"{self._folder}: not committed") from None
         if not isinstance(register, Manifest):
             state = "given up" if isinstance(register, Aborted) else "deleted"

@@ -47,7 +47,7 @@ class Tuning:
     def after_commit(self, entry: Entry) -> None:
         """Take in what this save cost, unless it is one that was there already."""
         manifest = entry.manifest
-        if self._auto is None or manifest.left_out or manifest.save_id == self._last_id:
+        if self._auto is None or manifest.lacks or manifest.save_id == self._last_id:
             return
         self._last_id = manifest.save_id
         if self._learnt_epoch != manifest.epoch:

@@ -81,7 +81,7 @@ class Moments:
 def _record(entry: Entry) -> Record:
     manifest = entry.manifest
     return Record(
-        savers=manifest.savers or (() if manifest.left_out else (MAIN,)),
+        savers=manifest.savers or (() if manifest.lacks else (MAIN,)),
         save_class=manifest.save_class,
         timestamp=manifest.timestamp,
     )

@@ -235,6 +235,15 @@ def decode_index(data: Buffer, *, files: Mapping[str, FileEntry], what: str) -> 
     )
 
 
+def files_of_index(data: Buffer, *, what: str) -> tuple[str, ...]:
+    """The files of which an index has digests: all of a checkpoint but the index itself.
+
+    Raises:
+        FormatError: it is not a valid index.
+    """
+    return tuple(_decode_document(data, what=what).blocks)
+
+
 def _decode_document(data: Buffer, *, what: str) -> _Document:
     limits = {"max_nbytes": MAX_INDEX_NBYTES, "max_values": MAX_INDEX_VALUES}
     document = strictjson.loads_as(data, _Document, **limits)

@@ -16,6 +16,8 @@ MANIFEST = "manifest.json"
 INDEX = "index.json"
 REJECTED = "rejected.json"
 LATEST = "latest"
+RNG = "rng"
+"""The component of the global generators."""
 WRITERS = "writers"
 READERS = "readers"
 REQUESTS = "requests"
@@ -296,6 +298,13 @@ def plain_file(name: str) -> str:
     # Remembers nothing: it is asked before the name is checked, which may be of any length.
     plain, dot, suffix = name.rpartition(".")
     return plain if dot + suffix in _SUFFIXES else name
+
+
+def is_data_name(name: str) -> bool:
+    """Whether a name in a checkpoint's folder is that of a file which a manifest may list, or of
+    one that is sealed."""
+    plain = plain_file(name)
+    return name == INDEX or is_stored_name(name) or _FILE.fullmatch(plain) is not None
 
 
 @_repeated

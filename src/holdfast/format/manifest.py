@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -12,6 +12,7 @@ from msgspec import Meta
 from holdfast.errors import FormatError, HoldfastError, MissingKey, UsageError
 from holdfast.format import layout, sealed, strictjson
 from holdfast.format.codec import Codec
+from holdfast.format.layout import RNG
 from holdfast.store.base import Buffer
 
 MAX_MANIFEST_NBYTES = 16 * 1024 * 1024
@@ -73,6 +74,11 @@ _OPTIONAL_COUNTERS = _COUNTERS[_COUNTERS.index("wall_s") + 1 :]
 _OPTIONAL_LISTS = ("savers", "left_out", "unhealthy")
 
 
+def needed_of(left_out: Sequence[str]) -> tuple[str, ...]:
+    """Those of the components that were left out that a run needs: all but the generators."""
+    return tuple(name for name in left_out if name != RNG)
+
+
 class StoredEntry(msgspec.Struct, frozen=True, kw_only=True):
     """The form in which a file is stored: its codec, and length and digest of what lies there."""
 
@@ -128,9 +134,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": 
     savers: tuple[str, ...] = ()
     """Which of the run's savers asked for it; none: the only one there is."""
     left_out: tuple[str, ...] = ()
-    """Components of the state that were not to be in it; with any, no run can go on from it."""
+    """Components of the state that were not to be in it; see `lacks`."""
     unhealthy: tuple[str, ...] = ()
     """Why the state should not be gone on from; none: nothing wrong is known."""
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """The components without which no run goes on from it."""
+        return needed_of(self.left_out)
 
     @property
     def nbytes(self) -> int:

@@ -83,6 +83,9 @@ def decide(
     the rule keeps is newer; anything else goes only when something newer stays that stands in
     for it (`stands_in`). With `replaces` the rule does not see what a newer one of the same step
     stands in for, if it is of the same savers and of no lower class.
+
+    What the main saver wrote before the first of `lineage` is of a run that this one never resumed:
+    it goes only for what a run can resume from.
     """
     ordered = sorted(entries, key=lambda entry: entry.order, reverse=True)
     replaced = _replaced(ordered) if replaces else frozenset()
@@ -92,11 +95,17 @@ def decide(
         reason = join_reasons(why, picks[position].reason if position in picks else None)
         picks[position] = _Pick(reason, _NOTHING)
     stay = [(ordered[position], pick.drop) for position, pick in sorted(picks.items())]
+    begin = min(lineage, default=None) if lineage is not None else None
     decisions: list[Decision] = []
     for position, entry in enumerate(ordered):
         pick, protection = picks.get(position), _protection(entry, resumed_from)
         if pick is None and not protection:
-            bases = [base.order for base, drop in stay if stands_in(base, entry, drop=drop)]
+            is_of_another = begin is not None and entry.order < begin and _is_of_main(entry)
+            bases = [
+                base.order
+                for base, drop in stay
+                if stands_in(base, entry, drop=drop) and (base.is_resumable or not is_of_another)
+            ]
             why = f"not kept by: {rule}" if entry.healthy else "not healthy, and a newer one is"
             if position in replaced:
                 why = f"replaced by a newer one of step {entry.timestamp.step}"
@@ -111,14 +120,20 @@ def decide(
 def stands_in(base: Candidate, entry: Candidate, *, drop: Collection[str] = ()) -> bool:
     """Whether `base`, which stays without `drop`, gives what `entry` gives: so `entry` may go.
 
-    It is healthy and a run can resume from it; for what was saved without some components it is
-    enough to be healthy and to have those that `entry` has. Which one is newer is not looked at.
+    It is healthy, a run can resume from it, and it lacks generators only where `entry` does; for
+    what was saved without other components it is enough to be healthy and to have those that
+    `entry` has. Which one is newer is not looked at.
     """
     if not base.counts:
         return False
-    if entry.left_out:
-        return set(entry.components) <= set(base.components).difference(drop)
-    return base.is_resumable and not drop
+    has_all = set(entry.components) <= set(base.components).difference(drop)
+    if entry.lacks:
+        return has_all
+    return base.is_resumable and not drop and (has_all or not base.left_out)
+
+
+def _is_of_main(entry: Candidate) -> bool:
+    return not entry.savers or MAIN in entry.savers
 
 
 def _newest_of(

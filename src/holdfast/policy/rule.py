@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from holdfast.errors import UsageError
 from holdfast.format.layout import check_component
-from holdfast.format.manifest import Timestamp
+from holdfast.format.manifest import Timestamp, needed_of
 
 MAIN = "main"
 """The saver of the whole state, to which everything belongs that names no saver."""
@@ -50,7 +50,12 @@ class Candidate:
     savers: tuple[str, ...] = ()
     """Which savers of the run asked for it; none: `main`."""
     left_out: tuple[str, ...] = ()
-    """Components that were not saved; with any of these, nobody can resume from it."""
+    """Components that were not saved; see `lacks`."""
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """Components that were not saved and without which nobody can resume from it."""
+        return needed_of(self.left_out)
 
     @property
     def is_usable(self) -> bool:
@@ -65,7 +70,7 @@ class Candidate:
     @property
     def is_resumable(self) -> bool:
         """Whether a run could go on from it, be it healthy or not."""
-        return self.is_usable and not (self.dropped or self.left_out)
+        return self.is_usable and not (self.dropped or self.lacks)
 
     @property
     def is_held(self) -> bool:
@@ -270,8 +275,8 @@ def _groups(newest_first: Sequence[Candidate], saver: str) -> Iterator[list[int]
     if saver != MAIN:
         yield own
         return
-    yield [position for position in own if not newest_first[position].left_out]
-    yield [position for position in own if newest_first[position].left_out]
+    yield [position for position in own if not newest_first[position].lacks]
+    yield [position for position in own if newest_first[position].lacks]
 
 
 def _grouped(rule: Rule) -> str:

@@ -126,6 +126,7 @@ def prepare(
     skip: Collection[str] = (),
     rng: bool = True,
     unread: Collection[str] = (),
+    unsaved: Collection[str] = (),
 ) -> Prepared:
     """Match stored components with live ones; changes nothing.
 
@@ -143,6 +144,7 @@ def prepare(
         skip: leave these alone, of what `include` names; entries as for `include`.
         rng: False leaves the component `rng` alone.
         unread: components that the checkpoint has besides `stored`; none of them is wanted.
+        unsaved: components that it was to lack and that stay as they are, which is noted.
 
     Raises:
         UsageError: an argument names nothing, or a rename makes two names one.
@@ -155,7 +157,8 @@ def prepare(
     wishes = Wishes(strict=strict, rename=Rename(rename), selection=selection)
     problems = Problems()
     live = [*state, *([] if RNG in state else [RNG])]
-    everything = tuple(dict.fromkeys([*live, *stored, *unread]))
+    known = dict.fromkeys([*live, *stored, *unread])
+    everything = tuple(name for name in known if name not in unsaved)
     wanted = _wanted(everything, components, selection, rng=rng)
     names = _on_both_sides(wanted, live, stored, problems)
     # Before anything is asked for its state, as when it is captured; an optimizer alone wants them.
@@ -178,6 +181,7 @@ def prepare(
     if not strict:
         problems.tolerate()
     problems.raise_if_any(where)
+    problems.notes += [f"saved without {name}, which stays as it is" for name in unsaved]
     return Prepared(plans, _module_tensors(state), tuple(problems.notes))
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.errors import UsageError, listing
+from holdfast.format import layout
 from holdfast.format.layout import check_component
 from holdfast.state import generators
 
@@ -22,7 +23,7 @@ _STATE_HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 
-RNG = "rng"
+RNG = layout.RNG
 """The component of the global generators, added unless the caller has one of that name."""
 
 

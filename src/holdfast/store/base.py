@@ -284,6 +284,10 @@ class Points(Protocol):
         """Make `name` in the root point to the folder `target`, replacing it atomically."""
         ...
 
+    def pointed(self, name: str) -> str | None:
+        """To what `name` in the root points; None where there is no such pointer."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class FreeSpace:

@@ -8,6 +8,7 @@ assumed: one that lacks it is refused with `UnsupportedStore`.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -280,6 +281,18 @@ class LocalStore:
             localfiles.replace_with(root_fd, aside, name)
             report.effect = "done"
             sync_folder_fd(root_fd)
+
+    def pointed(self, name: str) -> str | None:
+        """See `Points.pointed`."""
+        check_key(name)
+        with suppress(NotFound), Reporting("read", self._path(name)), self._opened("") as root_fd:
+            try:
+                return os.readlink(name, dir_fd=root_fd)
+            except OSError as err:
+                if err.errno != errno.EINVAL:
+                    raise
+            return self.get(name).decode(errors="replace").strip()  # a text file
+        return None
 
     def free_space(self) -> FreeSpace:
         """See `TellsSpace.free_space`. The root need not exist yet."""

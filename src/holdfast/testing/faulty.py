@@ -66,6 +66,7 @@ OpName = Literal[
     "abort",
     "link",
     "point",
+    "pointed",
     "free_space",
     "probe",
     "uploads",
@@ -339,6 +340,10 @@ class _FaultyPoints(FaultyStore):
     def point(self, name: str, target: str) -> None:
         """See `Points.point`."""
         self._do("point", name, lambda: self.inner.point(name, target))
+
+    def pointed(self, name: str) -> str | None:
+        """See `Points.pointed`."""
+        return self._do("pointed", name, lambda: cast("str | None", self.inner.pointed(name)))
 
 
 class _FaultyTellsSpace(FaultyStore):

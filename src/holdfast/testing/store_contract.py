@@ -520,6 +520,7 @@ class StoreContract:
         if isinstance(store, Points):
             calls["point"] = lambda: store.point(key, "target")
             calls["point at"] = lambda: store.point("name", key)
+            calls["pointed"] = lambda: store.pointed(key)
         if isinstance(store, Folders) and key:
             calls["make_folder"] = lambda: store.make_folder(key)
             calls["sync_folder"] = lambda: store.sync_folder(key)
@@ -799,8 +800,10 @@ class StoreContract:
         if not isinstance(store, Points):
             pytest.skip("the store holds no pointers")
         self.fill(store, "a/x", "b/x")
+        assert store.pointed("latest") is None
         store.point("latest", "a")
         store.point("latest", "b")
+        assert store.pointed("latest") == "b"
         assert {info.key for info in store.list()} - {"latest"} == {"a/x", "b/x"}
 
     def test_free_space_is_told_in_bytes_and_inodes(self, store: Store) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from holdfast import errors
 from holdfast.care.prune import preview
@@ -178,13 +179,68 @@ def test_resume_passes_over_what_was_saved_in_part_and_its_components_load() -> 
     assert story.recorder.of("warning") == []
 
 
-def test_a_run_with_nothing_but_parts_begins_afresh() -> None:
+def test_a_run_with_nothing_but_parts_is_not_begun_afresh() -> None:
+    """None means that nothing was ever committed. Where the main saver left something out each
+    time, the error says what lacks and how to go on, and the finished work stays."""
     story = Story()
-    story.tell("part", "part")
-    with story.open() as manager:
-        assert manager.resume() is None
+    folders = story.tell("part", "part", keep=Last(1))
+    with story.open(keep=Last(1)) as manager:
+        with pytest.raises(errors.NoUsableCheckpoint) as caught:
+            manager.resume()
+        assert [folder for folder, _ in caught.value.rejected] == folders[:0:-1]
+        assert "saved without optimizer" in str(caught.value)
+        assert f"load({folders[1]!r}, components=['model', " in str(caught.value)
+        with pytest.raises(errors.UsageError, match="holds the checkpoints of a run"):
+            story.save(manager, 1)
     assert story.marked() == []
     assert Catalog(story.store).resolve("latest").step == 2
+
+
+def test_a_state_without_what_was_left_out_goes_on() -> None:
+    """What lacks and is not wanted is left out of the state: nothing lacks then."""
+    story = Story()
+    story.tell("good", "part", "part")
+    state = {"model": (run := new_run()).model, "scheduler": run.scheduler, "counters": {"step": 0}}
+    with CheckpointManager(story.store, state, preflight=False) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.step == 3
+        manager.save(4, wait=True)
+    assert Catalog(story.store).resolve("latest").step == 4
+
+
+@pytest.mark.parametrize("by_hook", [True, False])
+def test_a_run_goes_on_without_generators_and_says_so(by_hook: bool) -> None:
+    """A lack of the generators alone is a note: all the work is there."""
+    story = Story()
+    with story.open(keep=Last(1)) as manager:
+        for step in (1, 2):
+            story.run.train()
+            if by_hook:
+                story.left_out = ("rng",)
+                manager.save(step, wait=True)
+            else:
+                manager.save(step, components=[*story.run.state], wait=True)
+    before = story.run.bits()
+    story.left_out = ()
+    with story.open(keep=Last(1)) as manager:
+        generators = torch.get_rng_state()
+        found = manager.resume()
+        assert found is not None
+        assert (found.step, found.left_out) == (2, ("rng",))
+        assert [note for note in found.notes if "rng" in note] == [
+            "saved without rng, which stays as it is"
+        ]
+        assert torch.equal(torch.get_rng_state(), generators)
+        assert story.run.bits() == before
+        with pytest.raises(errors.NoCheckpoint, match="saved without rng"):
+            manager.load("step=2", components=["rng"])
+        with pytest.raises(errors.NoCheckpoint, match="saved without rng"):
+            manager.load("step=2", include=["rng"])
+        assert manager.load("step=2", skip=["rng"]).step == 2
+        story.save(manager, 3)
+    assert [entry.step for entry in Catalog(story.store).checkpoints()] == [3]
+    assert story.store.get("latest").decode() == Catalog(story.store).checkpoints()[0].folder
 
 
 @pytest.mark.parametrize(

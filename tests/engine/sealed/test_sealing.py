@@ -672,6 +672,7 @@ def test_gc_removes_what_a_killed_save_left_without_a_key() -> None:
     folder = "step-00000002.0001-000002-01234567"
     store.put(f"{folder}/file-00000.sealed", b"junk")
     store.put(f"{folder}/keys-0001.json", b"junk")
+    store.delete(layout.closed_key(1))
     report = collect(store, dead_epochs=[1])
     assert [name for name, _ in report.removed] == [folder]
     assert resumed(store) == 1

@@ -77,14 +77,35 @@ def test_a_damaged_local_copy_is_read_from_the_remote_tier_and_mended(
         assert found is not None
         assert (found.step, tiny.step(), found.rejected) == (2, 2, ())
         saved(manager, tiny, 3)
-        if (file, damage) == ("manifest.json", lose):
-            # Without a manifest it is no checkpoint of the local tier, which is no damage.
-            assert found.root == "memory://remote"
-            return
         assert noted.wait_for("mended").fields["files"] == (file,)
     assert verify(local, folder).ok
     assert steps_in(local) == [3, 2, 1]
     assert [name for name in local.children() if name.startswith("sending-")] == []
+
+
+@pytest.mark.parametrize("damage", [lose, cut], ids=["lose", "cut"])
+def test_the_local_copy_stays_where_the_manifest_of_the_remote_one_is_lost(
+    local: LocalStore, ram_path: Path, damage: Damage
+) -> None:
+    """What is left there stays too, and a warning names it: a look at the remote tier says what it
+    has, and not a note that it was sent once."""
+    there, noted, tiny = LocalStore(ram_path / "remote"), Noted(), Tiny(LARGE)
+    here = LocalStore(ram_path / "here")
+    with opened(Tiered(here, there), tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 1, 2)
+    folder = Catalog(there).checkpoints()[0].folder
+    damage(Path(there.url) / folder / "manifest.json")
+    files = {path.name for path in (Path(there.url) / folder).iterdir()}
+    with opened(Tiered(here, there, keep_local=Last(1)), tiny, sinks=(noted,)) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.step == 2
+        saved(manager, tiny, 3, 4)
+        manager.wait()
+    assert 2 in steps_in(here)
+    assert {path.name for path in (Path(there.url) / folder).iterdir()} >= files
+    assert any(folder in event.message for event in noted.of("warning"))
 
 
 def test_what_was_read_in_the_remote_tier_vouches_for_no_local_copy(

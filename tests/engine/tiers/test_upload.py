@@ -131,9 +131,13 @@ def test_what_gc_has_given_up_is_not_sent(local: LocalStore, remote: Store) -> N
         send(sender(local, remote), local)
 
 
-def test_gc_leaves_the_register_of_what_a_paused_process_sends(local: LocalStore) -> None:
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_gc_leaves_the_register_of_what_a_paused_process_sends(
+    local: LocalStore, is_whole: bool
+) -> None:
     """R10, D20: it sends what another one saved, which had closed. Without the marker its manifest
-    would arrive after all, and its files are gone."""
+    would arrive after all, and its files are gone. Where all of them are there, and only the
+    manifest is missing, gc takes none of them."""
     remote = MemoryStore()
     share_claims(local, remote)
     key = layout.closed_key(1)
@@ -145,12 +149,16 @@ def test_gc_leaves_the_register_of_what_a_paused_process_sends(local: LocalStore
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(slow.send, folder, epoch=2, told=lambda cost: None, unclear=set())
         assert paused.reached.wait(60)
-        claim_run(remote, lambda: Choice(point=None), takeover=True, emit=Emitter(()))
+        if not is_whole:
+            remote.delete(f"{folder}/tiny-00000.json")
+        choice = Choice(point=None, passed_over=frozenset([folder]))
+        claim_run(remote, lambda: choice, takeover=True, emit=Emitter(()))
         collect(remote, own_epoch=3)
         paused.release.set()
-        with pytest.raises(errors.CommitConflict):
+        with pytest.raises(errors.Superseded if is_whole else errors.CommitConflict):
             late.result(60)
-    assert Catalog(remote).checkpoints() == ()
+    assert len(Catalog(remote).checkpoints()) == is_whole
+    assert not is_whole or verify(remote, folder).ok
 
 
 def test_it_ends_soon_when_it_is_interrupted_and_goes_on_later(

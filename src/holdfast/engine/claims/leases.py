@@ -126,8 +126,7 @@ def kept(catalog: Catalog, which: str | int, *, emit: Emitter | None = None) -> 
 
 def _find(catalog: Catalog, which: str | int, but: Collection[str]) -> Entry:
     if which == "latest" and but:
-        others = (entry for entry in catalog.lineage_entries() if entry.folder not in but)
-        found = catalog.latest(others)
+        found = catalog.newest(but=but)
         if found is not None:
             return found
     return catalog.resolve(which)

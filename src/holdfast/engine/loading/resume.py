@@ -36,7 +36,8 @@ from holdfast.errors import (
     is_damage,
 )
 from holdfast.events import Emitter, Kind
-from holdfast.format.layout import AttemptName
+from holdfast.format.layout import RNG, AttemptName
+from holdfast.format.manifest import Manifest
 from holdfast.state.apply import OpaqueLoadFailed, Prepared, prepare
 from holdfast.state.edits import Edit, EditedLoad, edited_load
 from holdfast.state.selection import Selection
@@ -107,6 +108,14 @@ class PassedOver(NoCheckpoint):
 class Dropped(PassedOver):
     """Components that are asked for were not saved, or were dropped; what is there is sound."""
 
+    def __init__(self, message: str, *, folder: str, there: Collection[str]) -> None:
+        super().__init__(message)
+        self.way_on = (
+            f"What is left of the newest is loaded by load({folder!r}, components={[*there]}), to "
+            "go on from in a root of its own; what is not wanted any more may be left out of the "
+            "state"
+        )
+
 
 class Avoided(PassedOver):
     """The state was not healthy when it was saved."""
@@ -171,7 +180,8 @@ class Reader:
         """
         store = self.catalog.home(entry.folder)
         gone = dropped(store, entry.folder, entry.manifest, entry.marks)
-        everything = (*entry.manifest.components, *entry.manifest.left_out)
+        unsaved = _goes_without(entry.manifest, options)
+        everything = (*entry.manifest.components, *self._lacks(entry, but=unsaved))
         asked = everything if options.components is None else options.components
         selection = options.selection
         wanted = [name for name in asked if not selection.omits(name)]
@@ -180,7 +190,7 @@ class Reader:
             self._expect_there(entry, wanted, gone)
         try:
             components = [name for name in wanted if name not in gone]
-            return self._read(store, entry, options, components)
+            return self._read(store, entry, options, components, unsaved)
         except (FormatError, StoreError):
             # Files may have gone while they were read.
             marks = Catalog(store).marks(entry.folder)
@@ -189,7 +199,12 @@ class Reader:
             raise
 
     def _read(
-        self, store: Store, entry: Entry, options: LoadOptions, components: list[str]
+        self,
+        store: Store,
+        entry: Entry,
+        options: LoadOptions,
+        components: list[str],
+        unsaved: Collection[str],
     ) -> Candidate:
         if not options.verify:
             store = uncached(store)  # nothing would tell a damaged copy
@@ -209,6 +224,7 @@ class Reader:
             skip=options.skip,
             rng=options.rng,
             unread=[name for name in entry.manifest.components if name not in components],
+            unsaved=unsaved,
         )
         stream = Stream(
             store, opened, threads=self.threads, timeout_s=self.timeout_s, verify=options.verify
@@ -224,12 +240,19 @@ class Reader:
             is_proof=options.proves_whole and reads_origin(store) and store is self.catalog.store,
         )
 
+    def _lacks(self, entry: Entry, *, but: Collection[str] = ()) -> tuple[str, ...]:
+        """What was left out of a checkpoint and is in the live state."""
+        live = {*self.state, RNG}.difference(but)
+        return tuple(name for name in entry.manifest.left_out if name in live)
+
     def _expect_saved(self, entry: Entry, wanted: Collection[str]) -> None:
         missing = ", ".join(name for name in wanted if name in entry.manifest.left_out)
         if missing:
             raise Dropped(
                 f"{self._place(entry)}: saved without {missing}; a run cannot go on "
-                "from it. Load the components that are there by name, or take another checkpoint"
+                "from it. Load the components that are there by name, or take another checkpoint",
+                folder=entry.folder,
+                there=entry.manifest.components,
             )
 
     def _read_tensors(
@@ -276,7 +299,9 @@ class Reader:
             raise Dropped(
                 f"{self._place(entry)}: retention has dropped {missing} of it; a run "
                 "cannot go on from what is left. Load the other components by name, or take "
-                "another checkpoint"
+                "another checkpoint",
+                folder=entry.folder,
+                there=[name for name in entry.manifest.components if name not in gone],
             )
 
     def _place(self, entry: Entry) -> str:
@@ -324,7 +349,8 @@ class Reader:
             self.holding.push(stack.pop_all())
 
     def walk(self, options: LoadOptions, *, unhealthy: Unhealthy = "avoid") -> Candidate | None:
-        """The newest usable checkpoint of the lineage; None when nothing whole was committed yet.
+        """The newest usable checkpoint of the lineage; None when nothing was committed yet, but for
+        parts that side savers saved before the first whole one.
 
         Unless `unhealthy` is "accept", an unhealthy one is taken only when no other can be used.
 
@@ -347,12 +373,14 @@ class Reader:
             if _registers(catalog) == before and not catalog.has_skipped():
                 break
         self._expect_sealed()
-        if not catalog.ever_committed(whole=True):
-            return None  # parts that side savers saved before the first whole one are no start
+        if not catalog.ever_committed(by_main=True):
+            return None
         changed = "The state is mixed" if self.is_mixed else "Nothing was changed"
+        others = (error.way_on for error in self.passed_over.values() if isinstance(error, Dropped))
+        way_on = next(others, "Name another one explicitly, or use another root")
         raise NoUsableCheckpoint(
             f"{catalog.store.url}: this run has committed checkpoints and none can be used. "
-            f"{changed}; name another one explicitly, or use another root",
+            f"{changed}. {way_on}",
             self.rejected,
         )
 
@@ -414,10 +442,18 @@ class Reader:
             return None
         if is_being_deleted(catalog.home(entry.folder), entry.marks):
             raise PassedOver("its deletion was begun")
-        self._expect_saved(entry, entry.manifest.left_out)
+        self._expect_saved(entry, self._lacks(entry, but=(RNG,)))
         if unhealthy == "avoid" and catalog.is_avoided(entry):
             raise Avoided(f"not healthy: {', '.join(entry.manifest.unhealthy)}")
         return self.read(entry, options)
+
+
+def _goes_without(manifest: Manifest, options: LoadOptions) -> tuple[str, ...]:
+    """The component that a load of everything may do without: the generators."""
+    is_asked_for = options.components is not None or options.include
+    if RNG not in manifest.left_out or is_asked_for or options.selection.omits(RNG):
+        return ()
+    return (RNG,)
 
 
 def _edited(

@@ -7,12 +7,13 @@ never writes and never claims.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from holdfast.engine.roots.documents import read_if_there
 from holdfast.engine.roots.ended import known_ended
+from holdfast.engine.roots.lost import Records
 from holdfast.errors import (
     CorruptData,
     FormatError,
@@ -40,6 +41,7 @@ from holdfast.format.records import (
     decode_rejected,
     decode_writer,
 )
+from holdfast.policy.rule import MAIN
 from holdfast.store.base import Store
 
 Register = Manifest | Aborted | Deleted
@@ -115,6 +117,7 @@ class Catalog:
         self.store = store
         self._known_claims = claims
         self._skips_ended = True
+        self._known_records: Records | None = None
 
     def home(self, folder: str) -> Store:
         """The store in which a checkpoint is read: where a run has two tiers, one of them."""
@@ -129,6 +132,7 @@ class Catalog:
 
     def attempts(self) -> tuple[AttemptName, ...]:
         """Every attempt, newest first, from the names alone."""
+        self._known_records = None
         names = self.store.children()
         known_ended(self.store).take(self.store, names)
         parsed = (layout.parse_attempt(name[:-1]) for name in names if name.endswith("/"))
@@ -150,8 +154,23 @@ class Catalog:
         """The value of an attempt's register; None while nothing is there.
 
         Raises:
-            FormatError: something is there that is not a valid document.
+            FormatError: something is there that is not a valid document; or nothing is there, and
+                other records show that there was a manifest.
         """
+        register = self._register(folder)
+        name = layout.parse_attempt(folder) if register is None else None
+        why = self._records().of_commit(name) if name is not None else ""
+        if why:
+            register = self._register(folder)  # it may have been put since, and then all this
+            if register is None:
+                raise CorruptData(
+                    f"{self.store.url}/{folder}/{layout.MANIFEST} is missing, though it was "
+                    f"committed: {why}. The rest is kept; put a copy of that file back, or delete "
+                    "the folder"
+                )
+        return register
+
+    def _register(self, folder: str) -> Register | None:
         key = f"{folder}/{layout.MANIFEST}"
         register = read_if_there(self.store, key, decode_register, max_nbytes=MAX_MANIFEST_NBYTES)
         if isinstance(register, Manifest):
@@ -159,6 +178,12 @@ class Catalog:
         elif register is not None:
             known_ended(self.store).note(folder, register)
         return register
+
+    def _records(self) -> Records:
+        """Those of one question, which begins with the names of all attempts."""
+        if self._known_records is None:
+            self._known_records = Records(self.store)
+        return self._known_records
 
     def marks(self, folder: str) -> Marks:
         """The sidecars of a checkpoint; damaged ones are passed over."""
@@ -306,12 +331,23 @@ class Catalog:
         best: Entry | None = None
         best_rank = (True, True)
         for entry in self.lineage_entries() if entries is None else entries:
-            rank = (bool(entry.manifest.left_out), self.is_avoided(entry))
+            rank = (bool(entry.manifest.lacks), self.is_avoided(entry))
             if rank == (False, False):
                 return entry
             if best is None or rank < best_rank:
                 best, best_rank = entry, rank
         return best
+
+    def newest(self, *, but: Collection[str] = ()) -> Entry | None:
+        """The `latest`, of those in other folders than `but`, where nothing newer is damaged.
+
+        Raises:
+            SealError: what may be it is sealed for others.
+            FormatError: the manifest of what may be it is damaged or lost.
+        """
+        entry = self.latest(entry for entry in self.lineage_entries() if entry.folder not in but)
+        self._expect_readable_after(entry)
+        return entry
 
     def is_avoided(self, entry: Entry) -> bool:
         """Whether its state was not healthy, and nobody has gone back to it by name."""
@@ -324,13 +360,14 @@ class Catalog:
     def resolve(self, which: str | int = "latest") -> Entry:
         """The checkpoint that `which` names, in the current lineage.
 
-        `which` is "latest" (see the method), "step=1000" (or an int), a folder's name, a tag, or
-        a label; a folder's name is also found outside the lineage.
+        `which` is "latest" (see the method; nothing older takes its place where it is damaged),
+        "step=1000" (or an int), a folder's name, a tag, or a label; a folder's name is also found
+        outside the lineage.
 
         Raises:
             NoCheckpoint: nothing there answers; the message lists what is there.
             SealError: what answers is sealed for others, or may be what is.
-            FormatError: the named folder's manifest is damaged.
+            FormatError: the manifest of the named folder, or of what may be the latest, is damaged.
         """
         wanted = f"step={which}" if isinstance(which, int) else which
         exact = layout.parse_attempt(wanted)
@@ -342,10 +379,10 @@ class Catalog:
             raise NoCheckpoint(self._nothing_matches(wanted))
         return entry
 
-    def ever_committed(self, *, whole: bool = False) -> bool:
+    def ever_committed(self, *, by_main: bool = False) -> bool:
         """Whether anything was ever committed here: then a fresh start would be a lie.
 
-        With `whole`, something that a run could have gone on from, as far as is known.
+        With `by_main`, anything but parts that side savers saved, which are no start.
 
         Raises:
             SealError: before anything else, something that is sealed for others; or nothing else
@@ -360,7 +397,7 @@ class Catalog:
             except NotSealed as error:
                 unsealed = error
                 continue
-            if isinstance(register, Manifest) and whole and register.left_out:
+            if isinstance(register, Manifest) and by_main and _is_of_sides(register):
                 continue
             if isinstance(register, Manifest | Deleted):
                 return True
@@ -402,9 +439,7 @@ class Catalog:
 
     def _search(self, wanted: str) -> Entry | None:
         if wanted == "latest":
-            entry = self.latest()
-            self._expect_readable_after(entry)
-            return entry
+            return self.newest()
         step = re.fullmatch(r"step=(\d{1,18})", wanted, re.ASCII)
         by_label: Entry | None = None
         for entry in self.lineage_entries(opens_all=False):
@@ -417,7 +452,6 @@ class Catalog:
         return by_label
 
     def _expect_readable_after(self, entry: Entry | None) -> None:
-        """Raise `UnsupportedVersion` where a newer Holdfast has committed after `entry`."""
         for name in self.lineage():
             if entry is not None and name.order <= entry.order:
                 return
@@ -425,8 +459,16 @@ class Catalog:
                 self.entry(name)
             except UnsupportedVersion:
                 raise
-            except (FormatError, NotSealed):
-                continue  # damaged, or nobody vouches for it: what is before it serves
+            except NotSealed:
+                continue  # nobody vouches for it: what is before it serves
+            except FormatError as error:
+                older = "none before it is whole"
+                if entry is not None:
+                    older = f"for the one before it, name {entry.folder} or step={entry.step}"
+                raise CorruptData(
+                    f"the newest checkpoint cannot be read: {error}. resume() passes it over and "
+                    f"says so; {older}"
+                ) from error
 
     def _expect_all_opened(self) -> None:
         """Raise the `SealError` of the newest of the lineage that has one."""
@@ -495,6 +537,10 @@ class Catalog:
             return True
 
 
+def _is_of_sides(manifest: Manifest) -> bool:
+    return bool(manifest.lacks and manifest.savers) and MAIN not in manifest.savers
+
+
 def is_root(store: Store) -> bool:
     """Whether anything of ours is there: a claim or an attempt."""
     names = store.children()
@@ -513,6 +559,8 @@ def standalone(store: Store, folder: str) -> Entry:
     register = read_if_there(
         store, f"{folder}/{layout.MANIFEST}", decode_register, max_nbytes=MAX_MANIFEST_NBYTES
     )
+    if register is None:
+        register = Catalog(store).read(folder)
     if not isinstance(register, Manifest):
         raise NoCheckpoint(f"{store.url}/{folder}: no committed checkpoint")
     return Entry(

@@ -242,7 +242,7 @@ class Saver:
         finally:
             staged.finish()
         learned = self._learn(staged)
-        if not entry.manifest.left_out:
+        if not entry.manifest.lacks:
             self.standing = entry
         self._emit(
             "committed",
@@ -308,7 +308,7 @@ class Saver:
             self._owner.is_clean = False
             raise
         # What the run went on from stays until there is something newer to go on from.
-        is_good = not (manifest.left_out or manifest.unhealthy)
+        is_good = not (manifest.lacks or manifest.unhealthy)
         self._owner.has_committed = self._owner.has_committed or is_good
         return Entry(name=attempt.name, folder=attempt.folder, manifest=manifest, marks=Marks())
 

@@ -88,7 +88,12 @@ class TieredCatalog(Catalog):
 
     def turn(self, folder: str) -> bool:
         """See `Catalog.turn`."""
-        if folder in self.turned or not isinstance(self._read_remote(folder), Manifest):
+        if folder in self.turned:
+            return False
+        try:
+            if not isinstance(self._read_remote(folder), Manifest):
+                return False
+        except FormatError:
             return False
         self.turned.add(folder)
         self._homes[folder] = self.remote.store

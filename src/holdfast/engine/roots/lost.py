@@ -1,0 +1,127 @@
+"""Records that tell a checkpoint whose manifest was lost from a save that never committed.
+
+A register that is empty says nothing of which it is (docs/design.md, rule 7). Reads only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import suppress
+
+from holdfast.engine.roots.documents import read_document, read_if_there
+from holdfast.errors import FormatError, NotFound, SealError
+from holdfast.format import layout
+from holdfast.format.layout import AttemptName
+from holdfast.format.manifest import MAX_MANIFEST_NBYTES, Manifest, Reference, decode_register
+from holdfast.format.records import decode_writer
+from holdfast.store.base import Points, Store
+
+
+class Records:
+    """What the records of one root say of attempts without a register. Each record is read once,
+    when it is first asked for, so keep one no longer than for one question."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._latest: str | None = None
+        self._points: dict[str, int] = {}
+        """By folder: an epoch whose writer went on from it, of those that were read."""
+        self._epochs: list[int] | None = None
+        """Those that were not read yet, oldest first; None: all of them."""
+
+    def of_commit(self, name: AttemptName) -> str:
+        """What shows that an attempt with an empty register was committed; nothing otherwise.
+
+        `latest`, a note on its upload, or a pin or mark beside its files was put after the commit.
+        Claims, what later writers saved, and a clean close tell it only where no other file is
+        missing: of two tiers both have the claims, and one may have a part of the files yet.
+        """
+        folder = str(name)
+        names = self._store.children(folder)
+        if not any(map(layout.is_data_name, names)):
+            return ""  # deleted, or begun and no more
+        sidecar = next(filter(layout.is_sidecar, names), None)
+        if sidecar is not None:
+            return f"{sidecar} was put beside it"
+        if self._named_latest() == folder:
+            return f"{layout.LATEST!r} names it"
+        if self._is_there(layout.upload_key(folder)):
+            return "it was to be sent to the other tier"
+        why = self._gone_on_from(name)
+        return why if why and self._has_all(folder, names) else ""
+
+    def _gone_on_from(self, name: AttemptName) -> str:
+        """How the run went on after an attempt; nothing where no record tells."""
+        epoch = self._went_on(name)
+        if epoch:
+            return f"writer {epoch} went on from it"
+        is_closed = self._is_there(layout.closed_key(name.epoch))
+        return "all of its files are there, and its writer has ended cleanly" if is_closed else ""
+
+    def _named_latest(self) -> str:
+        if self._latest is None:
+            self._latest = _pointed(self._store, layout.LATEST)
+        return self._latest
+
+    def _went_on(self, name: AttemptName) -> int:
+        """An epoch whose writer went on from it; 0 where there is none."""
+        if self._epochs is None:
+            claims = map(layout.parse_writer, self._store.children(layout.WRITERS))
+            self._epochs = sorted({*filter(None, claims), *(n.epoch for n in self._attempts())})
+        while self._epochs and self._epochs[-1] > name.epoch:
+            epoch = self._epochs.pop()
+            point = self._point_of(epoch)
+            if point is not None:
+                self._points.setdefault(point.folder, epoch)
+        return self._points.get(str(name), 0)
+
+    def _point_of(self, epoch: int) -> Reference | None:
+        """From what an epoch went on, as its claim says, or else what was saved in it."""
+        with suppress(FormatError):
+            claim = read_if_there(self._store, layout.writer_key(epoch), decode_writer)
+            if claim is not None:
+                return claim.resumed_from
+        for name in self._attempts():
+            with suppress(FormatError, SealError, NotFound):
+                if name.epoch == epoch:
+                    key = f"{name}/{layout.MANIFEST}"
+                    data = read_document(self._store, key, max_nbytes=MAX_MANIFEST_NBYTES)
+                    register = decode_register(data, what=key)
+                    if isinstance(register, Manifest):
+                        return register.parent
+        return None
+
+    def _attempts(self) -> list[AttemptName]:
+        listed = (layout.parse_attempt(name.rstrip("/")) for name in self._store.children())
+        return [name for name in listed if name is not None]
+
+    def _is_there(self, key: str) -> bool:
+        try:
+            self._store.head(key)
+        except NotFound:
+            return False
+        return True
+
+    def _has_all(self, folder: str, names: Collection[str]) -> bool:
+        """Whether no file but the manifest is missing; of a sealed one, whether its keys are there,
+        which are put right before it."""
+        if any(layout.parse_keys(name) is not None for name in names):
+            return True
+        from holdfast.format.index import MAX_INDEX_NBYTES, files_of_index  # takes numpy
+
+        key = f"{folder}/{layout.INDEX}"
+        try:
+            data = read_document(self._store, key, max_nbytes=MAX_INDEX_NBYTES)
+            return {*files_of_index(data, what=key)} <= {*names}
+        except (FormatError, NotFound):
+            return False
+
+
+def _pointed(store: Store, name: str) -> str:
+    """The folder to which a pointer in the root points; empty where there is none."""
+    if isinstance(store, Points):
+        return store.pointed(name) or ""
+    try:
+        return read_document(store, name, max_nbytes=1024).decode(errors="replace").strip()
+    except (FormatError, NotFound):
+        return ""
