@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from each import each
 from holdfast import errors
 from holdfast.care.gc import collect
 from holdfast.care.verify import verify
@@ -149,6 +152,77 @@ def test_a_taken_key_is_a_conflict_that_names_the_taker() -> None:
     assert isinstance(caught.value.__cause__, errors.CommitConflict)
     manager.close()
     assert steps(store) == []
+
+
+UNREFUSED = (
+    errno.ESHUTDOWN,
+    errno.ENOTCONN,
+    errno.ECONNABORTED,
+    errno.EREMOTEIO,
+    errno.EBUSY,
+    errno.ENOMEM,
+    errno.EINTR,
+    524,  # one that the kernel keeps to itself, and has let out of NFS all the same
+)
+
+
+@each("number", [*UNREFUSED, errno.ENOSPC, errno.EACCES], ids=errno.errorcode.get)
+def test_an_error_after_the_link_deletes_no_committed_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Rule 5, invariant 1: the manifest has its name, and the reply was an error of any kind; also
+    one that should mean a refusal, of a file system that answers as it likes."""
+    really_link = os.link
+
+    def link(source: str, name: str, **where: int) -> None:
+        really_link(source, name, **where)
+        if name == layout.MANIFEST:
+            raise OSError(number, os.strerror(number))
+
+    root = tmp_path / str(number)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "link", link)
+        manager = manager_of(LocalStore(root))
+        failure = manager.save(1).committed.exception(timeout=60)
+        with suppress(errors.SaveFailed):
+            manager.close()
+    if failure is not None:
+        assert isinstance(failure.__cause__, errors.OutcomeUnknown), failure
+    store = LocalStore(root)
+    assert steps(store) == [1]
+    (name,) = Catalog(store).attempts()
+    assert verify(store, str(name)).ok
+    assert not is_closed(store, 1)
+
+
+def test_a_manifest_that_was_put_before_is_synced_before_it_is_acknowledged(
+    tmp_path: Path,
+) -> None:
+    """Invariant 2: a call that was sent twice finds its own name taken, and nobody synced it."""
+    taken = errors.AlreadyExists("it is there")
+    fault = Fault(kind="lose_reply", op="put", key="*/manifest.json", error=taken)
+    store = FaultyStore(LocalStore(tmp_path), [fault])
+    with manager_of(store) as manager:
+        folder = manager.save(1).wait().folder
+    ops = list(store.ops)
+    put = ops.index(("put", f"{folder}/{layout.MANIFEST}"))
+    acknowledged = ops.index(("head", layout.writer_key(2)), put)
+    assert ("sync_folder", folder) in ops[put:acknowledged]
+
+
+def test_a_refused_put_that_can_not_be_looked_at_leaves_the_folder(tmp_path: Path) -> None:
+    """Rule 1: files are removed only where the register is known to have stayed absent."""
+    store = LocalStore(tmp_path)
+    refused = {"error": errors.AccessDenied("no"), "key": "*/manifest.json", "kind": "fail"}
+    faults = [Fault(op="put", **refused), Fault(op="head", **refused)]  # type: ignore[arg-type]
+    manager = manager_of(FaultyStore(store, faults))
+    failure = manager.save(1).committed.exception(timeout=60)
+    with suppress(errors.SaveFailed):
+        manager.close()
+    assert failure is not None
+    assert isinstance(failure.__cause__, errors.AccessDenied)
+    assert len(Catalog(store).attempts()) == 1
+    assert not is_closed(store, 1)
 
 
 @pytest.mark.parametrize("is_before", [True, False])
