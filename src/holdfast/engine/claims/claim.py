@@ -48,7 +48,7 @@ from holdfast.format.records import (
 from holdfast.store.base import Folders, Store, make_folder
 
 HEARTBEAT_S = 10.0
-"""Seconds between heartbeats; only a claimer on another host ever looks at them."""
+"""Seconds between heartbeats; only a claimer that cannot see the process ever looks at them."""
 WATCH_S = 3 * HEARTBEAT_S
 """A heartbeat that does not change for so long belongs to nobody."""
 _MAX_RACES = 100
@@ -68,8 +68,9 @@ class Claim:
 def check_owner(store: Store, *, takeover: bool, emit: Emitter, watch: Wait | None = None) -> int:
     """The epoch of the newest claim, whose owner no longer counts; 0 when there is none.
 
-    On the owner's host this is exact. Elsewhere the heartbeat is watched for up to `WATCH_S`
-    seconds (`watch(seconds)` waits; a test may pass its own). Writes nothing.
+    On the owner's host this is exact. Of a process elsewhere, or one that is just ending, the
+    heartbeat is watched for up to `WATCH_S` seconds (`watch(seconds)` waits; a test may pass its
+    own). Writes nothing.
 
     Raises:
         OwnedElsewhere: a live process owns the run.
@@ -103,8 +104,8 @@ def is_live(store: Store, owner: Writer, *, emit: Emitter, watch: Wait | None = 
         return state == "alive"
     emit(
         "warning",
-        f"writer {owner.epoch} ran on {owner.process.host}; watching its heartbeat "
-        f"for up to {WATCH_S:.0f} s",
+        f"whether writer {owner.epoch} on {owner.process.host} still lives cannot be seen from "
+        f"here; watching its heartbeat for up to {WATCH_S:.0f} s",
     )
     wait = watch if watch is not None else threading.Event().wait
     first = _beat(store, owner)
@@ -112,6 +113,8 @@ def is_live(store: Store, owner: Writer, *, emit: Emitter, watch: Wait | None = 
         wait(WATCH_S / 3)
         if _beat(store, owner) != first:
             return True
+        if liveness(owner.process) == "dead":
+            return False
     return False
 
 
