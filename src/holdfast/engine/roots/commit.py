@@ -219,23 +219,26 @@ def _describe(data: bytes) -> str:
     return f"save {found.save_id}"
 
 
-def check_fence(store: Store, epoch: int, *, committed: bool) -> None:
-    """Raise `Superseded` when a later writer has claimed the run: one point read."""
+def check_fence(store: Store, epoch: int, *, committed: bool | None) -> None:
+    """Raise `Superseded` when a later writer has claimed the run: one point read.
+
+    The error says whether this save was committed; None: that is not known.
+    """
     key = layout.writer_key(epoch + 1)
     refresh_folder(store, layout.WRITERS)
     try:
         store.head(key)
     except NotFound:
         return
-    stands = (
-        "this save was committed, but the run goes on from elsewhere"
-        if committed
-        else "this save was not committed"
-    )
+    stands = {
+        True: "this save was committed, but the run goes on from elsewhere",
+        False: "this save was not committed",
+        None: "whether this save was committed is not known",
+    }[committed]
     raise Superseded(
         f"{store.url}: {_describe_claim(store, key)} took the run over (writer {epoch + 1} after "
         f"{epoch}); {stands}. Stop this process, or resume with takeover=True to take it back",
-        committed=committed,
+        committed=bool(committed),
     )
 
 
