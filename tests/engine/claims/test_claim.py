@@ -28,6 +28,7 @@ from holdfast.engine.claims.claim import (
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.claims.process import liveness, this_process
 from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.roots.commit import begin
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.records import (
@@ -105,6 +106,77 @@ def test_what_was_committed_before_the_claim_is_not_left_behind(tmp_path: Path) 
     assert claim.resumed_from is not None
     assert claim.resumed_from.order == (1, 2)
     owner.close()
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_choice_of_what_another_has_committed_since_the_look_at_the_owner_is_made_again(
+    tmp_path: Path, has_begun: bool
+) -> None:
+    """Rule 2: its epoch is later than the one that was judged, as that of a copy would be."""
+    run = new_run()
+    if has_begun:
+        with run.manager(tmp_path, preflight=False) as first:
+            first.save(1).wait()
+    store = LocalStore(tmp_path)
+    num_choices = 0
+
+    def choose() -> Choice:
+        nonlocal num_choices
+        num_choices += 1
+        if num_choices == 1:
+            with run.manager(tmp_path, preflight=False) as other:
+                other.resume()
+                run.train()
+                other.save(2).wait()
+        return Choice(point=Catalog(store).resolve().reference)
+
+    claim = claim_run(store, choose, takeover=False, emit=QUIET)
+    assert (num_choices, claim.epoch) == (2, 3 if has_begun else 2)
+    assert claim.resumed_from is not None
+    assert claim.resumed_from.epoch == claim.epoch - 1
+
+
+def test_an_owner_that_came_since_the_look_is_not_passed_over(tmp_path: Path) -> None:
+    """Invariant 11: in a root without claims the folder of its first save looks like a copy."""
+    store = LocalStore(tmp_path)
+    num_choices = 0
+
+    def choose() -> Choice:
+        nonlocal num_choices
+        num_choices += 1
+        if num_choices == 1:
+            live = msgspec.structs.replace(this_process(), pid=os.getppid())
+            stat = Path(f"/proc/{live.pid}/stat").read_text().rpartition(")")[2].split()
+            put_writer(store, 1, msgspec.structs.replace(live, start=stat[19]))
+            begin(store, label="step-00000001", epoch=1, sequence=1)
+        return Choice(point=None)
+
+    with pytest.raises(errors.OwnedElsewhere):
+        claim_run(store, choose, takeover=False, emit=QUIET)
+    assert num_choices == 1
+    assert Catalog(store).claims() == (1,)
+
+
+def test_a_choice_that_was_deleted_before_the_claim_is_made_again(tmp_path: Path) -> None:
+    """Rule 2: its folder is gone when it is to be made durable."""
+    run = new_run()
+    with run.manager(tmp_path, preflight=False) as manager:
+        first = manager.save(1).wait()
+        run.train()
+        manager.save(2).wait()
+    store = LocalStore(tmp_path)
+    steps = iter((1, 2))
+
+    def choose() -> Choice:
+        point = Catalog(store).resolve(next(steps)).reference
+        if point.folder == first.folder:
+            store.delete(f"{first.folder}/")
+        return Choice(point=point)
+
+    claim = claim_run(store, choose, takeover=False, emit=QUIET)
+    assert claim.resumed_from is not None
+    assert claim.resumed_from.order == (1, 2)
+    assert next(steps, None) is None
 
 
 @pytest.mark.parametrize("is_rollback", [True, False])
