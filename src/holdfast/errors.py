@@ -221,7 +221,7 @@ class NotOwned(OwnershipError):
 
 
 class Superseded(OwnershipError):
-    """A later writer took the run over. `committed` says whether this save's commit stands."""
+    """A later writer took the run over. `committed`: this save's commit is known to stand."""
 
     def __init__(self, message: str, *, committed: bool = False) -> None:
         self.committed = committed

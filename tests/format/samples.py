@@ -279,6 +279,11 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
     return bytes(wounded)
 
 
+def cpu_budget_s(nbytes: int) -> float:
+    """Processor time that reading a document may take, whatever it says: linear in its length."""
+    return 3 + nbytes * 1e-6
+
+
 def is_refused(decode: Callable[..., Any], data: bytes) -> bool:
     """Whether decoding raises one of our errors, with `what` in it; other errors pass through."""
     message = ""

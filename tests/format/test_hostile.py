@@ -6,13 +6,23 @@ import json
 import random
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.each import each
 from tests.format.hostile_child import CASES, MIB
-from tests.format.samples import Document, documents, is_refused, members_of, mutate, wrapped
+from tests.format.samples import (
+    Document,
+    cpu_budget_s,
+    documents,
+    is_refused,
+    members_of,
+    mutate,
+    wrapped,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,6 +44,7 @@ def run_child(*arguments: str) -> Any:
 IN_EVERY_RUN = {
     *("manifest of 100 MB", "index of 100 MB", "header of 84 MB"),
     *("tree of 64 MiB of opening brackets", "tree with an integer of 60 million digits"),
+    "tree with 100,000 keys of one hash",
 }
 """A case of each kind of document, each way to be too much; the others are for the full tier."""
 
@@ -48,12 +59,13 @@ def test_every_run_has_cases_of_each_document() -> None:
     "name",
     [pytest.param(n, marks=() if n in IN_EVERY_RUN else pytest.mark.full) for n in CASES],
 )
-def test_a_hostile_document_is_refused_in_bounded_memory(name: str) -> None:
+def test_a_hostile_document_is_refused_in_bounded_memory_and_time(name: str) -> None:
     """R29: refused before it is expanded; the reader adds little to the document itself."""
     found = run_child("tests.format.hostile_child", name)
     assert found["outcome"] in ("LimitExceeded", "FormatError", "CorruptData")
     assert len(found["message"]) < 500
     assert found["growth"] <= 64 * MIB + 2 * found["nbytes"]
+    assert found["cpu_s"] <= cpu_budget_s(found["nbytes"])
 
 
 def test_reading_runs_opens_and_imports_nothing() -> None:
@@ -96,6 +108,56 @@ def fuzz(document: Document, num_rounds: int, seed: int) -> None:
 def test_fuzz(document: Document) -> None:
     """R30: a few hundred rounds for every kind of document."""
     fuzz(document, num_rounds=300, seed=1)
+
+
+SWOLLEN_NBYTES = 500_000
+STRIDES = {"count up": 1, "collide": 2**61 - 1}
+"""By how much the numbers of one part differ from those of the next."""
+
+
+def numbered(value: Any, number: int, stride: int) -> Any:
+    """A variant of a part of a document, with other numbers and texts in it."""
+    match value:
+        case bool() | None | float():
+            return value
+        case int():
+            return value + number * stride
+        case str():
+            return f"{value}{number}"
+        case list():
+            return [numbered(part, number, stride) for part in value]
+        case _:
+            return {name: numbered(part, number, stride) for name, part in value.items()}
+
+
+def swollen(value: Any, stride: int) -> Iterator[Any]:
+    """`value` with each of its lists and objects in turn made of very many variants of a part."""
+    if not isinstance(value, list | dict):
+        return
+    parts = value if isinstance(value, list) else [*value.values()]
+    if parts:
+        part = parts[-1]
+        num_parts = SWOLLEN_NBYTES // (len(json.dumps(part)) + 20)
+        many = [numbered(part, number, stride) for number in range(num_parts)]
+        yield many if isinstance(value, list) else {f"n{at}": one for at, one in enumerate(many)}
+    for at in range(len(value)) if isinstance(value, list) else [*value]:
+        for inner in swollen(value[at], stride):
+            copy = value.copy()
+            copy[at] = inner
+            yield copy
+
+
+@each("document", documents(), ids=str)
+@pytest.mark.parametrize("stride", STRIDES.values(), ids=[*STRIDES])
+def test_a_document_that_is_swollen_anywhere_takes_linear_time(
+    document: Document, stride: int
+) -> None:
+    """R29: whichever list or object is long, and also where its numbers have one hash."""
+    for members in swollen(members_of(document), stride):
+        data = wrapped(document, json.dumps(members).encode())
+        began = time.process_time()
+        is_refused(document.decode, data)
+        assert time.process_time() - began <= cpu_budget_s(len(data)), str(members)[:300]
 
 
 @pytest.mark.long

@@ -85,6 +85,10 @@ def check_keys() -> None:
     test_objects.test_keys_cannot_be_made_to_collide_without_end()
 
 
+def check_keys_of_one_hash() -> None:
+    test_objects.check_keys_of_one_hash()
+
+
 MUTANTS: list[tuple[str, Any, str, Any, Callable[[], None]]] = [
     ("R30, D14: the seal", sealed, "_check_seal", passes, check_sealed),
     (
@@ -142,6 +146,7 @@ MUTANTS: list[tuple[str, Any, str, Any, Callable[[], None]]] = [
         test_objects.check_shared_containers_cannot_blow_up,
     ),
     ("R29: keys", objects, "MAX_OTHER_KEYS", 10**9, check_keys),
+    ("R29: comparisons", objects, "MAX_COMPARISONS", 10**18, check_keys_of_one_hash),
     (
         "R29: frames of another length",
         frames,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import datetime
 import enum
+import itertools
 import json
 import math
 import pathlib
 import random
 import struct
 import sys
+import time
 import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -20,7 +23,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.each import each
-from tests.format.samples import is_refused, mutate
+from tests.format.samples import cpu_budget_s, is_refused, mutate
 
 from holdfast.errors import FormatError, LimitExceeded, UnsupportedState, UnsupportedVersion
 from holdfast.format import objects
@@ -422,6 +425,106 @@ def test_keys_cannot_be_made_to_collide_without_end() -> None:
     keys = [[i * 7 + 1, 0] for i in range(100_001)]
     data = json.dumps({"holdfast": 1, "tree": {"$dict": keys}}).encode()
     with pytest.raises(LimitExceeded, match="100,000"):
+        decode_tree(data, what="the-document")
+
+
+PRIME = 2**61 - 1
+"""Integers whose difference is a multiple of it have one hash, in every process."""
+
+
+def colliding_tuples(num_numbers: int) -> list[Any]:
+    """Nodes of tuples that have one hash, since -1 and -2 have."""
+    return [{"$tuple": list(pick)} for pick in itertools.product((-1, -2), repeat=num_numbers)]
+
+
+def colliding_sets(num_sets: int, num_members: int) -> list[Any]:
+    """Nodes of sets that have one hash, and whose members have one hash, too."""
+    shared = [i * PRIME for i in range(num_members - 1)]
+    return [{"$frozenset": [*shared, (num_members + i) * PRIME]} for i in range(num_sets)]
+
+
+COLLIDING: dict[str, Callable[[], dict[str, list[Any]]]] = {
+    "integers": lambda: {"$set": [i * PRIME for i in range(40_000)]},
+    "integers of a counter": lambda: {"$counter": [[i * PRIME, 1] for i in range(40_000)]},
+    "integers and floats": lambda: {
+        "$dict": [[i * PRIME + 1, 0] for i in range(40_000)] + [[2.0**61, 0]]
+    },
+    "tuples": lambda: {"$frozenset": colliding_tuples(14)},
+    "sizes": lambda: {
+        "$set": [
+            {"$size": [0] * 20 + [i * PRIME for i in pick]}
+            for pick in itertools.product(range(4), repeat=7)
+        ]
+    },
+    "sets": lambda: {"$dict": [[node, 0] for node in colliding_sets(180, 180)]},
+    "tuples around sets": lambda: {
+        "$set": [{"$tuple": [0, node]} for node in colliding_sets(180, 180)]
+    },
+    "a set for each of many": lambda: {
+        "$tuple": [{"$set": [i * PRIME for i in range(2_000)]} for _ in range(45)]
+    },
+}
+
+
+@each("name", COLLIDING)
+def test_keys_of_one_hash_cost_no_quadratic_time(name: str) -> None:
+    """R29: a table compares each key with those of the same hash; a file that asks for more such
+    comparisons than any honest one is refused before they are made."""
+    data = json.dumps({"holdfast": 1, "tree": COLLIDING[name]()}).encode()
+    began = time.process_time()
+    with pytest.raises((LimitExceeded, FormatError)) as caught:
+        decode_tree(data, what="the-document")
+    assert time.process_time() - began < cpu_budget_s(len(data))
+    assert "the-document" in str(caught.value)
+
+
+def check_keys_of_one_hash() -> None:
+    data = json.dumps({"holdfast": 1, "tree": {"$set": [i * PRIME for i in range(12_000)]}})
+    with pytest.raises(LimitExceeded, match="same hash"):
+        decode_tree(data.encode(), what="the-document")
+
+
+HONEST = {
+    "powers of two": {1 << bits for bits in range(3_000)},
+    "large powers of two": {1 << bits for bits in range(0, 13_606, 61)},
+    "masks": {(1 << bits) - 1: bits for bits in range(2_000)},
+    "floats": {sign * 2.0**power for power in range(-1074, 1024) for sign in (1, -1)},
+    "offsets in a grid": dict.fromkeys(itertools.product(range(-2, 3), repeat=6), 0),
+    "offsets as numpy has them": {
+        tuple(map(np.int64, pick)) for pick in itertools.product((-2, -1, 0), repeat=6)
+    },
+    "all parts of a set": {
+        frozenset(pick) for num in range(13) for pick in itertools.combinations(range(12), num)
+    },
+    "residues of a prime": {i * PRIME for i in range(3_000)},
+    "not a number, many times": {float("nan") for _ in range(3_000)},
+}
+
+
+@each("name", HONEST)
+def test_keys_that_collide_as_they_do_in_honest_programs_are_taken(name: str) -> None:
+    """R29: whatever a program could build itself in a moment is written and read."""
+    again = there_and_back(HONEST[name])
+    assert len(again) == len(HONEST[name])
+    if not name.startswith("not"):
+        assert again == HONEST[name]
+
+
+def test_what_would_be_refused_for_its_collisions_is_not_written() -> None:
+    """R29: nothing is written that could not be read back; the path and the way out are named."""
+    check_keys_of_one_hash()
+    members = {i * PRIME for i in range(12_000)}
+    with pytest.raises(UnsupportedState, match=r"same hash.*tensor") as caught:
+        encode_tree({"a": [members]}, where="model")
+    assert caught.value.paths == ["model.a.0"]
+
+
+@each("key", [[1, {"$scalar": ["F16", "003c"]}], [{"$scalar": ["F16", "003c"]}, 1]])
+def test_keys_that_cannot_be_compared_are_refused(key: list[Any]) -> None:
+    """R30: numpy cannot compare a half float with an integer that no float can hold."""
+    members = [part if part != 1 else PRIME**40 * (PRIME - 1) + 1 for part in key]
+    data = json.dumps({"holdfast": 1, "tree": {"$set": members}}).encode()
+    with pytest.raises(FormatError, match="the-document"):
         decode_tree(data, what="the-document")
 
 

@@ -162,8 +162,8 @@ CLAIMS = (
         name="pid-without-its-start-time",
         promise="R1: a pid that was given to another process owns nothing",
         file="engine/claims/process.py",
-        before='    return "alive" if start == process.start else "dead"\n',
-        after='    return "alive" if start else "dead"\n',
+        before='        if leader.start != process.start:\n            return "dead"\n',
+        after="",
         near=(CLAIM,),
     ),
     Mutant(

@@ -9,6 +9,7 @@ import subprocess
 
 import pytest
 
+from each import each
 from holdfast.errors import (
     AccessDenied,
     NotFound,
@@ -208,6 +209,37 @@ def test_what_may_have_happened_is_never_called_a_failure(effect, number, kind):
     with pytest.raises(StoreError) as caught, report:
         raise OSError(number, os.strerror(number))
     assert type(caught.value) is kind
+
+
+REFUSALS = [
+    errno.EEXIST,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.EPERM,
+    errno.EACCES,
+    errno.EROFS,
+    errno.EMLINK,
+    errno.EXDEV,
+    errno.ENOSPC,
+    errno.EDQUOT,
+]
+
+
+@each("number", [*errno.errorcode, 524, 4000])
+def test_an_error_that_does_not_prove_a_refusal_leaves_the_outcome_open(number):
+    """Invariant 1: network and user-space file systems pass on errors of every kind, some of them
+    after the change was made; only what link(2) says of a name that was not made is proof."""
+    report = Reporting("put", "/root/a")
+    report.effect = "maybe"
+    with pytest.raises(StoreError) as caught, report:
+        raise OSError(number, os.strerror(number))
+    assert isinstance(caught.value, OutcomeUnknown) == (number not in REFUSALS)
 
 
 def test_other_errors_pass_through_unchanged():

@@ -10,7 +10,7 @@ import enum
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import repeat
+from itertools import groupby, repeat
 from operator import contains, itemgetter, methodcaller
 from typing import Any, TypeAlias
 
@@ -55,6 +55,9 @@ __all__ = [
 MAX_TREE_NBYTES = 64 * 1024 * 1024
 MAX_TREE_VALUES = 4_000_000
 MAX_OTHER_KEYS = 100_000
+MAX_COMPARISONS = 2**26
+"""Of values in keys, since those of one hash are compared with each other: about a second. What
+programs build is far below it, such as all powers of two or offsets in a grid of seven axes."""
 # It takes more bytes than this to hold too many values.
 _SURELY_FINE_NBYTES = 1024 * 1024
 
@@ -226,6 +229,7 @@ class _Encoder:
         self._active: set[int] = set()
         self._key_depth = 0
         self._num_other_keys = 0
+        self._num_comparisons = 0
         self._alive: list[Any] = []  # what `lower` made: no id may be used twice
 
     def encode(self, value: Any, path: str, level: int, *, lowered: bool = False) -> Any:
@@ -319,14 +323,14 @@ class _Encoder:
         for key, item in value.items():
             at = join(path, _shown(key))
             pairs.append([self._key(key, at, level + 3), self.encode(item, at, level + 3)])
-        self._check_keys([key for key, _ in pairs], path)
+        self._check_keys(value, [key for key, _ in pairs], path)
         return pairs
 
     def _members(self, value: Iterable[Any], path: str, level: int) -> list[Any]:
         members = [self._key(item, join(path, _shown(item)), level + 2) for item in value]
         if not self.offenders:
             members.sort(key=_sort_key)
-        self._check_keys(members, path)
+        self._check_keys(value, members, path)
         return members
 
     def _key(self, key: Any, path: str, level: int) -> Any:
@@ -335,11 +339,17 @@ class _Encoder:
         self._key_depth -= 1
         return node
 
-    def _check_keys(self, keys: Sequence[Any], path: str) -> None:
-        self._num_other_keys += _num_other_keys(keys)
+    def _check_keys(self, values: Iterable[Any], keys: Sequence[Any], path: str) -> None:
+        num_others = _num_other_keys(keys)
+        self._num_other_keys += num_others
         if self._num_other_keys > MAX_OTHER_KEYS:
             self._num_other_keys = 0
             self._refuse(path, f"with it there are more than {_OTHER_KEYS_LIMIT}")
+        elif num_others:
+            self._num_comparisons += _num_comparisons(values)
+            if self._num_comparisons > MAX_COMPARISONS:
+                self._num_comparisons = 0
+                self._refuse(path, f"with it there are {_COMPARISONS_LIMIT}")
         texts = [msgspec.json.encode(key) for key in keys if type(key) is dict]
         texts = [text for text in texts if not text.startswith(_MAYBE_NAN)]
         if len(set(texts)) != len(texts):
@@ -374,6 +384,7 @@ class _Decoder:
         self._weight = 0
         self._key_depth = 0
         self._num_other_keys = 0
+        self._num_comparisons = 0
 
     def decode(self, node: Any) -> Any:
         self._weight += 1
@@ -460,10 +471,10 @@ class _Decoder:
         return tuple(self._items(nodes))
 
     def read_set(self, nodes: list[Any]) -> Any:
-        return self._collected(set, self._members(nodes))
+        return self._collected(set, self._keys(nodes))
 
     def read_frozenset(self, nodes: list[Any]) -> Any:
-        return self._collected(frozenset, self._members(nodes))
+        return self._collected(frozenset, self._keys(nodes))
 
     def read_dict(self, nodes: list[Any]) -> Any:
         return self._collected(dict, self._pairs(nodes))
@@ -477,32 +488,35 @@ class _Decoder:
     def _collected(self, type_: Callable[[list[Any]], Any], items: list[Any]) -> Any:
         try:
             value = type_(items)
-        except TypeError as err:
-            raise FormatError(f"{self._what}: a key that cannot be one: {err}") from err
+        except OverflowError as err:
+            raise FormatError(f"{self._what}: keys that cannot be compared: {err}") from err
         if len(value) != len(items):
             raise self._error("a key or a member of a set appears twice")
         return value
 
-    def _members(self, nodes: list[Any]) -> list[Any]:
-        self._count_keys(nodes)
-        return [self._key(node) for node in nodes]
-
     def _pairs(self, nodes: list[Any]) -> list[tuple[Any, Any]]:
         if not all(type(pair) is list and len(pair) == 2 for pair in nodes):
             raise self._error("a dict node holds something that is not a pair")
-        self._count_keys([pair[0] for pair in nodes])
-        return [(self._key(key), self.decode(item)) for key, item in nodes]
+        keys = self._keys([key for key, _ in nodes])
+        return [*zip(keys, self._items([item for _, item in nodes]), strict=True)]
 
-    def _key(self, node: Any) -> Any:
-        self._key_depth += 1
-        key = self.decode(node)
-        self._key_depth -= 1
-        return key
-
-    def _count_keys(self, nodes: Sequence[Any]) -> None:
-        self._num_other_keys += _num_other_keys(nodes)
+    def _keys(self, nodes: list[Any]) -> list[Any]:
+        """Keys of a dict or members of a set, which a table will take in bounded time."""
+        num_others = _num_other_keys(nodes)
+        self._num_other_keys += num_others
         if self._num_other_keys > MAX_OTHER_KEYS:
             raise LimitExceeded(f"{self._what}: more than {_OTHER_KEYS_LIMIT}")
+        self._key_depth += 1
+        keys = self._items(nodes)
+        self._key_depth -= 1
+        if num_others:
+            try:
+                self._num_comparisons += _num_comparisons(keys)
+            except TypeError as err:
+                raise FormatError(f"{self._what}: a key that cannot be one: {err}") from err
+            if self._num_comparisons > MAX_COMPARISONS:
+                raise LimitExceeded(f"{self._what}: {_COMPARISONS_LIMIT}")
+        return keys
 
     def read_same(self, number: Any) -> Any:
         if type(number) is not int or not 0 <= number < len(self._containers):
@@ -556,6 +570,36 @@ def _num_other_keys(nodes: Sequence[Any]) -> int:
     return sum(type(node) is not str for node in nodes)
 
 
+def _num_comparisons(keys: Iterable[Any]) -> int:
+    """How many comparisons of values a table of these keys takes at most.
+
+    A table compares each key with those of the same hash that came before it. They are found by
+    sorting: a table of the hashes could be made slow in the same way.
+    """
+    hashed = sorted(((hash(key), key) for key in keys), key=itemgetter(0))
+    total = 0
+    for _, group in groupby(hashed, key=itemgetter(0)):
+        same = [key for _, key in group]
+        if len(same) > 1:
+            total += (len(same) - 1) * sum(map(_num_values, same)) // 2
+    return total
+
+
+def _num_values(key: Any) -> int:
+    """How many comparisons of values it takes at most to compare a key with another one."""
+    if isinstance(key, EnumValue):
+        return 1 + _num_values(key.value)
+    if isinstance(key, SizeTuple):
+        return 1 + len(key.dims)
+    if isinstance(key, tuple):
+        return 1 + sum(map(_num_values, key))
+    if isinstance(key, frozenset):
+        # Each member is looked for in the other set, among those of its hash.
+        same = [len([*group]) for _, group in groupby(sorted(map(hash, key)))]
+        return 1 + max(same, default=0) * sum(map(_num_values, key))
+    return 1
+
+
 def _sort_key(node: Any) -> tuple[int, int, bytes]:
     """Orders the members of a set by nothing but their values: integers first."""
     return (0, node, b"") if type(node) is int else (1, 0, msgspec.json.encode(node))
@@ -582,6 +626,10 @@ def _why_not(value: Any) -> str:
 
 _KEY = itemgetter("$tensor")
 _is_node_name = methodcaller("startswith", "$")
+_COMPARISONS_LIMIT = (
+    f"so many keys that have the same hash that tables of them take more than "
+    f"{MAX_COMPARISONS:,} comparisons; keep such data in a tensor"
+)
 _OTHER_KEYS_LIMIT = f"{MAX_OTHER_KEYS:,} keys that are not text; keep such data in a tensor"
 
 _CONTAINERS: dict[type, Callable[[_Encoder, Any, str, int], Any]] = {

@@ -26,12 +26,28 @@ NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
 Effect = Literal["none", "maybe", "done"]
 """What a failing operation has changed so far.
 
-`none`: nothing that can be seen. `maybe`: the call that shows the change is under way, and an
-error of the medium or the network leaves it open. `done`: the change is there, its durability
-is not, so every error leaves the outcome open.
+`none`: nothing that can be seen. `maybe`: the call that shows the change is under way, and only
+an error that proves a refusal says that it was not made. `done`: the change is there, its
+durability is not, so every error leaves the outcome open.
 """
 
-_LEAVES_IT_OPEN = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT})
+_REFUSALS = UNSUPPORTED | {
+    errno.EEXIST,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.EPERM,
+    errno.EACCES,
+    errno.EROFS,
+    errno.EMLINK,
+    errno.EXDEV,
+    errno.ENOSPC,
+    errno.EDQUOT,
+}
+"""What link(2), rename(2) and unlink(2) answer instead of making the change. All other numbers may
+come after it was made: from a medium, a network, or a file system in user space."""
 _CLASSES: dict[int, type[StoreError]] = {
     errno.ENOENT: NotFound,
     errno.ENOTDIR: NotFound,
@@ -88,7 +104,7 @@ class Reporting:
         message = f"{self._operation} {self._path}: {os.strerror(number)} ({name})"
         if self.effect == "done":
             return OutcomeUnknown(f"{message}, after the change and before it was durable")
-        if self.effect == "maybe" and number in _LEAVES_IT_OPEN:
+        if self.effect == "maybe" and number not in _REFUSALS:
             return OutcomeUnknown(f"{message}; the change may or may not have been made")
         kind = _CLASSES.get(number, StoreError)
         if kind is StoreFull:

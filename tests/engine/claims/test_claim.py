@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -27,6 +28,7 @@ from holdfast.engine.claims.claim import (
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.claims.process import liveness, this_process
 from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.roots.commit import begin
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.records import (
@@ -104,6 +106,77 @@ def test_what_was_committed_before_the_claim_is_not_left_behind(tmp_path: Path) 
     assert claim.resumed_from is not None
     assert claim.resumed_from.order == (1, 2)
     owner.close()
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_choice_of_what_another_has_committed_since_the_look_at_the_owner_is_made_again(
+    tmp_path: Path, has_begun: bool
+) -> None:
+    """Rule 2: its epoch is later than the one that was judged, as that of a copy would be."""
+    run = new_run()
+    if has_begun:
+        with run.manager(tmp_path, preflight=False) as first:
+            first.save(1).wait()
+    store = LocalStore(tmp_path)
+    num_choices = 0
+
+    def choose() -> Choice:
+        nonlocal num_choices
+        num_choices += 1
+        if num_choices == 1:
+            with run.manager(tmp_path, preflight=False) as other:
+                other.resume()
+                run.train()
+                other.save(2).wait()
+        return Choice(point=Catalog(store).resolve().reference)
+
+    claim = claim_run(store, choose, takeover=False, emit=QUIET)
+    assert (num_choices, claim.epoch) == (2, 3 if has_begun else 2)
+    assert claim.resumed_from is not None
+    assert claim.resumed_from.epoch == claim.epoch - 1
+
+
+def test_an_owner_that_came_since_the_look_is_not_passed_over(tmp_path: Path) -> None:
+    """Invariant 11: in a root without claims the folder of its first save looks like a copy."""
+    store = LocalStore(tmp_path)
+    num_choices = 0
+
+    def choose() -> Choice:
+        nonlocal num_choices
+        num_choices += 1
+        if num_choices == 1:
+            live = msgspec.structs.replace(this_process(), pid=os.getppid())
+            stat = Path(f"/proc/{live.pid}/stat").read_text().rpartition(")")[2].split()
+            put_writer(store, 1, msgspec.structs.replace(live, start=stat[19]))
+            begin(store, label="step-00000001", epoch=1, sequence=1)
+        return Choice(point=None)
+
+    with pytest.raises(errors.OwnedElsewhere):
+        claim_run(store, choose, takeover=False, emit=QUIET)
+    assert num_choices == 1
+    assert Catalog(store).claims() == (1,)
+
+
+def test_a_choice_that_was_deleted_before_the_claim_is_made_again(tmp_path: Path) -> None:
+    """Rule 2: its folder is gone when it is to be made durable."""
+    run = new_run()
+    with run.manager(tmp_path, preflight=False) as manager:
+        first = manager.save(1).wait()
+        run.train()
+        manager.save(2).wait()
+    store = LocalStore(tmp_path)
+    steps = iter((1, 2))
+
+    def choose() -> Choice:
+        point = Catalog(store).resolve(next(steps)).reference
+        if point.folder == first.folder:
+            store.delete(f"{first.folder}/")
+        return Choice(point=point)
+
+    claim = claim_run(store, choose, takeover=False, emit=QUIET)
+    assert claim.resumed_from is not None
+    assert claim.resumed_from.order == (1, 2)
+    assert next(steps, None) is None
 
 
 @pytest.mark.parametrize("is_rollback", [True, False])
@@ -260,7 +333,7 @@ def test_a_closed_epoch_has_nothing_in_flight_and_a_dead_process_only_locally(
 IDENTITY = """
 from holdfast.engine.claims.process import this_process
 p = this_process()
-print({name: getattr(p, name) for name in p.__struct_fields__})
+print({name: getattr(p, name) for name in p.__struct_fields__}, flush=True)
 """
 
 
@@ -272,31 +345,124 @@ def test_a_pid_that_another_process_has_got_by_now_proves_no_life() -> None:
 
 
 def test_what_cannot_be_read_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rule 1: with hidepid, or without descriptors left, only the kernel's "no" is proof."""
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    """Rule 1: without descriptors left, say, only the kernel's "no" is proof."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", IDENTITY + "input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
-        start = process_module._start_time(child.pid)
-        assert start
-        here = this_process()
-        record = Process(
-            host="h",
-            pid=child.pid,
-            start=start,
-            boot_id=here.boot_id,
-            pid_namespace=here.pid_namespace,
-        )
+        record = told(child)
         assert liveness(record) == "alive"
-        real = process_module._read
-        hidden = f"/proc/{child.pid}/stat"
-        monkeypatch.setattr(
-            process_module, "_read", lambda path: "" if path == hidden else real(path)
-        )
-        assert liveness(record) == "alive"
+
+        really_look = process_module._stat
+
+        def refuse(folder: str) -> Any:
+            if folder == f"/proc/{child.pid}":
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return really_look(folder)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(process_module, "_stat", refuse)
+            assert liveness(record) == "unknown"
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        monkeypatch.undo()
         assert liveness(record) == "dead"  # a zombie does nothing any more
     finally:
         child.kill()
         child.communicate()
     assert liveness(record) == "dead"
+
+
+def told(child: subprocess.Popen[str]) -> Process:
+    """The identity that a child has printed."""
+    assert child.stdout is not None
+    return Process(**eval(child.stdout.readline()))
+
+
+LEADERLESS = """
+import ctypes, os, sys, threading
+
+def go_on():
+    while open(f"/proc/{os.getpid()}/stat").read().rpartition(")")[2].split()[0] != "Z":
+        os.sched_yield()
+    exec(IDENTITY, {})
+    sys.stdin.readline()
+    os._exit(0)
+
+exec(IDENTITY, {})
+threading.Thread(target=go_on).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_process_is_dead_when_its_last_thread_has_ended(tmp_path: Path) -> None:
+    """Rule 1: after a kill the leader is a zombie while another thread may still be in a write, an
+    fsync or a link. The same is to be seen where only the leader has ended."""
+    store = LocalStore(tmp_path)
+    with subprocess.Popen(
+        [sys.executable, "-c", f"IDENTITY = {IDENTITY!r}\n{LEADERLESS}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        try:
+            record = told(child)
+            assert told(child) == record  # what it says of itself once the leader is a zombie
+            assert liveness(record) == "unknown"
+            put_writer(store, 1, record)
+            assert not nothing_in_flight(store, 1)
+
+            def beating(seconds: float) -> None:
+                beat = Alive(epoch=1, nonce="0" * 32, beat=1)
+                store.put(layout.alive_key(1), encode_alive(beat))
+
+            with pytest.raises(errors.OwnedElsewhere):
+                check_owner(store, takeover=False, emit=QUIET, watch=beating)
+
+            def ending(seconds: float) -> None:
+                assert child.stdin is not None
+                child.stdin.close()
+                os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+                waits.append(seconds)
+
+            waits: list[float] = []
+            assert check_owner(store, takeover=False, emit=QUIET, watch=ending) == 1
+            assert len(waits) == 1  # its death is proof, and nothing else is waited for
+            assert nothing_in_flight(store, 1)
+        finally:
+            child.kill()
+    assert liveness(record) == "dead"
+
+
+HIDDEN = """
+import os, sys
+from holdfast.engine.claims.process import liveness
+from holdfast.format.records import Process
+
+record = Process(**eval(sys.argv[1]))
+assert liveness(record) == "dead"  # the pid is that of a stranger, which is seen
+os.setgroups([])
+os.setgid(65534)  # with hidepid the group 0 sees everything
+os.setuid(65534)
+assert not os.path.exists(f"/proc/{record.pid}")
+print(liveness(record))
+"""
+
+
+def test_whether_a_hidden_process_is_the_one_of_a_record_is_unknown(tmp_path: Path) -> None:
+    """R1: with hidepid only the pid can be asked for, and a stranger may have it by now; the
+    heartbeat decides, or nobody could ever claim the run."""
+    ours = this_process()
+    stranger = {name: getattr(ours, name) for name in ours.__struct_fields__} | {"start": "1"}
+    script = 'mount -t proc -o hidepid=2 proc /proc && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", script, "sh"]
+    if os.geteuid() != 0 or subprocess.run([*command, "true"], capture_output=True).returncode:
+        if os.environ.get("CI"):
+            pytest.fail("mounting /proc was refused, so this promise is not tested")
+        pytest.skip("mounting /proc was refused; that takes root")
+    done = subprocess.run(
+        [*command, sys.executable, "-c", HIDDEN, repr(stranger)], capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("unknown\n", "")

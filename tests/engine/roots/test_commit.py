@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import errno
+import os
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 import torch
 
+from each import each
 from holdfast import errors
 from holdfast.care.gc import collect
 from holdfast.care.verify import verify
@@ -21,7 +25,7 @@ from holdfast.format import layout
 from holdfast.format.manifest import Deleted
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import Last
-from holdfast.store.base import Buffer, Store
+from holdfast.store.base import Buffer, ObjectInfo, Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
@@ -151,6 +155,77 @@ def test_a_taken_key_is_a_conflict_that_names_the_taker() -> None:
     assert steps(store) == []
 
 
+UNREFUSED = (
+    errno.ESHUTDOWN,
+    errno.ENOTCONN,
+    errno.ECONNABORTED,
+    errno.EREMOTEIO,
+    errno.EBUSY,
+    errno.ENOMEM,
+    errno.EINTR,
+    524,  # one that the kernel keeps to itself, and has let out of NFS all the same
+)
+
+
+@each("number", [*UNREFUSED, errno.ENOSPC, errno.EACCES], ids=errno.errorcode.get)
+def test_an_error_after_the_link_deletes_no_committed_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Rule 5, invariant 1: the manifest has its name, and the reply was an error of any kind; also
+    one that should mean a refusal, of a file system that answers as it likes."""
+    really_link = os.link
+
+    def link(source: str, name: str, **where: int) -> None:
+        really_link(source, name, **where)
+        if name == layout.MANIFEST:
+            raise OSError(number, os.strerror(number))
+
+    root = tmp_path / str(number)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "link", link)
+        manager = manager_of(LocalStore(root))
+        failure = manager.save(1).committed.exception(timeout=60)
+        with suppress(errors.SaveFailed):
+            manager.close()
+    if failure is not None:
+        assert isinstance(failure.__cause__, errors.OutcomeUnknown), failure
+    store = LocalStore(root)
+    assert steps(store) == [1]
+    (name,) = Catalog(store).attempts()
+    assert verify(store, str(name)).ok
+    assert not is_closed(store, 1)
+
+
+def test_a_manifest_that_was_put_before_is_synced_before_it_is_acknowledged(
+    tmp_path: Path,
+) -> None:
+    """Invariant 2: a call that was sent twice finds its own name taken, and nobody synced it."""
+    taken = errors.AlreadyExists("it is there")
+    fault = Fault(kind="lose_reply", op="put", key="*/manifest.json", error=taken)
+    store = FaultyStore(LocalStore(tmp_path), [fault])
+    with manager_of(store) as manager:
+        folder = manager.save(1).wait().folder
+    ops = list(store.ops)
+    put = ops.index(("put", f"{folder}/{layout.MANIFEST}"))
+    acknowledged = ops.index(("head", layout.writer_key(2)), put)
+    assert ("sync_folder", folder) in ops[put:acknowledged]
+
+
+def test_a_refused_put_that_can_not_be_looked_at_leaves_the_folder(tmp_path: Path) -> None:
+    """Rule 1: files are removed only where the register is known to have stayed absent."""
+    store = LocalStore(tmp_path)
+    refused = {"error": errors.AccessDenied("no"), "key": "*/manifest.json", "kind": "fail"}
+    faults = [Fault(op="put", **refused), Fault(op="head", **refused)]  # type: ignore[arg-type]
+    manager = manager_of(FaultyStore(store, faults))
+    failure = manager.save(1).committed.exception(timeout=60)
+    with suppress(errors.SaveFailed):
+        manager.close()
+    assert failure is not None
+    assert isinstance(failure.__cause__, errors.AccessDenied)
+    assert len(Catalog(store).attempts()) == 1
+    assert not is_closed(store, 1)
+
+
 @pytest.mark.parametrize("is_before", [True, False])
 def test_who_is_superseded_is_told_whether_the_commit_stands(is_before: bool) -> None:
     """R10, rule 3: the fence is read before the manifest is put, and again after."""
@@ -167,6 +242,82 @@ def test_who_is_superseded_is_told_whether_the_commit_stands(is_before: bool) ->
     manager.close()
     assert caught.value.committed == (not is_before)
     assert steps(store) == ([] if is_before else [1])
+
+
+def second_save_stopped_at(store: LocalStore, at: int) -> BaseException | None:
+    """What a process is told whose save is stopped before one of its operations, while another
+    process takes the run over and collects what it left; None: there are no more operations."""
+    fault = Fault(kind="hang", key="step-00000002*", at=at)
+    first = manager_of(FaultyStore(store, [fault]))
+    first.save(1).wait()
+    pending = first.save(2)
+    pending.committed.add_done_callback(lambda _: fault.reached.set())
+    assert fault.reached.wait(60)
+    if pending.done():
+        fault.release.set()
+        first.close()
+        return None
+    with manager_of(store) as second:
+        assert second.resume() is not None
+        second.save(3).wait()
+    fault.release.set()
+    error = pending.committed.exception(timeout=60)
+    with pytest.raises(errors.Superseded) if error is not None else nullcontext():
+        first.close()  # the last save tells it, too
+    assert verify(store, Catalog(store).resolve().folder).ok
+    return error
+
+
+def test_whoever_lost_the_run_is_told_so_wherever_it_was_stopped(tmp_path: Path) -> None:
+    """R10, rule 3: its files are gone, its register is taken or its folder; whatever it finds
+    first, "the run was taken over" is the reason, and not that training can go on."""
+    told = []
+    for at in range(100):
+        error = second_save_stopped_at(LocalStore(tmp_path / str(at)), at)
+        if error is None:
+            break
+        told.append(f"{type(error).__name__}: {error}")
+    assert len(told) >= 6
+    assert [text for text in told if not text.startswith("Superseded: ")] == []
+    assert [text for text in told if "Training can go on" in text] == []
+    assert [text for text in told if "writer 2 after 1" not in text] == []
+
+
+class CutOffStore(MemoryStore):
+    """From a fault on, the next claim cannot be looked for: it fails, or takes too long."""
+
+    def __init__(self, cut_off: Fault, answer: Event | None) -> None:
+        super().__init__()
+        self.cut_off = cut_off
+        self.answer = answer
+
+    def head(self, key: str) -> ObjectInfo:
+        is_hidden = self.cut_off.reached.is_set() and key == layout.writer_key(2)
+        if is_hidden and (self.answer is None or not self.answer.wait(60)):
+            raise errors.AccessDenied("expired")
+        return super().head(key)
+
+
+@pytest.mark.parametrize("ending", ["is read", "fails", "hangs"])
+def test_that_training_can_go_on_is_said_only_where_the_run_is_ours(ending: str) -> None:
+    """Rule 3, invariant 9: after a failure the fence is read; what is not read promises nothing."""
+    full = Fault(kind="fail", op="put", key="*/index.json", error=errors.StoreFull("no space"))
+    answer = Event()
+    cut_off = CutOffStore(full, answer if ending == "hangs" else None)
+    inner = MemoryStore() if ending == "is read" else cut_off
+    state = {"tree": {"x": torch.ones(1000)}}
+    manager = CheckpointManager(
+        FaultyStore(inner, [full]), state, sinks=(), preflight=False, save_timeout_s=1
+    )
+    failure = manager.save(1).committed.exception(timeout=60)
+    answer.set()
+    with pytest.raises(errors.SaveFailed):
+        manager.close()
+    assert isinstance(failure, errors.SaveFailed)
+    assert "no space" in str(failure)
+    is_known = ending == "is read"
+    assert ("Training can go on" in str(failure)) == is_known
+    assert ("still owns the run is not known" in str(failure)) != is_known
 
 
 class LateStore(MemoryStore):

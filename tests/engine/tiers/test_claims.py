@@ -13,7 +13,8 @@ from holdfast.care.prune import prune
 from holdfast.engine.claims.claim import Choice, is_closed
 from holdfast.engine.claims.process import this_process
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.tiers.claims import share_claims
+from holdfast.engine.tiers.catalog import TieredCatalog, catalog_of
+from holdfast.engine.tiers.claims import TieredOwnership, share_claims
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import StoreFull, TransientStoreError
 from holdfast.events import Emitter
@@ -25,6 +26,8 @@ from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
 from tiers import Noted, Switch, opened, saved, steps_in, unopened, without_backoff
 from ways import Tiny
+
+QUIET = Emitter(())
 
 
 @pytest.fixture
@@ -75,6 +78,41 @@ def test_the_first_machine_comes_back_and_takes_the_newer_one(
             saved(manager, tiny, step)
     assert steps_in(remote) == [3, 2, 1]
     assert steps_in(machines[0]) == [3, 1]
+
+
+@pytest.mark.parametrize("event", ["another goes on", "it is deleted"])
+def test_what_happens_between_choice_and_claim_makes_the_choice_anew(
+    machines: tuple[LocalStore, LocalStore], event: str
+) -> None:
+    """Rules 2 and 9: neither a copy from another run nor a missing folder is complained of."""
+    remote, tiny = MemoryStore("remote"), Tiny()
+    with opened(Tiered(machines[0], remote), tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 1, 2)
+    catalog = catalog_of(Tiered(machines[0], remote), QUIET, None)
+    assert isinstance(catalog, TieredCatalog)
+    owner = TieredOwnership(catalog, takeover=False, emit=QUIET)
+    num_choices = 0
+
+    def choose() -> Choice:
+        nonlocal num_choices
+        num_choices += 1
+        if num_choices == 1 and event == "another goes on":
+            with opened(Tiered(machines[1], remote), Tiny()) as other:
+                other.resume()
+                saved(other, tiny, 3)
+        point = catalog.resolve("latest" if event == "another goes on" else num_choices).reference
+        if num_choices == 1 and event == "it is deleted":
+            machines[0].delete(f"{point.folder}/")
+        return Choice(point=point)
+
+    owner.take(choose)
+    assert num_choices == 2
+    assert owner.claim is not None
+    assert owner.claim.resumed_from is not None
+    expected = (2, 1) if event == "another goes on" else (1, 2)
+    assert owner.claim.resumed_from.order == expected
+    owner.release()
 
 
 def test_a_forgotten_resume_does_not_begin_the_run_anew(

@@ -26,6 +26,7 @@ from holdfast.errors import (
     FormatError,
     HoldfastError,
     NoCheckpoint,
+    NotFound,
     OwnedElsewhere,
     SealError,
     StoreError,
@@ -48,7 +49,7 @@ from holdfast.format.records import (
 from holdfast.store.base import Folders, Store, make_folder
 
 HEARTBEAT_S = 10.0
-"""Seconds between heartbeats; only a claimer on another host ever looks at them."""
+"""Seconds between heartbeats; only a claimer that cannot see the process ever looks at them."""
 WATCH_S = 3 * HEARTBEAT_S
 """A heartbeat that does not change for so long belongs to nobody."""
 _MAX_RACES = 100
@@ -68,8 +69,9 @@ class Claim:
 def check_owner(store: Store, *, takeover: bool, emit: Emitter, watch: Wait | None = None) -> int:
     """The epoch of the newest claim, whose owner no longer counts; 0 when there is none.
 
-    On the owner's host this is exact. Elsewhere the heartbeat is watched for up to `WATCH_S`
-    seconds (`watch(seconds)` waits; a test may pass its own). Writes nothing.
+    On the owner's host this is exact. Of a process elsewhere, or one that is just ending, the
+    heartbeat is watched for up to `WATCH_S` seconds (`watch(seconds)` waits; a test may pass its
+    own). Writes nothing.
 
     Raises:
         OwnedElsewhere: a live process owns the run.
@@ -103,8 +105,8 @@ def is_live(store: Store, owner: Writer, *, emit: Emitter, watch: Wait | None = 
         return state == "alive"
     emit(
         "warning",
-        f"writer {owner.epoch} ran on {owner.process.host}; watching its heartbeat "
-        f"for up to {WATCH_S:.0f} s",
+        f"whether writer {owner.epoch} on {owner.process.host} still lives cannot be seen from "
+        f"here; watching its heartbeat for up to {WATCH_S:.0f} s",
     )
     wait = watch if watch is not None else threading.Event().wait
     first = _beat(store, owner)
@@ -112,6 +114,8 @@ def is_live(store: Store, owner: Writer, *, emit: Emitter, watch: Wait | None = 
         wait(WATCH_S / 3)
         if _beat(store, owner) != first:
             return True
+        if liveness(owner.process) == "dead":
+            return False
     return False
 
 
@@ -207,12 +211,12 @@ def closed_unless_used(close: Callable[[Claim], None]) -> Iterator[list[Claim]]:
 
 
 def _put_claim(store: Store, after: int, choice: Choice, *, takeover: bool) -> Claim | None:
-    """Put the claim that follows epoch `after`; None when somebody else did."""
+    """Put the claim that follows epoch `after`; None: the choice is to be made again."""
     point = choice.point
     epoch = epoch_after(Catalog(store), after, point)
     make_folder(store, layout.WRITERS)
-    if point is not None:
-        settle(store, point.folder)
+    if epoch is None or not is_settled(Catalog(store), point):
+        return None
     record = new_writer(epoch, choice, takeover=takeover)
     try:
         put_once(store, layout.writer_key(epoch), encode_writer(record))
@@ -234,22 +238,37 @@ def new_writer(epoch: int, choice: Choice, *, takeover: bool) -> Writer:
     )
 
 
-def epoch_after(catalog: Catalog, after: int, point: Reference | None) -> int:
-    """The epoch of a claim that follows `after` and goes on from `point`.
+def epoch_after(catalog: Catalog, after: int, point: Reference | None) -> int | None:
+    """The epoch of a claim that follows `after` and goes on from `point`; None: another process
+    has claimed the run since `after` was judged.
 
     Raises:
         UsageError: `point` was copied from another run.
     """
+    newest = after
     if after == 0:
         # Folders that were copied here without their claims keep their order below ours.
-        after = max((name.epoch for name in catalog.attempts()), default=0)
-    if point is not None and point.epoch > after:
+        newest = max((name.epoch for name in catalog.attempts()), default=0)
+    point_epoch = 0 if point is None else point.epoch
+    if max(newest, point_epoch) > after and catalog.highest_epoch() > after:
+        return None
+    if point is not None and point_epoch > newest:
         raise UsageError(
             f"{catalog.store.url}/{point.folder} was copied here from another run: its writer "
-            f"epoch {point.epoch} is beyond those of this run ({after}). Resume it in a root of "
+            f"epoch {point_epoch} is beyond those of this run ({newest}). Resume it in a root of "
             "its own"
         )
-    return after + 1
+    return newest + 1
+
+
+def is_settled(catalog: Catalog, point: Reference | None) -> bool:
+    """Make sure that what the run goes on from is durable; False: it was deleted meanwhile."""
+    try:
+        if point is not None:
+            settle(catalog.home(point.folder), point.folder)
+    except NotFound:
+        return False
+    return True
 
 
 def is_still_right(catalog: Catalog, claim: Claim, choice: Choice) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from datetime import datetime, timezone
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from holdfast.format.records import Process
 
@@ -15,10 +15,14 @@ Liveness = Literal["ours", "alive", "dead", "unknown"]
 def this_process() -> Process:
     """The identity of the calling process."""
     pid = os.getpid()
+    try:
+        start = _stat(f"/proc/{pid}").start
+    except OSError:
+        start = ""
     return Process(
         host=socket.gethostname(),
         pid=pid,
-        start=_start_time(pid) or "",
+        start=start,
         boot_id=_boot_id(),
         pid_namespace=_pid_namespace(),
     )
@@ -27,8 +31,9 @@ def this_process() -> Process:
 def liveness(process: Process) -> Liveness:
     """Whether `process` lives, as far as this host can tell.
 
-    "dead" is proof: the same boot and process namespace, and no such process. "unknown" means
-    that it ran elsewhere.
+    "dead" is proof: the same boot and process namespace, and no such process, or one of which all
+    threads have ended. "unknown" means that it ran elsewhere, that it is ending, or that whatever
+    has its pid by now cannot be looked at.
     """
     here = this_process()
     if not here.boot_id or not here.start:
@@ -37,22 +42,60 @@ def liveness(process: Process) -> Liveness:
         return "unknown"
     if (process.pid, process.start) == (here.pid, here.start):
         return "ours"
-    start = _start_time(process.pid)
-    if start is None:
-        # The record may be hidden (hidepid) or not readable: only the kernel's "no" is proof.
-        return "alive" if _exists(process.pid) else "dead"
-    return "alive" if start == process.start else "dead"
+    folder = f"/proc/{process.pid}"
+    try:
+        leader = _stat(folder)
+        if leader.start != process.start:
+            return "dead"
+        if not leader.has_ended:
+            return "alive"
+        return "dead" if _have_ended(f"{folder}/task") else "unknown"
+    except OSError:
+        # It may be hidden (hidepid), and be a stranger: only the kernel's "no" is proof.
+        return "unknown" if _exists(process.pid) else "dead"
 
 
-def _start_time(pid: int) -> str | None:
-    """Start time of a process in clock ticks since boot; "" of a zombie, None when not readable.
+def _have_ended(folder: str) -> bool:
+    """Whether all threads have ended of a process of which the first one has.
+
+    After a kill the others may still be in a call of the kernel, and end when that returns.
+    """
+    threads = os.listdir(folder)
+    if not all(_thread_has_ended(f"{folder}/{thread}") for thread in threads):
+        return False
+    # Where there was no kill, one that has ended since may have started another.
+    return {*threads}.issuperset(os.listdir(folder))
+
+
+def _thread_has_ended(folder: str) -> bool:
+    try:
+        return _stat(folder).has_ended
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+class _Stat(NamedTuple):
+    """What the kernel tells of a process, or of a thread."""
+
+    start: str
+    """In clock ticks since boot."""
+    has_ended: bool
+    """A zombie: nothing of it runs any more. Of a process this is said of its first thread."""
+
+
+def _stat(folder: str) -> _Stat:
+    """Read `stat` in the folder of a process or of a thread.
 
     Source: proc(5), fields 3 and 22 of /proc/<pid>/stat; the name may hold blanks and brackets.
+
+    Raises:
+        OSError: it is gone, or it cannot be read.
     """
-    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    with open(f"{folder}/stat", encoding="ascii", errors="replace") as file:
+        fields = file.read().rpartition(")")[2].split()
     if len(fields) < 20:
-        return None
-    return "" if fields[0] in {"Z", "X", "x"} else fields[19]
+        raise OSError(f"{folder}/stat: not understood: {fields}")
+    return _Stat(start=fields[19], has_ended=fields[0] in {"Z", "X", "x"})
 
 
 def _exists(pid: int) -> bool:
@@ -66,20 +109,16 @@ def _exists(pid: int) -> bool:
 
 
 def _boot_id() -> str:
-    return _read("/proc/sys/kernel/random/boot_id").strip()
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
 
 
 def _pid_namespace() -> str:
     try:
         return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return file.read()
     except OSError:
         return ""
 

@@ -110,8 +110,8 @@ def publish(store: Store, attempt: Attempt, data: bytes, *, epoch: int) -> None:
         attempt.is_unclear = put_once(store, attempt.manifest_key, data)
     except (CommitConflict, OutcomeUnknown):
         raise
-    except StoreError:
-        attempt.put_sent = attempt.is_unclear = False  # refused for sure: nothing is in flight
+    except StoreError as error:
+        attempt.put_sent = attempt.is_unclear = _may_stand(store, attempt, error)
         raise
     try:
         check_fence(store, epoch, committed=True)
@@ -120,6 +120,23 @@ def publish(store: Store, attempt: Attempt, data: bytes, *, epoch: int) -> None:
             f"{store.url}/{attempt.folder}: the manifest is there, but whether this process still "
             f"owns the run cannot be read: {error}"
         ) from error
+
+
+def _may_stand(store: Store, attempt: Attempt, error: StoreError) -> bool:
+    """Whether a refused put may have taken effect all the same: its key is looked at.
+
+    Raises:
+        OutcomeUnknown: something is under the key.
+    """
+    try:
+        store.head(attempt.manifest_key)
+    except NotFound:
+        return False
+    except StoreError:
+        return True
+    raise OutcomeUnknown(
+        f"{store.url}/{attempt.manifest_key}: it is there, though its put was refused: {error}"
+    ) from error
 
 
 def abandon(store: Store, attempt: Attempt) -> bool:
@@ -175,13 +192,15 @@ class _NotThere(OutcomeUnknown):
 
 def _expect_ours(store: Store, key: str, data: bytes, error: StoreError) -> None:
     try:
+        # Whoever put it, perhaps an earlier try of ours, may not have come as far as this.
+        sync_folder(store, key.rpartition("/")[0])
         found = read_document(store, key, max_nbytes=MAX_MANIFEST_NBYTES)
     except NotFound:
         raise _NotThere(
             f"{store.url}/{key}: the put failed ({error}) and may still take effect"
         ) from error
     except (StoreError, FormatError) as reading:
-        raise OutcomeUnknown(f"{store.url}/{key}: not readable back: {reading}") from error
+        raise OutcomeUnknown(f"{store.url}/{key}: not read back: {reading}") from error
     if found != data:
         raise CommitConflict(f"{store.url}/{key}: taken by {_describe(found)}") from error
 
@@ -200,23 +219,26 @@ def _describe(data: bytes) -> str:
     return f"save {found.save_id}"
 
 
-def check_fence(store: Store, epoch: int, *, committed: bool) -> None:
-    """Raise `Superseded` when a later writer has claimed the run: one point read."""
+def check_fence(store: Store, epoch: int, *, committed: bool | None) -> None:
+    """Raise `Superseded` when a later writer has claimed the run: one point read.
+
+    The error says whether this save was committed; None: that is not known.
+    """
     key = layout.writer_key(epoch + 1)
     refresh_folder(store, layout.WRITERS)
     try:
         store.head(key)
     except NotFound:
         return
-    stands = (
-        "this save was committed, but the run goes on from elsewhere"
-        if committed
-        else "this save was not committed"
-    )
+    stands = {
+        True: "this save was committed, but the run goes on from elsewhere",
+        False: "this save was not committed",
+        None: "whether this save was committed is not known",
+    }[committed]
     raise Superseded(
         f"{store.url}: {_describe_claim(store, key)} took the run over (writer {epoch + 1} after "
         f"{epoch}); {stands}. Stop this process, or resume with takeover=True to take it back",
-        committed=committed,
+        committed=bool(committed),
     )
 
 

@@ -33,6 +33,7 @@ from holdfast.errors import (
     OutcomeUnknown,
     OwnershipError,
     SaveFailed,
+    Superseded,
 )
 from holdfast.events import Emitter
 from holdfast.format import blocks, layout
@@ -45,6 +46,11 @@ from holdfast.store.base import Store
 MAX_COPIERS = 8
 """Threads that copy what training waits for, the caller's among them; so many fill the memory's
 bandwidth where one does not."""
+
+
+_LOOK_S = 30.0
+"""How long a failed save waits for the answer to whose the run is, in seconds."""
+_NOT_READ = "Whether this process still owns the run is not known"
 
 
 class Saver:
@@ -159,7 +165,7 @@ class Saver:
         else:
             self._overlapped.fail(error)
         if self._job is None:
-            pending.committed.set_exception(as_failure(error, pending.step))
+            pending.committed.set_exception(_save_failed(error, pending.step, _NOT_READ))
         pending.delivered = True
 
     def later(self, job: Callable[[], None]) -> None:
@@ -233,7 +239,7 @@ class Saver:
             )
         except BaseException as error:  # noqa: BLE001 - the future carries it to the caller
             self._end_copy(overlapped)
-            failure = as_failure(error, step)
+            failure = self._failure(error, step, request.claim.epoch)
             self._stager.failed(staged)
             self._emit("save_failed", str(failure), step=step)
             pending.committed.set_exception(failure)
@@ -257,6 +263,23 @@ class Saver:
         self._after_commit(entry)
         self._links.look_ahead(learned)
         self._compressing.learn()
+
+    def _failure(self, error: BaseException, step: int, epoch: int) -> BaseException:
+        """What the caller is to see. Whoever has lost the run finds its files gone, or its
+        manifest's key taken: so the fence is read before anything else is said."""
+        if isinstance(error, OwnershipError):
+            return error
+        committed = None if isinstance(error, OutcomeUnknown) else False
+        look = partial(check_fence, self._store, epoch, committed=committed)
+        try:
+            # In another thread: what has just failed may hang.
+            self.threads.waiters.submit(look).result(timeout=min(self.timeout_s, _LOOK_S))
+        except Superseded as superseded:
+            superseded.__cause__ = error
+            return superseded
+        except BaseException as unread:  # noqa: BLE001 - the error that counts is told with it
+            return _save_failed(error, step, f"{_NOT_READ} ({str(unread) or 'it hangs'})")
+        return _save_failed(error, step, "Training can go on")
 
     def _learn(self, staged: Staged) -> dict[str, bytes]:
         """Take note of what was committed, before the next save takes its memory: by file that is
@@ -356,14 +379,11 @@ def _records_all(stored: Manifest, request: SaveRequest) -> bool:
     return set(map(str, request.metrics.items())) <= set(map(str, stored.metrics.items()))
 
 
-def as_failure(error: BaseException, step: int) -> BaseException:
-    """What the caller is to see: ownership errors as they are, all else as SaveFailed."""
-    if isinstance(error, OwnershipError):
-        return error
+def _save_failed(error: BaseException, step: int, outlook: str) -> SaveFailed:
     verdict = "may or may not have committed" if isinstance(error, OutcomeUnknown) else "failed"
     failure = SaveFailed(
-        f"the save of step {step} {verdict}: {error}. Training can go on; earlier checkpoints are "
-        "as they were",
+        f"the save of step {step} {verdict}: {error}. {outlook}; earlier checkpoints are as they "
+        "were",
         step=step,
     )
     failure.__cause__ = error

@@ -21,6 +21,7 @@ from holdfast.engine.claims.claim import (
     closed_unless_used,
     committed,
     epoch_after,
+    is_settled,
     is_still_right,
     new_writer,
     nothing_in_flight,
@@ -29,7 +30,7 @@ from holdfast.engine.claims.claim import (
 from holdfast.engine.claims.owner import END_S, Ownership, left_s
 from holdfast.engine.claims.process import liveness
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.commit import check_fence, put_once, settle
+from holdfast.engine.roots.commit import check_fence, put_once
 from holdfast.engine.roots.documents import read_document
 from holdfast.engine.tiers.catalog import TieredCatalog, holds_a_run
 from holdfast.engine.tiers.ledger import Ledger
@@ -181,7 +182,7 @@ class TieredOwnership(Ownership):
     def _try_claim(
         self, choose: Callable[[], Choice], put: list[Claim], *, is_reachable: bool
     ) -> Claim | None:
-        """As `engine.claims.claim.claim_run` does in one tier; None: somebody was first."""
+        """As `engine.claims.claim.claim_run` does in one tier; None: to be tried again."""
         after = self._judge(is_reachable=is_reachable)
         choice = choose()
         if is_reachable and self.catalog.cut_off is not None:
@@ -198,14 +199,14 @@ class TieredOwnership(Ownership):
         return claim
 
     def _put(self, after: int, choice: Choice, *, is_reachable: bool) -> Claim | None:
-        """Put the claim that follows epoch `after`; None when somebody else did."""
+        """Put the claim that follows epoch `after`; None: the choice is to be made again."""
         self.remote_claim = None
         if is_reachable:
             with _remotely():
                 share_claims(self._store, self._remote)
         epoch = epoch_after(self.catalog, after, choice.point)
-        if choice.point is not None:
-            settle(self.catalog.home(choice.point.folder), choice.point.folder)
+        if epoch is None or not is_settled(self.catalog, choice.point):
+            return None
         record = new_writer(epoch, choice, takeover=self._takeover)
         claim = Claim(epoch=epoch, nonce=record.nonce, resumed_from=choice.point)
         data = encode_writer(record)
