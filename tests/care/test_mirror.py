@@ -94,6 +94,23 @@ def test_with_none_kept_locally_the_newest_stays(local: LocalStore, remote: Stor
     assert steps_in(remote) == [3, 2, 1]
 
 
+def test_a_mistyped_metric_of_one_tier_deletes_nothing_there_and_is_told_once(
+    local: LocalStore, remote: Store
+) -> None:
+    """Each tier has its own rule; all is sent that the remote one does not know how to judge."""
+    told: list[str] = []
+    tiny = Tiny()
+    tiered = Tiered(local, remote, keep_local=Last(1), keep_remote=Last(1) | Best("los"))
+    sinks = [lambda event: told.append(event.message) if event.kind == "warning" else None]
+    with opened(tiered, tiny, sinks=sinks) as manager:
+        manager.resume()
+        saved(manager, tiny, 1, 2, 3)
+    assert steps_in(local) == [3]
+    assert steps_in(remote) == [3, 2, 1]
+    (warned,) = told
+    assert warned.startswith(f"{remote.url}: the rule 'best los (min)' needs the metric 'los'")
+
+
 def test_nothing_goes_locally_while_the_remote_tier_is_away(
     local: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,15 @@ class Rule(ABC):
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
         """Position of every pick, with the reason."""
 
+    def missing(self, counting: Sequence[Candidate]) -> str:
+        """What the rule cannot do without and none of `counting` has: a metric, a counter.
+
+        Empty: nothing. `counting` is not empty, and all in it may fill a quota. While something is
+        missing, `decide` keeps all that the rule judges and does not ask for its picks. Rules that
+        are made of others are not asked; their parts are.
+        """
+        return ""
+
     def quota(self) -> int | None:
         """How many checkpoints it keeps at most, as far as one can tell; None: no limit."""
         return None
@@ -200,6 +209,11 @@ class BySaver(Rule):
         return ", ".join(f"{saver}: {_grouped(rule)}" for saver, rule in self.rules)
 
 
+def positions_of(saver: str, newest_first: Sequence[Candidate]) -> list[int]:
+    """Positions of what a saver asked for."""
+    return [p for p, entry in enumerate(newest_first) if saver in (entry.savers or (MAIN,))]
+
+
 def picks_of(rule: Rule, saver: str, newest_first: Sequence[Candidate]) -> dict[int, str]:
     """What a rule picks of one saver's checkpoints; of `main` the partial ones are judged apart.
 
@@ -266,7 +280,7 @@ def _names_savers(rule: Rule) -> bool:
 
 def _groups(newest_first: Sequence[Candidate], saver: str) -> Iterator[list[int]]:
     """Positions of a saver's checkpoints, in the groups that are judged apart."""
-    own = [p for p, entry in enumerate(newest_first) if saver in (entry.savers or (MAIN,))]
+    own = positions_of(saver, newest_first)
     if saver != MAIN:
         yield own
         return
