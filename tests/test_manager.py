@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import warm
-from holdfast import SideSaver, errors
+from holdfast import SideSaver, Tiered, errors
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.saving import save as save_module
 from holdfast.engine.staging.arena import Arena
@@ -782,3 +782,19 @@ def test_a_rule_about_an_unknown_component_is_refused(tmp_path: Path) -> None:
     """D47: a misspelt name would never drop anything."""
     with pytest.raises(errors.UsageError, match="optimiser"):
         new_run().manager(tmp_path, keep=Last(1) | Last(5).then_drop("optimiser"))
+
+
+@pytest.mark.parametrize(
+    "root",
+    ["runs/{run_name}", Path("runs/{run_name}/{rank:02d}"), "{date}", Tiered("runs/{rank}", "far")],
+    ids=str,
+)
+def test_a_root_that_nobody_has_filled_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: Any
+) -> None:
+    """Names in braces are filled by `fill_root`, and make no folder of that name."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(errors.UsageError, match="fill_root"):
+        new_run().manager(root, run_name="gpt")
+    new_run().manager(tmp_path / "{lr}").close()
+    assert not any(tmp_path.iterdir())
