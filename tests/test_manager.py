@@ -152,7 +152,7 @@ def test_a_rule_that_needs_what_is_not_recorded_deletes_nothing_and_says_so_once
     """A mistyped metric must not delete the best checkpoints without a word."""
     with (
         caplog.at_level(logging.WARNING, logger="holdfast"),
-        new_run().manager(tmp_path, keep=rule) as manager,
+        CheckpointManager(tmp_path, {"step": {"done": 1}}, keep=rule) as manager,
     ):
         manager.save(1, metrics={"loss": 0.1})
         manager.wait()

@@ -36,6 +36,7 @@ Kind = Literal[
     "gc",
     "housekeeping_failed",
     "not_saved",
+    "no_position",
     "warning",
     "closed",
 ]
@@ -61,6 +62,7 @@ _LEVELS: Mapping[str, int] = {
     "mended": logging.WARNING,
     "save_skipped": logging.WARNING,
     "warning": logging.WARNING,
+    "no_position": logging.WARNING,
     "passed_over": logging.INFO,
     "retracted": logging.INFO,
     "thinned": logging.INFO,
