@@ -32,6 +32,7 @@ from holdfast.policy.retention import (
     unmet,
 )
 from holdfast.policy.rule import MAIN, picks_of
+from holdfast.policy.rules import Nothing
 
 
 def candidate(
@@ -603,6 +604,12 @@ def test_each_saver_has_its_own_places() -> None:
     reasons = {d.entry.order[1]: d.reason for d in decide(entries, rule)}
     assert reasons[6] == "newest, weights: last 2"
     assert reasons[5] == "newest to resume from, last 1"
+
+
+def test_the_rule_that_keeps_nothing_is_about_every_saver() -> None:
+    """What another tier has need not stay here, whoever asked for it."""
+    entries = [full(1), partial(2, "weights"), full(3), partial(4, "weights"), partial(5, "ema")]
+    assert kept(entries, Nothing()) == [3, 5]
 
 
 def test_a_saver_without_a_rule_keeps_everything() -> None:

@@ -178,7 +178,7 @@ def _newest(newest_first: Sequence[Candidate]) -> dict[int, str]:
 def _picks(newest_first: Sequence[Candidate], rule: Rule) -> dict[int, _Pick]:
     """What the parts of a rule keep; of each only what all of them would drop may go."""
     picks: dict[int, _Pick] = {}
-    others = picks_of_others(newest_first, savers_of(rule))
+    others = {} if rule.is_for_all else picks_of_others(newest_first, savers_of(rule))
     found = [(others, _NOTHING)]
     for part, saver, drop in _flat(rule):
         if lack := _missing(part, saver, newest_first):

@@ -81,6 +81,9 @@ class Rule(ABC):
     spelled: ClassVar[str] = ""
     """What it is called in texts such as `last:3`; empty: it cannot be written as a text."""
 
+    is_for_all: ClassVar[bool] = False
+    """Whether it judges what any saver asked for; otherwise what it does not speak for stays."""
+
     @classmethod
     def parse(cls, text: str) -> Rule:
         """The rule that `text`, what stands behind its name and a colon, makes of it.

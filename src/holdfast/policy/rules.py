@@ -45,7 +45,12 @@ class All(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Nothing(Rule):
-    """Keep what is kept in any case, the newest, and no more: another tier has the rest."""
+    """Keep what is kept in any case, the newest, and no more: another tier has the rest.
+
+    That of every saver of the root, named or not.
+    """
+
+    is_for_all: ClassVar[bool] = True
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
         """No position."""
