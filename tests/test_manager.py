@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import subprocess
 import threading
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import warm
-from holdfast import SideSaver, errors
+from holdfast import SideSaver, Tiered, errors
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.saving import save as save_module
 from holdfast.engine.staging.arena import Arena
@@ -25,7 +26,7 @@ from holdfast.format import layout
 from holdfast.format.records import Retired, encode_retired
 from holdfast.manager import CheckpointManager
 from holdfast.policy.classes import SavePolicy
-from holdfast.policy.retention import Best, Last
+from holdfast.policy.retention import Best, EveryNth, Last, Rule
 from holdfast.store.local import LocalStore
 from holdfast.testing import Fault, FaultyStore
 from holdfast.weights import load_weights
@@ -142,6 +143,46 @@ def test_retention_keeps_what_the_rule_says_and_removes_folders_whole(tmp_path: 
         assert [checkpoint.step for checkpoint in manager.list()] == [5, 4, 2]
     assert len(folders(tmp_path)) == 3
     assert (tmp_path / "latest").resolve().name.startswith("step-00000005")
+
+
+@pytest.mark.parametrize("rule", [Best("los", n=3), EveryNth("1ep")], ids=str)
+def test_a_rule_that_needs_what_is_not_recorded_deletes_nothing_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rule: Rule
+) -> None:
+    """A mistyped metric must not delete the best checkpoints without a word."""
+    with (
+        caplog.at_level(logging.WARNING, logger="holdfast"),
+        CheckpointManager(tmp_path, {"step": {"done": 1}}, keep=rule) as manager,
+    ):
+        manager.save(1, metrics={"loss": 0.1})
+        manager.wait()
+        (warned,) = caplog.messages
+        assert str(rule) in warned
+        for step in range(2, 6):
+            manager.save(step, metrics={"loss": 0.1 * step, "accuracy": 0.5})
+        manager.wait()
+        assert [c.step for c in manager.list()] == [5, 4, 3, 2, 1]
+    assert caplog.messages == [warned]
+
+
+def test_deletions_are_told_with_their_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At INFO: what is gone, and by which rule."""
+    rule = Last(1) | Last(2).then_drop("optimizer")
+    with (
+        caplog.at_level(logging.INFO, logger="holdfast"),
+        new_run().manager(tmp_path, keep=rule) as manager,
+    ):
+        for step in (1, 2, 3):
+            manager.save(step).wait()
+    told = [text for text in caplog.messages if text.startswith(("deleted", "dropped"))]
+    assert [text.partition("step-")[0] for text in told] == [
+        "dropped optimizer of ",
+        "deleted ",
+        "dropped optimizer of ",
+    ]
+    assert f"not kept by: {rule}" in told[1]
 
 
 def test_pinned_and_tagged_ones_stay(tmp_path: Path) -> None:
@@ -741,3 +782,19 @@ def test_a_rule_about_an_unknown_component_is_refused(tmp_path: Path) -> None:
     """D47: a misspelt name would never drop anything."""
     with pytest.raises(errors.UsageError, match="optimiser"):
         new_run().manager(tmp_path, keep=Last(1) | Last(5).then_drop("optimiser"))
+
+
+@pytest.mark.parametrize(
+    "root",
+    ["runs/{run_name}", Path("runs/{run_name}/{rank:02d}"), "{date}", Tiered("runs/{rank}", "far")],
+    ids=str,
+)
+def test_a_root_that_nobody_has_filled_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: Any
+) -> None:
+    """Names in braces are filled by `fill_root`, and make no folder of that name."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(errors.UsageError, match="fill_root"):
+        new_run().manager(root, run_name="gpt")
+    new_run().manager(tmp_path / "{lr}").close()
+    assert not any(tmp_path.iterdir())

@@ -75,6 +75,7 @@ from holdfast.policy.triggers import SaveFunction, Trigger
 from holdfast.state.capture import Captured, Capturer, check_state
 from holdfast.state.components import RNG
 from holdfast.state.edits import Edit, edited
+from holdfast.state.positions import OUTSIDE, is_outside
 from holdfast.state.selection import listed
 from holdfast.store.base import Store
 
@@ -233,6 +234,7 @@ class CheckpointManager:
         self._closed = False
         self._is_rollback = False
         self._not_saved_due = True
+        self._position_due = is_outside(state)
         self._quiet = _NEVER_QUIET
         exits.register(self)
 
@@ -425,6 +427,7 @@ class CheckpointManager:
         self._saver.later(self._after_claim)
         if found is None:
             return None
+        self._announce_position()
         self._tuning.resumed(time.perf_counter() - began)
         self._emit(
             "resumed",
@@ -636,6 +639,8 @@ class CheckpointManager:
         captured = self._capture(due)
         captured_s = time.perf_counter() - began
         self._announce_not_saved(captured)
+        if due.components is None:
+            self._announce_position()
         self._beginning.expect(captured, self._saver.standing, is_rollback=self._is_rollback)
         preparing = time.perf_counter()
         with collector_paused():
@@ -765,6 +770,11 @@ class CheckpointManager:
         if self._not_saved_due and captured.not_saved:
             self._emit("not_saved", "not saved: " + "; ".join(captured.not_saved))
         self._not_saved_due = False
+
+    def _announce_position(self) -> None:
+        if self._position_due:
+            self._emit("no_position", OUTSIDE)
+        self._position_due = False
 
     def _reader(self) -> Reader:
         return Reader(

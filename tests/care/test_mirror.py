@@ -16,6 +16,7 @@ from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import AccessDenied, TransientStoreError
 from holdfast.events import Emitter
 from holdfast.policy.retention import All, Best, EveryNth, Last
+from holdfast.policy.savers import SideSaver
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
@@ -92,6 +93,42 @@ def test_with_none_kept_locally_the_newest_stays(local: LocalStore, remote: Stor
         saved(manager, tiny, 1, 2, 3)
     assert steps_in(local) == [3]
     assert steps_in(remote) == [3, 2, 1]
+
+
+def test_with_none_kept_locally_those_of_side_savers_go_too(
+    local: LocalStore, remote: Store
+) -> None:
+    """keep_local is about all checkpoints of the root, also those of a saver that has gone."""
+    for number in (0, 1):
+        weights = SideSaver(f"weights{number}", every="1step", components=["tiny"])
+        tiny = Tiny()
+        tiered = Tiered(local, remote, keep_local=0)
+        with opened(tiered, tiny, every="4step", savers=[weights]) as manager:
+            manager.resume()
+            for step in range(1 + 5 * number, 6 + 5 * number):
+                tiny.become(step)
+                manager.maybe_save(step)
+                manager.wait()
+    # The newest, and the newest from which a run can go on.
+    assert steps_in(local) == [10, 8]
+    assert steps_in(remote) == [10, 9, 8, 7, 6, 5, 4, 3, 2, 1]
+
+
+def test_a_mistyped_metric_of_one_tier_deletes_nothing_there_and_is_told_once(
+    local: LocalStore, remote: Store
+) -> None:
+    """Each tier has its own rule; all is sent that the remote one does not know how to judge."""
+    told: list[str] = []
+    tiny = Tiny()
+    tiered = Tiered(local, remote, keep_local=Last(1), keep_remote=Last(1) | Best("los"))
+    sinks = [lambda event: told.append(event.message) if event.kind == "warning" else None]
+    with opened(tiered, tiny, sinks=sinks) as manager:
+        manager.resume()
+        saved(manager, tiny, 1, 2, 3)
+    assert steps_in(local) == [3]
+    assert steps_in(remote) == [3, 2, 1]
+    (warned,) = told
+    assert warned.startswith(f"{remote.url}: the rule 'best los (min)' needs the metric 'los'")
 
 
 def test_nothing_goes_locally_while_the_remote_tier_is_away(

@@ -193,6 +193,27 @@ def test_checkpoints_copied_from_another_run_are_not_judged(
     assert copied.exists()
 
 
+@pytest.mark.parametrize(
+    ("keep", "what", "more"),
+    [
+        ("best:los", "the metric 'los' (recorded: 'loss', 'odd')", ()),
+        ("last:1,best:los:max:2 without optimizer", "the metric 'los'", ("--dry-run",)),
+        ("every:9sp", "the counter 'samples'", ("--json",)),
+        ("within:5tok", "the counter 'tokens'", ()),
+    ],
+)
+def test_a_rule_that_needs_what_no_checkpoint_has_is_refused(
+    holdfast: Command, unmarked: Path, keep: str, what: str, more: tuple[str, ...]
+) -> None:
+    """A mistyped metric must not delete the best checkpoints without a word."""
+    before = sorted(path.name for path in unmarked.rglob("*"))
+    result = holdfast("prune", unmarked, "--keep", keep, *more)
+    assert result.code == 2
+    assert what in result.err + result.out
+    assert "nothing was deleted" in result.err + result.out
+    assert sorted(path.name for path in unmarked.rglob("*")) == before
+
+
 @pytest.mark.parametrize("keep", ["last", "newest:3", ""])
 def test_a_rule_that_is_none_is_a_wrong_call(holdfast: Command, root: Path, keep: str) -> None:
     assert holdfast("prune", root, "--keep", keep).code == 2

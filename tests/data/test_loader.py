@@ -251,6 +251,101 @@ def test_the_epoch_ends_when_the_loop_asks_for_more_than_its_last_batch() -> Non
     assert (again.epoch, again.batch) == (1, 0)
 
 
+def counted_epoch(loader: Loader) -> Iterator[torch.Tensor]:
+    """The rest of an epoch for a loop that counts, and never asks beyond the last batch."""
+    batches = iter(loader)
+    for _ in range(loader.batch, len(loader)):
+        yield next(batches)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 4}],
+    ids=str,
+)
+def test_a_loop_that_counts_gets_every_epoch(
+    straight: list[torch.Tensor], options: dict[str, Any]
+) -> None:
+    """Others' trainers call `next` as often as the length says, and then `iter` anew."""
+    loader = augmented(**options)
+    found = []
+    for _ in range(2):
+        batches = iter(loader)
+        found += [next(batches) for _ in range(len(loader))]
+    assert_same(found, straight)
+    assert (loader.epoch, loader.batch) == (1, 6)
+
+
+@pytest.mark.parametrize("taken", range(13))
+def test_a_loop_that_counts_resumes_exactly_at_every_position(
+    straight: list[torch.Tensor], taken: int
+) -> None:
+    """Invariant 7, also where the position was saved at the end of an epoch."""
+    first, second = augmented(), augmented()
+    begun = list(islice((b for _ in range(2) for b in counted_epoch(first)), taken))
+    second.load_state_dict(first.state_dict())
+    # At the end of an epoch its rest comes first, as for a loop that has to do something there.
+    rest = (batch for _ in range(3) for batch in counted_epoch(second))
+    assert_same(begun + list(islice(rest, 12 - taken)), straight)
+
+
+def test_a_position_at_the_end_of_an_epoch_that_was_counted_is_of_that_epoch(
+    straight: list[torch.Tensor],
+) -> None:
+    """So a loop that does something at the end of an epoch does it after a resume."""
+    loader, again = augmented(), augmented()
+    list(counted_epoch(loader))
+    again.load_state_dict(loader.state_dict())
+    assert (again.epoch, again.batch) == (0, 6)
+    assert list(again) == []
+    assert_same(list(again), straight[6:])
+    # In this process the next epoch has begun as soon as it has an iterator.
+    batches = iter(loader)
+    assert (loader.epoch, loader.batch) == (1, 0)
+    again.load_state_dict(loader.state_dict())
+    assert_same(list(again), straight[6:])
+    assert_same(list(batches), straight[6:])
+
+
+def test_iterators_that_nobody_uses_move_nothing(straight: list[torch.Tensor]) -> None:
+    loader = augmented()
+    list(islice(loader, 2))
+    for _ in range(3):
+        iter(loader)
+    assert (loader.epoch, loader.batch) == (0, 2)
+    assert_same(list(counted_epoch(loader)), straight[2:6])
+    unused = [iter(loader) for _ in range(3)]
+    assert (loader.epoch, loader.batch) == (1, 0)
+    assert_same(list(counted_epoch(loader)), straight[6:])
+    with pytest.raises(StopIteration):
+        next(unused[0])
+
+
+def test_an_iterator_that_was_made_before_the_resume_counts_too(
+    straight: list[torch.Tensor],
+) -> None:
+    first, second = augmented(), augmented()
+    begun = list(islice(first, 2))
+    batches = iter(second)
+    second.load_state_dict(first.state_dict())
+    begun += [next(batches) for _ in range(4)]
+    assert_same(begun + list(counted_epoch(second)), straight)
+
+
+def test_the_iterator_of_an_epoch_that_has_ended_does_not_end_the_next_one(
+    straight: list[torch.Tensor],
+) -> None:
+    loader = augmented()
+    former = iter(loader)
+    for _ in range(6):
+        next(former)
+    latter = iter(loader)
+    assert next(former, None) is None
+    assert (loader.epoch, loader.batch) == (1, 0)
+    assert_same(list(latter), straight[6:])
+    assert (loader.epoch, loader.batch) == (2, 0)
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     num_samples=st.integers(1, 9),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ def test_a_rule_of_ones_own_works_with_the_others() -> None:
         (False, ()),
         (True, ("optimizer",)),
     ]
+    without = [replace(entry, metrics={}) for entry in entries]
+    assert all(decision.keep and not decision.drop for decision in decide(without, rule))
     assert decisions[2].reason == "loss below 0.5 without optimizer"
 
 

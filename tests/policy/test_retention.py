@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
@@ -29,8 +29,10 @@ from holdfast.policy.retention import (
     Within,
     decide,
     stands_in,
+    unmet,
 )
 from holdfast.policy.rule import MAIN, picks_of
+from holdfast.policy.rules import Nothing
 
 
 def candidate(
@@ -203,6 +205,8 @@ def test_a_deletion_that_was_cut_short_ends_at_the_same_place(
     doomed = [decision.entry for decision in decisions if not decision.keep]
     gone = [entry for entry in doomed if data.draw(st.booleans())]
     left = [entry for entry in entries if entry not in gone]
+    # Where the last that knew a counter went, the rule has nothing to judge by, and keeps the rest.
+    assume(unmet(left, rule).keys() <= unmet(entries, rule).keys())
     assert survivors(decide(left, rule)) == survivors(decisions)
 
 
@@ -431,6 +435,8 @@ def test_deleting_oldest_first_can_be_cut_short_at_any_point(
     doomed = sorted((d.entry for d in decisions if not d.keep), key=lambda entry: entry.order)
     gone = doomed[: data.draw(st.integers(0, len(doomed)))]
     left = [entry for entry in entries if entry not in gone]
+    # Where the last that knew a counter went, the rule has nothing to judge by, and keeps the rest.
+    assume(unmet(left, rule).keys() <= unmet(entries, rule).keys())
     assert survivors(decide(left, rule)) == survivors(decisions)
 
 
@@ -600,6 +606,12 @@ def test_each_saver_has_its_own_places() -> None:
     assert reasons[5] == "newest to resume from, last 1"
 
 
+def test_the_rule_that_keeps_nothing_is_about_every_saver() -> None:
+    """What another tier has need not stay here, whoever asked for it."""
+    entries = [full(1), partial(2, "weights"), full(3), partial(4, "weights"), partial(5, "ema")]
+    assert kept(entries, Nothing()) == [3, 5]
+
+
 def test_a_saver_without_a_rule_keeps_everything() -> None:
     """A rule that names no saver is one for `main`."""
     entries = [partial(1, "weights"), full(2), full(3), partial(4, "weights"), full(5)]
@@ -727,3 +739,55 @@ def test_without_generators_alone_it_is_resumed_and_replaces_nothing_that_has_th
     assert kept([full, bare, newer], Last(1)) == [1, 3]
     assert kept([bare, newer, replace(full, order=(1, 4))], Last(1)) == [4]
     assert kept([newer, part], Last(1)) == [3, 4]
+
+
+def measured(sequence: int, **more: object) -> Candidate:
+    """A whole checkpoint with the metric `loss`."""
+    return candidate(sequence, metrics={"loss": 1 / sequence}, components=("model", "opt"), **more)
+
+
+LACKING = [
+    (Best("los", n=3), "the metric 'los' (recorded: 'loss')"),
+    (EveryNth("1ep"), "the counter 'epoch'"),
+    (EveryNth("1000tok").then_drop("opt"), "the counter 'tokens'"),
+    (Within("9sp"), "the counter 'samples'"),
+]
+
+
+@pytest.mark.parametrize(("rule", "what"), LACKING, ids=lambda value: str(value))
+def test_a_rule_that_needs_what_no_checkpoint_has_keeps_all_of_them_whole(
+    rule: Rule, what: str
+) -> None:
+    """A mistyped metric, or a counter that the loop does not give, deletes nothing."""
+    entries = [measured(sequence) for sequence in range(1, 6)]
+    for tried in (rule, Last(1) | rule, BySaver({MAIN: rule})):
+        decisions = decide(entries, tried)
+        assert all(decision.keep and not decision.drop for decision in decisions)
+        assert what in decisions[-1].reason
+        assert [*unmet(entries, tried).values()] == [what]
+
+
+def test_the_rule_is_obeyed_as_soon_as_one_checkpoint_has_what_it_needs() -> None:
+    entries = [candidate(sequence) for sequence in range(1, 6)]
+    assert kept(entries, Best("loss")) == [1, 2, 3, 4, 5]
+    entries.append(measured(6))
+    assert kept([*entries, candidate(7)], Best("loss")) == [6, 7]
+    assert unmet(entries, Best("loss")) == {}
+
+
+def test_what_each_saver_recorded_is_looked_at_apart() -> None:
+    """The metrics of whole checkpoints say nothing of those of a side saver."""
+    whole = [measured(sequence, savers=(MAIN,)) for sequence in (1, 2, 3)]
+    weights = [partial(sequence, "weights") for sequence in (4, 5, 6)]
+    rule = BySaver({MAIN: Best("loss"), "weights": Best("loss")})
+    assert kept([*whole, *weights], rule) == [3, 4, 5, 6]
+    assert [*unmet([*whole, *weights], rule)] == ["weights: best loss (min)"]
+    # Where a saver has saved nothing yet, nothing is missing.
+    assert unmet(whole, rule) == {}
+
+
+def test_what_is_not_well_gives_a_rule_nothing_to_judge_by() -> None:
+    """The one with a loss is known to be bad: no reason to delete those without any."""
+    entries = [measured(1, rejected=True), candidate(2), candidate(3), candidate(4)]
+    assert kept(entries, Best("loss")) == [1, 2, 3, 4]
+    assert unmet([candidate(1, healthy=False)], Best("loss")) == {}

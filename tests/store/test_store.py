@@ -1,6 +1,7 @@
 """open_store turns what a user writes into a store."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -63,3 +64,30 @@ def test_two_names_of_one_file_have_one_identity(tmp_path, kind):
     assert store.link("f/a", "f/c")
     one, other, linked = (store.head(f"f/{name}").identity for name in "abc")
     assert one == linked != other
+
+
+@pytest.mark.parametrize(
+    ("where", "to_write"),
+    [
+        (Path("s3://bucket/run"), "'s3://bucket/run'"),
+        (Path("gs://bucket"), "'gs://bucket'"),
+        ("s3:/bucket/run", "'s3://bucket/run'"),
+        ("az:", "'az://'"),
+        (Path("memory://one"), "'memory://one'"),
+        ("dbfs:/mnt/run", "s3://"),
+        (Path("hdfs://host/run"), "s3://"),
+        (Path("file:///tmp/run"), "s3://"),
+    ],
+)
+def test_what_begins_with_a_scheme_is_no_folder(tmp_path, monkeypatch, where, to_write):
+    """Path("s3://bucket/run") is the relative path s3:/bucket/run: a run must not go there."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="root") as caught:
+        open_store(where)
+    assert to_write in str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["runs/s3:/x", "12:30/run", "lr:0.1", "/s3:/bucket", "./s3:/x"])
+def test_a_colon_elsewhere_is_part_of_a_folders_name(tmp_path, monkeypatch, where):
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(open_store(where), LocalStore)

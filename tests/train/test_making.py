@@ -105,3 +105,14 @@ def test_a_sealed_run_goes_on_and_writes_no_log_beside_its_checkpoints(tmp_path:
     paths = [path for path in (tmp_path / "root").rglob("*") if path.is_file()]
     stored = b"".join(path.read_bytes() for path in paths)
     assert b"draw" not in stored
+
+
+@pytest.mark.parametrize("root", [Path("s3://bucket/run"), "runs/{run_name}"], ids=str)
+def test_a_root_that_would_be_another_folder_than_meant_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: Any
+) -> None:
+    """No folder `s3:` or `{run_name}` is made, not even by the log."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="root"):
+        make(root, log=True).fit("1step")
+    assert not any(tmp_path.iterdir())

@@ -78,6 +78,7 @@ class Housekeeper:
             postponed=self._tell_postponed,
             held=held,
             unread=self._tell_unread,
+            missing=self._tell_missing,
         )
 
     def after_commit(self, entry: Entry) -> None:
@@ -167,6 +168,13 @@ class Housekeeper:
             "warning",
             f"{folder} stays, whatever the rule says, because it cannot be read: {error}",
             folder=folder,
+        )
+
+    def _tell_missing(self, rule: str, what: str) -> None:
+        self._emit(
+            "warning",
+            f"the rule {rule!r} needs {what}, which no checkpoint has. It keeps everything until "
+            "one has: correct the rule, or give it with a save",
         )
 
     def _try(self, what: str, job: Callable[[], None]) -> None:

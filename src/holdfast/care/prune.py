@@ -16,10 +16,10 @@ from holdfast.engine.claims.leases import Readers
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.tiers.ledger import held_by_notes
-from holdfast.errors import FormatError, HoldfastError, OutcomeUnknown
+from holdfast.errors import FormatError, HoldfastError, OutcomeUnknown, UsageError
 from holdfast.events import Emitter
 from holdfast.format.manifest import Manifest
-from holdfast.policy.retention import Rule
+from holdfast.policy.retention import Rule, unmet
 from holdfast.store.base import Store
 
 
@@ -44,13 +44,22 @@ def preview(
     """What `prune` would decide now. Claims and writes nothing.
 
     `known`: folder → manifest, of those that were read before.
+
+    Raises:
+        UsageError: the rule needs a metric or a counter that no checkpoint has.
     """
     catalog = Catalog(store)
     point = _standing(store).point
     attempts = (name.epoch for name in catalog.attempts())
     epoch = catalog.highest_epoch() or max(attempts, default=0)
     resumed_from = point.order if point else None
-    return plan(catalog, rule, epoch=epoch, resumed_from=resumed_from, known=known)
+    planned = plan(catalog, rule, epoch=epoch, resumed_from=resumed_from, known=known)
+    if lacks := unmet([item.decision.entry for item in planned], rule):
+        raise UsageError(
+            f"{store.url}: nothing was deleted, because no checkpoint has what the rule needs: "
+            + "; ".join(f"{part!r} needs {what}" for part, what in lacks.items())
+        )
+    return planned
 
 
 def prune(store: Store, rule: Rule, *, emit: Emitter, watch: Wait | None = None) -> Pruned:
@@ -61,6 +70,7 @@ def prune(store: Store, rule: Rule, *, emit: Emitter, watch: Wait | None = None)
     (`watch(seconds)` waits; a test may pass its own).
 
     Raises:
+        UsageError: the rule needs a metric or a counter that no checkpoint has.
         OwnedElsewhere: a live process owns the run; its own rule prunes.
         Superseded: another process claimed the run meanwhile; it decides from now on.
     """

@@ -17,7 +17,7 @@ from holdfast.engine.roots.parts import parts_of
 from holdfast.errors import CorruptData, FormatError, HoldfastError, StoreError, Superseded
 from holdfast.format.manifest import Deleted, Manifest, encode_manifest
 from holdfast.format.records import Writer
-from holdfast.policy.retention import Candidate, Decision, Rule, decide, stands_in
+from holdfast.policy.retention import Candidate, Decision, Rule, decide, stands_in, unmet
 from holdfast.store.base import LinksFiles, Store
 
 
@@ -152,10 +152,12 @@ class Deleter:
         readers: Readers | None = None,
         held: Callable[[Entry], str] = lambda entry: "",
         unread: Callable[[str, HoldfastError], None] = lambda folder, error: None,
+        missing: Callable[[str, str], None] = lambda rule, what: None,
     ) -> None:
         """`is_sent_to`: the root may be the remote tier of a run, where senders put manifests.
         `held` says why something must not go yet, though the rule would have it so. `unread`
-        is told once of each checkpoint that stays because it cannot be read, by folder."""
+        is told once of each checkpoint that stays because it cannot be read, by folder; `missing`
+        of each rule that needs what no checkpoint has."""
         self._store = store
         self._rule = rule
         self._replaces = replaces
@@ -167,6 +169,7 @@ class Deleter:
         self._readers = readers if readers is not None else Readers(store)
         self._held = held
         self._unread = unread
+        self._missing = missing
         self._told: set[str] = set()
         self._unclear: frozenset[str] = frozenset()
         self._verified: set[str] = set()
@@ -211,6 +214,7 @@ class Deleter:
             unread=self._tell_unread,
         )
         self._known = {item.entry.folder: item.entry.manifest for item in planned}
+        self._tell_missing(planned)
         self._finish(claim, catalog)
         wanted = (
             item for item in reversed(planned) if item.decision.drop or not item.decision.keep
@@ -336,6 +340,12 @@ class Deleter:
         if folder not in self._told:
             self._told.add(folder)
             self._unread(folder, error)
+
+    def _tell_missing(self, planned: Sequence[Planned]) -> None:
+        for rule, what in unmet([item.decision.entry for item in planned], self._rule).items():
+            if rule not in self._told:
+                self._told.add(rule)
+                self._missing(rule, what)
 
     def _must_stay(self, entry: Entry) -> bool:
         """Whether somebody needs it yet; told once."""

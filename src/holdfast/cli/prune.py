@@ -32,7 +32,7 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
     """Carry out the rule that `keep` spells, or only say what it would do.
 
     Raises:
-        UsageError: `keep` spells no rule.
+        UsageError: `keep` spells no rule, or one that needs what no checkpoint has.
         NoCheckpoint: not a root, or nothing in it.
         SealError: the keys open none of them, or not where the run stands.
         OwnedElsewhere: a live process owns the run.

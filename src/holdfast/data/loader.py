@@ -31,8 +31,10 @@ class Loader:
 
     `for batch in loader` gives the rest of the current epoch, then stops; the next loop gives
     the next epoch: one lap through the data, or `batches_per_epoch` batches of it. It ends when
-    the loop asks for a batch beyond its last one: a position saved after the last batch is still
-    in that epoch, so that whatever a loop does at the end of an epoch is also done after a resume.
+    the loop asks for a batch beyond its last one, or for the next iterator: a position saved after
+    the last batch is still in that epoch, so that whatever a loop does at the end of an epoch is
+    also done after a resume. There, the first iterator gives no batch. A loop that counts takes
+    `len(loader) - loader.batch` batches of each iterator.
 
     As a component of the state it stores its position. One iterator is alive at a time: beginning
     another one, or `load_state_dict`, ends the former, whose next item raises `UsageError`.
@@ -96,6 +98,8 @@ class Loader:
         self._epoch = 0
         self._batch = 0
         self._turn = 0
+        self._begun = -1
+        """The epoch that has had an iterator since the position was loaded."""
         self._plan = _Plan()
         self._batches: DataLoader[Any] = DataLoader(
             _Fetcher(dataset, collate_fn or default_collate),
@@ -137,9 +141,11 @@ class Loader:
         return self._batches_per_epoch or self._batches_per_lap
 
     def __iter__(self) -> Iterator[Any]:
-        """The rest of this epoch."""
-        yield from self._take(len(self) - self._batch)
-        self._epoch, self._batch = self._epoch + 1, 0
+        """The rest of this epoch; at its end, once it has had an iterator, the next epoch."""
+        if self.at_epoch_end and self._begun == self._epoch:
+            self._end_epoch()
+        self._begun = self._epoch
+        return self._rest()
 
     def until(self, step: int, *, start: int = 0, batches_per_step: int = 1) -> Iterator[Any]:
         """Batches, over the ends of epochs, until `step` steps are done.
@@ -194,6 +200,16 @@ class Loader:
             )
         self._seed, self._epoch, self._batch = stored["seed"], stored["epoch"], batch
         self._turn += 1
+        self._begun = -1
+
+    def _rest(self) -> Iterator[Any]:
+        epoch = self._begun = self._epoch
+        yield from self._take(len(self) - self._batch)
+        if self._epoch == epoch:  # otherwise a later iterator has ended it
+            self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        self._epoch, self._batch = self._epoch + 1, 0
 
     def _take(self, count: int) -> Iterator[Any]:
         self._turn += 1

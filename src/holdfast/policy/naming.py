@@ -81,6 +81,9 @@ class Ranks:
 
 ALONE = Ranks()
 
+_NAMES = "|".join((*COUNTERS, *_MOMENTS, "run_name", *Ranks.__dataclass_fields__))
+_NAME_IN_BRACES = re.compile(r"\{(?:" + _NAMES + r")(?::[^{}]*)?\}")
+
 
 def utc_now() -> datetime:
     """The time of day, in UTC."""
@@ -152,6 +155,21 @@ def fill_root(
     if not text:
         raise UsageError("root='': must name a place")
     return text
+
+
+def expect_filled(root: str) -> None:
+    """Let pass a root that is no template.
+
+    Raises:
+        UsageError: there is a name in braces that a label or `fill_root` would fill.
+    """
+    match = _NAME_IN_BRACES.search(root)
+    if match is not None:
+        raise UsageError(
+            f"root={root!r}: {match[0]} is not filled in a root. Give "
+            f"holdfast.policy.naming.fill_root({root!r}, run_name=…), which fills run_name and the "
+            "ranks"
+        )
 
 
 def _fields(what: str, template: str, *, known: tuple[str, ...]) -> frozenset[str]:

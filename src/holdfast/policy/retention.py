@@ -19,6 +19,7 @@ from holdfast.policy.rule import (
     join_reasons,
     picks_of,
     picks_of_others,
+    positions_of,
     savers_of,
 )
 from holdfast.policy.rules import All, Best, Budget, ByClass, Daily, EveryNth, Hourly, Last, Within
@@ -41,6 +42,7 @@ __all__ = [
     "Within",
     "decide",
     "stands_in",
+    "unmet",
 ]
 
 _Order = tuple[int, int]
@@ -117,6 +119,20 @@ def decide(
     return tuple(decisions)
 
 
+def unmet(entries: Sequence[Candidate], rule: Rule) -> dict[str, str]:
+    """What parts of a rule need and no checkpoint has, by the part in words.
+
+    Such a part keeps everything that it judges, and whole. For a person, who has mistyped a metric
+    or does not pass a counter.
+    """
+    parts = ((part, saver, _missing(part, saver, entries)) for part, saver, _ in _flat(rule))
+    return {
+        str(part) if saver == MAIN else f"{saver}: {part}": lack
+        for part, saver, lack in parts
+        if lack
+    }
+
+
 def stands_in(base: Candidate, entry: Candidate, *, drop: Collection[str] = ()) -> bool:
     """Whether `base`, which stays without `drop`, gives what `entry` gives: so `entry` may go.
 
@@ -177,9 +193,14 @@ def _newest(newest_first: Sequence[Candidate]) -> dict[int, str]:
 def _picks(newest_first: Sequence[Candidate], rule: Rule) -> dict[int, _Pick]:
     """What the parts of a rule keep; of each only what all of them would drop may go."""
     picks: dict[int, _Pick] = {}
-    others = picks_of_others(newest_first, savers_of(rule))
+    others = {} if rule.is_for_all else picks_of_others(newest_first, savers_of(rule))
     found = [(others, _NOTHING)]
-    found += [(picks_of(part, saver, newest_first), drop) for part, saver, drop in _flat(rule)]
+    for part, saver, drop in _flat(rule):
+        if lack := _missing(part, saver, newest_first):
+            why = f"{part} keeps all, as none has {lack}"
+            found.append((dict.fromkeys(positions_of(saver, newest_first), why), _NOTHING))
+        else:
+            found.append((picks_of(part, saver, newest_first), drop))
     for reasons, drop in found:
         suffix = f" without {', '.join(sorted(drop))}" if drop else ""
         for position, why in reasons.items():
@@ -189,6 +210,13 @@ def _picks(newest_first: Sequence[Candidate], rule: Rule) -> dict[int, _Pick]:
             reason = join_reasons(before.reason, f"{why}{suffix}")
             picks[position] = _Pick(reason, before.drop & drop)
     return picks
+
+
+def _missing(part: Rule, saver: str, entries: Sequence[Candidate]) -> str:
+    """What a simple rule needs and nothing that the saver asked for has."""
+    own = [entries[position] for position in positions_of(saver, entries)]
+    counting = [entry for entry in own if entry.counts]
+    return part.missing(counting) if counting else ""
 
 
 def _flat(

@@ -86,6 +86,9 @@ class Rule(ABC):
     spelled: ClassVar[str] = ""
     """What it is called in texts such as `last:3`; empty: it cannot be written as a text."""
 
+    is_for_all: ClassVar[bool] = False
+    """Whether it judges what any saver asked for; otherwise what it does not speak for stays."""
+
     @classmethod
     def parse(cls, text: str) -> Rule:
         """The rule that `text`, what stands behind its name and a colon, makes of it.
@@ -98,6 +101,15 @@ class Rule(ABC):
     @abstractmethod
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
         """Position of every pick, with the reason."""
+
+    def missing(self, counting: Sequence[Candidate]) -> str:
+        """What the rule cannot do without and none of `counting` has: a metric, a counter.
+
+        Empty: nothing. `counting` is not empty, and all in it may fill a quota. While something is
+        missing, `decide` keeps all that the rule judges and does not ask for its picks. Rules that
+        are made of others are not asked; their parts are.
+        """
+        return ""
 
     def quota(self) -> int | None:
         """How many checkpoints it keeps at most, as far as one can tell; None: no limit."""
@@ -205,6 +217,11 @@ class BySaver(Rule):
         return ", ".join(f"{saver}: {_grouped(rule)}" for saver, rule in self.rules)
 
 
+def positions_of(saver: str, newest_first: Sequence[Candidate]) -> list[int]:
+    """Positions of what a saver asked for."""
+    return [p for p, entry in enumerate(newest_first) if saver in (entry.savers or (MAIN,))]
+
+
 def picks_of(rule: Rule, saver: str, newest_first: Sequence[Candidate]) -> dict[int, str]:
     """What a rule picks of one saver's checkpoints; of `main` the partial ones are judged apart.
 
@@ -271,7 +288,7 @@ def _names_savers(rule: Rule) -> bool:
 
 def _groups(newest_first: Sequence[Candidate], saver: str) -> Iterator[list[int]]:
     """Positions of a saver's checkpoints, in the groups that are judged apart."""
-    own = [p for p, entry in enumerate(newest_first) if saver in (entry.savers or (MAIN,))]
+    own = positions_of(saver, newest_first)
     if saver != MAIN:
         yield own
         return

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, cast, get_args
 
 from holdfast.errors import UsageError
 from holdfast.policy.amounts import number_of_bytes, whole_number
-from holdfast.policy.clock import Time, parse, reading
+from holdfast.policy.clock import Time, argument_name, parse, reading
 from holdfast.policy.rule import Candidate, Rule, counting
 
 Mode = Literal["min", "max"]
@@ -45,7 +45,12 @@ class All(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Nothing(Rule):
-    """Keep what is kept in any case, the newest, and no more: another tier has the rest."""
+    """Keep what is kept in any case, the newest, and no more: another tier has the rest.
+
+    That of every saver of the root, named or not.
+    """
+
+    is_for_all: ClassVar[bool] = True
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
         """No position."""
@@ -118,6 +123,14 @@ class Best(Rule):
         ]
         return {position: str(self) for _, _, position in sorted(scores)[: self.n]}
 
+    def missing(self, counting: Sequence[Candidate]) -> str:
+        """A finite value of the metric."""
+        if any(math.isfinite(entry.metrics.get(self.metric, math.nan)) for entry in counting):
+            return ""
+        known = sorted({name for entry in counting for name in entry.metrics})
+        recorded = f" (recorded: {', '.join(map(repr, known[:10]))})" if known else ""
+        return f"the metric {self.metric!r}{recorded}"
+
     def quota(self) -> int | None:
         """`n`."""
         return self.n
@@ -161,6 +174,10 @@ class EveryNth(Rule):
             multiple = int(count // self.interval.value)
             first[multiple] = min(first.get(multiple, (count, position)), (count, position))
         return {position: str(self) for _, position in first.values()}
+
+    def missing(self, counting: Sequence[Candidate]) -> str:
+        """The counter of the interval."""
+        return _missing_counter(counting, self.interval)
 
     @classmethod
     def parse(cls, text: str) -> Rule:
@@ -262,6 +279,10 @@ class Within(Rule):
         near = [p for p, count in counts.items() if newest - count < self.span.value]
         return dict.fromkeys(near, str(self))
 
+    def missing(self, counting: Sequence[Candidate]) -> str:
+        """The counter of the span."""
+        return _missing_counter(counting, self.span)
+
     @classmethod
     def parse(cls, text: str) -> Rule:
         """`within:500step`."""
@@ -358,6 +379,12 @@ def _first_of_each(
         if created is not None:
             oldest[bucket(created)] = position  # later positions are older
     return sorted(oldest.values())  # positions are newest first
+
+
+def _missing_counter(counting: Sequence[Candidate], time: Time) -> str:
+    if any(reading(entry.timestamp, time.unit) is not None for entry in counting):
+        return ""
+    return f"the counter {argument_name(time.unit)!r}"
 
 
 def _recorded_time(created: str) -> datetime | None:

@@ -7,11 +7,13 @@ from typing import Any, Literal, TypeAlias
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from holdfast.errors import UsageError, listing
 from holdfast.format import layout
 from holdfast.format.layout import check_component
 from holdfast.state import generators
+from holdfast.state.positions import in_place_of
 
 Kind: TypeAlias = Literal["module", "optimizer", "object", "tree", "generator", "rng"]
 
@@ -43,6 +45,8 @@ def kind_of(value: Any) -> Kind:
         return "object"
     if isinstance(value, dict | list):
         return "tree"
+    if isinstance(value, DataLoader):
+        raise UsageError(in_place_of(value))
     raise UsageError(
         f"a {type(value).__qualname__} cannot be a component: it must be a module, an optimizer, "
         "a generator, an object with state_dict and load_state_dict, or a dict or list, which "

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
+from torch.utils.data import DataLoader
 
 from holdfast.errors import FormatError, UnsupportedState
 from holdfast.format.objects import (
@@ -35,6 +36,7 @@ from holdfast.format.objects import (
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import dtypes, generators
 from holdfast.state.leaves import Leaves
+from holdfast.state.positions import in_place_of
 
 
 def encode(tree: Any, leaves: Leaves, *, versions: Mapping[str, int] | None = None) -> bytes:
@@ -90,6 +92,8 @@ class _Lowering:
             return SizeTuple(tuple(value))
         if generators.kind_of(value) is not None:
             return self._generator(value, path)
+        if isinstance(value, DataLoader):
+            return Refused(in_place_of(value))
         return NotImplemented
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> ArrayRef | Refused:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 
 from holdfast.errors import UsageError
 from holdfast.store.base import Store
 
 _REMOTE = ("s3", "gs", "az")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?:/+|$)")
 
 
 def open_store(where: str | os.PathLike[str] | Store) -> Store:
@@ -33,6 +35,7 @@ def _open_named(where: str) -> Store:
     # Imported here: every module that needs the protocol alone passes through this package.
     scheme, separator, rest = where.partition("://")
     if not separator:
+        _refuse_scheme(where)
         from holdfast.store.local import LocalStore
 
         return LocalStore(where)
@@ -45,3 +48,20 @@ def _open_named(where: str) -> Store:
 
         return RemoteStore(where)
     raise UsageError(f"root {where!r}: must be a path, s3://…, gs://…, az://… or memory://<name>")
+
+
+def _refuse_scheme(path: str) -> None:
+    """A folder named like a scheme is what is left of a URL that became a path."""
+    match = _SCHEME.match(path)
+    if match is None:
+        return
+    scheme, rest = match[1], path[match.end() :]
+    if scheme in (*_REMOTE, "memory"):
+        raise UsageError(
+            f"root {path!r}: this is the path of a folder called '{scheme}:', for no Path can hold "
+            f"a URL. Write it as text: '{scheme}://{rest}'"
+        )
+    raise UsageError(
+        f"root {path!r}: no store is known for '{scheme}:'. Write s3://…, gs://… or az://…, or the "
+        f"absolute path of a folder that is mounted here"
+    )

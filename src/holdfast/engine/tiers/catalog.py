@@ -19,6 +19,7 @@ from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Manifest
 from holdfast.format.records import Writer
 from holdfast.keys import Encryption
+from holdfast.policy.naming import expect_filled
 from holdfast.store import open_store
 from holdfast.store.base import Store
 
@@ -33,8 +34,12 @@ def catalog_of(
     """A reader of a root, or of both tiers of one.
 
     Raises:
-        UsageError: no store is known by that name, the tiers are one place, or seal already.
+        UsageError: no store is known by that name, it is a template that nobody has filled, the
+            tiers are one place, or seal already.
     """
+    for place in (root.local, root.remote) if isinstance(root, Tiered) else (root,):
+        if isinstance(place, str | os.PathLike):
+            expect_filled(os.fspath(place))
     if isinstance(root, Tiered):
         local, remote = open_store(root.local), open_store(root.remote)
         if local is remote or local.url == remote.url:

@@ -1,0 +1,61 @@
+"""The position in the data: whether a state holds one, and what stands in for what has none.
+
+Knows no loader but torch's own; `holdfast.data` is above this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, default_collate
+
+_NAMES = ("data", "loader", "sampler")
+"""A component with one of these in its name is the user's own way to keep a position."""
+
+OUTSIDE = (
+    "no component of the state is a position in the data: a resumed run gets its data from the "
+    "beginning again, unless the loop finds its place by itself. Make the data a "
+    "holdfast.data.Loader and put it into the state; where the loop does find its place, say so "
+    'with a component called "data", such as {"data": {"batches": 0}} (docs/data.md)'
+)
+
+
+def is_outside(state: Mapping[str, Any]) -> bool:
+    """Whether a training has this state and nothing in it looks like a position in data.
+
+    A position is whatever can be iterated over and has `state_dict`, or has a name that says so.
+    """
+    if not any(isinstance(value, Optimizer) for value in state.values()):
+        return False
+    return not any(
+        any(word in name for word in _NAMES)
+        or (hasattr(value, "__iter__") and hasattr(value, "state_dict"))
+        for name, value in state.items()
+        if not isinstance(value, nn.Module)
+    )
+
+
+def in_place_of(loader: DataLoader[Any]) -> str:
+    """Why torch's own loader is no component, and the line to write instead."""
+    why = "a torch DataLoader has no position, so that a resumed run begins its data anew"
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        return (
+            f"{why}: of an IterableDataset or a batch sampler, put an object with state_dict and "
+            "load_state_dict that keeps the position into the state; holdfast.data.Loader does it "
+            "for map-style datasets (docs/data.md)"
+        )
+    arguments = [f"batch_size={loader.batch_size}"]
+    arguments.append(f"shuffle={not isinstance(loader.sampler, SequentialSampler)}")
+    if loader.drop_last:
+        arguments.append("drop_last=True")
+    if loader.num_workers:
+        arguments.append(f"num_workers={loader.num_workers}")
+    if loader.collate_fn is not default_collate:
+        arguments.append("collate_fn=…")
+    return (
+        f"{why}: write data = holdfast.data.Loader(dataset, {', '.join(arguments)}), iterate over "
+        "that, and put it into the state (docs/data.md)"
+    )
