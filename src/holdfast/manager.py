@@ -75,6 +75,7 @@ from holdfast.policy.triggers import SaveFunction, Trigger
 from holdfast.state.capture import Captured, Capturer, check_state
 from holdfast.state.components import RNG
 from holdfast.state.edits import Edit, edited
+from holdfast.state.held import describe as describe_unheld
 from holdfast.state.selection import listed
 from holdfast.store.base import Store
 
@@ -88,7 +89,8 @@ class CheckpointManager:
         root: where this run's checkpoints live: a path, a URL, a Store, or two of them as `Tiered`.
         state: the named components: modules, optimizers, schedulers, generators, anything with
             `state_dict` and `load_state_dict`, dicts and lists of plain values and tensors.
-            Generator states of Python, NumPy and torch are added as `rng`.
+            Generator states of Python, NumPy and torch are added as `rng`. The first save warns of
+            parameters that an optimizer here steps and nothing here holds.
         every: when `maybe_save` saves: "500step", "30min", "auto", a trigger, a function, or a
             `SavePolicy` of permanent and ephemeral saves. None: never by itself.
         max_duration: how long the run is to be, for intervals such as "0.1dur".
@@ -233,6 +235,8 @@ class CheckpointManager:
         self._closed = False
         self._is_rollback = False
         self._not_saved_due = True
+        self._stepping: Sequence[int] | None = None
+        """Ids of the parameters of optimizers at the last look for those that nothing holds."""
         self._quiet = _NEVER_QUIET
         exits.register(self)
 
@@ -633,7 +637,7 @@ class CheckpointManager:
             self._beginning.refuse_existing(now.step, self._saver.standing)
         captured = self._capture(due)
         captured_s = time.perf_counter() - began
-        self._announce_not_saved(captured)
+        self._announce_not_saved(captured, is_whole=due.components is None)
         self._beginning.expect(captured, self._saver.standing, is_rollback=self._is_rollback)
         preparing = time.perf_counter()
         with collector_paused():
@@ -759,10 +763,21 @@ class CheckpointManager:
         for found in self._catalog.copies(entry.name):
             annotate(*found, **notes)
 
-    def _announce_not_saved(self, captured: Captured) -> None:
+    def _announce_not_saved(self, captured: Captured, *, is_whole: bool) -> None:
         if self._not_saved_due and captured.not_saved:
             self._emit("not_saved", "not saved: " + "; ".join(captured.not_saved))
         self._not_saved_due = False
+        if not is_whole or captured.stepping == self._stepping:
+            return
+        self._stepping = captured.stepping
+        unheld = captured.look_for_unheld()
+        if unheld:
+            self._emit(
+                "warning",
+                f"{self.store.url}: parameters that no component holds are trained and not saved: "
+                f"{describe_unheld(unheld)}. A resume will have their first values: add what "
+                "holds them to `state`",
+            )
 
     def _reader(self) -> Reader:
         return Reader(

@@ -212,6 +212,7 @@ class Trainer:
         self._ending: Ending | None = None
         self.state = self._components(state or {})
         check_state(self.state)
+        making.check_held(self.state, loss)
         check_options({*self.state, RNG}, **self._options)
         self._way_back = WayBack(
             stop=stop,
