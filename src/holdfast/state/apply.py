@@ -126,6 +126,7 @@ def prepare(
     skip: Collection[str] = (),
     rng: bool = True,
     unread: Collection[str] = (),
+    one_sided: Collection[str] = (),
 ) -> Prepared:
     """Match stored components with live ones; changes nothing.
 
@@ -143,6 +144,7 @@ def prepare(
         skip: leave these alone, of what `include` names; entries as for `include`.
         rng: False leaves the component `rng` alone.
         unread: components that the checkpoint has besides `stored`; none of them is wanted.
+        one_sided: components that only the state or only the checkpoint has, and that may be so.
 
     Raises:
         UsageError: an argument names nothing, or a rename makes two names one.
@@ -155,7 +157,8 @@ def prepare(
     wishes = Wishes(strict=strict, rename=Rename(rename), selection=selection)
     problems = Problems()
     live = [*state, *([] if RNG in state else [RNG])]
-    everything = tuple(dict.fromkeys([*live, *stored, *unread]))
+    known = dict.fromkeys([*live, *stored, *unread])
+    everything = tuple(name for name in known if name not in one_sided)
     wanted = _wanted(everything, components, selection, rng=rng)
     names = _on_both_sides(wanted, live, stored, problems)
     # Before anything is asked for its state, as when it is captured; an optimizer alone wants them.

@@ -96,8 +96,11 @@ class Fit:
         began_s = time.monotonic()
         found = self._manager.resume(in_place=True)
         load_s = time.monotonic() - began_s
+        notes = () if found is None else found.notes
         if found is None:
             self._begin_afresh()
+        elif "ema" in found.new and self._gear.ema is not None:
+            self._gear.ema.begin(self._gear.model)
         self._begin_counting()
         self._place.leave_step()
         if found is not None:
@@ -109,7 +112,7 @@ class Fit:
             logger.info("%s is reached already, at step %d", self._ending.goal, self._counters.step)
             if is_complete:
                 self._tell(Callback.already_done)
-                return self._ending.outcome()
+                return self._ending.outcome(notes)
         saver = Saver(
             self._manager,
             self._begun_saves,
@@ -134,7 +137,7 @@ class Fit:
             raise
         finally:
             self._batches, self._given_up = iter(()), None
-        return self._ending.outcome()
+        return self._ending.outcome(notes)
 
     def _begin_afresh(self) -> None:
         if self._place.has_begun:
