@@ -322,11 +322,12 @@ class Fit:
     def _save_after(self, error: Exception, saver: Saver) -> None:
         """Save the state of the last boundary; the error is raised whatever becomes of it."""
         try:
-            if not self._place.is_between and not self._way_back.go():
+            lost = "" if self._place.is_between else self._lost()
+            if lost:
                 logger.error(
-                    "step %d failed in its update, so nothing of it can be saved; the newest "
-                    "checkpoint is %s",
+                    "step %d failed %s, so nothing of it can be saved; the newest checkpoint is %s",
                     self._place.present_step,
+                    lost,
                     saver.newest() or "none",
                 )
                 return
@@ -336,6 +337,16 @@ class Fit:
             saver.settle(self._metrics)
         except Exception as failure:
             logger.exception("after %r the state could not be saved: %s", error, failure)
+
+    def _lost(self) -> str:
+        """Go back to the boundary before the step that failed; gives why there is no way to it."""
+        if not self._way_back.go():
+            return "in its update"
+        changed = ", ".join(self._way_back.changed())
+        return (
+            changed
+            and f"when it had changed {changed}, whose state from before the step is not kept"
+        )
 
     def _log_after_error(self) -> None:
         """Log the last step, if it is due and the error came before; nobody does it later."""
