@@ -74,7 +74,7 @@ class Trainer:
 
     A step is one window of `accumulate` batches (fewer where an epoch ends), and saves are made
     between steps only: after the hooks of the step, its validation and its log. An epoch whose
-    end is known (as `holdfast.data.Loader` tells it) ends within its last step. A save that fails
+    end is known (the data has a length, or says so) ends within its last step. A save that fails
     is warned of and tried again after the next step; the third failure in a row is raised.
     """
 
@@ -125,7 +125,8 @@ class Trainer:
                 the model, of the optimizer. `fit` puts the model into training mode. There may be
                 a list of schedulers; each has `step()`, called after each step, and is saved.
             data: batches with a position: a `holdfast.data.Loader`, or an iterable with
-                `state_dict` and `load_state_dict` whose iteration gives the rest of an epoch.
+                `state_dict` and `load_state_dict` whose iteration gives the rest of an epoch, and
+                with a length, the batches of an epoch, or `at_epoch_end` (docs/trainer.md).
             loss: called with the model and a batch; gives the batch's mean loss, or that and a
                 dict of metrics.
             root, every, keep, savers, on_existing, label, run_name, takeover, memory_budget,
