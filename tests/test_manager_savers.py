@@ -192,7 +192,25 @@ def test_counters_fill_what_a_call_does_not_tell(tmp_path: Path) -> None:
     told = {"epoch": 1, "samples": 40}
     with run.manager(tmp_path, counters=lambda: told) as manager:
         now = manager.save(4, tokens=7).wait().timestamp
-    assert (now.epoch, now.samples, now.tokens, now.step_in_epoch) == (1, 40, 7, 0)
+    assert (now.epoch, now.samples, now.tokens, now.step_in_epoch) == (1, 40, 7, None)
+
+
+def test_a_save_alone_does_not_know_how_far_its_epoch_is(tmp_path: Path) -> None:
+    """`save(7, epoch=1)` with nothing before it records no step within the epoch, and not 0."""
+    run = new_run()
+    with run.manager(tmp_path) as manager:
+        assert manager.save(7, epoch=1, wait=True).wait().timestamp.step_in_epoch is None
+        run.train()
+        assert manager.save(9, epoch=2, wait=True).wait().timestamp.step_in_epoch == 0
+    with run.manager(tmp_path, label="{epoch}-{step_in_epoch}") as manager:
+        manager.resume()
+        run.train()
+        assert manager.save(12, epoch=2, wait=True).wait().folder.startswith("2-3.")
+    with (
+        run.manager(tmp_path / "other", label="{epoch}-{step_in_epoch}") as manager,
+        pytest.raises(UsageError, match="step_in_epoch was not given, or is not known"),
+    ):
+        manager.save(7, epoch=1)
 
 
 def test_a_failure_that_is_only_warned_of_does_not_stop_the_next_save(tmp_path: Path) -> None:

@@ -118,6 +118,17 @@ class MismatchError(UsageError):
             mixed_by=mixed_by,
         )
 
+    def hinting(self, hint: str) -> MismatchError:
+        """The same error with a further hint."""
+        return MismatchError(
+            self._where,
+            missing=self.missing,
+            unexpected=self.unexpected,
+            wrong_shape=self.wrong_shape,
+            wrong_dtype=self.wrong_dtype,
+            hint="\n".join(filter(None, (self._hint, hint))),
+        )
+
 
 class StoreError(HoldfastError):
     """The storage refused or failed; the message names the key and the system's reason."""

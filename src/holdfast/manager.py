@@ -33,6 +33,7 @@ from holdfast.engine.loading.resume import (
     Search,
     Unhealthy,
 )
+from holdfast.engine.loading.sides import Sides
 from holdfast.engine.moments import Counters, Moments
 from holdfast.engine.options import (
     OnExisting,
@@ -75,7 +76,9 @@ from holdfast.policy.triggers import SaveFunction, Trigger
 from holdfast.state.capture import Captured, Capturer, check_state
 from holdfast.state.components import RNG
 from holdfast.state.edits import Edit, edited
+from holdfast.state.held import describe as describe_unheld
 from holdfast.state.positions import OUTSIDE, is_outside
+from holdfast.state.rates import Rates
 from holdfast.state.selection import listed
 from holdfast.store.base import Store
 
@@ -89,7 +92,8 @@ class CheckpointManager:
         root: where this run's checkpoints live: a path, a URL, a Store, or two of them as `Tiered`.
         state: the named components: modules, optimizers, schedulers, generators, anything with
             `state_dict` and `load_state_dict`, dicts and lists of plain values and tensors.
-            Generator states of Python, NumPy and torch are added as `rng`.
+            Generator states of Python, NumPy and torch are added as `rng`. The first save warns of
+            parameters that an optimizer here steps and nothing here holds.
         every: when `maybe_save` saves: "500step", "30min", "auto", a trigger, a function, or a
             `SavePolicy` of permanent and ephemeral saves. None: never by itself.
         max_duration: how long the run is to be, for intervals such as "0.1dur".
@@ -235,6 +239,8 @@ class CheckpointManager:
         self._is_rollback = False
         self._not_saved_due = True
         self._position_due = is_outside(state)
+        self._stepping: Sequence[int] | None = None
+        """Ids of the parameters of optimizers at the last look for those that nothing holds."""
         self._quiet = _NEVER_QUIET
         exits.register(self)
 
@@ -381,6 +387,8 @@ class CheckpointManager:
         unhealthy: Unhealthy = "avoid",
         seen: str | None = None,
         in_place: bool = False,
+        new: Iterable[str] = (),
+        without: Iterable[str] = (),
     ) -> Checkpoint | None:
         """Claim the run and apply its newest usable checkpoint; None when nothing was saved yet,
         but for parts that side savers saved.
@@ -397,6 +405,10 @@ class CheckpointManager:
         passed over too; but when nothing usable is left, the state is mixed and the manager refuses
         to save it.
 
+        `new` names components of the state that the checkpoint lacks, which stay as they are;
+        `without` those that it has and the state lacks, which are not loaded. The run goes on from
+        there with all others; `notes` says so.
+
         Raises:
             OwnedElsewhere: a live process owns the run.
             RolledBack: what was seen before is gone; nothing was claimed or changed.
@@ -405,14 +417,16 @@ class CheckpointManager:
             MismatchError: the checkpoint does not fit the live state; nothing was changed.
             FormatError: a checkpoint that was named explicitly is damaged.
             OpaqueLoadFailed: the state was replaced in part when something failed.
-            UsageError: a CUDA graph is being captured.
+            UsageError: a CUDA graph is being captured, or the checkpoint holds what is called
+                `new`, or not what it is to be taken `without`.
         """
         began = time.perf_counter()
         self._check_process()
         refuse_capture("resume()")
         self._drain()
-        reader = self._reader()
-        options = LoadOptions(edit=self._hooks.edit_load, in_place=in_place)
+        reader, rates = self._reader(), Rates(self.state)
+        sides = self._sides(new, without)
+        options = LoadOptions(edit=self._hooks.edit_load, in_place=in_place, sides=sides)
         search = Search(
             reader,
             which,
@@ -423,7 +437,7 @@ class CheckpointManager:
         )
         found = self._applying.resume(search)
         if found is not None:
-            self._went_on_from(found, is_rollback=search.is_rollback)
+            self._went_on_from(found, rates, is_rollback=search.is_rollback)
         self._saver.later(self._after_claim)
         if found is None:
             return None
@@ -441,6 +455,7 @@ class CheckpointManager:
             found.entry,
             rejected=tuple(reader.rejected),
             notes=self._notes(found),
+            new=found.one_sided.new,
         )
 
     @collector_paused()
@@ -456,6 +471,8 @@ class CheckpointManager:
         edit: Edit | None = None,
         verify: bool = True,
         in_place: bool = False,
+        new: Iterable[str] = (),
+        without: Iterable[str] = (),
     ) -> Checkpoint:
         """Apply a checkpoint, or parts of it. Owns nothing, unless this manager owns the run.
 
@@ -464,8 +481,8 @@ class CheckpointManager:
         stored paths to live ones; `edit` changes what is stored before it is compared with the
         live state, in the place of the hook `edit_load`. With `strict=False` missing and
         unexpected leaves are reported in `notes` instead of raised. When this manager owns the
-        run, a full load makes the run go on from there. `in_place` as for `resume`: damage then
-        leaves the state mixed until a whole load succeeds.
+        run, a full load makes the run go on from there. `in_place`, `new` and `without` as for
+        `resume`: damage in place leaves the state mixed until a whole load succeeds.
 
         Raises:
             UsageError: an argument names nothing, or an edit that cannot be.
@@ -487,8 +504,9 @@ class CheckpointManager:
             verify=verify,
             edit=edit if edit is not None else self._hooks.edit_load,
             in_place=in_place,
+            sides=self._sides(new, without),
         )
-        reader = self._reader()
+        reader, rates = self._reader(), Rates(self.state)
         self._catalog.look_again()
         with ExitStack() as holding:
             is_read_late = in_place or self._memory_budget is not None
@@ -496,7 +514,7 @@ class CheckpointManager:
             search = Search(reader, which, walks=False, options=options)
             found = self._applying.load(search)
         assert found is not None, "what is named is there, or an error says why not"
-        self._went_on_from(found, is_rollback=search.is_rollback)
+        self._went_on_from(found, rates, is_rollback=search.is_rollback)
         self._emit(
             "loaded",
             f"loaded {found.entry.folder}",
@@ -504,7 +522,8 @@ class CheckpointManager:
             folder=found.entry.folder,
         )
         notes = (*reader.notes, *self._notes(found))
-        return describe(self._home(found.entry), found.entry, notes=notes)
+        new_ = found.one_sided.new
+        return describe(self._home(found.entry), found.entry, notes=notes, new=new_)
 
     # Looking and marking
 
@@ -638,7 +657,7 @@ class CheckpointManager:
             self._beginning.refuse_existing(now.step, self._saver.standing)
         captured = self._capture(due)
         captured_s = time.perf_counter() - began
-        self._announce_not_saved(captured)
+        self._announce_not_saved(captured, is_whole=due.components is None)
         if due.components is None:
             self._announce_position()
         self._beginning.expect(captured, self._saver.standing, is_rollback=self._is_rollback)
@@ -766,10 +785,21 @@ class CheckpointManager:
         for found in self._catalog.copies(entry.name):
             annotate(*found, **notes)
 
-    def _announce_not_saved(self, captured: Captured) -> None:
+    def _announce_not_saved(self, captured: Captured, *, is_whole: bool) -> None:
         if self._not_saved_due and captured.not_saved:
             self._emit("not_saved", "not saved: " + "; ".join(captured.not_saved))
         self._not_saved_due = False
+        if not is_whole or captured.stepping == self._stepping:
+            return
+        self._stepping = captured.stepping
+        unheld = captured.look_for_unheld()
+        if unheld:
+            self._emit(
+                "warning",
+                f"{self.store.url}: parameters that no component holds are trained and not saved: "
+                f"{describe_unheld(unheld)}. A resume will have their first values: add what "
+                "holds them to `state`",
+            )
 
     def _announce_position(self) -> None:
         if self._position_due:
@@ -786,8 +816,20 @@ class CheckpointManager:
             is_mixed=self._applying.half_loaded is not None,
         )
 
-    def _went_on_from(self, found: Candidate, *, is_rollback: bool) -> None:
+    def _sides(self, new: Iterable[str], without: Iterable[str]) -> Sides:
+        sides = Sides(
+            new=listed(new, "new"),
+            without=listed(without, "without"),
+            allows=self._hooks.one_sided,
+        )
+        sides.check(self.state)
+        return sides
+
+    def _went_on_from(self, found: Candidate, rates: Rates, *, is_rollback: bool) -> None:
         """A load has ended well; a full one moves the run to where the checkpoint stands."""
+        rates.put_back(found.one_sided.new)
+        for note in found.one_sided.notes:
+            self._emit("warning", f"{found.entry.folder}: {note}", folder=found.entry.folder)
         if not found.options.is_full:
             return
         self._quiet = _NEVER_QUIET
@@ -799,4 +841,5 @@ class CheckpointManager:
     def _notes(self, found: Candidate) -> tuple[str, ...]:
         manifest = found.entry.manifest
         unhealthy = (f"the state was not healthy: {why}" for why in manifest.unhealthy)
-        return (*found.prepared.notes, *unhealthy, *differences(manifest.numerics, numerics()))
+        notes = (*found.one_sided.notes, *found.prepared.notes)
+        return (*notes, *unhealthy, *differences(manifest.numerics, numerics()))

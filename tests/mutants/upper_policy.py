@@ -113,8 +113,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="step-in-epoch-begins-at-zero-after-a-resume",
         promise="I7: counts within an epoch go on after a resume",
         file="policy/odometer.py",
-        before="step=stored.step - (stored.step_in_epoch or 0),\n            epoch",
-        after="step=stored.step,\n            epoch",
+        before="step=stored.step - stored.step_in_epoch,",
+        after="step=stored.step,",
         near=("tests/policy/test_odometer.py",),
     ),
     Mutant(

@@ -52,3 +52,51 @@ def test_a_resume_goes_on_within_the_epoch() -> None:
         resumed = Odometer()
         resumed.stand_on(expected[cut - 1])
         assert [resumed.look(moment) for moment in moments[cut:]] == expected[cut:]
+
+
+def test_counts_within_an_epoch_are_unknown_where_nobody_saw_it_begin() -> None:
+    """The first look, in the second epoch: unknown, and not 0, until the third begins."""
+    odometer = Odometer()
+    first = odometer.look(Timestamp(step=7, epoch=1, samples=70, tokens=700, cycle=2, wall_s=7.0))
+    assert (first.step_in_epoch, first.samples_in_epoch, first.tokens_in_epoch) == (None,) * 3
+    assert (first.epoch_wall_s, first.step_in_cycle) == (None, None)
+    assert (first.step, first.epoch, first.cycle, first.step_wall_s) == (7, 1, 2, 1.0)
+    later = odometer.look(Timestamp(step=9, epoch=1, samples=90, cycle=2, wall_s=9.0))
+    assert (later.step_in_epoch, later.samples_in_epoch, later.step_in_cycle) == (None,) * 3
+    third = odometer.look(Timestamp(step=10, epoch=2, samples=100, cycle=3, wall_s=10.0))
+    assert (third.step_in_epoch, third.samples_in_epoch, third.step_in_cycle) == (0, 0, 0)
+    after = odometer.look(Timestamp(step=12, epoch=2, samples=120, cycle=3, wall_s=12.0))
+    assert (after.step_in_epoch, after.samples_in_epoch, after.step_in_cycle) == (2, 20, 2)
+
+
+def test_what_is_unknown_stays_so_over_a_resume() -> None:
+    """Invariant 7: also where the checkpoint does not know where its epoch began."""
+    moments = [
+        Timestamp(step=step, epoch=step // 4, samples=step * 2, cycle=step // 6, wall_s=float(step))
+        for step in range(7, 20)
+    ]
+    straight = Odometer()
+    expected = [straight.look(moment) for moment in moments]
+    assert (expected[0].step_in_epoch, expected[0].step_in_cycle) == (None, None)
+    assert (expected[1].step_in_epoch, expected[5].step_in_cycle) == (0, 0)
+    for cut in range(1, len(moments)):
+        resumed = Odometer()
+        resumed.stand_on(expected[cut - 1])
+        assert [resumed.look(moment) for moment in moments[cut:]] == expected[cut:]
+
+
+def test_a_run_that_begins_to_count_epochs_knows_none_at_first() -> None:
+    """After a checkpoint without epochs nothing is known of the present one."""
+    odometer = Odometer()
+    odometer.stand_on(Timestamp(step=100, wall_s=50.0))
+    assert odometer.look(Timestamp(step=101, epoch=0, wall_s=51.0)).step_in_epoch is None
+    assert odometer.look(Timestamp(step=105, epoch=1, wall_s=55.0)).step_in_epoch == 0
+
+
+def test_samples_that_are_told_in_mid_epoch_are_not_all_of_the_epoch() -> None:
+    """A total that was not known where the epoch began says nothing of the epoch."""
+    odometer = Odometer()
+    odometer.look(Timestamp(step=4, epoch=0, wall_s=1.0))
+    odometer.look(Timestamp(step=5, epoch=1, wall_s=2.0))
+    now = odometer.look(Timestamp(step=6, epoch=1, samples=60, wall_s=3.0))
+    assert (now.step_in_epoch, now.samples_in_epoch) == (1, None)

@@ -19,6 +19,7 @@ from holdfast.state import generators
 from holdfast.state.apply import StoredComponent
 from holdfast.state.capture import capture
 from holdfast.state.components import kind_of
+from holdfast.state.held import describe
 from holdfast.state.leaves import Leaves, identity
 
 
@@ -321,16 +322,17 @@ def test_tensors_and_generators_that_are_plain_attributes_are_named_as_not_saved
     assert capture({"model": WithGenerator(1)}).not_saved == ()
 
 
-def test_parameters_of_no_module_are_named_as_not_saved() -> None:
+def test_parameters_of_no_component_are_named() -> None:
     model = nn.Linear(2, 2)
-    free = [torch.zeros(1, requires_grad=True) for _ in range(4)]
+    free = [torch.zeros(1, requires_grad=True) for _ in range(11)]
     optimizer = optim.SGD([*model.parameters(), *free], lr=0.1)
-    assert capture({"model": model, "optimizer": optimizer}).not_saved == (
-        "optimizer: the values of group0.param2, group0.param3, group0.param4, …, "
-        "which belong to no module of the state",
-    )
+    unheld = capture({"model": model, "optimizer": optimizer}).look_for_unheld()
+    assert [*unheld["optimizer"].values()] == free
+    shown = describe(unheld)
+    assert shown.startswith("optimizer: group0.param2 [1], optimizer: group0.param3 [1], ")
+    assert shown.endswith(" and 1 more")
     known = optim.SGD(model.parameters(), lr=0.1)
-    assert capture({"model": model, "optimizer": known}).not_saved == ()
+    assert capture({"model": model, "optimizer": known}).look_for_unheld() == {}
 
 
 def test_an_optimizer_with_hooks_of_its_state_is_saved_by_its_own_methods() -> None:

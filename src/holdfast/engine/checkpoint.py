@@ -53,6 +53,8 @@ class Checkpoint:
     """What to remember outside the root: `resume(seen=…)` notices when it was rolled back."""
     notes: tuple[str, ...] = ()
     """What a load left out or could not restore exactly."""
+    new: tuple[str, ...] = ()
+    """Components that it lacks, and that the load left as they were."""
 
     @property
     def path(self) -> str:
@@ -66,6 +68,7 @@ def describe(
     *,
     rejected: tuple[tuple[str, str], ...] = (),
     notes: tuple[str, ...] = (),
+    new: tuple[str, ...] = (),
 ) -> Checkpoint:
     """The public record of a catalog entry."""
     manifest = entry.manifest
@@ -88,6 +91,7 @@ def describe(
         rejected=rejected,
         seen=seen_text(entry.order, manifest.save_id),
         notes=notes,
+        new=new,
     )
 
 

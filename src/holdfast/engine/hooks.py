@@ -29,6 +29,10 @@ class StateHooks:
     """Called when the state was copied."""
     edit_load: Callable[[StateView], None] | None = None
     """May change what will be applied, before it is checked against the live state."""
+    one_sided: Callable[[str], bool] | None = None
+    """Whether a component may be in the state only, which a load then leaves as it is, or in the
+    checkpoint only, which is not loaded. Asked for each one that is; a warning says what was taken
+    so. A component that was left out of the checkpoint, or dropped from it, is not new."""
 
     def __post_init__(self) -> None:
         for item in fields(self):

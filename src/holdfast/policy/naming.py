@@ -205,7 +205,10 @@ def _template_function(
     def render(now: Timestamp) -> str:
         values: dict[str, object] = {name: getattr(now, of) for name, of in counters.items()}
         if unknown := sorted(name for name, value in values.items() if value is None):
-            raise UsageError(f"label={template!r}: {', '.join(unknown)} was not given")
+            raise UsageError(
+                f"label={template!r}: {', '.join(unknown)} was not given, or is not known: counts "
+                "within an epoch or a cycle are, once one has begun since the run was resumed"
+            )
         if moments:
             at = clock()
             values |= {name: _Moment(at, spec) for name, spec in moments.items()}

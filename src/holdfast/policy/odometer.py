@@ -2,57 +2,81 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from holdfast.format.manifest import Timestamp
+
+_START = Timestamp(step=0, samples=0, tokens=0)
+
+
+@dataclass(slots=True)
+class _Round:
+    """The present epoch, or the present cycle."""
+
+    number: int | None = 0
+    """How many have ended before it; None: nothing is known."""
+    began: Timestamp | None = _START
+    """Where it began; None: nobody saw that."""
+    is_told: bool = False
+    """Whether its number was told before, so that another one is that of a round that begins."""
+
+    def look(self, number: int | None, now: Timestamp) -> Timestamp | None:
+        """Where the present round began; None where that is not known, or nobody counts them."""
+        if number is None:
+            return None
+        if number != self.number:
+            self.number, self.began = number, now if self.is_told else None
+        self.is_told = True
+        return self.began
 
 
 class Odometer:
     """Completes timestamps: knows where the present epoch and the present cycle began.
 
     An epoch begins at the look that counts the one before as ended. After a resume it goes on
-    from what the checkpoint recorded.
+    from what the checkpoint recorded. Where the first look is in a later epoch than the first, how
+    far that epoch is stays unknown.
     """
 
     def __init__(self) -> None:
         self._last: Timestamp | None = None
-        self._epoch = Timestamp(step=0)
-        self._cycle = Timestamp(step=0)
+        self._epoch = _Round()
+        self._cycle = _Round()
         self._step_wall_s: float | None = None
 
     def stand_on(self, stored: Timestamp) -> None:
         """Go on from a checkpoint."""
         self._last = stored
-        self._epoch = Timestamp(
-            step=stored.step - (stored.step_in_epoch or 0),
-            epoch=stored.epoch,
-            samples=_before(stored.samples, stored.samples_in_epoch),
-            tokens=_before(stored.tokens, stored.tokens_in_epoch),
-            wall_s=stored.wall_s - (stored.epoch_wall_s or 0.0),
-        )
-        self._cycle = Timestamp(step=stored.step - (stored.step_in_cycle or 0), cycle=stored.cycle)
+        self._epoch = _Round(stored.epoch, None, is_told=stored.epoch is not None)
+        if stored.step_in_epoch is not None:
+            self._epoch.began = Timestamp(
+                step=stored.step - stored.step_in_epoch,
+                samples=_difference(stored.samples, stored.samples_in_epoch),
+                tokens=_difference(stored.tokens, stored.tokens_in_epoch),
+                wall_s=stored.wall_s - (stored.epoch_wall_s or 0.0),
+            )
+        self._cycle = _Round(stored.cycle, None, is_told=stored.cycle is not None)
+        if stored.step_in_cycle is not None:
+            self._cycle.began = Timestamp(step=stored.step - stored.step_in_cycle)
         self._step_wall_s = stored.step_wall_s
 
     def look(self, now: Timestamp) -> Timestamp:
         """`now`, no earlier than at the look before, with the counts that follow from all looks."""
         self._time_the_step(now)
-        if now.epoch is not None and now.epoch != (self._epoch.epoch or 0):
-            self._epoch = now
-        if now.cycle is not None and now.cycle != (self._cycle.cycle or 0):
-            self._cycle = now
-        began = self._epoch
-        counts = now.epoch is not None
+        epoch, cycle = self._epoch.look(now.epoch, now), self._cycle.look(now.cycle, now)
         return Timestamp(
             step=now.step,
             epoch=now.epoch,
             samples=now.samples,
             tokens=now.tokens,
             wall_s=now.wall_s,
-            step_in_epoch=max(now.step - began.step, 0) if counts else None,
-            samples_in_epoch=_within(now.samples, began.samples) if counts else None,
-            tokens_in_epoch=_within(now.tokens, began.tokens) if counts else None,
-            epoch_wall_s=max(now.wall_s - began.wall_s, 0.0) if counts else None,
+            step_in_epoch=None if epoch is None else max(now.step - epoch.step, 0),
+            samples_in_epoch=None if epoch is None else _difference(now.samples, epoch.samples),
+            tokens_in_epoch=None if epoch is None else _difference(now.tokens, epoch.tokens),
+            epoch_wall_s=None if epoch is None else max(now.wall_s - epoch.wall_s, 0.0),
             step_wall_s=self._step_wall_s,
             cycle=now.cycle,
-            step_in_cycle=None if now.cycle is None else max(now.step - self._cycle.step, 0),
+            step_in_cycle=None if cycle is None else max(now.step - cycle.step, 0),
         )
 
     def _time_the_step(self, now: Timestamp) -> None:
@@ -63,9 +87,5 @@ class Odometer:
             self._last = now
 
 
-def _before(total: int | None, within: int | None) -> int | None:
-    return None if total is None else total - (within or 0)
-
-
-def _within(total: int | None, began: int | None) -> int | None:
-    return None if total is None else max(total - (began or 0), 0)
+def _difference(total: int | None, part: int | None) -> int | None:
+    return None if total is None or part is None else max(total - part, 0)

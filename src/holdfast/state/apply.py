@@ -127,6 +127,7 @@ def prepare(
     rng: bool = True,
     unread: Collection[str] = (),
     unsaved: Collection[str] = (),
+    one_sided: Collection[str] = (),
 ) -> Prepared:
     """Match stored components with live ones; changes nothing.
 
@@ -145,6 +146,7 @@ def prepare(
         rng: False leaves the component `rng` alone.
         unread: components that the checkpoint has besides `stored`; none of them is wanted.
         unsaved: components that it was to lack and that stay as they are, which is noted.
+        one_sided: components that only the state or only the checkpoint has, and that may be so.
 
     Raises:
         UsageError: an argument names nothing, or a rename makes two names one.
@@ -158,7 +160,7 @@ def prepare(
     problems = Problems()
     live = [*state, *([] if RNG in state else [RNG])]
     known = dict.fromkeys([*live, *stored, *unread])
-    everything = tuple(name for name in known if name not in unsaved)
+    everything = tuple(name for name in known if name not in {*unsaved, *one_sided})
     wanted = _wanted(everything, components, selection, rng=rng)
     names = _on_both_sides(wanted, live, stored, problems)
     # Before anything is asked for its state, as when it is captured; an optimizer alone wants them.

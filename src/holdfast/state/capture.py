@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from holdfast.errors import UnsupportedState
 from holdfast.format.objects import Document
 from holdfast.format.tensors import TensorSpec
-from holdfast.state import modules, optimizers
+from holdfast.state import held, modules, optimizers
 from holdfast.state.components import RNG, Kind, check_state, kind_of
 from holdfast.state.foreseen import Foreseen, foresee
 from holdfast.state.generators import global_generators
@@ -58,6 +58,12 @@ class Captured:
 
     look_for_not_saved: Callable[[], list[str]]
     """Looks for `not_saved`."""
+
+    look_for_unheld: Callable[[], Mapping[str, Mapping[str, Tensor]]]
+    """Looks for parameters of optimizers that nothing captured here has, by optimizer and name."""
+
+    stepping: Sequence[int] = ()
+    """Ids of the parameters that optimizers of the state have."""
 
     left_out: tuple[str, ...] = ()
     """Components that an edit left out."""
@@ -124,8 +130,12 @@ class Capturer:
             raise UnsupportedState(self._offenders)
         if self._has_run_foreign:
             components = {name: _looked_at_again(one) for name, one in components.items()}
-        look = partial(_not_saved, self._state, self._names)
-        return Captured(components=components, look_for_not_saved=look)
+        return Captured(
+            components=components,
+            look_for_not_saved=partial(_not_saved, self._state),
+            look_for_unheld=partial(_unheld, self._state, self._names, components),
+            stepping=self._stepping,
+        )
 
     def _name_parameters(self) -> None:
         found = {name: value for name, value in self._state.items() if isinstance(value, nn.Module)}
@@ -295,12 +305,28 @@ def _looked_at_again(component: CapturedComponent) -> CapturedComponent:
     return component if found == component.addresses else replace(component, addresses=None)
 
 
-def _not_saved(state: Mapping[str, Any], names: ParameterNames) -> list[str]:
+def _not_saved(state: Mapping[str, Any]) -> list[str]:
     elsewhere = {id(value) for value in state.values()}
     lines = []
     for name, value in state.items():
         if isinstance(value, nn.Module):
             lines += modules.not_saved(name, value, elsewhere)
-        elif isinstance(value, Optimizer):
-            lines += optimizers.not_saved(name, value, names)
     return lines
+
+
+def _unheld(
+    state: Mapping[str, Any], names: ParameterNames, components: Mapping[str, CapturedComponent]
+) -> Mapping[str, Mapping[str, Tensor]]:
+    tensors = (tensor for part in components.values() for tensor in part.tensors.values())
+    return held.unheld(held.homeless(state, names), tensors)
+
+
+def unheld_in(state: Mapping[str, Any]) -> Mapping[str, Mapping[str, Tensor]]:
+    """Parameters that optimizers of a state have and no component holds, by optimizer and name.
+
+    Asks components for their state only where a parameter is in no module of it.
+    """
+    found = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
+    if not held.homeless(state, parameter_names(found.items())):
+        return {}
+    return capture(state).look_for_unheld()

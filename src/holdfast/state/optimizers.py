@@ -83,16 +83,6 @@ def _unique(wanted: str, taken: Mapping[str, Any]) -> str:
     return name
 
 
-def not_saved(component: str, optimizer: Optimizer, names: ParameterNames) -> list[str]:
-    """One line for the parameters that no module of the state has."""
-    live = inspect(optimizer, names)
-    homeless = [name for name, p in live.parameters.items() if names.home(p) is None]
-    if not homeless:
-        return []
-    shown = ", ".join(homeless[:3]) + (", …" if len(homeless) > 3 else "")
-    return [f"{component}: the values of {shown}, which belong to no module of the state"]
-
-
 def slot_path(path: str) -> str:
     """`<parameter>.<slot>` for a path in the optimizer's tree."""
     return path.removeprefix("slots.")

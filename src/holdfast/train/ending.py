@@ -47,8 +47,9 @@ class Ending:
                 self.reason = "max_time"
         return self.reason is not None
 
-    def outcome(self) -> Outcome:
-        """How it ended."""
+    def outcome(self, notes: tuple[str, ...]) -> Outcome:
+        """How it ended; `notes` are those of the resume."""
         reason = self.reason if self.reason is not None else "goal"
         details = {"stopped": self._request, "signal": self._stop and self._stop.requested}
-        return Outcome(reason=reason, step=self._counters.step, detail=details.get(reason) or "")
+        detail = details.get(reason) or ""
+        return Outcome(reason=reason, step=self._counters.step, detail=detail, notes=notes)

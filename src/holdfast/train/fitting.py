@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from holdfast.data.randomness import preserved
 from holdfast.engine.checkpoint import Checkpoint, PendingSave
 from holdfast.engine.control.stop import Interrupted
 from holdfast.errors import OwnershipError, UsageError
@@ -22,12 +21,12 @@ from holdfast.manager import CheckpointManager
 from holdfast.policy.classes import Due, SaveClass
 from holdfast.policy.triggers import Event
 from holdfast.train import making
+from holdfast.train.batches import Batches
 from holdfast.train.callbacks import Callbacks, HookFailed
 from holdfast.train.counters import Counters
 from holdfast.train.ema import Average
 from holdfast.train.ending import Ending
 from holdfast.train.hooks import Callback
-from holdfast.train.loop import next_window
 from holdfast.train.metrics import LazyMetrics
 from holdfast.train.outcome import Outcome
 from holdfast.train.place import Place
@@ -84,7 +83,7 @@ class Fit:
         self._looked_step: int | None = None
         self._before = self._now = gear.counters.timestamp
         """Where the last step that was done began and ended."""
-        self._batches: Iterator[Any] = iter(())
+        self._batches = Batches(gear.data)
         self._given_up: Interrupted | None = None
         """Both are kept to the end: it may take long to end workers, and the save comes first."""
         self._metrics = LazyMetrics({})
@@ -96,8 +95,11 @@ class Fit:
         began_s = time.monotonic()
         found = self._manager.resume(in_place=True)
         load_s = time.monotonic() - began_s
+        notes = () if found is None else found.notes
         if found is None:
             self._begin_afresh()
+        elif "ema" in found.new and self._gear.ema is not None:
+            self._gear.ema.begin(self._gear.model)
         self._begin_counting()
         self._place.leave_step()
         if found is not None:
@@ -109,7 +111,7 @@ class Fit:
             logger.info("%s is reached already, at step %d", self._ending.goal, self._counters.step)
             if is_complete:
                 self._tell(Callback.already_done)
-                return self._ending.outcome()
+                return self._ending.outcome(notes)
         saver = Saver(
             self._manager,
             self._begun_saves,
@@ -133,8 +135,9 @@ class Fit:
                 self._save_after(error, saver)
             raise
         finally:
-            self._batches, self._given_up = iter(()), None
-        return self._ending.outcome()
+            self._batches.drop()
+            self._given_up = None
+        return self._ending.outcome(notes)
 
     def _begin_afresh(self) -> None:
         if self._place.has_begun:
@@ -199,9 +202,7 @@ class Fit:
             self._begin_step()
             if begun_at == 0:
                 tell(Callback.epoch_start)
-            with preserved():
-                # Beginning an iteration of torch's own loaders draws from the global generator.
-                batches = self._batches = iter(self._gear.data)
+            self._batches.begin()
             epoch, goes_on = self._counters.epoch, True
             while goes_on:  # at least one step: `epoch_start` is not to be called for it again
                 self._begin_step()
@@ -209,15 +210,17 @@ class Fit:
                 self._place.has_begun = True
                 try:
                     with self._way_back.fetching():
-                        window = next_window(batches, self._gear.accumulate)
+                        window = self._batches.window(self._gear.accumulate)
                 except Interrupted as error:
                     self._given_up = error
                     break
                 if window:
-                    yield self._step(window, batches)
+                    yield self._step(window)
                 elif begun_at == self._counters.batch == 0:
                     raise UsageError("data gave no batch in a whole epoch")
                 else:
+                    if self._counters.batch:
+                        self._batches.ended_late(self._counters.batch, self._counters.step)
                     self._counters.end_epoch()
                     self._place.leave_step()
                     # Unless training is over, a resume from the step before comes by here again.
@@ -233,7 +236,7 @@ class Fit:
             self._way_back.begin_step()
             self._place.enter_step()
 
-    def _step(self, window: list[Any], batches: Iterator[Any]) -> LazyMetrics:
+    def _step(self, window: list[Any]) -> LazyMetrics:
         tell = self._tell
         tell(Callback.step_start)
         metrics = self._gear.train_on(window)
@@ -245,7 +248,8 @@ class Fit:
             _total(self._gear.count_tokens, window),
         )
         # What is saved after the epoch's last step is to say that the epoch is over.
-        is_over = len(window) < self._gear.accumulate or self._ends_now(batches)
+        is_cut = len(window) < self._gear.accumulate
+        is_over = is_cut or self._batches.are_over(self._counters.batch)
         if is_over:
             self._counters.end_epoch()
         self._metrics = metrics
@@ -259,12 +263,6 @@ class Fit:
         if is_over:
             tell(Callback.epoch_end)
         return metrics
-
-    def _ends_now(self, batches: Iterator[Any]) -> bool:
-        """Ends the epoch of data that knows its end; asking for more than the last batch does."""
-        if not getattr(self._gear.data, "at_epoch_end", False):
-            return False
-        return next(batches, None) is None
 
     def _looked(self, metrics: LazyMetrics, before: Timestamp, is_over: bool) -> LazyMetrics:
         """Validate and log what is due at this step; gives all its metrics."""
@@ -319,11 +317,12 @@ class Fit:
     def _save_after(self, error: Exception, saver: Saver) -> None:
         """Save the state of the last boundary; the error is raised whatever becomes of it."""
         try:
-            if not self._place.is_between and not self._way_back.go():
+            lost = "" if self._place.is_between else self._lost()
+            if lost:
                 logger.error(
-                    "step %d failed in its update, so nothing of it can be saved; the newest "
-                    "checkpoint is %s",
+                    "step %d failed %s, so nothing of it can be saved; the newest checkpoint is %s",
                     self._place.present_step,
+                    lost,
                     saver.newest() or "none",
                 )
                 return
@@ -333,6 +332,16 @@ class Fit:
             saver.settle(self._metrics)
         except Exception as failure:
             logger.exception("after %r the state could not be saved: %s", error, failure)
+
+    def _lost(self) -> str:
+        """Go back to the boundary before the step that failed; gives why there is no way to it."""
+        if not self._way_back.go():
+            return "in its update"
+        changed = ", ".join(self._way_back.changed())
+        return (
+            changed
+            and f"when it had changed {changed}, whose state from before the step is not kept"
+        )
 
     def _log_after_error(self) -> None:
         """Log the last step, if it is due and the error came before; nobody does it later."""

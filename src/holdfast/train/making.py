@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from holdfast.engine.staging.overlap import Mode
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import UsageError
 from holdfast.policy.clock import Time, Unit, parse
+from holdfast.state.capture import unheld_in
+from holdfast.state.held import describe
 from holdfast.store.base import Store
 from holdfast.train.asked import check_counted
 from holdfast.train.hooks import Logger
@@ -128,6 +130,24 @@ def check_data(data: Any) -> None:
     inexact = describe_inexact(data)
     if inexact is not None:
         logger.warning("data: %s", inexact)
+
+
+def check_held(state: Mapping[str, Any], loss: Any) -> None:
+    """Check that the checkpoints hold every parameter that an optimizer of the state steps.
+
+    Raises:
+        UsageError: they do not; names all of them, also those of a loss that is a module.
+    """
+    unheld = unheld_in(state)
+    if unheld:
+        of_loss = {"loss": loss} if isinstance(loss, nn.Module) else {}
+        shown = describe(unheld, of_loss)
+        example = '{"loss": loss}' if "loss." in shown else '{"head": head}'
+        raise UsageError(
+            f"parameters that no component holds would be trained and not saved: {shown}. "
+            f"Add the module that has them, such as state={example}, or leave them out of the "
+            "optimizer"
+        )
 
 
 def check_range(name: str, value: Any, lowest: int, beyond: int) -> None:

@@ -22,6 +22,8 @@ class Outcome:
     """Steps of the whole run that are done."""
     detail: str = ""
     """What the callback gave as its reason, or the signal's name."""
+    notes: tuple[str, ...] = ()
+    """What the resume left out, took as new or could not restore exactly."""
 
     @property
     def exit_code(self) -> int:

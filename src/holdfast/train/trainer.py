@@ -17,6 +17,7 @@ from torch import nn
 from holdfast.engine.checkpoint import PendingSave
 from holdfast.engine.control.stop import Stop
 from holdfast.engine.hooks import StateHooks
+from holdfast.engine.loading.sides import Sides
 from holdfast.engine.options import OnExisting, check_options
 from holdfast.engine.saving.compressing import Compress
 from holdfast.engine.staging.overlap import Mode
@@ -35,6 +36,7 @@ from holdfast.policy.triggers import SaveFunction, Trigger
 from holdfast.state.capture import check_state
 from holdfast.state.components import RNG
 from holdfast.state.edits import StateView
+from holdfast.state.selection import listed
 from holdfast.store.base import Store
 from holdfast.train import making
 from holdfast.train.asked import asks_for, check_counted, checked_every
@@ -59,6 +61,9 @@ from holdfast.train.wayback import WayBack
 
 logger = logging.getLogger("holdfast")
 
+_IN_EVERY_RUN = frozenset({"model", "optimizer", "data", "progress"})
+"""Components that every checkpoint of a Trainer has."""
+
 
 class Trainer:
     """Trains a model to a goal, over as many processes as it takes.
@@ -69,7 +74,7 @@ class Trainer:
 
     A step is one window of `accumulate` batches (fewer where an epoch ends), and saves are made
     between steps only: after the hooks of the step, its validation and its log. An epoch whose
-    end is known (as `holdfast.data.Loader` tells it) ends within its last step. A save that fails
+    end is known (the data has a length, or says so) ends within its last step. A save that fails
     is warned of and tried again after the next step; the third failure in a row is raised.
     """
 
@@ -120,7 +125,8 @@ class Trainer:
                 the model, of the optimizer. `fit` puts the model into training mode. There may be
                 a list of schedulers; each has `step()`, called after each step, and is saved.
             data: batches with a position: a `holdfast.data.Loader`, or an iterable with
-                `state_dict` and `load_state_dict` whose iteration gives the rest of an epoch.
+                `state_dict` and `load_state_dict` whose iteration gives the rest of an epoch, and
+                with a length, the batches of an epoch, or `at_epoch_end` (docs/trainer.md).
             loss: called with the model and a batch; gives the batch's mean loss, or that and a
                 dict of metrics.
             root, every, keep, savers, on_existing, label, run_name, takeover, memory_budget,
@@ -212,6 +218,7 @@ class Trainer:
         self._ending: Ending | None = None
         self.state = self._components(state or {})
         check_state(self.state)
+        making.check_held(self.state, loss)
         check_options({*self.state, RNG}, **self._options)
         self._way_back = WayBack(
             stop=stop,
@@ -239,12 +246,20 @@ class Trainer:
         )
         self._callbacks.tell(Callback.setup)
 
-    def fit(self, until: str | int, *, max_time: str | Time | None = None) -> Outcome:
+    def fit(
+        self,
+        until: str | int,
+        *,
+        max_time: str | Time | None = None,
+        without: Collection[str] = (),
+    ) -> Outcome:
         """Train until the whole run has come to `until`: a number of steps, or "10_000step",
         "2ep", "1e9tok". What was done by earlier processes counts.
 
         Resumes from the newest usable checkpoint of the root. When the goal is reached already,
-        says so and neither trains nor saves. On return the last step is durable.
+        says so and neither trains nor saves. On return the last step is durable. A component that
+        the checkpoint lacks, such as a callback or an average that the run did not have before,
+        stays as it is, with a warning and a note in the outcome.
 
         A signal that asks to stop ends it after the present step; a fetch from a
         `holdfast.data.Loader` and a validation are given up, and done anew after the resume. When
@@ -254,10 +269,13 @@ class Trainer:
             until: the goal; it may differ from that of earlier calls and processes.
             max_time: ends after the step in which this call has taken so long, such as "3h50min";
                 `sys.exit(trainer.fit(…).exit_code)` then asks for being run again.
+            without: components that the checkpoint may have and this Trainer does not, such as
+                "ema" or "callback-<name>"; they are not loaded.
 
         Raises:
-            UsageError: `until` is not a goal, or counts what is not counted here, or this Trainer
-                has trained before and nothing of it was saved.
+            UsageError: `until` is not a goal, or counts what is not counted here, or `without`
+                names what this Trainer has, or it has trained before and nothing of it was saved.
+            MismatchError: the checkpoint does not fit; nothing was changed.
             SaveFailed: saving failed three times in a row.
             OwnershipError: another process trains this run.
             HookFailed: a callback raised.
@@ -266,6 +284,8 @@ class Trainer:
         """
         goal = making.checked_goal(until)
         check_counted(goal.unit, f"until={until!r}", self._counted)
+        without = listed(without, "without")
+        Sides(without=without).check(self.state)
         self._ending = ending = Ending(
             goal,
             self.counters,
@@ -274,7 +294,7 @@ class Trainer:
         )
         self._place.is_under_way = False
         with self._stop or nullcontext():
-            return self._fit_to(ending)
+            return self._fit_to(ending, without)
 
     @property
     def goal(self) -> Time:
@@ -352,13 +372,15 @@ class Trainer:
         """
         self._callbacks.tell_loggers(metrics, to)
 
-    def _fit_to(self, ending: Ending) -> Outcome:
+    def _fit_to(self, ending: Ending, without: Collection[str]) -> Outcome:
         costs, begun = SaveCosts(), list[PendingSave]()
+        may_be_new = self.state.keys() - _IN_EVERY_RUN
         hooks = StateHooks(
             before_save=self._before_save,
             edit_save=self._editing(Callback.edit_save),
             save_begun=begun.append,
             edit_load=self._editing(Callback.edit_load),
+            one_sided=lambda name: name in may_be_new or name in without,
         )
         with self._closing():
             manager = CheckpointManager(

@@ -13,6 +13,7 @@ from holdfast.data import Loader
 from holdfast.engine.control.stop import Interrupted, Stop
 from holdfast.train.boundary import Boundary, small
 from holdfast.train.callbacks import Callbacks
+from holdfast.train.weights import Weights
 
 logger = logging.getLogger("holdfast")
 
@@ -39,8 +40,10 @@ class WayBack:
         self._can_interrupt = stop is not None and isinstance(data, Loader)
         self._has_hooks = callbacks.are_told("epoch_start", "before_data")
         self._small = small(state, "data")
+        self._state = state
         self._modules = [value for value in state.values() if isinstance(value, nn.Module)]
         self._boundary: Boundary | None = None
+        self._weights: Weights | None = None
         self._is_validating = False
         # One block for all waits: it keeps nothing of its own.
         self._interruptible: AbstractContextManager[None] = (
@@ -53,13 +56,19 @@ class WayBack:
             self._boundary = Boundary(
                 data=self._data, components=self._small, modules=self._modules
             )
+            self._weights = Weights(self._state)
         elif self._can_interrupt:
             components = self._small if self._has_hooks else None
             self._boundary = Boundary(data=self._data, components=components)
 
     def begin_update(self) -> None:
         """From here on there is no way back."""
-        self._boundary = None
+        self._boundary = self._weights = None
+
+    def changed(self) -> list[str]:
+        """Names of components that are not as the boundary was, to which `go` went back: their
+        weights are not kept. For errors."""
+        return [] if self._weights is None else self._weights.changed()
 
     def go(self) -> bool:
         """Go back to the boundary; False where there is no way to it."""
@@ -87,6 +96,7 @@ class WayBack:
             yield
             return
         kept = Boundary(components=self._small, modules=self._modules)
+        weights = Weights(self._state if self.is_exact else {})
         self._is_validating = self._stop is not None
         try:
             yield
@@ -94,17 +104,26 @@ class WayBack:
             kept.put_back()
             raise
         except Exception:
-            self._after_error(kept)
+            self._after_error(kept, weights)
             raise
         finally:
             self._is_validating = False
 
-    def _after_error(self, kept: Boundary) -> None:
+    def _after_error(self, kept: Boundary, weights: Weights) -> None:
         """Put the state back where it will be saved; the error is raised whatever becomes of it."""
         if not self.is_exact:
             return
         try:
             kept.put_back()
+            changed = weights.changed()
         except Exception:
             self.is_exact = False
             logger.exception("the state before the validation cannot be put back, nor saved")
+            return
+        if changed:
+            self.is_exact = False
+            logger.error(
+                "a validation failed when it had changed %s, whose state from before it is not "
+                "kept, so nothing is saved",
+                ", ".join(changed),
+            )

@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 from holdfast.engine.claims.claim import Choice, dropped, is_being_deleted
 from holdfast.engine.claims.leases import kept
 from holdfast.engine.loading.load import Opened, Tensors, open_checkpoint, read_tensors
+from holdfast.engine.loading.sides import OneSided, Sides, with_hint
 from holdfast.engine.loading.streaming import Stream
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.roots.seen import Seen
@@ -27,6 +28,7 @@ from holdfast.errors import (
     CorruptData,
     FormatError,
     HoldfastError,
+    MismatchError,
     NoCheckpoint,
     NotFound,
     NotSealed,
@@ -80,6 +82,8 @@ class LoadOptions:
     in_place: bool = False
     """Whether bytes go straight into the live tensors, each block once or while it is checked.
     Damage that is found on the way then leaves the state mixed."""
+    sides: Sides = field(default_factory=Sides)
+    """Components that may be live or stored only. With them a load is full all the same."""
 
     @property
     def is_full(self) -> bool:
@@ -94,6 +98,11 @@ class LoadOptions:
     def proves_whole(self) -> bool:
         """Whether such a load has read and checked every byte of a checkpoint."""
         return self.is_full and self.verify and self.edit is None
+
+    def is_asked(self, component: str) -> bool:
+        """Whether a component is to be loaded, wherever it is."""
+        is_named = self.components is None or component in self.components
+        return is_named and not self.selection.omits(component)
 
     @property
     def selection(self) -> Selection:
@@ -132,6 +141,8 @@ class Candidate:
     tensors: StoredTensors
     stream: Stream
     """Reads those of the tensors that were not read yet."""
+    one_sided: OneSided
+    """Components that are not loaded, as only the state or only the checkpoint has them."""
     is_proof: bool
     """Whether every byte of it was read in the root from which retention would delete because of
     it, and found right: not from copies of a host, and not in the other tier."""
@@ -188,9 +199,14 @@ class Reader:
         if options.strict:
             self._expect_saved(entry, wanted)
             self._expect_there(entry, wanted, gone)
+        one_sided = options.sides.found(
+            self.state, entry.manifest, gone, options.is_asked, where=self._place(entry)
+        )
         try:
-            components = [name for name in wanted if name not in gone]
-            return self._read(store, entry, options, components, unsaved)
+            components = [name for name in wanted if name not in {*gone, *one_sided.without}]
+            return self._read(store, entry, options, components, unsaved, one_sided)
+        except MismatchError as error:
+            raise with_hint(error, entry.manifest) from error
         except (FormatError, StoreError):
             # Files may have gone while they were read.
             marks = Catalog(store).marks(entry.folder)
@@ -205,6 +221,7 @@ class Reader:
         options: LoadOptions,
         components: list[str],
         unsaved: Collection[str],
+        one_sided: OneSided,
     ) -> Candidate:
         if not options.verify:
             store = uncached(store)  # nothing would tell a damaged copy
@@ -217,7 +234,7 @@ class Reader:
             self.state,
             found.components,
             where=entry.folder,
-            components=options.components,
+            components=one_sided.without_them(options.components),
             strict=options.strict,
             rename=options.rename,
             include=options.include,
@@ -225,19 +242,22 @@ class Reader:
             rng=options.rng,
             unread=[name for name in entry.manifest.components if name not in components],
             unsaved=unsaved,
+            one_sided=one_sided.names,
         )
         stream = Stream(
             store, opened, threads=self.threads, timeout_s=self.timeout_s, verify=options.verify
         )
         rest = partial(self._read_rest, store, opened, stream, options)
         tensors = _completed(found.tensors, prepared.needed, rest)
+        has_read_all = options.proves_whole and not one_sided.without
         return Candidate(
             entry=entry,
             options=options,
             prepared=prepared,
             tensors=tensors,
             stream=stream,
-            is_proof=options.proves_whole and reads_origin(store) and store is self.catalog.store,
+            one_sided=one_sided,
+            is_proof=has_read_all and reads_origin(store) and store is self.catalog.store,
         )
 
     def _lacks(self, entry: Entry, *, but: Collection[str] = ()) -> tuple[str, ...]:

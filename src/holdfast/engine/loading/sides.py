@@ -1,0 +1,126 @@
+"""Components that only one side has, the live state or the checkpoint, and that a load allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import MismatchError, UsageError
+from holdfast.format.manifest import Manifest
+from holdfast.state.components import RNG
+
+_WHOLE = " (the whole component)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sides:
+    """What a load allows to be on one side only."""
+
+    new: Collection[str] = ()
+    """Live components that the checkpoint lacks."""
+    without: Collection[str] = ()
+    """Stored components that the state lacks."""
+    allows: Callable[[str], bool] | None = None
+    """Whether some other component may be either."""
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Check the names against the live state.
+
+        Raises:
+            UsageError: one of `new` is no component of it, or one of `without` is.
+        """
+        live = [*state, RNG]
+        for name in self.new:
+            if name not in live:
+                raise UsageError(f"new: the state has no component {name!r}; it has {live}")
+        for name in self.without:
+            if name in live:
+                raise UsageError(
+                    f"without: {name!r} is a component of the state; take it out of the state, or "
+                    f"leave it as it is with load(skip=[{name!r}])"
+                )
+
+    def found(
+        self,
+        state: Mapping[str, Any],
+        manifest: Manifest,
+        gone: Collection[str],
+        is_asked: Callable[[str], bool],
+        *,
+        where: str,
+    ) -> OneSided:
+        """What is allowed of what only the state or only a checkpoint has, and is asked for.
+
+        `gone` are components that were dropped from it. They, and those that were left out of it,
+        were there once: they are never new.
+
+        Raises:
+            UsageError: one of `new` is in the checkpoint, or one of `without` is not.
+        """
+        stored = manifest.components
+        for name in self.new:
+            if name in stored and name not in gone:
+                raise UsageError(
+                    f"new: {where} holds {name!r}, so it is not new; it is loaded without that"
+                )
+        for name in self.without:
+            if name not in stored:
+                raise UsageError(
+                    f"without: {where} holds no component {name!r}; it has {[*stored]}"
+                )
+        live, known = {*state, RNG}, {*stored, *manifest.left_out}
+        new = [name for name in (*state, RNG) if name not in known and self._may(name, self.new)]
+        without = [n for n in stored if n not in live and self._may(n, self.without)]
+        return OneSided(
+            new=tuple(filter(is_asked, dict.fromkeys(new))),
+            without=tuple(filter(is_asked, without)),
+        )
+
+    def _may(self, name: str, named: Collection[str]) -> bool:
+        return name in named or (self.allows is not None and self.allows(name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneSided:
+    """Components that one load leaves out, because only one side has them."""
+
+    new: tuple[str, ...]
+    without: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them."""
+        return (*self.new, *self.without)
+
+    def without_them(self, components: Collection[str] | None) -> Collection[str] | None:
+        """The components that a caller has named, without these; None: all."""
+        return components and [name for name in components if name not in self.names]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A sentence for each."""
+        return (
+            *(f"{name}: not in the checkpoint, stays as it is" for name in self.new),
+            *(f"{name}: in the checkpoint only, not loaded" for name in self.without),
+        )
+
+
+def with_hint(error: MismatchError, manifest: Manifest) -> MismatchError:
+    """The error, with the arguments that allow the components which only one side has."""
+    # What an edit took out of a checkpoint is in the manifest.
+    new = [name for name in _whole(error.missing) if name not in manifest.components]
+    without = _whole(error.unexpected)
+    hints = [
+        f"if {what}, pass {argument}={names!r} to resume or load"
+        for what, argument, names in (
+            ("the run gains these components", "new", new),
+            ("the run goes on without these components", "without", without),
+        )
+        if names
+    ]
+    return error.hinting("; ".join(hints)) if hints else error
+
+
+def _whole(leaves: Collection[str]) -> list[str]:
+    return [leaf.removesuffix(_WHOLE) for leaf in leaves if leaf.endswith(_WHOLE)]

@@ -1,0 +1,115 @@
+"""Whether modules and optimizers are what they were: one pass over the weights, no copy.
+
+The bytes of modules are summed, because a write through `.data` is not counted by torch. Slots of
+optimizers, which only steps change, are told by their addresses and versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from holdfast.state.capture import capture
+
+_SMALL_NBYTES = 2**20
+"""Smaller tensors are summed together: one call for all of them, and a copy."""
+
+
+class Weights:
+    """The modules and optimizers of a state at one moment, but for the buffers of modules."""
+
+    def __init__(self, components: Mapping[str, Any]) -> None:
+        """Components that are neither are not looked at."""
+        self._components = {
+            name: value
+            for name, value in components.items()
+            if isinstance(value, nn.Module | Optimizer)
+        }
+        self._marks = {name: _mark(value) for name, value in self._components.items()}
+
+    def changed(self) -> list[str]:
+        """The names of those that are not what they were. Waits for their devices."""
+        return [
+            name
+            for name, value in self._components.items()
+            if not _are_equal(self._marks[name], _mark(value))
+        ]
+
+
+def _mark(value: nn.Module | Optimizer) -> list[Any]:
+    return _of_module(value) if isinstance(value, nn.Module) else _of_optimizer(value)
+
+
+def _of_module(module: nn.Module) -> list[Any]:
+    found = [] if _is_plain(module) else [capture({"module": module}).components["module"].tree]
+    return [*found, *_sums(module.parameters())]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether its state has nothing but tensors."""
+    own = nn.Module.get_extra_state
+    return all(type(inner).get_extra_state is own for inner in module.modules())
+
+
+def _of_optimizer(optimizer: Optimizer) -> list[Any]:
+    return [_noted(optimizer.param_groups), _noted([*optimizer.state.values()])]
+
+
+def _noted(value: Any) -> Any:
+    """What is equal for two calls only when nothing of a slot or an option has changed."""
+    if isinstance(value, Tensor):
+        version = None if value.is_inference() else value._version
+        return (id(value), value.data_ptr(), version)
+    if isinstance(value, Mapping):
+        # The weights of a group are those of modules.
+        return {
+            key: [*map(id, item)] if key == "params" else _noted(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_noted(item) for item in value]
+    return value if isinstance(value, bool | int | float | str | None) else id(value)
+
+
+@torch.no_grad()
+def _sums(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Sums of all bytes, as whole numbers of 64 bits that overflow: exact, whatever the values."""
+    sums: list[Tensor] = []
+    small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if is_lazy(tensor):
+            sums.append(torch.zeros((), dtype=torch.int64))
+        elif tensor.nbytes < _SMALL_NBYTES:
+            small.setdefault((tensor.device, tensor.dtype), []).append(tensor.reshape(-1))
+        else:
+            sums += _sum(tensor.reshape(-1))
+    for together in small.values():
+        sums += _sum(torch.cat(together))
+    return sums
+
+
+def _sum(flat: Tensor) -> list[Tensor]:
+    """The sum of its words of 8 bytes, and that of the bytes that are left."""
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    if flat.data_ptr() % 8 or flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    data = flat.view(torch.uint8)
+    whole = len(data) // 8 * 8
+    return [data[:whole].view(torch.int64).sum(), data[whole:].sum(dtype=torch.int64)]
+
+
+def _are_equal(before: list[Any], now: list[Any]) -> bool:
+    pairs = zip(before, now, strict=False)
+    return len(before) == len(now) and all(_is_same(*pair) for pair in pairs)
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    if isinstance(before, Tensor) and isinstance(now, Tensor):
+        return before.device == now.device and torch.equal(before, now)
+    return bool(before == now)
