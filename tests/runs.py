@@ -19,7 +19,7 @@ from holdfast.store.memory import MemoryStore
 
 def be_a_script() -> None:
     """In a process of a fork server: fork the workers of loaders, as a script does where that is
-    the default. A server of their own imports torch anew, and they outlive a kill of the training.
+    the default. A server of their own imports torch anew.
     """
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)

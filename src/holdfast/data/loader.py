@@ -8,7 +8,11 @@ it counts the batches that the loop has taken, not those that workers have fetch
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import multiprocessing.connection
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -113,7 +117,7 @@ class Loader:
             persistent_workers=persistent_workers,
             prefetch_factor=prefetch_factor,
             multiprocessing_context=multiprocessing_context,
-            worker_init_fn=_outlive_signals,
+            worker_init_fn=_begin_worker,
         )
 
     @property
@@ -319,7 +323,24 @@ class _Fetcher(torch.utils.data.Dataset[Any]):
         return [self._dataset[index] for index in indices]
 
 
-def _outlive_signals(worker: int) -> None:
+def _begin_worker(worker: int) -> None:
+    _outlive_signals()
+    threading.Thread(target=_end_with_training, name="holdfast-watch", daemon=True).start()
+
+
+def _end_with_training() -> None:
+    """End this worker when the process that asked for it has ended, however that was.
+
+    torch's workers watch their parent, which with a fork server is another process, and do so only
+    between two fetches.
+    """
+    training = multiprocessing.parent_process()
+    assert training is not None, "a worker is a process of multiprocessing"
+    multiprocessing.connection.wait([training.sentinel])
+    os._exit(1)
+
+
+def _outlive_signals() -> None:
     """Let a worker live when its whole process group is signalled, as supervisors do.
 
     The signals are for the training, which ends its workers itself. One that is ended by them is an

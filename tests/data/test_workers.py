@@ -1,0 +1,35 @@
+"""Workers of a loader do not outlive the training that they fetch for."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from pathlib import Path
+
+import pytest
+
+from children import Child
+from marks import full
+
+SCRIPT = Path(__file__).parent / "worker_child.py"
+DEADLINE_S = 120
+
+
+@pytest.mark.parametrize("context", ["fork", "forkserver", *full("spawn")])
+def test_a_worker_in_the_middle_of_a_fetch_ends_with_a_training_that_is_killed(
+    context: str,
+) -> None:
+    """SIGKILL; also where a fork server made the worker, which then ends, too."""
+    with Child(SCRIPT, context) as child:
+        pids = [int(word) for word in child.says().split()]
+        watched = {pid: os.pidfd_open(pid) for pid in pids}
+        child.kill()
+        try:
+            for pid, ended in watched.items():
+                assert select.select([ended], [], [], DEADLINE_S)[0], f"{pid} of {pids} lives on"
+        finally:
+            for ended in watched.values():
+                if not select.select([ended], [], [], 0)[0]:
+                    signal.pidfd_send_signal(ended, signal.SIGKILL)
+                os.close(ended)
