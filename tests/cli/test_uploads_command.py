@@ -28,9 +28,11 @@ def mirrored(tmp_path: Path) -> Path:
         remote, [Fault(kind="fail", op="put", key="x-*", times=None, error=denied)]
     )
     tiny, noted = Tiny(), Noted()
-    with opened(Tiered(tmp_path / "local", remote), tiny) as manager:
+    with opened(Tiered(tmp_path / "local", remote), tiny, sinks=(noted,)) as manager:
         manager.resume()
-        saved(manager, tiny, 1, 2)
+        for step in (1, 2):  # of two that wait the newer one would be sent first
+            saved(manager, tiny, step)
+            noted.wait_for("uploaded", step)
     tiered = Tiered(tmp_path / "local", faulty, close_timeout_s=0)
     with opened(tiered, tiny, sinks=(noted,), label="x-{step}") as manager:
         manager.resume()
