@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from children import Child
+from children import Child, environment
 from marks import full
 
 SCRIPT = Path(__file__).parent / "worker_child.py"
@@ -33,3 +35,18 @@ def test_a_worker_in_the_middle_of_a_fetch_ends_with_a_training_that_is_killed(
                 if not select.select([ended], [], [], 0)[0]:
                     signal.pidfd_send_signal(ended, signal.SIGKILL)
                 os.close(ended)
+
+
+@pytest.mark.parametrize("context", ["fork", *full("forkserver")])
+def test_a_training_ends_though_it_left_iterators_in_the_middle(context: str) -> None:
+    """multiprocessing waits at the exit for each worker, and asks it to end once."""
+    script = Path(__file__).parent / "unfinished.py"
+    ended = subprocess.run(
+        [sys.executable, script, context],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=True,
+    )
+    assert (ended.stdout, ended.stderr) == ("done\n", "")

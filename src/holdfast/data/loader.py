@@ -7,6 +7,7 @@ it counts the batches that the loop has taken, not those that workers have fetch
 
 from __future__ import annotations
 
+import atexit
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -15,6 +16,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
@@ -28,6 +30,8 @@ _Spec = tuple[int, int, Sequence[int]]
 _SHAPE = ("num_samples", "batch_size", "shuffle", "drop_last")
 _PER_EPOCH = "batches_per_epoch"
 """Stored only where it is given."""
+_begun: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""torch's iterators, each with the process that has its workers."""
 
 
 class Loader:
@@ -226,7 +230,9 @@ class Loader:
                 "make a new loader"
             )
         self._plan.specs = self._specs(self._epoch, self._batch, count)
-        for epoch, batch, samples in self._batches:
+        batches = iter(self._batches)
+        _begun[batches] = os.getpid()
+        for epoch, batch, samples in batches:
             self._epoch, self._batch = epoch, batch + 1
             yield samples
             if turn != self._turn:
@@ -350,6 +356,21 @@ def _outlive_signals() -> None:
         signal.signal(number, _ignore)
     # The second one is from the training, for a worker that hangs.
     signal.signal(signal.SIGTERM, _ignore_once)
+
+
+def _end_workers() -> None:
+    """At the exit of the training: multiprocessing sends its children a single SIGTERM, which ours
+    take for one to the whole process group, and then waits for them for ever."""
+    ours = [batches for batches, pid in _begun.items() if pid == os.getpid()]  # not a parent's
+    workers = [worker for batches in ours for worker in getattr(batches, "_workers", ())]
+    if workers:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would call it an error
+    for worker in workers:
+        worker.kill()
+
+
+# Called before what multiprocessing registered, which was imported before this.
+atexit.register(_end_workers)
 
 
 def _ignore(number: int, frame: Any) -> None:
