@@ -41,6 +41,7 @@ _LABEL = re.compile(r"[A-Za-z0-9_=+\-][A-Za-z0-9._=+\-]*", re.ASCII)
 _COMPONENT = re.compile(r"[a-z0-9_\-]{1,64}", re.ASCII)
 _WRITER = re.compile(r"([0-9]{8,12})\.json", re.ASCII)
 _ALIVE = re.compile(r"([0-9]{8,12})\.alive\.json", re.ASCII)
+_CLOSED = re.compile(r"([0-9]{8,12})\.closed\.json", re.ASCII)
 _SCRATCH = re.compile(r"(?:preflight|sending)-[0-9a-f]{16}", re.ASCII)
 _RETIRED = re.compile(r"retired-([0-9]{8,12})\.json", re.ASCII)
 _ENDED = re.compile(r"ended-([0-9]{8,12})\.json", re.ASCII)
@@ -123,6 +124,12 @@ def alive_key(epoch: int) -> str:
 def parse_alive(name: str) -> int | None:
     """The epoch of a name inside `writers/`, or None when it is not a heartbeat."""
     match = _ALIVE.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def parse_closed(name: str) -> int | None:
+    """The epoch of a name inside `writers/`, or None when it is not a record of a clean end."""
+    match = _CLOSED.fullmatch(name)
     return int(match[1]) if match else None
 
 

@@ -84,7 +84,11 @@ def check_owner(store: Store, *, takeover: bool, emit: Emitter, watch: Wait | No
     except FormatError as error:
         emit("warning", f"claim {epoch} cannot be read and binds nobody: {error}")
         return epoch
-    if owner is None or not is_live(store, owner, emit=emit, watch=watch):
+    if owner is None:
+        text = f"{store.url}/{layout.writer_key(epoch)} was lost, and binds nobody"
+        emit("warning", f"{text}; the run goes on after what was saved under it", epoch=epoch)
+        return epoch
+    if not is_live(store, owner, emit=emit, watch=watch):
         return epoch
     text = (
         f"{store.url}: process {owner.process.pid} on {owner.process.host} owns this run "

@@ -7,7 +7,7 @@ never writes and never claims.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -247,8 +247,8 @@ class Catalog:
         return tuple(entries), tuple(unread)
 
     def highest_epoch(self) -> int:
-        """The number of the newest claim; 0 when there is none."""
-        return max(self.claims(), default=0)
+        """The number of the newest of `epochs`; 0 when there is none."""
+        return max(self.epochs(), default=0)
 
     def writer(self, epoch: int) -> Writer | None:
         """The claim of an epoch; None when there is none.
@@ -263,8 +263,16 @@ class Catalog:
 
         A list may lag, so the epochs after the highest listed one are asked for by name.
         """
-        listed = (layout.parse_writer(name) for name in self.store.children(layout.WRITERS))
-        epochs = {epoch for epoch in listed if epoch is not None}
+        return self._claimed(layout.parse_writer)
+
+    def epochs(self) -> tuple[int, ...]:
+        """As `claims`, and those whose claim was lost: a heartbeat or a close stands beside it."""
+        return self._claimed(layout.parse_writer, layout.parse_alive, layout.parse_closed)
+
+    def _claimed(self, *parsers: Callable[[str], int | None]) -> tuple[int, ...]:
+        names = self.store.children(layout.WRITERS)
+        found = {parse(name) for name in names for parse in parsers}
+        epochs = {epoch for epoch in found if epoch is not None}
         following = max(epochs, default=0) + 1
         while self._has_claim(following):
             epochs.add(following)
@@ -419,10 +427,10 @@ class Catalog:
 
         Other attempts were copied here from another run and are not of this one.
         """
-        claims = self.claims()
-        first = min(claims, default=None)
+        claimed = self.epochs()
+        first = min(claimed, default=None)
         earlier = {name.epoch for name in attempts if first is None or name.epoch < first}
-        epochs = sorted({*claims, *earlier}, reverse=True)
+        epochs = sorted({*claimed, *earlier}, reverse=True)
         return tuple(epoch for epoch in epochs if below is None or epoch < below)
 
     def _standing_epoch(self, attempts: tuple[AttemptName, ...], epochs: tuple[int, ...]) -> int:

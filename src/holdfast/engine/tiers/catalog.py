@@ -163,6 +163,12 @@ class TieredCatalog(Catalog):
         there = self._asked(self.remote.claims, nothing)
         return tuple(sorted({*self._local.claims(), *there}, reverse=True))
 
+    def epochs(self) -> tuple[int, ...]:
+        """See `Catalog.epochs`: those of both tiers."""
+        nothing: tuple[int, ...] = ()
+        there = self._asked(self.remote.epochs, nothing)
+        return tuple(sorted({*self._local.epochs(), *there}, reverse=True))
+
     def _has_deleted(self) -> bool:
         return self._local._has_deleted() or self.remote._has_deleted()
 
