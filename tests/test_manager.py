@@ -490,8 +490,9 @@ def test_wrong_arguments_are_refused_at_once(tmp_path: Path) -> None:
     with run.manager(tmp_path) as manager:
         with pytest.raises(errors.UsageError, match="step"):
             manager.save(True)
-        with pytest.raises(errors.UsageError, match="tag"):
-            manager.save(1, tags=["latest"])
+        for tag in ("latest", "two words", "a\u00a0b", " ", "", "x" * 201):
+            with pytest.raises(errors.UsageError, match="tag"):
+                manager.save(1, tags=[tag])
     assert folders(tmp_path) == []
 
 
@@ -798,3 +799,31 @@ def test_a_root_that_nobody_has_filled_is_refused(
         new_run().manager(root, run_name="gpt")
     new_run().manager(tmp_path / "{lr}").close()
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("every", "to_write"), [(500, "'500step'"), (2.5, "'2.5step'")])
+def test_an_interval_without_a_unit_is_refused_by_the_name_of_its_argument(
+    tmp_path: Path, every: Any, to_write: str
+) -> None:
+    with pytest.raises(errors.UsageError, match=f"every={every}.*every={to_write}"):
+        CheckpointManager(tmp_path, new_run().state, every=every)
+
+
+def test_a_rule_may_be_written_as_on_the_command_line(tmp_path: Path) -> None:
+    """In every place that takes a rule; what is none is refused by the name of its argument."""
+    run = new_run()
+    with run.manager(tmp_path / "a", keep="last:2") as manager:
+        for step in range(1, 5):
+            manager.save(step).wait()
+        manager.wait()
+        assert [c.step for c in manager.list()] == [4, 3]
+    tiered = Tiered(tmp_path / "b", tmp_path / "c", keep_local="last:1", keep_remote="last:3")
+    assert tiered.options.keep_local == Last(1)
+    assert tiered.options.keep_remote == Last(3)
+    saver = SideSaver("weights", every="1step", components=["model"], keep="last:4,best:loss")
+    assert str(saver.keep) == "last 4 | best loss (min)"
+    for name in ("keep_local", "keep_remote"):
+        with pytest.raises(errors.UsageError, match=f"{name}='newest:3'.*no rule"):
+            Tiered(tmp_path / "b", tmp_path / "c", **{name: "newest:3"})  # type: ignore[arg-type]
+    with pytest.raises(errors.UsageError, match=r"keep='newest:3'.*no rule"):
+        run.manager(tmp_path / "d", keep="newest:3")

@@ -97,7 +97,8 @@ class CheckpointManager:
         every: when `maybe_save` saves: "500step", "30min", "auto", a trigger, a function, or a
             `SavePolicy` of permanent and ephemeral saves. None: never by itself.
         max_duration: how long the run is to be, for intervals such as "0.1dur".
-        keep: what retention keeps of the whole states. None: everything.
+        keep: what retention keeps of the whole states, as a rule or as on the command line
+            ("last:3,best:loss"). None: everything.
         savers: others that save some components at times of their own; see `SideSaver`.
         on_existing: what a save means for older checkpoints of the same step, which a run has
             that went back: "keep" them, "replace" them once the newer one is committed (pinned
@@ -142,7 +143,7 @@ class CheckpointManager:
         *,
         every: str | Time | Trigger | SaveFunction | SavePolicy | None = None,
         max_duration: str | Time | None = None,
-        keep: Rule | None = None,
+        keep: Rule | str | None = None,
         savers: Sequence[SideSaver] = (),
         on_existing: OnExisting = "keep",
         on_failure: OnFailure = "raise",

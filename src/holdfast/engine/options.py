@@ -23,7 +23,7 @@ OnFailure = Literal["raise", "warn"]
 def check_options(
     components: Collection[str],
     *,
-    keep: Rule | None,
+    keep: Rule | str | None,
     savers: Sequence[SideSaver],
     on_existing: OnExisting,
     label: str | LabelFunction,

@@ -11,6 +11,7 @@ from holdfast.policy.classes import SavePolicy
 from holdfast.policy.clock import Time
 from holdfast.policy.rule import MAIN, BySaver, Rule, named_components
 from holdfast.policy.rules import All
+from holdfast.policy.spelling import as_rule
 from holdfast.policy.triggers import SaveFunction, Trigger
 
 
@@ -39,41 +40,39 @@ class SideSaver:
         *,
         every: str | Time | Trigger | SaveFunction | SavePolicy,
         components: Collection[str],
-        keep: Rule | None = None,
+        keep: Rule | str | None = None,
     ) -> None:
         check_component(name)
         if name == MAIN:
             raise UsageError(f"SideSaver: {MAIN!r} is the saver of the whole state")
         if isinstance(components, str) or not components:
             raise UsageError(f"SideSaver {name}: components={components!r} must be some names")
-        if keep is not None and not isinstance(keep, Rule):
-            raise UsageError(f"SideSaver {name}: keep={keep!r} must be a rule such as Last(3)")
+        rule = as_rule(keep, what=f"SideSaver {name}: keep")
         policy = every if isinstance(every, SavePolicy) else SavePolicy(permanent=every)
         if policy.auto is not None:
             raise UsageError(f'SideSaver {name}: "auto" weighs saves of the whole state only')
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "policy", policy)
         object.__setattr__(self, "components", tuple(dict.fromkeys(components)))
-        object.__setattr__(self, "keep", keep if keep is not None else All())
+        object.__setattr__(self, "keep", rule if rule is not None else All())
 
 
 def combined_rule(
-    keep: Rule | None, savers: Sequence[SideSaver], components: Collection[str]
+    keep: Rule | str | None, savers: Sequence[SideSaver], components: Collection[str]
 ) -> Rule:
     """What the main saver and all others keep, in one rule; `components` are those of the state.
 
     Raises:
         UsageError: no rule, no saver, or components that the state does not have.
     """
-    if keep is not None and not isinstance(keep, Rule):
-        raise UsageError(f"keep={keep!r} must be a rule such as Last(3), or None for all")
+    given = as_rule(keep, what="keep")
     for saver in savers:
         if not isinstance(saver, SideSaver):
             raise UsageError(f"savers: {saver!r} is not a SideSaver")
         unknown = [name for name in saver.components if name not in components]
         if unknown:
             raise UsageError(f"savers: {saver.name} is to save {unknown}, which are not there")
-    rule: Rule = keep if keep is not None else All()
+    rule: Rule = given if given is not None else All()
     if savers:
         rule = BySaver({MAIN: rule} | {saver.name: saver.keep for saver in savers})
     lost = named_components(rule).difference(components)

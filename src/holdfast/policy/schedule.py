@@ -59,6 +59,10 @@ class Schedule:
         if twice:
             raise UsageError(f"savers: two are named {twice[0]!r}")
         policies = {side.name: side.policy for side in sides}
+        if isinstance(every, int | float):
+            raise UsageError(
+                f"every={every!r}: an interval has a unit, such as every='{every}step' for steps"
+            )
         if every is not None:
             main = every if isinstance(every, SavePolicy) else SavePolicy(permanent=every)
             policies = {MAIN: main, **policies}

@@ -36,6 +36,22 @@ def parse_rule(text: str) -> Rule:
     return rules[MAIN] if set(rules) == {MAIN} else BySaver(rules)
 
 
+def as_rule(given: Rule | str | None, *, what: str) -> Rule | None:
+    """A rule that somebody gave, be it as a text; `what` names the argument.
+
+    Raises:
+        UsageError: it is no rule.
+    """
+    if isinstance(given, str):
+        try:
+            return parse_rule(given)
+        except UsageError as error:
+            raise UsageError(f"{what}={given!r}: {error}") from error
+    if given is not None and not isinstance(given, Rule):
+        raise UsageError(f"{what}={given!r} must be a rule such as Last(3) or 'last:3'")
+    return given
+
+
 def _part(text: str) -> Rule:
     picked, _, dropped = text.partition(" without ")
     rule = _simple(picked.strip())

@@ -89,7 +89,7 @@ class Trainer:
         scheduler: Any = None,
         state: Mapping[str, Any] | None = None,
         every: str | Time | Trigger | SaveFunction | SavePolicy | None = None,
-        keep: Rule | None = None,
+        keep: Rule | str | None = None,
         savers: Sequence[SideSaver] = (),
         on_existing: OnExisting = "keep",
         label: str | LabelFunction = DEFAULT_LABEL,

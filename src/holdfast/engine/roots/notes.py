@@ -53,8 +53,9 @@ def checked_tags(tags: Iterable[str]) -> tuple[str, ...]:
         raise UsageError(f"tags={tags!r}: give a list of tags, not one text")
     checked = tuple(tags)
     for tag in checked:
-        if not isinstance(tag, str) or not tag.strip() or len(tag) > 200 or not tag.isprintable():
-            raise UsageError(f"tag {tag!r}: printable text, 1 to 200 characters")
+        is_text = isinstance(tag, str) and tag.isprintable() and 0 < len(tag) <= 200
+        if not is_text or any(map(str.isspace, tag)):
+            raise UsageError(f"tag {tag!r}: 1 to 200 characters that can be printed, and no blank")
         if tag == "latest" or tag.startswith("step=") or layout.parse_attempt(tag) is not None:
             raise UsageError(f"tag {tag!r} would be taken for something else")
     return checked

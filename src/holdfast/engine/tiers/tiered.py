@@ -15,6 +15,7 @@ from holdfast.policy.clock import PLAIN_UNITS, Time, parse, reading
 from holdfast.policy.rule import Rule
 from holdfast.policy.rules import Nothing
 from holdfast.policy.savers import SideSaver, combined_rule
+from holdfast.policy.spelling import as_rule
 from holdfast.store.base import Store
 
 Root = str | os.PathLike[str] | Store
@@ -77,7 +78,11 @@ class Rules:
 
     @classmethod
     def of(
-        cls, root: object, keep: Rule | None, savers: Sequence[SideSaver], parts: Collection[str]
+        cls,
+        root: object,
+        keep: Rule | str | None,
+        savers: Sequence[SideSaver],
+        parts: Collection[str],
     ) -> Rules:
         """The rules of a manager with this root and `keep`, for a state of these components.
 
@@ -135,8 +140,8 @@ class Tiered:
         local: Root,
         remote: Root,
         *,
-        keep_local: Rule | Literal[0] | None = None,
-        keep_remote: Rule | None = None,
+        keep_local: Rule | str | Literal[0] | None = None,
+        keep_remote: Rule | str | None = None,
         max_lag: str | None = None,
         on_upload_failure: OnUploadFailure = "warn",
         tries: int = 5,
@@ -147,10 +152,11 @@ class Tiered:
         for name, root in (("local", local), ("remote", remote)):
             if not isinstance(root, str | os.PathLike | Store):
                 raise UsageError(f"Tiered: {name}={root!r} must be a path, a URL or a store")
-        for name, rule in (("keep_local", keep_local), ("keep_remote", keep_remote)):
-            is_zero = name == "keep_local" and rule == 0 and not isinstance(rule, bool)
-            if not (rule is None or isinstance(rule, Rule) or is_zero):
-                raise UsageError(f"Tiered: {name}={rule!r} must be a rule such as Last(3)")
+        if isinstance(keep_local, int) and (keep_local or isinstance(keep_local, bool)):
+            raise UsageError(f"Tiered: keep_local={keep_local!r} must be 0 or a rule: Last(3)")
+        local_rule: Rule | Literal[0] | None = 0
+        if not isinstance(keep_local, int):
+            local_rule = as_rule(keep_local, what="Tiered: keep_local")
         for name, count in (("tries", tries), ("threads", threads)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise UsageError(f"Tiered: {name}={count!r} must be a whole number, at least 1")
@@ -159,8 +165,8 @@ class Tiered:
         check_is("read_back", read_back, bool)
         check_choice("on_upload_failure", on_upload_failure, OnUploadFailure)
         options = TieredOptions(
-            keep_local=keep_local,
-            keep_remote=keep_remote,
+            keep_local=local_rule,
+            keep_remote=as_rule(keep_remote, what="Tiered: keep_remote"),
             max_lag=None if max_lag is None else Lag.parse(max_lag),
             on_upload_failure=on_upload_failure,
             tries=tries,
