@@ -633,7 +633,7 @@ def test_a_manifest_of_a_newer_version_is_reported_as_such(small: MemoryStore) -
     store = copy_of(small)
     store.put(f"{folder}/manifest.json", of_version_2(store.get(f"{folder}/manifest.json")))
     problem = only_problem(verify(store, folder))
-    assert problem.message == "has version 2, and this Holdfast reads 1"
+    assert problem.message == "has version 2, and this Holdfast reads 1; upgrade it"
 
 
 def test_damaged_claims_are_found(small: MemoryStore) -> None:

@@ -98,10 +98,18 @@ def test_a_newer_format_is_told_from_damage(holdfast: Command, root: Path) -> No
     for command in ("verify", "ls"):
         result = holdfast(command, root)
         assert result.code == 1
-        assert "has version 2, and this Holdfast reads 1" in result.out
+        assert "has version 2, and this Holdfast reads 1; upgrade it" in result.out
+    assert "0 bad, 1 could not be read" in holdfast("verify", root).out
     result = holdfast("show", f"{root}@{folder_of(root, 300).name}")
     assert result.code == 1
     assert "has version 2" in result.err
+
+
+@pytest.mark.parametrize("which", ["step=abc", "step=", "step=-1", "step=1.5"])
+def test_a_step_that_is_no_number_is_wrong_usage(holdfast: Command, root: Path, which: str) -> None:
+    result = holdfast("verify", f"{root}@{which}")
+    assert result.code == 2
+    assert "a step is a whole number" in result.err
 
 
 def test_a_damaged_claim_is_reported(holdfast: Command, root: Path) -> None:

@@ -57,11 +57,16 @@ def _answer(store: Store, found: RootReport) -> Answer:
     lines += [unread_line(folder, error) for folder, error in found.unopened]
     lines += [f"UNREADABLE  {problem}" for problem in found.problems]
     lines += [f"note: {note}" for note in found.notes]
-    num_bad = sum(not report.ok for report in found.checkpoints) + len(found.problems)
+    failed = [report.problems for report in found.checkpoints if not report.ok]
+    num_bad = sum(any(p.is_damage for p in problems) for problems in failed) + len(found.problems)
+    num_unread = len(failed) + len(found.problems) - num_bad
+    verdict = f"{num_bad} bad" if num_bad else "every byte is as it was written"
+    if num_unread:
+        verdict = f"{num_bad} bad, {num_unread} could not be read"
     nbytes = size(sum(report.nbytes for report in found.checkpoints))
     lines.append(
         f"{len(found.checkpoints)} verified, {nbytes}: "
-        + (f"{num_bad} bad" if num_bad else "every byte is as it was written")
+        + verdict
         + (f"; {len(found.unopened)} not opened" if found.unopened else "")
     )
     document = {

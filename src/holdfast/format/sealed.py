@@ -96,13 +96,14 @@ def check_version(document: Any, *, what: str) -> None:
     if version != FORMAT_VERSION:
         shown = version if abs(version) < 10**9 else "very large"
         raise UnsupportedVersion(
-            f"{what}: has version {shown}, and this Holdfast reads {FORMAT_VERSION}"
+            f"{what}: has version {shown}, and this Holdfast reads {FORMAT_VERSION}; upgrade it"
         )
     requires = strictjson.convert(document.get("requires", []), list[str], what=what)
     unknown = [name[:80] for name in requires if name not in KNOWN_REQUIREMENTS]
     if unknown:
         raise UnsupportedVersion(
-            f"{what}: needs features that this Holdfast lacks: {', '.join(unknown[:10])}"
+            f"{what}: needs features that this Holdfast lacks, so upgrade it: "
+            + ", ".join(unknown[:10])
         )
 
 

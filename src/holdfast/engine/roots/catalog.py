@@ -22,6 +22,7 @@ from holdfast.errors import (
     NotSealed,
     SealError,
     UnsupportedVersion,
+    UsageError,
     listing,
 )
 from holdfast.format import layout
@@ -45,6 +46,7 @@ from holdfast.policy.rule import MAIN
 from holdfast.store.base import Store
 
 Register = Manifest | Aborted | Deleted
+_STEP = re.compile(r"step=(\d{1,18})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -373,11 +375,14 @@ class Catalog:
         outside the lineage.
 
         Raises:
+            UsageError: "step=" with something that is no number.
             NoCheckpoint: nothing there answers; the message lists what is there.
             SealError: what answers is sealed for others, or may be what is.
             FormatError: the manifest of the named folder, or of what may be the latest, is damaged.
         """
         wanted = f"step={which}" if isinstance(which, int) else which
+        if wanted.startswith("step=") and not _STEP.fullmatch(wanted):
+            raise UsageError(f"{wanted!r}: a step is a whole number, as in 'step=1000'")
         exact = layout.parse_attempt(wanted)
         entry = self.entry(exact) if exact is not None else self._search(wanted)
         if entry is None and exact is None and self.has_skipped():
@@ -448,7 +453,7 @@ class Catalog:
     def _search(self, wanted: str) -> Entry | None:
         if wanted == "latest":
             return self.newest()
-        step = re.fullmatch(r"step=(\d{1,18})", wanted, re.ASCII)
+        step = _STEP.fullmatch(wanted)
         by_label: Entry | None = None
         for entry in self.lineage_entries(opens_all=False):
             if step is not None and entry.step == int(step[1]):

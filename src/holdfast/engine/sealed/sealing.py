@@ -351,7 +351,7 @@ class SealedStore:
         if isinstance(register, Manifest) and not self._encryption.accept_plain:
             raise NotSealed(
                 f"{what}: this checkpoint is not sealed, so nobody vouches for it. If it is one "
-                "of yours from before, give Encryption(accept_plain=True)"
+                "of yours from before, give Encryption(accept_plain=True), or --accept-plain"
             )
         return data, None
 
