@@ -92,8 +92,8 @@ class CheckpointManager:
         root: where this run's checkpoints live: a path, a URL, a Store, or two of them as `Tiered`.
         state: the named components: modules, optimizers, schedulers, generators, anything with
             `state_dict` and `load_state_dict`, dicts and lists of plain values and tensors.
-            Generator states of Python, NumPy and torch are added as `rng`. The first save warns of
-            parameters that an optimizer here steps and nothing here holds.
+            Generator states of Python, NumPy and torch are added as `rng`. The first whole save
+            warns of parameters that an optimizer steps and no component holds.
         every: when `maybe_save` saves: "500step", "30min", "auto", a trigger, a function, or a
             `SavePolicy` of permanent and ephemeral saves. None: never by itself.
         max_duration: how long the run is to be, for intervals such as "0.1dur".
@@ -241,7 +241,7 @@ class CheckpointManager:
         self._not_saved_due = True
         self._position_due = is_outside(state)
         self._stepping: Sequence[int] | None = None
-        """Ids of the parameters of optimizers at the last look for those that nothing holds."""
+        """Ids of the optimizers' parameters when those that no component holds were last sought."""
         self._quiet = _NEVER_QUIET
         exits.register(self)
 
@@ -391,35 +391,35 @@ class CheckpointManager:
         new: Iterable[str] = (),
         without: Iterable[str] = (),
     ) -> Checkpoint | None:
-        """Claim the run and apply its newest usable checkpoint; None when nothing was saved yet,
-        but for parts that side savers saved.
+        """Claim the run and apply its newest usable checkpoint; None when nothing was saved yet but
+        parts that side savers saved.
 
         What is damaged or lacks a component of the state is passed over, listed in `rejected` and
-        kept; a lack of `rng` alone is only a note. So is
-        what was unhealthy when it was saved, unless there is nothing else or `unhealthy` is
-        "accept". With another `which` the run goes back to that checkpoint, and what came after
-        it is left behind. `seen` is that of the newest `Checkpoint` that the caller knows of, kept
-        elsewhere: the latest must be that one or a later one.
+        kept; where only `rng` is missing there is a note. What was unhealthy when it was saved is
+        passed over, too, unless there is nothing else or `unhealthy` is "accept". With another
+        `which` the run goes back to that checkpoint, and what came after it is left behind. `seen`
+        is that of the newest `Checkpoint` that the caller knows of, kept elsewhere: the latest must
+        be that one or a later one.
 
         `in_place` reads straight into the live tensors, each block once or while it is checked:
         sooner, and without memory for a second copy of the state. What proves damaged on the way is
         passed over too; but when nothing usable is left, the state is mixed and the manager refuses
         to save it.
 
-        `new` names components of the state that the checkpoint lacks, which stay as they are;
-        `without` those that it has and the state lacks, which are not loaded. The run goes on from
-        there with all others; `notes` says so.
+        `new` names components of the state that the checkpoint lacks: they stay as they are.
+        `without` names components that only the checkpoint has: they are not loaded. All others
+        are, and the run goes on from there; `notes` lists both.
 
         Raises:
             OwnedElsewhere: a live process owns the run.
             RolledBack: what was seen before is gone; nothing was claimed or changed.
             SealError: the newest is sealed for other keys, or not sealed.
-            NoUsableCheckpoint: something was saved and nothing can be used, or nothing is whole.
+            NoUsableCheckpoint: something was saved, and nothing of it is both whole and usable.
             MismatchError: the checkpoint does not fit the live state; nothing was changed.
             FormatError: a checkpoint that was named explicitly is damaged.
             OpaqueLoadFailed: the state was replaced in part when something failed.
-            UsageError: a CUDA graph is being captured, or the checkpoint holds what is called
-                `new`, or not what it is to be taken `without`.
+            UsageError: a CUDA graph is being captured, or the checkpoint has a component that
+                `new` names, or lacks one that `without` names.
         """
         began = time.perf_counter()
         self._check_process()
@@ -798,8 +798,8 @@ class CheckpointManager:
             self._emit(
                 "warning",
                 f"{self.store.url}: parameters that no component holds are trained and not saved: "
-                f"{describe_unheld(unheld)}. A resume will have their first values: add what "
-                "holds them to `state`",
+                f"{describe_unheld(unheld)}. After a resume they have their first values again: "
+                "add what holds them to `state`",
             )
 
     def _announce_position(self) -> None:

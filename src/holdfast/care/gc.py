@@ -58,8 +58,8 @@ def collect(
 
     Attempts of a live writer, the caller's own too, are left alone. `dead_epochs` are epochs that
     a person declares dead. `own_epoch` is the caller's claim: it has nothing under way but this,
-    and the folders in `spared`, which it is going to commit. `is_sent_to`: the root may be the
-    remote tier of a run.
+    and the folders in `spared`, which it is going to commit. `is_sent_to`: whether the root may be
+    the remote tier of a run, where senders put manifests.
     A failure is reported and does not stop the rest.
     """
     report = GcReport()
@@ -71,7 +71,7 @@ def collect(
     for name in dict.fromkeys((*attempts, *broken_off)):
         folder = str(name)
         if own_epoch is not None and ended.is_listed(folder) and name not in broken_off:
-            continue  # an earlier owner found nothing but its marker; a person's gc looks again
+            continue  # an earlier owner found nothing but its marker; `holdfast gc` looks again
         if folder in spared:
             report.kept.append((folder, "it is being sent"))
             continue
@@ -146,12 +146,12 @@ class _Judge:
         return self._dead[epoch]
 
     def is_over(self, epoch: int, register: Register | None) -> bool:
-        """Nothing can arrive in an attempt of that epoch, not of later writers either."""
+        """Whether nothing can arrive any more in an attempt of that epoch, whoever sends it."""
         if epoch in self._named or (isinstance(register, Deleted) and self._is_put_once):
             return True
         if not self._are_dead(epoch, max(epoch, self._newest)):
             return False
-        # Once more, since what is removed whole has no marker: somebody may have claimed meanwhile.
+        # Look again: what is removed whole leaves no marker, and there may be a newer claim by now.
         self._newest, before = Catalog(self._store).highest_epoch(), self._newest
         return self._are_dead(before + 1, self._newest)
 
@@ -220,7 +220,7 @@ def _visit(
 
 
 def _sweep_heartbeats(store: Store, own_epoch: int) -> None:
-    """Remove those of earlier epochs: only the newest claim's is ever looked at."""
+    """Remove the heartbeats of earlier epochs: only that of the newest claim is ever read."""
     names = store.children(layout.WRITERS)
     epochs = (layout.parse_alive(name) for name in names)
     old = [layout.alive_key(epoch) for epoch in epochs if epoch is not None and epoch < own_epoch]

@@ -58,9 +58,9 @@ class Housekeeper:
         held: Callable[[Entry], str] = never_held,
         spared: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """With `replaces` a checkpoint takes the place of older ones of its step. `is_sent_to`: the
-        root is the remote tier of a run, or nobody knows that it is not. `held` says why
-        something must not be deleted yet; `spared` are folders that gc leaves alone."""
+        """With `replaces` a checkpoint takes the place of older ones of its step. `is_sent_to`:
+        whether the root may be the remote tier of a run, where senders put manifests. `held` says
+        why something must not be deleted yet; `spared` are folders that gc leaves alone."""
         self._spared = spared
         self._is_sent_to = is_sent_to
         self._lock = threading.Lock()
@@ -174,7 +174,7 @@ class Housekeeper:
         self._emit(
             "warning",
             f"the rule {rule!r} needs {what}, which no checkpoint has. It keeps everything until "
-            "one has: correct the rule, or give it with a save",
+            "one has: correct the rule, or pass the missing value to a save",
         )
 
     def _try(self, what: str, job: Callable[[], None]) -> None:

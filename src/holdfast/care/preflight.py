@@ -93,7 +93,7 @@ def _lack_of_room(
 
 
 def _held(store: Store) -> tuple[int, int]:
-    """Bytes and files of the attempts that are there: retention will give their room back."""
+    """Bytes and files of the attempts that have not ended: retention will free their room."""
     nbytes = num_files = 0
     for name in Catalog(store).open_attempts():
         for info in store.list(f"{name}/"):

@@ -121,7 +121,7 @@ class FolderReader:
 
         Raises:
             NoCheckpoint: it was never committed, or is deleted by now.
-            CorruptData: it is missing, and other records show that there was one.
+            CorruptData: it is missing, and other records show that it was committed.
             MissingKey: it is sealed.
         """
         try:

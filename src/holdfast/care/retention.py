@@ -69,8 +69,8 @@ def plan(
 
 
 def _with_one_apart(store: Store, planned: Sequence[Planned]) -> list[Planned]:
-    """The plan, in which the newest two whole ones that stay share no file: else the newest that
-    shares none with the first of them stays, too."""
+    """The plan, with one more to keep where the newest two whole ones that stay share a file: the
+    newest that shares none with the first of them."""
     whole = [item for item in planned if _is_whole(item.decision.entry)]
     staying = [item for item in whole if item.decision.keep and not item.decision.drop]
     if len(staying) < 2 or not _share_files(store, staying[0].entry, staying[1].entry):
@@ -78,7 +78,7 @@ def _with_one_apart(store: Store, planned: Sequence[Planned]) -> list[Planned]:
     newest = staying[0]
     for item in whole[whole.index(newest) + 1 :]:
         if not _share_files(store, newest.entry, item.entry):
-            why = "the newest that would stay beside the first are one file with it"
+            why = "the newest two that would stay have one file in common, and this one none"
             spared = replace(item.decision, keep=True, drop=(), reason=why)
             return [replace(i, decision=spared) if i is item else i for i in planned]
     return [*planned]
@@ -89,7 +89,7 @@ def _is_whole(entry: Candidate) -> bool:
 
 
 def _share_files(store: Store, one: Entry, other: Entry) -> bool:
-    """Whether a file of both is one on the disk, so that one damaged byte takes it from both."""
+    """Whether the two have one file on the disk in common: its damage would be in both."""
     if not isinstance(store, LinksFiles):
         return False
     files = other.manifest.files
@@ -102,7 +102,7 @@ def _is_one_file(store: Store, key: str, other: str) -> bool:
         found = store.head(key).identity
         return bool(found) and found == store.head(other).identity
     except StoreError:
-        return False  # what cannot be looked at is for whoever reads it
+        return False  # whoever reads it reports the error
 
 
 def candidate(store: Store, entry: Entry) -> Candidate:
@@ -154,10 +154,10 @@ class Deleter:
         unread: Callable[[str, HoldfastError], None] = lambda folder, error: None,
         missing: Callable[[str, str], None] = lambda rule, what: None,
     ) -> None:
-        """`is_sent_to`: the root may be the remote tier of a run, where senders put manifests.
-        `held` says why something must not go yet, though the rule would have it so. `unread`
-        is told once of each checkpoint that stays because it cannot be read, by folder; `missing`
-        of each rule that needs what no checkpoint has."""
+        """`is_sent_to`: whether the root may be the remote tier of a run, where senders put
+        manifests. `held` says why something must not go yet, though the rule would delete it.
+        `unread` is called once with each folder that stays because its checkpoint cannot be read;
+        `missing` once with each rule that needs what no checkpoint has, and with what it needs."""
         self._store = store
         self._rule = rule
         self._replaces = replaces
@@ -375,8 +375,8 @@ def _is_base(base: Planned, item: Planned) -> bool:
 def may_remove_whole(store: Store, claim: Claim, epoch: int, *, is_sent_to: bool) -> bool:
     """Whether the marker of a deleted checkpoint of `epoch` may go with its folder.
 
-    Its manifest was there, so its put has arrived. That was the only one in our own epoch, and on a
-    local disk in any other, unless senders put it, too.
+    Its manifest was there, so its put has arrived. In our own epoch that was the only put; on a
+    local disk in any other epoch too, unless senders put manifests there.
     """
     if epoch == claim.epoch or ends_with_its_put(store, is_sent_to=is_sent_to):
         return True

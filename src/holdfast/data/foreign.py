@@ -31,8 +31,9 @@ def skip(
 ) -> Iterator[T]:
     """The iterator of `iterable` after its first `n` items, which are fetched and thrown away.
 
-    For data without a position of its own. It costs the time of `n` fetches, and is as exact as
-    the iterable is repeatable. `progress(done, n)` is called after each skipped item.
+    For data without a position of its own. It costs the time of `n` fetches, and a resume is exact
+    where the iterable gives the same items again. `progress(done, n)` is called after each skipped
+    item.
 
     Raises:
         UsageError: `n` is negative, or the iterable ended first.

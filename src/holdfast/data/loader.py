@@ -38,11 +38,11 @@ class Loader:
     """Batches of a map-style dataset, in an order and with a position that resume exactly.
 
     `for batch in loader` gives the rest of the current epoch, then stops; the next loop gives
-    the next epoch: one lap through the data, or `batches_per_epoch` batches of it. It ends when
-    the loop asks for a batch beyond its last one, or for the next iterator: a position saved after
-    the last batch is still in that epoch, so that whatever a loop does at the end of an epoch is
-    also done after a resume. There, the first iterator gives no batch. A loop that counts takes
-    `len(loader) - loader.batch` batches of each iterator.
+    the next epoch: one lap through the data, or `batches_per_epoch` batches of it. An epoch ends
+    when the loop asks for a batch beyond its last one, or for the next iterator. A position saved
+    after the last batch is still in that epoch: after a resume the first iterator gives no batch,
+    and the loop does what it does at the end of an epoch. A loop that counts takes
+    `len(loader) - loader.batch` batches from each iterator.
 
     As a component of the state it stores its position. One iterator is alive at a time: beginning
     another one, or `load_state_dict`, ends the former, whose next item raises `UsageError`.
@@ -149,7 +149,7 @@ class Loader:
         return self._batches_per_epoch or self._batches_per_lap
 
     def __iter__(self) -> Iterator[Any]:
-        """The rest of this epoch; at its end, once it has had an iterator, the next epoch."""
+        """The rest of this epoch; the next epoch, if this one is at its end and had an iterator."""
         if self.at_epoch_end and self._begun == self._epoch:
             self._end_epoch()
         self._begun = self._epoch
@@ -195,8 +195,8 @@ class Loader:
 
         Raises:
             UsageError: not a position, or one inside an epoch that has another length, batch
-                size or order here; with `batches_per_epoch`, also one at the end of such an epoch.
-                Nothing is changed then.
+                size or order here; with `batches_per_epoch`, any such difference unless the
+                stored position is the very first. Nothing is changed then.
         """
         stored = _checked(state)
         batch = self._translated(stored)
@@ -359,17 +359,20 @@ def _outlive_signals() -> None:
 
 
 def _end_workers() -> None:
-    """At the exit of the training: multiprocessing sends its children a single SIGTERM, which ours
-    take for one to the whole process group, and then waits for them for ever."""
+    """Kill the workers of this process at its exit.
+
+    multiprocessing would send them a single SIGTERM, which they ignore because it may be one to the
+    whole process group, and then wait for them for ever.
+    """
     ours = [batches for batches, pid in _begun.items() if pid == os.getpid()]  # not a parent's
     workers = [worker for batches in ours for worker in getattr(batches, "_workers", ())]
     if workers:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would call it an error
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
     for worker in workers:
         worker.kill()
 
 
-# Called before what multiprocessing registered, which was imported before this.
+# Called before the function that multiprocessing registered when it was imported, above.
 atexit.register(_end_workers)
 
 

@@ -30,9 +30,10 @@ class StateHooks:
     edit_load: Callable[[StateView], None] | None = None
     """May change what will be applied, before it is checked against the live state."""
     one_sided: Callable[[str], bool] | None = None
-    """Whether a component may be in the state only, which a load then leaves as it is, or in the
-    checkpoint only, which is not loaded. Asked for each one that is; a warning says what was taken
-    so. A component that was left out of the checkpoint, or dropped from it, is not new."""
+    """Whether a component may be in the state only, so that a load leaves it as it is, or in the
+    checkpoint only, so that it is not loaded. Called with the name of each such component; for each
+    that is allowed a warning is logged. A component that was left out of the checkpoint, or dropped
+    from it, is not new."""
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -140,7 +140,7 @@ def parse_writer(name: str) -> int | None:
 
 
 def ended_name(epoch: int) -> str:
-    """Name, in the root, of what a writer epoch knows of attempts that ended for good."""
+    """Name, in the root, of the record in which a writer epoch lists ended attempts."""
     return f"ended-{epoch:08d}.json"
 
 
@@ -308,8 +308,8 @@ def plain_file(name: str) -> str:
 
 
 def is_data_name(name: str) -> bool:
-    """Whether a name in a checkpoint's folder is that of a file which a manifest may list, or of
-    one that is sealed."""
+    """Whether a name in a checkpoint's folder is that of a data file: of the index, of a file that
+    a manifest may list, or of one as it is stored when sealed."""
     plain = plain_file(name)
     return name == INDEX or is_stored_name(name) or _FILE.fullmatch(plain) is not None
 

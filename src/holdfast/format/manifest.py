@@ -75,7 +75,7 @@ _OPTIONAL_LISTS = ("savers", "left_out", "unhealthy")
 
 
 def needed_of(left_out: Sequence[str]) -> tuple[str, ...]:
-    """Those of the components that were left out that a run needs: all but the generators."""
+    """The components of `left_out` that a run cannot do without: all but the generators."""
     return tuple(name for name in left_out if name != RNG)
 
 
@@ -140,7 +140,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": 
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """The components without which no run goes on from it."""
+        """The components that were left out and that a run needs to go on from it."""
         return needed_of(self.left_out)
 
     @property

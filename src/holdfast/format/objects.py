@@ -56,7 +56,7 @@ MAX_TREE_NBYTES = 64 * 1024 * 1024
 MAX_TREE_VALUES = 4_000_000
 MAX_OTHER_KEYS = 100_000
 MAX_COMPARISONS = 2**26
-"""Of values in keys, since those of one hash are compared with each other: about a second. What
+"""Limit of comparisons of values, as tables compare keys of the same hash: about a second. What
 programs build is far below it, such as all powers of two or offsets in a grid of seven axes."""
 # It takes more bytes than this to hold too many values.
 _SURELY_FINE_NBYTES = 1024 * 1024
@@ -627,7 +627,7 @@ def _why_not(value: Any) -> str:
 _KEY = itemgetter("$tensor")
 _is_node_name = methodcaller("startswith", "$")
 _COMPARISONS_LIMIT = (
-    f"so many keys that have the same hash that tables of them take more than "
+    f"so many keys of the same hash that tables of them take more than "
     f"{MAX_COMPARISONS:,} comparisons; keep such data in a tensor"
 )
 _OTHER_KEYS_LIMIT = f"{MAX_OTHER_KEYS:,} keys that are not text; keep such data in a tensor"

@@ -59,8 +59,10 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """Folders of attempts whose registers have their last value, so that nobody need read them:
-    the same as reading each, at the cost of one. Nothing but time depends on it."""
+    """Folders of attempts whose registers have their last value, so that these need not be read.
+
+    Nothing but time depends on it.
+    """
 
     epoch: Positive
     aborted: tuple[str, ...]

@@ -158,15 +158,15 @@ def fill_root(
 
 
 def expect_filled(root: str) -> None:
-    """Let pass a root that is no template.
+    """Check that a root is not a template.
 
     Raises:
-        UsageError: there is a name in braces that a label or `fill_root` would fill.
+        UsageError: it has a name in braces that a label or `fill_root` would fill.
     """
     match = _NAME_IN_BRACES.search(root)
     if match is not None:
         raise UsageError(
-            f"root={root!r}: {match[0]} is not filled in a root. Give "
+            f"root={root!r}: {match[0]} is not filled in a root. Pass "
             f"holdfast.policy.naming.fill_root({root!r}, run_name=…), which fills run_name and the "
             "ranks"
         )
@@ -207,7 +207,7 @@ def _template_function(
         if unknown := sorted(name for name, value in values.items() if value is None):
             raise UsageError(
                 f"label={template!r}: {', '.join(unknown)} was not given, or is not known: counts "
-                "within an epoch or a cycle are, once one has begun since the run was resumed"
+                "within an epoch or a cycle are known once a new one has begun"
             )
         if moments:
             at = clock()

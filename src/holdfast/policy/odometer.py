@@ -14,14 +14,14 @@ class _Round:
     """The present epoch, or the present cycle."""
 
     number: int | None = 0
-    """How many have ended before it; None: nothing is known."""
+    """How many have ended before it; None: not known."""
     began: Timestamp | None = _START
-    """Where it began; None: nobody saw that."""
+    """Where it began; None: not known."""
     is_told: bool = False
-    """Whether its number was told before, so that another one is that of a round that begins."""
+    """Whether a number was given before, so that another number means that a round begins now."""
 
     def look(self, number: int | None, now: Timestamp) -> Timestamp | None:
-        """Where the present round began; None where that is not known, or nobody counts them."""
+        """Where the present round began; None where that is not known or rounds are not counted."""
         if number is None:
             return None
         if number != self.number:
@@ -34,8 +34,8 @@ class Odometer:
     """Completes timestamps: knows where the present epoch and the present cycle began.
 
     An epoch begins at the look that counts the one before as ended. After a resume it goes on
-    from what the checkpoint recorded. Where the first look is in a later epoch than the first, how
-    far that epoch is stays unknown.
+    from what the checkpoint recorded. Where the first look is in a later epoch than the first, the
+    counts within that epoch stay unknown.
     """
 
     def __init__(self) -> None:

@@ -86,8 +86,8 @@ def decide(
     for it (`stands_in`). With `replaces` the rule does not see what a newer one of the same step
     stands in for, if it is of the same savers and of no lower class.
 
-    What the main saver wrote before the first of `lineage` is of a run that this one never resumed:
-    it goes only for what a run can resume from.
+    What the main saver wrote before the first of `lineage` belongs to a run that this one did not
+    resume: it goes only when something newer stays that a run can resume from.
     """
     ordered = sorted(entries, key=lambda entry: entry.order, reverse=True)
     replaced = _replaced(ordered) if replaces else frozenset()
@@ -120,10 +120,10 @@ def decide(
 
 
 def unmet(entries: Sequence[Candidate], rule: Rule) -> dict[str, str]:
-    """What parts of a rule need and no checkpoint has, by the part in words.
+    """What parts of a rule need and no checkpoint has, by the text of the part.
 
-    Such a part keeps everything that it judges, and whole. For a person, who has mistyped a metric
-    or does not pass a counter.
+    Such a part keeps everything that it judges, and whole. For messages to the user, who may have
+    mistyped a metric or passes no counter.
     """
     parts = ((part, saver, _missing(part, saver, entries)) for part, saver, _ in _flat(rule))
     return {
@@ -136,9 +136,9 @@ def unmet(entries: Sequence[Candidate], rule: Rule) -> dict[str, str]:
 def stands_in(base: Candidate, entry: Candidate, *, drop: Collection[str] = ()) -> bool:
     """Whether `base`, which stays without `drop`, gives what `entry` gives: so `entry` may go.
 
-    It is healthy, a run can resume from it, and it lacks generators only where `entry` does; for
-    what was saved without other components it is enough to be healthy and to have those that
-    `entry` has. Which one is newer is not looked at.
+    It does where it is healthy, a run can resume from it, and it lacks the generators only if
+    `entry` does. Where `entry` was saved without other components, it is enough that `base` is
+    healthy and has those that `entry` has. Which one is newer is not checked.
     """
     if not base.counts:
         return False
@@ -213,7 +213,7 @@ def _picks(newest_first: Sequence[Candidate], rule: Rule) -> dict[int, _Pick]:
 
 
 def _missing(part: Rule, saver: str, entries: Sequence[Candidate]) -> str:
-    """What a simple rule needs and nothing that the saver asked for has."""
+    """What a simple rule needs and no checkpoint of the saver has; empty: nothing."""
     own = [entries[position] for position in positions_of(saver, entries)]
     counting = [entry for entry in own if entry.counts]
     return part.missing(counting) if counting else ""

@@ -87,7 +87,7 @@ class Rule(ABC):
     """What it is called in texts such as `last:3`; empty: it cannot be written as a text."""
 
     is_for_all: ClassVar[bool] = False
-    """Whether it judges what any saver asked for; otherwise what it does not speak for stays."""
+    """Whether it judges the checkpoints of all savers; otherwise those of other savers stay."""
 
     @classmethod
     def parse(cls, text: str) -> Rule:
@@ -103,11 +103,11 @@ class Rule(ABC):
         """Position of every pick, with the reason."""
 
     def missing(self, counting: Sequence[Candidate]) -> str:
-        """What the rule cannot do without and none of `counting` has: a metric, a counter.
+        """What the rule needs and none of `counting` has, such as a metric or a counter.
 
         Empty: nothing. `counting` is not empty, and all in it may fill a quota. While something is
-        missing, `decide` keeps all that the rule judges and does not ask for its picks. Rules that
-        are made of others are not asked; their parts are.
+        missing, `decide` keeps all that the rule judges and does not call `picks`. For rules made
+        of others it is called on their parts only.
         """
         return ""
 

@@ -45,9 +45,9 @@ class All(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Nothing(Rule):
-    """Keep what is kept in any case, the newest, and no more: another tier has the rest.
+    """Keep only what is kept in any case, such as the newest: another tier has the rest.
 
-    That of every saver of the root, named or not.
+    It judges the checkpoints of every saver, also of those for which there is no rule.
     """
 
     is_for_all: ClassVar[bool] = True

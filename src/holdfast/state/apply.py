@@ -145,8 +145,8 @@ def prepare(
         skip: leave these alone, of what `include` names; entries as for `include`.
         rng: False leaves the component `rng` alone.
         unread: components that the checkpoint has besides `stored`; none of them is wanted.
-        unsaved: components that it was to lack and that stay as they are, which is noted.
-        one_sided: components that only the state or only the checkpoint has, and that may be so.
+        unsaved: components that were left out of it and stay as they are, with a note.
+        one_sided: components that only the state or only the checkpoint has, as is allowed.
 
     Raises:
         UsageError: an argument names nothing, or a rename makes two names one.

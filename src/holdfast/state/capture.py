@@ -60,7 +60,7 @@ class Captured:
     """Looks for `not_saved`."""
 
     look_for_unheld: Callable[[], Mapping[str, Mapping[str, Tensor]]]
-    """Looks for parameters of optimizers that nothing captured here has, by optimizer and name."""
+    """Looks for parameters of optimizers that are not captured here, by optimizer and name."""
 
     stepping: Sequence[int] = ()
     """Ids of the parameters that optimizers of the state have."""

@@ -17,7 +17,7 @@ from holdfast.state.names import ParameterNames, parameter_names
 
 
 def homeless(state: Mapping[str, Any], names: ParameterNames) -> dict[str, dict[str, Tensor]]:
-    """Optimizer → name → parameter, of those that are in no module that is named."""
+    """Optimizer → name → parameter, for parameters that are in none of the modules of `names`."""
     found = {}
     for component, value in state.items():
         if isinstance(value, Optimizer):
@@ -31,8 +31,8 @@ def homeless(state: Mapping[str, Any], names: ParameterNames) -> dict[str, dict[
 def unheld(
     found: Mapping[str, Mapping[str, Tensor]], captured: Iterable[Tensor]
 ) -> dict[str, dict[str, Tensor]]:
-    """Those of `found` whose memory is in none of the captured tensors, as it is where a dict or
-    an object holds the parameter itself."""
+    """Those of `found` whose memory is in none of the captured tensors. It is in one where a dict
+    or an object in the state holds the parameter itself."""
     if not found:
         return {}
     spans = [_span(tensor) for tensor in captured]
@@ -48,7 +48,7 @@ def unheld(
 def describe(
     found: Mapping[str, Mapping[str, Tensor]], known: Mapping[str, nn.Module] | None = None
 ) -> str:
-    """What they are, by the names that they have in the modules `known` or in their optimizer."""
+    """The parameters, by their names in the modules `known` or else in their optimizer."""
     names = parameter_names((known or {}).items())
     shown = [
         f"{_called(component, name, names.home(parameter))} {_shape(parameter)}"
@@ -68,7 +68,7 @@ def _shape(parameter: Tensor) -> str:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses from its first to after its last byte."""
+    """The addresses of its first byte and after its last one."""
     if not tensor.numel():
         return 0, 0
     pairs = zip(tensor.shape, tensor.stride(), strict=True)

@@ -1,4 +1,4 @@
-"""The position in the data: whether a state holds one, and what stands in for what has none.
+"""The position in the data: whether a state holds one, and what to use for data without one.
 
 Knows no loader but torch's own; `holdfast.data` is above this package.
 """
@@ -26,7 +26,8 @@ OUTSIDE = (
 def is_outside(state: Mapping[str, Any]) -> bool:
     """Whether a training has this state and nothing in it looks like a position in data.
 
-    A position is whatever can be iterated over and has `state_dict`, or has a name that says so.
+    What can be iterated over and has `state_dict` counts as a position, as does any component whose
+    name says so.
     """
     if not any(isinstance(value, Optimizer) for value in state.values()):
         return False
@@ -40,11 +41,11 @@ def is_outside(state: Mapping[str, Any]) -> bool:
 
 def in_place_of(loader: DataLoader[Any]) -> str:
     """Why torch's own loader is no component, and the line to write instead."""
-    why = "a torch DataLoader has no position, so that a resumed run begins its data anew"
+    why = "a torch DataLoader has no position, so a resumed run gets its data from the beginning"
     if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
         return (
-            f"{why}: of an IterableDataset or a batch sampler, put an object with state_dict and "
-            "load_state_dict that keeps the position into the state; holdfast.data.Loader does it "
+            f"{why}: for an IterableDataset or a batch sampler, put an object into the state that "
+            "keeps the position, with state_dict and load_state_dict; holdfast.data.Loader does so "
             "for map-style datasets (docs/data.md)"
         )
     arguments = [f"batch_size={loader.batch_size}"]

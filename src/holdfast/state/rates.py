@@ -1,4 +1,4 @@
-"""Learning rates of a schedule that begins where a checkpoint without it is loaded."""
+"""Keeps the learning rates of new schedulers, which a loaded checkpoint lacks."""
 
 from __future__ import annotations
 

@@ -51,15 +51,15 @@ def _open_named(where: str) -> Store:
 
 
 def _refuse_scheme(path: str) -> None:
-    """A folder named like a scheme is what is left of a URL that became a path."""
+    """Refuse a path that begins with a scheme: a URL as a path, or a URL of no known store."""
     match = _SCHEME.match(path)
     if match is None:
         return
     scheme, rest = match[1], path[match.end() :]
     if scheme in (*_REMOTE, "memory"):
         raise UsageError(
-            f"root {path!r}: this is the path of a folder called '{scheme}:', for no Path can hold "
-            f"a URL. Write it as text: '{scheme}://{rest}'"
+            f"root {path!r}: this is the path of a folder called '{scheme}:', as a Path cannot "
+            f"hold a URL. Write it as text: '{scheme}://{rest}'"
         )
     raise UsageError(
         f"root {path!r}: no store is known for '{scheme}:'. Write s3://…, gs://… or az://…, or the "

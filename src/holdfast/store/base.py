@@ -35,8 +35,8 @@ class ObjectInfo:
     key: str
     nbytes: int
     identity: str = field(default="", compare=False)
-    """From `head` alone. Two keys with the same one are names of one file, so that damage to one
-    is damage to both. Empty: this key has a file of its own, as far as the store can tell."""
+    """Set by `head` only. Two keys with the same identity are names of one file, so that damage to
+    one is damage to both. Empty: the key has a file of its own, as far as the store can tell."""
 
 
 @runtime_checkable
@@ -285,7 +285,7 @@ class Points(Protocol):
         ...
 
     def pointed(self, name: str) -> str | None:
-        """To what `name` in the root points; None where there is no such pointer."""
+        """The folder that `name` in the root points to; None where there is no such pointer."""
         ...
 
 

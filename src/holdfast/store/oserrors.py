@@ -26,9 +26,9 @@ NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
 Effect = Literal["none", "maybe", "done"]
 """What a failing operation has changed so far.
 
-`none`: nothing that can be seen. `maybe`: the call that shows the change is under way, and only
-an error that proves a refusal says that it was not made. `done`: the change is there, its
-durability is not, so every error leaves the outcome open.
+`none`: nothing that can be seen. `maybe`: the call that makes the change visible is under way, and
+only an error that is a refusal proves that the change was not made. `done`: the change was made but
+may not be durable, so every error leaves the outcome open.
 """
 
 _REFUSALS = UNSUPPORTED | {
@@ -46,7 +46,7 @@ _REFUSALS = UNSUPPORTED | {
     errno.ENOSPC,
     errno.EDQUOT,
 }
-"""What link(2), rename(2) and unlink(2) answer instead of making the change. All other numbers may
+"""Errors of link(2), rename(2) and unlink(2) that mean that the change was not made. Any other may
 come after it was made: from a medium, a network, or a file system in user space."""
 _CLASSES: dict[int, type[StoreError]] = {
     errno.ENOENT: NotFound,

@@ -1,6 +1,7 @@
 """The batches of one epoch after the other, and whether an epoch is over.
 
-An epoch's last step is to say that the epoch is over, so the end must be known with its last batch.
+What is saved after an epoch's last step must say that the epoch is over, so its end must be known
+as soon as its last batch was taken.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ class Batches:
         return next_window(self._rest, size)
 
     def are_over(self, num_taken: int) -> bool:
-        """Whether the last batch of the epoch was taken; the data is then told so, by asking it
-        for more.
+        """Whether the last batch of the epoch was taken; if so, the data is asked for one more, so
+        that it ends the epoch.
 
-        Its `at_epoch_end` says so, or else its length: `num_taken` batches of the epoch were taken.
-        Where there is a batch all the same, its position is put back, and neither is asked again.
+        `at_epoch_end` of the data says so, or else its length, compared with the `num_taken`
+        batches that were taken. Where there is one more batch after all, the data's position is put
+        back, a warning is logged, and neither is trusted again.
         """
         if not self._is_trusted or not self._says_end(num_taken):
             return False
@@ -57,7 +59,7 @@ class Batches:
         self.begin()
         self._is_trusted = False
         logger.warning(
-            "data: after %d batches there was no end of the epoch, where %s has it. What is "
+            "data: after %d batches there was no end of the epoch, though %s says so. What is "
             "counted in epochs may come a step late: len() must give the batches of a whole epoch",
             num_taken,
             type(self._data).__name__,
@@ -65,12 +67,12 @@ class Batches:
         return False
 
     def ended_late(self, num_taken: int, step: int) -> None:
-        """Warn, once, where the end of an epoch of so many batches has shown only now, after its
-        last step was saved, and the data could not have told it."""
+        """Warn, once, where an epoch's end is noticed only after its last step, because the data
+        could not tell it. `num_taken` batches of the epoch were taken."""
         if not self._is_warned and not self._could_tell(num_taken):
             self._is_warned = True
             logger.warning(
-                "data: that step %d was the last of its epoch has shown only now, so what is "
+                "data: only now is it known that step %d was the last of its epoch, so what is "
                 "counted in epochs (saves, validations) comes a step late: %s has neither "
                 "at_epoch_end nor the length of an epoch in batches (docs/trainer.md)",
                 step,

@@ -334,7 +334,7 @@ class Fit:
             logger.exception("after %r the state could not be saved: %s", error, failure)
 
     def _lost(self) -> str:
-        """Go back to the boundary before the step that failed; gives why there is no way to it."""
+        """Go back to the boundary before the step that failed; gives why that fails, or ""."""
         if not self._way_back.go():
             return "in its update"
         changed = ", ".join(self._way_back.changed())

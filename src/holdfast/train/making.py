@@ -136,7 +136,8 @@ def check_held(state: Mapping[str, Any], loss: Any) -> None:
     """Check that the checkpoints hold every parameter that an optimizer of the state steps.
 
     Raises:
-        UsageError: they do not; names all of them, also those of a loss that is a module.
+        UsageError: they do not; it names the parameters, by their names in a loss that is a module
+            where they are in it.
     """
     unheld = unheld_in(state)
     if unheld:

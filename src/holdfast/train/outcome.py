@@ -23,7 +23,7 @@ class Outcome:
     detail: str = ""
     """What the callback gave as its reason, or the signal's name."""
     notes: tuple[str, ...] = ()
-    """What the resume left out, took as new or could not restore exactly."""
+    """What the resume did not load, left as it was (new), or could not restore exactly."""
 
     @property
     def exit_code(self) -> int:

@@ -74,8 +74,9 @@ class Trainer:
 
     A step is one window of `accumulate` batches (fewer where an epoch ends), and saves are made
     between steps only: after the hooks of the step, its validation and its log. An epoch whose
-    end is known (the data has a length, or says so) ends within its last step. A save that fails
-    is warned of and tried again after the next step; the third failure in a row is raised.
+    end is known (the data has a length or `at_epoch_end`) ends within its last step. For a save
+    that fails a warning is logged, and it is tried again after the next step; the third failure in
+    a row is raised.
     """
 
     def __init__(
@@ -125,8 +126,9 @@ class Trainer:
                 the model, of the optimizer. `fit` puts the model into training mode. There may be
                 a list of schedulers; each has `step()`, called after each step, and is saved.
             data: batches with a position: a `holdfast.data.Loader`, or an iterable with
-                `state_dict` and `load_state_dict` whose iteration gives the rest of an epoch, and
-                with a length, the batches of an epoch, or `at_epoch_end` (docs/trainer.md).
+                `state_dict` and `load_state_dict` whose iteration gives the rest of an epoch. Its
+                length (in batches of an epoch) or `at_epoch_end` tells the end of an epoch
+                (docs/trainer.md).
             loss: called with the model and a batch; gives the batch's mean loss, or that and a
                 dict of metrics.
             root, every, keep, savers, on_existing, label, run_name, takeover, memory_budget,
@@ -273,8 +275,8 @@ class Trainer:
                 "ema" or "callback-<name>"; they are not loaded.
 
         Raises:
-            UsageError: `until` is not a goal, or counts what is not counted here, or `without`
-                names what this Trainer has, or it has trained before and nothing of it was saved.
+            UsageError: `until` is not a goal, or counts what is not counted here; `without` names
+                what this Trainer has; or it has trained before and nothing of that was saved.
             MismatchError: the checkpoint does not fit; nothing was changed.
             SaveFailed: saving failed three times in a row.
             OwnershipError: another process trains this run.

@@ -66,8 +66,8 @@ class WayBack:
         self._boundary = self._weights = None
 
     def changed(self) -> list[str]:
-        """Names of components that are not as the boundary was, to which `go` went back: their
-        weights are not kept. For errors."""
+        """Names of components that differ from the boundary after `go`, because their weights are
+        not kept. For errors."""
         return [] if self._weights is None else self._weights.changed()
 
     def go(self) -> bool:

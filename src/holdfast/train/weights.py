@@ -1,7 +1,7 @@
-"""Whether modules and optimizers are what they were: one pass over the weights, no copy.
+"""Detects changes of modules and optimizers: one pass over the weights, no copy.
 
-The bytes of modules are summed, because a write through `.data` is not counted by torch. Slots of
-optimizers, which only steps change, are told by their addresses and versions.
+The bytes of parameters are summed, because torch does not count a write through `.data`. Changes of
+optimizers' slots, which only steps change, are detected by their addresses and versions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from holdfast.state.capture import capture
 
 _SMALL_NBYTES = 2**20
-"""Smaller tensors are summed together: one call for all of them, and a copy."""
+"""Smaller tensors are copied together and summed with one call."""
 
 
 class Weights:
@@ -33,7 +33,7 @@ class Weights:
         self._marks = {name: _mark(value) for name, value in self._components.items()}
 
     def changed(self) -> list[str]:
-        """The names of those that are not what they were. Waits for their devices."""
+        """The names of those that have changed since. Waits for their devices."""
         return [
             name
             for name, value in self._components.items()
@@ -61,7 +61,7 @@ def _of_optimizer(optimizer: Optimizer) -> list[Any]:
 
 
 def _noted(value: Any) -> Any:
-    """What is equal for two calls only when nothing of a slot or an option has changed."""
+    """A value that is equal in two calls only if no slot and no option has changed between."""
     if isinstance(value, Tensor):
         version = None if value.is_inference() else value._version
         return (id(value), value.data_ptr(), version)

@@ -69,9 +69,9 @@ class Claim:
 def check_owner(store: Store, *, takeover: bool, emit: Emitter, watch: Wait | None = None) -> int:
     """The epoch of the newest claim, whose owner no longer counts; 0 when there is none.
 
-    On the owner's host this is exact. Of a process elsewhere, or one that is just ending, the
-    heartbeat is watched for up to `WATCH_S` seconds (`watch(seconds)` waits; a test may pass its
-    own). Writes nothing.
+    On the owner's host this is exact. Where the process ran elsewhere, cannot be inspected or is
+    just ending, the heartbeat is watched for up to `WATCH_S` seconds (`watch(seconds)` waits; a
+    test may pass its own). Writes nothing.
 
     Raises:
         OwnedElsewhere: a live process owns the run.
@@ -159,8 +159,9 @@ def nothing_arrives(store: Store, epoch: int, *, own: int | None) -> bool:
 
 
 def ends_with_its_put(store: Store, *, is_sent_to: bool) -> bool:
-    """Whether nothing can arrive in an attempt whose manifest has been there: it is put once, by a
-    call of the kernel. `is_sent_to`: in the remote tier of a run senders put it again."""
+    """Whether nothing can arrive in an attempt whose manifest was once there, because it is put
+    once, by a call of the kernel. `is_sent_to`: whether the root may be the remote tier of a run,
+    where senders put it again."""
     return isinstance(store, Folders) and not is_sent_to
 
 

@@ -31,9 +31,9 @@ def this_process() -> Process:
 def liveness(process: Process) -> Liveness:
     """Whether `process` lives, as far as this host can tell.
 
-    "dead" is proof: the same boot and process namespace, and no such process, or one of which all
-    threads have ended. "unknown" means that it ran elsewhere, that it is ending, or that whatever
-    has its pid by now cannot be looked at.
+    "dead" is proof: the same boot and process namespace, and no such process, or all of its threads
+    have ended. "unknown" means that it ran elsewhere, that it is just ending, or that the process
+    which has its pid now cannot be inspected.
     """
     here = this_process()
     if not here.boot_id or not here.start:
@@ -51,19 +51,20 @@ def liveness(process: Process) -> Liveness:
             return "alive"
         return "dead" if _have_ended(f"{folder}/task") else "unknown"
     except OSError:
-        # It may be hidden (hidepid), and be a stranger: only the kernel's "no" is proof.
+        # It may be hidden (hidepid), and another process: only the kernel's "no" is proof.
         return "unknown" if _exists(process.pid) else "dead"
 
 
 def _have_ended(folder: str) -> bool:
-    """Whether all threads have ended of a process of which the first one has.
+    """Whether all threads of a process have ended, given that its first one has.
 
-    After a kill the others may still be in a call of the kernel, and end when that returns.
+    `folder` is its `task`. After a kill the other threads may still be in a call of the kernel, and
+    end when that returns.
     """
     threads = os.listdir(folder)
     if not all(_thread_has_ended(f"{folder}/{thread}") for thread in threads):
         return False
-    # Where there was no kill, one that has ended since may have started another.
+    # Where there was no kill, a thread may have started another one before it ended.
     return {*threads}.issuperset(os.listdir(folder))
 
 
@@ -80,7 +81,7 @@ class _Stat(NamedTuple):
     start: str
     """In clock ticks since boot."""
     has_ended: bool
-    """A zombie: nothing of it runs any more. Of a process this is said of its first thread."""
+    """A zombie: it runs no more. For a process, this is about its first thread alone."""
 
 
 def _stat(folder: str) -> _Stat:

@@ -83,7 +83,7 @@ class LoadOptions:
     """Whether bytes go straight into the live tensors, each block once or while it is checked.
     Damage that is found on the way then leaves the state mixed."""
     sides: Sides = field(default_factory=Sides)
-    """Components that may be live or stored only. With them a load is full all the same."""
+    """Components that only the state or only the checkpoint may have; the load is still full."""
 
     @property
     def is_full(self) -> bool:
@@ -120,8 +120,8 @@ class Dropped(PassedOver):
     def __init__(self, message: str, *, folder: str, there: Collection[str]) -> None:
         super().__init__(message)
         self.way_on = (
-            f"What is left of the newest is loaded by load({folder!r}, components={[*there]}), to "
-            "go on from in a root of its own; what is not wanted any more may be left out of the "
+            f"load({folder!r}, components={[*there]}) loads what is left of the newest, to go on "
+            "in a root of its own; components that are not wanted any more may be left out of the "
             "state"
         )
 
@@ -142,7 +142,7 @@ class Candidate:
     stream: Stream
     """Reads those of the tensors that were not read yet."""
     one_sided: OneSided
-    """Components that are not loaded, as only the state or only the checkpoint has them."""
+    """Components that are not loaded, because only the state or only the checkpoint has them."""
     is_proof: bool
     """Whether every byte of it was read in the root from which retention would delete because of
     it, and found right: not from copies of a host, and not in the other tier."""
@@ -261,7 +261,7 @@ class Reader:
         )
 
     def _lacks(self, entry: Entry, *, but: Collection[str] = ()) -> tuple[str, ...]:
-        """What was left out of a checkpoint and is in the live state."""
+        """The components of the live state that were left out of a checkpoint."""
         live = {*self.state, RNG}.difference(but)
         return tuple(name for name in entry.manifest.left_out if name in live)
 
@@ -369,7 +369,7 @@ class Reader:
             self.holding.push(stack.pop_all())
 
     def walk(self, options: LoadOptions, *, unhealthy: Unhealthy = "avoid") -> Candidate | None:
-        """The newest usable checkpoint of the lineage; None when nothing was committed yet, but for
+        """The newest usable checkpoint of the lineage; None when nothing was committed yet but
         parts that side savers saved before the first whole one.
 
         Unless `unhealthy` is "accept", an unhealthy one is taken only when no other can be used.
@@ -469,7 +469,7 @@ class Reader:
 
 
 def _goes_without(manifest: Manifest, options: LoadOptions) -> tuple[str, ...]:
-    """The component that a load of everything may do without: the generators."""
+    """The component that was left out and that a load of everything may do without: `rng`."""
     is_asked_for = options.components is not None or options.include
     if RNG not in manifest.left_out or is_asked_for or options.selection.omits(RNG):
         return ()

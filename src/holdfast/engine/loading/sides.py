@@ -22,7 +22,7 @@ class Sides:
     without: Collection[str] = ()
     """Stored components that the state lacks."""
     allows: Callable[[str], bool] | None = None
-    """Whether some other component may be either."""
+    """Whether another component, given by name, may be on one side only."""
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Check the names against the live state.
@@ -50,10 +50,10 @@ class Sides:
         *,
         where: str,
     ) -> OneSided:
-        """What is allowed of what only the state or only a checkpoint has, and is asked for.
+        """The components to load that only the state or only a checkpoint has, and that may be so.
 
-        `gone` are components that were dropped from it. They, and those that were left out of it,
-        were there once: they are never new.
+        `gone` are components that were dropped from the checkpoint. Neither they nor those that
+        were left out of it are ever new.
 
         Raises:
             UsageError: one of `new` is in the checkpoint, or one of `without` is not.
@@ -62,7 +62,7 @@ class Sides:
         for name in self.new:
             if name in stored and name not in gone:
                 raise UsageError(
-                    f"new: {where} holds {name!r}, so it is not new; it is loaded without that"
+                    f"new: {where} holds {name!r}, so it is not new; take it out of `new`"
                 )
         for name in self.without:
             if name not in stored:
@@ -83,7 +83,7 @@ class Sides:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneSided:
-    """Components that one load leaves out, because only one side has them."""
+    """Components that a load leaves out because only one side has them."""
 
     new: tuple[str, ...]
     without: tuple[str, ...]
@@ -94,7 +94,7 @@ class OneSided:
         return (*self.new, *self.without)
 
     def without_them(self, components: Collection[str] | None) -> Collection[str] | None:
-        """The components that a caller has named, without these; None: all."""
+        """The components that a caller has named, but for these; None: all."""
         return components and [name for name in components if name not in self.names]
 
     @property

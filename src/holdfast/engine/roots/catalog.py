@@ -141,13 +141,15 @@ class Catalog:
         return tuple(sorted((name for name in parsed if name is not None), reverse=True))
 
     def open_attempts(self) -> tuple[AttemptName, ...]:
-        """Those of `attempts` that are not known to have ended: aborted or deleted."""
+        """The attempts that are not known to have ended, which is aborted or deleted."""
         found, known = self.attempts(), known_ended(self.store)
         return tuple(n for n in found if str(n) not in known) if self._skips_ended else found
 
     def has_skipped(self) -> bool:
-        """Whether attempts were left out that are said to have ended; from now on none is. For who
-        found nothing: a person may have put one of them back."""
+        """Whether attempts were left out because they are known to have ended; from now on none is.
+
+        For callers that found nothing: somebody may have put one of them back.
+        """
         is_first, self._skips_ended = self._skips_ended, False
         known = known_ended(self.store)
         return is_first and bool(known.aborted or known.deleted)
@@ -163,7 +165,7 @@ class Catalog:
         name = layout.parse_attempt(folder) if register is None else None
         why = self._records().of_commit(name) if name is not None else ""
         if why:
-            register = self._register(folder)  # it may have been put since, and then all this
+            register = self._register(folder)  # it may have been put since, before those records
             if register is None:
                 raise CorruptData(
                     f"{self.store.url}/{folder}/{layout.MANIFEST} is missing, though it was "
@@ -182,7 +184,7 @@ class Catalog:
         return register
 
     def _records(self) -> Records:
-        """Those of one question, which begins with the names of all attempts."""
+        """The records as they are read for one question; `attempts` begins the next one."""
         if self._known_records is None:
             self._known_records = Records(self.store)
         return self._known_records
@@ -293,7 +295,7 @@ class Catalog:
         epoch = self._standing_epoch(attempts, epochs)
         oldest = min((name.epoch for name in attempts), default=1)
         last: int | None = None
-        while epoch >= max(oldest, 1):  # below there is nothing to be found
+        while epoch >= max(oldest, 1):  # below that there are no attempts
             for name in attempts:
                 if name.epoch == epoch and (last is None or name.sequence <= last):
                     yield name
@@ -349,11 +351,11 @@ class Catalog:
         return best
 
     def newest(self, *, but: Collection[str] = ()) -> Entry | None:
-        """The `latest`, of those in other folders than `but`, where nothing newer is damaged.
+        """The `latest` of those in other folders than `but`; fails where a newer one is damaged.
 
         Raises:
-            SealError: what may be it is sealed for others.
-            FormatError: the manifest of what may be it is damaged or lost.
+            SealError: a newer one is sealed for others.
+            FormatError: the manifest of a newer one is damaged or lost.
         """
         entry = self.latest(entry for entry in self.lineage_entries() if entry.folder not in but)
         self._expect_readable_after(entry)
@@ -370,7 +372,7 @@ class Catalog:
     def resolve(self, which: str | int = "latest") -> Entry:
         """The checkpoint that `which` names, in the current lineage.
 
-        `which` is "latest" (see the method; nothing older takes its place where it is damaged),
+        `which` is "latest" (see `newest`: where it is damaged nothing older takes its place),
         "step=1000" (or an int), a folder's name, a tag, or a label; a folder's name is also found
         outside the lineage.
 
@@ -378,7 +380,7 @@ class Catalog:
             UsageError: "step=" with something that is no number.
             NoCheckpoint: nothing there answers; the message lists what is there.
             SealError: what answers is sealed for others, or may be what is.
-            FormatError: the manifest of the named folder, or of what may be the latest, is damaged.
+            FormatError: the manifest of the named folder, or of the latest, is damaged or lost.
         """
         wanted = f"step={which}" if isinstance(which, int) else which
         if wanted.startswith("step=") and not _STEP.fullmatch(wanted):
@@ -395,7 +397,7 @@ class Catalog:
     def ever_committed(self, *, by_main: bool = False) -> bool:
         """Whether anything was ever committed here: then a fresh start would be a lie.
 
-        With `by_main`, anything but parts that side savers saved, which are no start.
+        With `by_main`, manifests of parts that side savers saved do not count.
 
         Raises:
             SealError: before anything else, something that is sealed for others; or nothing else
@@ -479,8 +481,8 @@ class Catalog:
                 if entry is not None:
                     older = f"for the one before it, name {entry.folder} or step={entry.step}"
                 raise CorruptData(
-                    f"the newest checkpoint cannot be read: {error}. resume() passes it over and "
-                    f"says so; {older}"
+                    f"the newest checkpoint cannot be read: {error}. Only resume() passes over "
+                    f"it; {older}"
                 ) from error
 
     def _expect_all_opened(self) -> None:

@@ -123,7 +123,7 @@ def publish(store: Store, attempt: Attempt, data: bytes, *, epoch: int) -> None:
 
 
 def _may_stand(store: Store, attempt: Attempt, error: StoreError) -> bool:
-    """Whether a refused put may have taken effect all the same: its key is looked at.
+    """Whether a refused put may have taken effect all the same: looks whether its key exists.
 
     Raises:
         OutcomeUnknown: something is under the key.
@@ -192,7 +192,7 @@ class _NotThere(OutcomeUnknown):
 
 def _expect_ours(store: Store, key: str, data: bytes, error: StoreError) -> None:
     try:
-        # Whoever put it, perhaps an earlier try of ours, may not have come as far as this.
+        # Whoever put it, perhaps an earlier try of ours, may not have synced the folder.
         sync_folder(store, key.rpartition("/")[0])
         found = read_document(store, key, max_nbytes=MAX_MANIFEST_NBYTES)
     except NotFound:

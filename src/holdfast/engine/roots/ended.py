@@ -1,7 +1,7 @@
 """Attempts whose registers have their last value: aborted or deleted (docs/design.md, rule 10).
 
-They are many where runs are killed often, and each costs a request as long as it is looked at. So
-a process looks at each once; and whoever owns the run writes down which they are, for the next.
+Where runs are killed often there are many of them, and reading each register costs a request. So a
+process reads each once, and the owner of the run records which they are, for the next process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.format.records import MAX_ENDED_NBYTES, Ended, decode_ended, encod
 from holdfast.store.base import Store, sync_folder
 
 _WORTH_A_RECORD = 4
-"""Fewer new ones are looked at again by the next process."""
+"""Fewer new ones are not recorded: the next process reads their registers again."""
 _MOST_LISTED = 100_000
 _KNOWN: WeakKeyDictionary[Store, Known] = WeakKeyDictionary()
 _LOCK = threading.Lock()
@@ -41,7 +41,7 @@ class Known:
         return folder in self._listed
 
     def note(self, folder: str, register: Aborted | Deleted) -> None:
-        """A register was read, and this is its last value."""
+        """Remember the last value of a register that was read."""
         (self.deleted if isinstance(register, Deleted) else self.aborted).add(folder)
 
     def take(self, store: Store, names: Iterable[str]) -> None:
@@ -52,14 +52,14 @@ class Known:
             try:
                 found = read_if_there(store, name, decode_ended, max_nbytes=MAX_ENDED_NBYTES)
             except FormatError:
-                continue  # it would only have saved time
+                continue  # a record only saves time
             if found is not None:
                 self.aborted |= {*found.aborted}
                 self.deleted |= {*found.deleted}
                 self._listed |= {*found.aborted, *found.deleted}
 
     def write(self, store: Store, epoch: int, there: Iterable[str]) -> None:
-        """Have a record of those that are `there`, in place of older ones, if it is worth one."""
+        """Record which of `there` have ended, in place of older records, if enough are new."""
         here = {*there}
         if len(self._new(here)) < _WORTH_A_RECORD:
             return
@@ -78,7 +78,7 @@ class Known:
                 store.delete(name)
 
     def forget(self, store: Store) -> None:
-        """Remove the records, because what one of them names is a checkpoint all the same."""
+        """Remove the records, because one of them lists a folder that is a checkpoint after all."""
         self.aborted, self.deleted, self._listed = set(), set(), frozenset()
         for name in store.children():
             if layout.parse_ended(name) is not None:
@@ -89,9 +89,9 @@ class Known:
 
 
 def known_ended(store: Store) -> Known:
-    """What this process knows of a store; nothing yet, at first."""
+    """What this process knows of a store."""
     with _LOCK:
         try:
             return _KNOWN.setdefault(store, Known())
-        except TypeError:  # a store of somebody's own, which cannot be referred to weakly
+        except TypeError:  # a user's own store that allows no weak references
             return Known()

@@ -1,6 +1,6 @@
 """Records that tell a checkpoint whose manifest was lost from a save that never committed.
 
-A register that is empty says nothing of which it is (docs/design.md, rule 7). Reads only.
+An empty register may be either (docs/design.md, rule 7). Reads only.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from holdfast.store.base import Points, Store
 
 
 class Records:
-    """What the records of one root say of attempts without a register. Each record is read once,
-    when it is first asked for, so keep one no longer than for one question."""
+    """What the records of one root say of attempts without a register.
+
+    Each record is read once, when it is first needed, so keep an instance for one question only.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -27,14 +29,14 @@ class Records:
         self._points: dict[str, int] = {}
         """By folder: an epoch whose writer went on from it, of those that were read."""
         self._epochs: list[int] | None = None
-        """Those that were not read yet, oldest first; None: all of them."""
+        """Epochs whose claims were not read yet, oldest first; None: all of them."""
 
     def of_commit(self, name: AttemptName) -> str:
-        """What shows that an attempt with an empty register was committed; nothing otherwise.
+        """What shows that an attempt with an empty register was committed; empty otherwise.
 
         `latest`, a note on its upload, or a pin or mark beside its files was put after the commit.
-        Claims, what later writers saved, and a clean close tell it only where no other file is
-        missing: of two tiers both have the claims, and one may have a part of the files yet.
+        Claims, what later writers saved, and a clean close prove it only where no other file is
+        missing: of two tiers both have the claims, and one may have only a part of the files yet.
         """
         folder = str(name)
         names = self._store.children(folder)
@@ -51,7 +53,7 @@ class Records:
         return why if why and self._has_all(folder, names) else ""
 
     def _gone_on_from(self, name: AttemptName) -> str:
-        """How the run went on after an attempt; nothing where no record tells."""
+        """How the run went on after an attempt; empty where no record says so."""
         epoch = self._went_on(name)
         if epoch:
             return f"writer {epoch} went on from it"
@@ -76,7 +78,7 @@ class Records:
         return self._points.get(str(name), 0)
 
     def _point_of(self, epoch: int) -> Reference | None:
-        """From what an epoch went on, as its claim says, or else what was saved in it."""
+        """What an epoch went on from, by its claim or else by a manifest that was saved in it."""
         with suppress(FormatError):
             claim = read_if_there(self._store, layout.writer_key(epoch), decode_writer)
             if claim is not None:
@@ -103,8 +105,8 @@ class Records:
         return True
 
     def _has_all(self, folder: str, names: Collection[str]) -> bool:
-        """Whether no file but the manifest is missing; of a sealed one, whether its keys are there,
-        which are put right before it."""
+        """Whether no file but the manifest is missing. For a sealed checkpoint, whether its keys
+        are there, which are put right before the manifest."""
         if any(layout.parse_keys(name) is not None for name in names):
             return True
         from holdfast.format.index import MAX_INDEX_NBYTES, files_of_index  # takes numpy

@@ -109,8 +109,8 @@ class Links:
         return Linked(name=origin.name, entry=origin.entry, stored=origin.stored)
 
     def look_ahead(self, digests: Mapping[str, bytes]) -> None:
-        """Read files back that were just committed, by plain name, because a later save will share
-        them. None will where retention keeps just one."""
+        """Read files back that were just committed, by plain name, because a later save may share
+        them. Does nothing while only one commit stands, as where retention keeps just one."""
         standing = self._standing(self._newest) if self._newest is not None and digests else []
         if len(standing) < 2:
             return
@@ -140,8 +140,8 @@ class Links:
         return origin.entry.nbytes >= MIN_NBYTES and isinstance(self._store, LinksFiles)
 
     def _standing(self, kind: _Kind) -> list[_Commit]:
-        """The newest two that are still there and that nobody found fault with; forgets newer ones
-        that are not."""
+        """The newest two commits of a kind that stand, older first: neither deleted nor rejected.
+        Forgets newer ones that do not."""
         commits = self._commits.get(kind, [])
         found: list[_Commit] = []
         for commit in reversed(commits[:]):
@@ -162,8 +162,8 @@ class Links:
         return isinstance(register, Manifest) and not (marks.rejected or marks.retired)
 
     def _verified(self, files: dict[str, _Origin], name: str, digests: bytes) -> _Origin | None:
-        """The file of this name, read once against its digests; None, and forgotten, if it is not
-        sound."""
+        """The file of this name, after one read against its digests; None if it is damaged, and
+        the file is forgotten."""
         origin = files[name]
         if not origin.is_verified:
             if not self._is_sound(origin, digests):

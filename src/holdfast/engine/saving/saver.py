@@ -49,7 +49,7 @@ bandwidth where one does not."""
 
 
 _LOOK_S = 30.0
-"""How long a failed save waits for the answer to whose the run is, in seconds."""
+"""How long a failed save waits to learn whether this process still owns the run, in seconds."""
 _NOT_READ = "Whether this process still owns the run is not known"
 
 
@@ -265,19 +265,19 @@ class Saver:
         self._compressing.learn()
 
     def _failure(self, error: BaseException, step: int, epoch: int) -> BaseException:
-        """What the caller is to see. Whoever has lost the run finds its files gone, or its
-        manifest's key taken: so the fence is read before anything else is said."""
+        """The error for the caller. A process that lost the run may find its files gone or its
+        manifest's key taken, so the fence is read before the save's own error is reported."""
         if isinstance(error, OwnershipError):
             return error
         committed = None if isinstance(error, OutcomeUnknown) else False
         look = partial(check_fence, self._store, epoch, committed=committed)
         try:
-            # In another thread: what has just failed may hang.
+            # In another thread: the storage has just failed, and may hang.
             self.threads.waiters.submit(look).result(timeout=min(self.timeout_s, _LOOK_S))
         except Superseded as superseded:
             superseded.__cause__ = error
             return superseded
-        except BaseException as unread:  # noqa: BLE001 - the error that counts is told with it
+        except BaseException as unread:  # noqa: BLE001 - it goes into the save's error
             return _save_failed(error, step, f"{_NOT_READ} ({str(unread) or 'it hangs'})")
         return _save_failed(error, step, "Training can go on")
 

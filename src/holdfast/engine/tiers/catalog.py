@@ -34,8 +34,8 @@ def catalog_of(
     """A reader of a root, or of both tiers of one.
 
     Raises:
-        UsageError: no store is known by that name, it is a template that nobody has filled, the
-            tiers are one place, or seal already.
+        UsageError: no store is known by that name, the name is an unfilled template, the tiers are
+            one place, or a store seals already.
     """
     for place in (root.local, root.remote) if isinstance(root, Tiered) else (root,):
         if isinstance(place, str | os.PathLike):

@@ -112,8 +112,8 @@ class Tiered:
         local: a path or a store that is fast, where each save commits.
         remote: a path, a URL or a store that stays. It is a root like any other: others list it,
             load from it, and a machine with an empty `local` goes on from it.
-        keep_local: what retention keeps in `local` of what `remote` has; 0: only the newest, of
-            whatever saver. None: what the manager's `keep` says.
+        keep_local: what retention keeps in `local` of what `remote` has; 0: only what is kept in
+            any case, such as the newest. None: what the manager's `keep` says.
         keep_remote: what it keeps in `remote`; what this would delete at once is not sent. None:
             everything.
         max_lag: how far `remote` may be behind: "2000step", "30min" of training, or "40GB" that
