@@ -13,12 +13,14 @@ from safetensors.torch import load_file
 
 from holdfast import Best, CachedStore, CheckpointManager, EveryNth, Last, StateHooks, Within
 from holdfast.care.prune import prune
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.notes import reject
 from holdfast.errors import SaveFailed
 from holdfast.format import layout
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.manifest import Timestamp
 from holdfast.store import open_store
+from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing import Fault, FaultyStore
 
@@ -192,6 +194,75 @@ def test_what_cannot_stand_in_is_not_between(tmp_path: Path, what: str) -> None:
             if number in odd and what == "rejected":
                 reject(open_store(tmp_path), saved.folder, by="a test", reason="it is not good")
             newest, *others = whole_folders(tmp_path)
+            assert not others or not share(newest, others[0]), number
+
+
+def frozen_parts() -> dict[str, Any]:
+    """A part that changes, and two that do not."""
+    large = torch.randn(3, MIB)
+    return {"model": {"w": torch.zeros(8)}, "base": {"w": large}, "extra": {"w": large + 1}}
+
+
+def go(manager: CheckpointManager, number: int, **more: Any) -> None:
+    manager.state["model"]["w"].add_(1)
+    manager.save(number, **more).wait()
+    manager.wait()
+
+
+def newest_of_line(root: Path) -> list[Path]:
+    """The folders on the run's own line, newest first."""
+    return [root / entry.folder for entry in Catalog(LocalStore(root)).lineage_entries()]
+
+
+def test_what_was_thinned_is_not_between(tmp_path: Path) -> None:
+    """Invariant 10: it is not whole, so the two around it are the newest whole ones."""
+    rule = Last(1) | EveryNth("3step").then_drop("extra")
+    with CheckpointManager(tmp_path, frozen_parts(), keep=rule) as manager:
+        for number in range(1, 12):
+            go(manager, number, tags=["kept"] if number == 10 else [])
+    newest, tagged = newest_of_line(tmp_path)[:2]
+    assert [path.name[:13] for path in (newest, tagged)] == ["step-00000011", "step-00000010"]
+    assert not share(newest, tagged)
+
+
+def test_after_a_rollback_the_own_line_has_two_files(tmp_path: Path) -> None:
+    """Invariant 10: not those that were left behind count, but what a resume would go back to."""
+    with CheckpointManager(tmp_path, frozen_parts(), keep=Last(2)) as manager:
+        for number in (1, 2, 3):
+            go(manager, number)
+        manager.load("step=2")
+        for number in (3, 4, 5):
+            go(manager, number)
+            newest, second, *_ = newest_of_line(tmp_path)
+            assert not share(newest, second), number
+
+
+def test_saves_of_another_kind_are_no_excuse(tmp_path: Path) -> None:
+    """Invariant 10: what lacks generators alone is whole, too."""
+    with CheckpointManager(tmp_path, frozen_parts(), keep=Last(2)) as manager:
+        for number in range(1, 10):
+            parts = ["model", "base", "extra"] if number in (4, 5, 8) else None
+            go(manager, number, components=parts, tags=["kept"] if number == 2 else [])
+            newest, *others = newest_of_line(tmp_path)
+            assert not others or not share(newest, others[0]), number
+
+
+@pytest.mark.parametrize("what", ["a read fails", "a manifest is damaged"])
+def test_where_the_newest_are_not_known_nothing_is_shared_with_them(
+    tmp_path: Path, what: str
+) -> None:
+    """Invariant 10: a commit that cannot be read now is not forgotten, and one that is damaged
+    leaves the file that it shared to the others."""
+    fault = Fault(kind="fail", op="get", key="step-00000005.*/manifest.json")
+    store = FaultyStore(open_store(tmp_path), [fault] if what == "a read fails" else [])
+    with CheckpointManager(store, frozen_parts()) as manager:
+        for number in range(1, 12):
+            if number == 7 and what == "a manifest is damaged":
+                (path,) = tmp_path.glob("step-00000005.*/manifest.json")
+                path.chmod(0o644)
+                path.write_bytes(b"rot")
+            go(manager, number)
+            newest, *others = newest_of_line(tmp_path)
             assert not others or not share(newest, others[0]), number
 
 

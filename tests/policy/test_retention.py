@@ -791,3 +791,11 @@ def test_what_is_not_well_gives_a_rule_nothing_to_judge_by() -> None:
     entries = [measured(1, rejected=True), candidate(2), candidate(3), candidate(4)]
     assert kept(entries, Best("loss")) == [1, 2, 3, 4]
     assert unmet([candidate(1, healthy=False)], Best("loss")) == {}
+
+
+def test_a_metric_of_a_part_says_nothing_of_whole_ones() -> None:
+    """Nothing whole goes because a partial save has what the rule asks for."""
+    whole = [candidate(sequence) for sequence in range(1, 5)]
+    part = candidate(5, left_out=("optimizer",), metrics={"loss": 0.5})
+    assert kept([*whole, part], Best("loss", n=3)) == [1, 2, 3, 4, 5]
+    assert [*unmet([*whole, part], Best("loss", n=3)).values()] == ["the metric 'loss'"]

@@ -57,31 +57,38 @@ def plan(
     for folder, error in others:
         unread(folder, error)
     by_order = {entry.order: entry for entry in entries if entry.name.epoch <= epoch}
+    lineage = {name.order for name in catalog.lineage()}
     decisions = decide(
         [candidate(catalog.store, entry) for entry in by_order.values()],
         rule,
         resumed_from=resumed_from,
-        lineage={name.order for name in catalog.lineage()},
+        lineage=lineage,
         replaces=replaces,
     )
     planned = [Planned(entry=by_order[found.entry.order], decision=found) for found in decisions]
-    return tuple(_with_one_apart(catalog.store, planned))
+    # Of all, and of the run's own line, on which a resume goes back.
+    for orders in ({*by_order}, lineage):
+        planned = _with_one_apart(catalog.store, planned, orders)
+    return tuple(planned)
 
 
-def _with_one_apart(store: Store, planned: Sequence[Planned]) -> list[Planned]:
-    """The plan, with one more to keep where the newest two whole ones that stay share a file: the
-    newest that shares none with the first of them."""
-    whole = [item for item in planned if _is_whole(item.decision.entry)]
+def _with_one_apart(
+    store: Store, planned: list[Planned], orders: Collection[tuple[int, int]]
+) -> list[Planned]:
+    """The plan, with one more to keep where the newest two whole ones that stay, of these orders,
+    share a file: the newest that shares none with the first of them."""
+    ours = (item for item in planned if item.entry.order in orders)
+    whole = [item for item in ours if _is_whole(item.decision.entry)]
     staying = [item for item in whole if item.decision.keep and not item.decision.drop]
     if len(staying) < 2 or not _share_files(store, staying[0].entry, staying[1].entry):
-        return [*planned]
+        return planned
     newest = staying[0]
     for item in whole[whole.index(newest) + 1 :]:
         if not _share_files(store, newest.entry, item.entry):
             why = "the newest two that would stay have one file in common, and this one none"
             spared = replace(item.decision, keep=True, drop=(), reason=why)
             return [replace(i, decision=spared) if i is item else i for i in planned]
-    return [*planned]
+    return planned
 
 
 def _is_whole(entry: Candidate) -> bool:

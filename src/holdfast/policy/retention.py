@@ -16,10 +16,10 @@ from holdfast.policy.rule import (
     Candidate,
     Rule,
     ThenDrop,
+    groups,
     join_reasons,
     picks_of,
     picks_of_others,
-    positions_of,
     savers_of,
 )
 from holdfast.policy.rules import All, Best, Budget, ByClass, Daily, EveryNth, Hourly, Last, Within
@@ -125,11 +125,10 @@ def unmet(entries: Sequence[Candidate], rule: Rule) -> dict[str, str]:
     Such a part keeps everything that it judges, and whole. For messages to the user, who may have
     mistyped a metric or passes no counter.
     """
-    parts = ((part, saver, _missing(part, saver, entries)) for part, saver, _ in _flat(rule))
     return {
         str(part) if saver == MAIN else f"{saver}: {part}": lack
-        for part, saver, lack in parts
-        if lack
+        for part, saver, _ in _flat(rule)
+        for lack, _ in _lacking(part, saver, entries)
     }
 
 
@@ -196,11 +195,14 @@ def _picks(newest_first: Sequence[Candidate], rule: Rule) -> dict[int, _Pick]:
     others = {} if rule.is_for_all else picks_of_others(newest_first, savers_of(rule))
     found = [(others, _NOTHING)]
     for part, saver, drop in _flat(rule):
-        if lack := _missing(part, saver, newest_first):
-            why = f"{part} keeps all, as none has {lack}"
-            found.append((dict.fromkeys(positions_of(saver, newest_first), why), _NOTHING))
-        else:
-            found.append((picks_of(part, saver, newest_first), drop))
+        spared = {
+            position: f"{part} keeps all, as none has {lack}"
+            for lack, positions in _lacking(part, saver, newest_first)
+            for position in positions
+        }
+        picked = picks_of(part, saver, newest_first)
+        found.append((spared, _NOTHING))
+        found.append(({p: why for p, why in picked.items() if p not in spared}, drop))
     for reasons, drop in found:
         suffix = f" without {', '.join(sorted(drop))}" if drop else ""
         for position, why in reasons.items():
@@ -212,11 +214,19 @@ def _picks(newest_first: Sequence[Candidate], rule: Rule) -> dict[int, _Pick]:
     return picks
 
 
-def _missing(part: Rule, saver: str, entries: Sequence[Candidate]) -> str:
-    """What a simple rule needs and no checkpoint of the saver has; empty: nothing."""
-    own = [entries[position] for position in positions_of(saver, entries)]
-    counting = [entry for entry in own if entry.counts]
-    return part.missing(counting) if counting else ""
+def _lacking(
+    part: Rule, saver: str, entries: Sequence[Candidate]
+) -> Iterator[tuple[str, list[int]]]:
+    """What a simple rule needs and no checkpoint of a group has, and the positions of the group.
+
+    Of whole ones, whole ones must have it; parts go by what any of the saver's has.
+    """
+    whole, *others = groups(entries, saver)
+    for positions, asked in ((whole, whole), *((o, [*whole, *o]) for o in others)):
+        counting = [entries[position] for position in asked if entries[position].counts]
+        lack = part.missing(counting) if positions and counting else ""
+        if lack:
+            yield lack, positions
 
 
 def _flat(

@@ -228,7 +228,7 @@ def picks_of(rule: Rule, saver: str, newest_first: Sequence[Candidate]) -> dict[
     So three whole ones stay of the last three, however many beside them cannot be resumed from.
     """
     picks: dict[int, str] = {}
-    for positions in _groups(newest_first, saver):
+    for positions in groups(newest_first, saver):
         group = [newest_first[position] for position in positions]
         for position, reason in rule.picks(group).items():
             if position not in range(len(group)):
@@ -286,8 +286,8 @@ def _names_savers(rule: Rule) -> bool:
     return isinstance(rule, BySaver)
 
 
-def _groups(newest_first: Sequence[Candidate], saver: str) -> Iterator[list[int]]:
-    """Positions of a saver's checkpoints, in the groups that are judged apart."""
+def groups(newest_first: Sequence[Candidate], saver: str) -> Iterator[list[int]]:
+    """Positions of a saver's checkpoints, in the groups that are judged apart; whole ones first."""
     own = positions_of(saver, newest_first)
     if saver != MAIN:
         yield own

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from holdfast import errors
+from holdfast import SideSaver, errors
 from holdfast.care.prune import preview
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.format.manifest import Timestamp
+from holdfast.format.manifest import Deleted, Timestamp
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import All, Last
 from holdfast.state.edits import StateView
@@ -340,3 +341,26 @@ def test_what_an_object_refuses_leaves_the_run_where_it_stands() -> None:
         assert manager.save(3).wait().step == 3
     entry = Catalog(store).resolve()
     assert (entry.step, entry.name.epoch, entry.name.sequence) == (3, 1, 3)
+
+
+def test_what_side_savers_deleted_is_no_work_of_the_main_one() -> None:
+    """Parts alone, and tombstones of parts: the run has not begun yet."""
+    store = MemoryStore()
+
+    def life() -> CheckpointManager:
+        state = {"model": nn.Linear(2, 2), "other": nn.Linear(2, 2)}
+        side = SideSaver("weights", every="1step", components=["model"], keep=Last(1))
+        return CheckpointManager(
+            store, state, every="100step", keep=Last(1), savers=[side], takeover=True, sinks=()
+        )
+
+    for first in (1, 3):  # neither ends cleanly, so that tombstones stay
+        manager = life()
+        assert manager.resume() is None
+        for step in (first, first + 1):
+            manager.maybe_save(step)
+            manager.wait()
+    registers = [Catalog(store).read(str(name)) for name in Catalog(store).attempts()]
+    assert any(isinstance(register, Deleted) for register in registers)
+    with life() as manager:
+        assert manager.resume() is None

@@ -317,3 +317,23 @@ def test_a_save_of_another_set_of_components_is_a_new_checkpoint(
         folder = manager.save(2, wait=True).wait().folder
         assert folder != found.folder
     assert ('"ema"' in (root / folder / "manifest.json").read_text()) is gains
+
+
+@pytest.mark.parametrize("argument", ["new", "without"])
+def test_a_damaged_newest_one_does_not_decide_what_is_new(tmp_path: Path, argument: str) -> None:
+    """It gained, or had, a component that the one before has not: that one is gone on from."""
+    small, large = {"model": {"w": torch.zeros(4)}}, {"ema": {"w": torch.ones(4)}}
+    with CheckpointManager(tmp_path, small) as manager:
+        manager.save(1).wait()
+    with CheckpointManager(tmp_path, {**small, **large}) as manager:
+        manager.resume(new=["ema"])
+        folder = tmp_path / manager.save(2).wait().folder
+    file = folder / "model-00000.safetensors"
+    file.chmod(0o644)
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    state = {**small, **large} if argument == "new" else small
+    with CheckpointManager(tmp_path, state) as manager:
+        found = manager.resume(**{argument: ["ema"]})  # type: ignore[arg-type]
+        assert found is not None
+        assert found.step == 1
+        assert [name for name, _ in found.rejected] == [folder.name]

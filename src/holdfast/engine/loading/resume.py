@@ -199,12 +199,10 @@ class Reader:
         if options.strict:
             self._expect_saved(entry, wanted)
             self._expect_there(entry, wanted, gone)
-        one_sided = options.sides.found(
-            self.state, entry.manifest, gone, options.is_asked, where=self._place(entry)
-        )
+        one_sided = options.sides.found(self.state, entry.manifest, gone, options.is_asked)
         try:
             components = [name for name in wanted if name not in {*gone, *one_sided.without}]
-            return self._read(store, entry, options, components, unsaved, one_sided)
+            found = self._read(store, entry, options, components, unsaved, one_sided)
         except MismatchError as error:
             raise with_hint(error, entry.manifest) from error
         except (FormatError, StoreError):
@@ -213,6 +211,9 @@ class Reader:
             now = dropped(store, entry.folder, entry.manifest, marks)
             self._expect_there(entry, wanted, set(now) - set(gone))
             raise
+        if not self.passed_over:  # what is older may well lack, or have, what the newest does not
+            options.sides.expect(entry.manifest, gone, where=self._place(entry))
+        return found
 
     def _read(
         self,

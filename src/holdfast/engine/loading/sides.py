@@ -47,13 +47,23 @@ class Sides:
         manifest: Manifest,
         gone: Collection[str],
         is_asked: Callable[[str], bool],
-        *,
-        where: str,
     ) -> OneSided:
         """The components to load that only the state or only a checkpoint has, and that may be so.
 
         `gone` are components that were dropped from the checkpoint. Neither they nor those that
         were left out of it are ever new.
+        """
+        stored = manifest.components
+        live, known = {*state, RNG}, {*stored, *manifest.left_out}
+        new = [name for name in (*state, RNG) if name not in known and self._may(name, self.new)]
+        without = [n for n in stored if n not in live and self._may(n, self.without)]
+        return OneSided(
+            new=tuple(filter(is_asked, dict.fromkeys(new))),
+            without=tuple(filter(is_asked, without)),
+        )
+
+    def expect(self, manifest: Manifest, gone: Collection[str], *, where: str) -> None:
+        """Check the names against the newest checkpoint, once it was read and found sound.
 
         Raises:
             UsageError: one of `new` is in the checkpoint, or one of `without` is not.
@@ -69,13 +79,6 @@ class Sides:
                 raise UsageError(
                     f"without: {where} holds no component {name!r}; it has {[*stored]}"
                 )
-        live, known = {*state, RNG}, {*stored, *manifest.left_out}
-        new = [name for name in (*state, RNG) if name not in known and self._may(name, self.new)]
-        without = [n for n in stored if n not in live and self._may(n, self.without)]
-        return OneSided(
-            new=tuple(filter(is_asked, dict.fromkeys(new))),
-            without=tuple(filter(is_asked, without)),
-        )
 
     def _may(self, name: str, named: Collection[str]) -> bool:
         return name in named or (self.allows is not None and self.allows(name))

@@ -397,7 +397,9 @@ class Catalog:
     def ever_committed(self, *, by_main: bool = False) -> bool:
         """Whether anything was ever committed here: then a fresh start would be a lie.
 
-        With `by_main`, manifests of parts that side savers saved do not count.
+        With `by_main`, what side savers saved does not count: neither manifests of parts, nor what
+        was deleted, of which nobody knows whose it was; a run that went on from a checkpoint shows
+        itself by its claim.
 
         Raises:
             SealError: before anything else, something that is sealed for others; or nothing else
@@ -414,9 +416,9 @@ class Catalog:
                 continue
             if isinstance(register, Manifest) and by_main and _is_of_sides(register):
                 continue
-            if isinstance(register, Manifest | Deleted):
+            if isinstance(register, Manifest):
                 return True
-        if self._has_deleted():
+        if self._has_deleted() and not by_main:
             return True
         claims = (self._claim_or_none(epoch) for epoch in self.claims())
         if any(claim is not None and claim.resumed_from is not None for claim in claims):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
 from holdfast.engine.loading.blockreading import FileBlocks, read_block
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.staging.arena import Arena
-from holdfast.errors import HoldfastError
+from holdfast.errors import FormatError, HoldfastError, NotFound, SealError, StoreError
 from holdfast.format import blocks
 from holdfast.format.index import StoredBlocks
 from holdfast.format.layout import BLOCK_NBYTES, plain_file
@@ -62,8 +63,9 @@ class Linked:
 class Links:
     """Remembers the files of the commits of this process. Not thread-safe.
 
-    A save shares files with the second newest commit of its kind that stands, never with the
-    newest: so the newest two never share one.
+    A save shares files with the second newest commit of its kind that stands, and only what is not
+    one file with the newest of any kind, nor with what the run went on from: so the newest two
+    never share one.
     """
 
     def __init__(self, store: Store, *, failed: Callable[[str], None]) -> None:
@@ -73,14 +75,26 @@ class Links:
         """Oldest first."""
         self._source: dict[str, _Origin] = {}
         """What the save under way may share, by plain name."""
+        self._apart: list[str] = []
+        """Folders with which that save must not share a file."""
         self._newest: _Kind | None = None
         self._linked: dict[str, _Origin] = {}
 
-    def begin(self, components: Iterable[str], *, is_healthy: bool) -> None:
-        """A save of these components begins."""
+    def begin(
+        self, components: Iterable[str], *, is_healthy: bool, resumed_from: str | None
+    ) -> None:
+        """A save of these components begins, in a run that went on from the folder
+        `resumed_from`."""
         self._linked.clear()
-        standing = self._standing(_Kind(frozenset(components), is_healthy))
-        self._source = standing[-2].files if len(standing) > 1 else {}
+        self._source, self._apart = {}, [] if resumed_from is None else [resumed_from]
+        try:
+            for kind in self._commits:
+                self._apart += [commit.folder for commit in self._standing(kind)[-1:]]
+            standing = self._standing(_Kind(frozenset(components), is_healthy))
+        except StoreError:
+            return  # which are the newest is not known now
+        if len(standing) > 1:
+            self._source = standing[-2].files
 
     def may_have(self, name: str, nbytes: int) -> bool:
         """Whether a file of this name and length could be shared, if the bytes are the same."""
@@ -99,6 +113,8 @@ class Links:
         origin = self._source.get(name)
         if origin is None or msgspec.structs.replace(origin.entry, stored=None) != entry:
             return None
+        if any(map(partial(self._is_one_file, origin), self._apart)):
+            return None
         origin = self._verified(self._source, name, digests)
         if origin is None:
             return None
@@ -111,7 +127,12 @@ class Links:
     def look_ahead(self, digests: Mapping[str, bytes]) -> None:
         """Read files back that were just committed, by plain name, because a later save may share
         them. Does nothing while only one commit stands, as where retention keeps just one."""
-        standing = self._standing(self._newest) if self._newest is not None and digests else []
+        if self._newest is None or not digests:
+            return
+        try:
+            standing = self._standing(self._newest)
+        except StoreError:
+            return
         if len(standing) < 2:
             return
         files = standing[-1].files
@@ -140,8 +161,12 @@ class Links:
         return origin.entry.nbytes >= MIN_NBYTES and isinstance(self._store, LinksFiles)
 
     def _standing(self, kind: _Kind) -> list[_Commit]:
-        """The newest two commits of a kind that stand, older first: neither deleted nor rejected.
-        Forgets newer ones that do not."""
+        """The newest two commits of a kind that stand whole, older first: nothing of them is
+        deleted, and they are not rejected. Forgets newer ones that do not.
+
+        Raises:
+            StoreError: one of them cannot be read now.
+        """
         commits = self._commits.get(kind, [])
         found: list[_Commit] = []
         for commit in reversed(commits[:]):
@@ -157,9 +182,21 @@ class Links:
         catalog = Catalog(self._store)
         try:
             marks, register = catalog.marks(folder), catalog.read(folder)
-        except HoldfastError:
+        except (FormatError, SealError):
             return False
-        return isinstance(register, Manifest) and not (marks.rejected or marks.retired)
+        is_marked = marks.rejected or marks.retired or marks.thinned
+        return isinstance(register, Manifest) and not is_marked
+
+    def _is_one_file(self, origin: _Origin, folder: str) -> bool:
+        """Whether the file of that name in a folder is the same on the disk, as far as one can
+        tell."""
+        try:
+            found = self._store.head(f"{folder}/{origin.name}").identity
+            return found == self._store.head(f"{origin.folder}/{origin.name}").identity
+        except NotFound:
+            return False
+        except StoreError:
+            return True
 
     def _verified(self, files: dict[str, _Origin], name: str, digests: bytes) -> _Origin | None:
         """The file of this name, after one read against its digests; None if it is damaged, and

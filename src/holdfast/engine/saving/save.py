@@ -120,7 +120,12 @@ def write(
     try:
         began = time.perf_counter()
         compressing.begin()
-        links.begin(staged.kinds, is_healthy=not request.unhealthy)
+        point = request.claim.resumed_from
+        links.begin(
+            staged.kinds,
+            is_healthy=not request.unhealthy,
+            resumed_from=None if point is None else point.folder,
+        )
         files = _Files(attempt, staged, compressing, links, workers, timeout_s)
         written = _write_files(store, files, writers, phase, compressing)
         request.timings["write_s"] = time.perf_counter() - began
