@@ -175,7 +175,7 @@ def expect_no_junk(store: Store, root: str) -> None:
 
 
 def _expect_bare_folder(root: Path, committed: dict[str, Manifest]) -> None:
-    junk = set(os.listdir(root)) - set(committed)
+    junk = {name for name in os.listdir(root) if layout.parse_ended(name) is None} - set(committed)
     junk -= {layout.WRITERS, layout.READERS, layout.LATEST}
     if (root / layout.READERS).exists():  # whoever has loaded something has made it
         junk |= set(os.listdir(root / layout.READERS))
@@ -189,7 +189,7 @@ def _expect_bare_folder(root: Path, committed: dict[str, Manifest]) -> None:
 def _expect_objects(store: Store, expected: set[str]) -> None:
     found = {info.key for info in store.list()}
     junk = {key for key in found - expected if not key.startswith(f"{layout.WRITERS}/")}
-    junk -= {layout.LATEST}
+    junk = {key for key in junk - {layout.LATEST} if layout.parse_ended(key) is None}
     if junk or not expected <= found:
         raise AssertionError(
             f"{store.url}: junk: {sorted(junk)}, missing: {sorted(expected - found)}"

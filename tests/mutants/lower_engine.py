@@ -253,8 +253,8 @@ SAVING = (
         name="newest-two-share-one-file",
         promise="I10: the newest two never share a file",
         file="engine/saving/links.py",
-        before="standing[-2].files if len(standing) > 1",
-        after="standing[-1].files if len(standing) > 1",
+        before="        if any(map(partial(self._is_one_file, origin), self._apart)):\n",
+        after="        if not self._apart:\n",
         near=("tests/test_links.py",),
     ),
     Mutant(

@@ -27,7 +27,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     pid_namespace: str
 
 
-class Writer(msgspec.Struct, frozen=True, kw_only=True):
+class Writer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The claim of an epoch. `resumed_from` is the checkpoint that it goes on from.
 
     `rollback` says that a person chose that one by name; a claim of the latest only counts once
@@ -41,6 +41,8 @@ class Writer(msgspec.Struct, frozen=True, kw_only=True):
     takeover: bool
     created: str
     process: Process
+    tiered: bool = False
+    """Whether the run has two roots, of which one may lack what the claim goes on from."""
 
 
 class Closed(msgspec.Struct, frozen=True, kw_only=True):

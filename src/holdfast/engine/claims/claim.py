@@ -230,7 +230,7 @@ def _put_claim(store: Store, after: int, choice: Choice, *, takeover: bool) -> C
     return Claim(epoch=epoch, nonce=record.nonce, resumed_from=point)
 
 
-def new_writer(epoch: int, choice: Choice, *, takeover: bool) -> Writer:
+def new_writer(epoch: int, choice: Choice, *, takeover: bool, tiered: bool = False) -> Writer:
     """The record of a claim of this process."""
     return Writer(
         epoch=epoch,
@@ -240,6 +240,7 @@ def new_writer(epoch: int, choice: Choice, *, takeover: bool) -> Writer:
         takeover=takeover,
         created=utc_now(),
         process=this_process(),
+        tiered=tiered,
     )
 
 

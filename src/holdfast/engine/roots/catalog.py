@@ -383,7 +383,8 @@ class Catalog:
             FormatError: the manifest of the named folder, or of the latest, is damaged or lost.
         """
         wanted = f"step={which}" if isinstance(which, int) else which
-        if wanted.startswith("step=") and not _STEP.fullmatch(wanted):
+        is_pattern = any(letter in wanted for letter in "*?[")
+        if wanted.startswith("step=") and not (is_pattern or _STEP.fullmatch(wanted)):
             raise UsageError(f"{wanted!r}: a step is a whole number, as in 'step=1000'")
         exact = layout.parse_attempt(wanted)
         entry = self.entry(exact) if exact is not None else self._search(wanted)

@@ -36,7 +36,8 @@ class Records:
 
         `latest`, a note on its upload, or a pin or mark beside its files was put after the commit.
         Claims, what later writers saved, and a clean close prove it only where no other file is
-        missing: of two tiers both have the claims, and one may have only a part of the files yet.
+        missing, and only in a run with one root: of two tiers both have the claims, and one may
+        have the files of what was never committed there.
         """
         folder = str(name)
         names = self._store.children(folder)
@@ -58,7 +59,15 @@ class Records:
         if epoch:
             return f"writer {epoch} went on from it"
         is_closed = self._is_there(layout.closed_key(name.epoch))
-        return "all of its files are there, and its writer has ended cleanly" if is_closed else ""
+        if not is_closed or self._is_tiered(name.epoch):
+            return ""
+        return "all of its files are there, and its writer has ended cleanly"
+
+    def _is_tiered(self, epoch: int) -> bool:
+        with suppress(FormatError):
+            claim = read_if_there(self._store, layout.writer_key(epoch), decode_writer)
+            return claim is not None and claim.tiered
+        return False
 
     def _named_latest(self) -> str:
         if self._latest is None:
@@ -82,7 +91,7 @@ class Records:
         with suppress(FormatError):
             claim = read_if_there(self._store, layout.writer_key(epoch), decode_writer)
             if claim is not None:
-                return claim.resumed_from
+                return None if claim.tiered else claim.resumed_from
         for name in self._attempts():
             with suppress(FormatError, SealError, NotFound):
                 if name.epoch == epoch:

@@ -207,7 +207,7 @@ class TieredOwnership(Ownership):
         epoch = epoch_after(self.catalog, after, choice.point)
         if epoch is None or not is_settled(self.catalog, choice.point):
             return None
-        record = new_writer(epoch, choice, takeover=self._takeover)
+        record = new_writer(epoch, choice, takeover=self._takeover, tiered=True)
         claim = Claim(epoch=epoch, nonce=record.nonce, resumed_from=choice.point)
         data = encode_writer(record)
         try:
