@@ -87,6 +87,8 @@ class Links:
         `resumed_from`."""
         self._linked.clear()
         self._source, self._apart = {}, [] if resumed_from is None else [resumed_from]
+        if not isinstance(self._store, LinksFiles):
+            return
         try:
             for kind in self._commits:
                 self._apart += [commit.folder for commit in self._standing(kind)[-1:]]
@@ -127,7 +129,7 @@ class Links:
     def look_ahead(self, digests: Mapping[str, bytes]) -> None:
         """Read files back that were just committed, by plain name, because a later save may share
         them. Does nothing while only one commit stands, as where retention keeps just one."""
-        if self._newest is None or not digests:
+        if self._newest is None or not digests or not isinstance(self._store, LinksFiles):
             return
         try:
             standing = self._standing(self._newest)
@@ -158,7 +160,7 @@ class Links:
         del commits[:-_MOST_REMEMBERED]
 
     def _is_worth(self, origin: _Origin) -> bool:
-        return origin.entry.nbytes >= MIN_NBYTES and isinstance(self._store, LinksFiles)
+        return origin.entry.nbytes >= MIN_NBYTES
 
     def _standing(self, kind: _Kind) -> list[_Commit]:
         """The newest two commits of a kind that stand whole, older first: nothing of them is
