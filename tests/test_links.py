@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from holdfast import Best, CachedStore, CheckpointManager, EveryNth, Last, State
 from holdfast.care.prune import prune
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.notes import reject
-from holdfast.errors import SaveFailed
+from holdfast.errors import SaveFailed, TransientStoreError
 from holdfast.format import layout
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.manifest import Timestamp
 from holdfast.store import open_store
+from holdfast.store.base import ObjectInfo
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing import Fault, FaultyStore
@@ -247,23 +249,62 @@ def test_saves_of_another_kind_are_no_excuse(tmp_path: Path) -> None:
             assert not others or not share(newest, others[0]), number
 
 
-@pytest.mark.parametrize("what", ["a read fails", "a manifest is damaged"])
-def test_where_the_newest_are_not_known_nothing_is_shared_with_them(
-    tmp_path: Path, what: str
-) -> None:
-    """Invariant 10: a commit that cannot be read now is not forgotten, and one that is damaged
-    leaves the file that it shared to the others."""
-    fault = Fault(kind="fail", op="get", key="step-00000005.*/manifest.json")
-    store = FaultyStore(open_store(tmp_path), [fault] if what == "a read fails" else [])
+class Unreadable(FaultyStore):
+    """A store in which some keys cannot be looked at now."""
+
+    pattern = ""
+
+    def head(self, key: str) -> ObjectInfo:
+        if self.pattern and fnmatch(key, self.pattern):
+            raise TransientStoreError(f"head {key}: the disk is busy")
+        return super().head(key)
+
+
+@pytest.mark.parametrize("hidden", [5, 6])
+def test_one_that_cannot_be_read_now_is_not_forgotten(tmp_path: Path, hidden: int) -> None:
+    """Invariant 10: which are the newest two is not known in that save, which shares nothing; the
+    next ones share as before."""
+    store = Unreadable(open_store(tmp_path))
     with CheckpointManager(store, frozen_parts()) as manager:
+        for number in range(1, 11):
+            before = {path.stat().st_ino for path in tmp_path.glob("step*/*")}
+            store.pattern = f"step-{hidden:08d}.*/manifest.json" if number == 7 else ""
+            manager.state["model"]["w"].add_(1)
+            manager.save(number).wait()
+            store.pattern = ""
+            manager.wait()
+            newest, *others = newest_of_line(tmp_path)
+            assert not others or not share(newest, others[0]), number
+            linked = any(path.stat().st_ino in before for path in newest.iterdir())
+            assert linked is (number > 2 and number != 7), number
+
+
+def test_a_damaged_manifest_leaves_its_file_to_others_but_the_newest(tmp_path: Path) -> None:
+    """Invariant 10: the second newest that stands may be one file with the newest, then."""
+    with CheckpointManager(tmp_path, frozen_parts()) as manager:
         for number in range(1, 12):
-            if number == 7 and what == "a manifest is damaged":
+            if number == 7:
                 (path,) = tmp_path.glob("step-00000005.*/manifest.json")
                 path.chmod(0o644)
                 path.write_bytes(b"rot")
             go(manager, number)
             newest, *others = newest_of_line(tmp_path)
             assert not others or not share(newest, others[0]), number
+
+
+def test_nothing_is_deleted_while_it_is_not_known_which_share(tmp_path: Path) -> None:
+    """Invariant 10: the one to be spared cannot be found then."""
+    store, rule = Unreadable(open_store(tmp_path)), EveryNth("2step")
+    with CheckpointManager(store, frozen_parts()) as manager:
+        for number in range(1, 7):
+            go(manager, number)
+    store.pattern = "step-*/base-*.safetensors"
+    with pytest.raises(TransientStoreError, match="the disk is busy"):
+        prune(store, rule, emit=lambda *_, **__: None)
+    assert len(newest_of_line(tmp_path)) == 6
+    store.pattern = ""
+    report = prune(store, rule, emit=lambda *_, **__: None)
+    assert [item.entry.step for item in report.planned if item.decision.keep] == [6, 5, 4, 2]
 
 
 def test_a_change_behind_the_back_of_torch_is_seen(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from holdfast.engine.claims.process import this_process
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import begin, mark_aborted
 from holdfast.engine.roots.ended import known_ended
-from holdfast.errors import HoldfastError
+from holdfast.errors import AccessDenied, HoldfastError
 from holdfast.format import layout
 from holdfast.format.manifest import Manifest
 from holdfast.store.base import Store
@@ -208,3 +208,26 @@ def test_only_what_holds_nothing_but_its_marker_is_named(tmp_path: Path) -> None
     assert all(known_ended(store).is_listed(folder) for folder in folders[1:])
     collect(store, own_epoch=2)
     assert {path.name for path in (tmp_path / folders[0]).iterdir()} == {layout.MANIFEST}
+
+
+def test_a_folder_that_was_removed_may_be_made_again(tmp_path: Path) -> None:
+    """A sender makes it anew where the rule of the remote tier wants it after all: neither the
+    record nor what this process has read hides it then."""
+    root, copy = _root_with_a_record(tmp_path)
+    reader = LocalStore(root)
+    assert len(Catalog(reader).open_attempts()) == 3
+    collect(LocalStore(root), dead_epochs=[1])
+    assert not [*root.glob("ended-*")]
+    assert len(Catalog(reader).attempts()) == 3
+    shutil.copytree(copy, root / copy.name)
+    for store in (reader, LocalStore(root)):
+        assert [entry.step for entry in Catalog(store).checkpoints()] == [8, 7, 6, 1]
+
+
+def test_a_record_that_cannot_be_read_costs_time_and_nothing_else(tmp_path: Path) -> None:
+    """It is asked for again with the next list."""
+    root, _ = _root_with_a_record(tmp_path)
+    refused = Fault(kind="fail", op="head", key="ended-*", error=AccessDenied("not yours"))
+    store = FaultyStore(LocalStore(root), [refused])
+    assert len(Catalog(store).open_attempts()) == 8
+    assert len(Catalog(store).open_attempts()) == 3

@@ -6,6 +6,30 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
+        name="ended-lists-what-holds-files",
+        promise="R22: what is listed as ended holds nothing but its marker",
+        file="care/gc.py",
+        before=" and len(there) == 1 and not (whole or has_uploads):\n",
+        after=" and not (whole or has_uploads):\n",
+        near=("tests/care/test_ended.py",),
+    ),
+    Mutant(
+        name="record-of-the-ended-is-always-believed",
+        promise="R22: nothing but time depends on the record of what has ended",
+        file="engine/loading/resume.py",
+        before=" and not catalog.has_skipped():\n",
+        after=":\n",
+        near=("tests/care/test_ended.py",),
+    ),
+    Mutant(
+        name="closed-claim-in-two-tiers-proves-a-commit",
+        promise="R22: of two tiers one may have the files of what was never committed there",
+        file="engine/roots/lost.py",
+        before="                return None if claim.tiered else claim.resumed_from\n",
+        after="                return claim.resumed_from\n",
+        near=("tests/engine/roots/test_lost.py", "tests/engine/tiers"),
+    ),
+    Mutant(
         name="gc-deletes-the-attempt-of-a-live-writer",
         promise="R22: gc leaves attempts of a live writer alone",
         file="care/gc.py",

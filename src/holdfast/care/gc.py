@@ -17,7 +17,7 @@ from holdfast.engine.claims.process import Liveness, is_this_process, liveness
 from holdfast.engine.roots.catalog import Catalog, Register
 from holdfast.engine.roots.commit import mark_aborted, remove_files
 from holdfast.engine.roots.documents import read_if_there
-from holdfast.engine.roots.ended import known_ended
+from holdfast.engine.roots.ended import Known, known_ended
 from holdfast.errors import FormatError, SealError, StoreError
 from holdfast.events import Emitter
 from holdfast.format import layout
@@ -80,9 +80,8 @@ def collect(
             _visit(store, name, judge, report, has_uploads=has_uploads, dry_run=dry_run)
             if has_uploads and not dry_run and _is_committed(store, folder):
                 abort_uploads(store, folder)  # all of its files are there
-            if ended.is_listed(folder) and not dry_run and _is_committed(store, folder):
-                ended.forget(store)
-                report.kept.append((folder, "committed, though it had ended: it was put back"))
+            if ended.is_listed(folder) and not dry_run:
+                _check_listed(store, folder, ended, report)
         except (StoreError, FormatError) as error:
             report.failed.append((folder, str(error)))
     if own_epoch is not None and not dry_run:
@@ -217,6 +216,16 @@ def _visit(
     if not whole and not judge.is_live(name.epoch):
         report.markers[name.epoch] = report.markers.get(name.epoch, 0) + 1
     report.nbytes += nbytes
+
+
+def _check_listed(store: Store, folder: str, ended: Known, report: GcReport) -> None:
+    """Remove the record of ended attempts where it names one that is a checkpoint, or a folder that
+    was just removed, which a sender may make again."""
+    if _is_committed(store, folder):
+        report.kept.append((folder, "committed, though it had ended: it was put back"))
+    elif not any(folder == removed for removed, _ in report.removed[-1:]):
+        return
+    ended.forget(store)
 
 
 def _sweep_heartbeats(store: Store, own_epoch: int) -> None:

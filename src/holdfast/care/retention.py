@@ -18,7 +18,7 @@ from holdfast.errors import CorruptData, FormatError, HoldfastError, StoreError,
 from holdfast.format.manifest import Deleted, Manifest, encode_manifest
 from holdfast.format.records import Writer
 from holdfast.policy.retention import Candidate, Decision, Rule, decide, stands_in, unmet
-from holdfast.store.base import LinksFiles, Store
+from holdfast.store.base import LinksFiles, Store, is_one_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,15 +101,7 @@ def _share_files(store: Store, one: Entry, other: Entry) -> bool:
         return False
     files = other.manifest.files
     same = (name for name, entry in one.manifest.files.items() if files.get(name) == entry)
-    return any(_is_one_file(store, f"{one.folder}/{n}", f"{other.folder}/{n}") for n in same)
-
-
-def _is_one_file(store: Store, key: str, other: str) -> bool:
-    try:
-        found = store.head(key).identity
-        return bool(found) and found == store.head(other).identity
-    except StoreError:
-        return False  # whoever reads it reports the error
+    return any(is_one_file(store, f"{one.folder}/{n}", f"{other.folder}/{n}") for n in same)
 
 
 def candidate(store: Store, entry: Entry) -> Candidate:

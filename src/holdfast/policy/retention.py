@@ -120,7 +120,7 @@ def decide(
 
 
 def unmet(entries: Sequence[Candidate], rule: Rule) -> dict[str, str]:
-    """What parts of a rule need and no checkpoint has, by the text of the part.
+    """Needs of a rule that no checkpoint meets, by the text of the part of the rule.
 
     Such a part keeps everything that it judges, and whole. For messages to the user, who may have
     mistyped a metric or passes no counter.
@@ -217,9 +217,9 @@ def _picks(newest_first: Sequence[Candidate], rule: Rule) -> dict[int, _Pick]:
 def _lacking(
     part: Rule, saver: str, entries: Sequence[Candidate]
 ) -> Iterator[tuple[str, list[int]]]:
-    """What a simple rule needs and no checkpoint of a group has, and the positions of the group.
+    """Groups of checkpoints of which none has what a simple rule needs: that, and their positions.
 
-    Of whole ones, whole ones must have it; parts go by what any of the saver's has.
+    Among whole ones a whole one must have it; for parts it is enough that any of the saver's has.
     """
     whole, *others = groups(entries, saver)
     for positions, asked in ((whole, whole), *((o, [*whole, *o]) for o in others)):

@@ -17,6 +17,7 @@ from holdfast.errors import (
     AccessDenied,
     InvalidKey,
     LimitExceeded,
+    NotFound,
     UnsupportedStore,
     UsageError,
 )
@@ -274,6 +275,19 @@ class LinksFiles(Protocol):
         False, and nothing done, when there is no `source` or it cannot have another name.
         """
         ...
+
+
+def is_one_file(store: Store, key: str, other: str) -> bool:
+    """Whether two keys are names of one file, so that its damage is in both; False if one is gone.
+
+    Raises:
+        StoreError: that cannot be told now.
+    """
+    try:
+        found = store.head(key).identity
+        return bool(found) and found == store.head(other).identity
+    except NotFound:
+        return False
 
 
 @runtime_checkable

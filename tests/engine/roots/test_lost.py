@@ -14,6 +14,7 @@ from holdfast.care.verify import verify, verify_root
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import begin
 from holdfast.engine.roots.notes import annotate, reject
+from holdfast.engine.tiers.tiered import Tiered
 from holdfast.format import layout
 from holdfast.policy.retention import Last
 from holdfast.store.base import Store
@@ -270,3 +271,23 @@ def test_it_stays_when_newer_ones_come_and_retention_tells_why() -> None:
     assert any(folder in event.message for event in recorder.of("warning"))
     assert folder in map(str, Catalog(store).attempts())
     assert [entry.step for entry in Catalog(store).checkpoints()] == [4]
+
+
+def test_of_two_tiers_one_may_lack_what_a_claim_goes_on_from(tmp_path: Path) -> None:
+    """R22: it was committed in the other tier; here all of its files lie without a manifest, since
+    the sender was killed before that, and later nobody wanted it here any more."""
+    tiny = Tiny()
+    for step in (1, 2):
+        with opened(Tiered(tmp_path / "local", tmp_path / "remote"), tiny) as manager:
+            manager.resume()
+            saved(manager, tiny, step)
+    remote = LocalStore(tmp_path / "remote")
+    newest, first = Catalog(remote).attempts()
+    register = tmp_path / "remote" / str(first) / layout.MANIFEST
+    register.unlink()
+    claim = Catalog(remote).writer(newest.epoch)
+    assert claim is not None
+    assert claim.tiered
+    assert claim.resumed_from is not None
+    assert claim.resumed_from.folder == str(first)
+    assert Catalog(remote).read(str(first)) is None

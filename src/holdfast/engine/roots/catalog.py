@@ -270,7 +270,8 @@ class Catalog:
         return self._claimed(layout.parse_writer)
 
     def epochs(self) -> tuple[int, ...]:
-        """As `claims`, and those whose claim was lost: a heartbeat or a close stands beside it."""
+        """Epochs that were claimed, newest first: those of `claims`, and those whose claim was lost
+        while its heartbeat or its close is still there."""
         return self._claimed(layout.parse_writer, layout.parse_alive, layout.parse_closed)
 
     def _claimed(self, *parsers: Callable[[str], int | None]) -> tuple[int, ...]:

@@ -6,12 +6,11 @@ process reads each once, and the owner of the run records which they are, for th
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from weakref import WeakKeyDictionary
 
 from holdfast.engine.roots.documents import read_if_there
-from holdfast.errors import FormatError
+from holdfast.errors import FormatError, StoreError
 from holdfast.format import layout
 from holdfast.format.manifest import Aborted, Deleted
 from holdfast.format.records import MAX_ENDED_NBYTES, Ended, decode_ended, encode_ended
@@ -21,11 +20,10 @@ _WORTH_A_RECORD = 4
 """Fewer new ones are not recorded: the next process reads their registers again."""
 _MOST_LISTED = 100_000
 _KNOWN: WeakKeyDictionary[Store, Known] = WeakKeyDictionary()
-_LOCK = threading.Lock()
 
 
 class Known:
-    """What this process knows of the ended attempts in one store."""
+    """The ended attempts in one store, as far as this process knows them."""
 
     def __init__(self) -> None:
         self.aborted: set[str] = set()
@@ -44,19 +42,26 @@ class Known:
         """Remember the last value of a register that was read."""
         (self.deleted if isinstance(register, Deleted) else self.aborted).add(folder)
 
-    def take(self, store: Store, names: Iterable[str]) -> None:
-        """Read the records among the names in a root, each once."""
-        records = {name for name in names if layout.parse_ended(name) is not None} - self._read
-        for name in sorted(records):
-            self._read |= {name}
-            try:
-                found = read_if_there(store, name, decode_ended, max_nbytes=MAX_ENDED_NBYTES)
-            except FormatError:
-                continue  # a record only saves time
-            if found is not None:
-                self.aborted |= {*found.aborted}
-                self.deleted |= {*found.deleted}
-                self._listed |= {*found.aborted, *found.deleted}
+    def take(self, store: Store, names: Collection[str]) -> None:
+        """Read the records among the names in a root, each once. Forgets attempts whose folders are
+        gone: a sender may make one of them again."""
+        for name in names:
+            if layout.parse_ended(name) is not None and name not in self._read:
+                self._add(store, name)
+        there = {name.rstrip("/") for name in names}
+        self.aborted, self.deleted = self.aborted & there, self.deleted & there
+        self._listed &= there
+
+    def _add(self, store: Store, name: str) -> None:
+        try:
+            found = read_if_there(store, name, decode_ended, max_nbytes=MAX_ENDED_NBYTES)
+        except (FormatError, StoreError):
+            return  # a record only saves time
+        self._read |= {name}
+        if found is not None:
+            self.aborted |= {*found.aborted}
+            self.deleted |= {*found.deleted}
+            self._listed |= {*found.aborted, *found.deleted}
 
     def write(self, store: Store, epoch: int, there: Iterable[str]) -> None:
         """Record which of `there` have ended, in place of older records, if enough are new."""
@@ -89,9 +94,8 @@ class Known:
 
 
 def known_ended(store: Store) -> Known:
-    """What this process knows of a store."""
-    with _LOCK:
-        try:
-            return _KNOWN.setdefault(store, Known())
-        except TypeError:  # a user's own store that allows no weak references
-            return Known()
+    """The ended attempts of a store, as far as this process knows them."""
+    try:
+        return _KNOWN.setdefault(store, Known())
+    except TypeError:  # a user's own store that allows no weak references
+        return Known()

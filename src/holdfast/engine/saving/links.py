@@ -11,12 +11,12 @@ import msgspec
 from holdfast.engine.loading.blockreading import FileBlocks, read_block
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.staging.arena import Arena
-from holdfast.errors import FormatError, HoldfastError, NotFound, SealError, StoreError
+from holdfast.errors import FormatError, HoldfastError, SealError, StoreError
 from holdfast.format import blocks
 from holdfast.format.index import StoredBlocks
 from holdfast.format.layout import BLOCK_NBYTES, plain_file
 from holdfast.format.manifest import FileEntry, Manifest
-from holdfast.store.base import LinksFiles, Store, uncached
+from holdfast.store.base import LinksFiles, Store, is_one_file, uncached
 
 MIN_NBYTES = 1 << 20
 """What is smaller is written sooner than looked for."""
@@ -190,13 +190,10 @@ class Links:
         return isinstance(register, Manifest) and not is_marked
 
     def _is_one_file(self, origin: _Origin, folder: str) -> bool:
-        """Whether the file of that name in a folder is the same on the disk, as far as one can
-        tell."""
+        """Whether the file of that name in a folder is the same on the disk, or may be."""
+        keys = (f"{origin.folder}/{origin.name}", f"{folder}/{origin.name}")
         try:
-            found = self._store.head(f"{folder}/{origin.name}").identity
-            return found == self._store.head(f"{origin.folder}/{origin.name}").identity
-        except NotFound:
-            return False
+            return is_one_file(self._store, *keys)
         except StoreError:
             return True
 
