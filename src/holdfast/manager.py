@@ -111,8 +111,8 @@ class CheckpointManager:
             (docs/saving.md); "check" also looks for such changes where torch does not count them.
         memory_budget: how much memory a save may take for its copy of the state, in bytes or as
             "256MiB". A larger state is staged in waves: `save` returns when the last of them was
-            copied, most of it written; and a load reads it twice, to check it and into its place
-            (see `in_place` of `resume`). None: as much as the state has.
+            copied, most of it written; and a load that is not in place reads it twice, to check it
+            and into its place. None: as much as the state has.
         compress: how files are compressed: "zstd", "lz4", "blosc2", a `Compression`, "auto" for
             what makes saves faster here, if anything does, or one of these for each component that
             is to be compressed (docs/compression.md).
@@ -237,6 +237,8 @@ class CheckpointManager:
         )
         self._pid = os.getpid()
         self._closed = False
+        self._is_unused = True
+        """Whether the live state may still be replaced in part: nothing of this run is in it."""
         self._is_rollback = False
         self._not_saved_due = True
         self._position_due = is_outside(state)
@@ -315,7 +317,7 @@ class CheckpointManager:
             UsageError: `every` counts something that is not given here, or a CUDA graph is being
                 captured when a save is due.
         """
-        self._quiet = _NEVER_QUIET
+        self._quiet, self._is_unused = _NEVER_QUIET, False
         now = self._moments.now(step, epoch=epoch, cycle=cycle, samples=samples, tokens=tokens)
         self._check_usable()
         self._uploads.raise_failure()
@@ -387,7 +389,7 @@ class CheckpointManager:
         *,
         unhealthy: Unhealthy = "avoid",
         seen: str | None = None,
-        in_place: bool = False,
+        in_place: bool | None = None,
         new: Iterable[str] = (),
         without: Iterable[str] = (),
     ) -> Checkpoint | None:
@@ -404,7 +406,9 @@ class CheckpointManager:
         `in_place` reads straight into the live tensors, each block once or while it is checked:
         sooner, and without memory for a second copy of the state. What proves damaged on the way is
         passed over too; but when nothing usable is left, the state is mixed and the manager refuses
-        to save it.
+        to save it. By default it is True for the latest, as long as this manager has loaded and
+        saved nothing and `maybe_save` was not called. Otherwise it is False: the state is replaced
+        only after all of the checkpoint was read and checked.
 
         `new` names components of the state that the checkpoint lacks: they stay as they are.
         `without` names components that only the checkpoint has: they are not loaded. All others
@@ -427,6 +431,8 @@ class CheckpointManager:
         self._drain()
         reader, rates = self._reader(), Rates(self.state)
         sides = self._sides(new, without)
+        if in_place is None:
+            in_place = which == "latest" and self._is_unused
         options = LoadOptions(edit=self._hooks.edit_load, in_place=in_place, sides=sides)
         search = Search(
             reader,
@@ -437,6 +443,7 @@ class CheckpointManager:
             seen=parse_seen(seen),
         )
         found = self._applying.resume(search)
+        self._is_unused = found is None
         if found is not None:
             self._went_on_from(found, rates, is_rollback=search.is_rollback)
         self._saver.later(self._after_claim)
@@ -515,6 +522,7 @@ class CheckpointManager:
             search = Search(reader, which, walks=False, options=options)
             found = self._applying.load(search)
         assert found is not None, "what is named is there, or an error says why not"
+        self._is_unused = False
         self._went_on_from(found, rates, is_rollback=search.is_rollback)
         self._emit(
             "loaded",
@@ -641,7 +649,7 @@ class CheckpointManager:
         is_awaited: bool = False,
     ) -> PendingSave:
         began = time.perf_counter()
-        self._quiet = _NEVER_QUIET
+        self._quiet, self._is_unused = _NEVER_QUIET, False
         measured = checked_metrics(metrics)
         self._check_usable()
         refuse_capture("save()")

@@ -93,7 +93,7 @@ class Fit:
         """Resume, train and save; see `Trainer.fit`. `costs` hears of the manager's events."""
         self._tell(Callback.before_load)
         began_s = time.monotonic()
-        found = self._manager.resume(in_place=True)
+        found = self._manager.resume()
         load_s = time.monotonic() - began_s
         notes = () if found is None else found.notes
         if found is None:

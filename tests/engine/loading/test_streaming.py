@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from holdfast import errors
 from holdfast.engine.claims.claim import is_closed
-from holdfast.engine.loading import streaming
+from holdfast.engine.loading import resume, streaming
 from holdfast.engine.loading.applying import Applying
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.tiered import Tiered
@@ -344,8 +345,56 @@ def test_a_bounded_load_of_damage_changes_nothing(tmp_path: Path) -> None:
         with pytest.raises(errors.CorruptData, match="it holds optimizer"):
             manager.load()
         with pytest.raises(NoUsableCheckpoint, match="Nothing was changed"):
-            manager.resume()
+            manager.resume(in_place=False)
         assert live.bits() == before
+
+
+def test_the_first_resume_reads_into_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No second copy of the state, unless something was loaded, saved or stepped before."""
+    bits, apart, read, live = saved(tmp_path, steps=2), set(), resume.read_tensors, Large(seed=2)
+
+    def noted(store: Any, opened: Any, needed: Any, **how: Any) -> Any:
+        apart.update(needed)
+        return read(store, opened, needed, **how)
+
+    monkeypatch.setattr(resume, "read_tensors", noted)
+
+    def is_in_place(use: Callable[[CheckpointManager], object], **options: Any) -> bool:
+        with live.manager(tmp_path, **options) as manager:
+            use(manager)
+            apart.clear()
+            assert manager.resume() is not None
+        assert live.bits() == bits[1]
+        return "model" not in apart
+
+    assert is_in_place(lambda manager: None)
+    assert is_in_place(lambda manager: None, memory_budget=SMALL_BUDGET)
+    assert not is_in_place(lambda manager: manager.resume())
+    assert not is_in_place(lambda manager: manager.load(1))
+    assert not is_in_place(lambda manager: manager.maybe_save(3))
+
+
+def test_a_first_resume_that_finds_all_damaged_says_that_the_state_is_mixed(tmp_path: Path) -> None:
+    """It is in place, so that nothing may be saved until a whole load succeeds."""
+    saved(tmp_path)
+    damage(tmp_path, 1)
+    live = Large(seed=2)
+    with live.manager(tmp_path) as manager:
+        with pytest.raises(NoUsableCheckpoint, match="The state is mixed"):
+            manager.resume()
+        with pytest.raises(ManagerUnusable, match="half loaded"):
+            manager.save(9)
+
+
+def test_a_named_checkpoint_that_is_damaged_changes_nothing(tmp_path: Path) -> None:
+    """A resume from a name has no other to go on from: it is kept apart, the first one too."""
+    saved(tmp_path)
+    damage(tmp_path, 1)
+    live = Large(seed=2)
+    before = live.bits()
+    with live.manager(tmp_path) as manager, pytest.raises(errors.CorruptData):
+        manager.resume("step=1")
+    assert live.bits() == before
 
 
 def test_a_resume_passes_over_what_proves_damaged_on_the_way(tmp_path: Path, how: How) -> None:

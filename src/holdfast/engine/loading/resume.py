@@ -212,7 +212,11 @@ class Reader:
             self._expect_there(entry, wanted, set(now) - set(gone))
             raise
         if not self.passed_over:  # what is older may well lack, or have, what the newest does not
-            options.sides.expect(entry.manifest, gone, where=self._place(entry))
+            try:
+                options.sides.expect(entry.manifest, gone, where=self._place(entry))
+            except UsageError:
+                found.stream.verify_all()  # a damaged one would not be gone on from
+                raise
         return found
 
     def _read(
