@@ -15,12 +15,13 @@ from bench import (
     local,
     metadata,
     parts,
+    resumes,
     slowdown,
     trainer,
     where,
 )
 from bench.command import Bench, add_common, keep, report
-from bench.goals import CODEC_GOALS, GOALS, goals_table
+from bench.goals import CODEC_GOALS, GOALS, RESUME_GOALS, goals_table
 from bench.results import Results, read_json
 
 _LOCAL_CASES = (
@@ -50,6 +51,7 @@ _READERS = (
 _LOCAL = ["--states", "gpt", "--warmup", "0", "--only", *_LOCAL_CASES, "--readers", *_READERS]
 FULL: Mapping[str, Sequence[str]] = {
     "local": [*_LOCAL, "--rounds", "2"],
+    "resumes": ["--rounds", "1", "--readers", "plain", "default", "safetensors"],
     "slowdown": ["--rounds", "2"],
     "metadata": ["--rounds", "3"],
     "codecs": [],
@@ -62,6 +64,10 @@ FULL: Mapping[str, Sequence[str]] = {
 """Benchmark → its arguments."""
 QUICK: Mapping[str, Sequence[str]] = {
     "local": [*_LOCAL, "--rounds", "1", "--size-gb", "0.25", "--no-settle"],
+    "resumes": [
+        *("--rounds", "1", "--size-gb", "0.1", "--readers", "plain", "default", "safetensors"),
+        *("--memories", "ready"),
+    ],
     "slowdown": ["--rounds", "1", "--size-gb", "0.25", "--steps", "8", "--no-settle"],
     "metadata": ["--rounds", "1", "--size-gb", "0.25", "--checkpoints", "100"],
     "codecs": [
@@ -78,6 +84,7 @@ _BENCHES: Mapping[str, Bench] = {
     for module in (
         limits,
         local,
+        resumes,
         slowdown,
         metadata,
         codecs,
@@ -101,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if name in options.only:
                 _run(name, [*fixed, "--folder", str(options.folder)], results)
                 keep("bench", options, results)  # a later one may fail
-    lines = ["## Goals", "", *goals_table(results, [*GOALS, *CODEC_GOALS])]
+    lines = ["## Goals", "", *goals_table(results, [*GOALS, *RESUME_GOALS, *CODEC_GOALS])]
     for name in options.only:
         part = results.part(name)
         if part.cases or part.notes or not options.tables_of:  # an earlier run may have had less

@@ -181,6 +181,33 @@ _DURABLE = f"{_SAVE}holdfast-awaited:durable_s"
 _STALL = f"{_SAVE}holdfast:stall_s"
 _STAGERS = ("dcp-async", "dcp-async-kept", "dcp-async-shared")
 
+_RESUMES = [
+    f"{slots}, {memory}" for slots in ("stepped", "new") for memory in ("ready", "given back")
+]
+RESUME_GOALS: Sequence[Goal] = (
+    _at_most(
+        "first `resume()`, warm: beside a plain read with digests, the worst of four",
+        1.25,
+        worst(
+            *(
+                quotient(f"resumes/warm, {way}/default:took_s", f"resumes/warm, {way}/plain:took_s")
+                for way in _RESUMES
+            )
+        ),
+    ),
+    _at_least(
+        "… cold: share of the cold-read ceiling, the worst of four",
+        0.9,
+        least(
+            *(
+                quotient(
+                    f"resumes/cold, {way}/default:disk_s", f"resumes/cold, {way}/default:took_s"
+                )
+                for way in _RESUMES
+            )
+        ),
+    ),
+)
 GOALS: Sequence[Goal] = (
     _at_least(
         "durable save, `wait=True`, 2.5 GB: share of the O_DIRECT + fsync ceiling",

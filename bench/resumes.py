@@ -15,7 +15,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from blake3 import blake3
 from bench.case import SEED
 from bench.child import in_child
 from bench.command import Bench, progress
+from bench.goals import RESUME_GOALS
 from bench.limits import ReadProbe
 from bench.machine import back_memory, drop_cache, files_under, fill_cache, newest_under
 from bench.peers import PEERS
@@ -43,12 +44,13 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SAVERS = ("holdfast", "safetensors")
 
 
-def _resume(state: State, folder: Path, **options: Any) -> None:
+def _resume(
+    state: State, folder: Path, *, in_place: bool | None = None, memory_budget: int | None = None
+) -> None:
     from holdfast import CheckpointManager
 
-    manager = CheckpointManager(folder, state.components, **options.pop("manager", {}))
-    found = manager.resume(**options)
-    if found is None:
+    manager = CheckpointManager(folder, state.components, memory_budget=memory_budget)
+    if manager.resume(in_place=in_place) is None:
         raise RuntimeError("nothing was resumed")
 
 
@@ -56,7 +58,7 @@ def _plain(state: State, folder: Path) -> None:
     """Read the files into memory of the state, piece by piece, and digest each piece, by as many
     threads as there are cores. What it leaves in the tensors is in no order."""
     targets = [_bytes_of(tensor) for tensor in _with_slots(state)]
-    pieces = list(_pieces(files_under(folder), targets))
+    pieces = list(_pieces(files_under(newest_under(folder)), targets))
 
     def read(piece: tuple[int, int, Any]) -> None:
         fd, start, target = piece
@@ -77,7 +79,7 @@ def _safetensors(state: State, folder: Path) -> None:
     from safetensors.torch import load_file
 
     tensors = _with_slots(state)
-    loaded = load_file(folder / "state.safetensors")
+    loaded = load_file(newest_under(folder) / "state.safetensors")
     with torch.no_grad():
         for tensor, found in zip(tensors, _in_order(state, loaded), strict=True):
             tensor.copy_(found)
@@ -90,7 +92,7 @@ _READERS: Mapping[str, tuple[str, str, Callable[[State, Path], None]]] = {
     "twice": (
         "holdfast",
         "holdfast, verified first: `in_place=False`, memory_budget of 64 MiB",
-        partial(_resume, in_place=False, manager={"memory_budget": 1 << 26}),
+        partial(_resume, in_place=False, memory_budget=1 << 26),
     ),
     "safetensors": ("safetensors", "safetensors load_file + copy, not verified", _safetensors),
 }
@@ -130,7 +132,7 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
-def _pieces(paths: Sequence[Path], targets: Sequence[Any]) -> Any:
+def _pieces(paths: Sequence[Path], targets: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
     """(descriptor, start, memory): the files' bytes, as far as there is memory for them."""
     memory = iter(targets)
     target = np.empty(0, np.uint8)
@@ -198,9 +200,8 @@ def _measure(
     if memory == "given back":
         time.sleep(GIVEN_BACK_S)
     _, _, load = _READERS[reader]
-    place = folder if isinstance(load, partial) or load is _resume else newest
     start = perf_counter()
-    load(state, place)
+    load(state, folder)
     took_s = perf_counter() - start
     figures = {"took_s": [took_s]}
     if load is not _plain:
@@ -238,6 +239,7 @@ BENCH = Bench(
     add_options=_add_options,
     measure_round=_measure_round,
     tables=_tables,
+    goals=RESUME_GOALS,
 )
 
 if __name__ == "__main__":

@@ -129,6 +129,17 @@ def test_of_a_frozen_state_a_tenth_changes(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_a_first_resume_is_measured_in_each_condition(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    results, printed = _run(
+        tmp_path, "bench.resumes", *("--size-gb", "0.01", "--rounds", "1", "--memories", "ready")
+    )
+    assert len(results.names("resumes/")) == 4 * 5
+    assert not results.has_failed
+    assert printed.count("| holdfast, `resume()` |") == 4
+
+
+@pytest.mark.full
 def test_limits_run_alone(tmp_path: Path) -> None:
     results, printed = _run(
         tmp_path, "bench.limits", "--size-gb", "0.01", "--rounds", "1", "--no-settle"
