@@ -77,6 +77,7 @@ from holdfast.state.capture import Captured, Capturer, check_state
 from holdfast.state.components import RNG
 from holdfast.state.edits import Edit, edited
 from holdfast.state.held import describe as describe_unheld
+from holdfast.state.loaded import note_loaded
 from holdfast.state.positions import OUTSIDE, is_outside
 from holdfast.state.rates import Rates
 from holdfast.state.selection import listed
@@ -526,6 +527,12 @@ class CheckpointManager:
         new_ = found.one_sided.new
         return describe(self._home(found.entry), found.entry, notes=notes, new=new_)
 
+    def count_from(self, timestamp: Timestamp) -> None:
+        """Take over clock and counters of a state that came from another root, before the first
+        save: intervals go on from there, and nothing counts as saved in this root."""
+        self._quiet = _NEVER_QUIET
+        self._moments.count_from(timestamp)
+
     # Looking and marking
 
     def list(self) -> tuple[Checkpoint, ...]:
@@ -828,6 +835,7 @@ class CheckpointManager:
 
     def _went_on_from(self, found: Candidate, rates: Rates, *, is_rollback: bool) -> None:
         """A load has ended well; a full one moves the run to where the checkpoint stands."""
+        note_loaded(self.state.get(name) for name in found.prepared.needed)
         rates.put_back(found.one_sided.new)
         for note in found.one_sided.notes:
             self._emit("warning", f"{found.entry.folder}: {note}", folder=found.entry.folder)

@@ -55,8 +55,13 @@ class Callbacks:
         return {
             f"callback-{name}": callback
             for name, callback in self._names.items()
-            if all(hasattr(callback, method) for method in _STATE)
+            if _is_stateful(callback)
         }
+
+    @property
+    def recording(self) -> list[Any]:
+        """The loggers with a state, which says where they record."""
+        return [item for item in self._all if isinstance(item, Logger) and _is_stateful(item)]
 
     @property
     def vetoes(self) -> list[str]:
@@ -148,6 +153,10 @@ def _check(given: list[Callback]) -> None:
         wrong += [f"{type(callback).__name__}.{problem}" for problem in _problems(callback)]
     if wrong:
         raise UsageError("callbacks:\n" + listing(wrong))
+
+
+def _is_stateful(callback: Callback) -> bool:
+    return all(hasattr(callback, method) for method in _STATE)
 
 
 def _is(item: object) -> bool:

@@ -9,12 +9,13 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from holdfast.engine.checkpoint import PendingSave
+from holdfast.engine.checkpoint import Checkpoint, PendingSave
 from holdfast.engine.control.stop import Stop
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.loading.sides import Sides
@@ -33,6 +34,7 @@ from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction
 from holdfast.policy.retention import Rule
 from holdfast.policy.savers import SideSaver
 from holdfast.policy.triggers import SaveFunction, Trigger
+from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.capture import check_state
 from holdfast.state.components import RNG
 from holdfast.state.edits import StateView
@@ -54,6 +56,7 @@ from holdfast.train.precision import Numerics, Precision, checked_precision
 from holdfast.train.saving import SaveCosts
 from holdfast.train.schedulers import make_schedulers
 from holdfast.train.skipping import WithoutSteps
+from holdfast.train.starting import Start
 from holdfast.train.targets import Target, Validated, Which, borrowed, kept_all, select
 from holdfast.train.training import Metrics, Training
 from holdfast.train.validation import Part, Validations, Validator, plans_of, size_of
@@ -254,6 +257,7 @@ class Trainer:
         *,
         max_time: str | Time | None = None,
         without: Collection[str] = (),
+        start_from: str | os.PathLike[str] | None = None,
     ) -> Outcome:
         """Train until the whole run has come to `until`: a number of steps, or "10_000step",
         "2ep", "1e9tok". What was done by earlier processes counts.
@@ -273,10 +277,16 @@ class Trainer:
                 `sys.exit(trainer.fit(…).exit_code)` then asks for being run again.
             without: components that the checkpoint may have and this Trainer does not, such as
                 "ema" or "callback-<name>"; they are not loaded.
+            start_from: where a run begins whose root has no checkpoint yet: "old", "old@step=3",
+                "s3://bucket/old@best" or the folder of a checkpoint. The whole state is loaded, but
+                for the ids under which loggers record. Once the root has a checkpoint, the run
+                goes on from that, and `start_from` is not looked at.
 
         Raises:
             UsageError: `until` is not a goal, or counts what is not counted here; `without` names
-                what this Trainer has; or it has trained before and nothing of that was saved.
+                what this Trainer has; `start_from` is no other root; or it has trained before and
+                nothing of that was saved.
+            NoCheckpoint: nothing answers `start_from`.
             MismatchError: the checkpoint does not fit; nothing was changed.
             SaveFailed: saving failed three times in a row.
             OwnershipError: another process trains this run.
@@ -288,6 +298,7 @@ class Trainer:
         check_counted(goal.unit, f"until={until!r}", self._counted)
         without = listed(without, "without")
         Sides(without=without).check(self.state)
+        start = Start.of(start_from, self.root)
         self._ending = ending = Ending(
             goal,
             self.counters,
@@ -296,7 +307,7 @@ class Trainer:
         )
         self._place.is_under_way = False
         with self._stop or nullcontext():
-            return self._fit_to(ending, without)
+            return self._fit_to(ending, without, start)
 
     @property
     def goal(self) -> Time:
@@ -374,7 +385,7 @@ class Trainer:
         """
         self._callbacks.tell_loggers(metrics, to)
 
-    def _fit_to(self, ending: Ending, without: Collection[str]) -> Outcome:
+    def _fit_to(self, ending: Ending, without: Collection[str], start: Start | None) -> Outcome:
         costs, begun = SaveCosts(), list[PendingSave]()
         may_be_new = self.state.keys() - _IN_EVERY_RUN
         hooks = StateHooks(
@@ -398,8 +409,21 @@ class Trainer:
                 encrypt=self._encryption,
                 **self._options,
             )
+            begin = None if start is None else partial(self._begin_from, start, hooks)
             with manager, self._managed(manager):
-                return Fit(self._gear, ending, manager, begun).run(costs)
+                return Fit(self._gear, ending, manager, begun, begin).run(costs)
+
+    def _begin_from(self, start: Start, hooks: StateHooks) -> Checkpoint:
+        """Load the whole state; loggers begin records of their own."""
+        own = [(item, item.state_dict()) for item in self._callbacks.recording]
+        try:
+            found = start.load(self.state, hooks, self._encryption)
+        except OpaqueLoadFailed:
+            self._place.has_begun = True  # the state is neither the old nor the stored one
+            raise
+        for item, state in own:
+            item.load_state_dict(state)
+        return found
 
     def _check_validates(self) -> None:
         if not self._validations:
