@@ -24,7 +24,7 @@ from holdfast.engine.saving.compressing import Compress
 from holdfast.engine.staging.overlap import Mode
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import SaveSkipped, UsageError
-from holdfast.events import log_event
+from holdfast.events import Sink, log_event
 from holdfast.format.manifest import Timestamp
 from holdfast.keys import Encryption
 from holdfast.manager import CheckpointManager
@@ -59,6 +59,7 @@ from holdfast.train.skipping import WithoutSteps
 from holdfast.train.starting import Start
 from holdfast.train.targets import Target, Validated, Which, borrowed, kept_all, select
 from holdfast.train.training import Metrics, Training
+from holdfast.train.unsaved import Unsaved
 from holdfast.train.validation import Part, Validations, Validator, plans_of, size_of
 from holdfast.train.wayback import WayBack
 
@@ -89,7 +90,7 @@ class Trainer:
         optimizer: torch.optim.Optimizer | making.MakeOptimizer,
         data: Any,
         loss: LossFunction,
-        root: str | os.PathLike[str] | Store | Tiered,
+        root: str | os.PathLike[str] | Store | Tiered | None,
         scheduler: Any = None,
         state: Mapping[str, Any] | None = None,
         every: str | Time | Trigger | SaveFunction | SavePolicy | None = None,
@@ -136,7 +137,8 @@ class Trainer:
                 dict of metrics.
             root, every, keep, savers, on_existing, label, run_name, takeover, memory_budget,
                 compress, encrypt: as for `CheckpointManager`; the last step is always saved, and
-                fractions of the run in `every` are those of the goal.
+                fractions of the run in `every` are those of the goal. With `root=None` nothing is
+                saved or resumed, and all that is about saves has no effect (docs/trainer.md).
             overlap: as for `CheckpointManager`; None: on accelerators only. `fit` calls `fence`
                 before each update and each validation.
             stop: the signals that end `fit`, or make it save; None: it handles none.
@@ -227,7 +229,7 @@ class Trainer:
         check_options({*self.state, RNG}, **self._options)
         self._way_back = WayBack(
             stop=stop,
-            is_exact=asks_for(self._every, "exception"),
+            is_exact=root is not None and asks_for(self._every, "exception"),
             data=data,
             state=self.state,
             callbacks=self._callbacks,
@@ -396,22 +398,30 @@ class Trainer:
             one_sided=lambda name: name in may_be_new or name in without,
         )
         with self._closing():
-            manager = CheckpointManager(
-                self.root,
-                self.state,
-                every=self._every,
-                max_duration=ending.goal,
-                on_failure="warn",
-                hooks=hooks,
-                counters=lambda: self.counters.totals,
-                sinks=(log_event, costs),
-                overlap=self._overlap,
-                encrypt=self._encryption,
-                **self._options,
-            )
+            manager = self._make_manager(ending.goal, hooks, (log_event, costs))
             begin = None if start is None else partial(self._begin_from, start, hooks)
             with manager, self._managed(manager):
                 return Fit(self._gear, ending, manager, begun, begin).run(costs)
+
+    def _make_manager(
+        self, goal: Time, hooks: StateHooks, sinks: Sequence[Sink]
+    ) -> CheckpointManager:
+        if self.root is None:
+            logger.warning("root=None: nothing of this training is saved")
+            return Unsaved()
+        return CheckpointManager(
+            self.root,
+            self.state,
+            every=self._every,
+            max_duration=goal,
+            on_failure="warn",
+            hooks=hooks,
+            counters=lambda: self.counters.totals,
+            sinks=sinks,
+            overlap=self._overlap,
+            encrypt=self._encryption,
+            **self._options,
+        )
 
     def _begin_from(self, start: Start, hooks: StateHooks) -> Checkpoint:
         """Load the whole state; loggers begin records of their own."""
