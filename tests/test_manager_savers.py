@@ -478,3 +478,19 @@ def test_a_quiet_step_has_nothing_to_save(tmp_path: Path) -> None:
         assert not manager.is_quiet(3)
         manager.load()
         assert not manager.is_quiet(3)
+
+
+def test_what_would_be_refused_later_is_refused_by_resume(tmp_path: Path) -> None:
+    """Issue 20, line 10: before training, not at the save after hours of it."""
+    run = new_run()
+    with run.manager(tmp_path) as manager:
+        for step in (1, 2, 3):
+            run.train()
+            manager.save(step).wait()
+    with new_run().manager(tmp_path, on_existing="error") as manager:
+        assert manager.resume().step == 3  # type: ignore[union-attr]
+    with new_run().manager(tmp_path) as manager:
+        manager.resume(1)
+    again = new_run().manager(tmp_path, on_existing="error")
+    with again as manager, pytest.raises(UsageError, match=r'on_existing="error".*steps 2, 3'):
+        manager.resume()

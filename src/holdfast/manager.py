@@ -420,7 +420,8 @@ class CheckpointManager:
             FormatError: a checkpoint that was named explicitly is damaged.
             OpaqueLoadFailed: the state was replaced in part when something failed.
             UsageError: a CUDA graph is being captured, or the checkpoint has a component that
-                `new` names, or lacks one that `without` names.
+                `new` names, or lacks one that `without` names; or with `on_existing="error"` there
+                are checkpoints of later steps than the latest.
         """
         began = time.perf_counter()
         self._check_process()
@@ -440,6 +441,8 @@ class CheckpointManager:
         found = self._applying.resume(search)
         if found is not None:
             self._went_on_from(found, rates, is_rollback=search.is_rollback)
+        if self._refuses_existing and which == "latest":
+            self._beginning.refuse_later(None if found is None else found.entry)
         self._saver.later(self._after_claim)
         if found is None:
             return None

@@ -201,11 +201,13 @@ def test_a_logger_of_a_fork_begins_a_record_of_its_own(tmp_path: Path) -> None:
         ("", UsageError),
         (3, UsageError),
         ("dbfs:/old", UsageError),
+        ("{}/renamed", UsageError),
     ],
 )
 def test_a_mistyped_start_is_refused(start: Any, wanted: type[Exception], tmp_path: Path) -> None:
     """Line 18: nothing is trained, nothing is made, and the same call may be mended."""
     trained(tmp_path / "old", 3)
+    shutil.copytree((tmp_path / "old" / "latest").resolve(), tmp_path / "renamed")
     fork = new(tmp_path / "new")
     given = start.format(tmp_path) if isinstance(start, str) else start
     with pytest.raises(wanted):

@@ -201,9 +201,21 @@ def _names(given: list[Callback]) -> dict[str, Callback]:
         if callback.name in names:
             raise UsageError(f"callbacks: two are named {callback.name!r}")
         names[callback.name] = callback
+    unnamed: dict[str, list[str]] = {}
     for callback in given:
         if callback.name is None:
-            names[_free_name(type(callback).__name__, names)] = callback
+            name = _free_name(type(callback).__name__, names)
+            names[name] = callback
+            if _is_stateful(callback):
+                unnamed.setdefault(type(callback).__name__, []).append(name)
+    for class_name, found in unnamed.items():
+        if len(found) > 1:
+            former = ", ".join(f"name={name!r}" for name in found)
+            raise UsageError(
+                f"callbacks: {len(found)} of the class {class_name} have a state and no name; when "
+                "they change places, each would get the state of another. Give each a name of its "
+                f"own. In checkpoints made before they are called {former}"
+            )
     return names
 
 

@@ -12,6 +12,7 @@ from holdfast.engine.hooks import StateHooks
 from holdfast.engine.roots.locate import place_of
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import UsageError
+from holdfast.format.layout import parse_attempt
 from holdfast.keys import Encryption
 from holdfast.manager import CheckpointManager
 from holdfast.store import open_store
@@ -41,6 +42,11 @@ class Start:
         if not isinstance(source, str | os.PathLike):
             raise UsageError(f"start_from={source!r}: must be ROOT or ROOT@WHICH, a path or a URL")
         store, which, folder = place_of(source)
+        if folder and parse_attempt(folder) is None:
+            raise UsageError(
+                f"start_from={os.fspath(source)!r}: this checkpoint's folder was renamed; give it "
+                "its own name again"
+            )
         tiers = (root.local, root.remote) if isinstance(root, Tiered) else (root,)
         if any(tier is not None and open_store(tier).url == store.url for tier in tiers):
             raise UsageError(

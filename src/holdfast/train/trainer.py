@@ -182,6 +182,7 @@ class Trainer:
         self.counters = Counters()
         self.manager: CheckpointManager | None = None
         """The manager while `fit` runs."""
+        self._is_running = False
         self.ema = None if ema is None else Average(self.model, ema)
         self._counted = {
             unit
@@ -374,8 +375,18 @@ class Trainer:
         return self._validate_each(self._chosen(which))
 
     def request_stop(self, reason: str) -> None:
-        """End `fit` after the present step, which is saved. Requests cannot be taken back."""
-        if self._ending is not None:
+        """End `fit` after the present step, which is saved. Requests cannot be taken back.
+
+        In a validation outside of `fit` it means nothing.
+
+        Raises:
+            UsageError: neither `fit` nor a validation runs.
+        """
+        if not self._is_running:
+            raise UsageError(
+                f"request_stop({reason!r}): fit does not run, so nothing can be stopped"
+            )
+        if self.manager is not None and self._ending is not None:
             self._ending.ask(reason)
 
     def log(self, metrics: Metrics, *, to: Collection[str] | None = None) -> None:
@@ -502,14 +513,14 @@ class Trainer:
 
     @contextmanager
     def _managed(self, manager: CheckpointManager | None) -> Iterator[None]:
-        self.manager = manager
+        self.manager, self._is_running = manager, True
         try:
             yield
         except BaseException as error:
             self._callbacks.tell_exception(error)
             raise
         finally:
-            self.manager, self._place.is_between = None, False
+            self.manager, self._is_running, self._place.is_between = None, False, False
 
     @contextmanager
     def _closing(self) -> Iterator[None]:
@@ -550,7 +561,7 @@ class Trainer:
         if self.ema is not None:
             own["ema"] = self.ema.model
         own |= {"data": self.data, "progress": self.counters, **self._callbacks.components}
-        taken = [name for name in extra if name in own]
+        taken = [name for name in extra if name in own or name == RNG]
         if taken:
             raise UsageError(f"state: the Trainer has components named {taken} itself")
         return own | dict(extra)
