@@ -14,9 +14,8 @@ from typing import ClassVar, Literal, cast, get_args
 
 from holdfast.errors import UsageError
 from holdfast.policy.amounts import number_of_bytes, whole_number
-from holdfast.policy.classes import SaveClass
 from holdfast.policy.clock import Time, argument_name, parse, reading
-from holdfast.policy.rule import Candidate, Rule, counting
+from holdfast.policy.rule import Candidate, Rule, SaveClass, counting
 
 Mode = Literal["min", "max"]
 Removal = Literal["ephemeral_only", "all_non_permanent", "never"]

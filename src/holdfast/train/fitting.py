@@ -18,7 +18,8 @@ from holdfast.engine.control.stop import Interrupted
 from holdfast.errors import OwnershipError, UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
-from holdfast.policy.classes import Due, SaveClass
+from holdfast.policy.classes import Due
+from holdfast.policy.rule import SaveClass
 from holdfast.policy.triggers import Event
 from holdfast.state.loaded import is_loaded
 from holdfast.train import making
