@@ -142,7 +142,7 @@ def killed_run(root: str, steps: int, report: Report) -> None:
         every="1step",  # so that those before the last are committed at any kill
         accumulate=2,
         clip_norm=0.1,
-        callbacks=[Total(), Total(2.0), StepReporter(report)],
+        callbacks=[Total(), named(Total(2.0), "twice"), StepReporter(report)],
         state={"more": {"tensor": torch.ones(2), "list": [1, 2]}},
     )
     trainer.fit(steps)

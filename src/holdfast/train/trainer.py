@@ -439,7 +439,7 @@ class Trainer:
         own = [(item, item.state_dict()) for item in self._callbacks.recording]
         try:
             found = start.load(self.state, hooks, self._encryption)
-        except OpaqueLoadFailed:
+        except (OpaqueLoadFailed, KeyboardInterrupt):
             self._place.has_begun = True  # the state is neither the old nor the stored one
             raise
         for item, state in own:
