@@ -14,6 +14,7 @@ from holdfast import At, AtStart, CheckpointManager, Encryption, load_weights
 from holdfast.data import Loader
 from holdfast.errors import HoldfastError, MismatchError, NoCheckpoint, UsageError
 from holdfast.keys import generate
+from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.store.memory import MemoryStore
 from holdfast.train import Callback, Logger, Trainer, Training, Validation
 from train.small import Noisy, make
@@ -244,12 +245,10 @@ def test_a_start_that_proves_damaged_is_no_beginning(tmp_path: Path) -> None:
     data[-1] ^= 1
     file.write_bytes(data)
     fork = new(tmp_path / "new")
-    with pytest.raises(HoldfastError):
+    with pytest.raises(OpaqueLoadFailed):
         fork.fit(5, start_from=tmp_path / "old")
-    before = [weight.tolist() for weight in new(MemoryStore()).model.parameters()]
-    if [weight.tolist() for weight in fork.model.parameters()] != before:
-        with pytest.raises(UsageError, match="new Trainer"):
-            fork.fit(5)
+    with pytest.raises(UsageError, match="new Trainer"):
+        fork.fit(5)
 
 
 # By hand
