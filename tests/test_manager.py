@@ -594,6 +594,8 @@ def test_settings_and_modes_of_torch_do_not_break_a_save(tmp_path: Path) -> None
         assert manager.list()[-1].metrics == {"loss": 2.0, "norm": 1.5}
         with pytest.raises(errors.UsageError, match="loss"):
             manager.save(3, metrics={"loss": torch.ones(3)})
+        with pytest.raises(errors.UsageError, match=r"count.*too large"):
+            manager.save(3, metrics={"count": 10**400})  # issue 20, line 10
 
 
 def test_loading_a_part_is_not_enough_to_save_into_the_root(tmp_path: Path) -> None:

@@ -478,3 +478,39 @@ def test_a_quiet_step_has_nothing_to_save(tmp_path: Path) -> None:
         assert not manager.is_quiet(3)
         manager.load()
         assert not manager.is_quiet(3)
+
+
+def test_what_would_be_refused_later_is_refused_by_resume(tmp_path: Path) -> None:
+    """Issue 20, line 10: before training, not at the save after hours of it."""
+    run = new_run()
+    with run.manager(tmp_path) as manager:
+        for step in (1, 2, 3):
+            run.train()
+            manager.save(step).wait()
+    with new_run().manager(tmp_path, on_existing="error") as manager:
+        assert manager.resume().step == 3  # type: ignore[union-attr]
+    with new_run().manager(tmp_path) as manager:
+        manager.resume(1)
+    again = new_run().manager(tmp_path, on_existing="error")
+    with again as manager, pytest.raises(UsageError, match=r'on_existing="error".*steps 2, 3'):
+        manager.resume()
+
+
+def test_a_run_of_another_root_counts_on(tmp_path: Path) -> None:
+    """Issue 20, line 18: after a load by hand an interval and the clock go on where they were."""
+    run = new_run()
+    with run.manager(tmp_path / "old") as manager:
+        for _ in range(3):
+            run.train()
+        manager.save(3, epoch=1).wait()
+    loaded = new_run().manager(tmp_path / "old").load()
+    again = new_run()
+    with again.manager(tmp_path / "new", every="2step") as manager:
+        manager.count_from(loaded.timestamp)
+        saved = manager.maybe_save(4, epoch=1)
+        assert saved is not None
+        assert manager.maybe_save(5, epoch=1) is None
+        assert saved.wait().timestamp.wall_s >= loaded.timestamp.wall_s
+    with again.manager(tmp_path / "odd", every="2step") as manager:
+        manager.count_from(loaded.timestamp)
+        assert manager.maybe_save(3, epoch=1) is None

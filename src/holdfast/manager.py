@@ -65,10 +65,10 @@ from holdfast.errors import (
 from holdfast.events import Emitter, Sink, log_event
 from holdfast.format.manifest import Timestamp
 from holdfast.keys import Encryption
-from holdfast.policy.classes import Due, SaveClass, SavePolicy
+from holdfast.policy.classes import Due, SavePolicy
 from holdfast.policy.clock import Time, parse
 from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction, compile_label
-from holdfast.policy.rule import Rule
+from holdfast.policy.rule import Rule, SaveClass
 from holdfast.policy.savers import SideSaver
 from holdfast.policy.schedule import Schedule
 from holdfast.policy.triggers import Event as TriggerEvent
@@ -77,6 +77,7 @@ from holdfast.state.capture import Captured, Capturer, check_state
 from holdfast.state.components import RNG
 from holdfast.state.edits import Edit, edited
 from holdfast.state.held import describe as describe_unheld
+from holdfast.state.loaded import note_loaded
 from holdfast.state.positions import OUTSIDE, is_outside
 from holdfast.state.rates import Rates
 from holdfast.state.selection import listed
@@ -423,7 +424,8 @@ class CheckpointManager:
             FormatError: a checkpoint that was named explicitly is damaged.
             OpaqueLoadFailed: the state was replaced in part when something failed.
             UsageError: a CUDA graph is being captured, or the checkpoint has a component that
-                `new` names, or lacks one that `without` names.
+                `new` names, or lacks one that `without` names; or with `on_existing="error"` there
+                are checkpoints of later steps than the latest.
         """
         began = time.perf_counter()
         self._check_process()
@@ -446,6 +448,8 @@ class CheckpointManager:
         self._is_unused = found is None
         if found is not None:
             self._went_on_from(found, rates, is_rollback=search.is_rollback)
+        if self._refuses_existing and which == "latest":
+            self._beginning.refuse_later(None if found is None else found.entry)
         self._saver.later(self._after_claim)
         if found is None:
             return None
@@ -533,6 +537,12 @@ class CheckpointManager:
         notes = (*reader.notes, *self._notes(found))
         new_ = found.one_sided.new
         return describe(self._home(found.entry), found.entry, notes=notes, new=new_)
+
+    def count_from(self, timestamp: Timestamp) -> None:
+        """Take over clock and counters of a state that came from another root, before the first
+        save: intervals go on from there, and nothing counts as saved in this root."""
+        self._quiet = _NEVER_QUIET
+        self._moments.count_from(timestamp)
 
     # Looking and marking
 
@@ -836,6 +846,7 @@ class CheckpointManager:
 
     def _went_on_from(self, found: Candidate, rates: Rates, *, is_rollback: bool) -> None:
         """A load has ended well; a full one moves the run to where the checkpoint stands."""
+        note_loaded(self.state.get(name) for name in found.prepared.needed)
         rates.put_back(found.one_sided.new)
         for note in found.one_sided.notes:
             self._emit("warning", f"{found.entry.folder}: {note}", folder=found.entry.folder)

@@ -15,6 +15,7 @@ from holdfast.engine.staging.device import refuse_capture
 from holdfast.engine.threads import Threads
 from holdfast.keys import Encryption
 from holdfast.state.edits import Edit
+from holdfast.state.loaded import note_loaded
 from holdfast.state.selection import listed
 from holdfast.store.base import Store
 
@@ -77,6 +78,7 @@ def load_weights(
             )
             found = reader.read(kept.entry, options)
             found.prepared.apply(found.tensors)
+            note_loaded([model])
     finally:
         threads.close()
     return describe(store, kept.entry, notes=(*kept.notes, *found.prepared.notes))

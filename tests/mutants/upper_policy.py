@@ -17,8 +17,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="last-keeps-one-fewer",
         promise="D48: Last(n) keeps exactly n",
         file="policy/rules.py",
-        before="return dict.fromkeys(counting(newest_first)[: self.n], str(self))",
-        after="return dict.fromkeys(counting(newest_first)[: self.n - 1], str(self))",
+        before="return dict.fromkeys(own[: self.n], str(self))",
+        after="return dict.fromkeys(own[: self.n - 1], str(self))",
         near=("tests/policy/test_retention.py",),
     ),
     Mutant(

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
+from holdfast.policy.retention import decide, unmet
 from holdfast.policy.rule import Candidate, Rule
 from holdfast.policy.rules import Budget, ByClass, Daily, Hourly, Last, Within
 
@@ -168,3 +169,25 @@ def test_rules_show_themselves() -> None:
     assert str(rule.then_drop("rng")) == (
         "(hourly 3 | daily | within 7200s | budget 7 bytes | remove ephemeral_only) without rng"
     )
+
+
+def test_the_last_of_a_class_are_counted_in_that_class() -> None:
+    """Issue 20, line 10: so many permanent ones, however many ephemeral ones are between them."""
+    entries = by_class("permanent", "ephemeral", "permanent", "ephemeral", "permanent")
+    assert picked(Last(2, save_class="permanent"), entries) == [3, 5]
+    assert picked(Last(1, save_class="ephemeral"), entries) == [4]
+    both = Last(2, save_class="permanent") | Last(1, save_class="ephemeral")
+    assert picked(both, entries) == [3, 4, 5]
+    assert Last(2, save_class="permanent").quota() == 3  # the newest stays, of whatever class
+    assert str(Last(2, save_class="permanent")) == "last 2 permanent"
+    with pytest.raises(UsageError, match="save_class"):
+        Last(2, save_class="precious")  # type: ignore[arg-type]
+
+
+def test_the_last_ephemeral_ones_are_no_rule_where_there_are_none() -> None:
+    """Issue 20, lines 10 and 13: else it would keep no permanent one but the newest."""
+    rule = Last(1, save_class="ephemeral")
+    entries = by_class("permanent", "permanent", "permanent")
+    assert all(decision.keep for decision in decide(entries, rule))
+    assert "ephemeral" in unmet(entries, rule)[str(rule)]
+    assert unmet(by_class("ephemeral"), Last(1, save_class="permanent")) == {}

@@ -15,6 +15,8 @@ from holdfast.policy.spelling import parse_rule
     [
         ("all", All()),
         ("last:3", Last(3)),
+        ("last:3:permanent", Last(3, save_class="permanent")),
+        ("last:1:ephemeral", Last(1, save_class="ephemeral")),
         ("best:loss", Best("loss")),
         ("best:loss:max", Best("loss", mode="max")),
         ("best:loss:3", Best("loss", 3)),
@@ -53,6 +55,9 @@ def test_a_text_spells_its_rule(text: str, rule: Rule) -> None:
         "last:0",
         "last:-1",
         "last:three",
+        "last:3:",
+        "last:3:precious",
+        "last:permanent",
         "last:3,",
         "newest:3",
         "all:3",
@@ -76,3 +81,10 @@ def test_a_text_that_spells_no_rule_is_refused(text: str) -> None:
     """D47, D48."""
     with pytest.raises(UsageError):
         parse_rule(text)
+
+
+def test_a_metric_with_a_comma_is_refused_in_words() -> None:
+    """Issue 20, line 10: what stands behind the comma is another rule."""
+    with pytest.raises(UsageError, match=r"no rule.*comma"):
+        parse_rule("best:val/acc,top5:max")
+    assert parse_rule("best:a,all") == Best("a") | All()

@@ -14,6 +14,7 @@ from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import Last
 from holdfast.testing.resume import Report, assert_resume_equivalent
 from servers.fixtures import on
+from train.small import make
 
 PLACE = "TEST_RESUME_ROOT"
 
@@ -46,3 +47,20 @@ def test_resuming_from_an_object_store_is_exact(root: str, monkeypatch: pytest.M
     """Invariant 7, R1."""
     monkeypatch.setenv(PLACE, root)
     assert_resume_equivalent(run, 6, [2, 4], timeout_s=120.0)
+
+
+@pytest.mark.full
+@on("moto")
+def test_a_run_begins_with_the_checkpoint_of_a_bucket(root: str, tmp_path: Path) -> None:
+    """Invariant 7; issue 20, line 10: `start_from` is exact, also from an object store."""
+    found = []
+    for place, goal, start in (
+        (f"{root}/straight", 5, None),
+        (f"{root}/old", 3, None),
+        (tmp_path, 5, f"{root}/old@step=3"),
+    ):
+        trainer = make(place, log=False, ema=0.9)
+        trainer.fit(goal, start_from=start)
+        found.append([[weight.tolist() for weight in trainer.model.parameters()], torch.rand(3)])
+    assert found[2][0] == found[0][0] != found[1][0]
+    assert torch.equal(found[2][1], found[0][1])

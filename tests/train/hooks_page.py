@@ -38,7 +38,8 @@ class StopWhenGood(Callback):
 * What a hook raises ends the training as `HookFailed`, which names class and hook; the error is
   its cause. An interrupt stays what it is.
 * A callback with `state_dict` and `load_state_dict` is saved and resumed, as the component
-  `callback-<name>`; the name is its `name`, or that of its class, with `_2` for a second one.
+  `callback-<name>`; the name is its `name`, or that of its class. Two of one class with a state
+  need names, as each would get the other's state when they change places.
 * `training.manager.save(training.counters.step)` works in `fit_start`, `step_end`, `epoch_end`,
   `log` and `fit_end`; elsewhere the parts of the state do not belong to one step, and it is
   refused. While `vetoes_ephemeral` is True, the Trainer makes no ephemeral checkpoints.

@@ -175,12 +175,24 @@ def test_states_have_names_of_their_own() -> None:
     class WithÜmlautState(WithState):
         pass
 
-    expected = ["callback-with_mlautstate", "callback-with_mlautstate_2"]
-    one, two = WithÜmlautState(), WithÜmlautState()
-    assert list(together(one, two).components) == expected
-    found = together(Callback(), WithState(), one, two).components
-    assert list(found) == ["callback-withstate", *expected]
-    assert found[expected[1]] is two
+    one = WithÜmlautState()
+    assert list(together(one).components) == ["callback-with_mlautstate"]
+    found = together(Callback(), Callback(), WithState(), one).components
+    assert list(found) == ["callback-withstate", "callback-with_mlautstate"]
+
+
+def test_two_states_of_one_class_need_names() -> None:
+    """D55; issue 20, line 10: numbered by their places, they swapped their states when they changed
+    places between two runs."""
+    with pytest.raises(UsageError) as raised:
+        together(WithState(), Callback(), WithState(), Callback())
+    assert "name='withstate'" in str(raised.value)
+    assert "name='withstate_2'" in str(raised.value)
+    first, second, third = WithState(), WithState(), WithState()
+    first.name, second.name = "withstate", "withstate_2"
+    both = {"callback-withstate": first, "callback-withstate_2": second}
+    assert together(first, second).components == both == together(second, first).components
+    assert "callback-withstate_3" in together(third, second, first).components
 
 
 def test_a_name_that_was_given_is_the_states_name() -> None:

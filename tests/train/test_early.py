@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from holdfast.data import Loader
 from holdfast.errors import UsageError
 from holdfast.store.memory import MemoryStore
 from holdfast.train import Callback, EarlyStopping, HookFailed, StopWhen, Training, Validation
-from train.small import make
+from train.small import Noisy, make
 
 
 def course(values: list[float]) -> Validation:
@@ -160,3 +161,42 @@ def test_a_condition_is_not_asked_about_a_checkpoint_of_which_nothing_is_known()
     condition = lambda training, metrics: metrics["loss"] < -1  # noqa: E731
     make(store, callbacks=[StopWhen(condition), Stops()]).fit(3)
     assert make(store, callbacks=[StopWhen(condition)]).fit(3).reason == "goal"
+
+
+def test_two_of_them_have_names(tmp_path: Path) -> None:
+    """Issue 20, line 10: without one they are refused, as their states would change places."""
+    loss, draw = EarlyStopping("val/loss", name="loss"), EarlyStopping("val/draw", name="draw")
+    trainer = make(tmp_path, callbacks=[loss, draw])
+    assert {"callback-loss", "callback-draw"} <= set(trainer.state)
+    with pytest.raises(UsageError, match="EarlyStopping"):
+        make(tmp_path, callbacks=[EarlyStopping("val/loss"), EarlyStopping("val/draw")])
+
+
+def test_a_request_to_stop_where_nothing_runs_is_refused(tmp_path: Path) -> None:
+    """Issue 20, line 10: it was dropped in silence, and `fit` trained to its goal."""
+    trainer = make(tmp_path)
+    with pytest.raises(UsageError, match="request_stop"):
+        trainer.request_stop("too soon")
+    trainer.fit(2)
+    with pytest.raises(UsageError, match="request_stop"):
+        trainer.request_stop("too late")
+
+    class Asks(Callback):
+        def setup(self, training: Training) -> None:
+            training.request_stop("too soon")
+
+    with pytest.raises(HookFailed, match="request_stop"):
+        make(tmp_path, callbacks=[Asks()])
+
+
+def test_a_request_in_a_validation_outside_of_fit_means_nothing(tmp_path: Path) -> None:
+    """Issue 20, line 10: there is nothing to stop, and the callback need not know."""
+
+    class Asks(Callback):
+        def validation_end(self, training: Training, name: str, metrics: Any) -> None:
+            training.request_stop("good enough")
+
+    validation = Validation(data=Loader(Noisy(), batch_size=5, shuffle=False), every="9step")
+    trainer = make(tmp_path, callbacks=[Asks()], validate=validation)
+    assert trainer.validate()
+    assert trainer.validate()

@@ -116,3 +116,9 @@ def test_a_root_that_would_be_another_folder_than_meant_is_refused_before_traini
     with pytest.raises(UsageError, match="root"):
         make(root, log=True).fit("1step")
     assert not any(tmp_path.iterdir())
+
+
+def test_a_component_called_rng_is_refused_by_name() -> None:
+    """Issue 20, line 10: in its place the global generators would not be saved."""
+    with pytest.raises(UsageError, match="'rng'"):
+        make(MemoryStore(), state={"rng": {"mine": 1}})

@@ -135,3 +135,9 @@ def test_means_are_weighted_and_over_the_batches_that_have_the_metric() -> None:
 def test_what_is_no_number_is_refused(value: Any) -> None:
     with pytest.raises(UsageError, match="'extra'"):
         number("extra", value)
+
+
+def test_an_integer_beyond_the_range_of_a_float_is_refused_by_name() -> None:
+    """Issue 20, line 10: it was an OverflowError that named nothing."""
+    with pytest.raises(UsageError, match=r"'count'.*too large"):
+        number("count", 10**400)

@@ -142,7 +142,7 @@ def killed_run(root: str, steps: int, report: Report) -> None:
         every="1step",  # so that those before the last are committed at any kill
         accumulate=2,
         clip_norm=0.1,
-        callbacks=[Total(), Total(2.0), StepReporter(report)],
+        callbacks=[Total(), named(Total(2.0), "twice"), StepReporter(report)],
         state={"more": {"tensor": torch.ones(2), "list": [1, 2]}},
     )
     trainer.fit(steps)
@@ -381,14 +381,19 @@ def test_an_epoch_begins_once_although_it_is_resumed_in_its_middle(tmp_path: Pat
 
 def test_callbacks_of_one_class_keep_their_own_states(tmp_path: Path) -> None:
     """D55."""
-    first = [Total(), Hooks(), Total(2.0)]
+    first = [named(Total(), "one"), Hooks(), named(Total(2.0), "two")]
     make(tmp_path, callbacks=first).fit(3)
-    again = [Total(), Hooks(), Total(2.0)]
+    again = [named(Total(2.0), "two"), Hooks(), named(Total(), "one")]
     trainer = make(tmp_path, callbacks=again)
     trainer.fit(3)
-    assert {"callback-total", "callback-total_2"} <= set(trainer.state)
-    assert again[0].total == first[0].total != 0.0  # type: ignore[attr-defined]
-    assert again[2].total == first[2].total  # type: ignore[attr-defined]
+    assert {"callback-one", "callback-two"} <= set(trainer.state)
+    assert again[2].total == first[0].total != 0.0  # type: ignore[attr-defined]
+    assert again[0].total == first[2].total  # type: ignore[attr-defined]
+
+
+def named(callback: Callback, name: str) -> Callback:
+    callback.name = name
+    return callback
 
 
 @pytest.mark.parametrize("error", [Stop("own"), KeyboardInterrupt()])

@@ -72,6 +72,20 @@ class Beginning:
                 f"{step} already: {', '.join(there)}"
             )
 
+    def refuse_later(self, standing: Entry | None) -> None:
+        """Raise `UsageError` where there are checkpoints of later steps than that on which the run
+        stands: the saves of these steps would be refused one by one."""
+        step = -1 if standing is None else standing.step
+        later = sorted({entry.step for entry in self._catalog.checkpoints() if entry.step > step})
+        if later:
+            shown = ", ".join(map(str, later[:10])) + (", …" if len(later) > 10 else "")
+            raise UsageError(
+                f'{self._store.url}: on_existing="error", and the run is to go on from '
+                f"{standing.folder if standing else 'its beginning'}, where there are checkpoints "
+                f'of the steps {shown} already. Pass on_existing="keep" or "replace", or use '
+                "another root"
+            )
+
     def _is_part_of_this_pass(self, entry: Entry) -> bool:
         """Whether another saver of this very process has just saved a part of the state."""
         claim = self._owner.claim

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.cli.output import Answer
-from holdfast.cli.target import open_target, read_entry, split_target
+from holdfast.cli.target import open_target, read_entry
 from holdfast.engine.roots.catalog import Entry
 from holdfast.engine.roots.notes import annotate
-from holdfast.engine.roots.sources import split_folder
+from holdfast.engine.roots.sources import split_folder, split_source
 from holdfast.errors import UsageError
 from holdfast.store.base import Store
 
@@ -38,7 +38,7 @@ def tag(target: str, tags: Sequence[str]) -> Answer:
 
 
 def _named(target: str) -> tuple[Store, Entry]:
-    root, which = split_target(target)
+    root, which = split_source(target)
     if which is None and not split_folder(root)[1]:
         raise UsageError(f"{target!r}: name one checkpoint, as ROOT@WHICH")
     store, folder = open_target(target)

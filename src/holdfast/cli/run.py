@@ -17,9 +17,9 @@ from holdfast.care.supervise import (
     supervise,
 )
 from holdfast.cli.output import Code, Table, aligned, give_line, printable
-from holdfast.cli.target import split_target
 from holdfast.cli.unlocking import inner, unlocked
 from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.roots.sources import split_source
 from holdfast.errors import FormatError, SealError, StoreError, UsageError
 from holdfast.policy.clock import Unit, parse
 from holdfast.store import open_store
@@ -75,7 +75,7 @@ def _seconds(text: str, option: str) -> float:
 
 def _open(root: str) -> Store:
     """The store of a root, which the first life may still have to make."""
-    name, which = split_target(root)
+    name, which = split_source(root)
     if which is not None:
         raise UsageError(f"--root {root!r}: must be a whole root, without @{which}")
     store = unlocked(open_store(name))

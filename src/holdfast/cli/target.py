@@ -15,18 +15,6 @@ from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 
 
-def split_target(text: str) -> tuple[str, str | None]:
-    """(root, which); `which` is None without an `@`, or when a folder has just that name.
-
-    Raises:
-        UsageError: nothing stands before or after the `@`.
-    """
-    root, which = split_source(text)
-    if not root or which == "":
-        raise UsageError(f"{text!r}: expected ROOT or ROOT@WHICH")
-    return root, which
-
-
 def open_root(text: str) -> Store:
     """The store of a root that exists; for commands that take no `@`.
 
@@ -34,7 +22,7 @@ def open_root(text: str) -> Store:
         UsageError: it names a checkpoint, not a root.
         NoCheckpoint: there is nothing of ours.
     """
-    root, which = split_target(text)
+    root, which = split_source(text)
     if which is not None:
         raise UsageError(f"{text!r}: this command takes a whole root, without @{which}")
     store = open_store(root)
@@ -58,7 +46,7 @@ def open_target(text: str) -> tuple[Store, str]:
         NoCheckpoint: nothing there answers.
         FormatError: what answers is damaged.
     """
-    root, which = split_target(text)
+    root, which = split_source(text)
     parent, folder = split_folder(root) if which is None else ("", "")
     if folder:
         return unlocked(open_store(parent)), folder

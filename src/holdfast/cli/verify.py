@@ -13,10 +13,10 @@ from holdfast.cli.documents import (
     unread_line,
 )
 from holdfast.cli.output import Answer, Code, progress_bar, size
-from holdfast.cli.target import open_root, open_target, split_target
+from holdfast.cli.target import open_root, open_target
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.seen import parse_seen
-from holdfast.engine.roots.sources import split_folder
+from holdfast.engine.roots.sources import split_folder, split_source
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.store.base import Store
 
@@ -32,7 +32,7 @@ def check(target: str, *, seen: str | None = None, decode: bool = True) -> Answe
         RolledBack: the newest is older than the one that was `seen`.
     """
     known = parse_seen(seen)
-    root, which = split_target(target)
+    root, which = split_source(target)
     if which is None and not split_folder(root)[1]:
         store = open_root(root)
         with progress_bar() as progress:

@@ -67,7 +67,16 @@ class Moments:
         """Go on from a checkpoint."""
         now = entry.manifest.timestamp
         self._odometer.stand_on(now)
-        self._schedule.stand_on(now, map(_record, self._saves_up_to(entry)))
+        self._go_on(now, map(_record, self._saves_up_to(entry)))
+
+    def count_from(self, now: Timestamp) -> None:
+        """Go on from a moment by which nothing was saved in this root."""
+        if now.step:  # else an odometer that has not moved knows all there is
+            self._odometer.stand_on(now)
+        self._go_on(now, ())
+
+    def _go_on(self, now: Timestamp, records: Iterable[Record]) -> None:
+        self._schedule.stand_on(now, records)
         self._wall_before_s, self._started = now.wall_s, time.monotonic()
 
     def _saves_up_to(self, entry: Entry) -> Iterable[Entry]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.auto import Auto
 from holdfast.policy.clock import ALL_UNITS, Time, Unit, counted, parse, reading
+from holdfast.policy.rule import SaveClass
 from holdfast.policy.spoken import as_trigger
 from holdfast.policy.triggers import (
     NO_METRICS,
@@ -25,8 +26,6 @@ from holdfast.policy.triggers import (
     is_elsewhere,
     parts_of,
 )
-
-SaveClass: TypeAlias = Literal["permanent", "ephemeral"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

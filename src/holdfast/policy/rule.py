@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal, TypeAlias
 
 from holdfast.errors import UsageError
 from holdfast.format.layout import check_component
@@ -17,6 +17,8 @@ from holdfast.format.manifest import Timestamp, needed_of
 
 MAIN = "main"
 """The saver of the whole state, to which everything belongs that names no saver."""
+SaveClass: TypeAlias = Literal["permanent", "ephemeral"]
+"""Whether later saves may replace a checkpoint; decided when it is saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, cast, get_args
 from holdfast.errors import UsageError
 from holdfast.policy.amounts import number_of_bytes, whole_number
 from holdfast.policy.clock import Time, argument_name, parse, reading
-from holdfast.policy.rule import Candidate, Rule, counting
+from holdfast.policy.rule import Candidate, Rule, SaveClass, counting
 
 Mode = Literal["min", "max"]
 Removal = Literal["ephemeral_only", "all_non_permanent", "never"]
@@ -66,30 +66,48 @@ class Nothing(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Last(Rule):
-    """Keep the `n` newest."""
+    """Keep the `n` newest, or the `n` newest of one class.
+
+    Beside those of a class the newest of all stays, as always.
+    """
 
     spelled: ClassVar[str] = "last"
 
     n: int
+    save_class: SaveClass | None = None
 
     def __post_init__(self) -> None:
         _check_quota("Last", self.n)
+        known = get_args(SaveClass)
+        if self.save_class not in (None, *known):
+            raise UsageError(f"Last: save_class={self.save_class!r} must be one of {known}")
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
-        """The first `n` that count."""
-        return dict.fromkeys(counting(newest_first)[: self.n], str(self))
+        """The first `n` that count, of the class."""
+        own = [p for p in counting(newest_first) if self._is_of_class(newest_first[p])]
+        return dict.fromkeys(own[: self.n], str(self))
+
+    def missing(self, counting: Sequence[Candidate]) -> str:
+        """Ephemeral ones; where none is permanent yet, only what is to be replaced goes."""
+        if self.save_class != "ephemeral" or any(map(self._is_of_class, counting)):
+            return ""
+        return "the class 'ephemeral'"
 
     def quota(self) -> int | None:
-        """`n`."""
-        return self.n
+        """`n`, and the newest where that is of the other class."""
+        return self.n if self.save_class is None else self.n + 1
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """`last:3`."""
-        return cls(whole_number(text))
+        """`last:3`, `last:3:permanent`."""
+        n, colon, save_class = text.partition(":")
+        return cls(whole_number(n), cast(SaveClass, save_class) if colon else None)
+
+    def _is_of_class(self, entry: Candidate) -> bool:
+        return self.save_class in (None, entry.save_class)
 
     def __str__(self) -> str:
-        return f"last {self.n}"
+        return f"last {self.n}" if self.save_class is None else f"last {self.n} {self.save_class}"
 
 
 @dataclass(frozen=True, slots=True)

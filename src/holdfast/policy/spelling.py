@@ -14,7 +14,7 @@ _SAVER = re.compile(r"(?P<saver>[^:= ]*)\s*=(?P<rule>.*)", re.DOTALL)
 def parse_rule(text: str) -> Rule:
     """The rule that `text` spells: parts, separated by commas, of which any keeps.
 
-    A part is `all`, `last:N`, `best:METRIC[:min|max][:N]`, `every:INTERVAL`, `hourly[:N]`,
+    A part is `all`, `last:N[:CLASS]`, `best:METRIC[:min|max][:N]`, `every:INTERVAL`, `hourly[:N]`,
     `daily[:N]`, `within:SPAN`, `budget:SIZE` or `remove:CLASSES`; and behind it may stand
     `without COMPONENT+COMPONENT`. Before it may stand `SAVER=`, and then it speaks for that saver;
     the others speak for `main`.
@@ -28,10 +28,19 @@ def parse_rule(text: str) -> Rule:
         UsageError: a part is none of these.
     """
     rules: dict[str, Rule] = {}
-    for part in text.split(","):
+    parts = text.split(",")
+    for number, part in enumerate(parts):
         match = _SAVER.fullmatch(part.strip())
         saver, rule = (MAIN, part) if match is None else (match["saver"], match["rule"])
-        found = _part(rule.strip())
+        try:
+            found = _part(rule.strip())
+        except UsageError as error:
+            if not any("best:" in before for before in parts[:number]):
+                raise
+            raise UsageError(
+                f"{error}. A comma stands between two rules: one in the name of a metric cannot be "
+                "written in a text, only as Best('…') in Python"
+            ) from error
         rules[saver] = rules[saver] | found if saver in rules else found
     return rules[MAIN] if set(rules) == {MAIN} else BySaver(rules)
 

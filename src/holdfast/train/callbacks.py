@@ -55,8 +55,13 @@ class Callbacks:
         return {
             f"callback-{name}": callback
             for name, callback in self._names.items()
-            if all(hasattr(callback, method) for method in _STATE)
+            if _is_stateful(callback)
         }
+
+    @property
+    def recording(self) -> list[Any]:
+        """The loggers with a state, which says where they record."""
+        return [item for item in self._all if isinstance(item, Logger) and _is_stateful(item)]
 
     @property
     def vetoes(self) -> list[str]:
@@ -150,6 +155,10 @@ def _check(given: list[Callback]) -> None:
         raise UsageError("callbacks:\n" + listing(wrong))
 
 
+def _is_stateful(callback: Callback) -> bool:
+    return all(hasattr(callback, method) for method in _STATE)
+
+
 def _is(item: object) -> bool:
     return isinstance(item, Callback)
 
@@ -192,9 +201,21 @@ def _names(given: list[Callback]) -> dict[str, Callback]:
         if callback.name in names:
             raise UsageError(f"callbacks: two are named {callback.name!r}")
         names[callback.name] = callback
+    unnamed: dict[str, list[str]] = {}
     for callback in given:
         if callback.name is None:
-            names[_free_name(type(callback).__name__, names)] = callback
+            name = _free_name(type(callback).__name__, names)
+            names[name] = callback
+            if _is_stateful(callback):
+                unnamed.setdefault(type(callback).__name__, []).append(name)
+    for class_name, found in unnamed.items():
+        if len(found) > 1:
+            former = ", ".join(f"name={name!r}" for name in found)
+            raise UsageError(
+                f"callbacks: {len(found)} of the class {class_name} have a state and no name; when "
+                "they change places, each would get the state of another. Give each a name of its "
+                f"own. In checkpoints made before they are called {former}"
+            )
     return names
 
 

@@ -29,6 +29,8 @@ class Counters:
     """Names of validations that are due at this step and are not done; stored only if any are."""
     cycle_length: Time | None = None
     """How long a cycle is, in something that is counted. Not stored: what is counted says it."""
+    were_loaded: bool = field(default=False, init=False, compare=False, repr=False)
+    """Whether they were taken over from a checkpoint."""
 
     @property
     def cycle(self) -> int | None:
@@ -99,6 +101,7 @@ class Counters:
         self.check_state_dict(state)
         for name, value in {**state, "unvalidated": [*state.get("unvalidated", [])]}.items():
             setattr(self, name, value)
+        self.were_loaded = True
 
 
 _STORED = ("step", "epoch", "batch", "samples", "tokens")

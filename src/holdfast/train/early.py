@@ -77,6 +77,7 @@ class EarlyStopping(Callback):
         mode: Mode = "min",
         patience: int = 3,
         min_delta: float = 0.0,
+        name: str | None = None,
     ) -> None:
         """
         Args:
@@ -84,6 +85,7 @@ class EarlyStopping(Callback):
             mode: whether low or high values are good.
             patience: ends at so many validations in a row without a better value; NaN is none.
             min_delta: by how much a value must be better than the best one.
+            name: see `Callback`; needed where there are several.
 
         Raises:
             UsageError: an argument is wrong.
@@ -93,6 +95,8 @@ class EarlyStopping(Callback):
         check_range("EarlyStopping: patience", patience, 1, 2**31)
         if not isinstance(min_delta, int | float) or not 0 <= min_delta < math.inf:
             raise UsageError(f"EarlyStopping: min_delta={min_delta!r} must be 0 or above")
+        if name is not None:
+            self.name = name
         self.metric = metric
         self.patience = patience
         self.best: float | None = None

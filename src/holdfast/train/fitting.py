@@ -18,8 +18,10 @@ from holdfast.engine.control.stop import Interrupted
 from holdfast.errors import OwnershipError, UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
-from holdfast.policy.classes import Due, SaveClass
+from holdfast.policy.classes import Due
+from holdfast.policy.rule import SaveClass
 from holdfast.policy.triggers import Event
+from holdfast.state.loaded import is_loaded
 from holdfast.train import making
 from holdfast.train.batches import Batches
 from holdfast.train.callbacks import Callbacks, HookFailed
@@ -67,10 +69,17 @@ class Fit:
     """Trains with a manager until the end. Used once."""
 
     def __init__(
-        self, gear: Gear, ending: Ending, manager: CheckpointManager, begun: list[PendingSave]
+        self,
+        gear: Gear,
+        ending: Ending,
+        manager: CheckpointManager,
+        begun: list[PendingSave],
+        start: Callable[[], Checkpoint] | None = None,
     ) -> None:
-        """`begun` gets every save that the manager begins."""
+        """`begun` gets every save that the manager begins; `start` loads the checkpoint of another
+        root, for a run that has none."""
         self._gear = gear
+        self._start = start
         self._ending = ending
         self._manager = manager
         self._begun_saves = begun
@@ -94,6 +103,11 @@ class Fit:
         self._tell(Callback.before_load)
         began_s = time.monotonic()
         found = self._manager.resume()
+        is_here = found is not None
+        if found is None:
+            found = self._begun_elsewhere()
+        elif self._start is not None:
+            logger.info("the run goes on from %s; start_from is not used", found.path)
         load_s = time.monotonic() - began_s
         notes = () if found is None else found.notes
         if found is None:
@@ -104,9 +118,8 @@ class Fit:
         self._place.leave_step()
         if found is not None:
             self._tell(Callback.resumed, found)
-        is_complete = (
-            found is not None and found.save_class == "permanent" and not self._counters.unvalidated
-        )
+        is_saved = found is not None and is_here and found.save_class == "permanent"
+        is_complete = is_saved and not self._counters.unvalidated
         if self._ending.is_at_goal():
             logger.info("%s is reached already, at step %d", self._ending.goal, self._counters.step)
             if is_complete:
@@ -126,7 +139,7 @@ class Fit:
             cost = {"load/duration_s": load_s, "load/nbytes": float(found.nbytes)}
             self._tell(Callback.checkpoint_loaded, found, cost)
         self._gear.model.train()
-        if found is None:
+        if not is_here:
             saver.at(["start"], {})
         try:
             self._train(saver, found)
@@ -139,15 +152,35 @@ class Fit:
             self._given_up = None
         return self._ending.outcome(notes)
 
-    def _begin_afresh(self) -> None:
+    def _begun_elsewhere(self) -> Checkpoint | None:
+        """Load what another root has for the beginning of this run, if it is to begin so."""
         if self._place.has_begun:
             raise UsageError(
                 f"this Trainer has trained before, to step {self._counters.step}, and nothing of "
                 "it was saved: there is nothing to go on from. Make a new Trainer"
             )
-        making.seed_generators(self._gear.seed)
-        if self._gear.ema is not None:
-            self._gear.ema.begin(self._gear.model)
+        if self._start is None:
+            return None
+        found = self._start()
+        self._manager.count_from(found.timestamp)
+        return found
+
+    def _begin_afresh(self) -> None:
+        """Seed the generators and begin the average, unless the caller has loaded them."""
+        model, ema, now = self._gear.model, self._gear.ema, self._counters
+        if now.were_loaded:
+            logger.warning(
+                "the caller has loaded a state of step %d: training goes on from it, with the "
+                "generators as they are. fit(…, start_from=…) loads all of another root's "
+                "checkpoint by itself",
+                now.step,
+            )
+        else:
+            making.seed_generators(self._gear.seed)
+        if ema is not None and not is_loaded(ema.model):
+            ema.begin(model)
+        if now.were_loaded or is_loaded(model):
+            self._manager.count_from(now.timestamp)
 
     def _begin_counting(self) -> None:
         now, gear = self._counters, self._gear

@@ -91,3 +91,5 @@ def number(name: str, value: Any) -> Tensor | float:
         return float(value)
     except (TypeError, ValueError):
         raise UsageError(f"metric {name!r}: {value!r} is not a number") from None
+    except OverflowError:
+        raise UsageError(f"metric {name!r} is too large for a float") from None

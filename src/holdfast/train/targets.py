@@ -81,7 +81,7 @@ class Target:
 
 
 def select(
-    root: str | os.PathLike[str] | Store | Tiered,
+    root: str | os.PathLike[str] | Store | Tiered | None,
     which: Which | Iterable[Which] | None,
     encryption: Encryption | None = None,
 ) -> list[Target]:
@@ -103,7 +103,7 @@ def select(
     wanted = [which] if isinstance(which, str | int | os.PathLike) else list(which)
     if not wanted:
         raise UsageError("which=[]: names no checkpoint")
-    own = catalog_of(root, Emitter(), encryption)
+    own = None if root is None else catalog_of(root, Emitter(), encryption)
     found: dict[tuple[str, str], Target] = {}
     for item in wanted:
         if isinstance(item, bool) or not isinstance(item, str | int | os.PathLike):
@@ -144,12 +144,19 @@ def _copied(module: nn.Module) -> dict[str, object]:
     }
 
 
-def _meant(own: Catalog, item: Which) -> list[Target]:
-    if isinstance(item, int):
-        return [_target(own, own.resolve(item))]
-    if not isinstance(item, str) or "@" in item or os.sep in item:
+def _meant(own: Catalog | None, item: Which) -> list[Target]:
+    if not isinstance(item, str | int) or (isinstance(item, str) and _is_path(item)):
         return _at_path(os.fspath(item))
-    return _named(own, item)
+    if own is None:
+        raise UsageError(
+            f"which={item!r}: a checkpoint of the Trainer's own root, and it has root=None; name "
+            "one by its path, as in other/root@latest"
+        )
+    return [_target(own, own.resolve(item))] if isinstance(item, int) else _named(own, item)
+
+
+def _is_path(text: str) -> bool:
+    return "@" in text or os.sep in text
 
 
 def _target(catalog: Catalog, entry: Entry) -> Target:

@@ -9,12 +9,13 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from holdfast.engine.checkpoint import PendingSave
+from holdfast.engine.checkpoint import Checkpoint, PendingSave
 from holdfast.engine.control.stop import Stop
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.loading.sides import Sides
@@ -23,7 +24,7 @@ from holdfast.engine.saving.compressing import Compress
 from holdfast.engine.staging.overlap import Mode
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import SaveSkipped, UsageError
-from holdfast.events import log_event
+from holdfast.events import Sink, log_event
 from holdfast.format.manifest import Timestamp
 from holdfast.keys import Encryption
 from holdfast.manager import CheckpointManager
@@ -33,6 +34,7 @@ from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction
 from holdfast.policy.retention import Rule
 from holdfast.policy.savers import SideSaver
 from holdfast.policy.triggers import SaveFunction, Trigger
+from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.capture import check_state
 from holdfast.state.components import RNG
 from holdfast.state.edits import StateView
@@ -54,8 +56,10 @@ from holdfast.train.precision import Numerics, Precision, checked_precision
 from holdfast.train.saving import SaveCosts
 from holdfast.train.schedulers import make_schedulers
 from holdfast.train.skipping import WithoutSteps
+from holdfast.train.starting import Start
 from holdfast.train.targets import Target, Validated, Which, borrowed, kept_all, select
 from holdfast.train.training import Metrics, Training
+from holdfast.train.unsaved import Unsaved
 from holdfast.train.validation import Part, Validations, Validator, plans_of, size_of
 from holdfast.train.wayback import WayBack
 
@@ -86,7 +90,7 @@ class Trainer:
         optimizer: torch.optim.Optimizer | making.MakeOptimizer,
         data: Any,
         loss: LossFunction,
-        root: str | os.PathLike[str] | Store | Tiered,
+        root: str | os.PathLike[str] | Store | Tiered | None,
         scheduler: Any = None,
         state: Mapping[str, Any] | None = None,
         every: str | Time | Trigger | SaveFunction | SavePolicy | None = None,
@@ -133,7 +137,8 @@ class Trainer:
                 dict of metrics.
             root, every, keep, savers, on_existing, label, run_name, takeover, memory_budget,
                 compress, encrypt: as for `CheckpointManager`; the last step is always saved, and
-                fractions of the run in `every` are those of the goal.
+                fractions of the run in `every` are those of the goal. With `root=None` nothing is
+                saved or resumed, and all that is about saves has no effect (docs/trainer.md).
             overlap: as for `CheckpointManager`; None: on accelerators only. `fit` calls `fence`
                 before each update and each validation.
             stop: the signals that end `fit`, or make it save; None: it handles none.
@@ -177,6 +182,7 @@ class Trainer:
         self.counters = Counters()
         self.manager: CheckpointManager | None = None
         """The manager while `fit` runs."""
+        self._is_running = False
         self.ema = None if ema is None else Average(self.model, ema)
         self._counted = {
             unit
@@ -224,7 +230,7 @@ class Trainer:
         check_options({*self.state, RNG}, **self._options)
         self._way_back = WayBack(
             stop=stop,
-            is_exact=asks_for(self._every, "exception"),
+            is_exact=root is not None and asks_for(self._every, "exception"),
             data=data,
             state=self.state,
             callbacks=self._callbacks,
@@ -254,6 +260,7 @@ class Trainer:
         *,
         max_time: str | Time | None = None,
         without: Collection[str] = (),
+        start_from: str | os.PathLike[str] | None = None,
     ) -> Outcome:
         """Train until the whole run has come to `until`: a number of steps, or "10_000step",
         "2ep", "1e9tok". What was done by earlier processes counts.
@@ -273,10 +280,16 @@ class Trainer:
                 `sys.exit(trainer.fit(…).exit_code)` then asks for being run again.
             without: components that the checkpoint may have and this Trainer does not, such as
                 "ema" or "callback-<name>"; they are not loaded.
+            start_from: where a run begins whose root has no checkpoint yet: "old", "old@step=3",
+                "s3://bucket/old@best" or the folder of a checkpoint. The whole state is loaded, but
+                for the ids under which loggers record. Once the root has a checkpoint, the run
+                goes on from that, and `start_from` is not looked at.
 
         Raises:
             UsageError: `until` is not a goal, or counts what is not counted here; `without` names
-                what this Trainer has; or it has trained before and nothing of that was saved.
+                what this Trainer has; `start_from` is no other root; or it has trained before and
+                nothing of that was saved.
+            NoCheckpoint: nothing answers `start_from`.
             MismatchError: the checkpoint does not fit; nothing was changed.
             SaveFailed: saving failed three times in a row.
             OwnershipError: another process trains this run.
@@ -288,6 +301,7 @@ class Trainer:
         check_counted(goal.unit, f"until={until!r}", self._counted)
         without = listed(without, "without")
         Sides(without=without).check(self.state)
+        start = Start.of(start_from, self.root)
         self._ending = ending = Ending(
             goal,
             self.counters,
@@ -296,7 +310,7 @@ class Trainer:
         )
         self._place.is_under_way = False
         with self._stop or nullcontext():
-            return self._fit_to(ending, without)
+            return self._fit_to(ending, without, start)
 
     @property
     def goal(self) -> Time:
@@ -361,8 +375,18 @@ class Trainer:
         return self._validate_each(self._chosen(which))
 
     def request_stop(self, reason: str) -> None:
-        """End `fit` after the present step, which is saved. Requests cannot be taken back."""
-        if self._ending is not None:
+        """End `fit` after the present step, which is saved. Requests cannot be taken back.
+
+        In a validation outside of `fit` it means nothing.
+
+        Raises:
+            UsageError: neither `fit` nor a validation runs.
+        """
+        if not self._is_running:
+            raise UsageError(
+                f"request_stop({reason!r}): fit does not run, so nothing can be stopped"
+            )
+        if self.manager is not None and self._ending is not None:
             self._ending.ask(reason)
 
     def log(self, metrics: Metrics, *, to: Collection[str] | None = None) -> None:
@@ -374,7 +398,7 @@ class Trainer:
         """
         self._callbacks.tell_loggers(metrics, to)
 
-    def _fit_to(self, ending: Ending, without: Collection[str]) -> Outcome:
+    def _fit_to(self, ending: Ending, without: Collection[str], start: Start | None) -> Outcome:
         costs, begun = SaveCosts(), list[PendingSave]()
         may_be_new = self.state.keys() - _IN_EVERY_RUN
         hooks = StateHooks(
@@ -385,21 +409,42 @@ class Trainer:
             one_sided=lambda name: name in may_be_new or name in without,
         )
         with self._closing():
-            manager = CheckpointManager(
-                self.root,
-                self.state,
-                every=self._every,
-                max_duration=ending.goal,
-                on_failure="warn",
-                hooks=hooks,
-                counters=lambda: self.counters.totals,
-                sinks=(log_event, costs),
-                overlap=self._overlap,
-                encrypt=self._encryption,
-                **self._options,
-            )
+            manager = self._make_manager(ending.goal, hooks, (log_event, costs))
+            begin = None if start is None else partial(self._begin_from, start, hooks)
             with manager, self._managed(manager):
-                return Fit(self._gear, ending, manager, begun).run(costs)
+                return Fit(self._gear, ending, manager, begun, begin).run(costs)
+
+    def _make_manager(
+        self, goal: Time, hooks: StateHooks, sinks: Sequence[Sink]
+    ) -> CheckpointManager:
+        if self.root is None:
+            logger.warning("root=None: nothing of this training is saved")
+            return Unsaved()
+        return CheckpointManager(
+            self.root,
+            self.state,
+            every=self._every,
+            max_duration=goal,
+            on_failure="warn",
+            hooks=hooks,
+            counters=lambda: self.counters.totals,
+            sinks=sinks,
+            overlap=self._overlap,
+            encrypt=self._encryption,
+            **self._options,
+        )
+
+    def _begin_from(self, start: Start, hooks: StateHooks) -> Checkpoint:
+        """Load the whole state; loggers begin records of their own."""
+        own = [(item, item.state_dict()) for item in self._callbacks.recording]
+        try:
+            found = start.load(self.state, hooks, self._encryption)
+        except (OpaqueLoadFailed, KeyboardInterrupt):
+            self._place.has_begun = True  # the state is neither the old nor the stored one
+            raise
+        for item, state in own:
+            item.load_state_dict(state)
+        return found
 
     def _check_validates(self) -> None:
         if not self._validations:
@@ -468,14 +513,14 @@ class Trainer:
 
     @contextmanager
     def _managed(self, manager: CheckpointManager | None) -> Iterator[None]:
-        self.manager = manager
+        self.manager, self._is_running = manager, True
         try:
             yield
         except BaseException as error:
             self._callbacks.tell_exception(error)
             raise
         finally:
-            self.manager, self._place.is_between = None, False
+            self.manager, self._is_running, self._place.is_between = None, False, False
 
     @contextmanager
     def _closing(self) -> Iterator[None]:
@@ -516,7 +561,7 @@ class Trainer:
         if self.ema is not None:
             own["ema"] = self.ema.model
         own |= {"data": self.data, "progress": self.counters, **self._callbacks.components}
-        taken = [name for name in extra if name in own]
+        taken = [name for name in extra if name in own or name == RNG]
         if taken:
             raise UsageError(f"state: the Trainer has components named {taken} itself")
         return own | dict(extra)

@@ -61,7 +61,11 @@ class Training(Protocol):
         """The manager while `fit` runs. It saves the present step, between steps only."""
 
     def request_stop(self, reason: str) -> None:
-        """End `fit` after the present step, which is saved. Requests cannot be taken back."""
+        """End `fit` after the present step, which is saved. Requests cannot be taken back.
+
+        A `UsageError` where neither `fit` nor a validation runs; outside of `fit` a validation
+        goes on.
+        """
 
     def log(self, metrics: Metrics, *, to: Collection[str] | None = None) -> None:
         """Give metrics of the present step to the loggers, or to those named in `to`."""

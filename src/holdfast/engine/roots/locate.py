@@ -17,6 +17,20 @@ from holdfast.store import open_store
 from holdfast.store.base import Store
 
 
+def place_of(source: str | os.PathLike[str]) -> tuple[Store, str, str]:
+    """(store, which, folder) of a source: the folder of one checkpoint, or nothing and what of the
+    root is meant.
+
+    Raises:
+        UsageError: it is none.
+    """
+    root, which = split_source(source)
+    parent, folder = split_folder(root) if which is None else ("", "")
+    if folder:
+        return open_store(parent), "", folder
+    return open_store(root), "latest" if which is None else which, ""
+
+
 def locate(source: str | os.PathLike[str]) -> tuple[Store, Entry]:
     """The store and the checkpoint that a source names; of a root, its newest. Keeps nothing.
 
@@ -24,7 +38,7 @@ def locate(source: str | os.PathLike[str]) -> tuple[Store, Entry]:
         NoCheckpoint: nothing there answers.
         FormatError: its manifest is damaged.
     """
-    store, which, folder = _place(source)
+    store, which, folder = place_of(source)
     entry = standalone(store, folder) if folder else Catalog(store).resolve(which)
     return store, entry
 
@@ -50,7 +64,7 @@ def located(
     if isinstance(source, str | os.PathLike):
         if which is not None:
             raise UsageError(f"which={which!r}: of a path or a URL, write {source}@{which}")
-        store, which, folder = _place(source)
+        store, which, folder = place_of(source)
     else:
         store, which, folder = open_store(source), "latest" if which is None else which, ""
     store = sealing(store, encrypt)
@@ -61,12 +75,3 @@ def located(
         return
     with kept(Catalog(store), which, emit=emit) as found:
         yield store, found
-
-
-def _place(source: str | os.PathLike[str]) -> tuple[Store, str, str]:
-    """(store, which, folder): the folder of one checkpoint, or nothing and what is asked for."""
-    root, which = split_source(source)
-    parent, folder = split_folder(root) if which is None else ("", "")
-    if folder:
-        return open_store(parent), "", folder
-    return open_store(root), "latest" if which is None else which, ""

@@ -90,6 +90,8 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
             checked[name] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise UsageError(f"metrics[{name!r}]={value!r} is not one number") from error
+        except OverflowError as error:
+            raise UsageError(f"metrics[{name!r}] is too large for a float") from error
     return checked
 
 

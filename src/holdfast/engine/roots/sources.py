@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import os
 
+from holdfast.errors import UsageError
 from holdfast.format import layout
 
 
 def split_source(source: str | os.PathLike[str]) -> tuple[str, str | None]:
     """(root, which) of `root@which`; which is None without one. A path with an @ in it that is
-    there wins."""
+    there wins.
+
+    Raises:
+        UsageError: it is empty, or nothing stands before or after the @.
+    """
     text = os.fspath(source)
     root, at, which = text.rpartition("@")
     if not at or os.path.isdir(text):
-        return text, None
-    return root, which
+        root, at, which = text, "", ""
+    if not root or (at and not which):
+        raise UsageError(f"{text!r}: expected ROOT or ROOT@WHICH")
+    return root, which if at else None
 
 
 def split_folder(source: str) -> tuple[str, str]:
