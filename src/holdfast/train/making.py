@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from holdfast.arguments import shown
 from holdfast.data.foreign import describe_inexact
 from holdfast.data.randomness import preserved
-from holdfast.engine.options import check_choice
 from holdfast.engine.staging.overlap import Mode
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import UsageError
@@ -101,15 +101,10 @@ def device_type(model: nn.Module, device: torch.device | None) -> str:
 
 
 def checked_overlap(given: Mode | None, device_type: str) -> Mode:
-    """Whether saves overlap with a training on such a device.
-
-    Raises:
-        UsageError: there is no such mode.
-    """
+    """Whether saves overlap with a training on such a device."""
     if given is None:
         # On a CPU the copy would take the cores and the memory from the training beside it.
         return device_type != "cpu"
-    check_choice("overlap", given, Mode)
     return given
 
 
@@ -124,8 +119,8 @@ def check_data(data: Any) -> None:
     ]
     if missing:
         raise UsageError(
-            f"data is a {type(data).__name__} without {', '.join(missing)}, so it has no position "
-            "to resume from: use holdfast.data.Loader"
+            f"data={shown(data)} is a {type(data).__name__} without {', '.join(missing)}, so it "
+            "has no position to resume from: use holdfast.data.Loader"
         )
     inexact = describe_inexact(data)
     if inexact is not None:

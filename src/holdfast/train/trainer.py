@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast.arguments import checked
 from holdfast.engine.checkpoint import PendingSave
 from holdfast.engine.control.stop import Stop
 from holdfast.engine.hooks import StateHooks
@@ -79,6 +80,7 @@ class Trainer:
     a row is raised.
     """
 
+    @checked(but=("model", "optimizer", "every", "keep", "cycle"))
     def __init__(
         self,
         model: nn.Module | making.MakeModel,
@@ -188,17 +190,15 @@ class Trainer:
             self._counted.add(Unit.CYCLE)
         self._every = checked_every(every, self._counted, handles_signals=stop is not None)
         self._overlap = making.checked_overlap(overlap, making.device_type(self.model, on))
-        self._options: dict[str, Any] = {
+        options: dict[str, Any] = {
             "keep": keep,
             "savers": tuple(savers),
-            "on_existing": on_existing,
             "label": label,
             "run_name": run_name,
-            "takeover": takeover,
             "memory_budget": memory_budget,
             "compress": compress,
-            "stop": stop,
         }
+        self._options = {**options, "on_existing": on_existing, "takeover": takeover, "stop": stop}
         self._stop = stop
         self._place = Place(self.counters)
         self._count_samples = count_samples
@@ -221,7 +221,7 @@ class Trainer:
         self.state = self._components(state or {})
         check_state(self.state)
         making.check_held(self.state, loss)
-        check_options({*self.state, RNG}, **self._options)
+        check_options({*self.state, RNG}, **options)
         self._way_back = WayBack(
             stop=stop,
             is_exact=asks_for(self._every, "exception"),
@@ -248,6 +248,7 @@ class Trainer:
         )
         self._callbacks.tell(Callback.setup)
 
+    @checked(but=("until", "max_time"))
     def fit(
         self,
         until: str | int,

@@ -7,7 +7,7 @@ their beginning.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from holdfast.arguments import shown
 from holdfast.data.randomness import preserved
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
@@ -239,6 +240,10 @@ def plans_of(given: Any) -> list[Validation]:
         if wrong:
             raise UsageError(f"validate: {wrong[0]!r} is not a Validation, as others are")
         return list(given)
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise UsageError(
+            f"validate={shown(given)}: must be a loader, loaders by name or Validation"
+        )
     return [Validation(data=given)]
 
 
@@ -317,8 +322,8 @@ class _Restarting:
     """A loader that begins anew each time, if it has a position."""
 
     def __init__(self, loader: Any) -> None:
-        if not hasattr(loader, "__iter__"):
-            raise UsageError(f"validation data: a {type(loader).__name__} cannot be iterated over")
+        if isinstance(loader, str) or not hasattr(loader, "__iter__"):
+            raise UsageError(f"validation data: {shown(loader)} is no loader of batches")
         self._loader = loader
         has_position = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._begin = loader.state_dict() if has_position else None

@@ -383,6 +383,8 @@ class Catalog:
             SealError: what answers is sealed for others, or may be what is.
             FormatError: the manifest of the named folder, or of the latest, is damaged or lost.
         """
+        if isinstance(which, int) and which < 0:
+            raise UsageError(f"which={which}: a step is a whole number, at least 0")
         wanted = f"step={which}" if isinstance(which, int) else which
         is_pattern = any(letter in wanted for letter in "*?[")
         if wanted.startswith("step=") and not (is_pattern or _STEP.fullmatch(wanted)):
