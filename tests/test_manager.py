@@ -225,6 +225,23 @@ def test_a_rolled_back_run_resumes_from_its_own_branch(tmp_path: Path) -> None:
             manager.load("step=1000")
 
 
+@pytest.mark.parametrize("which", ["step=2", 2, "good", "ahead"])
+def test_what_a_rollback_left_behind_is_named_when_it_is_asked_for(
+    tmp_path: Path, which: str | int
+) -> None:
+    """A step, a tag or a label that only a branch has which the run has left: the error says so,
+    and by which name it is still there."""
+    run, label = new_run(), {1: "begin", 2: "ahead"}
+    with run.manager(tmp_path, label=lambda now: label.get(now.step, "x")) as manager:
+        manager.save(1, wait=True)
+        folder = manager.save(2, tags=["good"]).wait().folder
+    with run.manager(tmp_path) as manager:
+        manager.resume("step=1")
+        with pytest.raises(errors.NoCheckpoint, match=f"{folder} .* left behind .* rollback"):
+            manager.load(which)
+        assert manager.load(folder).step == 2
+
+
 def test_a_rollback_survives_a_kill_before_its_first_commit(tmp_path: Path) -> None:
     run = new_run()
     with run.manager(tmp_path) as manager:
