@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import random
@@ -77,8 +78,8 @@ def make_optimizer(
     """The optimizer of the model.
 
     Raises:
-        UsageError: it is neither an optimizer nor a factory of one, or it was made before the
-            model, or before the model was moved and with a state by then.
+        UsageError: it is neither an optimizer nor a factory of one, it was made before the model,
+            or its step needs a function that computes the loss again.
     """
     if not isinstance(given, torch.optim.Optimizer):
         if not callable(given):
@@ -86,10 +87,22 @@ def make_optimizer(
         made = given(model)
         if not isinstance(made, torch.optim.Optimizer):
             raise UsageError(f"optimizer: the function gave a {type(made).__name__}")
-        return made
+        return _with_plain_step(made)
     if model_was_made:
         raise UsageError("optimizer: with a function for the model, give one for the optimizer")
-    return given
+    return _with_plain_step(given)
+
+
+def _with_plain_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError:
+        raise UsageError(
+            f"optimizer: the step of {type(optimizer).__name__} needs a closure that computes the "
+            "loss again, and the Trainer computes it once a step. Write the loop yourself, with a "
+            "CheckpointManager"
+        ) from None
+    return optimizer
 
 
 def device_type(model: nn.Module, device: torch.device | None) -> str:

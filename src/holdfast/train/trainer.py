@@ -49,6 +49,7 @@ from holdfast.train.fitting import Fit, Gear
 from holdfast.train.health import HealthGate, Policy, UnhealthyState
 from holdfast.train.hooks import Callback
 from holdfast.train.loop import Clip, LossFunction, Update
+from holdfast.train.metrics import LazyMetrics, Numbers
 from holdfast.train.outcome import Outcome
 from holdfast.train.place import Place
 from holdfast.train.precision import Numerics, Precision, checked_precision
@@ -201,6 +202,7 @@ class Trainer:
         self._options = {**options, "on_existing": on_existing, "takeover": takeover, "stop": stop}
         self._stop = stop
         self._place = Place(self.counters)
+        self._numbers = Numbers()
         self._count_samples = count_samples
         self._gate = HealthGate(unhealthy)
         self._numerics = Numerics(checked_precision(precision), making.device_type(self.model, on))
@@ -214,6 +216,7 @@ class Trainer:
             numerics=self._numerics,
             device=on,
             callbacks=self._callbacks,
+            numbers=self._numbers,
             begin_update=self._begin_update,
         )
         self._validations = self._make_validations(validate)
@@ -366,14 +369,16 @@ class Trainer:
         if self._ending is not None:
             self._ending.ask(reason)
 
+    @checked()
     def log(self, metrics: Metrics, *, to: Collection[str] | None = None) -> None:
-        """Give metrics of the present step to the loggers, or to those named in `to`.
+        """Give metrics of the present step to the loggers, or to those named in `to`. What is not a
+        number is left out; a warning is logged for each name.
 
         Raises:
             UsageError: `to` names what is not there.
             HookFailed: a logger raised.
         """
-        self._callbacks.tell_loggers(metrics, to)
+        self._callbacks.tell_loggers(LazyMetrics(self._numbers(metrics)), to)
 
     def _fit_to(self, ending: Ending, without: Collection[str]) -> Outcome:
         costs, begun = SaveCosts(), list[PendingSave]()
@@ -503,6 +508,7 @@ class Trainer:
                     numerics=self._numerics,
                     device=self._update.device,
                     callbacks=self._callbacks,
+                    numbers=self._numbers,
                     weigh=plan.weigh or self._count_samples or size_of,
                     waiting=lambda: self._way_back.waiting(),
                 )

@@ -28,7 +28,7 @@ from holdfast.train.callbacks import Callbacks
 from holdfast.train.hooks import Callback
 from holdfast.train.loop import LossFunction, evaluate, moved
 from holdfast.train.making import check_range
-from holdfast.train.metrics import LazyMetrics, Mean, number
+from holdfast.train.metrics import LazyMetrics, Mean, Numbers
 from holdfast.train.precision import Numerics
 from holdfast.train.training import Metrics
 
@@ -147,6 +147,7 @@ class Validator:
     numerics: Numerics
     device: torch.device | None
     callbacks: Callbacks
+    numbers: Numbers
     weigh: Callable[[Any], float]
     waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Makes the block around what may be given up in its middle: a fetch, a forward pass."""
@@ -190,7 +191,7 @@ class Validator:
         def run() -> Mapping[str, Any]:
             with self.waiting():
                 found = check.run(model)
-            return {name: number(name, value) for name, value in found.items()}
+            return self.numbers(found)
 
         return self._told(self._name(check.name), run)
 
@@ -211,7 +212,7 @@ class Validator:
             tell(Callback.validation_batch_start, batch)
             with self.numerics.autocast(), self.waiting():
                 loss, extra = evaluate(self.plan.loss or self.loss, model, batch)
-            mean.add({"loss": loss, **extra}, self.weigh(given))
+            mean.add(self.numbers({"loss": loss, **extra}), self.weigh(given))
             tell(Callback.validation_batch_end, batch)
         return mean.result()
 
