@@ -7,6 +7,8 @@ import logging
 import os
 import subprocess
 import threading
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -294,12 +296,33 @@ def test_saving_over_an_old_run_without_resume_is_refused(tmp_path: Path) -> Non
         manager.save(1)
 
 
-def test_a_second_process_of_the_same_program_hands_over(tmp_path: Path) -> None:
-    """Invariant 11: the same process opening again takes the run; the first is fenced off."""
+@pytest.mark.parametrize(
+    "claims", [lambda m: m.resume(), lambda m: m.save(2)], ids=["resume", "save"]
+)
+def test_a_second_manager_of_a_run_is_refused_while_the_first_is_open(
+    tmp_path: Path, claims: Callable[[CheckpointManager], Any]
+) -> None:
+    """Invariant 11: two loops in one process would save into one run. The error says how to go on,
+    and closing the first one is a way."""
+    first, second = new_run(), new_run()
+    one = first.manager(tmp_path)
+    one.resume()
+    with second.manager(tmp_path) as two:
+        with pytest.raises(errors.OwnedElsewhere, match=r"this process .*Close .* takeover=True"):
+            claims(two)
+        one.save(1).wait()
+        one.resume()  # its own claim holds it back from nothing
+        one.close()
+        assert two.resume() is not None
+        two.save(2).wait()
+
+
+def test_a_second_manager_of_the_same_process_may_take_over(tmp_path: Path) -> None:
+    """Invariant 11: the first is fenced off."""
     first, second = new_run(), new_run()
     one = first.manager(tmp_path)
     one.save(1).wait()
-    two = second.manager(tmp_path)
+    two = second.manager(tmp_path, takeover=True)
     assert two.resume() is not None
     first.train()
     with pytest.raises(errors.Superseded) as caught:
@@ -309,6 +332,23 @@ def test_a_second_process_of_the_same_program_hands_over(tmp_path: Path) -> None
     two.save(2).wait()
     one.close()
     two.close()
+
+
+def test_a_manager_that_was_dropped_holds_no_other_back(tmp_path: Path) -> None:
+    """Invariant 11: as in a notebook whose cell is run again, though the manager is in cycles."""
+    run = new_run()
+    manager = run.manager(tmp_path)
+    manager.save(1)
+    manager.wait()
+    is_gone = threading.Event()
+    weakref.finalize(manager, is_gone.set)
+    manager = run.manager(tmp_path)
+    for _ in range(60):  # its threads may be about to let it go
+        gc.collect()
+        if is_gone.wait(1):
+            break
+    assert manager.resume() is not None
+    manager.close()
 
 
 def test_a_background_failure_is_raised_at_the_next_call_and_only_once(tmp_path: Path) -> None:
