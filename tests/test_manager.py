@@ -244,6 +244,17 @@ def test_what_a_rollback_left_behind_is_named_when_it_is_asked_for(
         assert manager.load(folder).step == 2
 
 
+def test_best_is_a_tag_and_the_error_says_who_gives_it(tmp_path: Path) -> None:
+    """`@best` names what a person has tagged so, and no rule does that by itself."""
+    run = new_run()
+    with run.manager(tmp_path, keep=Best("loss")) as manager:
+        manager.save(1, metrics={"loss": 1.0}, wait=True)
+        with pytest.raises(errors.NoCheckpoint, match="holdfast tag ROOT@step=N best"):
+            manager.load("best")
+        manager.tag("step=1", "best")
+        assert manager.load("best").step == 1
+
+
 def test_a_rollback_survives_a_kill_before_its_first_commit(tmp_path: Path) -> None:
     run = new_run()
     with run.manager(tmp_path) as manager:
@@ -308,7 +319,7 @@ def test_a_second_manager_of_a_run_is_refused_while_the_first_is_open(
     one = first.manager(tmp_path)
     one.resume()
     with second.manager(tmp_path) as two:
-        with pytest.raises(errors.OwnedElsewhere, match=r"this process .*Close .* takeover=True"):
+        with pytest.raises(errors.OwnedElsewhere, match=r"this process.*Close .* takeover=True"):
             claims(two)
         one.save(1).wait()
         one.resume()  # its own claim holds it back from nothing

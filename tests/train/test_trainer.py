@@ -736,7 +736,7 @@ def test_a_second_trainer_of_a_root_is_refused_while_the_first_trains(tmp_path: 
 
     class Nested(Callback):
         def fit_start(self, training: Training) -> None:
-            with pytest.raises(OwnedElsewhere, match=r"this process .*Close .* takeover=True"):
+            with pytest.raises(OwnedElsewhere, match=r"this process.*Close .* takeover=True"):
                 make(tmp_path, log=False).fit(5)
 
     make(tmp_path, callbacks=[Nested()]).fit(2)

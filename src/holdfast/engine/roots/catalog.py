@@ -510,8 +510,11 @@ class Catalog:
                 f"{left[0].folder} was left behind by a rollback, when the run went on from an "
                 "earlier one. To mean it, name that folder"
             )
+        hint = ""
+        if wanted == "best":
+            hint = " None has the tag 'best': `holdfast tag ROOT@step=N best` gives it to one."
         return (
-            f"{self.store.url}: no checkpoint for {wanted!r} in this run. There are:\n"
+            f"{self.store.url}: no checkpoint for {wanted!r} in this run.{hint} There are:\n"
             + listing(lines)
         )
 
