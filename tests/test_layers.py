@@ -20,6 +20,7 @@ DESIGN = SRC.parent.parent / "docs" / "design.md"
 
 LAYERS = (
     ("errors", "events"),
+    ("arguments",),
     ("store",),
     ("format",),
     ("state", "policy", "keys"),
@@ -31,7 +32,7 @@ LAYERS = (
     ("cli", "demo", "testing"),
 )
 RANK = {folder: rank for rank, folders in enumerate(LAYERS) for folder in folders}
-WITHOUT_TORCH = ("errors", "events", "store", "format", "policy", "care", "cli")
+WITHOUT_TORCH = ("errors", "events", "arguments", "store", "format", "policy", "care", "cli")
 WITHOUT_TORCH_MODULES = ("holdfast.engine.roots.catalog", "holdfast.engine.control.stop")
 
 # The package's own lazy table may name everything; whoever drives a whole job may use it.

@@ -7,6 +7,8 @@ import logging
 import os
 import subprocess
 import threading
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +227,34 @@ def test_a_rolled_back_run_resumes_from_its_own_branch(tmp_path: Path) -> None:
             manager.load("step=1000")
 
 
+@pytest.mark.parametrize("which", ["step=2", 2, "good", "ahead"])
+def test_what_a_rollback_left_behind_is_named_when_it_is_asked_for(
+    tmp_path: Path, which: str | int
+) -> None:
+    """A step, a tag or a label that only a branch has which the run has left: the error says so,
+    and by which name it is still there."""
+    run, label = new_run(), {1: "begin", 2: "ahead"}
+    with run.manager(tmp_path, label=lambda now: label.get(now.step, "x")) as manager:
+        manager.save(1, wait=True)
+        folder = manager.save(2, tags=["good"]).wait().folder
+    with run.manager(tmp_path) as manager:
+        manager.resume("step=1")
+        with pytest.raises(errors.NoCheckpoint, match=f"{folder} .* left behind .* rollback"):
+            manager.load(which)
+        assert manager.load(folder).step == 2
+
+
+def test_best_is_a_tag_and_the_error_says_who_gives_it(tmp_path: Path) -> None:
+    """`@best` names what a person has tagged so, and no rule does that by itself."""
+    run = new_run()
+    with run.manager(tmp_path, keep=Best("loss")) as manager:
+        manager.save(1, metrics={"loss": 1.0}, wait=True)
+        with pytest.raises(errors.NoCheckpoint, match="holdfast tag ROOT@step=N best"):
+            manager.load("best")
+        manager.tag("step=1", "best")
+        assert manager.load("best").step == 1
+
+
 def test_a_rollback_survives_a_kill_before_its_first_commit(tmp_path: Path) -> None:
     run = new_run()
     with run.manager(tmp_path) as manager:
@@ -277,12 +307,33 @@ def test_saving_over_an_old_run_without_resume_is_refused(tmp_path: Path) -> Non
         manager.save(1)
 
 
-def test_a_second_process_of_the_same_program_hands_over(tmp_path: Path) -> None:
-    """Invariant 11: the same process opening again takes the run; the first is fenced off."""
+@pytest.mark.parametrize(
+    "claims", [lambda m: m.resume(), lambda m: m.save(2)], ids=["resume", "save"]
+)
+def test_a_second_manager_of_a_run_is_refused_while_the_first_is_open(
+    tmp_path: Path, claims: Callable[[CheckpointManager], Any]
+) -> None:
+    """Invariant 11: two loops in one process would save into one run. The error says how to go on,
+    and closing the first one is a way."""
+    first, second = new_run(), new_run()
+    one = first.manager(tmp_path)
+    one.resume()
+    with second.manager(tmp_path) as two:
+        with pytest.raises(errors.OwnedElsewhere, match=r"this process.*Close .* takeover=True"):
+            claims(two)
+        one.save(1).wait()
+        one.resume()  # its own claim holds it back from nothing
+        one.close()
+        assert two.resume() is not None
+        two.save(2).wait()
+
+
+def test_a_second_manager_of_the_same_process_may_take_over(tmp_path: Path) -> None:
+    """Invariant 11: the first is fenced off."""
     first, second = new_run(), new_run()
     one = first.manager(tmp_path)
     one.save(1).wait()
-    two = second.manager(tmp_path)
+    two = second.manager(tmp_path, takeover=True)
     assert two.resume() is not None
     first.train()
     with pytest.raises(errors.Superseded) as caught:
@@ -292,6 +343,23 @@ def test_a_second_process_of_the_same_program_hands_over(tmp_path: Path) -> None
     two.save(2).wait()
     one.close()
     two.close()
+
+
+def test_a_manager_that_was_dropped_holds_no_other_back(tmp_path: Path) -> None:
+    """Invariant 11: as in a notebook whose cell is run again, though the manager is in cycles."""
+    run = new_run()
+    manager = run.manager(tmp_path)
+    manager.save(1)
+    manager.wait()
+    is_gone = threading.Event()
+    weakref.finalize(manager, is_gone.set)
+    manager = run.manager(tmp_path)
+    for _ in range(60):  # its threads may be about to let it go
+        gc.collect()
+        if is_gone.wait(1):
+            break
+    assert manager.resume() is not None
+    manager.close()
 
 
 def test_a_background_failure_is_raised_at_the_next_call_and_only_once(tmp_path: Path) -> None:

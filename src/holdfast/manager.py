@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
+from holdfast.arguments import checked
 from holdfast.care.beginning import Beginning
 from holdfast.care.housekeeping import Housekeeper
 from holdfast.care.mirror import ownership
@@ -39,8 +40,6 @@ from holdfast.engine.options import (
     OnExisting,
     OnFailure,
     budget_of,
-    check_choice,
-    check_is,
     check_options,
 )
 from holdfast.engine.pause import collector_paused
@@ -137,6 +136,7 @@ class CheckpointManager:
         UsageError: an argument is wrong.
     """
 
+    @checked(but=("every", "max_duration", "keep"))
     def __init__(
         self,
         root: str | os.PathLike[str] | Store | Tiered,
@@ -168,21 +168,17 @@ class CheckpointManager:
             {*state, RNG},
             keep=keep,
             savers=savers,
-            on_existing=on_existing,
             label=label,
             run_name=run_name,
-            takeover=takeover,
             memory_budget=memory_budget,
             compress=compress,
-            stop=stop,
         )
         rules = Rules.of(root, keep, savers, {*state, RNG})
         for name, value in (("save_timeout_s", save_timeout_s), ("exit_timeout_s", exit_timeout_s)):
             if not value > 0:
                 raise UsageError(f"{name}={value!r} must be a positive number of seconds")
-        check_choice("on_failure", on_failure, OnFailure)
-        check_is("preflight", preflight, bool)
-        check_is("hooks", hooks, StateHooks | None)
+        if not all(map(callable, sinks)):
+            raise UsageError(f"sinks={sinks!r}: must be functions, each called with an event")
         self._emit = Emitter(tuple(sinks))
         self._catalog = catalog_of(root, self._emit, encrypt)
         self.store = self._catalog.store
@@ -250,6 +246,7 @@ class CheckpointManager:
 
     # Saving
 
+    @checked()
     def save(
         self,
         step: int,
@@ -288,12 +285,12 @@ class CheckpointManager:
         now = self._moments.now(step, epoch=epoch, cycle=cycle, samples=samples, tokens=tokens)
         only = None if components is None else self._checked(components)
         due = Due(save_class, reason, components=only, tags=checked_tags(tags))
-        check_is("wait", wait, bool)
         pending = self._save(now, due, metrics, is_awaited=wait)
         if wait and not isinstance(pending.failure(), SaveSkipped):
             pending.wait()
         return pending
 
+    @checked()
     def maybe_save(
         self,
         step: int,
@@ -383,6 +380,7 @@ class CheckpointManager:
 
     # Loading
 
+    @checked()
     @collector_paused()
     def resume(
         self,
@@ -470,6 +468,7 @@ class CheckpointManager:
             new=found.one_sided.new,
         )
 
+    @checked()
     @collector_paused()
     def load(
         self,
@@ -552,6 +551,7 @@ class CheckpointManager:
         entries = self._catalog.checkpoints()
         return tuple(describe(self._home(entry), entry) for entry in entries)
 
+    @checked()
     def pin(self, which: str | int) -> None:
         """Keep a checkpoint whatever the rule says.
 
@@ -560,10 +560,12 @@ class CheckpointManager:
         """
         self._annotate(which, pinned=True)
 
+    @checked()
     def unpin(self, which: str | int) -> None:
         """Let retention decide again."""
         self._annotate(which, pinned=False)
 
+    @checked()
     def tag(self, which: str | int, *tags: str) -> None:
         """Add tags; a tagged checkpoint is kept and can be named by its tag."""
         self._annotate(which, add_tags=tags)

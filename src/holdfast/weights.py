@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from holdfast.arguments import checked
 from holdfast.engine.checkpoint import Checkpoint, describe
 from holdfast.engine.loading.resume import LoadOptions, Reader, Rename
 from holdfast.engine.roots.catalog import Catalog
@@ -23,6 +24,7 @@ READ_TIMEOUT_S = 1800.0
 """Longest time that reading one checkpoint may take."""
 
 
+@checked()
 def load_weights(
     source: str | os.PathLike[str] | Store,
     model: nn.Module,

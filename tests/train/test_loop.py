@@ -13,6 +13,7 @@ from holdfast.errors import UsageError
 from holdfast.train import Callback, Precision
 from holdfast.train.callbacks import Callbacks
 from holdfast.train.loop import Clip, Update, next_window
+from holdfast.train.metrics import Numbers
 from holdfast.train.precision import Numerics
 
 
@@ -28,6 +29,7 @@ def update(*callbacks: Callback, **options: Any) -> Update:
         "numerics": Numerics(Precision(), "cpu"),
         "device": None,
         "callbacks": Callbacks(callbacks, None),  # type: ignore[arg-type]
+        "numbers": Numbers(),
         **options,
     }
     return Update(**options)
@@ -115,6 +117,34 @@ def test_batches_are_moved_in_any_container() -> None:
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert (moved["list"][1][1], moved["pair"].b) == (5, "text")
     assert type(moved["pair"]) is pair
+
+
+class Own:
+    """A batch as others have them: it knows how to move, with or without returning itself."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def to(self, device: torch.device) -> Own:
+        return Own(self.x.to(device))
+
+
+class OwnInPlace(Own):
+    def to(self, device: torch.device) -> None:  # type: ignore[override]
+        self.x = self.x.to(device)
+
+
+@pytest.mark.parametrize("kind", [Own, OwnInPlace])
+def test_a_batch_of_a_class_of_its_own_is_moved_by_its_to(kind: type[Own]) -> None:
+    """As those of graphs or of tokenizers; otherwise it would stay on the host."""
+    seen: list[Any] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        seen.extend(batch)
+        return model(torch.ones(1, 3)).mean()
+
+    update(loss=loss, device=torch.device("meta"))([[kind(torch.ones(2))]])
+    assert [batch.x.device.type for batch in seen] == ["meta"]
 
 
 def test_a_window_takes_no_batch_beyond_itself() -> None:

@@ -56,6 +56,9 @@ def test_training_on_an_accelerator() -> None:
     assert {weight.device.type for weight in trainer.model.parameters()} == {"cuda"}
 
 
+layer = nn.Linear(4, 1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -67,6 +70,8 @@ def test_training_on_an_accelerator() -> None:
             {"model": network, "optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)},
             "one for the optimizer",
         ),
+        ({"optimizer": lambda model: torch.optim.LBFGS(model.parameters())}, "LBFGS .* closure"),
+        ({"model": layer, "optimizer": torch.optim.LBFGS(layer.parameters())}, "LBFGS .* closure"),
         ({"device": "gpu"}, "device='gpu'"),
         ({"device": 1.5}, "device=1.5"),
         ({"device": "xpu:7"}, "device='xpu:7'"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 
 from holdfast.errors import UsageError
 from holdfast.store.memory import MemoryStore
-from holdfast.train import Callback, Metrics, Training
+from holdfast.train import Callback, Downstream, Metrics, Training, Validation
 from holdfast.train.metrics import LazyMetrics, Mean, number
 from train.small import make
 
@@ -126,12 +128,47 @@ def test_a_value_is_of_the_moment_it_was_given() -> None:
 
 def test_means_are_weighted_and_over_the_batches_that_have_the_metric() -> None:
     mean = Mean()
-    mean.add({"a": torch.tensor(1.0), "b": 4}, 3.0)
+    mean.add({"a": torch.tensor(1.0), "b": 4.0}, 3.0)
     mean.add({"a": 5.0}, 1.0)
     assert {name: float(value) for name, value in mean.result().items()} == {"a": 2.0, "b": 4.0}
 
 
-@pytest.mark.parametrize("value", [torch.zeros(2), "text", None, [1.0]])
+def test_a_metric_that_is_no_number_is_left_out_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether a loss, a check or a callback gives it: no run ends by it."""
+
+    def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[Any, Any]]:
+        wrong = {"text": "good", "none": None, "vector": batch[0], "huge": 10**400, 3: 1.0}
+        return model(batch).square().mean(), {"fine": 2.0, **wrong}
+
+    class Logs(Callback):
+        def step_end(self, training: Training, metrics: Metrics) -> None:
+            assert set(metrics) == {"loss", "fine"}
+            training.log({"mine": 1.0, "my_text": "3.5"})  # type: ignore[dict-item]
+
+    check = Downstream(name="check", run=lambda model: {"fine": 1.0, "words": ["a"]})
+    validation = Validation(data=[torch.ones(2, 4)], downstream=[check])
+    trainer = make(tmp_path, loss=loss, callbacks=[Logs()], validate=validation)
+    trainer.fit(5)
+    names = ["text", "none", "vector", "huge", 3, "my_text", "words"]
+    for name in names:
+        said = [r.getMessage() for r in caplog.records if f"metric {name!r}" in r.getMessage()]
+        assert len(said) == 1, name
+    assert "'good' of type str" in caplog.text
+    log = (tmp_path / "log" / "train.jsonl").read_text("utf-8")
+    logged = {name for line in log.splitlines() for name in json.loads(line)["metrics"]}
+    expected = {"loss", "fine", "mine", "val/loss", "val/fine", "val/check/fine"}
+    assert {name for name in logged if "save" not in name} == expected
+
+
+def test_a_loss_that_gives_no_metrics_by_name_is_refused(tmp_path: Path) -> None:
+    """Such as the outputs of the model, which are not what is logged."""
+    with pytest.raises(UsageError, match="or that and a dict of metrics"):
+        make(tmp_path, loss=lambda model, batch: (model(batch).mean(), 3)).fit(1)
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2), "text", "3.5", None, [1.0], 10**400])
 def test_what_is_no_number_is_refused(value: Any) -> None:
     with pytest.raises(UsageError, match="'extra'"):
         number("extra", value)

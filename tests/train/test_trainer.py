@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from holdfast.data import Loader
 from holdfast.engine.checkpoint import Checkpoint
-from holdfast.errors import MismatchError, SaveFailed, Superseded, UsageError
+from holdfast.errors import MismatchError, OwnedElsewhere, SaveFailed, Superseded, UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
 from holdfast.policy.classes import SavePolicy
@@ -734,3 +734,15 @@ def test_inexact_data_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING, logger="holdfast"):
         make(tmp_path, data=inexact())
     assert "random generators are not restored" in caplog.text
+
+
+def test_a_second_trainer_of_a_root_is_refused_while_the_first_trains(tmp_path: Path) -> None:
+    """Two that train into one root; one after the other is a run that goes on."""
+
+    class Nested(Callback):
+        def fit_start(self, training: Training) -> None:
+            with pytest.raises(OwnedElsewhere, match=r"this process.*Close .* takeover=True"):
+                make(tmp_path, log=False).fit(5)
+
+    make(tmp_path, callbacks=[Nested()]).fit(2)
+    assert make(tmp_path).fit(3).step == 3

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from holdfast.arguments import checked, shown
 from holdfast.data import randomness
 from holdfast.errors import UsageError, listing
 
@@ -59,6 +60,7 @@ class Loader:
     True
     """
 
+    @checked()
     def __init__(
         self,
         dataset: Any,
@@ -94,11 +96,14 @@ class Loader:
         _check_whole("seed", seed, at_least=0)
         if batches_per_epoch is not None:
             _check_whole("batches_per_epoch", batches_per_epoch, at_least=1)
+        _check_whole("num_workers", num_workers, at_least=0)
+        if prefetch_factor is not None:
+            _check_whole("prefetch_factor", prefetch_factor, at_least=1)
         self.dataset = dataset
         self._num_samples = len(dataset)
         self._batch_size = batch_size
-        self._shuffle = bool(shuffle)
-        self._drop_last = bool(drop_last)
+        self._shuffle = shuffle
+        self._drop_last = drop_last
         self._batches_per_lap = _num_batches(self._num_samples, batch_size, self._drop_last)
         self._batches_per_epoch = batches_per_epoch
         self._check_not_empty()
@@ -109,20 +114,23 @@ class Loader:
         self._begun = -1
         """The epoch that has had an iterator since the position was loaded."""
         self._plan = _Plan()
-        self._batches: DataLoader[Any] = DataLoader(
-            _Fetcher(dataset, collate_fn or default_collate),
-            batch_size=None,
-            sampler=self._plan,
-            collate_fn=_as_it_is,
-            # Of its own, because beginning an iteration draws from it.
-            generator=torch.Generator(),
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            persistent_workers=persistent_workers,
-            prefetch_factor=prefetch_factor,
-            multiprocessing_context=multiprocessing_context,
-            worker_init_fn=_begin_worker,
-        )
+        try:
+            self._batches: DataLoader[Any] = DataLoader(
+                _Fetcher(dataset, collate_fn or default_collate),
+                batch_size=None,
+                sampler=self._plan,
+                collate_fn=_as_it_is,
+                # Of its own, because beginning an iteration draws from it.
+                generator=torch.Generator(),
+                num_workers=num_workers,
+                pin_memory=pin_memory,
+                persistent_workers=persistent_workers,
+                prefetch_factor=prefetch_factor,
+                multiprocessing_context=multiprocessing_context,
+                worker_init_fn=_begin_worker,
+            )
+        except (TypeError, ValueError) as error:  # names the option, and what it is
+            raise UsageError(f"torch's DataLoader: {error}") from error
 
     @property
     def epoch(self) -> int:
@@ -407,7 +415,8 @@ def _check_dataset(dataset: Any) -> None:
         )
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise UsageError(
-            f"dataset is a {type(dataset).__name__}: it must have __len__ and __getitem__"
+            f"dataset={shown(dataset)} is a {type(dataset).__name__}: it must have __len__ and "
+            "__getitem__"
         )
 
 

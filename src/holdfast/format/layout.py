@@ -100,10 +100,10 @@ def check_label(label: str) -> None:
         )
 
 
-def check_component(name: str) -> None:
-    """Raise `UsageError` unless `name` may be a component's name."""
-    if not _COMPONENT.fullmatch(name):
-        raise UsageError(f"component name {name!r} must match {_COMPONENT.pattern}")
+def check_component(name: str, *, what: str = "") -> None:
+    """Raise `UsageError`, which begins with `what`, unless `name` may be a component's name."""
+    if not isinstance(name, str) or not _COMPONENT.fullmatch(name):
+        raise UsageError(f"{what}component name {name!r} must match {_COMPONENT.pattern}")
 
 
 def writer_key(epoch: int) -> str:

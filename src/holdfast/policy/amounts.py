@@ -25,13 +25,13 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
-def number_of_bytes(text: str) -> int:
-    """The bytes of a size such as `500GB` or `1.5TiB`.
+def number_of_bytes(text: str, *, what: str = "") -> int:
+    """The bytes of a size such as `500GB` or `1.5TiB`; an error begins with `what`.
 
     Raises:
         UsageError: it is none.
     """
     match = _SIZE.fullmatch(text)
     if match is None or match[2] not in _SIZES:
-        raise UsageError(f"{text!r}: expected a size such as 500GB or 1.5TiB")
+        raise UsageError(f"{what}{text!r}: expected a size such as 500GB or 1.5TiB")
     return int(float(match[1]) * _SIZES[match[2]])

@@ -127,7 +127,7 @@ class Rule(ABC):
 
         What another rule picks as well keeps what that rule does not drop.
         """
-        return ThenDrop(self, tuple(sorted(set(components))))
+        return ThenDrop(self, tuple(sorted({*components}, key=str)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class ThenDrop(Rule):
         if not self.components:
             raise UsageError("then_drop: name at least one component")
         for component in self.components:
-            check_component(component)
+            check_component(component, what="then_drop: components: ")
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
         """The picks of `rule`; what they lose stands in their reasons."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import ClassVar, Literal, cast, get_args
 
+from holdfast.arguments import checked
 from holdfast.errors import UsageError
 from holdfast.policy.amounts import number_of_bytes, whole_number
 from holdfast.policy.clock import Time, argument_name, parse, reading
@@ -110,6 +111,7 @@ class Last(Rule):
         return f"last {self.n}" if self.save_class is None else f"last {self.n} {self.save_class}"
 
 
+@checked(but=("metric", "n", "mode"))
 @dataclass(frozen=True, slots=True)
 class Best(Rule):
     """Keep the `n` with the lowest (or highest) value of a metric; of equal ones the older.
@@ -125,7 +127,9 @@ class Best(Rule):
 
     def __post_init__(self) -> None:
         if not isinstance(self.metric, str) or not self.metric:
-            raise UsageError(f"Best: metric={self.metric!r} must be the name of a metric")
+            raise UsageError(
+                f"Best: metric={self.metric!r} must be the name of a metric, as in Best('loss', 2)"
+            )
         if self.mode not in get_args(Mode):
             raise UsageError(f"Best: mode={self.mode!r} must be 'min' or 'max'")
         _check_quota("Best", self.n)
@@ -180,7 +184,7 @@ class EveryNth(Rule):
     interval: Time
 
     def __init__(self, interval: str | Time) -> None:
-        object.__setattr__(self, "interval", parse(interval, what="EveryNth"))
+        object.__setattr__(self, "interval", parse(interval, what="EveryNth: interval"))
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
         """The milestones among those that count."""
@@ -282,7 +286,7 @@ class Within(Rule):
     span: Time
 
     def __init__(self, span: str | Time) -> None:
-        object.__setattr__(self, "span", parse(span, what="Within"))
+        object.__setattr__(self, "span", parse(span, what="Within: span"))
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
         """Those that count, know their count, and are near enough."""

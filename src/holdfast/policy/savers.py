@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from holdfast.arguments import checked
 from holdfast.errors import UsageError
 from holdfast.format.layout import check_component
 from holdfast.policy.classes import SavePolicy
@@ -12,6 +13,7 @@ from holdfast.policy.clock import Time
 from holdfast.policy.rule import MAIN, BySaver, Rule, named_components
 from holdfast.policy.rules import All
 from holdfast.policy.spelling import as_rule
+from holdfast.policy.spoken import as_trigger
 from holdfast.policy.triggers import SaveFunction, Trigger
 
 
@@ -34,6 +36,7 @@ class SideSaver:
     components: tuple[str, ...]
     keep: Rule
 
+    @checked(but=("every", "keep"))
     def __init__(
         self,
         name: str,
@@ -44,11 +47,14 @@ class SideSaver:
     ) -> None:
         check_component(name)
         if name == MAIN:
-            raise UsageError(f"SideSaver: {MAIN!r} is the saver of the whole state")
-        if isinstance(components, str) or not components:
+            raise UsageError(f"SideSaver: name={MAIN!r} is that of the saver of the whole state")
+        are_names = all(isinstance(component, str) for component in components)
+        if isinstance(components, str) or not components or not are_names:
             raise UsageError(f"SideSaver {name}: components={components!r} must be some names")
         rule = as_rule(keep, what=f"SideSaver {name}: keep")
-        policy = every if isinstance(every, SavePolicy) else SavePolicy(permanent=every)
+        policy = every
+        if not isinstance(policy, SavePolicy):
+            policy = SavePolicy(permanent=as_trigger(policy, what=f"SideSaver {name}: every"))
         if policy.auto is not None:
             raise UsageError(f'SideSaver {name}: "auto" weighs saves of the whole state only')
         object.__setattr__(self, "name", name)

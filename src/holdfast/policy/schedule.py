@@ -13,6 +13,7 @@ from holdfast.policy.classes import Due, Saved, SavePolicy
 from holdfast.policy.clock import Time, Unit
 from holdfast.policy.rule import MAIN, SaveClass, join_reasons
 from holdfast.policy.savers import SideSaver
+from holdfast.policy.spoken import as_trigger
 from holdfast.policy.triggers import (
     NO_METRICS,
     AtEnd,
@@ -64,8 +65,9 @@ class Schedule:
                 f"every={every!r}: an interval has a unit, such as every='{every}step' for steps"
             )
         if every is not None:
-            main = every if isinstance(every, SavePolicy) else SavePolicy(permanent=every)
-            policies = {MAIN: main, **policies}
+            if not isinstance(every, SavePolicy):
+                every = SavePolicy(permanent=as_trigger(every))
+            policies = {MAIN: every, **policies}
         self.policies: dict[str, SavePolicy] = {
             name: policy.resolve(max_duration) for name, policy in policies.items()
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.errors import UsageError
 from holdfast.policy.auto import Auto
-from holdfast.policy.clock import Time
+from holdfast.policy.clock import ALL_UNITS, Time, parse
 from holdfast.policy.triggers import Every, SaveFunction, Trigger, When
 
 
@@ -21,5 +21,5 @@ def as_trigger(value: str | Time | Trigger | SaveFunction, *, what: str = "every
     if isinstance(value, str) and value.strip().lower() == "auto":
         return Auto()
     if isinstance(value, str | Time):
-        return Every(value)
+        return Every(parse(value, what=what, units=ALL_UNITS))
     raise UsageError(f"{what}={value!r}: must be an interval with a unit, a trigger or a function")

@@ -12,6 +12,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Literal, TypeAlias, get_args
 
+from holdfast.arguments import checked
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.clock import ALL_UNITS, Time, Unit, counted, parse, reading
@@ -87,7 +88,7 @@ class Every(Trigger):
     """The interval in that unit: exact for counts."""
 
     def __init__(self, interval: str | Time, *, max_duration: str | Time | None = None) -> None:
-        time = parse(interval, what="every", units=ALL_UNITS)
+        time = parse(interval, what="Every: interval", units=ALL_UNITS)
         whole = None
         if max_duration is not None:
             whole = parse(max_duration, what="max_duration", units=ALL_UNITS - {Unit.DURATION})
@@ -141,9 +142,10 @@ class At(Trigger):
 
     times: tuple[Time, ...]
 
+    @checked(but=["times"])
     def __init__(self, *times: str | Time, steps: Iterable[int] = ()) -> None:
-        given = [parse(time, what="at", units=ALL_UNITS) for time in times]
-        given += [Time(step, Unit.STEP) for step in steps]
+        given = [parse(time, what="At: times", units=ALL_UNITS) for time in times]
+        given += map(_at_step, steps)
         twice = sorted({str(time) for time in given if given.count(time) > 1})
         if not given or twice:
             wrong = f"{', '.join(twice)} stands there twice" if twice else "must name a place"
@@ -185,7 +187,7 @@ class WallClock(Trigger):
     interval: Time
 
     def __init__(self, interval: str | Time) -> None:
-        time = parse(interval, what="WallClock", units={Unit.SECOND})
+        time = parse(interval, what="WallClock: interval", units={Unit.SECOND})
         object.__setattr__(self, "interval", time)
 
     def __str__(self) -> str:
@@ -205,6 +207,7 @@ class WallClock(Trigger):
         return str(self) if now.wall_s // size > before // size else None
 
 
+@checked(but=["function"])
 @dataclass(frozen=True, slots=True)
 class When(Trigger):
     """Save when a function of (timestamp, metrics, event) returns True."""
@@ -215,7 +218,7 @@ class When(Trigger):
 
     def __post_init__(self) -> None:
         if not callable(self.function):
-            raise UsageError(f"When: {self.function!r} is not a function")
+            raise UsageError(f"When: function={self.function!r} cannot be called")
         if not self.name:
             name = getattr(self.function, "__name__", type(self.function).__name__)
             object.__setattr__(self, "name", name)
@@ -249,8 +252,9 @@ class On(Trigger):
         wrong = [event for event in events if event not in known]
         if wrong or not events:
             raise UsageError(
-                f"On: {', '.join(map(repr, wrong)) or 'nothing'} is not one of {', '.join(known)}; "
-                'for the others there are AtStart(), Every("1step") and AtEnd()'
+                f"On: events: {', '.join(map(repr, wrong)) or 'nothing'} is not one of "
+                f"{', '.join(known)}; for the others there are AtStart(), "
+                'Every("1step") and AtEnd()'
             )
         object.__setattr__(self, "events", tuple(dict.fromkeys(events)))
 
@@ -269,6 +273,7 @@ class On(Trigger):
         return event if event in self.events and _is_new(last_saved, now) else None
 
 
+@checked()
 @dataclass(frozen=True, slots=True)
 class AtStart(Trigger):
     """Save before the first step of a run for which nothing was loaded."""
@@ -345,6 +350,13 @@ def parts_of(trigger: Trigger) -> tuple[Trigger, ...]:
 def is_elsewhere(last: Timestamp | None, now: Timestamp) -> bool:
     """Whether no save was begun at this step."""
     return last is None or last.step != now.step
+
+
+def _at_step(step: int) -> Time:
+    try:
+        return Time(step, Unit.STEP)
+    except UsageError as error:
+        raise UsageError(f"At: steps: {error}") from None
 
 
 def _is_new(last_saved: Timestamp | None, now: Timestamp) -> bool:

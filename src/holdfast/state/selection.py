@@ -66,12 +66,15 @@ def listed(entries: Iterable[str], argument: str) -> tuple[str, ...]:
     """What a caller gave as several names.
 
     Raises:
-        UsageError: it is one text, which would count as its letters.
+        UsageError: it is one text, which would count as its letters, or not of text.
     """
     if isinstance(entries, str):
         hint = f"pass a collection of names, e.g. [{entries!r}]"
         raise UsageError(f"{argument}={entries!r}: {hint}")
-    return tuple(entries)
+    names = tuple(entries)
+    if not all(isinstance(name, str) for name in names):
+        raise UsageError(f"{argument}={names!r}: every entry must be text")
+    return names
 
 
 class Entries:
@@ -84,8 +87,6 @@ class Entries:
             UsageError: it is one text, or not of text.
         """
         entries = listed(entries, argument)
-        if not all(isinstance(entry, str) for entry in entries):
-            raise UsageError(f"{argument}={entries!r}: every entry must be text")
         self._argument = argument
         self._patterns = {entry: entry.split(".") for entry in entries}
         self._unused = dict.fromkeys(self._patterns)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from holdfast.errors import UsageError
 from holdfast.train.callbacks import Callbacks
 from holdfast.train.hooks import Callback
-from holdfast.train.metrics import LazyMetrics, Mean, number
+from holdfast.train.metrics import LazyMetrics, Mean, Numbers, number
 from holdfast.train.precision import Numerics
 
 LossFunction = Callable[[Any, Any], "Tensor | tuple[Tensor, Mapping[str, Any]]"]
@@ -64,6 +64,7 @@ class Update:
     device: torch.device | None
     """Where batches go; None: they stay where they are."""
     callbacks: Callbacks
+    numbers: Numbers
     begin_update: Callable[[], None] = lambda: None
     """Called right before anything changes that cannot be put back."""
 
@@ -81,7 +82,7 @@ class Update:
             self.optimizer.zero_grad(set_to_none=True)  # what others have left there
         mean = Mean()
         for batch in window:
-            mean.add(self._train_on(batch, 1 / len(window)), 1.0)
+            mean.add(self.numbers(self._train_on(batch, 1 / len(window))), 1.0)
         self.numerics.unscale(self.optimizer)
         norm = self.clip(self.optimizer)
         tell(Callback.before_optimizer_step)
@@ -144,8 +145,9 @@ def evaluate(loss: LossFunction, model: nn.Module, batch: Any) -> tuple[Tensor, 
         UsageError: the loss is no single number, or a metric has a reserved name.
     """
     found = loss(model, batch)
-    value, extra = found if isinstance(found, tuple) else (found, {})
-    if not isinstance(value, Tensor) or value.numel() != 1:
+    value, extra = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+    is_loss = isinstance(value, Tensor) and value.numel() == 1
+    if not is_loss or not isinstance(extra, Mapping):
         raise UsageError("loss must give a tensor of one number, or that and a dict of metrics")
     reserved = [name for name in extra if name in _RESERVED]
     if reserved:
@@ -163,11 +165,17 @@ def next_window(batches: Iterator[Any], size: int) -> list[Any]:
 
 
 def moved(batch: Any, device: torch.device | None) -> Any:
-    """A batch with its tensors on `device`, in any container; None leaves them where they are."""
+    """A batch with its tensors on `device`, in any container; None leaves them where they are.
+
+    An object of another class is moved by its own `to`, if it has one.
+    """
     if device is None:
         return batch
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
+    if callable(to := getattr(batch, "to", None)):
+        there = to(device)
+        return batch if there is None else there  # it may have moved itself
     if isinstance(batch, Mapping):
         return {key: moved(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import random
@@ -13,9 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from holdfast.arguments import shown
 from holdfast.data.foreign import describe_inexact
 from holdfast.data.randomness import preserved
-from holdfast.engine.options import check_choice
 from holdfast.engine.staging.overlap import Mode
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import UsageError
@@ -77,8 +78,8 @@ def make_optimizer(
     """The optimizer of the model.
 
     Raises:
-        UsageError: it is neither an optimizer nor a factory of one, or it was made before the
-            model, or before the model was moved and with a state by then.
+        UsageError: it is neither an optimizer nor a factory of one, it was made before the model,
+            or its step needs a function that computes the loss again.
     """
     if not isinstance(given, torch.optim.Optimizer):
         if not callable(given):
@@ -86,10 +87,22 @@ def make_optimizer(
         made = given(model)
         if not isinstance(made, torch.optim.Optimizer):
             raise UsageError(f"optimizer: the function gave a {type(made).__name__}")
-        return made
+        return _with_plain_step(made)
     if model_was_made:
         raise UsageError("optimizer: with a function for the model, give one for the optimizer")
-    return given
+    return _with_plain_step(given)
+
+
+def _with_plain_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError:
+        raise UsageError(
+            f"optimizer: the step of {type(optimizer).__name__} needs a closure that computes the "
+            "loss again, and the Trainer computes it once a step. Write the loop yourself, with a "
+            "CheckpointManager"
+        ) from None
+    return optimizer
 
 
 def device_type(model: nn.Module, device: torch.device | None) -> str:
@@ -101,15 +114,10 @@ def device_type(model: nn.Module, device: torch.device | None) -> str:
 
 
 def checked_overlap(given: Mode | None, device_type: str) -> Mode:
-    """Whether saves overlap with a training on such a device.
-
-    Raises:
-        UsageError: there is no such mode.
-    """
+    """Whether saves overlap with a training on such a device."""
     if given is None:
         # On a CPU the copy would take the cores and the memory from the training beside it.
         return device_type != "cpu"
-    check_choice("overlap", given, Mode)
     return given
 
 
@@ -124,8 +132,8 @@ def check_data(data: Any) -> None:
     ]
     if missing:
         raise UsageError(
-            f"data is a {type(data).__name__} without {', '.join(missing)}, so it has no position "
-            "to resume from: use holdfast.data.Loader"
+            f"data={shown(data)} is a {type(data).__name__} without {', '.join(missing)}, so it "
+            "has no position to resume from: use holdfast.data.Loader"
         )
     inexact = describe_inexact(data)
     if inexact is not None:

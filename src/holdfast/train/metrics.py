@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from holdfast.arguments import shown
 from holdfast.errors import UsageError
+
+logger = logging.getLogger("holdfast")
 
 
 class LazyMetrics(Mapping[str, float]):
@@ -37,6 +41,28 @@ class LazyMetrics(Mapping[str, float]):
         return repr(dict(self))
 
 
+class Numbers:
+    """Takes the metrics that others give as numbers, each as `number` does.
+
+    What is none is left out, as no training is to end by it; a warning is logged for each name.
+    """
+
+    def __init__(self) -> None:
+        self._left_out: set[Any] = set()
+
+    def __call__(self, values: Mapping[str, Any]) -> dict[str, Tensor | float]:
+        """Those that are numbers, by name."""
+        found: dict[str, Tensor | float] = {}
+        for name, value in values.items():
+            try:
+                found[name] = number(name, value)
+            except UsageError as error:
+                if name not in self._left_out:
+                    self._left_out.add(name)
+                    logger.warning("%s: it is neither logged nor saved", error)
+        return found
+
+
 class Mean:
     """The weighted mean of metrics, added up where they are, without waiting for them."""
 
@@ -44,16 +70,10 @@ class Mean:
         self._sums: dict[str, Tensor | float] = {}
         self._weights: dict[str, float] = {}
 
-    def add(self, values: Mapping[str, Any], weight: float) -> None:
-        """Add the values of one batch.
-
-        Raises:
-            UsageError: one is not a number.
-        """
+    def add(self, values: Mapping[str, Tensor | float], weight: float) -> None:
+        """Add the values of one batch, as `Numbers` gives them."""
         for name, value in values.items():
-            weighted = number(name, value)
-            if weight != 1:
-                weighted = weighted * weight
+            weighted = value if weight == 1 else value * weight
             known = self._sums.get(name)
             self._sums[name] = weighted if known is None else known + weighted
             self._weights[name] = self._weights.get(name, 0.0) + weight
@@ -75,11 +95,13 @@ def number(name: str, value: Any) -> Tensor | float:
     """A metric as a number of its own: of double precision where the device has it.
 
     Raises:
-        UsageError: it is not one number.
+        UsageError: it is not one number, or its name is no text.
     """
+    if not isinstance(name, str):
+        raise UsageError(f"metric {name!r}: its name must be text")
     if isinstance(value, Tensor):
         if value.numel() != 1:
-            raise UsageError(f"metric {name!r} is a tensor of {value.numel()} numbers, not of one")
+            raise UsageError(f"metric {name!r} is a Tensor of {value.numel()} numbers, not of one")
         if is_at_hand(value) and not value.is_complex():
             return float(value.item())
         dtype = torch.float32 if value.is_mps else torch.float64
@@ -88,8 +110,12 @@ def number(name: str, value: Any) -> Tensor | float:
             scalar = scalar.reshape(())
         return scalar.to(dtype, copy=True)
     try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise UsageError(f"metric {name!r}: {value!r} is not a number") from None
+        if not isinstance(value, str):
+            return float(value)
     except OverflowError:
         raise UsageError(f"metric {name!r} is too large for a float") from None
+    except (TypeError, ValueError):
+        pass
+    raise UsageError(
+        f"metric {name!r} is not one number, but {shown(value)} of type {type(value).__name__}"
+    )

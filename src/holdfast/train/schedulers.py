@@ -49,7 +49,7 @@ def make_schedulers(given: Any, optimizer: torch.optim.Optimizer) -> dict[str, A
     """
     if given is None:
         return {}
-    several = isinstance(given, Iterable) and not hasattr(given, "step")
+    several = isinstance(given, Iterable) and not (isinstance(given, str) or hasattr(given, "step"))
     made = [_make(item, optimizer) for item in (given if several else [given])]
     if not several:
         return {"scheduler": made[0]}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast.arguments import checked
 from holdfast.engine.checkpoint import Checkpoint, PendingSave
 from holdfast.engine.control.stop import Stop
 from holdfast.engine.hooks import StateHooks
@@ -50,6 +51,7 @@ from holdfast.train.fitting import Fit, Gear
 from holdfast.train.health import HealthGate, Policy, UnhealthyState
 from holdfast.train.hooks import Callback
 from holdfast.train.loop import Clip, LossFunction, Update
+from holdfast.train.metrics import LazyMetrics, Numbers
 from holdfast.train.outcome import Outcome
 from holdfast.train.place import Place
 from holdfast.train.precision import Numerics, Precision, checked_precision
@@ -83,6 +85,7 @@ class Trainer:
     a row is raised.
     """
 
+    @checked(but=("model", "optimizer", "every", "keep", "cycle"))
     def __init__(
         self,
         model: nn.Module | making.MakeModel,
@@ -194,19 +197,18 @@ class Trainer:
             self._counted.add(Unit.CYCLE)
         self._every = checked_every(every, self._counted, handles_signals=stop is not None)
         self._overlap = making.checked_overlap(overlap, making.device_type(self.model, on))
-        self._options: dict[str, Any] = {
+        options: dict[str, Any] = {
             "keep": keep,
             "savers": tuple(savers),
-            "on_existing": on_existing,
             "label": label,
             "run_name": run_name,
-            "takeover": takeover,
             "memory_budget": memory_budget,
             "compress": compress,
-            "stop": stop,
         }
+        self._options = {**options, "on_existing": on_existing, "takeover": takeover, "stop": stop}
         self._stop = stop
         self._place = Place(self.counters)
+        self._numbers = Numbers()
         self._count_samples = count_samples
         self._gate = HealthGate(unhealthy)
         self._numerics = Numerics(checked_precision(precision), making.device_type(self.model, on))
@@ -220,6 +222,7 @@ class Trainer:
             numerics=self._numerics,
             device=on,
             callbacks=self._callbacks,
+            numbers=self._numbers,
             begin_update=self._begin_update,
         )
         self._validations = self._make_validations(validate)
@@ -227,7 +230,7 @@ class Trainer:
         self.state = self._components(state or {})
         check_state(self.state)
         making.check_held(self.state, loss)
-        check_options({*self.state, RNG}, **self._options)
+        check_options({*self.state, RNG}, **options)
         self._way_back = WayBack(
             stop=stop,
             is_exact=root is not None and asks_for(self._every, "exception"),
@@ -254,6 +257,7 @@ class Trainer:
         )
         self._callbacks.tell(Callback.setup)
 
+    @checked(but=("until", "max_time"))
     def fit(
         self,
         until: str | int,
@@ -389,14 +393,16 @@ class Trainer:
         if self.manager is not None and self._ending is not None:
             self._ending.ask(reason)
 
+    @checked()
     def log(self, metrics: Metrics, *, to: Collection[str] | None = None) -> None:
-        """Give metrics of the present step to the loggers, or to those named in `to`.
+        """Give metrics of the present step to the loggers, or to those named in `to`. What is not a
+        number is left out; a warning is logged for each name.
 
         Raises:
             UsageError: `to` names what is not there.
             HookFailed: a logger raised.
         """
-        self._callbacks.tell_loggers(metrics, to)
+        self._callbacks.tell_loggers(LazyMetrics(self._numbers(metrics)), to)
 
     def _fit_to(self, ending: Ending, without: Collection[str], start: Start | None) -> Outcome:
         costs, begun = SaveCosts(), list[PendingSave]()
@@ -547,6 +553,7 @@ class Trainer:
                     numerics=self._numerics,
                     device=self._update.device,
                     callbacks=self._callbacks,
+                    numbers=self._numbers,
                     weigh=plan.weigh or self._count_samples or size_of,
                     waiting=lambda: self._way_back.waiting(),
                 )

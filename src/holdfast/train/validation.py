@@ -7,7 +7,7 @@ their beginning.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from holdfast.arguments import shown
 from holdfast.data.randomness import preserved
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
@@ -27,7 +28,7 @@ from holdfast.train.callbacks import Callbacks
 from holdfast.train.hooks import Callback
 from holdfast.train.loop import LossFunction, evaluate, moved
 from holdfast.train.making import check_range
-from holdfast.train.metrics import LazyMetrics, Mean, number
+from holdfast.train.metrics import LazyMetrics, Mean, Numbers
 from holdfast.train.precision import Numerics
 from holdfast.train.training import Metrics
 
@@ -146,6 +147,7 @@ class Validator:
     numerics: Numerics
     device: torch.device | None
     callbacks: Callbacks
+    numbers: Numbers
     weigh: Callable[[Any], float]
     waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Makes the block around what may be given up in its middle: a fetch, a forward pass."""
@@ -189,7 +191,7 @@ class Validator:
         def run() -> Mapping[str, Any]:
             with self.waiting():
                 found = check.run(model)
-            return {name: number(name, value) for name, value in found.items()}
+            return self.numbers(found)
 
         return self._told(self._name(check.name), run)
 
@@ -210,7 +212,7 @@ class Validator:
             tell(Callback.validation_batch_start, batch)
             with self.numerics.autocast(), self.waiting():
                 loss, extra = evaluate(self.plan.loss or self.loss, model, batch)
-            mean.add({"loss": loss, **extra}, self.weigh(given))
+            mean.add(self.numbers({"loss": loss, **extra}), self.weigh(given))
             tell(Callback.validation_batch_end, batch)
         return mean.result()
 
@@ -239,6 +241,10 @@ def plans_of(given: Any) -> list[Validation]:
         if wrong:
             raise UsageError(f"validate: {wrong[0]!r} is not a Validation, as others are")
         return list(given)
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise UsageError(
+            f"validate={shown(given)}: must be a loader, loaders by name or Validation"
+        )
     return [Validation(data=given)]
 
 
@@ -317,8 +323,8 @@ class _Restarting:
     """A loader that begins anew each time, if it has a position."""
 
     def __init__(self, loader: Any) -> None:
-        if not hasattr(loader, "__iter__"):
-            raise UsageError(f"validation data: a {type(loader).__name__} cannot be iterated over")
+        if isinstance(loader, str) or not hasattr(loader, "__iter__"):
+            raise UsageError(f"validation data: {shown(loader)} is no loader of batches")
         self._loader = loader
         has_position = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._begin = loader.state_dict() if has_position else None

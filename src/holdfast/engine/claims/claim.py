@@ -6,6 +6,7 @@ two writers safe.
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from holdfast.engine.claims.process import liveness, this_process, utc_now
+from holdfast.engine.claims.process import is_this_process, liveness, this_process, utc_now
 from holdfast.engine.roots.catalog import Catalog, Entry, Marks
 from holdfast.engine.roots.commit import put_once, settle
 from holdfast.engine.roots.documents import read_if_there
@@ -56,6 +57,9 @@ _MAX_RACES = 100
 
 Wait = Callable[[float], object]
 
+held: set[str] = set()
+"""Nonces of the claims of this process's managers that were neither closed nor dropped."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
@@ -88,16 +92,25 @@ def check_owner(store: Store, *, takeover: bool, emit: Emitter, watch: Wait | No
         text = f"{store.url}/{layout.writer_key(epoch)} was lost, and binds nobody"
         emit("warning", f"{text}; the run goes on after what was saved under it", epoch=epoch)
         return epoch
-    if not is_live(store, owner, emit=emit, watch=watch):
+    who, how = f"process {owner.process.pid} on {owner.process.host}", "Wait for it, stop it"
+    if is_held_here(owner):
+        who = "another manager of this process, which is neither closed nor dropped,"
+        how = "Close it first (one that was dropped lasts as long as its save)"
+    elif not is_live(store, owner, emit=emit, watch=watch):
         return epoch
-    text = (
-        f"{store.url}: process {owner.process.pid} on {owner.process.host} owns this run "
-        f"(writer {epoch}, since {owner.created})"
-    )
+    text = f"{store.url}: {who} owns this run (writer {epoch}, since {owner.created})"
     if not takeover:
-        raise OwnedElsewhere(f"{text}. Wait for it, stop it, or pass takeover=True")
+        raise OwnedElsewhere(f"{text}. {how}, or pass takeover=True")
     emit("warning", f"{text}; taking over", epoch=epoch)
     return epoch
+
+
+def is_held_here(owner: Writer) -> bool:
+    """Whether a manager of this process has this claim, and was neither closed nor dropped."""
+    if owner.nonce not in held or not is_this_process(owner.process):
+        return False
+    gc.collect()  # one that was dropped may be part of a cycle, and waits for the collector
+    return owner.nonce in held
 
 
 def is_live(store: Store, owner: Writer, *, emit: Emitter, watch: Wait | None = None) -> bool:

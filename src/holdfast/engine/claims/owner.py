@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.engine.claims.claim import Choice, Claim, Heartbeat, check_owner, claim_run
+from holdfast.engine.claims.claim import Choice, Claim, Heartbeat, check_owner, claim_run, held
 from holdfast.errors import HoldfastError
 from holdfast.events import Emitter
 from holdfast.store.base import Store
@@ -50,7 +50,7 @@ class Ownership:
         Raises:
             OwnedElsewhere: a live process owns the run.
         """
-        before, self.claim = self.claim, None  # a claim of our own fences the one before off
+        before = self._give_up()  # a claim of our own fences the one before off
         try:
             claim = self._claim(choose)
         finally:
@@ -58,6 +58,8 @@ class Ownership:
         self._heartbeat = Heartbeat(self._store, claim, self._emit)
         # A manager that is dropped without being closed must not look alive for ever.
         weakref.finalize(self, self._heartbeat.ask_to_stop)
+        weakref.finalize(self, held.discard, claim.nonce)
+        held.add(claim.nonce)
         self.claim, self._sequence, self.has_committed = claim, 0, False
         self.is_clean, self.unclear = True, set()
         self._emit("claimed", f"{self._store.url}: writer {claim.epoch}", epoch=claim.epoch)
@@ -72,8 +74,14 @@ class Ownership:
 
         Waits no longer than `timeout_s` seconds for a storage that hangs, and tells it.
         """
-        claim, self.claim = self.claim, None
+        claim = self._give_up()
         self._end_heartbeat(is_over=claim is not None and self._has_ended(), timeout_s=timeout_s)
+
+    def _give_up(self) -> Claim | None:
+        claim, self.claim = self.claim, None
+        if claim is not None:
+            held.discard(claim.nonce)
+        return claim
 
     def _has_ended(self) -> bool:
         return self.is_clean and not self.unclear

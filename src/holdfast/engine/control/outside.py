@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.control.requests import Request, Requests
 from holdfast.engine.control.stop import Promote, Stop
+from holdfast.errors import UsageError
 from holdfast.policy.classes import Due
 from holdfast.policy.triggers import Event
 
@@ -34,6 +36,7 @@ class Asked:
         )
 
 
+_EVENTS = frozenset(get_args(Event))
 _BY_NOBODY = Asked()
 
 
@@ -57,8 +60,13 @@ class Outside:
         """What triggers are to look at beside `event`, and the requests that are new.
 
         Only the owner looks for requests: nobody else can do what they ask for.
+
+        Raises:
+            UsageError: `event` is none.
         """
         events: list[Event] = [event] if isinstance(event, str) else list(event)
+        if not _EVENTS.issuperset(events):
+            raise UsageError(f"event={event!r}: must be one or several of {get_args(Event)}")
         requests = self._requests.poll() if is_owner else ()
         is_asked = bool(requests)
         if self._stop is not None:

@@ -383,6 +383,8 @@ class Catalog:
             SealError: what answers is sealed for others, or may be what is.
             FormatError: the manifest of the named folder, or of the latest, is damaged or lost.
         """
+        if isinstance(which, int) and which < 0:
+            raise UsageError(f"which={which}: a step is a whole number, at least 0")
         wanted = f"step={which}" if isinstance(which, int) else which
         is_pattern = any(letter in wanted for letter in "*?[")
         if wanted.startswith("step=") and not (is_pattern or _STEP.fullmatch(wanted)):
@@ -459,12 +461,9 @@ class Catalog:
     def _search(self, wanted: str) -> Entry | None:
         if wanted == "latest":
             return self.newest()
-        step = _STEP.fullmatch(wanted)
         by_label: Entry | None = None
         for entry in self.lineage_entries(opens_all=False):
-            if step is not None and entry.step == int(step[1]):
-                return entry
-            if wanted in entry.tags:
+            if _is_called(entry, wanted):
                 return entry
             if by_label is None and wanted == entry.name.label:
                 by_label = entry
@@ -503,8 +502,19 @@ class Catalog:
             lines.append(f"{folder} ({'not sealed' if isinstance(error, NotSealed) else what})")
         if not lines:
             return f"{self.store.url}: no checkpoints"
+        # The lineage has none of that name.
+        left = [e for e in entries if _is_called(e, wanted) or wanted == e.name.label]
+        if left:
+            return (
+                f"{self.store.url}: no checkpoint for {wanted!r} in this run as it is now: "
+                f"{left[0].folder} was left behind by a rollback, when the run went on from an "
+                "earlier one. To mean it, name that folder"
+            )
+        hint = ""
+        if wanted == "best":
+            hint = " None has the tag 'best': `holdfast tag ROOT@step=N best` gives it to one."
         return (
-            f"{self.store.url}: no checkpoint for {wanted!r} in this run. There are:\n"
+            f"{self.store.url}: no checkpoint for {wanted!r} in this run.{hint} There are:\n"
             + listing(lines)
         )
 
@@ -554,6 +564,12 @@ class Catalog:
             return isinstance(self.read(str(name)), Manifest)
         except (FormatError, SealError):
             return True
+
+
+def _is_called(entry: Entry, wanted: str) -> bool:
+    """Whether `wanted` is the step or a tag of a checkpoint; labels come after these."""
+    step = _STEP.fullmatch(wanted)
+    return wanted in entry.tags or (step is not None and entry.step == int(step[1]))
 
 
 def _is_of_sides(manifest: Manifest) -> bool:

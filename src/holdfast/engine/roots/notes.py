@@ -55,9 +55,11 @@ def checked_tags(tags: Iterable[str]) -> tuple[str, ...]:
     for tag in checked:
         is_text = isinstance(tag, str) and tag.isprintable() and 0 < len(tag) <= 200
         if not is_text or any(map(str.isspace, tag)):
-            raise UsageError(f"tag {tag!r}: 1 to 200 characters that can be printed, and no blank")
+            raise UsageError(
+                f"tags: {tag!r}: 1 to 200 characters that can be printed, and no blank"
+            )
         if tag == "latest" or tag.startswith("step=") or layout.parse_attempt(tag) is not None:
-            raise UsageError(f"tag {tag!r} would be taken for something else")
+            raise UsageError(f"tags: {tag!r} would be taken for something else")
     return checked
 
 

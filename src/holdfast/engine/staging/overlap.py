@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor
 from torch.optim import Optimizer
 
-from holdfast.engine.options import check_choice
 from holdfast.engine.staging.fence import Fence, Guarded, Overlapped, guard
 from holdfast.engine.staging.image import Image
 from holdfast.engine.staging.known import LARGE_NBYTES
@@ -45,12 +44,7 @@ class Overlap:
     def __init__(
         self, mode: Mode, state: Mapping[str, Any], emit: Emitter, *, timeout_s: float
     ) -> None:
-        """`timeout_s` is the longest that an optimizer waits for a copy, in seconds.
-
-        Raises:
-            UsageError: there is no such mode.
-        """
-        check_choice("overlap", mode, Mode)
+        """`timeout_s` is the longest that an optimizer waits for a copy, in seconds."""
         self._mode = mode
         self._state = state
         self._emit = emit

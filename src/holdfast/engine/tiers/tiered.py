@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from holdfast.engine.options import check_choice, check_is
+from holdfast.arguments import checked
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.amounts import number_of_bytes
@@ -135,6 +135,7 @@ class Tiered:
     remote: Root
     options: TieredOptions
 
+    @checked(but=("keep_local", "keep_remote", "max_lag"))
     def __init__(
         self,
         local: Root,
@@ -149,9 +150,6 @@ class Tiered:
         read_back: bool = False,
         close_timeout_s: float = 600.0,
     ) -> None:
-        for name, root in (("local", local), ("remote", remote)):
-            if not isinstance(root, str | os.PathLike | Store):
-                raise UsageError(f"Tiered: {name}={root!r} must be a path, a URL or a store")
         if isinstance(keep_local, int) and (keep_local or isinstance(keep_local, bool)):
             raise UsageError(f"Tiered: keep_local={keep_local!r} must be 0 or a rule: Last(3)")
         local_rule: Rule | Literal[0] | None = 0
@@ -162,8 +160,6 @@ class Tiered:
                 raise UsageError(f"Tiered: {name}={count!r} must be a whole number, at least 1")
         if not close_timeout_s >= 0:
             raise UsageError(f"Tiered: close_timeout_s={close_timeout_s!r} must not be negative")
-        check_is("read_back", read_back, bool)
-        check_choice("on_upload_failure", on_upload_failure, OnUploadFailure)
         options = TieredOptions(
             keep_local=local_rule,
             keep_remote=as_rule(keep_remote, what="Tiered: keep_remote"),

@@ -1,0 +1,119 @@
+"""Arguments of public functions, checked against their annotations where they are given.
+
+It knows what an argument is as a whole: that `tags` can be iterated over, not what is in it. That,
+and what a type does not say, is checked by whoever takes the argument.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterator
+from functools import cache, wraps
+from itertools import chain, repeat
+from numbers import Real
+from reprlib import Repr
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+from holdfast.errors import UsageError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MODULES = re.compile(r"\b(?:[A-Za-z_]\w*\.)+")
+_short = Repr()
+_short.maxstring = _short.maxother = 200
+
+
+def checked(*, but: Collection[str] = ()) -> Callable[[F], F]:
+    """Decorates a function, or a class for its `__init__`: it refuses, by name, values that do not
+    fit the annotations of their arguments, and an argument that is given twice.
+
+    It raises `UsageError` before anything else runs. The arguments `but` are left to the function,
+    which has a better word for them.
+    """
+
+    def decorated(target: F) -> F:
+        if isinstance(target, type):
+            target.__init__ = _checking(target.__init__, but)  # type: ignore[misc]
+            return target
+        return _checking(target, but)
+
+    return decorated
+
+
+def _checking(target: F, but: Collection[str]) -> F:
+    @cache
+    def hints() -> dict[str, Any]:
+        # When it is called first: until then a class that names itself is not there.
+        found = inspect.get_annotations(target, eval_str=True)
+        return {name: hint for name, hint in found.items() if name not in but}
+
+    names = [*_places(target)]
+    others = [name for name, kind in _kinds(target) if kind is inspect.Parameter.VAR_POSITIONAL]
+
+    @wraps(target)
+    def checking(*args: Any, **named: Any) -> Any:
+        for name, value in zip(chain(names, *map(repeat, others)), args, strict=False):
+            if name in named:
+                raise UsageError(
+                    f"{name} is given twice, by its place as {shown(value)} and by its name as "
+                    f"{shown(named[name])}; the order is {_signature(target)}"
+                )
+            _check(name, value, hints())
+        for name, value in named.items():
+            _check(name, value, hints())
+        return target(*args, **named)
+
+    return checking  # type: ignore[return-value]
+
+
+def shown(value: object) -> str:
+    """A value in an error: as Python writes it, and no longer than a person reads."""
+    return _short.repr(value)
+
+
+def _check(name: str, value: object, hints: dict[str, Any]) -> None:
+    hint = hints.get(name, Any)
+    if not _fits(value, hint):
+        raise UsageError(f"{name}={shown(value)}: must be {_described(hint)}")
+
+
+def _fits(value: object, hint: Any) -> bool:
+    if hint is Any or type(value) is hint:
+        return True
+    if hint in (None, NoneType):
+        return value is None
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, part) for part in get_args(hint))
+    if origin is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in get_args(hint))
+    if hint in (int, float):
+        return not isinstance(value, bool) and isinstance(value, int if hint is int else Real)
+    return isinstance(value, origin or hint)
+
+
+def _described(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return f"one of {get_args(hint)}"
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(map(_described, get_args(hint)))
+    if hint in (None, NoneType):
+        return "None"
+    return _MODULES.sub("", hint.__name__ if type(hint) is type else str(hint))
+
+
+def _kinds(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    return ((name, item.kind) for name, item in inspect.signature(function).parameters.items())
+
+
+def _places(function: Callable[..., Any]) -> Iterator[str]:
+    """The arguments that can be given by their place, in order."""
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return (name for name, kind in _kinds(function) if kind in by_place)
+
+
+def _signature(function: Callable[..., Any]) -> str:
+    names = [name for name in _places(function) if name != "self"]
+    return f"{function.__qualname__.removesuffix('.__init__')}({', '.join(names)})"
