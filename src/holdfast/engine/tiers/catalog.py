@@ -147,6 +147,9 @@ class TieredCatalog(Catalog):
             if damage is not None:
                 self.turned.add(folder)
             return there
+        if folder in self.turned:
+            self.turned.discard(folder)  # it cannot be read there any more: no reason to hide it
+            return self.read(folder)
         self._homes[folder] = self.store
         if damage is not None:
             raise damage
