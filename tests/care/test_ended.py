@@ -22,6 +22,7 @@ from holdfast.engine.roots.ended import known_ended
 from holdfast.errors import AccessDenied, HoldfastError
 from holdfast.format import layout
 from holdfast.format.manifest import Manifest
+from holdfast.format.records import Ended, encode_ended
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
@@ -164,6 +165,19 @@ def test_what_a_person_put_back_is_found_where_nothing_else_can_be_used(
         resumed = manager.resume()
         assert resumed is not None
         assert resumed.step == 1
+
+
+def test_what_latest_names_is_looked_at_whatever_a_record_says(tmp_path: Path) -> None:
+    """A record that lists a checkpoint is wrong: no older one is resumed in silence."""
+    state = {"model": {"w": torch.zeros(4)}}
+    with CheckpointManager(tmp_path, state) as manager:
+        folders = [manager.save(step).wait().folder for step in (1, 2, 3)]
+    record = encode_ended(Ended(epoch=1, aborted=tuple(folders[1:]), deleted=()))
+    (tmp_path / layout.ended_name(1)).write_bytes(record)
+    with CheckpointManager(tmp_path, state) as manager:
+        resumed = manager.resume()
+    assert resumed is not None
+    assert resumed.step == 3
 
 
 def test_gc_by_a_person_removes_a_record_that_names_a_checkpoint(

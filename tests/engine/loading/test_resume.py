@@ -364,3 +364,24 @@ def test_what_side_savers_deleted_is_no_work_of_the_main_one() -> None:
     assert any(isinstance(register, Deleted) for register in registers)
     with life() as manager:
         assert manager.resume() is None
+
+
+def test_a_commit_while_it_is_asked_whether_anything_was_committed_is_no_refusal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Line 7: the first commit of another owner comes between the look for a checkpoint and the
+    question whether there ever was one. A takeover had got `NoUsableCheckpoint`, with none named.
+    """
+    first, second = Story(), Story()
+    second.store = first.store
+    asked = Catalog.ever_committed
+
+    def commits_first(catalog: Catalog, *, by_main: bool = False) -> bool:
+        monkeypatch.setattr(Catalog, "ever_committed", asked)
+        first.save(owner, 1)
+        return asked(catalog, by_main=by_main)
+
+    with first.open() as owner:
+        assert owner.resume() is None
+        monkeypatch.setattr(Catalog, "ever_committed", commits_first)
+        assert second.resumed() == 1

@@ -53,3 +53,69 @@ def test_the_newest_claim_that_was_lost_counts_all_the_same(
     lost = [event.message for event in noted.of("warning") if "was lost" in event.message]
     assert len(lost) == 1
     assert layout.writer_key(2) in lost[0]
+
+
+def resumed_step(root: Path, *sinks: Noted) -> int:
+    """Where another process goes on, and that what it saves then comes after all others."""
+    state = {"model": {"w": torch.zeros(4)}}
+    with CheckpointManager(root, state, sinks=sinks, takeover=True) as manager:
+        resumed = manager.resume()
+        assert resumed is not None
+        assert state["model"]["w"].tolist() == [resumed.step] * 4
+        last = max(name.order for name in Catalog(LocalStore(root)).attempts())
+        manager.save(9).wait()
+    orders = [name.order for name in Catalog(LocalStore(root)).attempts()]
+    assert len(orders) == len(set(orders))
+    assert max(orders) > last
+    return resumed.step
+
+
+def test_a_claim_counts_of_which_nothing_is_left_but_what_latest_names(tmp_path: Path) -> None:
+    """Line 23: with the claim its heartbeat or close is lost, too."""
+    saved(tmp_path, 1, 2)
+    saved(tmp_path, 3, 4)
+    for path in (tmp_path / layout.WRITERS).glob("00000002.*"):
+        path.unlink()
+    assert resumed_step(tmp_path) == 4
+
+
+def went_back(root: Path, step: int, *, then_saves: int | None = None) -> None:
+    """A process that goes back to a step, and saves once or not at all."""
+    state = {"model": {"w": torch.zeros(4)}}
+    with CheckpointManager(root, state, takeover=True) as manager:
+        manager.resume(f"step={step}")
+        if then_saves is not None:
+            state["model"]["w"].fill_(then_saves)
+            manager.save(then_saves).wait()
+
+
+def test_what_was_saved_tells_where_its_lost_claim_had_gone_back_to(tmp_path: Path) -> None:
+    """Line 23: the newest is damaged; before it comes what it went on from, not what was left
+    behind."""
+    saved(tmp_path, 1, 2, 3)
+    went_back(tmp_path, 1, then_saves=4)
+    (tmp_path / layout.writer_key(2)).unlink()
+    [newest] = [*tmp_path.glob("step-00000004.*/model-*.safetensors")]
+    newest.unlink()
+    assert resumed_step(tmp_path) == 1
+
+
+def test_a_run_that_went_back_finds_the_checkpoint_under_another_label(tmp_path: Path) -> None:
+    """A person has renamed the folder, which keeps its number: it is that checkpoint still."""
+    saved(tmp_path, 1, 2, 3)
+    went_back(tmp_path, 2)
+    [folder] = tmp_path.glob("step-00000002.*")
+    folder.rename(tmp_path / folder.name.replace("step-00000002", "before-the-spike"))
+    assert resumed_step(tmp_path) == 2
+
+
+def test_a_run_that_went_back_to_what_is_gone_says_so(tmp_path: Path) -> None:
+    """The run goes on from what had been left behind: never in silence."""
+    saved(tmp_path, 1, 2, 3)
+    went_back(tmp_path, 2)
+    [folder] = tmp_path.glob("step-00000002.*")
+    folder.rename(tmp_path / "old")
+    noted = Noted()
+    assert resumed_step(tmp_path, noted) == 3
+    [warning] = noted.of("warning")
+    assert folder.name in warning.message

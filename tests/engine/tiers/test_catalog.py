@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,13 +14,13 @@ from holdfast import errors
 from holdfast.care.verify import verify
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.tiered import Tiered
-from holdfast.errors import TransientStoreError
+from holdfast.errors import StoreError, TransientStoreError
 from holdfast.policy.retention import Last
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
 from marks import diagonal
-from tiers import LARGE, Noted, Switch, opened, saved, steps_in
+from tiers import LARGE, Noted, Switch, opened, saved, steps_in, unopened
 from ways import Tiny
 
 Damage = Callable[[Path], None]
@@ -263,3 +266,26 @@ def test_damage_without_a_remote_copy_is_named(local: LocalStore, remote: Memory
         pytest.raises(errors.CorruptData, match="tiny"),
     ):
         manager.load("step=2")
+
+
+@pytest.mark.parametrize("op", ["get", "head", "children", "put"])
+def test_a_remote_tier_that_fails_amid_a_resume_hides_no_damage(
+    ram_path: Path, remote: MemoryStore, op: Any
+) -> None:
+    """Line 20: the newest is damaged here and whole there. Whichever request fails there, the run
+    goes on from it, or names it, or raises: it does not go on from an older one in silence."""
+    store, tiny = LocalStore(ram_path / "local"), Tiny()
+    with opened(Tiered(store, remote), tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 1, 2)
+        newest = manager.list()[0]
+    for at in range(12):
+        copies = LocalStore(ram_path / f"local-{at}"), MemoryStore("remote")
+        shutil.copytree(ram_path / "local", ram_path / f"local-{at}")
+        copies[1].__dict__.update(_objects=dict(remote._objects))
+        flip(next((ram_path / f"local-{at}" / newest.folder).glob("*.safetensors")))
+        faulty = FaultyStore(copies[1], [Fault(kind="fail", op=op, at=at, times=3)])
+        with unopened(Tiered(copies[0], faulty), tiny) as manager, suppress(StoreError):
+            found = manager.resume()
+            assert found is not None
+            assert found.step == 2 or newest.folder in [folder for folder, _ in found.rejected]

@@ -80,6 +80,27 @@ def test_the_first_machine_comes_back_and_takes_the_newer_one(
     assert steps_in(machines[0]) == [3, 1]
 
 
+def test_a_run_that_another_process_just_begins_is_not_taken_for_one_that_is_gone(
+    machines: tuple[LocalStore, LocalStore],
+) -> None:
+    """The other one claims while this one looks whether the remote root is there."""
+    begun: list[int] = []
+
+    class Looked(MemoryStore):
+        def children(self, folder: str = "") -> tuple[str, ...]:
+            found = super().children(folder)
+            if folder == layout.WRITERS and not begun:
+                begun.append(1)
+                with opened(Tiered(machines[0], remote), Tiny()) as other:
+                    other.resume()
+            return found
+
+    remote = Looked("remote")
+    with opened(Tiered(machines[0], remote), Tiny()) as manager:
+        assert manager.resume() is None
+    assert begun
+
+
 @pytest.mark.parametrize("event", ["another goes on", "it is deleted"])
 def test_what_happens_between_choice_and_claim_makes_the_choice_anew(
     machines: tuple[LocalStore, LocalStore], event: str

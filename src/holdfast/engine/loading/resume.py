@@ -395,10 +395,12 @@ class Reader:
                 found = self._first(catalog, avoided, options, "accept")
             if found is not None:
                 return found
+            # Asked before the registers are looked at again: a commit meanwhile is no refusal.
+            is_new = not catalog.ever_committed(by_main=True)
             if _registers(catalog) == before and not catalog.has_skipped():
                 break
         self._expect_sealed()
-        if not catalog.ever_committed(by_main=True):
+        if is_new:
             return None
         changed = "The state is mixed" if self.is_mixed else "Nothing was changed"
         others = (error.way_on for error in self.passed_over.values() if isinstance(error, Dropped))
@@ -625,4 +627,12 @@ class Search:
                 "warning",
                 f"the run goes on from {entry.folder}, which is not healthy: {reasons}",
                 folder=entry.folder,
+            )
+        vanished = self._reader.catalog.vanished
+        if self._walks and vanished:
+            emit(
+                "warning",
+                f"the run had gone back to {vanished}, which is not there any more; it stands on "
+                "what had been left behind then",
+                folder=vanished,
             )

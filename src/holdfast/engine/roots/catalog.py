@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from holdfast.engine.roots.documents import read_if_there
 from holdfast.engine.roots.ended import known_ended
-from holdfast.engine.roots.lost import Records
+from holdfast.engine.roots.lost import Records, latest_of
 from holdfast.errors import (
     CorruptData,
     FormatError,
@@ -120,6 +120,9 @@ class Catalog:
         self._known_claims = claims
         self._skips_ended = True
         self._known_records: Records | None = None
+        self.vanished = ""
+        """The folder to which a person has gone back last, where `lineage` did not find it any
+        more, so that the run stands on what had been left behind; empty otherwise."""
 
     def home(self, folder: str) -> Store:
         """The store in which a checkpoint is read: where a run has two tiers, one of them."""
@@ -269,10 +272,20 @@ class Catalog:
         """
         return self._claimed(layout.parse_writer)
 
-    def epochs(self) -> tuple[int, ...]:
+    def epochs(self, attempts: Collection[AttemptName] | None = None) -> tuple[int, ...]:
         """Epochs that were claimed, newest first: those of `claims`, and those whose claim was lost
-        while its heartbeat or its close is still there."""
-        return self._claimed(layout.parse_writer, layout.parse_alive, layout.parse_closed)
+        while its heartbeat, its close, or what `latest` names is still there.
+
+        `attempts` are those that were listed before.
+        """
+        claimed = self._claimed(layout.parse_writer, layout.parse_alive, layout.parse_closed)
+        there = attempts if attempts is not None else self.attempts()
+        if not claimed or {name.epoch for name in there} <= {*claimed}:
+            return claimed
+        latest = layout.parse_attempt(latest_of(self.store))
+        if latest is None or not self._is_there(latest):
+            return claimed
+        return tuple(sorted({*claimed, latest.epoch}, reverse=True))
 
     def _claimed(self, *parsers: Callable[[str], int | None]) -> tuple[int, ...]:
         names = self.store.children(layout.WRITERS)
@@ -301,7 +314,7 @@ class Catalog:
                 if name.epoch == epoch and (last is None or name.sequence <= last):
                     yield name
             claim = self._claim_or_none(epoch)
-            point = claim.resumed_from if claim is not None else None
+            point = self._parent(attempts, epoch) if claim is None else claim.resumed_from
             if claim is not None and point is None:
                 return
             if point is None or point.epoch >= epoch:
@@ -440,7 +453,7 @@ class Catalog:
 
         Other attempts were copied here from another run and are not of this one.
         """
-        claimed = self.epochs()
+        claimed = self.epochs(attempts)
         first = min(claimed, default=None)
         earlier = {name.epoch for name in attempts if first is None or name.epoch < first}
         epochs = sorted({*claimed, *earlier}, reverse=True)
@@ -448,15 +461,26 @@ class Catalog:
 
     def _standing_epoch(self, attempts: tuple[AttemptName, ...], epochs: tuple[int, ...]) -> int:
         """The highest epoch that has committed, or is a rollback to what is still there."""
+        self.vanished = ""
         for epoch in epochs:
             if any(self._is_there(name) for name in attempts if name.epoch == epoch):
                 return epoch
             claim = self._claim_or_none(epoch)
             if claim is None or not claim.rollback or claim.resumed_from is None:
                 continue
-            if self._is_there(layout.parse_attempt(claim.resumed_from.folder)):
+            if any(map(self._is_there, _named_by(claim.resumed_from, attempts))):
                 return epoch
+            self.vanished = self.vanished or claim.resumed_from.folder
         return 0
+
+    def _parent(self, attempts: tuple[AttemptName, ...], epoch: int) -> Reference | None:
+        """What the writer of an epoch went on from, as a checkpoint of it says."""
+        for name in attempts:
+            with suppress(FormatError, SealError):
+                register = self.read(str(name)) if name.epoch == epoch else None
+                if isinstance(register, Manifest):
+                    return register.parent
+        return None
 
     def _search(self, wanted: str) -> Entry | None:
         if wanted == "latest":
@@ -556,10 +580,8 @@ class Catalog:
             known[epoch] = claim
         return claim
 
-    def _is_there(self, name: AttemptName | None) -> bool:
+    def _is_there(self, name: AttemptName) -> bool:
         """Committed, for whomever, or damaged: not gone and not unfinished."""
-        if name is None:
-            return False
         try:
             return isinstance(self.read(str(name)), Manifest)
         except (FormatError, SealError):
@@ -570,6 +592,11 @@ def _is_called(entry: Entry, wanted: str) -> bool:
     """Whether `wanted` is the step or a tag of a checkpoint; labels come after these."""
     step = _STEP.fullmatch(wanted)
     return wanted in entry.tags or (step is not None and entry.step == int(step[1]))
+
+
+def _named_by(point: Reference, attempts: Iterable[AttemptName]) -> Iterator[AttemptName]:
+    """The folders of a checkpoint: a person may have given it another label."""
+    return (n for n in attempts if n.order == point.order and n.id8 == point.save_id[:8])
 
 
 def _is_of_sides(manifest: Manifest) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable
 from weakref import WeakKeyDictionary
 
 from holdfast.engine.roots.documents import read_if_there
+from holdfast.engine.roots.lost import latest_of
 from holdfast.errors import FormatError, StoreError
 from holdfast.format import layout
 from holdfast.format.manifest import Aborted, Deleted
@@ -59,9 +60,10 @@ class Known:
             return  # a record only saves time
         self._read |= {name}
         if found is not None:
-            self.aborted |= {*found.aborted}
-            self.deleted |= {*found.deleted}
-            self._listed |= {*found.aborted, *found.deleted}
+            sure = {latest_of(store)}  # committed, whatever the record says; retention leaves it
+            self.aborted |= {*found.aborted} - sure
+            self.deleted |= {*found.deleted} - sure
+            self._listed |= {*found.aborted, *found.deleted} - sure
 
     def write(self, store: Store, epoch: int, there: Iterable[str]) -> None:
         """Record which of `there` have ended, in place of older records, if enough are new."""

@@ -7,7 +7,7 @@ the remote tier when the local copy is gone or damaged.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TypeVar
 
 from holdfast.engine.roots.catalog import Catalog, Entry, Register
@@ -147,6 +147,9 @@ class TieredCatalog(Catalog):
             if damage is not None:
                 self.turned.add(folder)
             return there
+        if folder in self.turned:
+            self.turned.discard(folder)  # it cannot be read there any more: no reason to hide it
+            return self.read(folder)
         self._homes[folder] = self.store
         if damage is not None:
             raise damage
@@ -163,11 +166,11 @@ class TieredCatalog(Catalog):
         there = self._asked(self.remote.claims, nothing)
         return tuple(sorted({*self._local.claims(), *there}, reverse=True))
 
-    def epochs(self) -> tuple[int, ...]:
+    def epochs(self, attempts: Collection[AttemptName] | None = None) -> tuple[int, ...]:
         """See `Catalog.epochs`: those of both tiers."""
         nothing: tuple[int, ...] = ()
-        there = self._asked(self.remote.epochs, nothing)
-        return tuple(sorted({*self._local.epochs(), *there}, reverse=True))
+        there = self._asked(lambda: self.remote.epochs(attempts), nothing)
+        return tuple(sorted({*self._local.epochs(attempts), *there}, reverse=True))
 
     def _has_deleted(self) -> bool:
         return self._local._has_deleted() or self.remote._has_deleted()

@@ -256,8 +256,8 @@ class TieredOwnership(Ownership):
 
         One that was moved or unmounted would otherwise be made anew, empty.
         """
+        known = Ledger(self._store).tiers()  # first: another process may just begin the run
         claims = self._remote.children(layout.WRITERS)
-        known = Ledger(self._store).tiers()
         if not claims and known is not None and known.remote == self._remote.url and known.epoch:
             raise StoreError(
                 f"{self._remote.url}: claim {known.epoch} of this run was there, and now there is "
