@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mistakes import names, times
+from tests.mistakes import changed, files, names, order, paths, times
 
-THEMES = (names.THEME, times.THEME)
+THEMES = (names.THEME, times.THEME, paths.THEME, order.THEME, files.THEME, changed.MODEL, changed.DATA)
 CASES = tuple(case for theme in THEMES for case in theme.cases)
