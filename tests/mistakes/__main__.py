@@ -17,7 +17,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         digests = made(Path(folder, "template"))
         for number, case in enumerate(CASES):
-            if len(sys.argv) > 1 and not any(w in case.did or w in case.theme for w in sys.argv[1:]): continue
+            if len(sys.argv) > 1 and not any(
+                w in case.did or w in case.theme for w in sys.argv[1:]
+            ):
+                continue
             place = Path(folder, str(number))
             place.mkdir()
             try:
@@ -28,5 +31,7 @@ def main() -> int:
             except Exception as e:
                 print(f"EXC  {case.did}\n       {e!r}")
     return 0
+
+
 if __name__ == "__main__":
     sys.exit(main())

@@ -40,31 +40,137 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-8])
 
 
-resume_after("deleted `manifest.json` of the newest", "manifest", lambda u: (u.folder_of(3) / "manifest.json").unlink())
-resume_after("deleted a tensor file of the newest", "model-00000.safetensors", lambda u: (u.folder_of(3) / "model-00000.safetensors").unlink())
-resume_after("deleted the folder of the newest", "step-00000003", lambda u: shutil.rmtree(u.folder_of(3)))
-resume_after("deleted the folders of all checkpoints", "step-0000000", lambda u: [shutil.rmtree(u.folder_of(n)) for n in (1, 2, 3)], state="as it was")
-resume_after("deleted the folder `writers`", "writers", lambda u: shutil.rmtree(u.root / "writers"), state=3)
-resume_after("emptied a tensor file", "model-00000.safetensors", lambda u: (u.folder_of(3) / "model-00000.safetensors").write_bytes(b""))
-resume_after("cut a tensor file (a full disk while copying)", "optimizer-00000.safetensors", lambda u: cut(u.folder_of(3) / "optimizer-00000.safetensors"))
-resume_after("one flipped bit", "model-00000.safetensors", lambda u: flip(u.folder_of(3) / "model-00000.safetensors"))
-resume_after("edited the step in `manifest.json`", "manifest.json", lambda u: edited(u.folder_of(3) / "manifest.json", '"step":3', '"step":9'))
-resume_after("edited the metric in `manifest.json`", "manifest.json", lambda u: edited(u.folder_of(3) / "manifest.json", '"loss":0.33', '"loss":0.13'))
-resume_after("edited `progress-00000.json`", "progress-00000.json", lambda u: edited(u.folder_of(3) / "progress-00000.json", "3", "9"))
-resume_after("formatted `index.json` with an editor", "index.json", lambda u: (u.folder_of(3) / "index.json").write_text(json.dumps(json.loads((u.folder_of(3) / "index.json").read_text()), indent=2)))
-resume_after("line ends changed to CRLF (git, an FTP client)", "index.json", lambda u: (u.folder_of(3) / "index.json").write_bytes((u.folder_of(3) / "index.json").read_bytes().replace(b"}", b"}\r\n")))
-resume_after("copied the weights of step 1 over those of step 3", "model-00000.safetensors", lambda u: shutil.copy(u.folder_of(1) / "model-00000.safetensors", u.folder_of(3)))
-resume_after("copied the manifest of step 2 into step 3", "manifest", lambda u: shutil.copy(u.folder_of(2) / "manifest.json", u.folder_of(3)))
-resume_after("packed a tensor file with gzip", "model-00000.safetensors", lambda u: (u.folder_of(3) / "model-00000.safetensors").rename(u.folder_of(3) / "model-00000.safetensors.gz"))
-resume_after("renamed the newest to `best`", "step-00000003", lambda u: u.folder_of(3).rename(u.root / "best"))
-resume_after("renamed the newest to `….bak`", "step-00000003", lambda u: u.folder_of(3).rename(str(u.folder_of(3)) + ".bak"))
-resume_after("moved the newest out of the root", "step-00000003", lambda u: u.folder_of(3).rename(u.folder / "saved"))
-resume_after("relabelled the newest by renaming", "final", lambda u: u.folder_of(3).rename(u.root / u.folder_of(3).name.replace("step-00000003", "final")), state=3)
-resume_after("copied the newest beside itself", "copy", lambda u: shutil.copytree(u.folder_of(3), u.root / ("copy-" + u.folder_of(3).name)), state=3)
-resume_after("copied a checkpoint of another run into the root", "", lambda u: other_run(u), state=3)
-resume_after("a folder in the place of the next claim", "00000002.json", lambda u: (u.root / "writers" / "00000002.json").mkdir(), state="as it was")
-resume_after("deleted the newest claim", "00000001", lambda u: (u.root / "writers" / "00000001.json").unlink(), state=3)
-resume_after("edited a claim", "00000001.json", lambda u: edited(u.root / "writers" / "00000001.json", "{", "{ "), state=3)
+resume_after(
+    "deleted `manifest.json` of the newest",
+    "manifest",
+    lambda u: (u.folder_of(3) / "manifest.json").unlink(),
+)
+resume_after(
+    "deleted a tensor file of the newest",
+    "model-00000.safetensors",
+    lambda u: (u.folder_of(3) / "model-00000.safetensors").unlink(),
+)
+resume_after(
+    "deleted the folder of the newest", "step-00000003", lambda u: shutil.rmtree(u.folder_of(3))
+)
+resume_after(
+    "deleted the folders of all checkpoints",
+    "step-0000000",
+    lambda u: [shutil.rmtree(u.folder_of(n)) for n in (1, 2, 3)],
+    state="as it was",
+)
+resume_after(
+    "deleted the folder `writers`", "writers", lambda u: shutil.rmtree(u.root / "writers"), state=3
+)
+resume_after(
+    "emptied a tensor file",
+    "model-00000.safetensors",
+    lambda u: (u.folder_of(3) / "model-00000.safetensors").write_bytes(b""),
+)
+resume_after(
+    "cut a tensor file (a full disk while copying)",
+    "optimizer-00000.safetensors",
+    lambda u: cut(u.folder_of(3) / "optimizer-00000.safetensors"),
+)
+resume_after(
+    "one flipped bit",
+    "model-00000.safetensors",
+    lambda u: flip(u.folder_of(3) / "model-00000.safetensors"),
+)
+resume_after(
+    "edited the step in `manifest.json`",
+    "manifest.json",
+    lambda u: edited(u.folder_of(3) / "manifest.json", '"step":3', '"step":9'),
+)
+resume_after(
+    "edited the metric in `manifest.json`",
+    "manifest.json",
+    lambda u: edited(u.folder_of(3) / "manifest.json", '"loss":0.33', '"loss":0.13'),
+)
+resume_after(
+    "edited `progress-00000.json`",
+    "progress-00000.json",
+    lambda u: edited(u.folder_of(3) / "progress-00000.json", "3", "9"),
+)
+resume_after(
+    "formatted `index.json` with an editor",
+    "index.json",
+    lambda u: (u.folder_of(3) / "index.json").write_text(
+        json.dumps(json.loads((u.folder_of(3) / "index.json").read_text()), indent=2)
+    ),
+)
+resume_after(
+    "line ends changed to CRLF (git, an FTP client)",
+    "index.json",
+    lambda u: (u.folder_of(3) / "index.json").write_bytes(
+        (u.folder_of(3) / "index.json").read_bytes().replace(b"}", b"}\r\n")
+    ),
+)
+resume_after(
+    "copied the weights of step 1 over those of step 3",
+    "model-00000.safetensors",
+    lambda u: shutil.copy(u.folder_of(1) / "model-00000.safetensors", u.folder_of(3)),
+)
+resume_after(
+    "copied the manifest of step 2 into step 3",
+    "manifest",
+    lambda u: shutil.copy(u.folder_of(2) / "manifest.json", u.folder_of(3)),
+)
+resume_after(
+    "packed a tensor file with gzip",
+    "model-00000.safetensors",
+    lambda u: (u.folder_of(3) / "model-00000.safetensors").rename(
+        u.folder_of(3) / "model-00000.safetensors.gz"
+    ),
+)
+resume_after(
+    "renamed the newest to `best`",
+    "step-00000003",
+    lambda u: u.folder_of(3).rename(u.root / "best"),
+)
+resume_after(
+    "renamed the newest to `….bak`",
+    "step-00000003",
+    lambda u: u.folder_of(3).rename(str(u.folder_of(3)) + ".bak"),
+)
+resume_after(
+    "moved the newest out of the root",
+    "step-00000003",
+    lambda u: u.folder_of(3).rename(u.folder / "saved"),
+)
+resume_after(
+    "relabelled the newest by renaming",
+    "final",
+    lambda u: u.folder_of(3).rename(u.root / u.folder_of(3).name.replace("step-00000003", "final")),
+    state=3,
+)
+resume_after(
+    "copied the newest beside itself",
+    "copy",
+    lambda u: shutil.copytree(u.folder_of(3), u.root / ("copy-" + u.folder_of(3).name)),
+    state=3,
+)
+resume_after(
+    "copied a checkpoint of another run into the root", "", lambda u: other_run(u), state=3
+)
+resume_after(
+    "a folder in the place of the next claim",
+    "00000002.json",
+    lambda u: (u.root / "writers" / "00000002.json").mkdir(),
+    state="as it was",
+)
+resume_after(
+    "deleted the newest claim",
+    "00000001",
+    lambda u: (u.root / "writers" / "00000001.json").unlink(),
+    state=3,
+)
+resume_after(
+    "edited a claim",
+    "00000001.json",
+    lambda u: edited(u.root / "writers" / "00000001.json", "{", "{ "),
+    state=3,
+)
 
 
 def other_run(user: User) -> None:
@@ -82,7 +188,11 @@ def _(user: User):
     user.manager("runs/copy").resume()
 
 
-@case("went on in the root and in a copy of it, and copied the copy's checkpoint back", names="", state="as it was")
+@case(
+    "went on in the root and in a copy of it, and copied the copy's checkpoint back",
+    names="",
+    state="as it was",
+)
 def _(user: User):
     shutil.copytree("runs/first", "runs/copy", symlinks=True)
     for root in ("runs/copy", "runs/first"):
@@ -135,7 +245,9 @@ def _(user: User):
 
 @case("`load_weights` of a copy that lacks a file", names="model-00000.safetensors")
 def _(user: User):
-    shutil.copytree(user.folder_of(3), "copy", ignore=shutil.ignore_patterns("model-00000.safetensors"))
+    shutil.copytree(
+        user.folder_of(3), "copy", ignore=shutil.ignore_patterns("model-00000.safetensors")
+    )
     yield
     holdfast.load_weights("copy", user.state["model"])
 

@@ -56,7 +56,11 @@ def _(user: User) -> None:
 
 @case("a rule that drops every component", names="drop")
 def _(user: User) -> None:
-    user.goes_on(keep=holdfast.EveryNth("1step").then_drop("model", "optimizer", "scheduler", "data", "progress", "rng"))
+    user.goes_on(
+        keep=holdfast.EveryNth("1step").then_drop(
+            "model", "optimizer", "scheduler", "data", "progress", "rng"
+        )
+    )
 
 
 @case('`holdfast.BySaver({"wieghts": …})`', names="wieghts")
@@ -159,7 +163,9 @@ def _(user: User) -> None:
     user.manager(state={**user.state, "model": user.state["model"].parameters()})
 
 
-@case("the class in place of the object: `state={\"optimizer\": torch.optim.AdamW}`", names="optimizer")
+@case(
+    'the class in place of the object: `state={"optimizer": torch.optim.AdamW}`', names="optimizer"
+)
 def _(user: User) -> None:
     user.manager(state={**user.state, "optimizer": torch.optim.AdamW})
 
@@ -176,7 +182,9 @@ def _(user: User) -> None:
 
 @case("a lambda in the state", names="progress.schedule")
 def _(user: User) -> None:
-    user.manager(user.new, state={**user.state, "progress": {"schedule": lambda step: step}}).save(1).wait()
+    user.manager(user.new, state={**user.state, "progress": {"schedule": lambda step: step}}).save(
+        1
+    ).wait()
 
 
 @case('`state={"data": torch.utils.data.DataLoader(…)}`', names="holdfast.data.Loader")
@@ -211,17 +219,17 @@ def _(user: User) -> None:
     user.resumed().save("5")
 
 
-@case('`save(4.0)`', names="4.0", state=3)
+@case("`save(4.0)`", names="4.0", state=3)
 def _(user: User) -> None:
     user.resumed().save(4.0)
 
 
-@case('`save(torch.tensor(4))`', names="tensor", state=3)
+@case("`save(torch.tensor(4))`", names="tensor", state=3)
 def _(user: User) -> None:
     user.resumed().save(torch.tensor(4))
 
 
-@case('`save(-1)`', names="-1", state=3)
+@case("`save(-1)`", names="-1", state=3)
 def _(user: User) -> None:
     user.resumed().save(-1)
 
@@ -266,7 +274,7 @@ def _(user: User) -> None:
     user.resumed().save(4, components=["modle"])
 
 
-@case('`save(4, components=[])`', names="components=[]", state=3)
+@case("`save(4, components=[])`", names="components=[]", state=3)
 def _(user: User) -> None:
     user.resumed().save(4, components=[])
 
@@ -276,7 +284,7 @@ def _(user: User) -> None:
     user.resumed().save(4, save_class="perm")
 
 
-@case('`save(4, reason=…)` that is no text', names="reason", state=3)
+@case("`save(4, reason=…)` that is no text", names="reason", state=3)
 def _(user: User) -> None:
     user.resumed().save(4, reason=3)
 
@@ -301,7 +309,7 @@ def _(user: User) -> None:
     user.manager().resume("step 3")
 
 
-@case('`resume(99)`, a step that was never saved', names="99")
+@case("`resume(99)`, a step that was never saved", names="99")
 def _(user: User) -> None:
     user.manager().resume(99)
 
@@ -311,7 +319,7 @@ def _(user: User) -> None:
     user.manager().load("best")
 
 
-@case('`load(-1)`, meant as the last', names="-1")
+@case("`load(-1)`, meant as the last", names="-1")
 def _(user: User) -> None:
     user.manager().load(-1)
 
@@ -366,7 +374,7 @@ def _(user: User) -> None:
     holdfast.load_weights("runs/first", user.state["model"], component="modle")
 
 
-@case('`load_weights(…, strict=False)` into a model of which no name fits', names="wrapped")
+@case("`load_weights(…, strict=False)` into a model of which no name fits", names="wrapped")
 def _(user: User) -> None:
     model = nn.ModuleDict({"wrapped": user.state["model"]})
     holdfast.load_weights("runs/first", model, strict=False)

@@ -98,7 +98,9 @@ def _(user: User) -> None:
     user.resumed(every="1step", stop=holdfast.Stop()).maybe_save(4)
 
 
-@case("`load` of an older checkpoint and then a save: a rollback nobody said", names="step", state=2)
+@case(
+    "`load` of an older checkpoint and then a save: a rollback nobody said", names="step", state=2
+)
 def _(user: User) -> None:
     manager = user.resumed()
     manager.load("step=2")
@@ -137,7 +139,7 @@ def _(user: User) -> None:
     manager.save(4).wait()
 
 
-@case("`on_existing=\"error\"` and a run that went back", names="step 3", state=2)
+@case('`on_existing="error"` and a run that went back', names="step 3", state=2)
 def _(user: User) -> None:
     manager = user.manager(on_existing="error")
     manager.resume("step=2")

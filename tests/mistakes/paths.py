@@ -69,7 +69,7 @@ def _(user: User) -> None:
     user.manager("runs/{run_name}", run_name="gpt")
 
 
-@case('`root=3`', names="3")
+@case("`root=3`", names="3")
 def _(user: User) -> None:
     user.manager(3)
 

@@ -67,9 +67,7 @@ class Theme:
 
         def register(act: Act) -> Act:
             self.cases.append(
-                Case(
-                    theme=self.title, did=did, names=names, act=act, state=state, deletes=deletes
-                )
+                Case(theme=self.title, did=did, names=names, act=act, state=state, deletes=deletes)
             )
             return act
 

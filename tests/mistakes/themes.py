@@ -4,5 +4,13 @@ from __future__ import annotations
 
 from tests.mistakes import changed, files, names, order, paths, times
 
-THEMES = (names.THEME, times.THEME, paths.THEME, order.THEME, files.THEME, changed.MODEL, changed.DATA)
+THEMES = (
+    names.THEME,
+    times.THEME,
+    paths.THEME,
+    order.THEME,
+    files.THEME,
+    changed.MODEL,
+    changed.DATA,
+)
 CASES = tuple(case for theme in THEMES for case in theme.cases)

@@ -182,7 +182,9 @@ def _lines(name: str, value: Any) -> Iterator[bytes]:
         for at, item in enumerate(value):
             yield from _lines(f"{name}.{at}", item)
     elif isinstance(value, torch.Tensor):
-        yield name.encode() + value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        yield (
+            name.encode() + value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
     else:
         yield f"{name}={value!r}".encode()
 

@@ -11,6 +11,8 @@ from holdfast.store.base import Store
 _REMOTE = ("s3", "gs", "az")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?:/+|$)")
 
+_FOR_SHELLS = re.compile(r"^~[^/]*|\$\w+|\$\{\w+\}")
+
 
 def open_store(where: str | os.PathLike[str] | Store) -> Store:
     """The store of a path or a URL, or `where` itself when it is a store.
@@ -36,6 +38,7 @@ def _open_named(where: str) -> Store:
     scheme, separator, rest = where.partition("://")
     if not separator:
         _refuse_scheme(where)
+        _refuse_unexpanded(where)
         from holdfast.store.local import LocalStore
 
         return LocalStore(where)
@@ -48,6 +51,16 @@ def _open_named(where: str) -> Store:
 
         return RemoteStore(where)
     raise UsageError(f"root {where!r}: must be a path, s3://…, gs://…, az://… or memory://<name>")
+
+
+def _refuse_unexpanded(path: str) -> None:
+    """Refuse what a shell would replace and Python does not, unless there is such a folder."""
+    name = _FOR_SHELLS.search(path)
+    if name is not None and not os.path.isdir(path):
+        function = "expanduser" if name[0].startswith("~") else "expandvars"
+        raise UsageError(
+            f"root {path!r}: {name[0]!r} is not expanded here. Pass os.path.{function}({path!r})"
+        )
 
 
 def _refuse_scheme(path: str) -> None:

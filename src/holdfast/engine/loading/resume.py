@@ -614,6 +614,18 @@ class Search:
 
     def warn(self, emit: Emitter) -> None:
         """Say what is wrong with what was taken, where anything is known."""
+        if self._walks:
+            catalog, entry = self._reader.catalog, self.found.entry if self.found else None
+            removed = catalog.removed_latest(entry)
+            if removed:
+                way = f"goes on from {entry.folder}" if entry is not None else "begins afresh"
+                emit(
+                    "warning",
+                    f"{catalog.store.url}/{removed} was committed and is not there any more: it was "
+                    f"moved, renamed or removed by hand. The run {way}; put it back under that name "
+                    "first if that is not what you want",
+                    folder=removed,
+                )
         if self.found is not None and self.found.entry.manifest.unhealthy:
             entry = self.found.entry
             reasons = ", ".join(entry.manifest.unhealthy)

@@ -71,7 +71,7 @@ class Records:
 
     def _named_latest(self) -> str:
         if self._latest is None:
-            self._latest = _pointed(self._store, layout.LATEST)
+            self._latest = latest_of(self._store)
         return self._latest
 
     def _went_on(self, name: AttemptName) -> int:
@@ -128,11 +128,11 @@ class Records:
             return False
 
 
-def _pointed(store: Store, name: str) -> str:
-    """The folder to which a pointer in the root points; empty where there is none."""
+def latest_of(store: Store) -> str:
+    """The folder that `latest` names; empty where there is none."""
     if isinstance(store, Points):
-        return store.pointed(name) or ""
+        return store.pointed(layout.LATEST) or ""
     try:
-        return read_document(store, name, max_nbytes=1024).decode(errors="replace").strip()
+        return read_document(store, layout.LATEST, max_nbytes=1024).decode(errors="replace").strip()
     except (FormatError, NotFound):
         return ""
