@@ -890,8 +890,8 @@ class CheckpointManager:
         if self._stop is not None and not self._stop.is_entered:
             self._emit(
                 "warning",
-                f"{self.store.url}: no signal is handled, because the Stop was not entered: put the "
-                "loop into `with stop:`",
+                f"{self.store.url}: no signal is handled, because the Stop was not entered: put "
+                "the loop into `with stop:`",
             )
         self._first_look_due = False
 

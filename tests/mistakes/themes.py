@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mistakes import changed, files, names, order, paths, times
+from tests.mistakes import changed, clocks, commands, files, names, order, paths, times, training
 
 THEMES = (
     names.THEME,
@@ -12,5 +12,8 @@ THEMES = (
     files.THEME,
     changed.MODEL,
     changed.DATA,
+    clocks.THEME,
+    commands.THEME,
+    training.THEME,
 )
 CASES = tuple(case for theme in THEMES for case in theme.cases)

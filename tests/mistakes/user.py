@@ -7,6 +7,7 @@ import hashlib
 import io
 import logging
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import warm
 from torch import nn
 
 import holdfast
@@ -80,6 +82,22 @@ class User:
             manager.save(step, metrics={"loss": 1 / step}).wait()
         manager.wait()
 
+    def begin_again(self) -> None:
+        """The script is started again."""
+        self.doing = ExitStack()
+        self.watch(new_state())
+
+    @contextlib.contextmanager
+    def elsewhere(self, root: str = "runs/first") -> Iterator[None]:
+        """Another process has resumed the run, and trains."""
+        code = f"from tests.mistakes.user import hold; hold({root!r})"
+        pipe = subprocess.PIPE
+        with warm.Popen(["-c", code], stdin=pipe, stdout=pipe) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "resumed\n"
+            yield
+            process.communicate("end\n", timeout=60)
+
     def train(self) -> None:
         """One step."""
         train(self.state)
@@ -118,6 +136,14 @@ class User:
         }
         model = arguments.pop("model", self.state["model"])
         return Trainer(model, root=self.new if root is None else root, **arguments)
+
+
+def hold(root: str) -> None:
+    """Resume a run, and keep it until a line comes."""
+    with holdfast.CheckpointManager(root, new_state()) as manager:
+        manager.resume()
+        print("resumed", flush=True)
+        sys.stdin.readline()
 
 
 def new_state(**arguments: Any) -> dict[str, Any]:
@@ -168,7 +194,8 @@ def digest(state: dict[str, Any]) -> str:
     """A digest of every value of a state."""
     found = hashlib.sha256()
     for name, value in state.items():
-        content = value.state_dict() if hasattr(value, "state_dict") else value
+        has_state = hasattr(value, "state_dict") and not isinstance(value, type)
+        content = value.state_dict() if has_state else value
         for line in _lines(name, content):
             found.update(line)
     return found.hexdigest()

@@ -83,15 +83,15 @@ class Beginning:
         """Warn where a run that begins afresh lies just above or inside of another one."""
         if not isinstance(self._store, Folders):
             return
-        for child in self._store.children():
-            is_ours = child.rstrip("/") in layout.FOLDERS or layout.parse_attempt(child[:-1])
-            if child.endswith("/") and not is_ours:
-                if f"{layout.WRITERS}/" in self._store.children(child[:-1]):
-                    self._emit(
-                        "warning",
-                        f"{self._store.url}: no checkpoint is here, and {child[:-1]!r} in it holds "
-                        f"a run: was {self._store.url}/{child[:-1]} meant?",
-                    )
+        folders = [name[:-1] for name in self._store.children() if name.endswith("/")]
+        for name in folders:
+            is_ours = name in layout.FOLDERS or layout.parse_attempt(name) is not None
+            if not is_ours and f"{layout.WRITERS}/" in self._store.children(name):
+                self._emit(
+                    "warning",
+                    f"{self._store.url}: no checkpoint is here, and {name!r} in it holds a run: "
+                    f"was {self._store.url}/{name} meant?",
+                )
 
     def compare_clocks(self, standing: Entry | None) -> None:
         """Warn, once, where the clock stands before the time of the checkpoint gone on from."""
@@ -102,9 +102,9 @@ class Beginning:
             self._has_compared_clocks = True
             self._emit(
                 "warning",
-                f"the clock of this host says {now}, and {standing.folder} was saved at "
-                f"{standing.manifest.created}: it was or is wrong. Hourly() and Daily() go by these "
-                "times; nothing else does",
+                f"the clock of this host says {now}, but {standing.folder} was saved at "
+                f"{standing.manifest.created}: one of them is wrong. Hourly() and Daily() go by "
+                "these times; nothing else does",
             )
 
     def _is_part_of_this_pass(self, entry: Entry) -> bool:

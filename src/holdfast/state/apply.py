@@ -181,12 +181,15 @@ def prepare(
             plans[name] = plan
     _report_selection(wishes, problems, wanted=wanted, everything=everything, planned=plans)
     if not strict:
-        for name, plan in plans.items():
-            if isinstance(plan, modules.ModulePlan) and stored[name].tensors and not plan.needed:
-                if not selection.is_partial(name) and _tensors_of(state[name]):
-                    problems.other.append(
-                        f"{name}: none of its names is a live one, so nothing would be loaded"
-                    )
+        problems.other += [
+            f"{name}: none of its names is a live one, so nothing would be loaded"
+            for name, plan in plans.items()
+            if isinstance(plan, modules.ModulePlan)
+            and stored[name].tensors
+            and not plan.needed
+            and not selection.is_partial(name)
+            and _tensors_of(state[name])
+        ]
         problems.tolerate()
     problems.raise_if_any(where)
     problems.notes += [f"saved without {name}, which stays as it is" for name in unsaved]

@@ -8,7 +8,8 @@ import re
 from holdfast.errors import UsageError
 from holdfast.store.base import Store
 
-_REMOTE = ("s3", "gs", "az")
+REMOTE_SCHEMES = ("s3", "gs", "az")
+"""Of the URLs of object stores."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?:/+|$)")
 
 _FOR_SHELLS = re.compile(r"^~[^/]*|\$\w+|\$\{\w+\}")
@@ -46,7 +47,7 @@ def _open_named(where: str) -> Store:
         from holdfast.store.memory import memory_store
 
         return memory_store(rest)
-    if scheme in _REMOTE:
+    if scheme in REMOTE_SCHEMES:
         from holdfast.store.remote import RemoteStore
 
         return RemoteStore(where)
@@ -69,7 +70,7 @@ def _refuse_scheme(path: str) -> None:
     if match is None:
         return
     scheme, rest = match[1], path[match.end() :]
-    if scheme in (*_REMOTE, "memory"):
+    if scheme in (*REMOTE_SCHEMES, "memory"):
         raise UsageError(
             f"root {path!r}: this is the path of a folder called '{scheme}:', as a Path cannot "
             f"hold a URL. Write it as text: '{scheme}://{rest}'"

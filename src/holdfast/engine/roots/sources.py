@@ -35,8 +35,8 @@ def expect_root(path: str) -> None:
     elif not (_is_which(which) or os.path.isdir(root)):
         return
     raise UsageError(
-        f"root={path!r}: this names a checkpoint. The root is {root!r}; resume({which!r}) goes back "
-        f"to that checkpoint, and load({which!r}) loads it"
+        f"root={path!r}: this names a checkpoint. The root is {root!r}; resume({which!r}) goes "
+        f"back to that checkpoint, and load({which!r}) loads it"
     )
 
 
