@@ -69,7 +69,7 @@ changed(
     "optimizer",
     with_model(usual, lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9)),
 )
-changed("`amsgrad=True`", "amsgrad", with_model(usual, amsgrad=True))
+changed("`amsgrad=True`", "amsgrad", with_model(usual, amsgrad=True), state=3)
 changed("another learning rate in the script", "lr", with_model(usual, lr=0.5), state=3)
 changed(
     "another weight decay in the script",
@@ -77,7 +77,7 @@ changed(
     with_model(usual, weight_decay=0.5),
     state=3,
 )
-changed("two parameter groups in place of one", "param_groups", lambda s: groups(s))
+changed("two parameter groups in place of one", "grouped otherwise", lambda s: groups(s))
 changed(
     "another `step_size` of the scheduler",
     "step_size",
@@ -165,14 +165,6 @@ def _(user: User) -> None:
     user.manager(user.new, state=user.watch(state)).save(1).wait()
 
 
-@case("NaN in the weights at a save", names="nan", state="as it was")
-def _(user: User) -> None:
-    state = new_state()
-    with torch.no_grad():
-        state["model"][0].weight.fill_(float("nan"))
-    user.manager(user.new, state=user.watch(state)).save(1, metrics={"loss": float("nan")}).wait()
-
-
 DATA = Theme("Changed data")
 
 
@@ -212,7 +204,7 @@ def _(user: User) -> None:
     Loader(torch.zeros(4, 4), batch_size=0)
 
 
-@DATA.case("`Loader` of an empty dataset", names="0")
+@DATA.case("`Loader` of an empty dataset", names="empty")
 def _(user: User) -> None:
     Loader(torch.zeros(0, 4), batch_size=2)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -60,9 +59,6 @@ resume_after(
     state="as it was",
 )
 resume_after(
-    "deleted the folder `writers`", "writers", lambda u: shutil.rmtree(u.root / "writers"), state=3
-)
-resume_after(
     "emptied a tensor file",
     "model-00000.safetensors",
     lambda u: (u.folder_of(3) / "model-00000.safetensors").write_bytes(b""),
@@ -80,12 +76,12 @@ resume_after(
 resume_after(
     "edited the step in `manifest.json`",
     "manifest.json",
-    lambda u: edited(u.folder_of(3) / "manifest.json", '"step":3', '"step":9'),
+    lambda u: edited(u.folder_of(3) / "manifest.json", '"step": 3', '"step": 9'),
 )
 resume_after(
     "edited the metric in `manifest.json`",
     "manifest.json",
-    lambda u: edited(u.folder_of(3) / "manifest.json", '"loss":0.33', '"loss":0.13'),
+    lambda u: edited(u.folder_of(3) / "manifest.json", '"loss": 0.33', '"loss": 0.13'),
 )
 resume_after(
     "edited `progress-00000.json`",
@@ -139,19 +135,10 @@ resume_after(
     lambda u: u.folder_of(3).rename(u.folder / "saved"),
 )
 resume_after(
-    "relabelled the newest by renaming",
-    "final",
-    lambda u: u.folder_of(3).rename(u.root / u.folder_of(3).name.replace("step-00000003", "final")),
-    state=3,
-)
-resume_after(
     "copied the newest beside itself",
-    "copy",
+    "copied here",
     lambda u: shutil.copytree(u.folder_of(3), u.root / ("copy-" + u.folder_of(3).name)),
     state=3,
-)
-resume_after(
-    "copied a checkpoint of another run into the root", "", lambda u: other_run(u), state=3
 )
 resume_after(
     "a folder in the place of the next claim",
@@ -173,65 +160,48 @@ resume_after(
 )
 
 
-def other_run(user: User) -> None:
-    state = user.state
-    with holdfast.CheckpointManager("runs/other", state) as manager:
-        manager.save(9).wait()
-    (folder,) = Path("runs/other").glob("step-00000009*")
-    shutil.copytree(folder, user.root / folder.name)
-
-
-@case("went on in a copy of the root", names="copied", state=3)
-def _(user: User):
-    shutil.copytree("runs/first", "runs/copy", symlinks=True)
-    yield
-    user.manager("runs/copy").resume()
-
-
 @case(
-    "went on in the root and in a copy of it, and copied the copy's checkpoint back",
-    names="",
-    state="as it was",
+    "went on in the root and in a copy of it, and put the copy's checkpoint back into the root",
+    names="one place in the order",
+    state=4,
 )
 def _(user: User):
     shutil.copytree("runs/first", "runs/copy", symlinks=True)
     for root in ("runs/copy", "runs/first"):
-        u = User(user.folder)
-        with u.doing:
-            u.goes_on(root)
+        with user.doing:
+            user.goes_on(root)
+        user.begin_again()
     (folder,) = Path("runs/copy").glob("step-00000004*")
     shutil.copytree(folder, user.root / folder.name)
     yield
     user.manager().resume()
 
 
-@case("copied a single checkpoint's folder into a new root", names="", state="as it was")
+@case("restored an older backup over the root, where `seen` was kept", names="step-00000003")
 def _(user: User):
-    Path("runs/new").mkdir()
-    shutil.copytree(user.folder_of(3), Path("runs/new") / user.folder_of(3).name)
-    yield
-    user.manager("runs/new").resume()
-
-
-@case("restored an older backup over the root", names="", state=2)
-def _(user: User):
+    seen = user.manager().list()[0].seen
     shutil.rmtree(user.folder_of(3))
     (user.root / "latest").unlink()
-    os.symlink(user.folder_of(2).name, user.root / "latest")
     yield
-    user.manager().resume()
+    user.manager().resume(seen=seen)
 
 
-@case("deleted `latest`", names="latest", state=3)
+@case("put a checkpoint of a longer run into the root, and resumed it", names="another run")
 def _(user: User):
-    (user.root / "latest").unlink()
+    shutil.copytree("runs/first", "runs/longer", symlinks=True)
+    for _ in range(3):
+        with user.doing:
+            user.goes_on("runs/longer")
+        user.begin_again()
+    (folder,) = Path("runs/longer").glob("step-00000006*")
+    shutil.copytree(folder, user.root / folder.name)
     yield
-    user.manager().resume()
+    user.manager().resume(folder.name)
 
 
 @case("`load_weights` of a root whose newest manifest was edited", names="manifest.json")
 def _(user: User):
-    edited(user.folder_of(3) / "manifest.json", '"step":3', '"step":9')
+    edited(user.folder_of(3) / "manifest.json", '"step": 3', '"step": 9')
     yield
     holdfast.load_weights("runs/first", user.state["model"])
 
@@ -250,9 +220,3 @@ def _(user: User):
     )
     yield
     holdfast.load_weights("copy", user.state["model"])
-
-
-@case("the manifest claims a newer format", names="newer")
-def _(user: User):
-    yield
-    edited

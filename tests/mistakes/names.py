@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from tests.mistakes.table import Theme
-from tests.mistakes.user import User, new_state
+from tests.mistakes.user import User
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -52,15 +52,6 @@ def _(user: User) -> None:
 @case('`.then_drop("optimiser")`', names="optimiser")
 def _(user: User) -> None:
     user.manager(keep=holdfast.Last(3).then_drop("optimiser"))
-
-
-@case("a rule that drops every component", names="drop")
-def _(user: User) -> None:
-    user.goes_on(
-        keep=holdfast.EveryNth("1step").then_drop(
-            "model", "optimizer", "scheduler", "data", "progress", "rng"
-        )
-    )
 
 
 @case('`holdfast.BySaver({"wieghts": …})`', names="wieghts")
@@ -197,21 +188,9 @@ def _(user: User) -> None:
     user.manager(state={**user.state, "data": iter(user.state["data"])})
 
 
-@case("data left outside of the state", names="holdfast.data.Loader", state=3)
-def _(user: User) -> None:
-    del user.state["data"]
-    user.manager().load(without=["data"])
-    user.manager().resume(without=["data"])
-
-
 @case('`state={"lr": scheduler.get_last_lr}`', names="lr")
 def _(user: User) -> None:
     user.manager(state={**user.state, "lr": user.state["scheduler"].get_last_lr})
-
-
-@case("one model under two names", names="x")
-def _(user: User) -> None:
-    user.manager(user.new, state={**user.state, "net": user.state["model"]}).save(1).wait()
 
 
 @case('`save(step="5")`', names="'5'", state=3)
@@ -359,11 +338,6 @@ def _(user: User) -> None:
     user.manager().load(skip=["optimiser"])
 
 
-@case('`load(components=["model"], skip=["model"])`', names="model")
-def _(user: User) -> None:
-    user.manager().load(components=["model"], skip=["model"])
-
-
 @case('`load(rename={"0.wieght": "first.weight"})`', names="0.wieght")
 def _(user: User) -> None:
     user.manager().load(components=["model"], rename={"0.wieght": "first.weight"})
@@ -374,13 +348,15 @@ def _(user: User) -> None:
     holdfast.load_weights("runs/first", user.state["model"], component="modle")
 
 
-@case("`load_weights(…, strict=False)` into a model of which no name fits", names="wrapped")
+@case(
+    "`load_weights(…, strict=False)` into a model of which no name fits", names="none of its names"
+)
 def _(user: User) -> None:
     model = nn.ModuleDict({"wrapped": user.state["model"]})
     holdfast.load_weights("runs/first", model, strict=False)
 
 
-@case('`load_weights("runs/first", model.state_dict())`', names="x")
+@case('`load_weights("runs/first", model.state_dict())`', names="state_dict")
 def _(user: User) -> None:
     holdfast.load_weights("runs/first", user.state["model"].state_dict())
 
@@ -449,3 +425,9 @@ def _(user: User) -> None:
 @case('`tag("step=3")` without a tag', names="tag")
 def _(user: User) -> None:
     user.manager().tag("step=3")
+
+
+@case("data left outside of the state", names="holdfast.data.Loader")
+def _(user: User) -> None:
+    del user.state["data"]
+    user.manager(user.new, state=user.state).save(1).wait()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import threading
+import shutil
+from unittest import mock
 
 from tests.mistakes.table import Theme
 from tests.mistakes.user import User
 
 import holdfast
+import warm
 
 THEME = Theme("Order of calls")
 case = THEME.case
@@ -75,74 +76,100 @@ def _(user: User) -> None:
     manager.resume()
 
 
-@case("`save` from another thread", names="thread", state=3)
-def _(user: User) -> None:
-    manager = user.resumed()
-    errors = []
-
-    def save():
-        try:
-            manager.save(4).wait()
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=save)
-    thread.start()
-    thread.join()
-    for error in errors:
-        raise error
-
-
 @case("a `Stop` that was never entered", names="with", state=3)
 def _(user: User) -> None:
     user.resumed(every="1step", stop=holdfast.Stop()).maybe_save(4)
 
 
-@case(
-    "`load` of an older checkpoint and then a save: a rollback nobody said", names="step", state=2
-)
-def _(user: User) -> None:
-    manager = user.resumed()
-    manager.load("step=2")
-    manager.save(3).wait()
-
-
-@case("`validate` changes and a save that failed is not looked at", names="x")
-def _(user: User) -> None:
-    manager = user.resumed(user.new)
-    user.state["progress"]["bad"] = lambda: None
-    user.watch(user.state)
-    manager.save(1)
-
-
 @case("a child of `os.fork` saves", names="fork", state=3)
 def _(user: User) -> None:
     manager = user.resumed()
-    with holdfast_pid():
+    with mock.patch("holdfast.manager.os.getpid", lambda: -1):
         manager.save(4)
 
 
-def holdfast_pid():
-    from unittest import mock
-
-    return mock.patch("holdfast.manager.os.getpid", lambda: -1)
-
-
-@case("the model is replaced after the manager was made", names="", state=3)
-def _(user: User) -> None:
-    from tests.mistakes.user import new_state
-
-    manager = user.resumed()
-    other = new_state()
-    user.state["model"] = other["model"]
-    user.watch(user.state)
-    manager.save(4).wait()
-
-
-@case('`on_existing="error"` and a run that went back', names="step 3", state=2)
+@case('`on_existing="error"`, and the run went back to step 2', names="of step 3")
 def _(user: User) -> None:
     manager = user.manager(on_existing="error")
     manager.resume("step=2")
-    user.watch(user.state)
     user.train()
     manager.save(3)
+
+
+@case("`resume` in the loop, after a save that was not waited for", names="replaced", state=4)
+def _(user: User) -> None:
+    manager = user.resumed()
+    user.train()
+    manager.maybe_save(4)
+    manager.resume()
+
+
+@case("a failed save is not looked at, and the next one is made", names="was not committed")
+def _(user: User) -> None:
+    manager = user.resumed()
+    shutil.move(user.root, user.new)
+    user.train()
+    try:
+        manager.save(4)
+        user.train()
+        manager.save(5).wait()
+    finally:
+        shutil.move(user.new, user.root)
+
+
+@case("the folder of the run is moved while the run goes on", names="moved, deleted or unmounted")
+def _(user: User) -> None:
+    manager = user.resumed()
+    shutil.move(user.root, user.new)
+    user.train()
+    try:
+        manager.save(4, wait=True)
+    finally:
+        shutil.move(user.new, user.root)
+
+
+@case("the script is started twice", names="owns this run")
+def _(user: User):
+    with user.elsewhere():
+        yield
+        user.manager().resume()
+
+
+@case("the script is started twice, and the second does not resume", names="owns this run")
+def _(user: User):
+    with user.elsewhere():
+        yield
+        user.train()
+        user.manager().save(1)
+
+
+@case("`takeover=True` while the other script runs", names="taking over")
+def _(user: User):
+    with user.elsewhere():
+        yield
+        user.goes_on(takeover=True)
+
+
+@case("`CheckpointManager(…)` in a script whose owner was taken over", names="later writer")
+def _(user: User) -> None:
+    manager = user.resumed()
+    user.train()
+    code = f"from tests.mistakes.user import take; take({str(user.root)!r})"
+    assert warm.run(["-c", code]).returncode == 0
+    manager.save(4, wait=True)
+
+
+@case("a second `Stop` inside of the first", names="another Stop")
+def _(user: User) -> None:
+    with holdfast.Stop(), holdfast.Stop():
+        pass
+
+
+@case('`Stop(signals=["SIGKILL"])`', names="SIGKILL")
+def _(user: User) -> None:
+    holdfast.Stop(signals=["SIGKILL"])
+
+
+@case('`Stop(grace="5step")`', names="5step")
+def _(user: User) -> None:
+    holdfast.Stop(grace="5step")

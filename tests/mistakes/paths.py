@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from tests.mistakes.table import Theme
@@ -89,11 +88,6 @@ def _(user: User) -> None:
     user.goes_on("runs")
 
 
-@case("a folder inside the root: `runs/first/writers`", names="writers")
-def _(user: User) -> None:
-    user.goes_on("runs/first/writers")
-
-
 @case("a file as the root", names="notes.txt")
 def _(user: User) -> None:
     Path("notes.txt").write_text("notes")
@@ -158,9 +152,9 @@ def _(user: User) -> None:
     user.goes_on(holdfast.Tiered("runs/first", "runs/second"))
 
 
-@case('`Tiered("s3://bucket/run", …)`: local and remote exchanged', names="local")
+@case('`Tiered("s3://bucket/run", …)`: local and remote exchanged', names="s3://bucket/run")
 def _(user: User) -> None:
-    user.goes_on(holdfast.Tiered("memory://swapped", "runs/first"))
+    user.goes_on(holdfast.Tiered("s3://bucket/run", "runs/first"))
 
 
 @case("`Tiered(…, keep_local=2)`", names="keep_local=2")
@@ -176,8 +170,3 @@ def _(user: User) -> None:
 @case('`Tiered(…, max_lag="2000")`', names="2000")
 def _(user: User) -> None:
     holdfast.Tiered("a", "b", max_lag="2000")
-
-
-@case("a root that may not be written", names="runs/new")
-def _(user: User) -> None:
-    user.manager("/proc/runs/new").save(1).wait()

@@ -26,7 +26,6 @@ refused('`every="0step"`', "0step", every="0step")
 refused('`every="-5step"`', "-5step", every="-5step")
 refused('`every="1.5step"`', "1.5step", every="1.5step")
 refused('`every="5iter"`', "iter", every="5iter")
-refused('`every="90m"`', "90m", every="90m")
 refused('`every="1e3"`', "1e3", every="1e3")
 refused('`every="10k steps"`', "10k", every="10k steps")
 refused('`every="epoch"`', "epoch", every="epoch")
@@ -68,7 +67,6 @@ refused(
     "at_",
     every=lambda: holdfast.Auto(at_least="1h", at_most="10min"),
 )
-refused("`Tiered(keep_local=-1)`", "keep_local", keep=None)
 
 
 @case('`every="1ep"` in a loop that tells no epochs', names="epoch", state=3)
@@ -86,11 +84,6 @@ def _(user: User) -> None:
     user.resumed().maybe_save(4)
 
 
-@case("`At` of places that are over", names="x", state=3)
-def _(user: User) -> None:
-    user.resumed(every=holdfast.At("1step")).maybe_save(4)
-
-
 @case("the step goes back", names="step", state=3)
 def _(user: User) -> None:
     user.resumed().save(1).wait()
@@ -101,8 +94,3 @@ def _(user: User) -> None:
     manager = user.resumed()
     manager.save(4, samples=100).wait()
     manager.save(5, samples=10).wait()
-
-
-@case("`wait(timeout_s='1min')`", names="timeout_s", state=3)
-def _(user: User) -> None:
-    user.resumed().wait(timeout_s="1min")

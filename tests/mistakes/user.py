@@ -16,10 +16,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-import warm
 from torch import nn
 
 import holdfast
+import warm
 from holdfast.cli import main
 from holdfast.data import Loader
 from holdfast.train import Trainer
@@ -146,6 +146,12 @@ def hold(root: str) -> None:
         sys.stdin.readline()
 
 
+def take(root: str) -> None:
+    """Take a run over from a live process."""
+    with holdfast.CheckpointManager(root, new_state(), takeover=True) as manager:
+        manager.resume()
+
+
 def new_state(**arguments: Any) -> dict[str, Any]:
     """The state that the user's script makes; `arguments` are those of the loader."""
     torch.manual_seed(0)
@@ -179,7 +185,7 @@ def train(state: dict[str, Any]) -> None:
 
 
 def made(root: Path) -> dict[int, str]:
-    """Make the run of three checkpoints, and give the digest of the state of each step."""
+    """Make the run of three checkpoints, and give the digests of the states of steps 1 to 4."""
     state = new_state()
     digests = {}
     with holdfast.CheckpointManager(root, state) as manager:
@@ -187,6 +193,8 @@ def made(root: Path) -> dict[int, str]:
             train(state)
             manager.save(step, metrics={"loss": 1 / step}).wait()
             digests[step] = digest(state)
+        train(state)
+        digests[SAVED[-1] + 1] = digest(state)
     return digests
 
 
