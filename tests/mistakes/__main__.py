@@ -1,4 +1,7 @@
-"""Let every mistake be made, and write docs/mistakes.md: `python -m tests.mistakes`."""
+"""Make every mistake, and write docs/mistakes.md.
+
+Run `python -m tests.mistakes` from the root of the project.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +11,30 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tests.mistakes.page import PAGE, filled, row, tables
 from tests.mistakes.table import judged
 from tests.mistakes.themes import CASES
 from tests.mistakes.user import made
 
 
 def main() -> int:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        digests = made(Path(folder, "template"))
+    """Write the page; exit status 1, and no page, where a mistake has no right answer."""
+    rows, failed = [], 0
+    with tempfile.TemporaryDirectory() as folder:
+        template = Path(folder, "template")
+        digests = made(template)
         for number, case in enumerate(CASES):
-            if len(sys.argv) > 1 and not any(
-                w in case.did or w in case.theme for w in sys.argv[1:]
-            ):
-                continue
             place = Path(folder, str(number))
             place.mkdir()
             try:
-                answer = judged(case, Path(folder, "template"), digests, place)
-                print(f"ok   {case.did}\n       {answer.kind}: {answer.text}")
-            except AssertionError as e:
-                print(f"BAD  {case.did}\n       {e}")
-            except Exception as e:
-                print(f"EXC  {case.did}\n       {e!r}")
-    return 0
+                rows.append((case, row(case, judged(case, template, digests, place))))
+            except Exception as error:
+                failed += 1
+                print(f"{case.theme}: {case.did}: {error}", file=sys.stderr)
+    if not failed:
+        PAGE.write_text(filled(PAGE.read_text("utf-8"), tables(rows)), "utf-8")
+        print(f"{len(rows)} mistakes")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -158,13 +158,6 @@ def _(user: User) -> None:
     user.manager(user.new, state=user.watch(state)).save(1).wait()
 
 
-@case("the optimizer was left out of the state", names="optimizer")
-def _(user: User) -> None:
-    state = new_state()
-    del state["optimizer"]
-    user.manager(user.new, state=user.watch(state)).save(1).wait()
-
-
 DATA = Theme("Changed data")
 
 

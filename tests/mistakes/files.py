@@ -177,7 +177,7 @@ def _(user: User):
     user.manager().resume()
 
 
-@case("restored an older backup over the root, where `seen` was kept", names="step-00000003")
+@case("restored an older backup over the root, where `seen` was kept", names="0001-000003")
 def _(user: User):
     seen = user.manager().list()[0].seen
     shutil.rmtree(user.folder_of(3))

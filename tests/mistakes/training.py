@@ -103,7 +103,7 @@ refused(
     ],
 )
 SAME = Loader(torch.zeros(4, 4), batch_size=2)
-fails("`validate` is the loader that is trained on", "trained on", data=SAME, validate=SAME)
+refused("`validate` is the loader that is trained on", "trained on", data=SAME, validate=SAME)
 
 
 class Mistyped(Callback):
@@ -150,7 +150,11 @@ class SavesInside(Callback):
         training.manager.save(1)
 
 
-fails("a callback that saves in the middle of a step", "save", callbacks=lambda: [SavesInside()])
+fails(
+    "a callback that saves in the middle of a step",
+    "between steps only",
+    callbacks=lambda: [SavesInside()],
+)
 
 
 @case("`fit` asks for less than is done", names="already", state=None)
