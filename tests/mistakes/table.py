@@ -170,6 +170,7 @@ def _plain(text: str, folder: Path) -> str:
     text = re.sub(r"the smallest: \d+", "the smallest: N", text)
     text = re.sub(r"(Expected one of) .* (device type)", r"\1 … \2", text)
     text = re.sub(r"(\.\d{4}-\d{6})-[0-9a-f]{8}\b", r"\1-…", text)
+    text = re.sub(r"\((\d+-\d+)-[0-9a-f]{8}\)", r"(\1-…)", text)
     text = re.sub(r"\b[0-9a-f]{32,}\b", "…", text)
     text = re.sub(r"0x[0-9a-f]+", "0x…", text)
     text = re.sub(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?(\+00:00|Z)?", "TIME", text)
