@@ -181,6 +181,7 @@ def prepare(
             plans[name] = plan
     _report_selection(wishes, problems, wanted=wanted, everything=everything, planned=plans)
     if not strict:
+        problems.tolerate()
         problems.other += [
             f"{name}: none of its names is a live one, so nothing would be loaded"
             for name, plan in plans.items()
@@ -190,7 +191,6 @@ def prepare(
             and not selection.is_partial(name)
             and _tensors_of(state[name])
         ]
-        problems.tolerate()
     problems.raise_if_any(where)
     problems.notes += [f"saved without {name}, which stays as it is" for name in unsaved]
     return Prepared(plans, _module_tensors(state), tuple(problems.notes))
