@@ -182,15 +182,16 @@ def prepare(
     _report_selection(wishes, problems, wanted=wanted, everything=everything, planned=plans)
     if not strict:
         problems.tolerate()
-        problems.other += [
-            f"{name}: none of its names is a live one, so nothing would be loaded"
-            for name, plan in plans.items()
-            if isinstance(plan, modules.ModulePlan)
-            and stored[name].tensors
-            and not plan.needed
-            and not selection.is_partial(name)
-            and _tensors_of(state[name])
-        ]
+    problems.other += [
+        f"{name}: none of its names is a live one, so nothing would be loaded"
+        for name, plan in plans.items()
+        if not strict
+        and isinstance(plan, modules.ModulePlan)
+        and stored[name].tensors
+        and not plan.needed
+        and not selection.is_partial(name)
+        and _tensors_of(state[name])
+    ]
     problems.raise_if_any(where)
     problems.notes += [f"saved without {name}, which stays as it is" for name in unsaved]
     return Prepared(plans, _module_tensors(state), tuple(problems.notes))
