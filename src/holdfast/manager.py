@@ -80,9 +80,18 @@ from holdfast.state.loaded import note_loaded
 from holdfast.state.positions import OUTSIDE, is_outside
 from holdfast.state.rates import Rates
 from holdfast.state.selection import listed
+from holdfast.state.settings import Settings
 from holdfast.store.base import Store
 
 _NEVER_QUIET = (0, 0.0)
+
+
+class _Before:
+    """What a script has set in the live state, before a load replaces it."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.rates = Rates(state)
+        self.settings = Settings(state)
 
 
 class CheckpointManager:
@@ -201,7 +210,7 @@ class CheckpointManager:
             replaces=replaces,
             timeout_s=save_timeout_s,
         )
-        self._moments = Moments(self._catalog, self._schedule, counters)
+        self._moments = Moments(self._catalog, self._schedule, counters, self._emit)
         self._beginning = Beginning(
             self._catalog, self._owner, rules, self._emit, preflight=preflight
         )
@@ -239,6 +248,8 @@ class CheckpointManager:
         self._is_rollback = False
         self._not_saved_due = True
         self._position_due = is_outside(state)
+        self._stop = stop
+        self._first_look_due = True
         self._stepping: Sequence[int] | None = None
         """Ids of the optimizers' parameters when those that no component holds were last sought."""
         self._quiet = _NEVER_QUIET
@@ -318,6 +329,8 @@ class CheckpointManager:
         self._quiet, self._is_unused = _NEVER_QUIET, False
         now = self._moments.now(step, epoch=epoch, cycle=cycle, samples=samples, tokens=tokens)
         self._check_usable()
+        if self._first_look_due and isinstance(event, str):
+            self._look_first()
         self._uploads.raise_failure()
         pending = self._saver.pending
         if pending is not None and pending.failure() is not None:
@@ -429,7 +442,7 @@ class CheckpointManager:
         self._check_process()
         refuse_capture("resume()")
         self._drain()
-        reader, rates = self._reader(), Rates(self.state)
+        reader, before = self._reader(), _Before(self.state)
         sides = self._sides(new, without)
         if in_place is None:
             in_place = which == "latest" and self._is_unused
@@ -445,7 +458,10 @@ class CheckpointManager:
         found = self._applying.resume(search)
         self._is_unused = found is None
         if found is not None:
-            self._went_on_from(found, rates, is_rollback=search.is_rollback)
+            self._expect_nothing_trained(found.entry, is_rollback=search.is_rollback)
+            self._went_on_from(found, before, is_rollback=search.is_rollback)
+        else:
+            self._beginning.look_around()
         if self._refuses_existing and which == "latest":
             self._beginning.refuse_later(None if found is None else found.entry)
         self._saver.later(self._after_claim)
@@ -517,7 +533,7 @@ class CheckpointManager:
             in_place=in_place,
             sides=self._sides(new, without),
         )
-        reader, rates = self._reader(), Rates(self.state)
+        reader, before = self._reader(), _Before(self.state)
         self._catalog.look_again()
         with ExitStack() as holding:
             is_read_late = in_place or self._memory_budget is not None
@@ -526,7 +542,7 @@ class CheckpointManager:
             found = self._applying.load(search)
         assert found is not None, "what is named is there, or an error says why not"
         self._is_unused = False
-        self._went_on_from(found, rates, is_rollback=search.is_rollback)
+        self._went_on_from(found, before, is_rollback=search.is_rollback)
         self._emit(
             "loaded",
             f"loaded {found.entry.folder}",
@@ -567,7 +583,14 @@ class CheckpointManager:
 
     @checked()
     def tag(self, which: str | int, *tags: str) -> None:
-        """Add tags; a tagged checkpoint is kept and can be named by its tag."""
+        """Add tags; a tagged checkpoint is kept and can be named by its tag.
+
+        Raises:
+            UsageError: no tag is given, or one cannot be a tag.
+            NoCheckpoint: there is none, or its deletion has begun.
+        """
+        if not tags:
+            raise UsageError(f"tag({which!r}): name at least one tag")
         self._annotate(which, add_tags=tags)
 
     @property
@@ -678,6 +701,7 @@ class CheckpointManager:
             self._beginning.refuse_existing(now.step, self._saver.standing)
         captured = self._capture(due)
         captured_s = time.perf_counter() - began
+        self._beginning.compare_clocks(self._saver.standing)
         self._announce_not_saved(captured, is_whole=due.components is None)
         if due.components is None:
             self._announce_position()
@@ -707,6 +731,7 @@ class CheckpointManager:
             timings=timings,
         )
         self._schedule.began(due, now)
+        self._moments.unsaved = None
         # To free its many tensors offers the interpreter to other threads, which is harmless as
         # long as none is awake: the next to have it may keep it, and the core, for milliseconds.
         del captured
@@ -846,11 +871,11 @@ class CheckpointManager:
         sides.check(self.state)
         return sides
 
-    def _went_on_from(self, found: Candidate, rates: Rates, *, is_rollback: bool) -> None:
+    def _went_on_from(self, found: Candidate, before: _Before, *, is_rollback: bool) -> None:
         """A load has ended well; a full one moves the run to where the checkpoint stands."""
         note_loaded(self.state.get(name) for name in found.prepared.needed)
-        rates.put_back(found.one_sided.new)
-        for note in found.one_sided.notes:
+        before.rates.put_back(found.one_sided.new)
+        for note in (*found.one_sided.notes, *before.settings.replaced()):
             self._emit("warning", f"{found.entry.folder}: {note}", folder=found.entry.folder)
         if not found.options.is_full:
             return
@@ -859,6 +884,32 @@ class CheckpointManager:
         self._moments.stand_on(found.entry)
         if found.is_proof:
             self._housekeeper.trust(found.entry)
+
+    def _expect_nothing_trained(self, entry: Entry, *, is_rollback: bool) -> None:
+        """Warn where a resume has thrown away steps that were trained since the last save."""
+        told = self._moments.unsaved
+        if told is not None and told != entry.step and not is_rollback:
+            self._emit(
+                "warning",
+                f"resume() has replaced the state of step {told}, which was not saved, by that of "
+                f"step {entry.step}: call it once, before training",
+            )
+
+    def _look_first(self) -> None:
+        """At the first look of a loop: warn of what would never save, or never stop."""
+        if not self._schedule.policies and self._stop is None:
+            self._emit(
+                "warning",
+                f"{self.store.url}: maybe_save() saves only what `holdfast save` asks for, because "
+                'the manager has no `every`, such as every="500step"',
+            )
+        if self._stop is not None and not self._stop.is_entered:
+            self._emit(
+                "warning",
+                f"{self.store.url}: no signal is handled, because the Stop was not entered: put "
+                "the loop into `with stop:`",
+            )
+        self._first_look_due = False
 
     def _notes(self, found: Candidate) -> tuple[str, ...]:
         manifest = found.entry.manifest

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from holdfast.care.preflight import preflight
 from holdfast.engine.claims.claim import Choice, Settled
 from holdfast.engine.claims.owner import Ownership
+from holdfast.engine.claims.process import utc_now
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.tiers.claims import TieredOwnership
 from holdfast.engine.tiers.tiered import Rules
 from holdfast.errors import StoreError, UsageError
 from holdfast.events import Emitter
+from holdfast.format import layout
 from holdfast.policy.retention import Rule
-from holdfast.store.base import Store
+from holdfast.store.base import Folders, Store
 
 if TYPE_CHECKING:
     from holdfast.state.capture import Captured
+
+_CLOCK_SKEW_S = 60.0
+"""By so much the clocks of two hosts may differ."""
 
 
 class Beginning:
@@ -32,6 +38,7 @@ class Beginning:
         self._emit = emit
         self.preflight_due = preflight
         """Whether the next save is to check space and rights first."""
+        self._has_compared_clocks = False
 
     def expect(self, captured: Captured, standing: Entry | None, *, is_rollback: bool) -> None:
         """Return when the run is claimed and a save can be made.
@@ -86,6 +93,34 @@ class Beginning:
                 "another root"
             )
 
+    def look_around(self) -> None:
+        """Warn where a run that begins afresh lies just above or inside of another one."""
+        if not isinstance(self._store, Folders):
+            return
+        folders = [name[:-1] for name in self._store.children() if name.endswith("/")]
+        for name in folders:
+            is_ours = name in layout.FOLDERS or layout.parse_attempt(name) is not None
+            if not is_ours and f"{layout.WRITERS}/" in self._store.children(name):
+                self._emit(
+                    "warning",
+                    f"{self._store.url}: no checkpoint is here, and {name!r} in it holds a run: "
+                    f"was {self._store.url}/{name} meant?",
+                )
+
+    def compare_clocks(self, standing: Entry | None) -> None:
+        """Warn, once, where the clock stands before the time of the checkpoint gone on from."""
+        if standing is None or self._has_compared_clocks:
+            return
+        now = utc_now()
+        if _seconds_between(now, standing.manifest.created) > _CLOCK_SKEW_S:
+            self._has_compared_clocks = True
+            self._emit(
+                "warning",
+                f"the clock of this host says {now}, but {standing.folder} was saved at "
+                f"{standing.manifest.created}: one of them is wrong. Hourly() and Daily() go by "
+                "these times; nothing else does",
+            )
+
     def _is_part_of_this_pass(self, entry: Entry) -> bool:
         """Whether another saver of this very process has just saved a part of the state."""
         claim = self._owner.claim
@@ -94,6 +129,7 @@ class Beginning:
 
     def _choose_a_fresh_start(self) -> Choice:
         self._refuse_accidental_restart(None)
+        self.look_around()
         return Choice(point=None)
 
     def _refuse_accidental_restart(self, standing: Entry | None) -> None:
@@ -125,3 +161,12 @@ class Beginning:
         )
         if chosen is not None:
             self._emit("preflight", f"{store.url}: large files are written {chosen}")
+
+
+def _seconds_between(first: str, second: str) -> float:
+    """From one recorded time to another; 0 where one says nothing."""
+    try:
+        between = datetime.fromisoformat(second) - datetime.fromisoformat(first)
+    except (ValueError, TypeError):
+        return 0.0
+    return between.total_seconds()

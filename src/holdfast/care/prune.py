@@ -20,6 +20,7 @@ from holdfast.errors import FormatError, HoldfastError, OutcomeUnknown, UsageErr
 from holdfast.events import Emitter
 from holdfast.format.manifest import Manifest
 from holdfast.policy.retention import Rule, unmet
+from holdfast.policy.rule import MAIN, savers_of
 from holdfast.store.base import Store
 
 
@@ -46,7 +47,8 @@ def preview(
     `known`: folder → manifest, of those that were read before.
 
     Raises:
-        UsageError: the rule needs a metric or a counter that no checkpoint has.
+        UsageError: the rule needs a metric or a counter that no checkpoint has, or names a saver
+            that none has.
     """
     catalog = Catalog(store)
     point = _standing(store).point
@@ -54,6 +56,12 @@ def preview(
     epoch = catalog.highest_epoch() or max(attempts, default=0)
     resumed_from = point.order if point else None
     planned = plan(catalog, rule, epoch=epoch, resumed_from=resumed_from, known=known)
+    known_savers = {MAIN}.union(*(item.decision.entry.savers for item in planned))
+    if strangers := savers_of(rule) - known_savers:
+        raise UsageError(
+            f"{store.url}: nothing was deleted, because no saver is called "
+            f"{', '.join(sorted(strangers))}; there are {', '.join(sorted(known_savers))}"
+        )
     if lacks := unmet([item.decision.entry for item in planned], rule):
         raise UsageError(
             f"{store.url}: nothing was deleted, because no checkpoint has what the rule needs: "

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import UsageError
+from holdfast.events import Emitter
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.odometer import Odometer
 from holdfast.policy.rule import MAIN
 from holdfast.policy.schedule import Record, Schedule
 
+_COUNTERS = frozenset({"epoch", "cycle", "samples", "tokens"})
 Counters = Callable[[], Mapping[str, int | None]]
 """Gives `epoch`, `cycle`, `samples` and `tokens` where a call does not."""
 
@@ -19,8 +21,15 @@ Counters = Callable[[], Mapping[str, int | None]]
 class Moments:
     """The clock of one manager. Training time goes on from what a checkpoint recorded."""
 
-    def __init__(self, catalog: Catalog, schedule: Schedule, counters: Counters | None) -> None:
+    def __init__(
+        self, catalog: Catalog, schedule: Schedule, counters: Counters | None, emit: Emitter
+    ) -> None:
         self._catalog = catalog
+        self._emit = emit
+        self._before: Timestamp | None = None
+        self._has_warned = False
+        self.unsaved: int | None = None
+        """The step that was told last, if nothing was saved or loaded since."""
         self._schedule = schedule
         self._counters: Counters = counters if counters is not None else dict
         self._odometer = Odometer()
@@ -43,6 +52,9 @@ class Moments:
         """
         known = self._counters()
         if known:
+            if not known.keys() <= _COUNTERS:
+                wrong = sorted(known.keys() - _COUNTERS)
+                raise UsageError(f"counters: {wrong} are none of {sorted(_COUNTERS)}")
             epoch = known.get("epoch") if epoch is None else epoch
             cycle = known.get("cycle") if cycle is None else cycle
             samples = known.get("samples") if samples is None else samples
@@ -61,7 +73,22 @@ class Moments:
             tokens=tokens,
             wall_s=self._wall_before_s + time.monotonic() - self._started,
         )
+        if self._before is not None and not self._has_warned:
+            self._expect_no_less(self._before, now)
+        self._before, self.unsaved = now, step
         return self._odometer.look(now)
+
+    def _expect_no_less(self, before: Timestamp, now: Timestamp) -> None:
+        """Warn, once, of a counter that goes back: all are totals of the run."""
+        for name in ("step", *sorted(_COUNTERS)):
+            was, is_ = getattr(before, name), getattr(now, name)
+            if was is not None and is_ is not None and is_ < was:
+                self._has_warned = True
+                self._emit(
+                    "warning",
+                    f"{name}={is_} is less than {was}, where the run stood: count on from what "
+                    "resume() gives, over all epochs",
+                )
 
     def stand_on(self, entry: Entry) -> None:
         """Go on from a checkpoint."""
@@ -76,6 +103,7 @@ class Moments:
         self._go_on(now, ())
 
     def _go_on(self, now: Timestamp, records: Iterable[Record]) -> None:
+        self._before, self.unsaved = now, None
         self._schedule.stand_on(now, records)
         self._wall_before_s, self._started = now.wall_s, time.monotonic()
 

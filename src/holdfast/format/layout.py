@@ -23,6 +23,8 @@ READERS = "readers"
 REQUESTS = "requests"
 UPLOADS = "uploads"
 TIERS = "uploads/tiers.json"
+FOLDERS = frozenset({WRITERS, READERS, REQUESTS, UPLOADS})
+"""Folders of a root that are no attempts."""
 BLOCK_NBYTES = 8 * 1024 * 1024
 DATA_ALIGNMENT = 4096
 MAX_TENSOR_FILE_NBYTES = 4 * 1024**3

@@ -318,8 +318,8 @@ class Within(Rule):
 class Budget(Rule):
     """Keep the newest, as many as fit into `nbytes` bytes together.
 
-    What a person pinned or tagged takes its room first. The newest stays also when it is larger.
-    Rules beside this one may keep more.
+    What a person pinned or tagged takes its room first. Rules beside this one may keep more. Where
+    every checkpoint is larger the number has a wrong unit, and everything is kept.
     """
 
     spelled: ClassVar[str] = "budget"
@@ -340,6 +340,13 @@ class Budget(Rule):
             if entry.is_held or left >= 0:
                 chosen.append(position)
         return dict.fromkeys(chosen, str(self))
+
+    def missing(self, counting: Sequence[Candidate]) -> str:
+        """A checkpoint that fits."""
+        smallest = min(entry.nbytes for entry in counting)
+        if smallest <= self.nbytes:
+            return ""
+        return f"a size of at most {self.nbytes} bytes (the smallest: {smallest})"
 
     @classmethod
     def parse(cls, text: str) -> Rule:

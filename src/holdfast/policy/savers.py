@@ -10,7 +10,7 @@ from holdfast.errors import UsageError
 from holdfast.format.layout import check_component
 from holdfast.policy.classes import SavePolicy
 from holdfast.policy.clock import Time
-from holdfast.policy.rule import MAIN, BySaver, Rule, named_components
+from holdfast.policy.rule import MAIN, BySaver, Rule, named_components, savers_of
 from holdfast.policy.rules import All
 from holdfast.policy.spelling import as_rule
 from holdfast.policy.spoken import as_trigger
@@ -72,6 +72,14 @@ def combined_rule(
         UsageError: no rule, no saver, or components that the state does not have.
     """
     given = as_rule(keep, what="keep")
+    if given is not None:
+        known = {MAIN, *(saver.name for saver in savers if isinstance(saver, SideSaver))}
+        strangers = savers_of(given) - known
+        if strangers:
+            raise UsageError(
+                f"keep={given}: no saver is called {', '.join(sorted(strangers))}; there are "
+                f"{', '.join(sorted(known))}. For what earlier runs saved there is `holdfast prune`"
+            )
     for saver in savers:
         if not isinstance(saver, SideSaver):
             raise UsageError(f"savers: {saver!r} is not a SideSaver")

@@ -182,6 +182,16 @@ def prepare(
     _report_selection(wishes, problems, wanted=wanted, everything=everything, planned=plans)
     if not strict:
         problems.tolerate()
+    problems.other += [
+        f"{name}: none of its names is a live one, so nothing would be loaded"
+        for name, plan in plans.items()
+        if not strict
+        and isinstance(plan, modules.ModulePlan)
+        and stored[name].tensors
+        and not plan.needed
+        and not selection.is_partial(name)
+        and _tensors_of(state[name])
+    ]
     problems.raise_if_any(where)
     problems.notes += [f"saved without {name}, which stays as it is" for name in unsaved]
     return Prepared(plans, _module_tensors(state), tuple(problems.notes))
@@ -189,7 +199,11 @@ def prepare(
 
 def _module_tensors(state: Mapping[str, Any]) -> list[Tensor]:
     modules_ = [value for value in state.values() if isinstance(value, nn.Module)]
-    return [tensor for module in modules_ for tensor in (*module.parameters(), *module.buffers())]
+    return [tensor for module in modules_ for tensor in _tensors_of(module)]
+
+
+def _tensors_of(module: nn.Module) -> tuple[Tensor, ...]:
+    return (*module.parameters(), *module.buffers())
 
 
 def _wanted(

@@ -25,6 +25,9 @@ _STATE_HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 
+_NAMES_OF_OBJECTS = (frozenset({"state", "param_groups"}), frozenset({"last_epoch", "_step_count"}))
+"""Of the state of an optimizer, and of a scheduler."""
+
 RNG = layout.RNG
 """The component of the global generators, added unless the caller has one of that name."""
 
@@ -35,14 +38,21 @@ def kind_of(value: Any) -> Kind:
     Raises:
         UsageError: it cannot be a component.
     """
+    if isinstance(value, type):
+        raise UsageError(f"{value.__qualname__} is a class: give the object that was made of it")
     if isinstance(value, nn.Module):
         return "module"
     if isinstance(value, Optimizer) and _saves_as_torch_does(value):
         return "optimizer"
     if generators.kind_of(value) is not None:
         return "generator"
-    if not isinstance(value, type) and _is_stateful(value):
+    if _is_stateful(value):
         return "object"
+    if isinstance(value, dict) and _is_of_an_object(value):
+        raise UsageError(
+            "this is what a state_dict() gives: a resume would refill this dict alone. Give the "
+            "object itself"
+        )
     if isinstance(value, dict | list):
         return "tree"
     if isinstance(value, DataLoader):
@@ -64,6 +74,13 @@ def _saves_as_torch_does(optimizer: Optimizer) -> bool:
         and "load_state_dict" not in own
         and not any(own.get(hooks) for hooks in _STATE_HOOKS)
     )
+
+
+def _is_of_an_object(content: dict[Any, Any]) -> bool:
+    """Whether a dict is the `state_dict` of a torch module, optimizer or scheduler."""
+    # The order of a module's names, with the versions of its submodules beside it.
+    is_of_module = hasattr(content, "_metadata")
+    return is_of_module or any(names <= {*content} for names in _NAMES_OF_OBJECTS)
 
 
 def _is_stateful(value: Any) -> bool:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from torch.optim.lr_scheduler import LRScheduler
+
 from holdfast.errors import FormatError
 from holdfast.format.objects import GeneratorState
 from holdfast.format.tensors import TensorSpec
@@ -17,6 +19,7 @@ from holdfast.state.components import RNG
 from holdfast.state.keep import keep_live
 from holdfast.state.merge import Claims, Merge
 from holdfast.state.problems import Problems, Wishes
+from holdfast.state.settings import made_with
 from holdfast.state.trees import Lifting, Skeleton, keys_in
 from holdfast.state.unread import Fetching, Stored
 
@@ -111,6 +114,15 @@ class ObjectPlan:
         """Put live values where the caller, or an enumeration, asks for them."""
         self._stored = skeleton.value
         problems.notes += skeleton.notes(self._component)
+        if isinstance(self._live, LRScheduler) and isinstance(self._stored, dict):
+            # Torch's schedulers take whatever they are given, and fail or go astray later.
+            lacks = sorted(made_with(self._live).difference(self._stored))
+            if lacks:
+                kind = type(self._live).__name__
+                problems.other.append(
+                    f"{self._component}: saved from another kind of scheduler, which has no "
+                    f"{', '.join(lacks)} as this {kind} has"
+                )
         is_partial = wishes.selection.is_partial(self._component)
         if not (skeleton.has_enums or is_partial):
             return

@@ -8,8 +8,11 @@ import re
 from holdfast.errors import UsageError
 from holdfast.store.base import Store
 
-_REMOTE = ("s3", "gs", "az")
+REMOTE_SCHEMES = ("s3", "gs", "az")
+"""Of the URLs of object stores."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?:/+|$)")
+
+_FOR_SHELLS = re.compile(r"^~[^/]*|\$\w+|\$\{\w+\}")
 
 
 def open_store(where: str | os.PathLike[str] | Store) -> Store:
@@ -36,6 +39,7 @@ def _open_named(where: str) -> Store:
     scheme, separator, rest = where.partition("://")
     if not separator:
         _refuse_scheme(where)
+        _refuse_unexpanded(where)
         from holdfast.store.local import LocalStore
 
         return LocalStore(where)
@@ -43,11 +47,21 @@ def _open_named(where: str) -> Store:
         from holdfast.store.memory import memory_store
 
         return memory_store(rest)
-    if scheme in _REMOTE:
+    if scheme in REMOTE_SCHEMES:
         from holdfast.store.remote import RemoteStore
 
         return RemoteStore(where)
     raise UsageError(f"root {where!r}: must be a path, s3://…, gs://…, az://… or memory://<name>")
+
+
+def _refuse_unexpanded(path: str) -> None:
+    """Refuse what a shell would replace and Python does not, unless there is such a folder."""
+    name = _FOR_SHELLS.search(path)
+    if name is not None and not os.path.isdir(path):
+        function = "expanduser" if name[0].startswith("~") else "expandvars"
+        raise UsageError(
+            f"root {path!r}: {name[0]!r} is not expanded here. Pass os.path.{function}({path!r})"
+        )
 
 
 def _refuse_scheme(path: str) -> None:
@@ -56,7 +70,7 @@ def _refuse_scheme(path: str) -> None:
     if match is None:
         return
     scheme, rest = match[1], path[match.end() :]
-    if scheme in (*_REMOTE, "memory"):
+    if scheme in (*REMOTE_SCHEMES, "memory"):
         raise UsageError(
             f"root {path!r}: this is the path of a folder called '{scheme}:', as a Path cannot "
             f"hold a URL. Write it as text: '{scheme}://{rest}'"

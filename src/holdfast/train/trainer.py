@@ -544,6 +544,12 @@ class Trainer:
     def _make_validations(self, given: Any) -> Validations:
         plans = plans_of(given)
         for plan in plans:
+            loaders = plan.data.values() if isinstance(plan.data, Mapping) else [plan.data]
+            if any(loader is self.data for loader in loaders):
+                raise UsageError(
+                    "validate: this loader is the one that is trained on, whose position would be "
+                    "lost; make another Loader of the same dataset"
+                )
             check_counted(plan.trigger.unit, f"validation every='{plan.every}'", self._counted)
         return Validations(
             [

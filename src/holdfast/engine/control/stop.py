@@ -117,6 +117,12 @@ class Stop:
         return 0 if self._requested is None else _exit_code(self._requested)
 
     @property
+    def is_entered(self) -> bool:
+        """Whether signals are handled here, or nobody can: outside of the main thread."""
+        is_main = threading.current_thread() is threading.main_thread()
+        return self._depth > 0 or not is_main
+
+    @property
     def is_asked(self) -> bool:
         """Whether a signal came that nobody has answered yet."""
         return self._is_save_asked or self._requested is not None

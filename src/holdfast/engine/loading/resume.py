@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from holdfast.engine.claims.claim import Choice, dropped, is_being_deleted
@@ -173,6 +174,8 @@ class Reader:
     named is read at once, and by the owner of the run, who needs no lease."""
     notes: tuple[str, ...] = ()
     """Why what is read is not kept."""
+    doubles: tuple[tuple[str, str], ...] = ()
+    """Folders of the lineage that have one place in its order, which no writer gives twice."""
     is_mixed: bool = False
     """Whether an earlier load has left the live state neither old nor stored."""
 
@@ -388,6 +391,7 @@ class Reader:
         for _ in range(_MAX_RELISTS):
             self.passed_over.clear()
             names = [*catalog.lineage()]
+            self.doubles = _doubles(names)
             before: list[tuple[AttemptName, str]] = []
             found = self._first(catalog, names, options, unhealthy, seen=before)
             if found is None and _registers(catalog) == before:
@@ -519,6 +523,12 @@ def _registers(catalog: Catalog) -> list[tuple[AttemptName, str]]:
     return [(name, _register_state(catalog, name)) for name in catalog.lineage()]
 
 
+def _doubles(newest_first: Sequence[AttemptName]) -> tuple[tuple[str, str], ...]:
+    """Neighbours that have the same epoch and sequence."""
+    pairs = pairwise(newest_first)
+    return tuple((str(one), str(other)) for one, other in pairs if one.order == other.order)
+
+
 def _register_state(catalog: Catalog, name: AttemptName) -> str:
     try:
         return type(catalog.read(str(name))).__name__
@@ -620,6 +630,24 @@ class Search:
 
     def warn(self, emit: Emitter) -> None:
         """Say what is wrong with what was taken, where anything is known."""
+        for one, other in self._reader.doubles:
+            emit(
+                "warning",
+                f"{one} and {other} have one place in the order of this run, which is given once: "
+                "one of them was copied here. Move it out of the root",
+            )
+        if self._walks:
+            catalog, entry = self._reader.catalog, self.found.entry if self.found else None
+            removed = catalog.removed_latest(entry)
+            if removed:
+                way = f"goes on from {entry.folder}" if entry is not None else "begins afresh"
+                emit(
+                    "warning",
+                    f"{catalog.store.url}/{removed} was committed and is not there any more: it "
+                    f"was moved, renamed or removed by hand. The run {way}; to go on from what is "
+                    "gone, put it back under its name first",
+                    folder=removed,
+                )
         if self.found is not None and self.found.entry.manifest.unhealthy:
             entry = self.found.entry
             reasons = ", ".join(entry.manifest.unhealthy)

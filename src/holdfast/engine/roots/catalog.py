@@ -375,6 +375,18 @@ class Catalog:
         self._expect_readable_after(entry)
         return entry
 
+    def removed_latest(self, newest: Entry | None) -> str:
+        """The folder that `latest` names, where it is newer than `newest` and nowhere any more.
+
+        Retention never deletes what `latest` names, so somebody has moved, renamed or removed it.
+        """
+        folder = latest_of(self.store)
+        name = layout.parse_attempt(folder)
+        if name is None or (newest is not None and newest.order >= name.order):
+            return ""
+        is_there = any((n.order, n.id8) == (name.order, name.id8) for n in self.attempts())
+        return "" if is_there or folder in known_ended(self.store).deleted else folder
+
     def is_avoided(self, entry: Entry) -> bool:
         """Whether its state was not healthy, and nobody has gone back to it by name."""
         if not entry.manifest.unhealthy:

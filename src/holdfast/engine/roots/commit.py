@@ -196,6 +196,12 @@ def _expect_ours(store: Store, key: str, data: bytes, error: StoreError) -> None
         sync_folder(store, key.rpartition("/")[0])
         found = read_document(store, key, max_nbytes=MAX_MANIFEST_NBYTES)
     except NotFound:
+        folder, _, name = key.rpartition("/")
+        if f"{name}/" in store.children(folder):
+            raise StoreError(
+                f"{store.url}/{key}: a folder is in the place of this record, so it cannot be put; "
+                "move it away"
+            ) from error
         raise _NotThere(
             f"{store.url}/{key}: the put failed ({error}) and may still take effect"
         ) from error

@@ -82,8 +82,10 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """The metrics as floats; one-element tensors and NumPy scalars are taken, too.
 
     Raises:
-        UsageError: a name is not text, or a value is not one number.
+        UsageError: they are no mapping, a name is not text, or a value is not one number.
     """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise UsageError(f"metrics={metrics!r}: give a dict, such as {{'loss': 0.5}}")
     checked: dict[str, float] = {}
     for name, value in (metrics or {}).items():
         if not isinstance(name, str):

@@ -27,6 +27,29 @@ def split_source(source: str | os.PathLike[str]) -> tuple[str, str | None]:
     return root, which if at else None
 
 
+def expect_root(path: str) -> None:
+    """Check that a path names the root of a run, and not a checkpoint in it.
+
+    Raises:
+        UsageError: it is `root@which`, or the folder of one checkpoint.
+    """
+    root, which = split_source(path)
+    if which is None:
+        root, which = split_folder(path)
+        if not which:
+            return
+    elif not (_is_which(which) or os.path.isdir(root)):
+        return
+    raise UsageError(
+        f"root={path!r}: this names a checkpoint. The root is {root!r}; resume({which!r}) goes "
+        f"back to that checkpoint, and load({which!r}) loads it"
+    )
+
+
+def _is_which(which: str) -> bool:
+    return which == "latest" or which.startswith("step=") or layout.parse_attempt(which) is not None
+
+
 def split_folder(source: str) -> tuple[str, str]:
     """(root, folder) of what names the folder of one checkpoint; otherwise nothing twice.
 

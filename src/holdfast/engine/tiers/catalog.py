@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import TypeVar
 
 from holdfast.engine.roots.catalog import Catalog, Entry, Register
+from holdfast.engine.roots.sources import expect_root
 from holdfast.engine.sealed.sealing import SealedStore, sealing
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import FormatError, NotSealed, SealError, StoreError, UsageError
@@ -34,16 +35,20 @@ def catalog_of(
     """A reader of a root, or of both tiers of one.
 
     Raises:
-        UsageError: no store is known by that name, the name is an unfilled template, the tiers are
-            one place, or a store seals already.
+        UsageError: no store is known by that name, the name is an unfilled template or that of a
+            checkpoint, one tier is in the other, or a store seals already.
     """
     for place in (root.local, root.remote) if isinstance(root, Tiered) else (root,):
         if isinstance(place, str | os.PathLike):
             expect_filled(os.fspath(place))
+            expect_root(os.fspath(place))
     if isinstance(root, Tiered):
         local, remote = open_store(root.local), open_store(root.remote)
         if local is remote or local.url == remote.url:
             raise UsageError(f"Tiered: local and remote are one place, {local.url}")
+        for inner, outer in ((local, remote), (remote, local)):
+            if inner.url.startswith(f"{outer.url}/"):
+                raise UsageError(f"Tiered: {inner.url} is inside of the other tier, {outer.url}")
         if any(isinstance(tier, SealedStore) for tier in (local, remote)):
             raise UsageError("Tiered: give the stores as they are; encrypt= seals both")
         local = sealing(local, encryption)

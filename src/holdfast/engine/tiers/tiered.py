@@ -16,6 +16,7 @@ from holdfast.policy.rule import Rule
 from holdfast.policy.rules import Nothing
 from holdfast.policy.savers import SideSaver, combined_rule
 from holdfast.policy.spelling import as_rule
+from holdfast.store import REMOTE_SCHEMES
 from holdfast.store.base import Store
 
 Root = str | os.PathLike[str] | Store
@@ -150,6 +151,11 @@ class Tiered:
         read_back: bool = False,
         close_timeout_s: float = 600.0,
     ) -> None:
+        if _is_remote(local) and not _is_remote(remote):
+            raise UsageError(
+                f"Tiered: local={local!r} is an object store and remote={remote!r} is not: the "
+                "first is where each save commits, and then goes to the second"
+            )
         if isinstance(keep_local, int) and (keep_local or isinstance(keep_local, bool)):
             raise UsageError(f"Tiered: keep_local={keep_local!r} must be 0 or a rule: Last(3)")
         local_rule: Rule | Literal[0] | None = 0
@@ -173,3 +179,7 @@ class Tiered:
         object.__setattr__(self, "local", local)
         object.__setattr__(self, "remote", remote)
         object.__setattr__(self, "options", options)
+
+
+def _is_remote(root: Root) -> bool:
+    return isinstance(root, str) and root.partition("://")[0] in REMOTE_SCHEMES

@@ -1,0 +1,72 @@
+"""Settings of optimizers and schedulers, which a load replaces by those of the checkpoint.
+
+A script that is run again with another learning rate does not get it; a user must be told.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from copy import copy
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+_NO_SETTINGS = frozenset({"params", "param_names", "self", "optimizer", "last_epoch", "verbose"})
+_PLAIN = (bool, int, float, str, tuple, list, Counter, type(None))
+
+
+class Settings:
+    """The settings that a script has made."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._made = [
+            (path, owner, name, value)
+            for path, owner, name in _settings(state)
+            if isinstance(value := _value(owner, name), _PLAIN)
+        ]
+
+    def replaced(self) -> tuple[str, ...]:
+        """A sentence for each setting that is another one now, after a load."""
+        return tuple(
+            f"{path}: {made!r} here, {now!r} in the checkpoint, which is used"
+            for path, owner, name, made in self._made
+            if (now := _value(owner, name)) != made
+        )
+
+
+def made_with(scheduler: LRScheduler) -> frozenset[str]:
+    """Names of what a scheduler was made with and keeps under the same name."""
+    arguments = inspect.signature(type(scheduler).__init__).parameters
+    return frozenset(arguments).intersection(vars(scheduler)) - _NO_SETTINGS
+
+
+def _settings(state: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """The path, the owner and the name of each setting."""
+    for component, value in state.items():
+        if isinstance(value, Optimizer):
+            for number, group in enumerate(value.param_groups):
+                for name in _options(group):
+                    yield f"{component}.param_groups.{number}.{name}", group, name
+        elif isinstance(value, LRScheduler):
+            for name in sorted(made_with(value)):
+                yield f"{component}.{name}", vars(value), name
+
+
+def _options(group: Mapping[str, Any]) -> list[str]:
+    """Options of a group that no scheduler moves."""
+    moved = {"lr"} if "initial_lr" in group else set()
+    if "max_momentum" in group:
+        moved |= {"momentum", "betas"}
+    return [name for name in group if name not in moved | _NO_SETTINGS]
+
+
+def _value(owner: Mapping[str, Any], name: str) -> Any:
+    """A setting as it is now; a copy of what a load may change in place."""
+    value = owner.get(name)
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return copy(value) if isinstance(value, list | Counter) else value
