@@ -145,7 +145,7 @@ class CheckpointManager:
         UsageError: an argument is wrong.
     """
 
-    @checked(but=("every", "max_duration", "keep"))
+    @checked(but=("state", "every", "max_duration", "keep"))
     def __init__(
         self,
         root: str | os.PathLike[str] | Store | Tiered,

@@ -33,6 +33,8 @@ def expect_root(path: str) -> None:
     Raises:
         UsageError: it is `root@which`, or the folder of one checkpoint.
     """
+    if not path:
+        return  # whoever opens it says so
     root, which = split_source(path)
     if which is None:
         root, which = split_folder(path)
