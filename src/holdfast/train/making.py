@@ -95,7 +95,8 @@ def make_optimizer(
 
 def _with_plain_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     try:
-        inspect.signature(optimizer.step).bind()
+        # Of the class: a scheduler puts a function into the object that seems to want `self`.
+        inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError:
         raise UsageError(
             f"optimizer: the step of {type(optimizer).__name__} needs a closure that computes the "
