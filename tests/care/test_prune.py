@@ -101,12 +101,12 @@ def test_a_later_claim_stops_it_before_anything_goes(store: MemoryStore) -> None
     """R10, R22."""
 
     class Raced(FaultyStore):
-        """Another process claims the run as soon as the first mark is put."""
+        """Another manager takes the run over as soon as the first mark is put."""
 
         def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:  # type: ignore[override]
             super().put(key, data, if_absent=if_absent)
             if layout.parse_retired(key.rpartition("/")[2]) is not None:
-                new_run().manager(store, sinks=()).resume()
+                new_run().manager(store, sinks=(), takeover=True).resume()
 
     with pytest.raises(errors.Superseded):
         prune(Raced(store), Last(1), emit=QUIET)

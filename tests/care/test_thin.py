@@ -201,7 +201,7 @@ def test_a_fenced_off_thinner_removes_nothing() -> None:
     manager = run.manager(store, sinks=())
     manager.save(1).wait()
     folder = entry_at(store, 1).folder
-    with new_run().manager(store, sinks=()) as later:
+    with new_run().manager(store, sinks=(), takeover=True) as later:
         later.resume()
         with pytest.raises(errors.Superseded):
             thin(store, folder, ["optimizer"], epoch=1, reason="late", is_read=lambda: False)

@@ -422,7 +422,7 @@ def test_other_bad_settings_are_refused_at_construction() -> None:
         Best("val", mode="low")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="metric=''"):
         Best("")
-    with pytest.raises(UsageError, match="EveryNth=1000"):
+    with pytest.raises(UsageError, match="EveryNth: interval=1000"):
         EveryNth(1000)  # type: ignore[arg-type]
 
 

@@ -153,7 +153,7 @@ def test_bad_settings_are_refused_at_construction() -> None:
     for make, match in (
         (lambda: Hourly(0), "Hourly: n=0"),
         (lambda: Daily(-1), "Daily: n=-1"),
-        (lambda: Within("never"), "Within="),
+        (lambda: Within("never"), "Within: span="),
         (lambda: Budget(0), "Budget: nbytes=0"),
         (lambda: Budget(1.5), "Budget: nbytes=1.5"),  # type: ignore[arg-type]
         (lambda: ByClass("some"), "ByClass: remove='some'"),  # type: ignore[arg-type]

@@ -49,6 +49,15 @@ def test_model_and_batches_go_to_the_device() -> None:
     assert {weight.device.type for weight in trainer.model.parameters()} == {"cpu"}
 
 
+def test_an_optimizer_that_has_a_scheduler_already_is_taken() -> None:
+    """Its `step` is then a function of the scheduler, not one that needs a closure."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    made = make(MemoryStore(), model=model, optimizer=optimizer, scheduler=scheduler)
+    assert made.optimizer is optimizer
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_training_on_an_accelerator() -> None:
     trainer = make(MemoryStore(), device="cuda", optimizer=adam, precision="bf16", ema=0.9)

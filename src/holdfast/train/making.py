@@ -95,7 +95,7 @@ def make_optimizer(
 
 def _with_plain_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     try:
-        # Of the class: a scheduler replaces the method of its optimizer.
+        # Of the class: a scheduler puts a function into the object that seems to want `self`.
         inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError:
         raise UsageError(
@@ -214,7 +214,7 @@ def checked_max_time_s(max_time: str | Time | None) -> float:
 
 
 def own_loggers(
-    root: str | os.PathLike[str] | Store | Tiered | None,
+    root: str | os.PathLike[str] | Store | Tiered,
     log: bool | str | os.PathLike[str] | None,
     progress: bool,
     *,

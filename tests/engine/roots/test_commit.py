@@ -32,9 +32,9 @@ from holdfast.testing.faulty import Fault, FaultyStore
 from runs import retracted
 
 
-def manager_of(store: Store) -> CheckpointManager:
+def manager_of(store: Store, **options: Any) -> CheckpointManager:
     state = {"tree": {"x": torch.ones(1000)}}
-    return CheckpointManager(store, state, sinks=(), preflight=False)
+    return CheckpointManager(store, state, sinks=(), preflight=False, **options)
 
 
 def save_with(store: Store, **fault: Any) -> BaseException | None:
@@ -257,7 +257,7 @@ def second_save_stopped_at(store: LocalStore, at: int) -> BaseException | None:
         fault.release.set()
         first.close()
         return None
-    with manager_of(store) as second:
+    with manager_of(store, takeover=True) as second:
         assert second.resume() is not None
         second.save(3).wait()
     fault.release.set()
