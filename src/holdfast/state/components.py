@@ -38,15 +38,13 @@ def kind_of(value: Any) -> Kind:
     Raises:
         UsageError: it cannot be a component.
     """
-    if isinstance(value, type):
-        raise UsageError(f"{value.__qualname__} is a class: give the object that was made of it")
     if isinstance(value, nn.Module):
         return "module"
     if isinstance(value, Optimizer) and _saves_as_torch_does(value):
         return "optimizer"
     if generators.kind_of(value) is not None:
         return "generator"
-    if _is_stateful(value):
+    if not isinstance(value, type) and _is_stateful(value):
         return "object"
     if isinstance(value, dict) and _is_of_an_object(value):
         raise UsageError(
