@@ -196,6 +196,12 @@ def _expect_ours(store: Store, key: str, data: bytes, error: StoreError) -> None
         sync_folder(store, key.rpartition("/")[0])
         found = read_document(store, key, max_nbytes=MAX_MANIFEST_NBYTES)
     except NotFound:
+        folder, _, name = key.rpartition("/")
+        if isinstance(error, AlreadyExists) and f"{name}/" in store.children(folder):
+            raise StoreError(
+                f"{store.url}/{key}: a folder is in the place of this file, so nothing was put. "
+                "Holdfast makes no such folder; look into it and move it out of the root"
+            ) from error
         raise _NotThere(
             f"{store.url}/{key}: the put failed ({error}) and may still take effect"
         ) from error
