@@ -183,3 +183,18 @@ def test_a_checkpoint_whose_files_are_missing_or_cut_is_marked(
         assert "1 files missing or cut: model-00000.safetensors" in line
     listed = holdfast("ls", root, "--json").document["checkpoints"]
     assert [one["missing"] for one in listed] == [[], *[["model-00000.safetensors"]] * 2]
+
+
+@pytest.mark.parametrize("command", ["ls", "verify"])
+def test_a_folder_that_is_a_link_is_named(
+    holdfast: Command, root: Path, tmp_path: Path, command: str
+) -> None:
+    """Line 26 of the review."""
+    folder = folder_of(root, 200)
+    moved = tmp_path / "disk"
+    folder.rename(moved)
+    folder.symlink_to(moved)
+    result = holdfast(command, root)
+    assert result.code == 1
+    assert folder.name in result.out
+    assert "symbolic link" in result.out
