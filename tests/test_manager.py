@@ -897,3 +897,15 @@ def test_a_rule_may_be_written_as_on_the_command_line(tmp_path: Path) -> None:
             Tiered(tmp_path / "b", tmp_path / "c", **{name: "newest:3"})  # type: ignore[arg-type]
     with pytest.raises(errors.UsageError, match=r"keep='newest:3'.*no rule"):
         run.manager(tmp_path / "d", keep="newest:3")
+
+
+def test_keys_that_only_one_side_of_a_dict_has_are_noted(tmp_path):
+    """Line 26 of the review: the dict was replaced without a word."""
+    with CheckpointManager(tmp_path, {"counts": {"seen": 1, "old": 2}}, sinks=()) as manager:
+        manager.save(1).wait()
+    live = {"seen": 0, "new": 3}
+    with CheckpointManager(tmp_path, {"counts": live}, sinks=()) as manager:
+        found = manager.resume()
+    assert live == {"seen": 1, "old": 2}
+    assert "counts: 'new' not in the checkpoint, removed" in found.notes
+    assert "counts: 'old' in the checkpoint only, added" in found.notes

@@ -17,6 +17,8 @@ from tests.cli.roots import Result
 from holdfast.cli.app import app
 from holdfast.cli.declaring import Argument
 from holdfast.cli.output import Code, json_safe, printable, size
+from holdfast.cli.target import PATIENCE, opened
+from holdfast.store.remote import RemoteStore
 
 Command = Callable[..., Result]
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
@@ -308,3 +310,22 @@ def test_odd_values_are_safe_to_print_and_to_parse() -> None:
     assert printable("a\x1b[0m\nb\u202ec") == "a\\x1b[0m\nb\\x202ec"
     nested = {"a": [float("nan"), float("-inf"), 1.5], "b": {"c": (float("inf"), None)}}
     assert json_safe(nested) == {"a": ["nan", "-inf", 1.5], "b": {"c": ["inf", None]}}
+
+
+def test_a_dead_endpoint_fails_the_command_after_its_timeout(
+    holdfast: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Line 16 of the review: it was tried on for two minutes."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    result = holdfast("--timeout", "1s", "ls", "s3://bucket/run")
+    assert result.code == 1
+    assert "Check the address" in result.err
+    assert holdfast("--timeout", "soon", "ls", "s3://bucket/run").code == 2
+    PATIENCE.set("20s")
+    store = opened("s3://bucket/run")
+    assert isinstance(store, RemoteStore)
+    options = store._given[2]
+    assert options is not None
+    assert (options.retry_s, options.connect_timeout_s) == (10.0, 10.0)

@@ -165,3 +165,36 @@ def test_text_of_others_cannot_steer_the_terminal(holdfast: Command, root: Path)
         assert "\x1b" not in result.out
         assert "\x07" not in result.out
     assert "\\x1b[2J\\x07[bold]" in holdfast("ls", root).out
+
+
+def test_a_checkpoint_whose_files_are_missing_or_cut_is_marked(
+    holdfast: Command, root: Path
+) -> None:
+    """Line 16 of the review: it looked whole."""
+    assert holdfast("ls", root).code == 0
+    lost, cut = folder_of(root, 200), folder_of(root, 100)
+    (lost / "model-00000.safetensors").unlink()
+    overwrite(cut / "model-00000.safetensors", b"short")
+    result = holdfast("ls", root)
+    assert result.code == 1
+    whole, *damaged = result.out.splitlines()[1:4]
+    assert "missing" not in whole
+    for line in damaged:
+        assert "1 files missing or cut: model-00000.safetensors" in line
+    listed = holdfast("ls", root, "--json").document["checkpoints"]
+    assert [one["missing"] for one in listed] == [[], *[["model-00000.safetensors"]] * 2]
+
+
+@pytest.mark.parametrize("command", ["ls", "verify"])
+def test_a_folder_that_is_a_link_is_named(
+    holdfast: Command, root: Path, tmp_path: Path, command: str
+) -> None:
+    """Line 26 of the review."""
+    folder = folder_of(root, 200)
+    moved = tmp_path / "disk"
+    folder.rename(moved)
+    folder.symlink_to(moved)
+    result = holdfast(command, root)
+    assert result.code == 1
+    assert folder.name in result.out
+    assert "symbolic link" in result.out

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import MismatchError, UsageError
+from holdfast.state.problems import Problems
 from state.roundtrip import digest, image
 
 
@@ -114,3 +115,19 @@ def test_a_component_of_another_kind_is_refused() -> None:
     saved = image({"x": {}})
     with pytest.raises(MismatchError, match="x: stored as tree, live it is a module"):
         saved.prepare({"x": layers("a")}, strict=False)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model."])
+def test_paths_that_differ_by_a_prefix_come_with_the_rename(prefix: str) -> None:
+    """Line 16 of the review: the line to write is said, both ways."""
+    plain = ["model.fc.weight", "model.fc.bias", "optimizer.fc.weight"]
+    longer = [path.replace(".", f".{prefix}", 1) for path in plain]
+    with pytest.raises(MismatchError) as caught:
+        Problems(missing=plain, unexpected=longer).raise_if_any("here")
+    assert f'rename=lambda name: name.removeprefix("{prefix}")' in str(caught.value)
+    with pytest.raises(MismatchError) as caught:
+        Problems(missing=longer, unexpected=plain).raise_if_any("here")
+    assert f'rename=lambda name: "{prefix}" + name' in str(caught.value)
+    with pytest.raises(MismatchError) as caught:
+        Problems(missing=plain[1:], unexpected=longer).raise_if_any("here")
+    assert "rename=" not in str(caught.value)

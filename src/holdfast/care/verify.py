@@ -137,6 +137,7 @@ def verify_root(
     reports: list[Report] = []
     notes: list[str] = []
     unopened: list[tuple[str, SealError]] = []
+    problems: list[Problem] = []
     for name in sorted((name for name in names if name is not None), reverse=True):
         try:
             check = verify_kept if keeps else verify
@@ -145,9 +146,13 @@ def verify_root(
             notes.append(str(error))
         except SealError as error:
             unopened.append((str(name), error))
+        except StoreError as error:
+            if type(error) is not StoreError:
+                raise
+            problems.append(problem_of(str(name), error))  # no folder: a symbolic link, say
     return RootReport(
         checkpoints=tuple(reports),
-        problems=tuple(_check_claims(store)),
+        problems=(*problems, *_check_claims(store)),
         notes=tuple(notes),
         unopened=tuple(unopened),
     )

@@ -14,6 +14,7 @@ import click
 from holdfast.cli import options
 from holdfast.cli.declaring import Commands
 from holdfast.cli.output import Answer, Code, give, give_error
+from holdfast.cli.target import PATIENCE
 from holdfast.cli.unlocking import NAMED, KeySources
 from holdfast.errors import HoldfastError
 
@@ -57,13 +58,16 @@ def _show_version(ctx: click.Context, _parameter: click.Parameter, wanted: bool)
 @options.key_variables
 @options.key_commands
 @options.accept_plain
+@options.patience
 def app(
     key_files: Sequence[Path],
     key_variables: Sequence[str],
     key_commands: Sequence[str],
     accept_plain: bool,
+    timeout: str,
 ) -> None:
     """Look after the checkpoints of training runs."""
+    PATIENCE.set(timeout)
     NAMED.set(
         KeySources(
             files=[*map(str, key_files)],

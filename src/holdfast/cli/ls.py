@@ -17,6 +17,7 @@ from holdfast.cli.documents import (
 )
 from holdfast.cli.output import Answer, Code, Table, number, size
 from holdfast.cli.target import open_root
+from holdfast.cli.unlocking import inner
 from holdfast.engine.claims.claim import is_closed
 from holdfast.engine.claims.leases import FoundLease, find_leases
 from holdfast.engine.claims.process import liveness
@@ -39,6 +40,8 @@ class _Contents:
     unfinished: Sequence[str]
     owner: Mapping[str, Any] | None
     readers: Sequence[FoundLease]
+    missing: Mapping[str, Sequence[str]]
+    """By folder: files that are gone or of another length."""
 
 
 @collector_paused()
@@ -60,13 +63,18 @@ def list_root(root: str) -> Answer:
         "owner": contents.owner,
         "readers": [_reader(found) for found in contents.readers],
         "checkpoints": [
-            {**checkpoint_document(store, entry), "in_lineage": entry.folder in contents.lineage}
+            {
+                **checkpoint_document(store, entry),
+                "in_lineage": entry.folder in contents.lineage,
+                "missing": contents.missing[entry.folder],
+            }
             for entry in contents.entries
         ],
         **unread_documents(contents.unread),
         "unfinished": list(contents.unfinished),
     }
-    code = Code.FOUND if contents.unread else Code.OK
+    is_damaged = contents.unread or any(contents.missing.values())
+    code = Code.FOUND if is_damaged else Code.OK
     return Answer(document=document, parts=_parts(store, contents), code=code)
 
 
@@ -88,6 +96,22 @@ def _read(store: Store) -> _Contents:
         ],
         owner=_owner(store, catalog),
         readers=[found for found in find_leases(store) if found.state != "dead"],
+        missing={entry.folder: _missing(store, entry) for entry in entries},
+    )
+
+
+def _missing(store: Store, entry: Entry) -> list[str]:
+    """Files of a checkpoint that are gone or of another length, by its list: none is read. Not of
+    one that is being deleted, nor what retention dropped; a sealed one is left to `verify`."""
+    if entry.marks.retired or inner(store) is not store:
+        return []
+    there = {info.key.rpartition("/")[2]: info.nbytes for info in store.list(f"{entry.folder}/")}
+    files = entry.manifest.files
+    return sorted(
+        name
+        for component, part in entry.manifest.components.items()
+        for name in part.files
+        if component not in entry.marks.thinned and there.get(name) != files[name].stored_nbytes
     )
 
 
@@ -157,7 +181,9 @@ def _row(store: Store, entry: Entry, contents: _Contents) -> tuple[str, ...]:
         ("being deleted", entry.marks.retired),
         ("left behind", entry.folder not in contents.lineage),
     )
+    lost = contents.missing[entry.folder]
     marks = [
+        *([f"{len(lost)} files missing or cut: {lost[0]}"] if lost else []),
         *(name for name, is_set in flags if is_set),
         *origin_marks(entry.manifest),
         *codecs(entry.manifest),

@@ -34,6 +34,10 @@ key_variables = several("--key-env", "key_variables", "NAME", "Environment varia
 key_commands = several("--key-command", "key_commands", "COMMAND", "Command that prints keys.")
 accept_plain = flag("--accept-plain", "With a key, read checkpoints that are not sealed too.")
 
+patience = option(
+    "--timeout", "TIME", "Give a store up at which nobody answers for so long.", default="20s"
+)
+
 # keys
 
 new_key_file = argument(

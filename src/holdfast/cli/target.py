@@ -4,15 +4,39 @@ from __future__ import annotations
 
 import os
 import stat
+from contextvars import ContextVar
 
 from holdfast.cli.unlocking import unlocked
 from holdfast.engine.roots.catalog import Catalog, Entry, is_root, standalone
 from holdfast.engine.roots.sources import split_folder, split_source
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.format import layout
+from holdfast.policy.clock import Unit, parse
 from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
+from holdfast.store.remoteopen import SCHEMES, RemoteOptions
+
+PATIENCE: ContextVar[str] = ContextVar("patience", default="20s")
+"""How long a store may leave requests unanswered, as it was given."""
+
+
+def opened(root: str) -> Store:
+    """The store of a root; one in a cloud is given up when nobody answers in time.
+
+    Raises:
+        UsageError: the time cannot be understood, or no such store is known.
+    """
+    store = open_store(root)
+    patience = parse(PATIENCE.get(), what="--timeout", units={Unit.SECOND})
+    if root.partition("://")[0] not in SCHEMES:
+        return store
+    from holdfast.store.remote import RemoteStore
+
+    # Requests are repeated for half the time; the last of them may wait for its connection.
+    half_s = float(patience.value) / 2
+    options = RemoteOptions(connect_timeout_s=min(half_s, 10.0), retry_s=half_s)
+    return RemoteStore(root, options=options)
 
 
 def open_root(text: str) -> Store:
@@ -25,7 +49,7 @@ def open_root(text: str) -> Store:
     root, which = split_source(text)
     if which is not None:
         raise UsageError(f"{text!r}: this command takes a whole root, without @{which}")
-    store = open_store(root)
+    store = opened(root)
     if isinstance(store, LocalStore):
         _expect_folder(store.url)
     if is_root(store):
@@ -49,7 +73,7 @@ def open_target(text: str) -> tuple[Store, str]:
     root, which = split_source(text)
     parent, folder = split_folder(root) if which is None else ("", "")
     if folder:
-        return unlocked(open_store(parent)), folder
+        return unlocked(opened(parent)), folder
     store = open_root(root)
     if which is not None and layout.parse_attempt(which) in Catalog(store).attempts():
         return store, which

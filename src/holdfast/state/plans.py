@@ -67,7 +67,7 @@ class TreePlan:
         self._merge: Merge
 
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
-        """Only the kind of the whole must fit: the inside is data."""
+        """Only the kind of the whole must fit: the inside is data. Other keys are a note."""
         self._stored = skeleton.value
         problems.notes += skeleton.notes(self._component)
         is_dict = isinstance(self._live, dict)
@@ -76,6 +76,7 @@ class TreePlan:
             problems.other.append(f"{self._component}: stored a {stored}, live a {live}")
         elif wishes.selection.is_partial(self._component):
             keep_live(self._stored, self._live, self._component, wishes.selection)
+        problems.notes += _other_keys(self._component, self._stored, self._live)
         self._stored = enumerations.revive(
             skeleton, self._live, self._component, problems, stored=self._stored
         )
@@ -96,6 +97,22 @@ class TreePlan:
 
     def finish(self) -> None:
         """Nothing is left to do."""
+
+
+def _other_keys(component: str, stored: Any, live: Any) -> list[str]:
+    """Notes on keys that only one of two dicts has; an empty live one takes any."""
+    if not (isinstance(stored, dict) and isinstance(live, dict) and live):
+        return []
+    sides = (
+        ("not in the checkpoint, removed", [key for key in live if key not in stored]),
+        ("in the checkpoint only, added", [key for key in stored if key not in live]),
+    )
+    return [f"{component}: {_named(keys)} {what}" for what, keys in sides if keys]
+
+
+def _named(keys: list[Any]) -> str:
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return ", ".join(f"{key!r:.40}" for key in keys[:3]) + more
 
 
 class ObjectPlan:

@@ -12,6 +12,9 @@ from holdfast.format.tensors import TensorSpec
 from holdfast.state.dtypes import DTYPE_NAMES
 from holdfast.state.selection import Selection
 
+_PREFIXES = ("module.", "_orig_mod.", "model.")
+"""What wrappers of modules put before the names in them."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Problems:
@@ -66,8 +69,27 @@ class Problems:
                 unexpected=self.unexpected,
                 wrong_shape=self.wrong_shape,
                 wrong_dtype=self.wrong_dtype,
-                hint="and also:\n" + listing(self.other) if self.other else "",
+                hint=self._hint(),
             )
+
+    def _hint(self) -> str:
+        """What else is wrong, and the `rename=` that mends paths which differ by a prefix."""
+        others = ["and also:\n" + listing(self.other)] if self.other else []
+        for prefix in _PREFIXES:
+            for longer, shorter, rule in (
+                (self.unexpected, self.missing, f'name.removeprefix("{prefix}")'),
+                (self.missing, self.unexpected, f'"{prefix}" + name'),
+            ):
+                if longer and {_without(path, prefix) for path in longer} == {*shorter}:
+                    only = f"the paths differ by {prefix!r} alone; pass rename=lambda name: {rule}"
+                    return "\n".join([only, *others])
+        return "\n".join(others)
+
+
+def _without(path: str, prefix: str) -> str:
+    """The path without a prefix of the name inside its component."""
+    component, _, name = path.partition(".")
+    return f"{component}.{name.removeprefix(prefix)}"
 
 
 class Rename:

@@ -161,9 +161,10 @@ def remove_tree(root: str, segments: Sequence[str]) -> None:
 
 
 def scan(folder_fd: int, *, sizes: bool) -> list[tuple[str, int]]:
-    """Name and length of the regular files; folders end with `/`. Links and devices are left out.
+    """Name and length of the regular files; folders end with `/`. Devices are left out.
 
-    Lengths are 0 without `sizes`, which saves a call for each file.
+    Lengths are 0 without `sizes`, which saves a call for each file; then a symbolic link that leads
+    out of the folder counts as a folder, so that who reads it is told. Other links are left out.
     """
     found = []
     with os.scandir(folder_fd) as entries:
@@ -174,9 +175,16 @@ def scan(folder_fd: int, *, sizes: bool) -> list[tuple[str, int]]:
                 elif entry.is_file(follow_symlinks=False):
                     nbytes = entry.stat(follow_symlinks=False).st_size if sizes else 0
                     found.append((entry.name, nbytes))
+                elif not sizes and entry.is_symlink() and _leads_out(folder_fd, entry.name):
+                    found.append((entry.name + "/", 0))
             except FileNotFoundError:
                 continue  # it went while the folder was read
     return found
+
+
+def _leads_out(folder_fd: int, name: str) -> bool:
+    """Whether a symbolic link points to anything but a name beside it."""
+    return "/" in os.readlink(name, dir_fd=folder_fd)
 
 
 def _empty_folder(folder_fd: int) -> list[str]:

@@ -69,7 +69,8 @@ _CLASSES: dict[int, type[StoreError]] = {
 _HINTS = {
     errno.ENOENT: "it, or the folder that it is in, does not exist",
     errno.ENOTDIR: "a part of its path is not a folder",
-    errno.ELOOP: "it is a symbolic link, and none is followed inside a root",
+    errno.ELOOP: "it, or the folder that it is in, is a symbolic link, and none is followed inside "
+    "a root. Put what it points to in its place (cp -r), or mount that there (mount --bind)",
     errno.ENOTEMPTY: "something was added to the folder while it was being removed",
     errno.ENAMETOOLONG: "this file system takes only shorter names",
 }

@@ -214,7 +214,7 @@ def checked_max_time_s(max_time: str | Time | None) -> float:
 
 
 def own_loggers(
-    root: str | os.PathLike[str] | Store | Tiered,
+    root: str | os.PathLike[str] | Store | Tiered | None,
     log: bool | str | os.PathLike[str] | None,
     progress: bool,
     *,

@@ -28,7 +28,8 @@ from holdfast.engine.claims.claim import (
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.claims.process import liveness, this_process
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.commit import begin
+from holdfast.engine.roots.commit import begin, put_once
+from holdfast.errors import StoreError
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.records import (
@@ -466,3 +467,12 @@ def test_whether_a_hidden_process_is_the_one_of_a_record_is_unknown(tmp_path: Pa
         [*command, sys.executable, "-c", HIDDEN, repr(stranger)], capture_output=True, text=True
     )
     assert (done.stdout, done.stderr) == ("unknown\n", "")
+
+
+def test_a_folder_in_the_place_of_a_claim_is_named(tmp_path):
+    """Line 26 of the review: the error was private, and said that the put may still take effect."""
+    store = LocalStore(tmp_path)
+    store.make_folder("writers/00000001.json")
+    with pytest.raises(StoreError, match="a folder is in the place") as caught:
+        put_once(store, "writers/00000001.json", b"claim")
+    assert type(caught.value) is StoreError

@@ -8,6 +8,7 @@ from holdfast.care.retention import Deleter
 from holdfast.engine.claims.claim import Claim, claim_run
 from holdfast.engine.loading.resume import Reader, Search
 from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.roots.commit import begin
 from holdfast.engine.threads import Threads
 from holdfast.errors import CorruptData
 from holdfast.events import Emitter
@@ -62,6 +63,24 @@ def test_a_resume_past_a_damaged_one_reads_the_next_and_no_more() -> None:
         found = manager.resume()
         assert found is not None
         assert found.folder == folders[1]
+
+
+def test_a_resume_looks_twice_at_each_attempt_that_did_not_commit() -> None:
+    """Line 26 of the review: it looked five times. Once before its claim and once after."""
+    store = ReadsNoted()
+    a_run(2, store)
+    left = [begin(store, label="x", epoch=1, sequence=number).folder for number in range(3, 40)]
+    for folder in left:
+        store.put(f"{folder}/model-00000.json", b"{}")
+    store.delete(layout.closed_key(1))
+    noted = FaultyStore(store)
+    reader = Reader(
+        catalog=Catalog(noted), state=new_run().state, threads=Threads(), timeout_s=60.0
+    )
+    claim_run(noted, Search(reader, "latest", walks=True), takeover=True, emit=Emitter(()))
+    reader.threads.close()
+    looks = [key.split("/")[0] for op, key in noted.ops if op == "head"]
+    assert {folder: looks.count(folder) for folder in left} == dict.fromkeys(left, 2)
 
 
 def reads_of_the_oldest(num_saves: int) -> int:

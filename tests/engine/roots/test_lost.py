@@ -53,6 +53,33 @@ def folder_of(store: Store, number: int = 0) -> str:
     return str(Catalog(store).attempts()[number])
 
 
+def test_a_folder_that_was_moved_and_linked_is_damaged(tmp_path: Path) -> None:
+    """Line 26 of the review: it was invisible, and the run went back in silence."""
+    root, disk = tmp_path / "root", tmp_path / "disk"
+    store = LocalStore(root)
+    a_root(store, (1, 2))
+    folder = folder_of(store)
+    (root / folder).rename(disk)
+    (root / folder).symlink_to(disk)
+    before = sorted(disk.iterdir())
+    with pytest.raises(errors.CorruptData, match=r"symbolic link.*mount --bind"):
+        Catalog(store).resolve("latest")
+    recorder = Recorder()
+    with opened(store, Tiny(), sinks=(recorder,)) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.step == 1
+        ((name, why),) = found.rejected
+        assert name == folder
+        assert "symbolic link" in why
+    collect(store)
+    assert [name for name, _ in Catalog(store).survey()[1]] == [folder]
+    assert sorted(disk.iterdir()) == before
+    (root / folder).unlink()
+    disk.rename(root / folder)
+    assert Catalog(store).entry(Catalog(store).attempts()[0]) is not None
+
+
 def lose(store: Store, number: int = 0) -> str:
     """Take the manifest of the newest attempt away, or of the one so many before it."""
     folder = folder_of(store, number)

@@ -7,7 +7,7 @@ never writes and never claims.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -300,21 +300,23 @@ class Catalog:
     def lineage(self, *, below: int | None = None) -> Iterator[AttemptName]:
         """Attempts that resume may use, newest first: down the chain of claims.
 
-        Attempts without a commit are among them; the caller reads each. `below` looks at the run
-        as it was before that epoch's claim. Claims that do not count are passed over
-        (docs/design.md, rule 2).
+        Attempts without a commit are among them, but none newer than the newest commit; the caller
+        reads each. `below` looks at the run as it was before that epoch's claim. Claims that do not
+        count are passed over (docs/design.md, rule 2).
         """
         attempts = self.open_attempts()
         epochs = self._epochs(attempts, below)
-        epoch = self._standing_epoch(attempts, epochs)
-        oldest = min((name.epoch for name in attempts), default=1)
-        last: int | None = None
+        by_epoch: dict[int, list[AttemptName]] = {}
+        for name in attempts:
+            by_epoch.setdefault(name.epoch, []).append(name)
+        oldest = min(by_epoch, default=1)
+        epoch, last = self._standing(by_epoch, epochs)
         while epoch >= max(oldest, 1):  # below that there are no attempts
-            for name in attempts:
-                if name.epoch == epoch and (last is None or name.sequence <= last):
+            for name in by_epoch.get(epoch, ()):
+                if last is None or name.sequence <= last:
                     yield name
             claim = self._claim_or_none(epoch)
-            point = self._parent(attempts, epoch) if claim is None else claim.resumed_from
+            point = self._parent(by_epoch.get(epoch, ())) if claim is None else claim.resumed_from
             if claim is not None and point is None:
                 return
             if point is None or point.epoch >= epoch:
@@ -471,25 +473,34 @@ class Catalog:
         epochs = sorted({*claimed, *earlier}, reverse=True)
         return tuple(epoch for epoch in epochs if below is None or epoch < below)
 
-    def _standing_epoch(self, attempts: tuple[AttemptName, ...], epochs: tuple[int, ...]) -> int:
-        """The highest epoch that has committed, or is a rollback to what is still there."""
+    def _standing(
+        self, attempts: Mapping[int, Sequence[AttemptName]], epochs: tuple[int, ...]
+    ) -> tuple[int, int | None]:
+        """The highest epoch that has committed, with the sequence of its newest commit, or that is
+        a rollback to what is still there."""
         self.vanished = ""
         for epoch in epochs:
-            if any(self._is_there(name) for name in attempts if name.epoch == epoch):
-                return epoch
+            newest = next(filter(self._is_there, attempts.get(epoch, ())), None)
+            if newest is not None:
+                return epoch, newest.sequence
             claim = self._claim_or_none(epoch)
             if claim is None or not claim.rollback or claim.resumed_from is None:
                 continue
-            if any(map(self._is_there, _named_by(claim.resumed_from, attempts))):
-                return epoch
+            if any(
+                map(
+                    self._is_there,
+                    _named_by(claim.resumed_from, attempts.get(claim.resumed_from.epoch, ())),
+                )
+            ):
+                return epoch, None
             self.vanished = self.vanished or claim.resumed_from.folder
-        return 0
+        return 0, None
 
-    def _parent(self, attempts: tuple[AttemptName, ...], epoch: int) -> Reference | None:
-        """What the writer of an epoch went on from, as a checkpoint of it says."""
+    def _parent(self, attempts: Iterable[AttemptName]) -> Reference | None:
+        """What the writer of these attempts went on from, as a checkpoint of them says."""
         for name in attempts:
             with suppress(FormatError, SealError):
-                register = self.read(str(name)) if name.epoch == epoch else None
+                register = self.read(str(name))
                 if isinstance(register, Manifest):
                     return register.parent
         return None

@@ -197,10 +197,10 @@ def _expect_ours(store: Store, key: str, data: bytes, error: StoreError) -> None
         found = read_document(store, key, max_nbytes=MAX_MANIFEST_NBYTES)
     except NotFound:
         folder, _, name = key.rpartition("/")
-        if f"{name}/" in store.children(folder):
+        if isinstance(error, AlreadyExists) and f"{name}/" in store.children(folder):
             raise StoreError(
-                f"{store.url}/{key}: a folder is in the place of this record, so it cannot be put; "
-                "move it away"
+                f"{store.url}/{key}: a folder is in the place of this file, so nothing was put. "
+                "Holdfast makes no such folder; look into it and move it out of the root"
             ) from error
         raise _NotThere(
             f"{store.url}/{key}: the put failed ({error}) and may still take effect"
