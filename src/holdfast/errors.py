@@ -292,7 +292,7 @@ def is_damage(error: BaseException) -> bool:
 
     A newer format, a state that does not fit, missing rights and passing failures are not damage.
     """
-    if isinstance(error, UnsupportedVersion | AccessDenied | TransientStoreError):
+    if isinstance(error, UnsupportedVersion | AccessDenied | TransientStoreError | OutcomeUnknown):
         return False
     return isinstance(error, FormatError | StoreError)
 

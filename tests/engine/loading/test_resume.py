@@ -19,6 +19,7 @@ from holdfast.policy.retention import All, Last
 from holdfast.state.edits import StateView
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
+from holdfast.testing.faulty import Fault, FaultyStore
 from runs import Recorder, new_run
 
 ILL = ("the loss is nan", "weight 0.weight is not finite")
@@ -385,3 +386,16 @@ def test_a_commit_while_it_is_asked_whether_anything_was_committed_is_no_refusal
         assert owner.resume() is None
         monkeypatch.setattr(Catalog, "ever_committed", commits_first)
         assert second.resumed() == 1
+
+
+def test_a_lost_reply_is_no_damage() -> None:
+    """It says nothing of the bytes: no older checkpoint is taken for it, and no mark is left."""
+    story = Story()
+    newest = story.tell("good", "good")[-1]
+    faults = [Fault(kind="lose_reply", key=f"{newest}/index.json", times=None)]
+    story.store, store = FaultyStore(story.store, faults), story.store
+    with pytest.raises(errors.OutcomeUnknown):
+        story.resumed()
+    story.store = store
+    assert story.marked() == []
+    assert story.resumed() == 2
