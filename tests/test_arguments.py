@@ -86,7 +86,7 @@ def method(name: str, **beside: Any) -> Callable[..., Any]:
 
     def call(folder: Path, **given: Any) -> None:
         with a_manager(folder) as manager:
-            tags = given.pop("tags", ()) if name == "tag" else ()
+            tags = given.pop("tags", ("good",)) if name == "tag" else ()
             arguments = {**beside, **given}
             first = (arguments.pop("which"),) if name in ("pin", "unpin", "tag") else ()
             try:
@@ -145,6 +145,7 @@ CASES: dict[str, Case] = {
         call=a_trainer,
         wrong={
             **_SHARED,
+            "root": (3, ["x"]),
             "model": (3, "x", None),
             "optimizer": (3, "adam", None),
             "data": (3, None, ["x"], "x"),
@@ -176,6 +177,7 @@ CASES: dict[str, Case] = {
         wrong={
             "until": (0, 1.5, "x", None, True, ["x"]),
             "max_time": (3, "5step", ["1h"]),
+            "start_from": (3, ["x"]),
             "without": (*NO_NAMES, [3]),
         },
     ),
@@ -225,7 +227,12 @@ CASES: dict[str, Case] = {
         of=CheckpointManager.resume,
         call=method("resume"),
         prepare=a_checkpoint,
-        wrong={**_LOAD, "unhealthy": ("x", 3, None), "seen": (3, "x")},
+        wrong={
+            **_LOAD,
+            "in_place": no(*NOT_TRUE_OR_FALSE, but=(None,)),
+            "unhealthy": ("x", 3, None),
+            "seen": (3, "x"),
+        },
     ),
     "load": Case(
         of=CheckpointManager.load,
@@ -291,7 +298,11 @@ CASES: dict[str, Case] = {
         },
     ),
     "All": Case(of=holdfast.All, call=plain("All"), wrong={}),
-    "Last": Case(of=holdfast.Last, call=plain("Last"), wrong={"n": (0, *NO_COUNT)}),
+    "Last": Case(
+        of=holdfast.Last,
+        call=plain("Last", n=1),
+        wrong={"n": (0, *NO_COUNT), "save_class": ("x", 3)},
+    ),
     "Best": Case(
         of=holdfast.Best,
         call=plain("Best", metric="loss"),

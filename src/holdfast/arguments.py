@@ -101,7 +101,8 @@ def _described(hint: Any) -> str:
         return " or ".join(map(_described, get_args(hint)))
     if hint in (None, NoneType):
         return "None"
-    return _MODULES.sub("", hint.__name__ if type(hint) is type else str(hint))
+    is_class = isinstance(hint, type) and get_origin(hint) is None
+    return _MODULES.sub("", hint.__name__ if is_class else str(hint))
 
 
 def _kinds(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:

@@ -24,7 +24,7 @@ READ_TIMEOUT_S = 1800.0
 """Longest time that reading one checkpoint may take."""
 
 
-@checked(but=("model",))
+@checked()
 def load_weights(
     source: str | os.PathLike[str] | Store,
     model: nn.Module,

@@ -124,7 +124,7 @@ def _(user: User) -> None:
     user.manager(label="{run_name}-{step}")
 
 
-@case("the model as the state: `CheckpointManager(root, model)`", names="mapping")
+@case("the model as the state: `CheckpointManager(root, model)`", names="Mapping")
 def _(user: User) -> None:
     user.manager(state=user.state["model"])
 
@@ -356,7 +356,7 @@ def _(user: User) -> None:
     holdfast.load_weights("runs/first", model, strict=False)
 
 
-@case('`load_weights("runs/first", model.state_dict())`', names="state_dict")
+@case('`load_weights("runs/first", model.state_dict())`', names="must be Module")
 def _(user: User) -> None:
     holdfast.load_weights("runs/first", user.state["model"].state_dict())
 

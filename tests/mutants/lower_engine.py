@@ -385,8 +385,8 @@ LOADING = (
         name="fresh-start-where-nothing-can-be-used",
         promise="R19: a run that has committed never begins anew",
         file="engine/loading/resume.py",
-        before="        if not catalog.ever_committed(by_main=True):\n",
-        after="        if self.passed_over or not catalog.ever_committed(by_main=True):\n",
+        before="            is_new = not catalog.ever_committed(by_main=True)\n",
+        after="            is_new = bool(self.passed_over) or not catalog.ever_committed(by_main=True)\n",
         near=("tests/test_compression.py", "tests/care/test_thin.py", DAMAGE),
     ),
 )

@@ -34,6 +34,11 @@ class Ending:
         value: int | None = getattr(self._counters, self._counter)
         return value is not None and value >= self.goal.value
 
+    def is_beyond_goal(self) -> bool:
+        """Whether more is done than was asked for."""
+        value: int | None = getattr(self._counters, self._counter)
+        return value is not None and value > self.goal.value
+
     def is_here(self) -> bool:
         """Whether training ends here; once it does, it stays so, whatever the clock says."""
         if self.reason is None:

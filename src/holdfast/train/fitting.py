@@ -121,7 +121,10 @@ class Fit:
         is_saved = found is not None and is_here and found.save_class == "permanent"
         is_complete = is_saved and not self._counters.unvalidated
         if self._ending.is_at_goal():
-            logger.info("%s is reached already, at step %d", self._ending.goal, self._counters.step)
+            # A finished run that is started again is no mistake; to ask for less may be one.
+            level = logging.WARNING if self._ending.is_beyond_goal() else logging.INFO
+            text = "%s is reached already, at step %d"
+            logger.log(level, text, self._ending.goal, self._counters.step)
             if is_complete:
                 self._tell(Callback.already_done)
                 return self._ending.outcome(notes)

@@ -627,7 +627,7 @@ def test_without_overlap_everything_is_staged_when_save_returns(tmp_path: Path, 
 
 
 def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="overlap='always' must be one of"):
+    with pytest.raises(UsageError, match="overlap='always': must be one of"):
         CheckpointManager(tmp_path, {"model": new_model()}, overlap="always")  # type: ignore[arg-type]
 
 
