@@ -875,7 +875,7 @@ class CheckpointManager:
         """A load has ended well; a full one moves the run to where the checkpoint stands."""
         note_loaded(self.state.get(name) for name in found.prepared.needed)
         before.rates.put_back(found.one_sided.new)
-        told = found.prepared.notes if found.options.strict else ()  # else they were asked for
+        told = found.prepared.notes if found.options.is_full else ()  # else they were asked for
         for note in (*found.one_sided.notes, *told, *before.settings.replaced()):
             self._emit("warning", f"{found.entry.folder}: {note}", folder=found.entry.folder)
         if not found.options.is_full:

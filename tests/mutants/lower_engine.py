@@ -386,7 +386,7 @@ LOADING = (
         promise="R19: a run that has committed never begins anew",
         file="engine/loading/resume.py",
         before="            is_new = not catalog.ever_committed(by_main=True)\n",
-        after="            is_new = bool(self.passed_over) or not catalog.ever_committed(by_main=True)\n",
+        after="            is_new = bool(self.passed_over)\n",
         near=("tests/test_compression.py", "tests/care/test_thin.py", DAMAGE),
     ),
 )

@@ -288,12 +288,12 @@ def test_weights_of_another_model_are_renamed_chosen_and_edited(tmp_path: Path) 
 def test_without_strict_the_report_has_everything_and_nothing_is_guessed(tmp_path: Path) -> None:
     """D32, A26: also a name that differs by a prefix alone is another name."""
     saved_run(tmp_path)
-    mine = nn.ModuleDict({"net": nn.Sequential(nn.Linear(8, 16))})
+    mine = nn.ModuleDict({"net": nn.Sequential(nn.Linear(8, 16)), "0": nn.Linear(8, 16)})
     before = mine["net"][0].weight.detach().clone()
     loaded = load_weights(tmp_path, mine, strict=False)
     assert torch.equal(mine["net"][0].weight, before)
     assert "model.net.0.weight: not in the checkpoint, left as it is" in loaded.notes
-    assert "model.0.weight: in the checkpoint only, not loaded" in loaded.notes
+    assert "model.1.bias: in the checkpoint only, not loaded" in loaded.notes
 
 
 def test_weights_are_those_of_the_checkpoint_that_was_named(tmp_path: Path) -> None:

@@ -52,8 +52,10 @@ class Story:
         with self.open(**options) as manager:
             return [self.save(manager, step, kind) for step, kind in enumerate(kinds, start=1)]
 
-    def resumed(self, which: str | int = "latest", **options: Any) -> int:
-        with self.open() as manager:
+    def resumed(
+        self, which: str | int = "latest", *, takeover: bool = False, **options: Any
+    ) -> int:
+        with self.open(takeover=takeover) as manager:
             found = manager.resume(which, **options)
         assert found is not None
         return found.step
@@ -385,7 +387,7 @@ def test_a_commit_while_it_is_asked_whether_anything_was_committed_is_no_refusal
     with first.open() as owner:
         assert owner.resume() is None
         monkeypatch.setattr(Catalog, "ever_committed", commits_first)
-        assert second.resumed() == 1
+        assert second.resumed(takeover=True) == 1
 
 
 def test_a_lost_reply_is_no_damage() -> None:

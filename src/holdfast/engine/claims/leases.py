@@ -301,9 +301,10 @@ def _names(store: Store) -> tuple[str, ...]:
         refresh_folder(store, layout.READERS)
         return store.children(layout.READERS)
     except StoreError:
-        if f"{layout.READERS}/" in store.children():
+        # A link, say, in which nobody can have put a lease, or a folder that cannot be read.
+        if any(store.list(layout.READERS)):
             raise
-        return ()  # a link, say, in which nobody can have put a lease
+        return ()
 
 
 def _read_lease(store: Store, key: str, name: AttemptName, nonce: str) -> FoundLease | None:
