@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.cli.output import Answer, Code, Table, size
-from holdfast.cli.target import open_root
+from holdfast.cli.target import open_root, opened
 from holdfast.cli.unlocking import inner
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.ledger import Ledger
@@ -19,7 +19,6 @@ from holdfast.errors import FormatError, HoldfastError, NoCheckpoint
 from holdfast.format.envelope import Visible
 from holdfast.format.manifest import Deleted, Manifest
 from holdfast.format.records import TiersRecord, UploadRecord
-from holdfast.store import open_store
 from holdfast.store.base import Store
 
 
@@ -73,7 +72,7 @@ def show_uploads(root: str) -> Answer:
 def _remote(tiers: TiersRecord) -> tuple[Store | None, str | None]:
     """The remote root, or why it cannot be looked at from here."""
     try:
-        remote = open_store(tiers.remote)
+        remote = opened(tiers.remote)
         remote.children()
     except HoldfastError as error:
         return None, str(error)
