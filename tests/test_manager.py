@@ -19,6 +19,7 @@ import torch
 import warm
 from holdfast import SideSaver, Tiered, errors
 from holdfast.engine.hooks import StateHooks
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.saving import save as save_module
 from holdfast.engine.staging.arena import Arena
 from holdfast.engine.staging.copying import Copying
@@ -909,3 +910,24 @@ def test_keys_that_only_one_side_of_a_dict_has_are_noted(tmp_path):
     assert live == {"seen": 1, "old": 2}
     assert "counts: 'new' not in the checkpoint, removed" in found.notes
     assert "counts: 'old' in the checkpoint only, added" in found.notes
+
+
+def test_accelerates_optimizer_is_saved_as_the_one_inside(tmp_path: Path) -> None:
+    """It overrides `state_dict`, and would be saved as an opaque object without names."""
+
+    class AcceleratedOptimizer(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        def state_dict(self) -> Any:
+            return self.optimizer.state_dict()
+
+        def load_state_dict(self, state: Any) -> None:
+            self.optimizer.load_state_dict(state)
+
+    model = torch.nn.Linear(2, 2)
+    state = {"model": model, "optimizer": AcceleratedOptimizer(torch.optim.SGD(model.parameters()))}
+    with CheckpointManager(tmp_path, state) as manager:
+        manager.save(1, wait=True)
+    (entry,) = Catalog(LocalStore(tmp_path)).checkpoints()
+    assert entry.manifest.components["optimizer"].kind == "optimizer"

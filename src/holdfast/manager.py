@@ -73,7 +73,7 @@ from holdfast.policy.schedule import Schedule
 from holdfast.policy.triggers import Event as TriggerEvent
 from holdfast.policy.triggers import SaveFunction, Trigger
 from holdfast.state.capture import Captured, Capturer, check_state
-from holdfast.state.components import RNG
+from holdfast.state.components import RNG, unwrapped
 from holdfast.state.edits import Edit, edited
 from holdfast.state.held import describe as describe_unheld
 from holdfast.state.loaded import note_loaded
@@ -173,6 +173,7 @@ class CheckpointManager:
         preflight: bool = True,
     ) -> None:
         check_state(state)
+        state = unwrapped(state)
         check_options(
             {*state, RNG},
             keep=keep,

@@ -62,6 +62,21 @@ def kind_of(value: Any) -> Kind:
     )
 
 
+def unwrapped(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state with the torch optimizer inside each of accelerate's wrappers.
+
+    The wrapper has no state of its own; left in place, it would be saved as an opaque object.
+    """
+    # Compared by name: importing the class would import all of accelerate.
+    inner = {
+        name: value.optimizer
+        for name, value in state.items()
+        if type(value).__name__ == "AcceleratedOptimizer"
+        and isinstance(getattr(value, "optimizer", None), Optimizer)
+    }
+    return {**state, **inner} if inner else state
+
+
 def _saves_as_torch_does(optimizer: Optimizer) -> bool:
     own = vars(optimizer)
     kind = type(optimizer)
