@@ -24,7 +24,7 @@ from holdfast.store.remote import RemoteStore
 from holdfast.store.remoteopen import RemoteOptions
 from store.answers import RESET, Answer, Answers, answering, refusal
 
-TWICE = RemoteOptions(max_retries=1, retry_s=5, timeout_s=60, connect_timeout_s=60)
+TWICE = RemoteOptions(max_retries=1, retry_s=60, timeout_s=60, connect_timeout_s=60)
 
 
 @pytest.fixture
