@@ -1,7 +1,7 @@
-"""Arguments of public functions, checked against their annotations where they are given.
+"""Type checks for the arguments of public functions, against their annotations.
 
-It knows what an argument is as a whole: that `tags` can be iterated over, not what is in it. That,
-and what a type does not say, is checked by whoever takes the argument.
+Only the outer type is checked: that `tags` is iterable, not that its items are text. All other
+checks belong to the function that takes the argument.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _short.maxstring = _short.maxother = 200
 
 
 def checked(*, but: Collection[str] = ()) -> Callable[[F], F]:
-    """Decorates a function, or a class for its `__init__`: it refuses, by name, values that do not
-    fit the annotations of their arguments, and an argument that is given twice.
+    """Decorator that raises `UsageError` when an argument is not of its annotated type.
 
-    It raises `UsageError` before anything else runs. The arguments `but` are left to the function,
-    which has a better word for them.
+    Of a class, the arguments of `__init__` are checked. An argument given both by position and by
+    name is an error, too. The check runs before the function. Arguments in `but` are not checked:
+    the function has a clearer message for them.
     """
 
     def decorated(target: F) -> F:
@@ -45,7 +45,7 @@ def checked(*, but: Collection[str] = ()) -> Callable[[F], F]:
 def _checking(target: F, but: Collection[str]) -> F:
     @cache
     def hints() -> dict[str, Any]:
-        # When it is called first: until then a class that names itself is not there.
+        # On the first call: an annotation may name the class that is still being defined.
         found = inspect.get_annotations(target, eval_str=True)
         return {name: hint for name, hint in found.items() if name not in but}
 
@@ -69,7 +69,7 @@ def _checking(target: F, but: Collection[str]) -> F:
 
 
 def shown(value: object) -> str:
-    """A value in an error: as Python writes it, and no longer than a person reads."""
+    """The `repr` of a value, shortened for an error message."""
     return _short.repr(value)
 
 
@@ -110,7 +110,7 @@ def _kinds(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _places(function: Callable[..., Any]) -> Iterator[str]:
-    """The arguments that can be given by their place, in order."""
+    """Names of the arguments that can be passed by position, in order."""
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return (name for name, kind in _kinds(function) if kind in by_place)
 

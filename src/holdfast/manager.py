@@ -87,7 +87,7 @@ _NEVER_QUIET = (0, 0.0)
 
 
 class _Before:
-    """What a script has set in the live state, before a load replaces it."""
+    """Learning rates and settings in the live state, recorded before a load replaces them."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.rates = Rates(state)
@@ -245,7 +245,7 @@ class CheckpointManager:
         self._pid = os.getpid()
         self._closed = False
         self._is_unused = True
-        """Whether the live state may still be replaced in part: nothing of this run is in it."""
+        """Whether this manager has neither loaded nor saved, so that a resume may load in place."""
         self._is_rollback = False
         self._not_saved_due = True
         self._position_due = is_outside(state)
@@ -555,8 +555,10 @@ class CheckpointManager:
         return describe(self._home(found.entry), found.entry, notes=notes, new=new_)
 
     def count_from(self, timestamp: Timestamp) -> None:
-        """Take over clock and counters of a state that came from another root, before the first
-        save: intervals go on from there, and nothing counts as saved in this root."""
+        """Continue counters and training time from `timestamp`, of a state from another root.
+
+        Call it before the first save. Intervals go on from there, and nothing counts as saved.
+        """
         self._quiet = _NEVER_QUIET
         self._moments.count_from(timestamp)
 
@@ -588,7 +590,7 @@ class CheckpointManager:
 
         Raises:
             UsageError: no tag is given, or one cannot be a tag.
-            NoCheckpoint: there is none, or its deletion has begun.
+            NoCheckpoint: `which` names no checkpoint, or its deletion has begun.
         """
         if not tags:
             raise UsageError(f"tag({which!r}): name at least one tag")
@@ -873,7 +875,7 @@ class CheckpointManager:
         return sides
 
     def _went_on_from(self, found: Candidate, before: _Before, *, is_rollback: bool) -> None:
-        """A load has ended well; a full one moves the run to where the checkpoint stands."""
+        """Log notes of a successful load; after a full one the run goes on from its checkpoint."""
         note_loaded(self.state.get(name) for name in found.prepared.needed)
         before.rates.put_back(found.one_sided.new)
         told = found.prepared.notes if found.options.is_full else ()  # else they were asked for
@@ -888,7 +890,7 @@ class CheckpointManager:
             self._housekeeper.trust(found.entry)
 
     def _expect_nothing_trained(self, entry: Entry, *, is_rollback: bool) -> None:
-        """Warn where a resume has thrown away steps that were trained since the last save."""
+        """Warn if a resume has discarded steps that were trained since the last save."""
         told = self._moments.unsaved
         if told is not None and told != entry.step and not is_rollback:
             self._emit(
@@ -898,7 +900,7 @@ class CheckpointManager:
             )
 
     def _look_first(self) -> None:
-        """At the first look of a loop: warn of what would never save, or never stop."""
+        """Warn, at the first `maybe_save`, if nothing is saved by itself or signals are ignored."""
         if not self._schedule.policies and self._stop is None:
             self._emit(
                 "warning",

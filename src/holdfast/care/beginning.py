@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from holdfast.state.capture import Captured
 
 _CLOCK_SKEW_S = 60.0
-"""By so much the clocks of two hosts may differ."""
+"""Difference between the clocks of two hosts for which no warning is logged, in seconds."""
 
 
 class Beginning:
@@ -80,8 +80,10 @@ class Beginning:
             )
 
     def refuse_later(self, standing: Entry | None) -> None:
-        """Raise `UsageError` where there are checkpoints of later steps than that on which the run
-        stands: the saves of these steps would be refused one by one."""
+        """Raise `UsageError` if the root has checkpoints of later steps than `standing`.
+
+        With `on_existing="error"` the saves of these steps would be refused, hours later.
+        """
         step = -1 if standing is None else standing.step
         later = sorted({entry.step for entry in self._catalog.checkpoints() if entry.step > step})
         if later:
@@ -94,7 +96,7 @@ class Beginning:
             )
 
     def look_around(self) -> None:
-        """Warn where a run that begins afresh lies just above or inside of another one."""
+        """Warn if the root has no checkpoint, but a folder directly in it is the root of a run."""
         if not isinstance(self._store, Folders):
             return
         folders = [name[:-1] for name in self._store.children() if name.endswith("/")]
@@ -108,7 +110,7 @@ class Beginning:
                 )
 
     def compare_clocks(self, standing: Entry | None) -> None:
-        """Warn, once, where the clock stands before the time of the checkpoint gone on from."""
+        """Warn, once, if this host's clock is behind the time at which `standing` was saved."""
         if standing is None or self._has_compared_clocks:
             return
         now = utc_now()
@@ -164,7 +166,7 @@ class Beginning:
 
 
 def _seconds_between(first: str, second: str) -> float:
-    """From one recorded time to another; 0 where one says nothing."""
+    """Seconds from one recorded time to another; 0 if one of them cannot be parsed."""
     try:
         between = datetime.fromisoformat(second) - datetime.fromisoformat(first)
     except (ValueError, TypeError):

@@ -42,13 +42,13 @@ class Pruned:
 def preview(
     store: Store, rule: Rule, *, known: Mapping[str, Manifest] | None = None
 ) -> tuple[Planned, ...]:
-    """What `prune` would decide now. Claims and writes nothing.
+    """Decide what `prune` would delete now. Claims and writes nothing.
 
     `known`: folder → manifest, of those that were read before.
 
     Raises:
         UsageError: the rule needs a metric or a counter that no checkpoint has, or names a saver
-            that none has.
+            that made none of them.
     """
     catalog = Catalog(store)
     point = _standing(store).point

@@ -149,7 +149,7 @@ def verify_root(
         except StoreError as error:
             if type(error) is not StoreError:
                 raise
-            problems.append(problem_of(str(name), error))  # no folder: a symbolic link, say
+            problems.append(problem_of(str(name), error))  # a symbolic link in its place
     return RootReport(
         checkpoints=tuple(reports),
         problems=(*problems, *_check_claims(store)),

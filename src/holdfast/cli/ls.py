@@ -41,7 +41,7 @@ class _Contents:
     owner: Mapping[str, Any] | None
     readers: Sequence[FoundLease]
     missing: Mapping[str, Sequence[str]]
-    """By folder: files that are gone or of another length."""
+    """By folder: files that are missing or have the wrong length."""
 
 
 @collector_paused()
@@ -101,8 +101,11 @@ def _read(store: Store) -> _Contents:
 
 
 def _missing(store: Store, entry: Entry) -> list[str]:
-    """Files of a checkpoint that are gone or of another length, by its list: none is read. Not of
-    one that is being deleted, nor what retention dropped; a sealed one is left to `verify`."""
+    """Files of a checkpoint that are missing or have the wrong length. No file is read.
+
+    Empty for a checkpoint that is being deleted, and for an encrypted one, which `verify` checks.
+    Components that retention dropped are left out.
+    """
     if entry.marks.retired or inner(store) is not store:
         return []
     there = {info.key.rpartition("/")[2]: info.nbytes for info in store.list(f"{entry.folder}/")}

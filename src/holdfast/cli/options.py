@@ -35,7 +35,7 @@ key_commands = several("--key-command", "key_commands", "COMMAND", "Command that
 accept_plain = flag("--accept-plain", "With a key, read checkpoints that are not sealed too.")
 
 patience = option(
-    "--timeout", "TIME", "Give a store up at which nobody answers for so long.", default="20s"
+    "--timeout", "TIME", "Give up a store that does not answer for so long.", default="20s"
 )
 
 # keys

@@ -18,14 +18,14 @@ from holdfast.store.local import LocalStore
 from holdfast.store.remoteopen import SCHEMES, RemoteOptions
 
 PATIENCE: ContextVar[str] = ContextVar("patience", default="20s")
-"""How long a store may leave requests unanswered, as it was given."""
+"""Value of `--timeout`: how long an object store may leave requests unanswered."""
 
 
 def opened(root: str) -> Store:
-    """The store of a root; one in a cloud is given up when nobody answers in time.
+    """Open the store of a root; requests to an object store end after `--timeout`.
 
     Raises:
-        UsageError: the time cannot be understood, or no such store is known.
+        UsageError: `--timeout` is not a time, or no such store is known.
     """
     store = open_store(root)
     patience = parse(PATIENCE.get(), what="--timeout", units={Unit.SECOND})
@@ -33,7 +33,7 @@ def opened(root: str) -> Store:
         return store
     from holdfast.store.remote import RemoteStore
 
-    # Requests are repeated for half the time; the last of them may wait for its connection.
+    # Half of the time is for retries; the last of them may need the other half to connect.
     half_s = float(patience.value) / 2
     options = RemoteOptions(connect_timeout_s=min(half_s, 10.0), retry_s=half_s)
     return RemoteStore(root, options=options)

@@ -130,7 +130,7 @@ class Loader:
                 multiprocessing_context=multiprocessing_context,
                 worker_init_fn=_begin_worker,
             )
-        except (TypeError, ValueError) as error:  # names the option, and what it is
+        except (TypeError, ValueError) as error:  # its message names the option
             raise UsageError(f"torch's DataLoader: {error}") from error
 
     @property

@@ -29,7 +29,7 @@ class Moments:
         self._before: Timestamp | None = None
         self._has_warned = False
         self.unsaved: int | None = None
-        """The step that was told last, if nothing was saved or loaded since."""
+        """The newest step given to `now`, unless a save or a load came after it."""
         self._schedule = schedule
         self._counters: Counters = counters if counters is not None else dict
         self._odometer = Odometer()
@@ -79,7 +79,7 @@ class Moments:
         return self._odometer.look(now)
 
     def _expect_no_less(self, before: Timestamp, now: Timestamp) -> None:
-        """Warn, once, of a counter that goes back: all are totals of the run."""
+        """Warn, once, if a counter decreased: each must be a total over the whole run."""
         for name in ("step", *sorted(_COUNTERS)):
             was, is_ = getattr(before, name), getattr(now, name)
             if was is not None and is_ is not None and is_ < was:
@@ -97,8 +97,8 @@ class Moments:
         self._go_on(now, map(_record, self._saves_up_to(entry)))
 
     def count_from(self, now: Timestamp) -> None:
-        """Go on from a moment by which nothing was saved in this root."""
-        if now.step:  # else an odometer that has not moved knows all there is
+        """Continue counters and training time from `now`, with no earlier saves in this root."""
+        if now.step:  # at step 0 the new odometer is right already
             self._odometer.stand_on(now)
         self._go_on(now, ())
 

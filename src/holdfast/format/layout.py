@@ -24,7 +24,7 @@ REQUESTS = "requests"
 UPLOADS = "uploads"
 TIERS = "uploads/tiers.json"
 FOLDERS = frozenset({WRITERS, READERS, REQUESTS, UPLOADS})
-"""Folders of a root that are no attempts."""
+"""Names of the folders in a root that are not attempts."""
 BLOCK_NBYTES = 8 * 1024 * 1024
 DATA_ALIGNMENT = 4096
 MAX_TENSOR_FILE_NBYTES = 4 * 1024**3
@@ -103,7 +103,7 @@ def check_label(label: str) -> None:
 
 
 def check_component(name: str, *, what: str = "") -> None:
-    """Raise `UsageError`, which begins with `what`, unless `name` may be a component's name."""
+    """Raise `UsageError` unless `name` may name a component; the message begins with `what`."""
     if not isinstance(name, str) or not _COMPONENT.fullmatch(name):
         raise UsageError(f"{what}component name {name!r} must match {_COMPONENT.pattern}")
 

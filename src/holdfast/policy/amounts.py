@@ -29,7 +29,7 @@ def number_of_bytes(text: str, *, what: str = "") -> int:
     """The bytes of a size such as `500GB` or `1.5TiB`; an error begins with `what`.
 
     Raises:
-        UsageError: it is none.
+        UsageError: `text` is not a size.
     """
     match = _SIZE.fullmatch(text)
     if match is None or match[2] not in _SIZES:

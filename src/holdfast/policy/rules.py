@@ -69,7 +69,7 @@ class Nothing(Rule):
 class Last(Rule):
     """Keep the `n` newest, or the `n` newest of one class.
 
-    Beside those of a class the newest of all stays, as always.
+    The newest of all is kept in any case, whatever its class.
     """
 
     spelled: ClassVar[str] = "last"
@@ -84,18 +84,21 @@ class Last(Rule):
             raise UsageError(f"Last: save_class={self.save_class!r} must be one of {known}")
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
-        """The first `n` that count, of the class."""
+        """The first `n` of the class that count."""
         own = [p for p in counting(newest_first) if self._is_of_class(newest_first[p])]
         return dict.fromkeys(own[: self.n], str(self))
 
     def missing(self, counting: Sequence[Candidate]) -> str:
-        """Ephemeral ones; where none is permanent yet, only what is to be replaced goes."""
+        """The class 'ephemeral', if no checkpoint has it.
+
+        If none is permanent, the rule is right to keep none: it deletes only ephemeral ones.
+        """
         if self.save_class != "ephemeral" or any(map(self._is_of_class, counting)):
             return ""
         return "the class 'ephemeral'"
 
     def quota(self) -> int | None:
-        """`n`, and the newest where that is of the other class."""
+        """`n`, plus one for the newest, which may be of the other class."""
         return self.n if self.save_class is None else self.n + 1
 
     @classmethod
@@ -318,8 +321,8 @@ class Within(Rule):
 class Budget(Rule):
     """Keep the newest, as many as fit into `nbytes` bytes together.
 
-    What a person pinned or tagged takes its room first. Rules beside this one may keep more. Where
-    every checkpoint is larger the number has a wrong unit, and everything is kept.
+    Pinned and tagged checkpoints are counted first. Rules beside this one may keep more. If every
+    checkpoint is larger than the budget, its unit is likely wrong, and everything is kept.
     """
 
     spelled: ClassVar[str] = "budget"
@@ -342,7 +345,7 @@ class Budget(Rule):
         return dict.fromkeys(chosen, str(self))
 
     def missing(self, counting: Sequence[Candidate]) -> str:
-        """A checkpoint that fits."""
+        """A size that fits into the budget, if every checkpoint is larger."""
         smallest = min(entry.nbytes for entry in counting)
         if smallest <= self.nbytes:
             return ""

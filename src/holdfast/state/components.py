@@ -26,7 +26,7 @@ _STATE_HOOKS = (
 )
 
 _NAMES_OF_OBJECTS = (frozenset({"state", "param_groups"}), frozenset({"last_epoch", "_step_count"}))
-"""Of the state of an optimizer, and of a scheduler."""
+"""Keys by which the `state_dict` of an optimizer, and of a scheduler, is recognized."""
 
 RNG = layout.RNG
 """The component of the global generators, added unless the caller has one of that name."""
@@ -91,7 +91,7 @@ def _saves_as_torch_does(optimizer: Optimizer) -> bool:
 
 def _is_of_an_object(content: dict[Any, Any]) -> bool:
     """Whether a dict is the `state_dict` of a torch module, optimizer or scheduler."""
-    # The order of a module's names, with the versions of its submodules beside it.
+    # torch attaches the versions of a module's submodules to its state_dict.
     is_of_module = hasattr(content, "_metadata")
     return is_of_module or any(names <= {*content} for names in _NAMES_OF_OBJECTS)
 

@@ -1,4 +1,4 @@
-"""Modules that got their weights from a checkpoint, for who begins a training with them."""
+"""Record of modules that a checkpoint was loaded into, which a new training must not reset."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _loaded: WeakSet[nn.Module] = WeakSet()
 
 
 def note_loaded(components: Iterable[object]) -> None:
-    """Remember those that are modules."""
+    """Record the modules among these components as loaded."""
     _loaded.update(item for item in components if isinstance(item, nn.Module))
 
 
 def is_loaded(module: nn.Module) -> bool:
-    """Whether `load_weights`, or `load` or `resume` of a manager, has filled this module."""
+    """Whether a checkpoint was loaded into this module: by `load_weights`, `load` or `resume`."""
     return module in _loaded

@@ -67,7 +67,7 @@ class TreePlan:
         self._merge: Merge
 
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
-        """Only the kind of the whole must fit: the inside is data. Other keys are a note."""
+        """Check that both sides are dicts, or both lists. Keys that differ become notes."""
         self._stored = skeleton.value
         problems.notes += skeleton.notes(self._component)
         is_dict = isinstance(self._live, dict)
@@ -100,7 +100,7 @@ class TreePlan:
 
 
 def _other_keys(component: str, stored: Any, live: Any) -> list[str]:
-    """Notes on keys that only one of two dicts has; an empty live one takes any."""
+    """Notes on keys that only one of two dicts has; none if the live dict is empty."""
     if not (isinstance(stored, dict) and isinstance(live, dict) and live):
         return []
     sides = (
@@ -132,7 +132,7 @@ class ObjectPlan:
         self._stored = skeleton.value
         problems.notes += skeleton.notes(self._component)
         if isinstance(self._live, LRScheduler) and isinstance(self._stored, dict):
-            # Torch's schedulers take whatever they are given, and fail or go astray later.
+            # torch's schedulers load any dict unchecked, and fail or compute wrong rates later.
             lacks = sorted(made_with(self._live).difference(self._stored))
             if lacks:
                 kind = type(self._live).__name__

@@ -13,7 +13,7 @@ from holdfast.state.dtypes import DTYPE_NAMES
 from holdfast.state.selection import Selection
 
 _PREFIXES = ("module.", "_orig_mod.", "model.")
-"""What wrappers of modules put before the names in them."""
+"""Prefixes that wrappers of modules, such as torch.compile, add to the names in them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Problems:
             )
 
     def _hint(self) -> str:
-        """What else is wrong, and the `rename=` that mends paths which differ by a prefix."""
+        """All other problems, and a `rename=` if the paths differ by one prefix only."""
         others = ["and also:\n" + listing(self.other)] if self.other else []
         for prefix in _PREFIXES:
             for longer, shorter, rule in (
@@ -87,7 +87,7 @@ class Problems:
 
 
 def _without(path: str, prefix: str) -> str:
-    """The path without a prefix of the name inside its component."""
+    """A leaf path whose name, after the component, has lost this prefix."""
     component, _, name = path.partition(".")
     return f"{component}.{name.removeprefix(prefix)}"
 

@@ -63,10 +63,10 @@ def _shown(key: Any) -> str:
 
 
 def listed(entries: Iterable[str], argument: str) -> tuple[str, ...]:
-    """What a caller gave as several names.
+    """The names that a caller gave for `argument`, as a tuple.
 
     Raises:
-        UsageError: it is one text, which would count as its letters, or not of text.
+        UsageError: it is one text, which would count as its letters, or an entry is not text.
     """
     if isinstance(entries, str):
         hint = f"pass a collection of names, e.g. [{entries!r}]"

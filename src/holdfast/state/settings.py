@@ -1,6 +1,6 @@
-"""Settings of optimizers and schedulers, which a load replaces by those of the checkpoint.
+"""Settings of optimizers and schedulers that a load replaces by those of the checkpoint.
 
-A script that is run again with another learning rate does not get it; a user must be told.
+A script that is run again with another learning rate does not get it, so a warning is logged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PLAIN = (bool, int, float, str, tuple, list, Counter, type(None))
 
 
 class Settings:
-    """The settings that a script has made."""
+    """Settings of a state as they are now, to be compared after a load."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._made = [
@@ -30,7 +30,7 @@ class Settings:
         ]
 
     def replaced(self) -> tuple[str, ...]:
-        """A sentence for each setting that is another one now, after a load."""
+        """A sentence for each setting whose value has changed since."""
         return tuple(
             f"{path}: {made!r} here, {now!r} in the checkpoint, which is used"
             for path, owner, name, made in self._made
@@ -39,13 +39,13 @@ class Settings:
 
 
 def made_with(scheduler: LRScheduler) -> frozenset[str]:
-    """Names of what a scheduler was made with and keeps under the same name."""
+    """Names of a scheduler's constructor arguments that it keeps as attributes."""
     arguments = inspect.signature(type(scheduler).__init__).parameters
     return frozenset(arguments).intersection(vars(scheduler)) - _NO_SETTINGS
 
 
 def _settings(state: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """The path, the owner and the name of each setting."""
+    """(path, owner, name) of each setting: `owner[name]` is its value."""
     for component, value in state.items():
         if isinstance(value, Optimizer):
             for number, group in enumerate(value.param_groups):
@@ -57,7 +57,7 @@ def _settings(state: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
 
 
 def _options(group: Mapping[str, Any]) -> list[str]:
-    """Options of a group that no scheduler moves."""
+    """Names of the options of a parameter group that no scheduler changes."""
     moved = {"lr"} if "initial_lr" in group else set()
     if "max_momentum" in group:
         moved |= {"momentum", "betas"}
@@ -65,7 +65,7 @@ def _options(group: Mapping[str, Any]) -> list[str]:
 
 
 def _value(owner: Mapping[str, Any], name: str) -> Any:
-    """A setting as it is now; a copy of what a load may change in place."""
+    """The current value of a setting; a copy if a load may change it in place."""
     value = owner.get(name)
     if isinstance(value, Tensor):
         return value.tolist()

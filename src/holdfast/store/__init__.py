@@ -9,7 +9,7 @@ from holdfast.errors import UsageError
 from holdfast.store.base import Store
 
 REMOTE_SCHEMES = ("s3", "gs", "az")
-"""Of the URLs of object stores."""
+"""URL schemes of object stores."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?:/+|$)")
 
 _FOR_SHELLS = re.compile(r"^~[^/]*|\$\w+|\$\{\w+\}")
@@ -55,7 +55,7 @@ def _open_named(where: str) -> Store:
 
 
 def _refuse_unexpanded(path: str) -> None:
-    """Refuse what a shell would replace and Python does not, unless there is such a folder."""
+    """Refuse a path with `~` or `$NAME`, which only a shell expands, unless the folder exists."""
     name = _FOR_SHELLS.search(path)
     if name is not None and not os.path.isdir(path):
         function = "expanduser" if name[0].startswith("~") else "expandvars"

@@ -450,7 +450,7 @@ def read_into(
 def get_whole(store: Store, key: str, *, max_nbytes: int, afresh: bool = False) -> bytes:
     """All bytes of an object as `ReadsWhole.get_whole` gives them, also from a store that only
     gets."""
-    # isinstance of a protocol takes as long as a small local read.
+    # isinstance() with a Protocol takes as long as a small local read.
     whole: Callable[..., bytes] | None = getattr(store, "get_whole", None)
     if whole is not None:
         return whole(key, max_nbytes=max_nbytes, afresh=afresh)

@@ -163,8 +163,8 @@ class LocalStore:
         return self._walk(prefix)
 
     def children(self, folder: str = "") -> tuple[str, ...]:
-        """See `Store.children`. A symbolic link that leads elsewhere is listed as a folder; nothing
-        is read through it."""
+        """See `Store.children`. A symbolic link that leads out of `folder` is listed as a folder,
+        but reading through it is an error."""
         _check_folder(folder)
         return tuple(sorted(name for name, _ in self._entries(folder, sizes=False)))
 

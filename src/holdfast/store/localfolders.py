@@ -163,8 +163,8 @@ def remove_tree(root: str, segments: Sequence[str]) -> None:
 def scan(folder_fd: int, *, sizes: bool) -> list[tuple[str, int]]:
     """Name and length of the regular files; folders end with `/`. Devices are left out.
 
-    Lengths are 0 without `sizes`, which saves a call for each file; then a symbolic link that leads
-    out of the folder counts as a folder, so that who reads it is told. Other links are left out.
+    Lengths are 0 without `sizes`, which saves a call for each file. A symbolic link that leads out
+    of the folder then counts as a folder, so that reading it raises. Other links are left out.
     """
     found = []
     with os.scandir(folder_fd) as entries:
@@ -183,7 +183,7 @@ def scan(folder_fd: int, *, sizes: bool) -> list[tuple[str, int]]:
 
 
 def _leads_out(folder_fd: int, name: str) -> bool:
-    """Whether a symbolic link points to anything but a name beside it."""
+    """Whether a symbolic link points anywhere but to a name in its own folder."""
     return "/" in os.readlink(name, dir_fd=folder_fd)
 
 

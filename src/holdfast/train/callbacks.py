@@ -60,7 +60,7 @@ class Callbacks:
 
     @property
     def recording(self) -> list[Any]:
-        """The loggers with a state, which says where they record."""
+        """The loggers that have state, such as the id of the record to which they append."""
         return [item for item in self._all if isinstance(item, Logger) and _is_stateful(item)]
 
     @property

@@ -30,7 +30,7 @@ class Counters:
     cycle_length: Time | None = None
     """How long a cycle is, in something that is counted. Not stored: what is counted says it."""
     were_loaded: bool = field(default=False, init=False, compare=False, repr=False)
-    """Whether they were taken over from a checkpoint."""
+    """Whether a checkpoint was loaded into these counters."""
 
     @property
     def cycle(self) -> int | None:

@@ -85,7 +85,7 @@ class EarlyStopping(Callback):
             mode: whether low or high values are good.
             patience: ends at so many validations in a row without a better value; NaN is none.
             min_delta: by how much a value must be better than the best one.
-            name: see `Callback`; needed where there are several.
+            name: see `Callback`; needed if there are several.
 
         Raises:
             UsageError: an argument is wrong.

@@ -35,7 +35,7 @@ class Ending:
         return value is not None and value >= self.goal.value
 
     def is_beyond_goal(self) -> bool:
-        """Whether more is done than was asked for."""
+        """Whether training is past the goal, not just at it."""
         value: int | None = getattr(self._counters, self._counter)
         return value is not None and value > self.goal.value
 

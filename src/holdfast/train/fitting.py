@@ -76,8 +76,10 @@ class Fit:
         begun: list[PendingSave],
         start: Callable[[], Checkpoint] | None = None,
     ) -> None:
-        """`begun` gets every save that the manager begins; `start` loads the checkpoint of another
-        root, for a run that has none."""
+        """Every save that the manager begins is appended to `begun`.
+
+        `start` loads the checkpoint of another root. It is called if the run has none of its own.
+        """
         self._gear = gear
         self._start = start
         self._ending = ending
@@ -121,7 +123,7 @@ class Fit:
         is_saved = found is not None and is_here and found.save_class == "permanent"
         is_complete = is_saved and not self._counters.unvalidated
         if self._ending.is_at_goal():
-            # A finished run that is started again is no mistake; to ask for less may be one.
+            # Starting a finished run again is no mistake; a goal that was passed may be one.
             level = logging.WARNING if self._ending.is_beyond_goal() else logging.INFO
             text = "%s is reached already, at step %d"
             logger.log(level, text, self._ending.goal, self._counters.step)
@@ -156,7 +158,7 @@ class Fit:
         return self._ending.outcome(notes)
 
     def _begun_elsewhere(self) -> Checkpoint | None:
-        """Load what another root has for the beginning of this run, if it is to begin so."""
+        """Load the checkpoint of another root that this run is to begin with, if any."""
         if self._place.has_begun:
             raise UsageError(
                 f"this Trainer has trained before, to step {self._counters.step}, and nothing of "
@@ -169,7 +171,7 @@ class Fit:
         return found
 
     def _begin_afresh(self) -> None:
-        """Seed the generators and begin the average, unless the caller has loaded them."""
+        """Seed the generators and start the weight average, unless the caller has loaded them."""
         model, ema, now = self._gear.model, self._gear.ema, self._counters
         if now.were_loaded:
             logger.warning(

@@ -58,8 +58,10 @@ class Callback:
     """
 
     name: str | None = None
-    """Its unique name; None: the name of its class, with `_2`, `_3` for further ones. Those of one
-    class that have a state must have names."""
+    """Unique name of the callback; None: that of its class, with `_2`, `_3` for further ones.
+
+    Several callbacks of one class that have state need names.
+    """
     priority: int = 0
     """Higher ones run first; equal ones in the order in which they were given."""
     vetoes_ephemeral: bool = False

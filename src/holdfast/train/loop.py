@@ -167,7 +167,7 @@ def next_window(batches: Iterator[Any], size: int) -> list[Any]:
 def moved(batch: Any, device: torch.device | None) -> Any:
     """A batch with its tensors on `device`, in any container; None leaves them where they are.
 
-    An object of another class is moved by its own `to`, if it has one.
+    An object with a `to` method is moved by that.
     """
     if device is None:
         return batch
@@ -175,7 +175,7 @@ def moved(batch: Any, device: torch.device | None) -> Any:
         return batch.to(device, non_blocking=True)
     if callable(to := getattr(batch, "to", None)):
         there = to(device)
-        return batch if there is None else there  # it may have moved itself
+        return batch if there is None else there  # it was moved in place
     if isinstance(batch, Mapping):
         return {key: moved(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

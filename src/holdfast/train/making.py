@@ -95,7 +95,7 @@ def make_optimizer(
 
 def _with_plain_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     try:
-        # Of the class: a scheduler puts a function into the object that seems to want `self`.
+        # Of the class: the `step` that a scheduler puts into the object still has a `self`.
         inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError:
         raise UsageError(
@@ -115,7 +115,7 @@ def device_type(model: nn.Module, device: torch.device | None) -> str:
 
 
 def checked_overlap(given: Mode | None, device_type: str) -> Mode:
-    """Whether saves overlap with a training on such a device."""
+    """Whether saves overlap with training on this type of device: `given`, or by default."""
     if given is None:
         # On a CPU the copy would take the cores and the memory from the training beside it.
         return device_type != "cpu"

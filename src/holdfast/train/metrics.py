@@ -42,16 +42,16 @@ class LazyMetrics(Mapping[str, float]):
 
 
 class Numbers:
-    """Takes the metrics that others give as numbers, each as `number` does.
+    """Converts metrics to numbers, as `number` does, and leaves out those that are none.
 
-    What is none is left out, as no training is to end by it; a warning is logged for each name.
+    A bad metric must not end the training, so a warning is logged, once for each name.
     """
 
     def __init__(self) -> None:
         self._left_out: set[Any] = set()
 
     def __call__(self, values: Mapping[str, Any]) -> dict[str, Tensor | float]:
-        """Those that are numbers, by name."""
+        """The metrics that are numbers, by name."""
         found: dict[str, Tensor | float] = {}
         for name, value in values.items():
             try:
@@ -95,7 +95,7 @@ def number(name: str, value: Any) -> Tensor | float:
     """A metric as a number of its own: of double precision where the device has it.
 
     Raises:
-        UsageError: it is not one number, or its name is no text.
+        UsageError: it is not one number, or its name is not text.
     """
     if not isinstance(name, str):
         raise UsageError(f"metric {name!r}: its name must be text")

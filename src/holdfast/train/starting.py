@@ -1,4 +1,4 @@
-"""The checkpoint of another root with which a run begins: `fit(…, start_from="old@step=3")`."""
+"""The checkpoint of another root that a new run starts from: `start_from="old@step=3"`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from holdfast.store.base import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A checkpoint of another root. Opening it reads nothing."""
+    """A checkpoint of another root, to start a run from. Nothing is read before `load`."""
 
     store: Store
     which: str
@@ -32,7 +32,7 @@ class Start:
         source: str | os.PathLike[str] | None,
         root: str | os.PathLike[str] | Store | Tiered | None,
     ) -> Start | None:
-        """The start of a run in `root`; None where it begins with nothing.
+        """The checkpoint that `source` names, for a run in `root`; None without a source.
 
         Raises:
             UsageError: `source` is neither a path nor a URL, or it is in `root` itself.
@@ -59,7 +59,7 @@ class Start:
     def load(
         self, state: Mapping[str, Any], hooks: StateHooks, encryption: Encryption | None
     ) -> Checkpoint:
-        """Load the whole state, in place; claims nothing.
+        """Load the whole state in place. Claims nothing.
 
         Raises:
             HoldfastError: as for `CheckpointManager.load`.

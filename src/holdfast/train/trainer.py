@@ -126,7 +126,7 @@ class Trainer:
         log_every: int = 10,
         progress: bool = True,
     ) -> None:
-        """Nothing is read, written or claimed before `fit`. docs/trainer.md says more of each.
+        """Set up a run. Reads, writes and claims nothing. docs/trainer.md says more of each.
 
         Args:
             model, optimizer, scheduler: the object, or a function that makes it: of nothing, of
@@ -141,7 +141,7 @@ class Trainer:
             root, every, keep, savers, on_existing, label, run_name, takeover, memory_budget,
                 compress, encrypt: as for `CheckpointManager`; the last step is always saved, and
                 fractions of the run in `every` are those of the goal. With `root=None` nothing is
-                saved or resumed, and all that is about saves has no effect (docs/trainer.md).
+                saved or resumed, and arguments about saves have no effect (docs/trainer.md).
             overlap: as for `CheckpointManager`; None: on accelerators only. `fit` calls `fence`
                 before each update and each validation.
             stop: the signals that end `fit`, or make it save; None: it handles none.
@@ -284,16 +284,16 @@ class Trainer:
                 `sys.exit(trainer.fit(…).exit_code)` then asks for being run again.
             without: components that the checkpoint may have and this Trainer does not, such as
                 "ema" or "callback-<name>"; they are not loaded.
-            start_from: where a run begins whose root has no checkpoint yet: "old", "old@step=3",
-                "s3://bucket/old@best" or the folder of a checkpoint. The whole state is loaded, but
-                for the ids under which loggers record. Once the root has a checkpoint, the run
-                goes on from that, and `start_from` is not looked at.
+            start_from: checkpoint of another root to begin with: "old", "old@step=3",
+                "s3://bucket/old@best" or the folder of a checkpoint. The whole state is loaded,
+                except the ids under which loggers record. Once `root` has a checkpoint, the run
+                resumes from that, and nothing is loaded from `start_from`.
 
         Raises:
             UsageError: `until` is not a goal, or counts what is not counted here; `without` names
-                what this Trainer has; `start_from` is no other root; or it has trained before and
-                nothing of that was saved.
-            NoCheckpoint: nothing answers `start_from`.
+                what this Trainer has; `start_from` does not name another root; or the Trainer has
+                trained before and nothing of that was saved.
+            NoCheckpoint: `start_from` names no checkpoint.
             MismatchError: the checkpoint does not fit; nothing was changed.
             SaveFailed: saving failed three times in a row.
             OwnershipError: another process trains this run.
@@ -381,10 +381,10 @@ class Trainer:
     def request_stop(self, reason: str) -> None:
         """End `fit` after the present step, which is saved. Requests cannot be taken back.
 
-        In a validation outside of `fit` it means nothing.
+        No-op in a validation outside of `fit`.
 
         Raises:
-            UsageError: neither `fit` nor a validation runs.
+            UsageError: neither `fit` nor a validation is running.
         """
         if not self._is_running:
             raise UsageError(
@@ -395,8 +395,9 @@ class Trainer:
 
     @checked()
     def log(self, metrics: Metrics, *, to: Collection[str] | None = None) -> None:
-        """Give metrics of the present step to the loggers, or to those named in `to`. What is not a
-        number is left out; a warning is logged for each name.
+        """Give metrics of the present step to the loggers, or to those named in `to`.
+
+        A metric that is not a number is left out; a warning is logged, once for each name.
 
         Raises:
             UsageError: `to` names what is not there.
@@ -441,7 +442,7 @@ class Trainer:
         )
 
     def _begin_from(self, start: Start, hooks: StateHooks) -> Checkpoint:
-        """Load the whole state; loggers begin records of their own."""
+        """Load the whole state from another root, except that loggers begin new records."""
         own = [(item, item.state_dict()) for item in self._callbacks.recording]
         try:
             found = start.load(self.state, hooks, self._encryption)

@@ -63,8 +63,10 @@ class Training(Protocol):
     def request_stop(self, reason: str) -> None:
         """End `fit` after the present step, which is saved. Requests cannot be taken back.
 
-        A `UsageError` where neither `fit` nor a validation runs; outside of `fit` a validation
-        goes on.
+        No-op in a validation outside of `fit`.
+
+        Raises:
+            UsageError: neither `fit` nor a validation is running.
         """
 
     def log(self, metrics: Metrics, *, to: Collection[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What a Trainer has for a manager when it has no root: nothing is saved."""
+"""The manager of a Trainer that has no root: saving and resuming are no-ops."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from holdfast.manager import CheckpointManager
 
 
 class Unsaved(CheckpointManager):
-    """A manager without a root. It starts no thread and claims nothing; `fit` asks it as any other
-    one, and a call that needs a root raises `UsageError`."""
+    """A manager without a root. Starts no threads and claims nothing.
+
+    The calls that `fit` makes are no-ops; any other one raises `UsageError`.
+    """
 
     def __init__(self) -> None:
-        """Nothing is set up: what is not overridden here ends in `__getattr__`."""
+        """No-op: attributes of a manager stay unset, so that using one ends in `__getattr__`."""
 
     def __getattr__(self, name: str) -> Any:
         raise UsageError(
@@ -24,26 +26,26 @@ class Unsaved(CheckpointManager):
         )
 
     def resume(self, *_args: Any, **_options: Any) -> None:
-        """Find nothing."""
+        """No-op: there is nothing to resume."""
 
     def count_from(self, timestamp: Timestamp) -> None:
-        """Do nothing: there are no intervals between saves."""
+        """No-op: there are no intervals between saves."""
 
     def maybe_save(self, step: int, **_options: Any) -> None:
-        """Save nothing, whatever is due."""
+        """No-op: nothing is saved, whatever is due."""
 
     def is_quiet(self, step: int) -> bool:
-        """Answer that no save is due."""
+        """Always True: no save is ever due."""
         return True
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return: no save is under way."""
+        """No-op: no save is in progress."""
 
     def fence(self) -> None:
-        """Return: nothing is being copied."""
+        """No-op: nothing is being copied."""
 
     def list(self) -> tuple[Checkpoint, ...]:
-        """No checkpoint."""
+        """Always empty: there are no checkpoints."""
         return ()
 
     @property
@@ -52,4 +54,4 @@ class Unsaved(CheckpointManager):
         return False
 
     def close(self) -> None:
-        """Do nothing."""
+        """No-op: nothing was opened."""

@@ -58,7 +58,7 @@ _MAX_RACES = 100
 Wait = Callable[[float], object]
 
 held: set[str] = set()
-"""Nonces of the claims of this process's managers that were neither closed nor dropped."""
+"""Nonces of claims held by this process's managers that are neither closed nor dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +106,10 @@ def check_owner(store: Store, *, takeover: bool, emit: Emitter, watch: Wait | No
 
 
 def is_held_here(owner: Writer) -> bool:
-    """Whether a manager of this process has this claim, and was neither closed nor dropped."""
+    """Whether a manager of this process, neither closed nor dropped, holds this claim."""
     if owner.nonce not in held or not is_this_process(owner.process):
         return False
-    gc.collect()  # one that was dropped may be part of a cycle, and waits for the collector
+    gc.collect()  # a dropped manager in a reference cycle is still in `held` until then
     return owner.nonce in held
 
 

@@ -301,7 +301,8 @@ def _names(store: Store) -> tuple[str, ...]:
         refresh_folder(store, layout.READERS)
         return store.children(layout.READERS)
     except StoreError:
-        # A link, say, in which nobody can have put a lease, or a folder that cannot be read.
+        # Fails again for a folder that cannot be read. A symbolic link is listed as empty: nobody
+        # can have put a lease into it.
         if any(store.list(layout.READERS)):
             raise
         return ()

@@ -57,12 +57,12 @@ class Outside:
         return self._stop is not None and self._stop.is_asked
 
     def look(self, event: Event | Sequence[Event], *, is_owner: bool) -> tuple[list[Event], Asked]:
-        """What triggers are to look at beside `event`, and the requests that are new.
+        """Collect the events that triggers are to look at, `event` among them, and new requests.
 
         Only the owner looks for requests: nobody else can do what they ask for.
 
         Raises:
-            UsageError: `event` is none.
+            UsageError: `event` is not a known event.
         """
         events: list[Event] = [event] if isinstance(event, str) else list(event)
         if not _EVENTS.issuperset(events):

@@ -118,7 +118,7 @@ class Stop:
 
     @property
     def is_entered(self) -> bool:
-        """Whether signals are handled here, or nobody can: outside of the main thread."""
+        """Whether this Stop was entered; True outside of the main thread, where it cannot be."""
         is_main = threading.current_thread() is threading.main_thread()
         return self._depth > 0 or not is_main
 

@@ -175,7 +175,7 @@ class Reader:
     notes: tuple[str, ...] = ()
     """Why what is read is not kept."""
     doubles: tuple[tuple[str, str], ...] = ()
-    """Folders of the lineage that have one place in its order, which no writer gives twice."""
+    """Pairs of folders in the lineage with the same epoch and sequence: one of them is a copy."""
     is_mixed: bool = False
     """Whether an earlier load has left the live state neither old nor stored."""
 
@@ -218,7 +218,7 @@ class Reader:
             try:
                 options.sides.expect(entry.manifest, gone, where=self._place(entry))
             except UsageError:
-                found.stream.verify_all()  # a damaged one would not be gone on from
+                found.stream.verify_all()  # raises if damaged: then it is passed over
                 raise
         return found
 
@@ -399,7 +399,8 @@ class Reader:
                 found = self._first(catalog, avoided, options, "accept")
             if found is not None:
                 return found
-            # Asked before the registers are looked at again: a commit meanwhile is no refusal.
+            # Read before the second look at the registers, so that a commit in between leads to
+            # another round and not to NoUsableCheckpoint.
             is_new = not catalog.ever_committed(by_main=True)
             if _registers(catalog) == before and not catalog.has_skipped():
                 break
@@ -524,7 +525,7 @@ def _registers(catalog: Catalog) -> list[tuple[AttemptName, str]]:
 
 
 def _doubles(newest_first: Sequence[AttemptName]) -> tuple[tuple[str, str], ...]:
-    """Neighbours that have the same epoch and sequence."""
+    """Pairs of neighbouring attempts with the same epoch and sequence, as folder names."""
     pairs = pairwise(newest_first)
     return tuple((str(one), str(other)) for one, other in pairs if one.order == other.order)
 

@@ -121,8 +121,10 @@ class Catalog:
         self._skips_ended = True
         self._known_records: Records | None = None
         self.vanished = ""
-        """The folder to which a person has gone back last, where `lineage` did not find it any
-        more, so that the run stands on what had been left behind; empty otherwise."""
+        """Folder of the newest rollback's checkpoint, if `lineage` found that it no longer exists.
+
+        The run then stands on what that rollback had left behind. Otherwise empty.
+        """
 
     def home(self, folder: str) -> Store:
         """The store in which a checkpoint is read: where a run has two tiers, one of them."""
@@ -273,10 +275,10 @@ class Catalog:
         return self._claimed(layout.parse_writer)
 
     def epochs(self, attempts: Collection[AttemptName] | None = None) -> tuple[int, ...]:
-        """Epochs that were claimed, newest first: those of `claims`, and those whose claim was lost
-        while its heartbeat, its close, or what `latest` names is still there.
+        """Claimed epochs, newest first, including some whose claim was lost.
 
-        `attempts` are those that were listed before.
+        A lost claim counts if its heartbeat or its close exists, or if `latest` names a checkpoint
+        of its epoch. `attempts`: the attempts of this root, if they were listed already.
         """
         claimed = self._claimed(layout.parse_writer, layout.parse_alive, layout.parse_closed)
         there = attempts if attempts is not None else self.attempts()
@@ -300,9 +302,9 @@ class Catalog:
     def lineage(self, *, below: int | None = None) -> Iterator[AttemptName]:
         """Attempts that resume may use, newest first: down the chain of claims.
 
-        Attempts without a commit are among them, but none newer than the newest commit; the caller
-        reads each. `below` looks at the run as it was before that epoch's claim. Claims that do not
-        count are passed over (docs/design.md, rule 2).
+        The caller reads each. Attempts without a commit are among them, but in the newest epoch
+        that has a commit none after its newest commit. `below` looks at the run as it was before
+        that epoch's claim. Claims that do not count are passed over (docs/design.md, rule 2).
         """
         attempts = self.open_attempts()
         epochs = self._epochs(attempts, below)
@@ -378,9 +380,10 @@ class Catalog:
         return entry
 
     def removed_latest(self, newest: Entry | None) -> str:
-        """The folder that `latest` names, where it is newer than `newest` and nowhere any more.
+        """The folder that `latest` names, if it is newer than `newest` and no longer exists.
 
-        Retention never deletes what `latest` names, so somebody has moved, renamed or removed it.
+        Empty otherwise. Retention never deletes what `latest` names, so a person has moved, renamed
+        or removed it.
         """
         folder = latest_of(self.store)
         name = layout.parse_attempt(folder)
@@ -476,8 +479,11 @@ class Catalog:
     def _standing(
         self, attempts: Mapping[int, Sequence[AttemptName]], epochs: tuple[int, ...]
     ) -> tuple[int, int | None]:
-        """The highest epoch that has committed, with the sequence of its newest commit, or that is
-        a rollback to what is still there."""
+        """The highest epoch that counts, with the sequence of its newest commit.
+
+        An epoch without a commit counts if it is a rollback to a checkpoint that exists; its
+        sequence is None. (0, None) if no epoch counts.
+        """
         self.vanished = ""
         for epoch in epochs:
             newest = next(filter(self._is_there, attempts.get(epoch, ())), None)
@@ -497,7 +503,7 @@ class Catalog:
         return 0, None
 
     def _parent(self, attempts: Iterable[AttemptName]) -> Reference | None:
-        """What the writer of these attempts went on from, as a checkpoint of them says."""
+        """Checkpoint that the writer of these attempts went on from, as a manifest of them says."""
         for name in attempts:
             with suppress(FormatError, SealError):
                 register = self.read(str(name))
@@ -612,13 +618,13 @@ class Catalog:
 
 
 def _is_called(entry: Entry, wanted: str) -> bool:
-    """Whether `wanted` is the step or a tag of a checkpoint; labels come after these."""
+    """Whether `wanted` is the step or a tag of a checkpoint. Labels are compared elsewhere."""
     step = _STEP.fullmatch(wanted)
     return wanted in entry.tags or (step is not None and entry.step == int(step[1]))
 
 
 def _named_by(point: Reference, attempts: Iterable[AttemptName]) -> Iterator[AttemptName]:
-    """The folders of a checkpoint: a person may have given it another label."""
+    """Attempts that are the checkpoint `point`, whatever label their folder has by now."""
     return (n for n in attempts if n.order == point.order and n.id8 == point.save_id[:8])
 
 

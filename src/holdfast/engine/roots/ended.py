@@ -60,7 +60,7 @@ class Known:
             return  # a record only saves time
         self._read |= {name}
         if found is not None:
-            sure = {latest_of(store)}  # committed, whatever the record says; retention leaves it
+            sure = {latest_of(store)}  # is committed, whatever the record says
             self.aborted |= {*found.aborted} - sure
             self.deleted |= {*found.deleted} - sure
             self._listed |= {*found.aborted, *found.deleted} - sure

@@ -18,11 +18,12 @@ from holdfast.store.base import Store
 
 
 def place_of(source: str | os.PathLike[str]) -> tuple[Store, str, str]:
-    """(store, which, folder) of a source: the folder of one checkpoint, or nothing and what of the
-    root is meant.
+    """(store, which, folder) that a source names.
+
+    For the folder of one checkpoint `which` is empty; for a root, or `root@which`, `folder` is.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is no source, or no such store is known.
     """
     root, which = split_source(source)
     parent, folder = split_folder(root) if which is None else ("", "")

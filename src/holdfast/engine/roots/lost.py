@@ -129,7 +129,7 @@ class Records:
 
 
 def latest_of(store: Store) -> str:
-    """The folder that `latest` names; empty where there is none."""
+    """Name of the folder to which the pointer `latest` points; empty if there is none."""
     if isinstance(store, Points):
         return store.pointed(layout.LATEST) or ""
     try:

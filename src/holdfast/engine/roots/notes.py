@@ -82,7 +82,7 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """The metrics as floats; one-element tensors and NumPy scalars are taken, too.
 
     Raises:
-        UsageError: they are no mapping, a name is not text, or a value is not one number.
+        UsageError: `metrics` is not a mapping, a name is not text, or a value is not one number.
     """
     if metrics is not None and not isinstance(metrics, Mapping):
         raise UsageError(f"metrics={metrics!r}: give a dict, such as {{'loss': 0.5}}")

@@ -12,11 +12,12 @@ from holdfast.format import layout
 
 
 def split_source(source: str | os.PathLike[str]) -> tuple[str, str | None]:
-    """(root, which) of `root@which`; which is None without one. A path with an @ in it that is
-    there wins.
+    """(root, which) of `root@which`; `which` is None without an @.
+
+    An existing folder with an @ in its path is a root.
 
     Raises:
-        UsageError: it is empty, or nothing stands before or after the @.
+        UsageError: `source` is empty, or has nothing before or after the @.
     """
     text = os.fspath(source)
     root, at, which = text.rpartition("@")
@@ -28,13 +29,13 @@ def split_source(source: str | os.PathLike[str]) -> tuple[str, str | None]:
 
 
 def expect_root(path: str) -> None:
-    """Check that a path names the root of a run, and not a checkpoint in it.
+    """Raise `UsageError` if a path names one checkpoint instead of the root of a run.
 
     Raises:
         UsageError: it is `root@which`, or the folder of one checkpoint.
     """
     if not path:
-        return  # whoever opens it says so
+        return  # opening it raises
     root, which = split_source(path)
     if which is None:
         root, which = split_folder(path)

@@ -35,8 +35,8 @@ def catalog_of(
     """A reader of a root, or of both tiers of one.
 
     Raises:
-        UsageError: no store is known by that name, the name is an unfilled template or that of a
-            checkpoint, one tier is in the other, or a store seals already.
+        UsageError: no store has that name, or the name is an unfilled template or that of a
+            checkpoint. Or one tier is inside of the other, or a store encrypts already.
     """
     for place in (root.local, root.remote) if isinstance(root, Tiered) else (root,):
         if isinstance(place, str | os.PathLike):
@@ -153,7 +153,7 @@ class TieredCatalog(Catalog):
                 self.turned.add(folder)
             return there
         if folder in self.turned:
-            self.turned.discard(folder)  # it cannot be read there any more: no reason to hide it
+            self.turned.discard(folder)  # no whole copy there: report the local damage
             return self.read(folder)
         self._homes[folder] = self.store
         if damage is not None:

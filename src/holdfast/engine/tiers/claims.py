@@ -256,7 +256,7 @@ class TieredOwnership(Ownership):
 
         One that was moved or unmounted would otherwise be made anew, empty.
         """
-        known = Ledger(self._store).tiers()  # first: another process may just begin the run
+        known = Ledger(self._store).tiers()  # read first: another process may be starting the run
         claims = self._remote.children(layout.WRITERS)
         if not claims and known is not None and known.remote == self._remote.url and known.epoch:
             raise StoreError(
