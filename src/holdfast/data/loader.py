@@ -94,7 +94,6 @@ class Loader:
         _check_dataset(dataset)
         _check_whole("batch_size", batch_size, at_least=1)
         _check_whole("seed", seed, at_least=0)
-        _check_whole("num_workers", num_workers, at_least=0)
         if batches_per_epoch is not None:
             _check_whole("batches_per_epoch", batches_per_epoch, at_least=1)
         _check_whole("num_workers", num_workers, at_least=0)
