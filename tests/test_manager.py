@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import os
@@ -931,3 +932,122 @@ def test_accelerates_optimizer_is_saved_as_the_one_inside(tmp_path: Path) -> Non
         manager.save(1, wait=True)
     (entry,) = Catalog(LocalStore(tmp_path)).checkpoints()
     assert entry.manifest.components["optimizer"].kind == "optimizer"
+
+
+def test_what_a_damaged_newest_one_has_filled_in_part_is_not_saved(tmp_path: Path) -> None:
+    """I6: the one before lacks a component that is allowed to be new, so it replaces no part of
+    it; the first resume is in place."""
+    small = {"model": {"w": torch.zeros(4)}}
+    large = {**small, "ema": {"w": torch.full((1 << 22,), 99.0)}}
+    hooks = StateHooks(one_sided=lambda name: name == "ema")
+    with CheckpointManager(tmp_path, small) as manager:
+        manager.save(1, wait=True)
+    with CheckpointManager(tmp_path, large, hooks=hooks) as manager:
+        manager.resume()
+        folder = tmp_path / manager.save(2).wait().folder
+    (file,) = (path for path in folder.glob("ema*.safetensors") if path.stat().st_size > 1 << 20)
+    file.chmod(0o644)
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    live = {**small, "ema": {"w": torch.full((1 << 22,), 7.0)}}
+    manager = CheckpointManager(tmp_path, live, hooks=hooks, sinks=())
+    with pytest.raises(errors.MismatchError, match="lacks ema, which a damaged checkpoint"):
+        manager.resume()
+    with pytest.raises(errors.ManagerUnusable):
+        manager.save(3)
+    manager.close()
+
+
+def test_folders_that_are_not_ours_stop_no_run(tmp_path: Path) -> None:
+    """A link in the root, also one in the place of an old checkpoint, that leads elsewhere."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run" / "data").symlink_to(tmp_path / "elsewhere")
+    state = {"model": {"w": torch.zeros(4)}}
+    with CheckpointManager(tmp_path / "run", state) as manager:
+        assert manager.resume() is None
+        folder = manager.save(1).wait().folder
+        manager.save(2, wait=True)
+    (tmp_path / "run" / folder).rename(tmp_path / "elsewhere" / folder)
+    (tmp_path / "run" / folder).symlink_to(tmp_path / "elsewhere" / folder)
+    with CheckpointManager(tmp_path / "run", state) as manager:
+        assert manager.resume() is not None
+        manager.save(3, wait=True)
+
+
+def test_a_manager_that_was_dropped_hands_over(tmp_path: Path) -> None:
+    """As a cell of a notebook that is run again does; also after a save that failed."""
+    state = {"model": {"w": torch.zeros(4)}}
+    for step in range(1, 4):
+        manager = CheckpointManager(tmp_path / "a", state)
+        manager.resume()
+        state["model"]["w"] += 1
+        manager.save(step).wait()
+        del manager
+    store = FaultyStore(LocalStore(tmp_path / "b"), [Fault(kind="fail", key="*/manifest.json")])
+    manager = CheckpointManager(store, state, preflight=False, sinks=())
+    with pytest.raises(errors.SaveFailed):
+        manager.save(1).wait()
+    del manager
+    with CheckpointManager(LocalStore(tmp_path / "b"), state) as manager:
+        manager.resume()
+
+
+def test_a_copy_of_weights_is_a_component_beside_the_module(tmp_path: Path) -> None:
+    """The usual early stopping keeps one; without the module it is a mistake."""
+    model = torch.nn.Linear(2, 2)
+    best = copy.deepcopy(model.state_dict())
+    with CheckpointManager(tmp_path, {"model": model, "best": best}) as manager:
+        manager.save(1, wait=True)
+    with pytest.raises(errors.UsageError, match="object itself"):
+        CheckpointManager(tmp_path, {"model": model.state_dict()})
+
+
+def test_rates_that_a_training_moves_are_no_other_setting(tmp_path: Path) -> None:
+    """By a plateau; a dict that has grown is no warning either."""
+
+    def made() -> dict[str, Any]:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"model": model, "optimizer": optimizer, "plateau": plateau, "best": {"loss": 1.0}}
+
+    state = made()
+    for _ in range(3):
+        state["plateau"].step(1.0)
+    state["best"]["acc"] = 0.5
+    with CheckpointManager(tmp_path, state) as manager:
+        manager.save(1, wait=True)
+    recorder = Recorder()
+    with CheckpointManager(tmp_path, made(), sinks=(recorder,)) as manager:
+        found = manager.resume()
+    assert found is not None
+    assert any("'acc'" in note for note in found.notes)
+    assert not [
+        e.message for e in recorder.of("warning") if "position in the data" not in e.message
+    ]
+
+
+def test_a_scheduler_of_ones_own_resumes_with_one_more_option(tmp_path: Path) -> None:
+    """It keeps a function that it does not save, as LambdaLR does."""
+
+    class Own(torch.optim.lr_scheduler.LRScheduler):
+        def __init__(self, optimizer: Any, fn: Any, floor: float = 0.0) -> None:
+            self.fn, self.floor = fn, floor
+            super().__init__(optimizer)
+
+        def get_lr(self) -> list[float]:
+            return [max(self.floor, self.fn(self.last_epoch) * lr) for lr in self.base_lrs]
+
+        def state_dict(self) -> dict[str, Any]:
+            saved = ("last_epoch", "base_lrs", *(["floor"] if self.floor else []))
+            return {name: vars(self)[name] for name in saved}
+
+    def made(floor: float) -> dict[str, Any]:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return {"model": model, "optimizer": optimizer, "own": Own(optimizer, float, floor)}
+
+    with CheckpointManager(tmp_path, made(0.0)) as manager:
+        manager.save(1, wait=True)
+    with CheckpointManager(tmp_path, made(0.5)) as manager:
+        assert manager.resume() is not None

@@ -49,6 +49,16 @@ def _checking(target: F, but: Collection[str]) -> F:
         found = inspect.get_annotations(target, eval_str=True)
         return {name: hint for name, hint in found.items() if name not in but}
 
+    fitting: set[tuple[str, type]] = set()
+    """Types that were found to fit, by argument: for calls in a loop."""
+
+    def check(name: str, value: object) -> None:
+        place = name, type(value)
+        if place not in fitting:
+            _check(name, value, hints())
+            if "Literal" not in str(hints().get(name)):
+                fitting.add(place)
+
     names = [*_places(target)]
     others = [name for name, kind in _kinds(target) if kind is inspect.Parameter.VAR_POSITIONAL]
 
@@ -60,9 +70,9 @@ def _checking(target: F, but: Collection[str]) -> F:
                     f"{name} is given twice, by its place as {shown(value)} and by its name as "
                     f"{shown(named[name])}; the order is {_signature(target)}"
                 )
-            _check(name, value, hints())
+            check(name, value)
         for name, value in named.items():
-            _check(name, value, hints())
+            check(name, value)
         return target(*args, **named)
 
     return checking  # type: ignore[return-value]

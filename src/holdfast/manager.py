@@ -167,7 +167,7 @@ class CheckpointManager:
         takeover: bool = False,
         label: str | LabelFunction = DEFAULT_LABEL,
         run_name: str | None = None,
-        sinks: Sequence[Sink] = (log_event,),
+        sinks: Iterable[Sink] = (log_event,),
         save_timeout_s: float = 1800.0,
         exit_timeout_s: float = 600.0,
         preflight: bool = True,
@@ -187,9 +187,10 @@ class CheckpointManager:
         for name, value in (("save_timeout_s", save_timeout_s), ("exit_timeout_s", exit_timeout_s)):
             if not value > 0:
                 raise UsageError(f"{name}={value!r} must be a positive number of seconds")
-        if not all(map(callable, sinks)):
+        receivers = tuple(sinks)
+        if not all(map(callable, receivers)):
             raise UsageError(f"sinks={sinks!r}: must be functions, each called with an event")
-        self._emit = Emitter(tuple(sinks))
+        self._emit = Emitter(receivers)
         self._catalog = catalog_of(root, self._emit, encrypt)
         self.store = self._catalog.store
         self.state = state
@@ -240,7 +241,7 @@ class CheckpointManager:
             overlap=self._overlap,
             compressing=Compressing(choices(compress, {*state, RNG}), self._emit),
             after_commit=self._after_commit,
-            on_failure=lambda: exits.hold(self),
+            on_failure=self._hold_failed,
         )
         self._pid = os.getpid()
         self._closed = False
@@ -745,6 +746,11 @@ class CheckpointManager:
             self._hooks.save_begun(pending)
         return pending
 
+    def _hold_failed(self) -> None:
+        """Stay until somebody is told of the failure; a later manager here may have the run."""
+        exits.hold(self)
+        self._owner.let_others_claim()
+
     def _after_claim(self) -> None:
         self._housekeeper.after_claim()
         self._tuning.after_claim()
@@ -878,8 +884,8 @@ class CheckpointManager:
         """Log notes of a successful load; after a full one the run goes on from its checkpoint."""
         note_loaded(self.state.get(name) for name in found.prepared.needed)
         before.rates.put_back(found.one_sided.new)
-        told = found.prepared.notes if found.options.is_full else ()  # else they were asked for
-        for note in (*found.one_sided.notes, *told, *before.settings.replaced()):
+        lost, replaced = found.prepared.lost, before.settings.replaced()
+        for note in (*found.one_sided.notes, *lost, *replaced):
             self._emit("warning", f"{found.entry.folder}: {note}", folder=found.entry.folder)
         if not found.options.is_full:
             return
@@ -896,7 +902,7 @@ class CheckpointManager:
             self._emit(
                 "warning",
                 f"resume() has replaced the state of step {told}, which was not saved, by that of "
-                f"step {entry.step}: call it once, before training",
+                f"step {entry.step}",
             )
 
     def _look_first(self) -> None:

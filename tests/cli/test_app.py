@@ -17,8 +17,6 @@ from tests.cli.roots import Result
 from holdfast.cli.app import app
 from holdfast.cli.declaring import Argument
 from holdfast.cli.output import Code, json_safe, printable, size
-from holdfast.cli.target import PATIENCE, opened
-from holdfast.store.remote import RemoteStore
 
 Command = Callable[..., Result]
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
@@ -323,9 +321,3 @@ def test_a_dead_endpoint_fails_the_command_after_its_timeout(
     assert result.code == 1
     assert "Check the address" in result.err
     assert holdfast("--timeout", "soon", "ls", "s3://bucket/run").code == 2
-    PATIENCE.set("20s")
-    store = opened("s3://bucket/run")
-    assert isinstance(store, RemoteStore)
-    options = store._given[2]
-    assert options is not None
-    assert (options.retry_s, options.connect_timeout_s) == (10.0, 10.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -85,7 +86,8 @@ class Beginning:
         With `on_existing="error"` the saves of these steps would be refused, hours later.
         """
         step = -1 if standing is None else standing.step
-        later = sorted({entry.step for entry in self._catalog.checkpoints() if entry.step > step})
+        whole = (e for e in self._catalog.checkpoints() if not e.manifest.lacks)
+        later = sorted({entry.step for entry in whole if entry.step > step})
         if later:
             shown = ", ".join(map(str, later[:10])) + (", …" if len(later) > 10 else "")
             raise UsageError(
@@ -102,12 +104,14 @@ class Beginning:
         folders = [name[:-1] for name in self._store.children() if name.endswith("/")]
         for name in folders:
             is_ours = name in layout.FOLDERS or layout.parse_attempt(name) is not None
-            if not is_ours and f"{layout.WRITERS}/" in self._store.children(name):
-                self._emit(
-                    "warning",
-                    f"{self._store.url}: no checkpoint is here, and {name!r} in it holds a run: "
-                    f"was {self._store.url}/{name} meant?",
-                )
+            # A link, or a folder that may not be read, is no reason to stop a run.
+            with suppress(StoreError):
+                if not is_ours and f"{layout.WRITERS}/" in self._store.children(name):
+                    self._emit(
+                        "warning",
+                        f"{self._store.url}: no checkpoint is here, and {name!r} in it holds a "
+                        f"run: was {self._store.url}/{name} meant?",
+                    )
 
     def compare_clocks(self, standing: Entry | None) -> None:
         """Warn, once, if this host's clock is behind the time at which `standing` was saved."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 
 from holdfast.engine.roots.catalog import Catalog
@@ -96,9 +97,10 @@ def _held(store: Store) -> tuple[int, int]:
     """Bytes and files of the attempts that have not ended: retention will free their room."""
     nbytes = num_files = 0
     for name in Catalog(store).open_attempts():
-        for info in store.list(f"{name}/"):
-            nbytes += info.nbytes
-            num_files += 1
+        with suppress(StoreError):  # a link in its place: retention frees nothing there
+            for info in store.list(f"{name}/"):
+                nbytes += info.nbytes
+                num_files += 1
     return nbytes, num_files
 
 

@@ -17,12 +17,12 @@ from holdfast.care.supervise import (
     supervise,
 )
 from holdfast.cli.output import Code, Table, aligned, give_line, printable
-from holdfast.cli.target import opened
 from holdfast.cli.unlocking import inner, unlocked
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.sources import split_source
 from holdfast.errors import FormatError, SealError, StoreError, UsageError
 from holdfast.policy.clock import Unit, parse
+from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
 
@@ -78,7 +78,7 @@ def _open(root: str) -> Store:
     name, which = split_source(root)
     if which is not None:
         raise UsageError(f"--root {root!r}: must be a whole root, without @{which}")
-    store = unlocked(opened(name))
+    store = unlocked(open_store(name))
     if isinstance(inner(store), MemoryStore):
         raise UsageError(f"--root {root!r}: another process cannot see it; use a folder or a URL")
     return store

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 from contextvars import ContextVar
 
 from holdfast.cli.unlocking import unlocked
 from holdfast.engine.roots.catalog import Catalog, Entry, is_root, standalone
 from holdfast.engine.roots.sources import split_folder, split_source
-from holdfast.errors import NoCheckpoint, UsageError
+from holdfast.errors import NoCheckpoint, NotFound, UsageError
 from holdfast.format import layout
 from holdfast.policy.clock import Unit, parse
 from holdfast.store import open_store
@@ -22,10 +23,11 @@ PATIENCE: ContextVar[str] = ContextVar("patience", default="20s")
 
 
 def opened(root: str) -> Store:
-    """Open the store of a root; requests to an object store end after `--timeout`.
+    """Open the store of a root; an object store has to answer a first request within `--timeout`.
 
     Raises:
         UsageError: `--timeout` is not a time, or no such store is known.
+        StoreError: the object store does not answer.
     """
     store = open_store(root)
     patience = parse(PATIENCE.get(), what="--timeout", units={Unit.SECOND})
@@ -36,7 +38,9 @@ def opened(root: str) -> Store:
     # Half of the time is for retries; the last of them may need the other half to connect.
     half_s = float(patience.value) / 2
     options = RemoteOptions(connect_timeout_s=min(half_s, 10.0), retry_s=half_s)
-    return RemoteStore(root, options=options)
+    with suppress(NotFound):
+        RemoteStore(root, options=options).head(layout.LATEST)
+    return store
 
 
 def open_root(text: str) -> Store:

@@ -14,6 +14,7 @@ from holdfast.policy.rule import MAIN
 from holdfast.policy.schedule import Record, Schedule
 
 _COUNTERS = frozenset({"epoch", "cycle", "samples", "tokens"})
+_TOTALS = ("step", *sorted(_COUNTERS))
 Counters = Callable[[], Mapping[str, int | None]]
 """Gives `epoch`, `cycle`, `samples` and `tokens` where a call does not."""
 
@@ -80,7 +81,7 @@ class Moments:
 
     def _expect_no_less(self, before: Timestamp, now: Timestamp) -> None:
         """Warn, once, if a counter decreased: each must be a total over the whole run."""
-        for name in ("step", *sorted(_COUNTERS)):
+        for name in _TOTALS:
             was, is_ = getattr(before, name), getattr(now, name)
             if was is not None and is_ is not None and is_ < was:
                 self._has_warned = True

@@ -53,7 +53,11 @@ class Prepared:
     """A load whose every check has passed. Nothing live has changed yet."""
 
     def __init__(
-        self, plans: Mapping[str, Plan], protected: Sequence[Tensor], notes: tuple[str, ...]
+        self,
+        plans: Mapping[str, Plan],
+        protected: Sequence[Tensor],
+        notes: tuple[str, ...],
+        lost: tuple[str, ...] = (),
     ) -> None:
         self._plans: Mapping[str, Plan] | None = plans
         self._protected = protected
@@ -61,7 +65,9 @@ class Prepared:
             name: plan.needed for name, plan in plans.items()
         }
         """Component -> keys of the tensors whose bytes `apply` wants."""
-        self.notes = notes
+        self.notes = (*notes, *lost)
+        self.lost = lost
+        """Notes on live values that are removed."""
         """What is left out, and what cannot be restored exactly; complete after `ready`."""
         self._is_ready = False
 
@@ -194,7 +200,7 @@ def prepare(
     ]
     problems.raise_if_any(where)
     problems.notes += [f"saved without {name}, which stays as it is" for name in unsaved]
-    return Prepared(plans, _module_tensors(state), tuple(problems.notes))
+    return Prepared(plans, _module_tensors(state), tuple(problems.notes), tuple(problems.lost))
 
 
 def _module_tensors(state: Mapping[str, Any]) -> list[Tensor]:

@@ -32,6 +32,12 @@ RNG = layout.RNG
 """The component of the global generators, added unless the caller has one of that name."""
 
 
+_OF_AN_OBJECT = (
+    "this is what a state_dict() gives: a resume would refill this dict alone. Give the "
+    "object itself"
+)
+
+
 def kind_of(value: Any) -> Kind:
     """How a component is saved.
 
@@ -47,10 +53,7 @@ def kind_of(value: Any) -> Kind:
     if not isinstance(value, type) and _is_stateful(value):
         return "object"
     if isinstance(value, dict) and _is_of_an_object(value):
-        raise UsageError(
-            "this is what a state_dict() gives: a resume would refill this dict alone. Give the "
-            "object itself"
-        )
+        raise UsageError(_OF_AN_OBJECT)
     if isinstance(value, dict | list):
         return "tree"
     if isinstance(value, DataLoader):
@@ -90,10 +93,13 @@ def _saves_as_torch_does(optimizer: Optimizer) -> bool:
 
 
 def _is_of_an_object(content: dict[Any, Any]) -> bool:
-    """Whether a dict is the `state_dict` of a torch module, optimizer or scheduler."""
-    # torch attaches the versions of a module's submodules to its state_dict.
-    is_of_module = hasattr(content, "_metadata")
-    return is_of_module or any(names <= {*content} for names in _NAMES_OF_OBJECTS)
+    """Whether a dict is the `state_dict` of a torch optimizer or scheduler."""
+    return any(names <= {*content} for names in _NAMES_OF_OBJECTS)
+
+
+def _is_weights(value: Any) -> bool:
+    """Whether a value is the `state_dict` of a module: torch attaches versions to it."""
+    return isinstance(value, dict) and hasattr(value, "_metadata")
 
 
 def _is_stateful(value: Any) -> bool:
@@ -117,5 +123,8 @@ def check_state(state: Mapping[str, Any]) -> None:
             wrong.append(f"{name}: {err}")
         except TypeError:
             wrong.append(f"{name!r}: a component's name must be text")
+    if not any(isinstance(value, nn.Module) for value in state.values()):
+        # With the module beside it, it may be a copy of weights that is meant to be saved.
+        wrong += [f"{name}: {_OF_AN_OBJECT}" for name, value in state.items() if _is_weights(value)]
     if wrong:
         raise UsageError("state:\n" + listing(wrong))

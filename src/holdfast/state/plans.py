@@ -76,7 +76,7 @@ class TreePlan:
             problems.other.append(f"{self._component}: stored a {stored}, live a {live}")
         elif wishes.selection.is_partial(self._component):
             keep_live(self._stored, self._live, self._component, wishes.selection)
-        problems.notes += _other_keys(self._component, self._stored, self._live)
+        _compare_keys(self._component, self._stored, self._live, problems)
         self._stored = enumerations.revive(
             skeleton, self._live, self._component, problems, stored=self._stored
         )
@@ -99,15 +99,14 @@ class TreePlan:
         """Nothing is left to do."""
 
 
-def _other_keys(component: str, stored: Any, live: Any) -> list[str]:
-    """Notes on keys that only one of two dicts has; none if the live dict is empty."""
+def _compare_keys(component: str, stored: Any, live: Any, problems: Problems) -> None:
+    """Note keys that only one of two dicts has; an empty live dict takes any."""
     if not (isinstance(stored, dict) and isinstance(live, dict) and live):
-        return []
-    sides = (
-        ("not in the checkpoint, removed", [key for key in live if key not in stored]),
-        ("in the checkpoint only, added", [key for key in stored if key not in live]),
-    )
-    return [f"{component}: {_named(keys)} {what}" for what, keys in sides if keys]
+        return
+    if removed := [key for key in live if key not in stored]:
+        problems.lost.append(f"{component}: {_named(removed)} not in the checkpoint, removed")
+    if added := [key for key in stored if key not in live]:
+        problems.notes.append(f"{component}: {_named(added)} in the checkpoint only, added")
 
 
 def _named(keys: list[Any]) -> str:
@@ -133,7 +132,8 @@ class ObjectPlan:
         problems.notes += skeleton.notes(self._component)
         if isinstance(self._live, LRScheduler) and isinstance(self._stored, dict):
             # torch's schedulers load any dict unchecked, and fail or compute wrong rates later.
-            lacks = sorted(made_with(self._live).difference(self._stored))
+            saved = made_with(self._live, only_required=True).intersection(self._live.state_dict())
+            lacks = sorted(saved.difference(self._stored))
             if lacks:
                 kind = type(self._live).__name__
                 problems.other.append(

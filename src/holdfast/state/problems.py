@@ -34,6 +34,9 @@ class Problems:
     notes: list[str] = field(default_factory=list)
     """What was left out or cannot be exact, and is no reason to refuse."""
 
+    lost: list[str] = field(default_factory=list)
+    """Notes on live values that the load removes, of which a user has to be told."""
+
     def compare(
         self, path: str, spec: TensorSpec, live: Tensor, *, any_shape: bool = False
     ) -> None:

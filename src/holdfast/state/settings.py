@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 _NO_SETTINGS = frozenset({"params", "param_names", "self", "optimizer", "last_epoch", "verbose"})
 _PLAIN = (bool, int, float, str, tuple, list, Counter, type(None))
@@ -38,30 +38,35 @@ class Settings:
         )
 
 
-def made_with(scheduler: LRScheduler) -> frozenset[str]:
+def made_with(scheduler: LRScheduler, *, only_required: bool = False) -> frozenset[str]:
     """Names of a scheduler's constructor arguments that it keeps as attributes."""
-    arguments = inspect.signature(type(scheduler).__init__).parameters
-    return frozenset(arguments).intersection(vars(scheduler)) - _NO_SETTINGS
+    arguments = inspect.signature(type(scheduler).__init__).parameters.values()
+    names = {a.name for a in arguments if not only_required or a.default is a.empty}
+    return frozenset(names.intersection(vars(scheduler)) - _NO_SETTINGS)
 
 
 def _settings(state: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """(path, owner, name) of each setting: `owner[name]` is its value."""
+    moves_rates = any(isinstance(value, ReduceLROnPlateau) for value in state.values())
     for component, value in state.items():
         if isinstance(value, Optimizer):
+            # Others are counters of the optimizer, or the rate that a scheduler began with.
+            arguments = inspect.signature(type(value).__init__).parameters
+            options = value.defaults.keys() & arguments | {"initial_lr"}
             for number, group in enumerate(value.param_groups):
-                for name in _options(group):
+                for name in sorted(options & _options(group, moves_rates)):
                     yield f"{component}.param_groups.{number}.{name}", group, name
         elif isinstance(value, LRScheduler):
             for name in sorted(made_with(value)):
                 yield f"{component}.{name}", vars(value), name
 
 
-def _options(group: Mapping[str, Any]) -> list[str]:
+def _options(group: Mapping[str, Any], moves_rates: bool) -> set[str]:
     """Names of the options of a parameter group that no scheduler changes."""
-    moved = {"lr"} if "initial_lr" in group else set()
+    moved = {"lr"} if moves_rates or "initial_lr" in group else set()
     if "max_momentum" in group:
         moved |= {"momentum", "betas"}
-    return [name for name in group if name not in moved | _NO_SETTINGS]
+    return {*group} - moved - _NO_SETTINGS
 
 
 def _value(owner: Mapping[str, Any], name: str) -> Any:

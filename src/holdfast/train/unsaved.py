@@ -10,6 +10,10 @@ from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
 
 
+class _NoRoot(UsageError, AttributeError):
+    """A call of a manager that has no root; for `hasattr` an attribute that does not exist."""
+
+
 class Unsaved(CheckpointManager):
     """A manager without a root. Starts no threads and claims nothing.
 
@@ -20,7 +24,7 @@ class Unsaved(CheckpointManager):
         """No-op: attributes of a manager stay unset, so that using one ends in `__getattr__`."""
 
     def __getattr__(self, name: str) -> Any:
-        raise UsageError(
+        raise _NoRoot(
             "this Trainer has root=None: it saves nothing, so there is nothing to save, load, list "
             "or mark. Give it a root"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
@@ -54,6 +55,9 @@ HEARTBEAT_S = 10.0
 WATCH_S = 3 * HEARTBEAT_S
 """A heartbeat that does not change for so long belongs to nobody."""
 _MAX_RACES = 100
+
+_DROPPED_S = 3.0
+"""How long a manager of this process that was dropped may take to go."""
 
 Wait = Callable[[float], object]
 
@@ -109,7 +113,10 @@ def is_held_here(owner: Writer) -> bool:
     """Whether a manager of this process, neither closed nor dropped, holds this claim."""
     if owner.nonce not in held or not is_this_process(owner.process):
         return False
-    gc.collect()  # a dropped manager in a reference cycle is still in `held` until then
+    deadline = time.monotonic() + _DROPPED_S
+    while owner.nonce in held and time.monotonic() < deadline:
+        gc.collect()  # a dropped one may be part of a cycle, or still end its last save
+        time.sleep(0.05)
     return owner.nonce in held
 
 

@@ -77,6 +77,11 @@ class Ownership:
         claim = self._give_up()
         self._end_heartbeat(is_over=claim is not None and self._has_ended(), timeout_s=timeout_s)
 
+    def let_others_claim(self) -> None:
+        """Refuse no later manager of this process: nobody may be left who can close this one."""
+        if self.claim is not None:
+            held.discard(self.claim.nonce)
+
     def _give_up(self) -> Claim | None:
         claim, self.claim = self.claim, None
         if claim is not None:

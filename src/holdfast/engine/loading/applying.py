@@ -31,6 +31,8 @@ class Applying:
         self._owner = owner
         self._emit = emit
         self._reject = reject
+        self._touched: set[str] = set()
+        """Components that a load which failed may have filled in part."""
         self.half_loaded: str | None = None
         """Why the live state is neither the old one nor a stored one; None: it is whole."""
 
@@ -95,10 +97,18 @@ class Applying:
         return True
 
     def _apply(self, found: Candidate) -> None:
+        left = sorted(self._touched.intersection(found.one_sided.new))
+        if left:
+            raise MismatchError(
+                f"{found.entry.folder} lacks {', '.join(left)}, which a damaged checkpoint has "
+                "filled in part: it"
+            )
         try:
             found.prepared.apply(found.tensors)
         except BaseException as error:
+            self._touched |= {*found.prepared.needed}
             self.half_loaded = f"loading {found.entry.folder} was cut short by {error!r}"
             raise
         if found.options.is_full:
+            self._touched.clear()
             self.half_loaded = None

@@ -41,7 +41,7 @@ def expect_root(path: str) -> None:
         root, which = split_folder(path)
         if not which:
             return
-    elif not (_is_which(which) or os.path.isdir(root)):
+    elif not _is_which(which):
         return
     raise UsageError(
         f"root={path!r}: this names a checkpoint. The root is {root!r}; resume({which!r}) goes "
@@ -50,7 +50,8 @@ def expect_root(path: str) -> None:
 
 
 def _is_which(which: str) -> bool:
-    return which == "latest" or which.startswith("step=") or layout.parse_attempt(which) is not None
+    is_word = which in ("latest", "best") or which.startswith("step=")
+    return is_word or layout.parse_attempt(which) is not None
 
 
 def split_folder(source: str) -> tuple[str, str]:
