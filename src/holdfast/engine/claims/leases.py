@@ -6,6 +6,7 @@ then looks for leases. So at least one of them sees the other, and gives way.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -300,10 +301,10 @@ def _names(store: Store) -> tuple[str, ...]:
     try:
         refresh_folder(store, layout.READERS)
         return store.children(layout.READERS)
-    except StoreError:
-        # Fails again for a folder that cannot be read. A symbolic link is listed as empty: nobody
-        # can have put a lease into it.
-        if any(store.list(layout.READERS)):
+    except StoreError as error:
+        # No store follows a link, so nobody can have put a lease behind one.
+        is_link = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ELOOP
+        if f"{layout.READERS}/" in store.children() and not is_link:
             raise
         return ()
 
