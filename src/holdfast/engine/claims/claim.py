@@ -56,7 +56,7 @@ WATCH_S = 3 * HEARTBEAT_S
 """A heartbeat that does not change for so long belongs to nobody."""
 _MAX_RACES = 100
 
-_DROPPED_S = 3.0
+_DROPPED_S = 1.0
 """How long a manager of this process that was dropped may take to go."""
 
 Wait = Callable[[float], object]
@@ -97,7 +97,7 @@ def check_owner(store: Store, *, takeover: bool, emit: Emitter, watch: Wait | No
         emit("warning", f"{text}; the run goes on after what was saved under it", epoch=epoch)
         return epoch
     who, how = f"process {owner.process.pid} on {owner.process.host}", "Wait for it, stop it"
-    if is_held_here(owner):
+    if is_held_here(owner, patience_s=0.0 if takeover else _DROPPED_S):
         who = "another manager of this process, which is neither closed nor dropped,"
         how = "Close it first (one that was dropped lasts as long as its save)"
     elif not is_live(store, owner, emit=emit, watch=watch):
@@ -109,14 +109,18 @@ def check_owner(store: Store, *, takeover: bool, emit: Emitter, watch: Wait | No
     return epoch
 
 
-def is_held_here(owner: Writer) -> bool:
-    """Whether a manager of this process, neither closed nor dropped, holds this claim."""
+def is_held_here(owner: Writer, *, patience_s: float = 0.0) -> bool:
+    """Whether a manager of this process, neither closed nor dropped, holds this claim.
+
+    Waits `patience_s` seconds for one that may have been dropped.
+    """
     if owner.nonce not in held or not is_this_process(owner.process):
         return False
-    deadline = time.monotonic() + _DROPPED_S
+    deadline = time.monotonic() + patience_s
+    gc.collect()  # a dropped one may be part of a cycle, or still end its last save
     while owner.nonce in held and time.monotonic() < deadline:
-        gc.collect()  # a dropped one may be part of a cycle, or still end its last save
         time.sleep(0.05)
+        gc.collect()
     return owner.nonce in held
 
 
