@@ -56,7 +56,7 @@ WATCH_S = 3 * HEARTBEAT_S
 """A heartbeat that does not change for so long belongs to nobody."""
 _MAX_RACES = 100
 
-_DROPPED_S = 1.0
+_DROPPED_S = 5.0
 """How long a manager of this process that was dropped may take to go."""
 
 Wait = Callable[[float], object]
