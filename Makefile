@@ -9,8 +9,9 @@ ARGS   ?=
 BIN  := $(VENV)/bin
 WITH := $(VENV)/.with
 
-# One thread of torch a worker, as in tests/conftest.py: $(JOBS) workers share the cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# One thread of torch a worker, as in tests/conftest.py: $(JOBS) workers share the cores. Bytecode is
+# kept, whatever the environment says: the tests start hundreds of processes that import the same.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from runs import Recorder
 from ways import WAYS, Way, possible_ways
@@ -25,6 +26,16 @@ multiprocessing.set_forkserver_preload(["holdfast.testing.resume", "torch._dynam
 # Before the first import: so that a failure in the shipped suite shows its values.
 pytest.register_assert_rewrite("holdfast.testing.store_contract")
 
+settings.register_profile("full", deadline=None, print_blob=True)
+settings.register_profile("quick", settings.get_profile("full"), max_examples=30)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give property tests fewer examples in `make test`, and in no tier a limit of time."""
+    is_quick = "not full" in str(config.option.markexpr)
+    settings.load_profile("quick" if is_quick else "full")
+
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what runs in its background so, and children would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,6 +46,12 @@ def _same_numerics() -> None:
     """One thread, whatever the machine has: the workers of a run share its cores, and threads that
     wait for each other there cost more than the tests. Seeds are each test's own business."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not wait whether another manager of this process has been dropped."""
+    monkeypatch.setattr("holdfast.engine.claims.claim._DROPPED_S", 0.0)
 
 
 @pytest.fixture

@@ -312,6 +312,7 @@ def test_saving_over_an_old_run_without_resume_is_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "claims", [lambda m: m.resume(), lambda m: m.save(2)], ids=["resume", "save"]
 )
+@pytest.mark.usefixtures("refused_at_once")
 def test_a_second_manager_of_a_run_is_refused_while_the_first_is_open(
     tmp_path: Path, claims: Callable[[CheckpointManager], Any]
 ) -> None:

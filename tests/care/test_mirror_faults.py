@@ -238,6 +238,7 @@ def test_a_call_that_comes_back_after_close_begins_nothing_more(
     assert not any("tried again" in event.message for event in noted.of("upload_failed"))
 
 
+@pytest.mark.full
 def test_nobody_waits_for_ever_for_a_queue_whose_reader_hangs(
     local: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

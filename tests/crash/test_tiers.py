@@ -149,7 +149,7 @@ def stop_at_every_operation(worlds: Worlds, kind: Any, **chosen: Any) -> None:
         world.check_settled()
 
 
-ALL_OR_SOME = [9, pytest.param(1, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+ALL_OR_SOME = [18, *full(9), pytest.param(1, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
 
 
 @pytest.mark.parametrize("every", ALL_OR_SOME)

@@ -7,6 +7,7 @@ time. An audit hook records the events that no reader may cause.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import io
 import json
@@ -48,6 +49,8 @@ TIME_LIMIT_S = 20
 """Processor time of a case."""
 MEMORY_LIMIT = 640 * MIB
 """Address space that a case may add to that of the process; a thread's stack takes 8 MiB."""
+
+_M_ARENA_MAX = -8
 
 NUM_TOGETHER = 32
 """The most cases that share a fork: forking and copying pages takes as long as a case."""
@@ -320,6 +323,8 @@ def workplace() -> Iterator[Path]:
 
 
 def main(share: int, num_shares: int, size: str) -> None:
+    # One malloc arena, because each reserves address space, which is what is limited.
+    assert ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1) == 1
     claim.WATCH_S = 0.03  # else a claim of another host is watched for half a minute
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # printing one would open the source

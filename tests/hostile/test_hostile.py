@@ -9,15 +9,14 @@ within bounds of memory and time.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.hostile import mutants, payloads
 from tests.hostile.cases import FIELDS, KINDS, PLACES, TREES, cases
+
+import warm
 
 ROOT = Path(__file__).parents[2]
 NUM_SHARES = 4
@@ -27,21 +26,7 @@ MAX_GROWTH = 256 * 2**20
 
 def run_child(*arguments: str, timeout_s: float = 280) -> list[dict[str, Any]]:
     """Run the child process, and return the objects that it prints, one a line."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.hostile.child", *arguments],
-        cwd=ROOT,
-        # One malloc arena, because each reserves address space, which is what is limited.
-        env={
-            **os.environ,
-            "PYTHONPATH": ".:tests:src",
-            "MALLOC_ARENA_MAX": "1",
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    done = warm.run(["-m", "tests.hostile.child", *arguments], cwd=ROOT, timeout=timeout_s)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -59,18 +59,17 @@ ROOTS = (
         name="deletion-without-fence",
         promise="R20: a writer that was superseded deletes nothing",
         file="engine/roots/commit.py",
-        before=(
-            "    check_fence(store, epoch, committed=True)\n"
-            "    catalog = Catalog(store)\n"
-            "    marks, register = catalog.marks(folder), catalog.read(folder)\n"
-            "    if isinstance(register, Manifest):\n"
-        ),
-        after=(
-            "    catalog = Catalog(store)\n"
-            "    marks, register = catalog.marks(folder), catalog.read(folder)\n"
-            "    if isinstance(register, Manifest):\n"
-        ),
+        before="    check_fence(store, epoch, committed=True)\n    return reason\n",
+        after="    return reason\n",
         near=("tests/care/test_prune.py", "tests/care/test_retention.py"),
+    ),
+    Mutant(
+        name="one-mended-meanwhile-is-deleted",
+        promise="R20: no checkpoint with a sound manifest is deleted but by a rule",
+        file="engine/roots/commit.py",
+        before="        Catalog(store).read(folder)\n        return False\n",
+        after="        Catalog(store).read(folder)\n",
+        near=("tests/care/test_damaged.py",),
     ),
     Mutant(
         name="pin-not-looked-for-before-a-deletion",

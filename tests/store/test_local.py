@@ -277,8 +277,9 @@ def test_listings_show_files_and_folders_that_keys_can_name(store, root, outside
     assert [info.key for info in store.list()] == ["file"]
 
 
-def test_a_very_deep_tree_is_listed_as_far_as_keys_go_and_can_be_deleted(store, root):
+def test_a_very_deep_tree_is_listed_as_far_as_keys_go_and_can_be_deleted(ram_path):
     """R29: whoever made the tree, it takes no unbounded recursion or descriptors."""
+    store, root = LocalStore(ram_path), ram_path
     descriptor = os.open(root, os.O_RDONLY)
     for _ in range(1050):
         os.mkdir("d", dir_fd=descriptor)

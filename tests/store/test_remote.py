@@ -28,9 +28,11 @@ from holdfast.errors import (
     UnsupportedStore,
 )
 from holdfast.events import logger
+from holdfast.store import remoteapi
 from holdfast.store.base import AbortsUploads, delete_many, get_whole
 from holdfast.store.remote import RemoteStore
 from holdfast.store.remoteopen import RemoteOptions
+from holdfast.store.throttle import Pace
 from holdfast.testing.store_contract import noise
 from marks import full
 from servers.fixtures import on
@@ -406,13 +408,28 @@ def test_a_document_is_one_request_and_so_are_many_deletions() -> None:
 
 
 @pytest.mark.usefixtures("s3_credentials")
-def test_a_document_that_waits_for_its_turn_keeps_no_request_open() -> None:
+def test_a_document_that_waits_for_its_turn_keeps_no_request_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The limit of bandwidth may ask for longer than a request may take."""
+    waited: list[float] = []
+
+    def ask_instead(pace: Pace, nbytes: int) -> None:
+        waited.append(pace.reserve(nbytes))
+        assert store.children() == ()  # the only request that may be open
+
+    def answer(method: str, path: str) -> Answer:
+        is_list = "list-type" in path
+        return Answer(body=b"<ListBucketResult/>" if is_list else b"12345" * 100_000)
+
+    monkeypatch.setattr(remoteapi, "_wait", ask_instead)
     with answering() as (endpoint, answers):
-        answers.then = Answer(body=b"12345" * 100_000)
-        store = store_at(endpoint, max_download_mb_s=0.25, timeout_s=1.0, max_retries=0, retry_s=1)
-        for _ in range(2):  # the turn of the second comes after 2 s
+        answers.then = answer
+        store = store_at(endpoint, max_download_mb_s=0.25, max_concurrency=1, timeout_s=20)
+        for _ in range(2):
             assert len(get_whole(store, "a", max_nbytes=500_000)) == 500_000
+    assert waited[0] == 0
+    assert waited[1] > 1
 
 
 @pytest.mark.usefixtures("s3_credentials")

@@ -25,6 +25,7 @@ class TestObjectStore(StoreContract):
         prefix = root.removeprefix(service.root(""))
         assert keys(service, prefix) == [f"{prefix}/a/b"]
 
+    @pytest.mark.full
     def test_lists_have_more_than_one_page(self, store: Store) -> None:
         """Servers give 1,000 keys at a time."""
         names = [f"many/{number:04d}" for number in range(1203)]

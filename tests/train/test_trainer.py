@@ -736,6 +736,7 @@ def test_inexact_data_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert "random generators are not restored" in caplog.text
 
 
+@pytest.mark.usefixtures("refused_at_once")
 def test_a_second_trainer_of_a_root_is_refused_while_the_first_trains(tmp_path: Path) -> None:
     """Two that train into one root; one after the other is a run that goes on."""
 

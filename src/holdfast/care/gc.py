@@ -18,7 +18,7 @@ from holdfast.engine.roots.catalog import Catalog, Register
 from holdfast.engine.roots.commit import mark_aborted, remove_files
 from holdfast.engine.roots.documents import read_if_there
 from holdfast.engine.roots.ended import Known, known_ended
-from holdfast.errors import FormatError, SealError, StoreError
+from holdfast.errors import FormatError, SealError, StoreError, UnsupportedVersion
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
@@ -37,6 +37,8 @@ class GcReport:
     marked: list[tuple[str, str]] = field(default_factory=list)
     kept: list[tuple[str, str]] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+    """Those of the `failed` that have a manifest which is damaged or lost."""
     markers: dict[int, int] = field(default_factory=dict)
     """By writer epoch: how many markers and tombstones stay until a person names it dead."""
     bare: list[str] = field(default_factory=list)
@@ -84,6 +86,8 @@ def collect(
                 _check_listed(store, folder, ended, report)
         except (StoreError, FormatError) as error:
             report.failed.append((folder, str(error)))
+            if isinstance(error, FormatError) and not isinstance(error, UnsupportedVersion):
+                report.damaged.append(folder)
     if own_epoch is not None and not dry_run:
         with _told("ended attempts", report):
             listed = (str(name) for name in attempts if ended.is_listed(str(name)))

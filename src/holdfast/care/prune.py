@@ -51,7 +51,7 @@ def preview(
             that made none of them.
     """
     catalog = Catalog(store)
-    point = _standing(store).point
+    point = standing(store).point
     attempts = (name.epoch for name in catalog.attempts())
     epoch = catalog.highest_epoch() or max(attempts, default=0)
     resumed_from = point.order if point else None
@@ -108,7 +108,7 @@ def prune(store: Store, rule: Rule, *, emit: Emitter, watch: Wait | None = None)
         readers=readers,
         held=lambda entry: waiting.get(entry.folder, ""),
     )
-    owner.take(lambda: _standing(store))
+    owner.take(lambda: standing(store))
     try:
         assert owner.claim is not None
         report.planned = deleter.carry_out(owner.claim, has_committed=False)
@@ -117,7 +117,7 @@ def prune(store: Store, rule: Rule, *, emit: Emitter, watch: Wait | None = None)
     return report
 
 
-def _standing(store: Store) -> Choice:
+def standing(store: Store) -> Choice:
     """Where the run stands: the newest of the lineage from which it would go on."""
     catalog = Catalog(store)
     passed_over: set[str] = set()

@@ -16,7 +16,7 @@ from holdfast.cli.declaring import Commands
 from holdfast.cli.output import Answer, Code, give, give_error
 from holdfast.cli.target import PATIENCE
 from holdfast.cli.unlocking import NAMED, KeySources
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, UsageError
 
 
 def run() -> NoReturn:
@@ -147,10 +147,27 @@ def verify(target: str, seen: str | None, stored_only: bool, as_json: bool) -> A
 @options.root
 @options.dry_run
 @options.dead_epochs
+@options.damaged
+@options.yes
 @options.as_json
 @_ending
-def gc(root: str, dry_run: bool, dead_epochs: Sequence[int], as_json: bool) -> Answer:
+def gc(
+    root: str,
+    dry_run: bool,
+    dead_epochs: Sequence[int],
+    damaged: str | None,
+    yes: bool,
+    as_json: bool,
+) -> Answer:
     """Remove attempts that never became checkpoints, and leftovers of deleted ones."""
+    if damaged is None and yes:
+        raise UsageError("--yes goes with --damaged FOLDER")
+    if damaged is not None:
+        from holdfast.cli.damaged import remove
+
+        if dead_epochs:
+            raise UsageError("--damaged and --dead-epoch are two commands; give one of them")
+        return remove(root, damaged, is_sure=yes and not dry_run)
     from holdfast.cli.gc import clean
 
     return clean(root, dry_run=dry_run, dead_epochs=dead_epochs)

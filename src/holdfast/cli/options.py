@@ -67,6 +67,13 @@ dead_epochs = several(
     "Writer N is gone for good (its host is, say).",
     type=click.IntRange(min=1),
 )
+damaged = option(
+    "--damaged",
+    "FOLDER",
+    "Show a checkpoint with a damaged or lost manifest; with --yes, delete it.",
+    show_default=False,
+)
+yes = flag("--yes", "With --damaged: delete it.")
 keep = option("--keep", "RULE", "Such as last:3,best:loss:min:2.", required=True)
 new_tags = argument("tags", "TAG...", "Names to add.", nargs=-1)
 

@@ -174,8 +174,8 @@ class Catalog:
             if register is None:
                 raise CorruptData(
                     f"{self.store.url}/{folder}/{layout.MANIFEST} is missing, though it was "
-                    f"committed: {why}. The rest is kept; put a copy of that file back, or delete "
-                    "the folder"
+                    f"committed: {why}. The rest is kept; put a copy of that file back, or "
+                    f"delete it by `holdfast gc ROOT --damaged {folder}`"
                 )
         return register
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.engine.roots.catalog import Catalog, Marks
@@ -278,14 +279,9 @@ def retract(
         Superseded: a later writer owns the run; at most the mark was left.
     """
     by = f"writer {epoch}"
-    mark = encode_retired(Retired(by=by, reason=reason))
-    try:
-        store.put(f"{folder}/{layout.retired_name(epoch)}", mark, if_absent=True)
-    except AlreadyExists:
-        reason = f"{reason} (marked before)"
-    except NotFound:
+    reason = _mark_retired(store, folder, epoch=epoch, by=by, reason=reason)
+    if not reason:
         return False
-    check_fence(store, epoch, committed=True)
     catalog = Catalog(store)
     marks, register = catalog.marks(folder), catalog.read(folder)
     if isinstance(register, Manifest):
@@ -295,6 +291,50 @@ def retract(
     name = layout.parse_attempt(folder)
     remove_files(store, folder, whole=name is not None and may_remove_whole(name.epoch))
     return True
+
+
+def retract_unreadable(
+    store: Store,
+    folder: str,
+    *,
+    epoch: int,
+    reason: str,
+    may_remove_whole: Callable[[int], bool],
+    is_read: Callable[[], bool],
+) -> bool:
+    """As `retract`, for a checkpoint whose manifest is damaged or lost; pins do not keep it, for a
+    person named it. False when somebody reads it or its manifest can be read after all.
+
+    Raises:
+        Superseded: a later writer owns the run; at most the mark was left.
+    """
+    name, by = layout.parse_attempt(folder), f"writer {epoch}"
+    reason = _mark_retired(store, folder, epoch=epoch, by=by, reason=reason)
+    if not reason or name is None:
+        return False
+    with suppress(FormatError):
+        Catalog(store).read(folder)
+        return False
+    if is_read():
+        return False
+    save_id = name.id8.ljust(32, "0")  # no more of it is known
+    _bury(store, folder, Deleted(save_id=save_id, by=by, reason=reason))
+    remove_files(store, folder, whole=may_remove_whole(name.epoch))
+    return True
+
+
+def _mark_retired(store: Store, folder: str, *, epoch: int, by: str, reason: str) -> str:
+    """Mark a checkpoint that is to be deleted, and read the fence; gives the reason to record,
+    nothing where the folder is gone."""
+    mark = encode_retired(Retired(by=by, reason=reason))
+    try:
+        store.put(f"{folder}/{layout.retired_name(epoch)}", mark, if_absent=True)
+    except AlreadyExists:
+        reason = f"{reason} (marked before)"
+    except NotFound:
+        return ""
+    check_fence(store, epoch, committed=True)
+    return reason
 
 
 def thin(

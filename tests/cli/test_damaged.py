@@ -1,0 +1,198 @@
+"""Claims about `holdfast gc --damaged`, which deletes what no rule does (issue 20, line 11)."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.roots import Result, flip, folder_of
+
+from holdfast.engine.tiers.tiered import Tiered
+from holdfast.manager import CheckpointManager
+from runs import new_run
+
+Command = Callable[..., Result]
+
+
+def damage(folder: Path) -> None:
+    flip(folder / "manifest.json", 100)
+
+
+def lose(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+@pytest.fixture(params=[damage, lose])
+def damaged(root: Path, request: pytest.FixtureRequest) -> str:
+    """The newest checkpoint, which `latest` names, with a manifest that is damaged or lost."""
+    folder = folder_of(root, 300)
+    request.param(folder)
+    return folder.name
+
+
+def everything(root: Path) -> dict[str, bytes]:
+    """All files of a root."""
+    files = (path for path in root.rglob("*") if path.is_file())
+    return {str(path.relative_to(root)): path.read_bytes() for path in files}
+
+
+def test_it_is_shown_first_and_nothing_is_deleted(
+    holdfast: Command, root: Path, damaged: str
+) -> None:
+    before = everything(root)
+    for sure in ([], ["--yes", "--dry-run"]):
+        result = holdfast("gc", root, "--damaged", damaged, *sure)
+        assert result.code == 1
+        assert result.out.startswith(f"{damaged}: ")
+        assert "the latest" in result.out
+        assert "model-00000.safetensors" in result.out
+        assert f"without it the run goes on from {folder_of(root, 200).name}" in result.out
+        assert result.out.endswith(
+            f"nothing was deleted. To delete it: holdfast gc {root} --damaged {damaged} --yes\n"
+        )
+        assert everything(root) == before
+
+
+def test_a_plain_gc_says_how_to_look(holdfast: Command, root: Path, damaged: str) -> None:
+    assert f"to look at it: holdfast gc {root} --damaged {damaged}\n" in holdfast("gc", root).out
+
+
+def test_it_is_gone_afterwards_and_the_run_goes_on_from_the_one_before(
+    holdfast: Command, root: Path, damaged: str
+) -> None:
+    """Nothing but its folder goes, and nobody complains of it any more."""
+    before = everything(root)
+    result = holdfast("gc", root, "--damaged", f"{damaged}/", "--yes")
+    assert result.code == 0
+    assert "deleted; " in result.out
+    assert not (root / damaged).exists()
+    after = everything(root)
+    assert {n for n in before if n not in after} == {n for n in before if n.startswith(damaged)}
+    assert all(after[name] == before[name] for name in before if name in after)
+    assert holdfast("ls", root).code == holdfast("verify", root).code == 0
+    assert holdfast("gc", root).code == 0
+    run = new_run()
+    with run.manager(root) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.step == 200
+        manager.save(201).wait()
+    assert holdfast("verify", root).code == 0
+
+
+def test_the_only_one_is_deleted_too_after_that_was_said(holdfast: Command, tmp_path: Path) -> None:
+    root = tmp_path / "one"
+    with new_run().manager(root) as manager:
+        manager.save(1).wait()
+    damage(folder_of(root, 1))
+    name = folder_of(root, 1).name
+    assert "the run starts from nothing" in holdfast("gc", root, "--damaged", name).out
+    assert holdfast("gc", root, "--damaged", name, "--yes").code == 0
+    with new_run().manager(root) as manager:
+        assert manager.resume() is None
+
+
+def test_a_pinned_one_is_named_so_and_goes_because_a_person_says_so(
+    holdfast: Command, root: Path
+) -> None:
+    folder = folder_of(root, 100)
+    damage(folder)
+    document = holdfast("gc", root, "--damaged", folder.name, "--json").document
+    assert (document["pinned"], document["is_latest"], document["deleted"]) == (True, False, False)
+    assert document["goes_on_from"] == folder_of(root, 300).name
+    assert "; pinned" in holdfast("gc", root, "--damaged", folder.name).out
+    document = holdfast("gc", root, "--damaged", folder.name, "--yes", "--json").document
+    assert document["deleted"] is True
+    assert not folder.exists()
+
+
+def test_what_is_not_damaged_so_is_refused(holdfast: Command, root: Path) -> None:
+    """Bad input never costs data."""
+    sound = folder_of(root, 300)
+    flip(folder_of(root, 200) / "model-00000.safetensors", 5000)
+    before = everything(root)
+    for name, word, code in (
+        (sound.name, "its manifest is sound", 2),
+        (folder_of(root, 200).name, "its manifest is sound", 2),
+        (sound.name.replace("step", "stop"), "no such folder", 3),
+        ("step=300", "no name of a checkpoint's folder", 2),
+        ("../run", "no name of a checkpoint's folder", 2),
+        ("writers", "no name of a checkpoint's folder", 2),
+        ("", "no name of a checkpoint's folder", 2),
+    ):
+        result = holdfast("gc", root, "--damaged", name, "--yes")
+        assert (result.code, word in result.err) == (code, True), (name, result)
+    assert everything(root) == before
+
+
+def test_what_never_committed_and_what_was_deleted_is_for_a_plain_gc(
+    holdfast: Command, root: Path
+) -> None:
+    folder = folder_of(root, 300)
+    for name in ("manifest.json", "index.json"):
+        (folder / name).unlink()
+    (root / "latest").unlink()
+    result = holdfast("gc", root, "--damaged", folder.name, "--yes")
+    assert result.code == 2
+    assert "it never became a checkpoint; `holdfast gc` without --damaged" in result.err
+    assert folder.exists()
+
+
+def test_a_newer_version_is_no_damage(
+    holdfast: Command, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from holdfast.errors import UnsupportedVersion
+    from holdfast.format import sealed
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise UnsupportedVersion("written by a newer Holdfast; upgrade")
+
+    before = everything(root)
+    with monkeypatch.context() as patch:
+        patch.setattr(sealed, "unseal", refuse)
+        result = holdfast("gc", root, "--damaged", folder_of(root, 300).name, "--yes")
+    assert (result.code, "newer Holdfast" in result.err) == (1, True)
+    assert everything(root) == before
+
+
+@pytest.mark.usefixtures("refused_at_once")
+def test_a_live_owner_keeps_it(
+    holdfast: Command, root: Path, damaged: str, saving: Callable[..., Any]
+) -> None:
+    saving()
+    result = holdfast("gc", root, "--damaged", damaged, "--yes")
+    assert (result.code, "owns this run" in result.err) == (1, True)
+    assert (root / damaged).exists()
+
+
+def test_options_that_do_not_go_together_are_refused(holdfast: Command, root: Path) -> None:
+    name = folder_of(root, 300).name
+    assert holdfast("gc", root, "--yes").code == 2
+    assert holdfast("gc", root, "--damaged", name, "--dead-epoch", "1").code == 2
+
+
+def test_what_the_other_tier_has_is_mended_and_not_deleted(
+    holdfast: Command, tmp_path: Path
+) -> None:
+    """Where that tier cannot be asked, nobody knows, and it stays as well."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    run = new_run()
+    with CheckpointManager(Tiered(here, there), run.state) as manager:
+        manager.save(1).wait()
+    folder = folder_of(here, 1)
+    damage(folder)
+    result = holdfast("gc", here, "--damaged", folder.name, "--yes")
+    assert (result.code, "a resume with both tiers mends it" in result.err) == (2, True)
+    away = there.rename(tmp_path / "away")
+    result = holdfast("gc", here, "--damaged", folder.name, "--yes")
+    assert (result.code, "cannot be asked" in result.err) == (1, True)
+    assert folder.exists()
+    shutil.move(away, there)
+    with CheckpointManager(Tiered(here, there), new_run().state) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.step == 1
+    assert holdfast("verify", here).code == 0
