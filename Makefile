@@ -3,7 +3,8 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
-JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 )))
+# One more than processors, up to 4, because many tests wait for a disk or for another process.
+JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 3 ? n + 1 : 4 )))
 ARGS   ?=
 
 BIN  := $(VENV)/bin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -34,6 +35,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give property tests fewer examples in `make test`, and in no tier a limit of time."""
     is_quick = "not full" in str(config.option.markexpr)
     settings.load_profile("quick" if is_quick else "full")
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported and collected out of the collections of garbage that tests cause."""
+    gc.collect()
+    gc.freeze()
 
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

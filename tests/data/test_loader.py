@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
@@ -346,7 +346,6 @@ def test_the_iterator_of_an_epoch_that_has_ended_does_not_end_the_next_one(
     assert (loader.epoch, loader.batch) == (2, 0)
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     num_samples=st.integers(1, 9),
     batch_size=st.integers(1, 4),

@@ -53,7 +53,8 @@ def python_environment(name: str, *requirements: str) -> Path:
     def make(folder: Path) -> None:
         command(sys.executable, "-m", "venv", str(folder))
         pip = str(folder / "bin" / "pip")
-        command(pip, "install", "--quiet", "--disable-pip-version-check", *requirements)
+        quiet = ("--quiet", "--disable-pip-version-check")
+        command(pip, "install", "--no-compile", *quiet, *requirements)
 
     return installed(name, requirements, make) / "bin"
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -484,7 +484,6 @@ def shape(value: Any) -> Any:
     return (type(value).__name__, value.hex() if isinstance(value, float) else value)
 
 
-@settings(max_examples=150, deadline=None)
 @given(stored=st.lists(trees, max_size=3), live=st.lists(trees, max_size=3))
 def test_any_tree_becomes_any_other_to_the_bit(stored: list[Any], live: list[Any]) -> None:
     """Invariant 7, for whatever stands in the live tree before."""

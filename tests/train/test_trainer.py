@@ -24,6 +24,7 @@ from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
 from holdfast.policy.classes import SavePolicy
 from holdfast.policy.retention import Last
+from holdfast.policy.savers import SideSaver
 from holdfast.policy.triggers import At, AtStart, Every, On
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
@@ -703,6 +704,9 @@ def test_beginning_an_iteration_leaves_the_global_generators_alone(tmp_path: Pat
         ({"every": On("signal", "cycle")}, "no event 'cycle'"),
         ({"every": SavePolicy(permanent=On("epoch") | On("cycle"))}, "no event 'cycle'"),
         ({"every": On("signal"), "stop": None}, "handles no signals"),
+        ({"every": On("evaluation")}, "nothing to validate on"),
+        ({"savers": [SideSaver("w", every="5tok", components=["model"])]}, "'w': .*count_tokens"),
+        ({"savers": [SideSaver("w", every="2cycle", components=["model"])]}, "'w': .*no cycles"),
     ],
 )
 def test_what_cannot_work_is_refused_at_construction(

@@ -41,8 +41,10 @@ def checked_every(
     extra: Collection[Unit],
     *,
     handles_signals: bool = True,
+    validates: bool = True,
+    what: str = "every",
 ) -> Trigger | SavePolicy | None:
-    """When to save, if all of it can happen.
+    """When to save, if all of it can happen; `what` names the argument in errors.
 
     Raises:
         UsageError: a trigger is about what is not counted, or about events that do not occur.
@@ -51,9 +53,11 @@ def checked_every(
         return None
     wanted = every if isinstance(every, SavePolicy) else as_trigger(every)
     for part in _parts(wanted):
-        _check(part, extra)
+        _check(part, extra, what)
         if asks_for(part, "signal") and not handles_signals:
-            raise UsageError(f"every: {part}: the Trainer handles no signals with stop=None")
+            raise UsageError(f"{what}: {part}: the Trainer handles no signals with stop=None")
+        if asks_for(part, "evaluation") and not validates:
+            raise UsageError(f"{what}: {part}: there is nothing to validate on; give validate=…")
     if isinstance(wanted, SavePolicy) and wanted.cooldown is not None:
         check_counted(wanted.cooldown.unit, f"cooldown='{wanted.cooldown}'", extra)
     return wanted
@@ -73,18 +77,18 @@ def _parts(wanted: Trigger | SavePolicy) -> Iterator[Trigger]:
         yield from parts_of(wanted)
 
 
-def _check(part: Trigger, extra: Collection[Unit]) -> None:
+def _check(part: Trigger, extra: Collection[Unit], what: str) -> None:
     if isinstance(part, Every):
-        check_counted(part.unit, f"every='{part.interval}'", extra)
+        check_counted(part.unit, f"{what}='{part.interval}'", extra)
     elif isinstance(part, At):
         for time in part.times:
-            check_counted(time.unit, f"every: {part}", extra)
+            check_counted(time.unit, f"{what}: {part}", extra)
     elif isinstance(part, On):
         never = [event for event in part.events if event not in EVENTS]
         if Unit.CYCLE not in extra:
             never += [event for event in part.events if event == "cycle"]
         if never:
             raise UsageError(
-                f"every: {part}: the Trainer has no event {', '.join(map(repr, never))}; the "
+                f"{what}: {part}: the Trainer has no event {', '.join(map(repr, never))}; the "
                 "last step is always saved"
             )

@@ -195,7 +195,15 @@ class Trainer:
         self.counters.cycle_length = making.checked_cycle(cycle, self._counted)
         if cycle is not None:
             self._counted.add(Unit.CYCLE)
-        self._every = checked_every(every, self._counted, handles_signals=stop is not None)
+        checked_times = partial(
+            checked_every,
+            extra=self._counted,
+            handles_signals=stop is not None,
+            validates=validate is not None,
+        )
+        self._every = checked_times(every)
+        for saver in savers:
+            checked_times(saver.policy, what=f"saver {saver.name!r}: every")
         self._overlap = making.checked_overlap(overlap, making.device_type(self.model, on))
         options: dict[str, Any] = {
             "keep": keep,

@@ -268,12 +268,12 @@ def second_save_stopped_at(store: LocalStore, at: int) -> BaseException | None:
     return error
 
 
-def test_whoever_lost_the_run_is_told_so_wherever_it_was_stopped(tmp_path: Path) -> None:
+def test_whoever_lost_the_run_is_told_so_wherever_it_was_stopped(ram_path: Path) -> None:
     """R10, rule 3: its files are gone, its register is taken or its folder; whatever it finds
     first, "the run was taken over" is the reason, and not that training can go on."""
     told = []
     for at in range(100):
-        error = second_save_stopped_at(LocalStore(tmp_path / str(at)), at)
+        error = second_save_stopped_at(LocalStore(ram_path / str(at)), at)
         if error is None:
             break
         told.append(f"{type(error).__name__}: {error}")
