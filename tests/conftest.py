@@ -27,7 +27,7 @@ multiprocessing.set_forkserver_preload(["holdfast.testing.resume", "torch._dynam
 # Before the first import: so that a failure in the shipped suite shows its values.
 pytest.register_assert_rewrite("holdfast.testing.store_contract")
 
-settings.register_profile("full", deadline=None, print_blob=True)
+settings.register_profile("full", deadline=None, print_blob=True, max_examples=150)
 settings.register_profile("quick", settings.get_profile("full"), max_examples=30)
 
 

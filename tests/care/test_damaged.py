@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -9,13 +10,17 @@ import pytest
 from holdfast import errors
 from holdfast.care.damaged import delete, examine
 from holdfast.care.gc import collect
+from holdfast.care.prune import prune
 from holdfast.care.verify import verify
 from holdfast.engine.claims.claim import is_closed
 from holdfast.engine.claims.leases import leased
+from holdfast.engine.claims.process import this_process, utc_now
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.manifest import Deleted
+from holdfast.format.records import Lease, encode_lease
+from holdfast.policy.retention import All
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Kind, Stopped
@@ -60,7 +65,7 @@ def test_a_stop_at_any_change_leaves_it_or_nothing_of_it(kind: Kind) -> None:
     """What is begun again ends the same; the other checkpoints are whole all the time."""
     store, folder = damaged_store()
     clean = FaultyStore(store)
-    assert delete(clean, folder, emit=QUIET)
+    assert delete(clean, folder, emit=QUIET) == ""
     assert store.children(folder) == ()
     for fault in stops(kind, clean):
         store, folder = damaged_store()
@@ -68,7 +73,7 @@ def test_a_stop_at_any_change_leaves_it_or_nothing_of_it(kind: Kind) -> None:
             delete(FaultyStore(store, [fault]), folder, emit=QUIET)
         expect_others_whole(store)
         with suppress(errors.UsageError, errors.NoCheckpoint):  # it is gone already
-            assert delete(store, folder, emit=QUIET)
+            assert delete(store, folder, emit=QUIET) == ""
         collect(store)
         assert {*store.children(folder)} <= {layout.MANIFEST}
         expect_others_whole(store)
@@ -78,7 +83,7 @@ def test_where_a_request_may_still_arrive_a_tombstone_stays() -> None:
     """R22: of the save id it has what the folder's name tells."""
     store, folder = damaged_store()
     store.delete(layout.closed_key(1))
-    assert delete(store, folder, emit=QUIET)
+    assert delete(store, folder, emit=QUIET) == ""
     assert store.children(folder) == (layout.MANIFEST,)
     register = Catalog(store).read(folder)
     assert isinstance(register, Deleted)
@@ -87,23 +92,37 @@ def test_where_a_request_may_still_arrive_a_tombstone_stays() -> None:
 
 
 def test_what_somebody_reads_stays() -> None:
-    """R11."""
+    """R11, rule 8: a lease is looked for before the run is claimed or anything is marked."""
     store, folder = new_store()
     with leased(store, folder):
         damage(store, folder)
-        assert not delete(store, folder, emit=QUIET, watch=lambda seconds: None)
-        assert len(store.children(folder)) > 3
-    assert examine(store, folder).why
-    assert delete(store, folder, emit=QUIET)
+        before = everything(store)
+        assert delete(store, folder, emit=QUIET, watch=lambda _: None).endswith(" reads it")
+        assert everything(store) == before
+    assert delete(store, folder, emit=QUIET) == ""
     expect_others_whole(store)
+
+
+def everything(store: Store) -> dict[str, bytes]:
+    """All objects but the heartbeats."""
+    return {i.key: bytes(store.get(i.key)) for i in store.list() if "alive" not in i.key}
+
+
+def test_it_is_not_deleted_under_a_reader_that_comes_after_the_claim() -> None:
+    """R11: and then nothing is left that would delete it later."""
+    store, folder = damaged_store()
+    raced = Raced(store)
+    lease = Lease(nonce=32 * "a", beat=1, created=utc_now(), process=this_process())
+    key = layout.lease_key(folder, lease.nonce)
+    raced.then = lambda: store.put(key, encode_lease(lease))
+    assert delete(raced, folder, emit=QUIET) == "somebody reads it"
+    assert not Catalog(store).marks(folder).retired
 
 
 class Raced(FaultyStore):
     """Something happens as soon as the mark of a deletion is put."""
 
-    def __init__(self, store: Store) -> None:
-        super().__init__(store)
-        self.then = lambda: None
+    then: Callable[[], object]
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:  # type: ignore[override]
         super().put(key, data, if_absent=if_absent)
@@ -111,14 +130,31 @@ class Raced(FaultyStore):
             self.then()
 
 
-def test_one_that_is_mended_meanwhile_stays() -> None:
+def test_one_that_is_mended_meanwhile_stays_and_is_kept_later_too() -> None:
     store, folder = new_store()
     sound = damage(store, folder)
     raced = Raced(store)
     raced.then = lambda: store.put(f"{folder}/{layout.MANIFEST}", sound)
-    assert not delete(raced, folder, emit=QUIET)
+    assert delete(raced, folder, emit=QUIET) == "its manifest can be read by now"
+    assert not Catalog(store).marks(folder).retired
+    assert prune(store, All(), emit=QUIET).deleted == []
     assert [entry.step for entry in Catalog(store).checkpoints()] == [3, 2, 1]
     assert verify(store, folder).ok
+
+
+def test_a_run_that_stood_on_it_by_choice_goes_on_from_what_was_shown() -> None:
+    """What a rollback has left behind is not gone back to."""
+    store, folder = new_store()
+    with new_run().manager(store, sinks=()) as manager:
+        manager.resume("step=2")
+    damage(store, folder)
+    shown = examine(store, folder).goes_on_from
+    assert shown == Catalog(store).checkpoints()[-1].folder
+    assert delete(store, folder, emit=QUIET) == ""
+    with new_run().manager(store, sinks=()) as manager:
+        found = manager.resume()
+    assert found is not None
+    assert (found.step, found.folder) == (1, shown)
 
 
 def test_a_later_claim_stops_it_before_anything_goes() -> None:

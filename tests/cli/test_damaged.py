@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.roots import Result, flip, folder_of
+from tests.cli.roots import Result, flip, folder_of, overwrite
 
+from holdfast import keys
 from holdfast.engine.tiers.tiered import Tiered
+from holdfast.format.manifest import Aborted, Deleted, encode_aborted, encode_deleted
+from holdfast.keys import Encryption
 from holdfast.manager import CheckpointManager
-from runs import new_run
+from runs import Recorder, new_run
 
 Command = Callable[..., Result]
 
@@ -57,7 +60,10 @@ def test_it_is_shown_first_and_nothing_is_deleted(
 
 
 def test_a_plain_gc_says_how_to_look(holdfast: Command, root: Path, damaged: str) -> None:
-    assert f"to look at it: holdfast gc {root} --damaged {damaged}\n" in holdfast("gc", root).out
+    assert (
+        f"to look at {damaged}: holdfast gc {root} --damaged {damaged}\n"
+        in holdfast("gc", root).out
+    )
 
 
 def test_it_is_gone_afterwards_and_the_run_goes_on_from_the_one_before(
@@ -74,11 +80,12 @@ def test_it_is_gone_afterwards_and_the_run_goes_on_from_the_one_before(
     assert all(after[name] == before[name] for name in before if name in after)
     assert holdfast("ls", root).code == holdfast("verify", root).code == 0
     assert holdfast("gc", root).code == 0
-    run = new_run()
-    with run.manager(root) as manager:
+    run, noted = new_run(), Recorder()
+    with run.manager(root, sinks=(noted,)) as manager:
         found = manager.resume()
         assert found is not None
         assert found.step == 200
+        assert noted.of("warning") == noted.of("rejected") == []
         manager.save(201).wait()
     assert holdfast("verify", root).code == 0
 
@@ -89,7 +96,7 @@ def test_the_only_one_is_deleted_too_after_that_was_said(holdfast: Command, tmp_
         manager.save(1).wait()
     damage(folder_of(root, 1))
     name = folder_of(root, 1).name
-    assert "the run starts from nothing" in holdfast("gc", root, "--damaged", name).out
+    assert "no other checkpoint is there" in holdfast("gc", root, "--damaged", name).out
     assert holdfast("gc", root, "--damaged", name, "--yes").code == 0
     with new_run().manager(root) as manager:
         assert manager.resume() is None
@@ -135,10 +142,48 @@ def test_what_never_committed_and_what_was_deleted_is_for_a_plain_gc(
     for name in ("manifest.json", "index.json"):
         (folder / name).unlink()
     (root / "latest").unlink()
-    result = holdfast("gc", root, "--damaged", folder.name, "--yes")
-    assert result.code == 2
-    assert "it never became a checkpoint; `holdfast gc` without --damaged" in result.err
-    assert folder.exists()
+    aborted = encode_aborted(Aborted(by="gc", reason="not committed"))
+    deleted = encode_deleted(Deleted(save_id=32 * "0", by="writer 1", reason="old"))
+    for register, what in (
+        (b"", "never became a checkpoint"),
+        (aborted, "never became a checkpoint"),
+        (deleted, "was deleted"),
+    ):
+        if register:
+            (folder / "manifest.json").write_bytes(register)
+        result = holdfast("gc", root, "--damaged", folder.name, "--yes")
+        assert result.code == 2
+        assert f"it {what}; `holdfast gc` without --damaged" in result.err
+        assert folder.exists()
+
+
+def test_a_renamed_folder_is_not_damaged(holdfast: Command, root: Path) -> None:
+    folder = folder_of(root, 300)
+    renamed = folder.rename(root / folder.name.replace("-000003-", "-000009-"))
+    before = everything(root)
+    result = holdfast("gc", root, "--damaged", renamed.name, "--yes")
+    assert (result.code, f"a folder called {folder.name}; rename it" in result.err) == (2, True)
+    assert everything(root) == before
+
+
+@pytest.mark.parametrize("byte", [100, -100])
+def test_one_that_is_sealed_needs_its_key(holdfast: Command, tmp_path: Path, byte: int) -> None:
+    """Damage of the envelope and of what is inside."""
+    root, key = tmp_path / "run", tmp_path / "key"
+    assert holdfast("keys", "generate", key).code == 0
+    with new_run().manager(root, encrypt=Encryption(keys=keys.from_file(key))) as manager:
+        manager.save(1).wait()
+        manager.save(2).wait()
+    newest = folder_of(root, 2)
+    flip(newest / "manifest.json", byte)
+    before = everything(root)
+    assert holdfast("gc", root, "--damaged", newest.name, "--yes").code == 1
+    assert everything(root) == before
+    result = holdfast("--key-file", key, "gc", root, "--damaged", newest.name)
+    assert f"goes on from {folder_of(root, 1).name}" in result.out
+    result = holdfast("--key-file", key, "gc", root, "--damaged", newest.name, "--yes")
+    assert (result.code, newest.exists()) == (0, False), result
+    assert holdfast("--key-file", key, "verify", root).code == 0
 
 
 def test_a_newer_version_is_no_damage(
@@ -185,14 +230,34 @@ def test_what_the_other_tier_has_is_mended_and_not_deleted(
     folder = folder_of(here, 1)
     damage(folder)
     result = holdfast("gc", here, "--damaged", folder.name, "--yes")
-    assert (result.code, "a resume with both tiers mends it" in result.err) == (2, True)
+    assert (result.code, "a resume with both tiers that reads it" in result.err) == (2, True)
     away = there.rename(tmp_path / "away")
     result = holdfast("gc", here, "--damaged", folder.name, "--yes")
     assert (result.code, "cannot be asked" in result.err) == (1, True)
     assert folder.exists()
     shutil.move(away, there)
+    record = here / "uploads" / "tiers.json"
+    sound = record.read_bytes()
+    flip(record, 50)
+    assert holdfast("gc", here, "--damaged", folder.name, "--yes").code == 1
+    assert folder.exists()
+    overwrite(record, sound)
     with CheckpointManager(Tiered(here, there), new_run().state) as manager:
         found = manager.resume()
         assert found is not None
         assert found.step == 1
     assert holdfast("verify", here).code == 0
+
+
+def test_from_a_remote_tier_there_is_a_warning(holdfast: Command, tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    with CheckpointManager(Tiered(here, there), new_run().state) as manager:
+        manager.save(1).wait()
+    folder = folder_of(there, 1)
+    damage(folder)
+    result = holdfast("gc", there, "--damaged", folder.name)
+    assert "the run has two tiers, and nothing here names the other" in result.out
+    damage(folder_of(here, 1))
+    assert holdfast("gc", here, "--damaged", folder.name, "--yes").code == 0
+    assert not (here / folder.name).exists()
+    assert folder.exists()

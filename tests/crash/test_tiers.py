@@ -128,7 +128,7 @@ def sweep(
     every: int = 1,
 ) -> Iterator[World]:
     """A world for each operation on keys like these, with the fault in it, and one without."""
-    at, struck = 0, True
+    at, num_struck, struck = 0, 0, True
     while struck:
         world = worlds(at)
         fault = Fault(kind=kind, op=op, at=at, key=only, times=times)
@@ -137,7 +137,8 @@ def sweep(
         world.check()
         yield world
         at, struck = at + every, fault.reached.is_set()
-    assert at > (8 if op is None else 4)
+        num_struck += struck
+    assert num_struck * every > (50 if op is None else 4)
 
 
 def stop_at_every_operation(worlds: Worlds, kind: Any, **chosen: Any) -> None:

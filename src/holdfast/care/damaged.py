@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from holdfast.care.prune import standing
 from holdfast.care.retention import may_remove_whole
-from holdfast.engine.claims.claim import Wait
+from holdfast.engine.claims.claim import Choice, Wait
 from holdfast.engine.claims.leases import Readers
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.commit import retract_unreadable
+from holdfast.engine.roots.commit import name_latest, retract_unreadable
 from holdfast.engine.roots.lost import latest_of
+from holdfast.engine.sealed.sealing import bare
+from holdfast.engine.tiers.pieces import read_listing
 from holdfast.errors import (
     FormatError,
     NoCheckpoint,
     OutcomeUnknown,
-    SealError,
     UnsupportedVersion,
     UsageError,
 )
 from holdfast.events import Emitter
 from holdfast.format import layout
+from holdfast.format.envelope import Visible
 from holdfast.format.manifest import Deleted, Manifest
 from holdfast.store.base import Store
 
@@ -41,7 +44,8 @@ class Damaged:
     is_latest: bool
     """Whether `latest` names it."""
     goes_on_from: str | None
-    """Folder of the checkpoint from which the run goes on without it; None: there is none."""
+    """Folder of the checkpoint from which the run goes on without it, judged by manifests alone;
+    None: there is none."""
 
     @property
     def nbytes(self) -> int:
@@ -54,24 +58,25 @@ def examine(store: Store, folder: str) -> Damaged:
 
     Raises:
         NoCheckpoint: there is no such folder.
+        UsageError: no folder of a checkpoint, or one whose manifest can be read, or that was never
+            one; says what it is.
         UnsupportedVersion: a newer Holdfast wrote the manifest.
-        UsageError: no folder of a checkpoint, or one that is not damaged so; says what it is.
+        SealError: it, or what the run would go on from, is sealed for others than the store's keys.
     """
     if layout.parse_attempt(folder) is None:
         raise UsageError(f"{folder!r} is no name of a checkpoint's folder; `holdfast ls` has them")
-    catalog = Catalog(store)
     files = tuple(
         (info.key.removeprefix(f"{folder}/"), info.nbytes) for info in store.list(f"{folder}/")
     )
     if not files:
         raise NoCheckpoint(f"{store.url}/{folder}: there is no such folder, or it is empty")
+    catalog = Catalog(store)
     try:
         register = catalog.read(folder)
     except UnsupportedVersion:
         raise
-    except SealError as error:
-        raise UsageError(f"{folder}: nothing was deleted, for it is not damaged: {error}") from None
     except FormatError as error:
+        _expect_its_own(store, folder)
         marks, point = catalog.marks(folder), standing(store).point
         return Damaged(
             folder=folder,
@@ -91,25 +96,44 @@ def examine(store: Store, folder: str) -> Damaged:
     raise UsageError(f"{folder}: it {what}; `holdfast gc` without --damaged removes what is left")
 
 
-def delete(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = None) -> bool:
-    """Delete a checkpoint that `examine` describes; False where somebody reads it, so it stays.
+def _expect_its_own(store: Store, folder: str) -> None:
+    """Raise `UsageError` where the manifest is that of another folder: this one was renamed."""
+    try:
+        listing = read_listing(bare(store), folder)
+    except FormatError:
+        return
+    if isinstance(listing, Manifest | Visible):
+        name = layout.attempt_name(listing.label, listing.epoch, listing.sequence, listing.save_id)
+        if str(name) != folder:
+            raise UsageError(
+                f"{folder}: nothing was deleted, for its manifest is sound and belongs into a "
+                f"folder called {name}; rename it"
+            )
 
-    Claims the run for that long, as `prune` does, and waits for readers as it does.
+
+def delete(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = None) -> str:
+    """Delete a checkpoint that `examine` describes. Returns why it stays; empty where it is gone.
+
+    Claims the run for that long, as `prune` does. Whether a reader on another host lives is found
+    out as there. Where a person had gone back to this checkpoint, the run stands on
+    `goes_on_from` afterwards, and not on what was left behind then.
 
     Raises:
         OwnedElsewhere: a live process owns the run.
         Superseded: another process claimed the run meanwhile.
         UsageError: it is not damaged any more.
     """
-    examine(store, folder)
+    found = examine(store, folder)
     readers = Readers(store)
     readers.watch({folder}, wait=watch or threading.Event().wait, emit=emit)
+    if leases := readers.of(folder):  # before the mark, which nobody could begin to read under
+        return f"{leases[0].who} reads it"
     owner = Ownership(store, takeover=False, emit=emit)
-    owner.take(lambda: standing(store))
+    owner.take(lambda: _choice(store, folder))
     claim = owner.claim
     assert claim is not None
     try:
-        gone = retract_unreadable(
+        why = retract_unreadable(
             store,
             folder,
             epoch=claim.epoch,
@@ -117,11 +141,26 @@ def delete(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = Non
             may_remove_whole=lambda epoch: may_remove_whole(store, claim, epoch, is_sent_to=True),
             is_read=lambda: bool(readers.of(folder)),
         )
+        if not why and found.is_latest:
+            name_latest(store, found.goes_on_from)
     except OutcomeUnknown:
         owner.is_clean = False
         raise
     finally:
         owner.release()
-    if gone:
+    if not why:
         readers.tidy(folder)
-    return gone
+    return why
+
+
+def _choice(store: Store, folder: str) -> Choice:
+    """Where the run stands; as a person's choice where a person had chosen `folder`."""
+    choice, catalog = standing(store), Catalog(store)
+    for epoch in catalog.claims():
+        with suppress(FormatError):
+            claim = catalog.writer(epoch)
+            if claim is None or not claim.rollback or claim.resumed_from is None:
+                continue
+            if claim.resumed_from.folder == folder and choice.point is not None:
+                return replace(choice, is_rollback=True)
+    return choice

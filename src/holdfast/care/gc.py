@@ -38,7 +38,7 @@ class GcReport:
     kept: list[tuple[str, str]] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
-    """Those of the `failed` that have a manifest which is damaged or lost."""
+    """Folders among the `failed` whose manifest is damaged or lost."""
     markers: dict[int, int] = field(default_factory=dict)
     """By writer epoch: how many markers and tombstones stay until a person names it dead."""
     bare: list[str] = field(default_factory=list)

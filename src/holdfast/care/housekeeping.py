@@ -11,12 +11,12 @@ from holdfast.care.gc import collect
 from holdfast.care.retention import Deleter
 from holdfast.engine.claims.claim import Claim
 from holdfast.engine.roots.catalog import Catalog, Entry
+from holdfast.engine.roots.commit import name_latest
 from holdfast.engine.roots.notes import reject
 from holdfast.errors import HoldfastError, Superseded
 from holdfast.events import Emitter
-from holdfast.format import layout
 from holdfast.policy.retention import Rule
-from holdfast.store.base import Points, Store
+from holdfast.store.base import Store
 
 
 class Owner(Protocol):
@@ -111,10 +111,7 @@ class Housekeeper:
         latest = Catalog(self._store).latest() if entry.manifest.unhealthy else entry
         if latest is None or latest.folder != entry.folder:
             return
-        if isinstance(self._store, Points):
-            self._store.point(layout.LATEST, entry.folder)
-        else:
-            self._store.put(layout.LATEST, entry.folder.encode())
+        name_latest(self._store, entry.folder)
 
     def _retain(self) -> None:
         claim = self._owner.claim

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import click
 
 from holdfast.care.damaged import Damaged, delete, examine
 from holdfast.cli.output import Answer, Code, printable, size
 from holdfast.cli.target import open_root, opened
 from holdfast.cli.unlocking import inner
-from holdfast.engine.roots.catalog import is_root
-from holdfast.engine.tiers.ledger import Ledger
+from holdfast.engine.roots.catalog import Catalog, is_root
+from holdfast.engine.roots.documents import read_if_there
 from holdfast.engine.tiers.pieces import read_listing
-from holdfast.errors import FormatError, HoldfastError, NoCheckpoint, StoreError, UsageError
+from holdfast.errors import (
+    FormatError,
+    HoldfastError,
+    NoCheckpoint,
+    StoreError,
+    UnsupportedVersion,
+    UsageError,
+)
 from holdfast.events import Emitter, Event
+from holdfast.format import layout
 from holdfast.format.envelope import Visible
 from holdfast.format.manifest import Manifest
+from holdfast.format.records import decode_tiers
 from holdfast.store.base import Store
 
 
@@ -24,14 +35,17 @@ def remove(root: str, folder: str, *, is_sure: bool) -> Answer:
     Raises:
         NoCheckpoint: not a root, or no such folder.
         UsageError: its manifest is sound, or the other tier has it.
+        UnsupportedVersion: a newer Holdfast wrote the manifest, here or in the other tier.
+        SealError: a key is needed.
         StoreError: the other tier cannot be asked.
         OwnedElsewhere: a live process owns the run.
     """
     folder = folder.rstrip("/")
-    store = inner(open_root(root))  # no key is needed to see that it is damaged
+    store = open_root(root)
     found = examine(store, folder)
-    _expect_not_elsewhere(store, folder)
-    is_deleted = is_sure and delete(store, folder, emit=Emitter((_tell,)))
+    warnings = _other_tier(inner(store), folder)
+    why = delete(store, folder, emit=Emitter((_tell,))) if is_sure else None
+    has_marker = bool(store.children(folder)) and why == ""
     document = {
         "root": store.url,
         "folder": folder,
@@ -42,29 +56,37 @@ def remove(root: str, folder: str, *, is_sure: bool) -> Answer:
         "tags": list(found.tags),
         "is_latest": found.is_latest,
         "goes_on_from": found.goes_on_from,
-        "deleted": is_deleted,
+        "warnings": warnings,
+        "deleted": why == "",
+        "kept_because": why or None,
+        "marker": has_marker,
     }
-    if is_deleted:
-        end = f"deleted; {size(found.nbytes)} given back"
-    elif is_sure:
-        end = "kept, because somebody reads it"
-    else:
+    if why is None:
         end = f"nothing was deleted. To delete it: holdfast gc {root} --damaged {folder} --yes"
-    code = Code.OK if is_deleted else Code.FOUND
-    return Answer(document=document, parts=[*_lines(found), end], code=code)
+    elif why:
+        end = f"kept: {why}"
+    else:
+        marker = "; a marker stays, as after `holdfast gc`" if has_marker else ""
+        end = f"deleted; {size(found.nbytes)} given back{marker}"
+    code = Code.OK if why == "" else Code.FOUND
+    return Answer(document=document, parts=[*_lines(found), *warnings, end], code=code)
 
 
-def _expect_not_elsewhere(store: Store, folder: str) -> None:
-    tiers = Ledger(store).tiers()
+def _other_tier(store: Store, folder: str) -> list[str]:
+    """What to warn of where the run has two tiers. Raises an error where the other tier has, or
+    may have, the checkpoint whole."""
+    tiers = read_if_there(store, layout.TIERS, decode_tiers)
     if tiers is None:
-        return
+        return [_TIERED] if _is_tiered(store) else []
     try:
         remote = opened(tiers.remote)
         if not is_root(remote):
             raise NoCheckpoint(f"{remote.url}: no root of Holdfast; is it mounted?")
         listing = read_listing(remote, folder)
+    except UnsupportedVersion:
+        raise
     except FormatError:
-        return  # damaged there, too
+        return []  # damaged there, too
     except HoldfastError as error:
         raise StoreError(
             f"{folder}: nothing was deleted, for {tiers.remote}, which may have it whole, cannot "
@@ -72,9 +94,27 @@ def _expect_not_elsewhere(store: Store, folder: str) -> None:
         ) from error
     if isinstance(listing, Manifest | Visible):
         raise UsageError(
-            f"{folder}: nothing was deleted, for {tiers.remote} has it; a resume with both tiers "
-            "mends it from there"
+            f"{folder}: nothing was deleted, for {tiers.remote} has it: a resume with both tiers "
+            "that reads it mends it from there"
         )
+    return []
+
+
+_TIERED = (
+    "the run has two tiers, and nothing here names the other: look there first, and delete nothing "
+    "that is whole there"
+)
+
+
+def _is_tiered(store: Store) -> bool:
+    """Whether the newest claim that can be read is one of two tiers."""
+    catalog = Catalog(store)
+    for epoch in catalog.claims():
+        with suppress(FormatError):
+            claim = catalog.writer(epoch)
+            if claim is not None:
+                return claim.tiered
+    return False
 
 
 def _lines(found: Damaged) -> list[str]:
@@ -87,7 +127,7 @@ def _lines(found: Damaged) -> list[str]:
         *(f"  {name}  {size(nbytes)}" for name, nbytes in found.files),
         f"without it the run goes on from {before}"
         if before
-        else "no other checkpoint can be resumed; without it the run starts from nothing",
+        else "no other checkpoint is there from which the run could go on",
     ]
 
 

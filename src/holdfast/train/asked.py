@@ -59,7 +59,7 @@ def checked_every(
         if asks_for(part, "evaluation") and not validates:
             raise UsageError(f"{what}: {part}: there is nothing to validate on; give validate=…")
     if isinstance(wanted, SavePolicy) and wanted.cooldown is not None:
-        check_counted(wanted.cooldown.unit, f"cooldown='{wanted.cooldown}'", extra)
+        check_counted(wanted.cooldown.unit, f"{what}: cooldown='{wanted.cooldown}'", extra)
     return wanted
 
 

@@ -202,7 +202,7 @@ class Trainer:
             validates=validate is not None,
         )
         self._every = checked_times(every)
-        for saver in savers:
+        for saver in (saver for saver in savers if isinstance(saver, SideSaver)):
             checked_times(saver.policy, what=f"saver {saver.name!r}: every")
         self._overlap = making.checked_overlap(overlap, making.device_type(self.model, on))
         options: dict[str, Any] = {

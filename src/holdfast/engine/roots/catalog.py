@@ -174,8 +174,9 @@ class Catalog:
             if register is None:
                 raise CorruptData(
                     f"{self.store.url}/{folder}/{layout.MANIFEST} is missing, though it was "
-                    f"committed: {why}. The rest is kept; put a copy of that file back, or "
-                    f"delete it by `holdfast gc ROOT --damaged {folder}`"
+                    f"committed: {why}. The other files are kept: put a copy of the manifest "
+                    "back, or look at the folder with `holdfast gc ROOT --damaged FOLDER`, which "
+                    "can delete it"
                 )
         return register
 

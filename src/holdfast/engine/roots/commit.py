@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.engine.roots.catalog import Catalog, Marks
@@ -24,6 +23,7 @@ from holdfast.errors import (
     StoreError,
     Superseded,
     TransientStoreError,
+    UnsupportedVersion,
 )
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
@@ -46,6 +46,7 @@ from holdfast.format.records import (
 )
 from holdfast.store.base import (
     Folders,
+    Points,
     Store,
     abort_uploads,
     delete_many,
@@ -279,8 +280,10 @@ def retract(
         Superseded: a later writer owns the run; at most the mark was left.
     """
     by = f"writer {epoch}"
-    reason = _mark_retired(store, folder, epoch=epoch, by=by, reason=reason)
-    if not reason:
+    try:
+        if not _mark_retired(store, folder, epoch, Retired(by=by, reason=reason)):
+            reason = f"{reason} (marked before)"
+    except NotFound:
         return False
     catalog = Catalog(store)
     marks, register = catalog.marks(folder), catalog.read(folder)
@@ -301,40 +304,58 @@ def retract_unreadable(
     reason: str,
     may_remove_whole: Callable[[int], bool],
     is_read: Callable[[], bool],
-) -> bool:
-    """As `retract`, for a checkpoint whose manifest is damaged or lost; pins do not keep it, for a
-    person named it. False when somebody reads it or its manifest can be read after all.
+) -> str:
+    """Delete a checkpoint whose manifest is damaged or lost, because a person named it.
+
+    In the order of `retract`, but pins do not keep it. Returns why it stays; empty where it is
+    deleted.
 
     Raises:
         Superseded: a later writer owns the run; at most the mark was left.
     """
-    name, by = layout.parse_attempt(folder), f"writer {epoch}"
-    reason = _mark_retired(store, folder, epoch=epoch, by=by, reason=reason)
-    if not reason or name is None:
-        return False
-    with suppress(FormatError):
-        Catalog(store).read(folder)
-        return False
-    if is_read():
-        return False
+    by = f"writer {epoch}"
+    try:
+        is_ours = _mark_retired(store, folder, epoch, Retired(by=by, reason=reason))
+    except NotFound:
+        return "its folder is gone"
+    name = layout.parse_attempt(folder)
+    why = "somebody reads it" if is_read() else _readable(store, folder)
+    if why or name is None:
+        if is_ours:
+            store.delete(f"{folder}/{layout.retired_name(epoch)}")
+        return why
     save_id = name.id8.ljust(32, "0")  # no more of it is known
     _bury(store, folder, Deleted(save_id=save_id, by=by, reason=reason))
     remove_files(store, folder, whole=may_remove_whole(name.epoch))
-    return True
+    return ""
 
 
-def _mark_retired(store: Store, folder: str, *, epoch: int, by: str, reason: str) -> str:
-    """Mark a checkpoint that is to be deleted, and read the fence; gives the reason to record,
-    nothing where the folder is gone."""
-    mark = encode_retired(Retired(by=by, reason=reason))
+def _readable(store: Store, folder: str) -> str:
+    """How the register of a checkpoint can be read; empty where it is damaged or lost."""
     try:
-        store.put(f"{folder}/{layout.retired_name(epoch)}", mark, if_absent=True)
-    except AlreadyExists:
-        reason = f"{reason} (marked before)"
-    except NotFound:
+        register = Catalog(store).read(folder)
+    except (UnsupportedVersion, SealError) as error:
+        return str(error)
+    except FormatError:
         return ""
+    what = "its manifest" if isinstance(register, Manifest) else "that it is no checkpoint"
+    return f"{what} can be read by now"
+
+
+def _mark_retired(store: Store, folder: str, epoch: int, mark: Retired) -> bool:
+    """Mark a checkpoint that is to be deleted, and read the fence. False: it was marked before.
+
+    Raises:
+        NotFound: its folder is gone.
+        Superseded: a later writer owns the run.
+    """
+    is_ours = True
+    try:
+        store.put(f"{folder}/{layout.retired_name(epoch)}", encode_retired(mark), if_absent=True)
+    except AlreadyExists:
+        is_ours = False
     check_fence(store, epoch, committed=True)
-    return reason
+    return is_ours
 
 
 def thin(
@@ -424,6 +445,16 @@ def remove_files(store: Store, folder: str, *, whole: bool) -> None:
         store.sweep(folder)
     else:
         abort_uploads(store, folder)
+
+
+def name_latest(store: Store, folder: str | None) -> None:
+    """Let `latest` name this folder; None: nothing."""
+    if folder is None:
+        store.delete(layout.LATEST)
+    elif isinstance(store, Points):
+        store.point(layout.LATEST, folder)
+    else:
+        store.put(layout.LATEST, folder.encode())
 
 
 def settle(store: Store, folder: str) -> None:
