@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import re
 import signal
 import subprocess
@@ -268,6 +269,16 @@ def test_a_reader_that_goes_away_is_no_error(root: Path) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def all_of(leader: int, child: subprocess.Popen[bytes]) -> bytes:
+    """What a program writes to a terminal, in however many pieces, until it ends."""
+    seen, has_ended = b"", False
+    while not has_ended:
+        has_ended = child.poll() is not None
+        while select.select([leader], [], [], 0.1)[0]:
+            seen += os.read(leader, 65536)
+    return seen
+
+
 def test_a_terminal_gets_tables_and_bars(root: Path) -> None:
     """A real terminal: both ends of a pseudo-terminal."""
     leader, follower = os.openpty()
@@ -281,8 +292,8 @@ def test_a_terminal_gets_tables_and_bars(root: Path) -> None:
             stderr=follower,
             env=environment,
         )
-        assert child.wait(timeout=120) == 0
-        seen += os.read(leader, 65536)
+        seen += all_of(leader, child)
+        assert child.returncode == 0
     os.close(leader)
     os.close(follower)
     assert b"\x1b[1mstep" in seen
