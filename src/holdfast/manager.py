@@ -77,7 +77,7 @@ from holdfast.state.components import RNG, unwrapped
 from holdfast.state.edits import Edit, edited
 from holdfast.state.held import describe as describe_unheld
 from holdfast.state.loaded import note_loaded
-from holdfast.state.positions import OUTSIDE, is_outside
+from holdfast.state.positions import NO_OPTIMIZER, OUTSIDE, is_outside, lacks_optimizer
 from holdfast.state.rates import Rates
 from holdfast.state.selection import listed
 from holdfast.state.settings import Settings
@@ -249,7 +249,7 @@ class CheckpointManager:
         """Whether this manager has neither loaded nor saved, so that a resume may load in place."""
         self._is_rollback = False
         self._not_saved_due = True
-        self._position_due = is_outside(state)
+        self._lacks_due = True
         self._stop = stop
         self._first_look_due = True
         self._stepping: Sequence[int] | None = None
@@ -469,7 +469,7 @@ class CheckpointManager:
         self._saver.later(self._after_claim)
         if found is None:
             return None
-        self._announce_position()
+        self._announce_lacks()
         self._tuning.resumed(time.perf_counter() - began)
         self._emit(
             "resumed",
@@ -708,7 +708,7 @@ class CheckpointManager:
         self._beginning.compare_clocks(self._saver.standing)
         self._announce_not_saved(captured, is_whole=due.components is None)
         if due.components is None:
-            self._announce_position()
+            self._announce_lacks()
         self._beginning.expect(captured, self._saver.standing, is_rollback=self._is_rollback)
         preparing = time.perf_counter()
         with collector_paused():
@@ -856,10 +856,12 @@ class CheckpointManager:
                 "add what holds them to `state`",
             )
 
-    def _announce_position(self) -> None:
-        if self._position_due:
+    def _announce_lacks(self) -> None:
+        if self._lacks_due and is_outside(self.state):
             self._emit("no_position", OUTSIDE)
-        self._position_due = False
+        if self._lacks_due and lacks_optimizer(self.state):
+            self._emit("warning", NO_OPTIMIZER)
+        self._lacks_due = False
 
     def _reader(self) -> Reader:
         return Reader(

@@ -427,6 +427,12 @@ def _(user: User) -> None:
     user.manager().tag("step=3")
 
 
+@case("the optimizer left outside of the state", names="no optimizer")
+def _(user: User) -> None:
+    del user.state["optimizer"]
+    user.manager(user.new, state=user.state).save(1).wait()
+
+
 @case("data left outside of the state", names="holdfast.data.Loader")
 def _(user: User) -> None:
     del user.state["data"]

@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from holdfast import CheckpointManager, SideSaver
 from holdfast.data import Loader
 from holdfast.errors import UnsupportedState, UsageError
+from holdfast.state.positions import lacks_optimizer
 from holdfast.store.memory import MemoryStore
 
 SAMPLES = list(range(10))
@@ -136,3 +137,33 @@ def test_what_does_not_train_on_or_is_saved_in_part_is_not_told(
         manager.maybe_save(1)
         manager.save(2, components=["model"])
     assert told(caplog) == 0
+
+
+class Engine:
+    """An object of another library, which may hold an optimizer."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("more", "is_lacking"),
+    [
+        ({"data": Loader(SAMPLES, batch_size=2)}, True),
+        ({"scaler": torch.amp.GradScaler("cpu")}, True),
+        ({}, False),
+        ({"counters": {"step": 1}}, False),
+        ({"optimizer": None, "data": Loader(SAMPLES, batch_size=2)}, False),
+        ({"engine": Engine(), "data": Loader(SAMPLES, batch_size=2)}, False),
+    ],
+)
+def test_a_training_without_its_optimizer_is_told(more: dict[str, Any], is_lacking: bool) -> None:
+    """A model alone may be weights that somebody stores."""
+    model = nn.Linear(2, 2)
+    if "optimizer" in more:
+        more = {**more, "optimizer": torch.optim.SGD(model.parameters())}
+    assert lacks_optimizer({"model": model, **more}) == is_lacking
+    assert not lacks_optimizer({"model": model.requires_grad_(False), **more})

@@ -1,4 +1,4 @@
-"""The position in the data: whether a state holds one, and what to use for data without one.
+"""What the state of a training may lack: the position in the data, and the optimizer.
 
 Knows no loader but torch's own; `holdfast.data` is above this package.
 """
@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, default_collate
 
 _NAMES = ("data", "loader", "sampler")
@@ -23,6 +25,33 @@ OUTSIDE = (
 )
 
 
+NO_OPTIMIZER = (
+    "the state has a model that is trained, and no optimizer: a resumed run begins with a new one, "
+    "without its momenta and step counts. Put it into the state, as in "
+    '{"model": model, "optimizer": optimizer}'
+)
+
+
+def lacks_optimizer(state: Mapping[str, Any]) -> bool:
+    """Whether a training has this state and nothing in it looks like an optimizer.
+
+    A scheduler, a scaler or a position in data shows that it is a training. An object of another
+    class that has `state_dict` may hold an optimizer.
+    """
+    others = [value for value in state.values() if not isinstance(value, nn.Module)]
+    stateful = [value for value in others if hasattr(value, "state_dict")]
+    models = (value for value in state.values() if isinstance(value, nn.Module))
+    return (
+        any(parameter.requires_grad for model in models for parameter in model.parameters())
+        and bool(stateful)
+        and all(isinstance(v, LRScheduler | GradScaler) or _is_position(v) for v in stateful)
+    )
+
+
+def _is_position(value: Any) -> bool:
+    return hasattr(value, "__iter__") and hasattr(value, "state_dict")
+
+
 def is_outside(state: Mapping[str, Any]) -> bool:
     """Whether a training has this state and nothing in it looks like a position in data.
 
@@ -32,8 +61,7 @@ def is_outside(state: Mapping[str, Any]) -> bool:
     if not any(isinstance(value, Optimizer) for value in state.values()):
         return False
     return not any(
-        any(word in name for word in _NAMES)
-        or (hasattr(value, "__iter__") and hasattr(value, "state_dict"))
+        any(word in name for word in _NAMES) or _is_position(value)
         for name, value in state.items()
         if not isinstance(value, nn.Module)
     )
