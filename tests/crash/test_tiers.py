@@ -138,7 +138,7 @@ def sweep(
         yield world
         at, struck = at + every, fault.reached.is_set()
         num_struck += struck
-    assert num_struck * every > (50 if op is None else 4)
+    assert num_struck * every > (20 if op is None else 4)
 
 
 def stop_at_every_operation(worlds: Worlds, kind: Any, **chosen: Any) -> None:

@@ -160,7 +160,7 @@ def test_retries_come_to_an_end(place: tuple[RemoteStore, Answers]) -> None:
 @pytest.mark.usefixtures("credentials")
 def test_pauses_grow_until_the_time_for_retries_is_over() -> None:
     """R24: if they did not, a service that is away for a moment would be given up in seconds."""
-    patient = replace(TWICE, max_retries=11)
+    patient = replace(TWICE, max_retries=11, retry_s=5)
     with answering() as (endpoint, answers):
         store = RemoteStore("s3://bucket/run", endpoint=endpoint, options=patient)
         answers.then = refusal(503, "SlowDown", "reduce your rate")

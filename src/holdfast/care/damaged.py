@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from holdfast.care.prune import standing
@@ -20,6 +19,7 @@ from holdfast.errors import (
     FormatError,
     NoCheckpoint,
     OutcomeUnknown,
+    SealError,
     UnsupportedVersion,
     UsageError,
 )
@@ -154,13 +154,20 @@ def delete(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = Non
 
 
 def _choice(store: Store, folder: str) -> Choice:
-    """Where the run stands; as a person's choice where a person had chosen `folder`."""
-    choice, catalog = standing(store), Catalog(store)
-    for epoch in catalog.claims():
-        with suppress(FormatError):
-            claim = catalog.writer(epoch)
-            if claim is None or not claim.rollback or claim.resumed_from is None:
-                continue
-            if claim.resumed_from.folder == folder and choice.point is not None:
-                return replace(choice, is_rollback=True)
-    return choice
+    """Where the run stands; as a person's choice where it stood on `folder`, so that what a
+    rollback to that has left behind stays behind."""
+    choice = standing(store)
+    stands_on_it = choice.point is not None and _first_of_lineage(store) == folder
+    return replace(choice, is_rollback=True) if stands_on_it else choice
+
+
+def _first_of_lineage(store: Store) -> str | None:
+    """The newest folder of the lineage that holds a checkpoint, damaged or not."""
+    catalog = Catalog(store)
+    for name in map(str, catalog.lineage()):
+        try:
+            if isinstance(catalog.read(name), Manifest):
+                return name
+        except (FormatError, SealError):
+            return name
+    return None

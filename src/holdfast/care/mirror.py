@@ -505,8 +505,15 @@ class Mirror(Uploads):
         self._backlog.refresh()
 
     def _awaited(self, entry: Entry) -> str:
-        """Why the remote copy must not be deleted yet: its pins may not have come along."""
-        return "its upload has not ended" if self._backlog.waits(entry) else ""
+        """Why the remote copy must not be deleted yet: its pins may not have come along. Or it was
+        pinned here since by the command line, which knows one tier."""
+        if self._backlog.waits(entry):
+            return "its upload has not ended"
+        here = Catalog(self._local).marks(entry.folder)
+        if not (here.pinned or here.tags):
+            return ""
+        self._copy_notes(entry)
+        return "it is pinned or tagged in the local tier"
 
     def _copy_notes(self, entry: Entry) -> None:
         """Pins and tags that it was given here before it was there. Whoever pins does so here

@@ -16,7 +16,7 @@ from holdfast.engine.claims.leases import Readers
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.tiers.ledger import held_by_notes
-from holdfast.errors import FormatError, HoldfastError, OutcomeUnknown, UsageError
+from holdfast.errors import FormatError, HoldfastError, NotSealed, OutcomeUnknown, UsageError
 from holdfast.events import Emitter
 from holdfast.format.manifest import Manifest
 from holdfast.policy.retention import Rule, unmet
@@ -125,7 +125,7 @@ def standing(store: Store) -> Choice:
     for name in catalog.lineage():
         try:
             entry = catalog.entry(name)
-        except FormatError:
+        except (FormatError, NotSealed):
             passed_over.add(str(name))
             continue
         if entry is None:

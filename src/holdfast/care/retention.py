@@ -14,7 +14,14 @@ from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.roots.commit import retract, settle, thin
 from holdfast.engine.roots.notes import reject
 from holdfast.engine.roots.parts import parts_of
-from holdfast.errors import CorruptData, FormatError, HoldfastError, StoreError, Superseded
+from holdfast.errors import (
+    CorruptData,
+    FormatError,
+    HoldfastError,
+    NoCheckpoint,
+    StoreError,
+    Superseded,
+)
 from holdfast.format.manifest import Deleted, Manifest, encode_manifest
 from holdfast.format.records import Writer
 from holdfast.policy.retention import Candidate, Decision, Rule, decide, stands_in, unmet
@@ -281,7 +288,10 @@ class Deleter:
     def _reads_back_well(self, entry: Entry) -> bool:
         from holdfast.care.verify import verify  # takes numpy, without which a dry run does
 
-        report = verify(self._store, entry.folder)
+        try:
+            report = verify(self._store, entry.folder)
+        except NoCheckpoint:
+            return False  # a writer that took the run over has deleted it
         if report.ok:
             self.trust(entry)
             return True

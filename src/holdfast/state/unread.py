@@ -14,6 +14,7 @@ from typing import Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from holdfast.errors import OutOfMemory
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.dtypes import TORCH_DTYPES
 
@@ -43,9 +44,22 @@ class Unread:
     nbytes: int
 
     def empty(self, device: torch.device | str = "cpu") -> Tensor:
-        """A tensor of its dtype and shape; what is in it is undefined."""
-        with torch.inference_mode(False):
-            return torch.empty(self.spec.shape, dtype=TORCH_DTYPES[self.spec.dtype], device=device)
+        """A tensor of its dtype and shape; what is in it is undefined.
+
+        Raises:
+            OutOfMemory: the host has not the memory for it.
+        """
+        dtype = TORCH_DTYPES[self.spec.dtype]
+        try:
+            with torch.inference_mode(False):
+                return torch.empty(self.spec.shape, dtype=dtype, device=device)
+        except RuntimeError as error:
+            if torch.device(device).type != "cpu":
+                raise  # torch.OutOfMemoryError, which training loops know
+            raise OutOfMemory(
+                f"{self.file}: {self.nbytes} bytes of memory for one tensor are not to be had: "
+                f"{error}"
+            ) from error
 
     def read(self) -> Tensor:
         """Its values, in memory of their own on the CPU.

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,20 @@ from holdfast.engine.loading import resume, streaming
 from holdfast.engine.loading.applying import Applying
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.tiered import Tiered
-from holdfast.errors import ManagerUnusable, MismatchError, NoUsableCheckpoint, UsageError
+from holdfast.errors import (
+    ManagerUnusable,
+    MismatchError,
+    NoUsableCheckpoint,
+    OutOfMemory,
+    UsageError,
+)
 from holdfast.format.layout import BLOCK_NBYTES
+from holdfast.format.tensors import TensorSpec
 from holdfast.keys import Encryption, SecretKey
 from holdfast.manager import CheckpointManager
 from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.modules import ModulePlan
+from holdfast.state.unread import Unread
 from holdfast.store import localreads
 from holdfast.store.local import LocalStore
 from holdfast.store.localreads import OpenFile, Seen, fill_cached, is_at_hand
@@ -862,3 +870,20 @@ def test_named_checkpoints_are_read_in_place_from_the_other_tier_too(tmp_path: P
             found = getattr(manager, method)(2, in_place=True)
         assert found.step == 2
         assert live.bits() == bits[1]
+
+
+def test_a_tensor_that_no_memory_can_hold_is_told_so() -> None:
+    """R29: whoever claims a tensor of a petabyte gets an error of ours, and not one of torch."""
+    spec = TensorSpec("x", "F32", (2**48,))
+    unread = Unread(
+        source=NothingToRead(), spec=spec, file="m-0.safetensors", start=0, nbytes=2**50
+    )
+    with pytest.raises(OutOfMemory, match=r"m-0\.safetensors: 1125899906842624 bytes"):
+        unread.empty()
+
+
+class NothingToRead:
+    """A source of which nothing is read."""
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Unread]]) -> None:
+        raise AssertionError("nothing is to be read")

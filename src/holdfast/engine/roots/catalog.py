@@ -573,16 +573,22 @@ class Catalog:
         )
 
     def _newest_notes(self, folder: str, names: tuple[str, ...]) -> tuple[Notes, int]:
-        numbers = [layout.parse_notes(name) for name in names]
-        for number in sorted((n for n in numbers if n is not None), reverse=True):
-            try:
+        """The notes that count, and the highest number that is taken.
+
+        Where the newest cannot be read, they are those before it and a pin: what was pinned or
+        tagged there must not be deleted.
+        """
+        parsed = (layout.parse_notes(name) for name in names)
+        numbers = sorted((number for number in parsed if number is not None), reverse=True)
+        for number in numbers:
+            notes = None
+            with suppress(FormatError):
                 key = f"{folder}/{layout.notes_name(number)}"
                 notes = read_if_there(self.home(folder), key, decode_notes)
-            except FormatError:
-                continue
             if notes is not None:
-                return notes, max(n for n in numbers if n is not None)
-        return Notes(tags=(), pinned=False), max((n for n in numbers if n is not None), default=0)
+                is_newest = number == numbers[0]
+                return notes if is_newest else Notes(tags=notes.tags, pinned=True), numbers[0]
+        return Notes(tags=(), pinned=bool(numbers)), max(numbers, default=0)
 
     def _reasons(self, folder: str) -> tuple[str, ...]:
         try:

@@ -480,8 +480,8 @@ class SealedStore:
             is_plain = contents is None and isinstance(
                 decode_register(register, what=name), Manifest
             )
-        except FormatError:
-            return name, blank(name, data)
+        except (FormatError, NotFound):
+            return name, blank(name, data)  # the manifest is damaged or lost
         if is_plain:
             if layout.parse_notes(name) is not None:
                 self._expect_no_new_tags(folder, decode_notes(data, what=name))

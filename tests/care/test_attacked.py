@@ -1,0 +1,135 @@
+"""What an attack with scripts found (issue 20): damage that let something be deleted or hidden."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast import errors
+from holdfast.care.damaged import delete, examine
+from holdfast.care.gc import collect
+from holdfast.care.prune import prune
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.roots.notes import annotate, reject
+from holdfast.engine.sealed.sealing import sealing
+from holdfast.engine.tiers.tiered import Tiered
+from holdfast.events import Emitter
+from holdfast.format import layout
+from holdfast.keys import Encryption, SecretKey
+from holdfast.manager import CheckpointManager
+from holdfast.policy.retention import All, Last
+from holdfast.store.base import Store
+from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
+
+QUIET = Emitter(())
+SEAL = Encryption(keys=SecretKey(bytes(32)))
+
+
+def manager_of(store: Any, **options: Any) -> CheckpointManager:
+    state = {"tree": {"x": torch.zeros(8)}}
+    return CheckpointManager(store, state, sinks=(), preflight=False, **options)
+
+
+def saved(store: Any, *steps: int, which: str = "", **options: Any) -> list[str]:
+    """Save these steps in a process's life, after a resume of `which`; gives the folders."""
+    with manager_of(store, **options) as manager:
+        if which:
+            manager.resume(which)
+        folders = [manager.save(step).wait().folder for step in steps]
+        manager.wait()
+    return folders
+
+
+def flip(store: Store, key: str) -> None:
+    data = bytes(store.get(key))
+    store.put(key, bytes([*data[:60], data[60] ^ 1, *data[61:]]))
+
+
+@pytest.mark.parametrize("encrypt", [None, SEAL], ids=["plain", "sealed"])
+def test_what_resume_rejected_without_a_manifest_is_kept_and_can_be_deleted(encrypt: Any) -> None:
+    """The mark of a rejection is what remembers it when `latest` has moved on."""
+    inner = MemoryStore()
+    newest = saved(inner, 1, 2, encrypt=encrypt)[-1]
+    store = inner if encrypt is None else sealing(inner, encrypt)
+    inner.delete(f"{newest}/{layout.MANIFEST}")
+    inner.delete(layout.closed_key(1))
+    reject(store, newest, by="a reader", reason="its manifest is missing")
+    saved(inner, 3, which="latest", encrypt=encrypt)
+    collect(inner)
+    assert f"{newest}/" in inner.children()
+    assert delete(store, newest, emit=QUIET) == ""
+    assert {*inner.children(newest)} <= {layout.MANIFEST}
+
+
+@pytest.mark.parametrize("encrypt", [None, SEAL], ids=["plain", "sealed"])
+@pytest.mark.parametrize("change", [{"pinned": True}, {"add_tags": ("paper",)}], ids=str)
+def test_a_pin_or_tag_that_cannot_be_read_still_keeps(encrypt: Any, change: Any) -> None:
+    """R20: one flipped bit must not unpin."""
+    inner = MemoryStore()
+    first = saved(inner, 1, 2, encrypt=encrypt)[0]
+    store = inner if encrypt is None else sealing(inner, encrypt)
+    entry = Catalog(store).checkpoints()[-1]
+    annotate(store, entry, **change)
+    flip(inner, f"{first}/{layout.notes_name(1)}")
+    saved(inner, 3, 4, which="latest", keep=Last(1), encrypt=encrypt)
+    assert prune(store, Last(1), emit=QUIET).deleted == []
+    assert [found.step for found in Catalog(store).checkpoints()] == [4, 1]
+    annotate(store, entry, pinned=False)
+    assert prune(store, Last(1), emit=QUIET).deleted == [first]
+
+
+@pytest.mark.parametrize("loses", [True, False], ids=["lost", "damaged"])
+def test_a_sealed_one_that_is_pinned_is_shown_so(loses: bool) -> None:
+    inner = MemoryStore()
+    first = saved(inner, 1, 2, encrypt=SEAL)[0]
+    store = sealing(inner, SEAL)
+    annotate(store, Catalog(store).checkpoints()[-1], pinned=True)
+    key = f"{first}/{layout.MANIFEST}"
+    inner.delete(key) if loses else flip(inner, key)
+    assert examine(sealing(inner, SEAL), first).pinned  # a new process
+
+
+def test_deleting_an_old_target_of_a_rollback_hides_no_newer_damage() -> None:
+    """The run stood elsewhere by then, so nothing changes but that folder."""
+    store = MemoryStore()
+    before = saved(store, 1, 2, 3)
+    after = saved(store, 12, 13, which=before[1])
+    for folder in (after[1], before[1]):
+        flip(store, f"{folder}/{layout.MANIFEST}")
+    assert delete(store, before[1], emit=QUIET) == ""
+    with manager_of(store) as manager:
+        with pytest.raises(errors.CorruptData):
+            manager.load()
+        found = manager.resume()
+    assert found is not None
+    assert (found.step, [folder for folder, _ in found.rejected]) == (12, [after[1]])
+
+
+def test_one_that_is_not_sealed_stops_no_deletion_of_others() -> None:
+    """Anybody may have put it there; resume passes it over."""
+    inner, other = MemoryStore(), MemoryStore()
+    saved(inner, 1, 2, 3, encrypt=SEAL)
+    plain = saved(other, 1, 2, 3, 4)[-1]
+    for info in other.list(f"{plain}/"):
+        inner.put(info.key, other.get(info.key))
+    assert len(prune(sealing(inner, SEAL), Last(1), emit=QUIET).deleted) == 2
+
+
+@pytest.mark.parametrize("change", [{"pinned": True}, {"add_tags": ("paper",)}], ids=str)
+def test_a_pin_on_the_local_root_holds_in_the_remote_one(tmp_path: Path, change: Any) -> None:
+    """docs/tiers.md; `holdfast pin` knows one root."""
+    local, remote = LocalStore(tmp_path / "local"), LocalStore(tmp_path / "remote")
+    tiered = Tiered(local, remote, keep_local=All(), keep_remote=Last(2))
+    with manager_of(tiered) as manager:
+        for step in range(1, 5):
+            manager.save(step).wait()
+            manager.wait(60)
+            if step == 1:
+                annotate(local, Catalog(local).checkpoints()[0], **change)
+    assert [entry.step for entry in Catalog(remote).checkpoints()] == [4, 3, 1]
+    marks = Catalog(remote).checkpoints()[-1].marks
+    assert marks.pinned or marks.tags == ("paper",)
