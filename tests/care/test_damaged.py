@@ -157,6 +157,26 @@ def test_a_run_that_stood_on_it_by_choice_goes_on_from_what_was_shown() -> None:
     assert (found.step, found.folder) == (1, shown)
 
 
+def test_it_is_refused_where_only_what_a_rollback_left_behind_would_remain() -> None:
+    """The next resume would take that; a person has to name what is wanted first."""
+    store, _ = new_store()
+    newest, _, first = (entry.folder for entry in Catalog(store).checkpoints())
+    with new_run().manager(store, sinks=()) as manager:
+        manager.resume("step=1")
+    damage(store, first)
+    before = everything(store)
+    with pytest.raises(errors.UsageError, match=r"left .* behind.* First resume"):
+        delete(store, first, emit=QUIET)
+    assert everything(store) == before
+    with new_run().manager(store, sinks=()) as manager:
+        manager.resume(newest)
+    assert delete(store, first, emit=QUIET) == ""
+    with new_run().manager(store, sinks=()) as manager:
+        found = manager.resume()
+    assert found is not None
+    assert found.step == 3
+
+
 def test_a_later_claim_stops_it_before_anything_goes() -> None:
     """R10, R22."""
     store, folder = damaged_store()

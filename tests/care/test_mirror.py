@@ -271,7 +271,7 @@ def test_the_next_save_waits_when_the_remote_tier_is_too_far_behind(
     without_backoff(monkeypatch)
     remote, tiny = Switch(), Tiny()
     tiered = Tiered(local, remote, max_lag=max_lag, close_timeout_s=0)
-    with opened(tiered, tiny, save_timeout_s=2) as manager:  # saves on a busy machine take seconds
+    with opened(tiered, tiny, save_timeout_s=4) as manager:  # saves on a busy machine take seconds
         manager.resume()
         saved(manager, tiny, 0)
         manager.wait(60)

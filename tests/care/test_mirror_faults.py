@@ -253,7 +253,7 @@ def test_nobody_waits_for_ever_for_a_queue_whose_reader_hangs(
 
     tiny = Tiny()
     tiered = Tiered(local, MemoryStore("remote"), max_lag="9step", close_timeout_s=0)
-    manager = unopened(tiered, tiny, save_timeout_s=2)
+    manager = unopened(tiered, tiny, save_timeout_s=4)
     manager.resume()
     saved(manager, tiny, 1)
     manager.wait(60)
@@ -281,7 +281,7 @@ def test_the_lag_is_that_of_the_line_on_which_the_run_is(
     without_backoff(monkeypatch)
     remote, tiny = Switch(), Tiny()
     tiered = Tiered(local, remote, max_lag="3step", close_timeout_s=0)
-    with opened(tiered, tiny, save_timeout_s=2) as manager:
+    with opened(tiered, tiny, save_timeout_s=4) as manager:
         manager.resume()
         for step in (1, 2, 20):
             saved(manager, tiny, step)

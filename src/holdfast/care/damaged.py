@@ -1,4 +1,4 @@
-"""Deleting a checkpoint whose manifest cannot be read, which no rule does: a person names it."""
+"""Deletion of a checkpoint whose manifest cannot be read: no rule does it, a person names it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from holdfast.store.base import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damaged:
-    """What is known of a checkpoint whose manifest is damaged or lost."""
+    """Describes a checkpoint whose manifest is damaged or lost."""
 
     folder: str
     why: str
@@ -59,7 +59,7 @@ def examine(store: Store, folder: str) -> Damaged:
     Raises:
         NoCheckpoint: there is no such folder.
         UsageError: no folder of a checkpoint, or one whose manifest can be read, or that was never
-            one; says what it is.
+            one; says what it is. Or the run would go on from what a rollback left behind.
         UnsupportedVersion: a newer Holdfast wrote the manifest.
         SealError: it, or what the run would go on from, is sealed for others than the store's keys.
     """
@@ -78,6 +78,8 @@ def examine(store: Store, folder: str) -> Damaged:
     except FormatError as error:
         _expect_its_own(store, folder)
         marks, point = catalog.marks(folder), standing(store).point
+        if point is None:
+            _expect_nothing_left_behind(catalog, folder)
         return Damaged(
             folder=folder,
             why=str(error),
@@ -109,6 +111,17 @@ def _expect_its_own(store: Store, folder: str) -> None:
                 f"{folder}: nothing was deleted, for its manifest is sound and belongs into a "
                 f"folder called {name}; rename it"
             )
+
+
+def _expect_nothing_left_behind(catalog: Catalog, folder: str) -> None:
+    """Raise `UsageError` where whole checkpoints are left that the run does not stand on."""
+    left = [entry.folder for entry in catalog.checkpoints() if not entry.manifest.lacks]
+    if left:
+        raise UsageError(
+            f"{folder}: nothing was deleted. A rollback has left {left[0]} behind, and without "
+            "this folder nothing else is there, so the next resume would take that. First resume the "
+            f"folder that the run is to go on from, as in resume({left[0]!r})"
+        )
 
 
 def delete(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = None) -> str:
@@ -154,15 +167,15 @@ def delete(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = Non
 
 
 def _choice(store: Store, folder: str) -> Choice:
-    """Where the run stands; as a person's choice where it stood on `folder`, so that what a
-    rollback to that has left behind stays behind."""
+    """Choose where the run stands: as a rollback if it stood on `folder`, so that what a rollback
+    to that has left behind stays behind."""
     choice = standing(store)
     stands_on_it = choice.point is not None and _first_of_lineage(store) == folder
     return replace(choice, is_rollback=True) if stands_on_it else choice
 
 
 def _first_of_lineage(store: Store) -> str | None:
-    """The newest folder of the lineage that holds a checkpoint, damaged or not."""
+    """Return the newest folder of the lineage that holds a checkpoint, damaged or not."""
     catalog = Catalog(store)
     for name in map(str, catalog.lineage()):
         try:

@@ -73,8 +73,8 @@ def remove(root: str, folder: str, *, is_sure: bool) -> Answer:
 
 
 def _other_tier(store: Store, folder: str) -> list[str]:
-    """What to warn of where the run has two tiers. Raises an error where the other tier has, or
-    may have, the checkpoint whole."""
+    """Return warnings for a run with two tiers; raise an error if the other tier has, or may have,
+    the checkpoint whole."""
     tiers = read_if_there(store, layout.TIERS, decode_tiers)
     if tiers is None:
         return [_TIERED] if _is_tiered(store) else []

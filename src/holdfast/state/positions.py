@@ -1,4 +1,4 @@
-"""What the state of a training may lack: the position in the data, and the optimizer.
+"""Checks for what a training's state may lack: the position in the data, and the optimizer.
 
 Knows no loader but torch's own; `holdfast.data` is above this package.
 """

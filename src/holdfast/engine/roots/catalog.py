@@ -573,7 +573,7 @@ class Catalog:
         )
 
     def _newest_notes(self, folder: str, names: tuple[str, ...]) -> tuple[Notes, int]:
-        """The notes that count, and the highest number that is taken.
+        """Return the notes that count, and the highest number in use.
 
         Where the newest cannot be read, they are those before it and a pin: what was pinned or
         tagged there must not be deleted.

@@ -331,7 +331,7 @@ def retract_unreadable(
 
 
 def _readable(store: Store, folder: str) -> str:
-    """How the register of a checkpoint can be read; empty where it is damaged or lost."""
+    """Say how the register of a checkpoint reads by now; empty while it is damaged or lost."""
     try:
         register = Catalog(store).read(folder)
     except (UnsupportedVersion, SealError) as error:
