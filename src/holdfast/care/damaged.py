@@ -119,8 +119,8 @@ def _expect_nothing_left_behind(catalog: Catalog, folder: str) -> None:
     if left:
         raise UsageError(
             f"{folder}: nothing was deleted. A rollback has left {left[0]} behind, and without "
-            "this folder nothing else is there, so the next resume would take that. First resume the "
-            f"folder that the run is to go on from, as in resume({left[0]!r})"
+            "this folder nothing else is there, so the next resume would take that. First resume "
+            f"the folder that the run is to go on from, as in resume({left[0]!r})"
         )
 
 
