@@ -16,7 +16,7 @@ from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.notes import annotate, reject
 from holdfast.engine.sealed.sealing import sealing
 from holdfast.engine.tiers.tiered import Tiered
-from holdfast.events import Emitter
+from holdfast.events import Emitter, Event
 from holdfast.format import layout
 from holdfast.keys import Encryption, SecretKey
 from holdfast.manager import CheckpointManager
@@ -31,7 +31,7 @@ SEAL = Encryption(keys=SecretKey(bytes(32)))
 
 def manager_of(store: Any, **options: Any) -> CheckpointManager:
     state = {"tree": {"x": torch.zeros(8)}}
-    return CheckpointManager(store, state, sinks=(), preflight=False, **options)
+    return CheckpointManager(store, state, **{"sinks": (), "preflight": False, **options})
 
 
 def saved(store: Any, *steps: int, which: str = "", **options: Any) -> list[str]:
@@ -133,3 +133,34 @@ def test_a_pin_on_the_local_root_holds_in_the_remote_one(tmp_path: Path, change:
     assert [entry.step for entry in Catalog(remote).checkpoints()] == [4, 3, 1]
     marks = Catalog(remote).checkpoints()[-1].marks
     assert marks.pinned or marks.tags == ("paper",)
+
+
+@pytest.mark.parametrize("harm", ["flipped", "lost"])
+@pytest.mark.parametrize("claims_after", [0, 1, 2])
+def test_a_rollback_whose_claim_cannot_be_read(harm: str, claims_after: int) -> None:
+    """Where a later writer tells where the run stood, it stands there; else a warning says so."""
+    store = MemoryStore()
+    first = saved(store, 1, 2, 3)[0]
+    saved(store, which=first)  # claims and saves nothing
+    for _ in range(claims_after):
+        saved(store, which="latest")
+    key = layout.writer_key(2)
+    flip(store, key) if harm == "flipped" else store.delete(key)
+    told: list[Event] = []
+    with manager_of(store, sinks=(told.append,)) as manager:
+        found = manager.resume()
+    assert found is not None
+    assert found.step == (1 if claims_after else 3)
+    assert any(event.kind == "warning" and key in event.message for event in told)
+
+
+def test_a_claim_that_cannot_be_read_and_was_no_rollback_changes_nothing() -> None:
+    store = MemoryStore()
+    saved(store, 1, 2, 3)
+    for _ in range(2):
+        saved(store, which="latest")
+    flip(store, layout.writer_key(2))
+    with manager_of(store) as manager:
+        found = manager.resume()
+    assert found is not None
+    assert found.step == 3

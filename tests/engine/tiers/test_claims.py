@@ -329,6 +329,30 @@ def test_claims_of_two_runs_are_not_mixed() -> None:
         manager.resume()
 
 
+@pytest.mark.parametrize("at", range(60, 1000, 300))
+@pytest.mark.parametrize("where", ["local", "remote"])
+def test_a_damaged_claim_is_put_right_from_the_other_tier(
+    machines: tuple[LocalStore, LocalStore], where: str, at: int
+) -> None:
+    """One flipped bit must not look like two runs."""
+    local, remote, tiny = machines[0], MemoryStore("remote"), Tiny()
+    tiers = Tiered(local, remote)
+    for first in (1, 3):
+        with opened(tiers, tiny) as manager:
+            manager.resume()
+            saved(manager, tiny, first, first + 1)
+    key, damaged = layout.writer_key(2), local if where == "local" else remote
+    data = bytes(local.get(key))
+    at %= len(data)
+    damaged.put(key, bytes([*data[:at], data[at] ^ 1, *data[at + 1 :]]))
+    told: list[str] = []
+    with opened(tiers, tiny, sinks=(lambda event: told.append(event.kind),)) as manager:
+        found = manager.resume()
+    assert found is not None
+    assert (found.step, told.count("mended")) == (4, 1)
+    assert local.get(key) == remote.get(key) == data
+
+
 def test_a_rollback_holds_in_both_tiers(machines: tuple[LocalStore, LocalStore]) -> None:
     """D30."""
     remote, tiny = MemoryStore("remote"), Tiny()

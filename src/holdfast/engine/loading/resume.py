@@ -39,7 +39,7 @@ from holdfast.errors import (
     is_damage,
 )
 from holdfast.events import Emitter, Kind
-from holdfast.format.layout import RNG, AttemptName
+from holdfast.format.layout import RNG, AttemptName, writer_key
 from holdfast.format.manifest import Manifest
 from holdfast.state.apply import OpaqueLoadFailed, Prepared, prepare
 from holdfast.state.edits import Edit, EditedLoad, edited_load
@@ -656,6 +656,16 @@ class Search:
                 "warning",
                 f"the run goes on from {entry.folder}, which is not healthy: {reasons}",
                 folder=entry.folder,
+            )
+        unread = self._reader.catalog.unread
+        if self._walks and unread:
+            key = f"{self._reader.catalog.store.url}/{writer_key(unread)}"
+            stands = self.found.entry.folder if self.found is not None else "the beginning"
+            emit(
+                "warning",
+                f"{key} cannot be read: if that writer had gone back by name, only later claims "
+                f"tell where to. The run goes on from {stands}; if that is wrong, name another",
+                epoch=unread,
             )
         vanished = self._reader.catalog.vanished
         if self._walks and vanished:

@@ -125,6 +125,8 @@ class Catalog:
 
         The run then stands on what that rollback had left behind. Otherwise empty.
         """
+        self.unread = 0
+        """The newest epoch without a commit whose claim `lineage` could not read; otherwise 0."""
 
     def home(self, folder: str) -> Store:
         """The store in which a checkpoint is read: where a run has two tiers, one of them."""
@@ -483,24 +485,26 @@ class Catalog:
         """The highest epoch that counts, with the sequence of its newest commit.
 
         An epoch without a commit counts if it is a rollback to a checkpoint that exists; its
-        sequence is None. (0, None) if no epoch counts.
+        sequence is None. A claim that cannot be read may have been one: then the run stands where
+        the next writer did. (0, None) if no epoch counts.
         """
-        self.vanished = ""
+        self.vanished, self.unread = "", 0
+        later: Writer | None = None
         for epoch in epochs:
             newest = next(filter(self._is_there, attempts.get(epoch, ())), None)
             if newest is not None:
                 return epoch, newest.sequence
             claim = self._claim_or_none(epoch)
-            if claim is None or not claim.rollback or claim.resumed_from is None:
+            if claim is None:
+                self.unread = self.unread or epoch
+            is_rollback = claim is None or claim.rollback
+            later = claim or later
+            point = later.resumed_from if later is not None and is_rollback else None
+            if later is None or point is None:
                 continue
-            if any(
-                map(
-                    self._is_there,
-                    _named_by(claim.resumed_from, attempts.get(claim.resumed_from.epoch, ())),
-                )
-            ):
-                return epoch, None
-            self.vanished = self.vanished or claim.resumed_from.folder
+            if any(map(self._is_there, _named_by(point, attempts.get(point.epoch, ())))):
+                return later.epoch, None
+            self.vanished = self.vanished or point.folder
         return 0, None
 
     def _parent(self, attempts: Iterable[AttemptName]) -> Reference | None:

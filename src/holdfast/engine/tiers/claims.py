@@ -144,7 +144,7 @@ class TieredOwnership(Ownership):
         self._expect_root()
         self._expect_no_later_claim(claim)
         self._check_remote()
-        share_claims(self._store, self._remote)
+        share_claims(self._store, self._remote, emit=self._emit)
         self._expect_no_later_claim(claim)
         self.remote_claim = claim
         self._beat()
@@ -203,7 +203,7 @@ class TieredOwnership(Ownership):
         self.remote_claim = None
         if is_reachable:
             with _remotely():
-                share_claims(self._store, self._remote)
+                share_claims(self._store, self._remote, emit=self._emit)
         epoch = epoch_after(self.catalog, after, choice.point)
         if epoch is None or not is_settled(self.catalog, choice.point):
             return None
@@ -314,7 +314,7 @@ class TieredOwnership(Ownership):
         try:
             check_fence(self._remote, claim.epoch, committed=False)
         except Superseded:
-            share_claims(self._store, self._remote)
+            share_claims(self._store, self._remote, emit=self._emit)
             raise
 
     def _beat(self) -> None:
@@ -347,18 +347,19 @@ def _remotely() -> Iterator[None]:
         raise _CutOff(error) from error
 
 
-def share_claims(local: Store, remote: Store) -> None:
+def share_claims(local: Store, remote: Store, *, emit: Emitter = Emitter(())) -> None:
     """Put each claim that only one of the tiers has into the other, oldest first.
 
     Claims are only ever put after those before them, so it is enough to compare the newest that
-    both have. Those that only held the local root for a while, as to prune it, give way.
+    both have. One that is damaged in one tier is put right from the other. Those that only held the
+    local root for a while, as to prune it, give way.
 
     Raises:
         Diverged: they hold different claims of one epoch, or the run went on locally from a
             checkpoint than which the remote tier has a newer one, that nobody knew of here.
     """
     here, there = Catalog(local).claims(), Catalog(remote).claims()
-    _give_way(local, remote, sorted({*here} & {*there}, reverse=True))
+    _give_way(local, remote, sorted({*here} & {*there}, reverse=True), emit)
     unseen = sorted({*here}.difference(there))
     _expect_one_branch(local, remote, unseen)
     for epoch in sorted({*here} ^ {*there}):
@@ -371,12 +372,13 @@ def share_claims(local: Store, remote: Store) -> None:
     _expect_one_branch(local, remote, unseen)  # what was committed before these fenced it off
 
 
-def _give_way(local: Store, remote: Store, common: list[int]) -> None:
+def _give_way(local: Store, remote: Store, common: list[int], emit: Emitter) -> None:
     """Take over the remote tier's claims of `common` epochs, newest first, where others are here
     in whose name nothing was saved."""
     differing: list[int] = []
     for epoch in common:
-        if _document(local, epoch) == _document(remote, epoch):
+        is_same = _document(local, epoch) == _document(remote, epoch)
+        if is_same or _mend(local, remote, epoch, emit) or _mend(remote, local, epoch, emit):
             break
         differing.append(epoch)
     if not differing:
@@ -385,6 +387,25 @@ def _give_way(local: Store, remote: Store, common: list[int]) -> None:
         raise _diverged(local, remote, differing[-1])
     for epoch in reversed(differing):
         local.put(layout.writer_key(epoch), _document(remote, epoch))
+
+
+def _mend(damaged: Store, sound: Store, epoch: int, emit: Emitter) -> bool:
+    """Put a damaged claim right from the other tier, where it is the same claim: what is left of it
+    has the other's nonce or its digest. Whether that was done."""
+    try:
+        claim = Catalog(sound).writer(epoch)
+    except FormatError:
+        return False
+    try:
+        Catalog(damaged).writer(epoch)
+    except FormatError as error:
+        left, document = _document(damaged, epoch), _document(sound, epoch)
+        if claim is None or not (claim.nonce.encode() in left or document.splitlines()[-1] in left):
+            return False
+        damaged.put(layout.writer_key(epoch), document)
+        emit("mended", f"a claim was put right from {sound.url}: {error}", epoch=epoch)
+        return True
+    return False
 
 
 def _counts(local: Store, epoch: int) -> bool:
