@@ -199,6 +199,21 @@ def _(user: User):
     user.manager().resume(folder.name)
 
 
+@case(
+    "put a checkpoint of another run of the same script into the root",
+    names="another run",
+    state=3,
+)
+def _(user: User):
+    with user.doing:
+        user.goes_on("runs/other", num_steps=5)
+    user.begin_again()
+    (folder,) = Path("runs/other").glob("step-00000005*")
+    shutil.copytree(folder, user.root / folder.name)
+    yield
+    user.manager().resume()
+
+
 @case("`load_weights` of a root whose newest manifest was edited", names="manifest.json")
 def _(user: User):
     edited(user.folder_of(3) / "manifest.json", '"step": 3', '"step": 9')

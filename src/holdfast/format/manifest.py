@@ -71,7 +71,7 @@ class Timestamp(msgspec.Struct, frozen=True, kw_only=True):
 
 _COUNTERS = Timestamp.__struct_fields__
 _OPTIONAL_COUNTERS = _COUNTERS[_COUNTERS.index("wall_s") + 1 :]
-_OPTIONAL_LISTS = ("savers", "left_out", "unhealthy")
+_OPTIONAL_MEMBERS = ("writer", "savers", "left_out", "unhealthy")
 
 
 def needed_of(left_out: Sequence[str]) -> tuple[str, ...]:
@@ -131,6 +131,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": 
     numerics: Mapping[str, Any]
     environment: Mapping[str, Any]
     timings: Mapping[str, float]
+    writer: Hex128 | None = None
+    """The nonce of the claim under which it was saved; None: not said."""
     savers: tuple[str, ...] = ()
     """Which of the run's savers asked for it; none: the only one there is."""
     left_out: tuple[str, ...] = ()
@@ -195,7 +197,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         for name, value in members["timestamp"].items()
         if value is not None or name not in _OPTIONAL_COUNTERS
     }
-    for name in _OPTIONAL_LISTS:
+    for name in _OPTIONAL_MEMBERS:
         if not members[name]:
             del members[name]
     return sealed.seal("checkpoint", members, max_nbytes=MAX_MANIFEST_NBYTES)

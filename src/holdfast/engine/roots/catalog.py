@@ -110,14 +110,16 @@ class Entry:
 
 
 class Catalog:
-    """A reader of one root. Each call looks at the store anew, but for claims that it is given."""
+    """A reader of one root. Each call looks at the store anew, but for claims: those that it is
+    given, and those that it has read since it last listed the attempts."""
 
     def __init__(self, store: Store, *, claims: dict[int, Writer] | None = None) -> None:
         """`claims` are those that were read before, by epoch, and takes what is read. For whoever
         owns the run, as long as he does: earlier claims do not change until the next one is made,
         and a run that was resumed often has many."""
         self.store = store
-        self._known_claims = claims
+        self._known_claims = claims if claims is not None else {}
+        self._keeps_claims = claims is not None
         self._skips_ended = True
         self._known_records: Records | None = None
         self.vanished = ""
@@ -142,6 +144,8 @@ class Catalog:
     def attempts(self) -> tuple[AttemptName, ...]:
         """Every attempt, newest first, from the names alone."""
         self._known_records = None
+        if not self._keeps_claims:
+            self._known_claims.clear()
         names = self.store.children()
         known_ended(self.store).take(self.store, names)
         parsed = (layout.parse_attempt(name[:-1]) for name in names if name.endswith("/"))
@@ -187,9 +191,20 @@ class Catalog:
         register = read_if_there(self.store, key, decode_register, max_nbytes=MAX_MANIFEST_NBYTES)
         if isinstance(register, Manifest):
             _check_place(register, folder)
+            self._check_writer(register, folder)
         elif register is not None:
             known_ended(self.store).note(folder, register)
         return register
+
+    def _check_writer(self, manifest: Manifest, folder: str) -> None:
+        """Raise `FormatError` where it was not saved under this run's claim of its epoch."""
+        claim = self._claim_or_none(manifest.epoch) if manifest.writer is not None else None
+        if claim is not None and claim.nonce != manifest.writer:
+            raise FormatError(
+                f"{self.store.url}/{folder} was copied here from another run: writer "
+                f"{claim.epoch} of this one has not saved it. Move it to a root of its own, and "
+                "resume it there"
+            )
 
     def _records(self) -> Records:
         """The records as they are read for one question; `attempts` begins the next one."""
@@ -610,13 +625,13 @@ class Catalog:
 
     def _claim_or_none(self, epoch: int) -> Writer | None:
         known = self._known_claims
-        if known is not None and epoch in known:
+        if epoch in known:
             return known[epoch]
         try:
             claim = self.writer(epoch)
         except FormatError:
             return None
-        if known is not None and claim is not None:
+        if claim is not None:
             known[epoch] = claim
         return claim
 

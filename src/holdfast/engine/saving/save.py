@@ -328,6 +328,7 @@ def _manifest(attempt: Attempt, staged: Staged, request: SaveRequest, written: W
         numerics=request.numerics,
         environment=request.environment,
         timings=request.timings,
+        writer=request.claim.nonce,
         savers=request.savers,
         left_out=request.left_out,
         unhealthy=request.unhealthy,
