@@ -164,3 +164,19 @@ def test_a_claim_that_cannot_be_read_and_was_no_rollback_changes_nothing() -> No
         found = manager.resume()
     assert found is not None
     assert found.step == 3
+
+
+def test_a_checkpoint_of_another_run_is_no_newest_of_this_one() -> None:
+    """It has an epoch that this run knows, and a later place in its order."""
+    store, other = MemoryStore(), MemoryStore()
+    saved(store, 1, 2)
+    foreign = saved(other, 1, 2, 3, 4)[-1]
+    for info in other.list(f"{foreign}/"):
+        store.put(info.key, other.get(info.key))
+    with manager_of(store, keep=Last(1)) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert (found.step, [folder for folder, _ in found.rejected]) == (2, [foreign])
+        manager.save(3).wait()
+    assert [entry.step for entry in Catalog(store).checkpoints()] == [3]
+    assert f"{foreign}/{layout.INDEX}" in {info.key for info in store.list(f"{foreign}/")}

@@ -115,6 +115,22 @@ ROOTS = (
         near=("tests/engine/roots/test_catalog.py",),
     ),
     Mutant(
+        name="checkpoint-of-another-run",
+        promise="R16: a checkpoint that was copied here from another run is not taken for our own",
+        file="engine/roots/catalog.py",
+        before="        if claim is not None and claim.nonce != manifest.writer:\n",
+        after="        if claim is not None and manifest.writer is None:\n",
+        near=("tests/care/test_attacked.py",),
+    ),
+    Mutant(
+        name="rollback-lost-with-its-claim",
+        promise="R16: a rollback holds though its claim was damaged",
+        file="engine/roots/catalog.py",
+        before="            is_rollback = claim is None or claim.rollback\n",
+        after="            is_rollback = claim is not None and claim.rollback\n",
+        near=("tests/care/test_attacked.py",),
+    ),
+    Mutant(
         name="older-state-goes-unnoticed",
         promise="R37: an older state that was put back is noticed",
         file="engine/roots/seen.py",
