@@ -12,6 +12,7 @@ from holdfast import errors
 from holdfast.care.damaged import delete, examine
 from holdfast.care.gc import collect
 from holdfast.care.prune import prune
+from holdfast.care.verify import verify_root
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.notes import annotate, reject
 from holdfast.engine.sealed.sealing import sealing
@@ -179,4 +180,7 @@ def test_a_checkpoint_of_another_run_is_no_newest_of_this_one() -> None:
         assert (found.step, [folder for folder, _ in found.rejected]) == (2, [foreign])
         manager.save(3).wait()
     assert [entry.step for entry in Catalog(store).checkpoints()] == [3]
+    assert [report.folder for report in verify_root(store).checkpoints if not report.ok] == [
+        foreign
+    ]
     assert f"{foreign}/{layout.INDEX}" in {info.key for info in store.list(f"{foreign}/")}

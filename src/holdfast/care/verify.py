@@ -281,6 +281,11 @@ class _Inspection:
                 expected=self._folder,
                 found=str(recorded),
             )
+        else:
+            try:
+                again(lambda: Catalog(self._store).expect_own(manifest, self._folder))
+            except FormatError as error:
+                self._problem(layout.MANIFEST, error)
 
     def _index(self, manifest: Manifest) -> Index | None:
         """The decoded index; None where it is damaged."""

@@ -191,12 +191,12 @@ class Catalog:
         register = read_if_there(self.store, key, decode_register, max_nbytes=MAX_MANIFEST_NBYTES)
         if isinstance(register, Manifest):
             _check_place(register, folder)
-            self._check_writer(register, folder)
+            self.expect_own(register, folder)
         elif register is not None:
             known_ended(self.store).note(folder, register)
         return register
 
-    def _check_writer(self, manifest: Manifest, folder: str) -> None:
+    def expect_own(self, manifest: Manifest, folder: str) -> None:
         """Raise `FormatError` where it was not saved under this run's claim of its epoch."""
         claim = self._claim_or_none(manifest.epoch) if manifest.writer is not None else None
         if claim is not None and claim.nonce != manifest.writer:
