@@ -19,12 +19,15 @@ from holdfast.engine.sealed.sealing import sealing
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.events import Emitter, Event
 from holdfast.format import layout
+from holdfast.format.records import Retired, encode_retired
 from holdfast.keys import Encryption, SecretKey
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import All, Last
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
+from holdfast.testing.faulty import Fault, FaultyStore
+from tiers import without_backoff
 
 QUIET = Emitter(())
 SEAL = Encryption(keys=SecretKey(bytes(32)))
@@ -184,3 +187,101 @@ def test_a_checkpoint_of_another_run_is_no_newest_of_this_one() -> None:
         foreign
     ]
     assert f"{foreign}/{layout.INDEX}" in {info.key for info in store.list(f"{foreign}/")}
+
+
+def begin_to_delete(store: Store, folder: str, epoch: int) -> None:
+    """As a writer that was killed on an object store leaves it, where no death can be proven."""
+    mark = encode_retired(Retired(by=f"writer {epoch}", reason="not kept"))
+    store.put(f"{folder}/{layout.retired_name(epoch)}", mark, if_absent=True)
+    store.delete(layout.closed_key(epoch))
+
+
+def test_resuming_what_somebody_began_to_delete_is_refused_before_any_claim() -> None:
+    """It claimed the run a hundred times, blamed a race, and moved the run to a dead end."""
+    store = MemoryStore()
+    first = saved(store, 1, 2)[0]
+    third = saved(store, 3, which="latest")[0]
+    begin_to_delete(store, first, 2)
+    claims = store.children(layout.WRITERS)
+    with (
+        manager_of(store, takeover=True) as manager,
+        pytest.raises(errors.NoCheckpoint, match=r"writer 2 began to delete it.*--dead-epoch 2"),
+    ):
+        manager.resume(first)
+    assert store.children(layout.WRITERS) == claims
+    with manager_of(store, takeover=True) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.folder == third
+
+
+def test_a_deleter_that_is_said_to_be_dead_binds_nobody_any_more() -> None:
+    """`holdfast gc --dead-epoch` left its marks, and the checkpoint could never be used again."""
+    store = MemoryStore()
+    second = saved(store, 2)[0]
+    third = saved(store, 3, which="latest")[0]
+    begin_to_delete(store, second, 2)
+    flip(store, f"{third}/{layout.MANIFEST}")
+    with (
+        manager_of(store, takeover=True, keep=All()) as manager,
+        pytest.raises(errors.NoUsableCheckpoint, match="--dead-epoch 2"),
+    ):
+        manager.resume()
+    assert [key for key, _ in collect(store, dead_epochs={2}, dry_run=True).removed] == [
+        key for key, _ in collect(store, dead_epochs={2}).removed
+    ]
+    with manager_of(store, takeover=True) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.folder == second
+
+
+def test_a_sender_takes_no_pin_back_that_the_remote_root_was_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """docs/tiers.md: it is a root like any other. A try had committed there, and failed after."""
+    without_backoff(monkeypatch)
+    pinned_between = 0
+    for at in range(4):
+        local, inner = MemoryStore(), MemoryStore("remote")
+        people = iter([True])
+
+        def told(
+            event: Event, here: Store = local, there: Store = inner, people: Any = people
+        ) -> None:
+            if event.kind != "upload_failed":
+                return
+            if arrived := Catalog(there).checkpoints():
+                for entry in arrived if next(people, False) else ():
+                    annotate(there, entry, pinned=True)
+            else:
+                for pinned in (True, False):
+                    annotate(here, Catalog(here).checkpoints()[0], pinned=pinned)
+
+        faults = [
+            Fault(kind="fail", op="put", key="step-00000001*"),
+            Fault(kind="fail", op="get", key="step-00000001*/manifest.json", at=at),
+        ]
+        tiers = Tiered(local, FaultyStore(inner, faults), keep_remote=Last(1))
+        with manager_of(tiers, sinks=(told,)) as manager:
+            for step in (1, 2, 3):
+                manager.save(step).wait()
+                manager.wait(60)
+        is_pinned = not next(people, False)
+        pinned_between += is_pinned
+        assert [entry.step for entry in Catalog(inner).checkpoints()] == [3, 1][: 1 + is_pinned]
+    assert pinned_between
+
+
+def test_a_tag_that_was_given_while_the_remote_tier_was_away_comes_there() -> None:
+    """A pin that it had already hid the tag from every later resume."""
+    local, remote = MemoryStore(), MemoryStore("remote")
+    with manager_of(Tiered(local, remote)) as manager:
+        manager.save(1).wait()
+        manager.wait(60)
+        manager.pin(1)
+    annotate(local, Catalog(local).checkpoints()[0], add_tags=("paper",))
+    with manager_of(Tiered(local, remote)) as manager:
+        manager.resume()
+        manager.wait(60)
+    assert Catalog(remote).checkpoints()[0].tags == ("paper",)

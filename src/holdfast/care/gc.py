@@ -135,7 +135,7 @@ class _Judge:
         emit: Emitter,
     ) -> None:
         self._store = store
-        self._named, self._own = dead_epochs, own_epoch
+        self.named, self._own = dead_epochs, own_epoch
         self._is_put_once = is_put_once
         self._emit = emit
         self._newest = Catalog(store).highest_epoch()
@@ -150,7 +150,7 @@ class _Judge:
 
     def is_over(self, epoch: int, register: Register | None) -> bool:
         """Whether nothing can arrive any more in an attempt of that epoch, whoever sends it."""
-        if epoch in self._named or (isinstance(register, Deleted) and self._is_put_once):
+        if epoch in self.named or (isinstance(register, Deleted) and self._is_put_once):
             return True
         if not self._are_dead(epoch, max(epoch, self._newest)):
             return False
@@ -198,6 +198,12 @@ def _visit(
     except SealError:
         return  # it is committed, whatever is in it
     if isinstance(register, Manifest):
+        for epoch in Catalog(store).marks(folder).retired_by if judge.named else ():
+            if epoch in judge.named:
+                key = f"{folder}/{layout.retired_name(epoch)}"
+                if not dry_run:
+                    store.delete(key)
+                report.removed.append((key, f"writer {epoch} does not delete it any more"))
         return
     if register is None and judge.is_live(name.epoch):
         report.kept.append((folder, f"writer {name.epoch} is alive"))

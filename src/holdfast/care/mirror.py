@@ -364,8 +364,7 @@ class Mirror(Uploads):
         for entry in entries:
             if entry.folder in here:
                 settle(self._remote, entry.folder)
-                if not entry.marks.notes_number:
-                    self._copy_notes(entry)
+                self._copy_notes(entry)
                 self._backlog.found(entry, suspect=self._what_lacks(entry, there[entry.folder]))
         for folder, error in unread:
             if folder in here and is_damage(error):
@@ -516,16 +515,17 @@ class Mirror(Uploads):
         return "it is pinned or tagged in the local tier"
 
     def _copy_notes(self, entry: Entry) -> None:
-        """Pins and tags that it was given here before it was there. Whoever pins does so here
-        first and then looks whether it is there, so that one of both sees the other."""
+        """Add pins and tags that it was given here before it was there. Whoever pins does so here
+        first and then looks whether it is there, so that one of both sees the other. A pin that
+        only the remote copy has stays."""
         here = Catalog(self._local).marks(entry.folder)
-        found = Catalog(self._remote).entry(entry.name)
-        if not here.notes_number or found is None:
+        found = Catalog(self._remote).entry(entry.name) if here.pinned or here.tags else None
+        if found is None:
             return
-        if (here.pinned, here.tags) == (found.marks.pinned, found.marks.tags):
+        if found.marks.pinned >= here.pinned and {*found.marks.tags} >= {*here.tags}:
             return
         try:
-            annotate(self._remote, found, add_tags=here.tags, pinned=here.pinned)
+            annotate(self._remote, found, add_tags=here.tags, pinned=here.pinned or None)
         except NotSealed:
             annotate(self._remote, found, pinned=True)  # what tags keep is kept, without the words
 

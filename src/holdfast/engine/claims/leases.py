@@ -18,7 +18,7 @@ from functools import partial
 
 from holdfast.engine.claims.claim import Wait, is_being_deleted
 from holdfast.engine.claims.process import Liveness, liveness, this_process, utc_now
-from holdfast.engine.roots.catalog import Catalog, Entry
+from holdfast.engine.roots.catalog import Catalog, Entry, Marks
 from holdfast.engine.roots.commit import put_once
 from holdfast.engine.roots.documents import read_document
 from holdfast.engine.workers import Workers
@@ -143,10 +143,18 @@ def _expect_standing(store: Store, folder: str) -> None:
         is_there = True  # what is wrong with it is for the reader to say
     if not is_there:
         raise NoCheckpoint(f"{store.url}/{folder}: it was deleted")
+    expect_kept(store, folder, marks)
+
+
+def expect_kept(store: Store, folder: str, marks: Marks) -> None:
+    """Raise `BeingDeleted` where a deleter that may still be at it has left its mark."""
     if is_being_deleted(store, marks):
+        writers = ", ".join(map(str, marks.retired_by))
         raise BeingDeleted(
-            f"{store.url}/{folder}: its deletion has begun, so that it cannot be kept for reading; "
-            "take another checkpoint"
+            f"{store.url}/{folder}: writer {writers} began to delete it and may still be at it, so "
+            "that it cannot be kept. Take another checkpoint, or resume a copy of this folder in a "
+            "root of its own; where that writer is gone for good, `holdfast gc ROOT --dead-epoch "
+            f"{marks.retired_by[-1]}` takes its mark away"
         )
 
 

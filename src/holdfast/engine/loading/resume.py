@@ -17,8 +17,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-from holdfast.engine.claims.claim import Choice, dropped, is_being_deleted
-from holdfast.engine.claims.leases import kept
+from holdfast.engine.claims.claim import Choice, dropped
+from holdfast.engine.claims.leases import BeingDeleted, expect_kept, kept
 from holdfast.engine.loading.load import Opened, Tensors, open_checkpoint, read_tensors
 from holdfast.engine.loading.sides import OneSided, Sides, with_hint
 from holdfast.engine.loading.streaming import Stream
@@ -347,7 +347,12 @@ class Reader:
         for _ in range(_MAX_LOOKS):
             with self._kept(which) as entry:
                 try:
+                    if self.holding is None:
+                        expect_kept(catalog.home(entry.folder), entry.folder, entry.marks)
                     return self.read(entry, options)
+                except BeingDeleted:
+                    if not catalog.turn(entry.folder):
+                        raise
                 except Dropped:
                     if entry.manifest.left_out or not catalog.turn(entry.folder):
                         raise  # the other tier does not keep what was dropped here
@@ -472,8 +477,10 @@ class Reader:
         entry = catalog.entry(name)
         if entry is None:
             return None
-        if is_being_deleted(catalog.home(entry.folder), entry.marks):
-            raise PassedOver("its deletion was begun")
+        try:
+            expect_kept(catalog.home(entry.folder), entry.folder, entry.marks)
+        except BeingDeleted as error:
+            raise PassedOver(str(error)) from error
         self._expect_saved(entry, self._lacks(entry, but=(RNG,)))
         if unhealthy == "avoid" and catalog.is_avoided(entry):
             raise Avoided(f"not healthy: {', '.join(entry.manifest.unhealthy)}")

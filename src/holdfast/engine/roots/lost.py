@@ -30,6 +30,8 @@ class Records:
         """By folder: an epoch whose writer went on from it, of those that were read."""
         self._epochs: list[int] | None = None
         """Epochs whose claims were not read yet, oldest first; None: all of them."""
+        self._ended_here: dict[int, bool] = {}
+        self._uploads: Collection[str] | None = None
 
     def of_commit(self, name: AttemptName) -> str:
         """What shows that an attempt with an empty register was committed; empty otherwise.
@@ -48,7 +50,7 @@ class Records:
             return f"{sidecar} was put beside it"
         if self._named_latest() == folder:
             return f"{layout.LATEST!r} names it"
-        if self._is_there(layout.upload_key(folder)):
+        if self._is_to_be_sent(folder):
             return "it was to be sent to the other tier"
         why = self._gone_on_from(name)
         return why if why and self._has_all(folder, names) else ""
@@ -58,10 +60,16 @@ class Records:
         epoch = self._went_on(name)
         if epoch:
             return f"writer {epoch} went on from it"
-        is_closed = self._is_there(layout.closed_key(name.epoch))
-        if not is_closed or self._is_tiered(name.epoch):
-            return ""
-        return "all of its files are there, and its writer has ended cleanly"
+        if name.epoch not in self._ended_here:
+            is_closed = self._is_there(layout.closed_key(name.epoch))
+            self._ended_here[name.epoch] = is_closed and not self._is_tiered(name.epoch)
+        is_ended = self._ended_here[name.epoch]
+        return "all of its files are there, and its writer has ended cleanly" if is_ended else ""
+
+    def _is_to_be_sent(self, folder: str) -> bool:
+        if self._uploads is None:
+            self._uploads = frozenset(self._store.children(layout.UPLOADS))
+        return layout.upload_key(folder).removeprefix(f"{layout.UPLOADS}/") in self._uploads
 
     def _is_tiered(self, epoch: int) -> bool:
         with suppress(FormatError):
@@ -120,6 +128,8 @@ class Records:
             return True
         from holdfast.format.index import MAX_INDEX_NBYTES, files_of_index  # takes numpy
 
+        if layout.INDEX not in names:
+            return False
         key = f"{folder}/{layout.INDEX}"
         try:
             data = read_document(self._store, key, max_nbytes=MAX_INDEX_NBYTES)
