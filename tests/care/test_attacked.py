@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,14 @@ from holdfast.engine.sealed.sealing import sealing
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.events import Emitter, Event
 from holdfast.format import layout
-from holdfast.format.records import Retired, encode_retired
+from holdfast.format.records import (
+    Closed,
+    Retired,
+    Thinned,
+    encode_closed,
+    encode_retired,
+    encode_thinned,
+)
 from holdfast.keys import Encryption, SecretKey
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import All, Last
@@ -139,8 +147,10 @@ def test_a_pin_on_the_local_root_holds_in_the_remote_one(tmp_path: Path, change:
     assert marks.pinned or marks.tags == ("paper",)
 
 
-@pytest.mark.parametrize("harm", ["flipped", "lost"])
-@pytest.mark.parametrize("claims_after", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("harm", "claims_after"),
+    [*itertools.product(["flipped", "lost"], [0, 1, 2]), ("lost with its close", 1)],
+)
 def test_a_rollback_whose_claim_cannot_be_read(harm: str, claims_after: int) -> None:
     """Where a later writer tells where the run stood, it stands there; else a warning says so."""
     store = MemoryStore()
@@ -150,6 +160,8 @@ def test_a_rollback_whose_claim_cannot_be_read(harm: str, claims_after: int) -> 
         saved(store, which="latest")
     key = layout.writer_key(2)
     flip(store, key) if harm == "flipped" else store.delete(key)
+    if harm == "lost with its close":
+        store.delete(layout.closed_key(2))
     told: list[Event] = []
     with manager_of(store, sinks=(told.append,)) as manager:
         found = manager.resume()
@@ -182,6 +194,8 @@ def test_a_checkpoint_of_another_run_is_no_newest_of_this_one() -> None:
         assert found is not None
         assert (found.step, [folder for folder, _ in found.rejected]) == (2, [foreign])
         manager.save(3).wait()
+    with pytest.raises(errors.UsageError, match="its manifest is sound"):
+        delete(store, foreign, emit=QUIET)  # it may be the only copy
     assert [entry.step for entry in Catalog(store).checkpoints()] == [3]
     assert [report.folder for report in verify_root(store).checkpoints if not report.ok] == [
         foreign
@@ -285,3 +299,68 @@ def test_a_tag_that_was_given_while_the_remote_tier_was_away_comes_there() -> No
         manager.resume()
         manager.wait(60)
     assert Catalog(remote).checkpoints()[0].tags == ("paper",)
+
+
+def test_a_rollback_on_another_machine_holds_though_the_local_root_was_claimed() -> None:
+    """`holdfast prune` claims the local root alone, and gives way; its claim must not be
+    remembered."""
+    local, remote = MemoryStore("local"), MemoryStore("remote")
+    saved(Tiered(local, remote), 1, 2, 3)
+    prune(local, Last(2), emit=QUIET)
+    with manager_of(Tiered(MemoryStore("other"), remote)) as manager:
+        manager.resume("step=2")
+    with manager_of(Tiered(local, remote)) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.step == 2
+
+
+def test_what_is_being_deleted_in_one_tier_is_read_in_the_other() -> None:
+    """By name and by the resume after that, which passed it over and went back further."""
+    local, remote = MemoryStore("local"), MemoryStore("remote")
+    tiers = Tiered(local, remote)
+    second = saved(tiers, 1, 2)[1]
+    saved(tiers, 3, which="latest")
+    begin_to_delete(local, second, 2)
+    remote.delete(layout.closed_key(2))
+    for which in ("step=2", "latest"):
+        with manager_of(tiers, takeover=True) as manager:
+            found = manager.resume(which)
+            assert found is not None
+            assert found.step == 2
+
+
+@pytest.mark.parametrize("encrypt", [None, SEAL], ids=["plain", "sealed"])
+def test_each_writer_that_may_still_delete_is_named(encrypt: Any) -> None:
+    """And the mark of one that is said to be dead goes, though nobody has the key."""
+    inner = MemoryStore()
+    first = saved(inner, 1, 2, encrypt=encrypt)[0]
+    for step in (3, 4, 5):
+        saved(inner, step, which="latest", encrypt=encrypt)
+    for epoch in (2, 3, 4):
+        begin_to_delete(inner, first, epoch)
+    inner.put(layout.closed_key(3), encode_closed(Closed(epoch=3, nonce="0" * 32)))
+    ways = "--dead-epoch 2 --dead-epoch 4"
+    with (
+        manager_of(inner, takeover=True, encrypt=encrypt) as manager,
+        pytest.raises(errors.NoCheckpoint, match=f"writer 2, 4 began.*{ways}`"),
+    ):
+        manager.resume(first)
+    collect(inner, dead_epochs={2, 4})
+    with manager_of(inner, takeover=True, encrypt=encrypt) as manager:
+        found = manager.resume(first)
+        assert found is not None
+        assert found.folder == first
+
+
+def test_a_component_that_a_dead_writer_was_to_drop_comes_back() -> None:
+    """Where none of its files is gone yet."""
+    store = MemoryStore()
+    first = saved(store, 1, 2)[0]
+    saved(store, 3, which="latest")
+    mark = f"{first}/{layout.thinned_name('tree', 2)}"
+    store.put(mark, encode_thinned(Thinned(by="writer 2", component="tree", reason="a test")))
+    store.delete(layout.closed_key(2))
+    collect(store, dead_epochs={2})
+    with manager_of(store, takeover=True) as manager:
+        assert manager.resume(first) is not None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,11 @@ import msgspec
 import pytest
 from tests.cli.roots import Result, cut_off, flip, folder_of, overwrite
 
+from holdfast.engine.claims import claim
 from holdfast.engine.claims.process import this_process
-from holdfast.format.records import Writer, decode_writer, encode_writer
+from holdfast.format import layout
+from holdfast.format.records import Alive, Writer, decode_writer, encode_alive, encode_writer
+from holdfast.store.local import LocalStore
 
 Command = Callable[..., Result]
 
@@ -106,11 +111,52 @@ def test_a_live_process_cannot_be_declared_dead(
 
 
 def test_a_writer_of_a_host_that_is_gone_can_be_declared_dead(
-    holdfast: Command, root: Path, unfinished: Path
+    holdfast: Command, root: Path, unfinished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(claim, "WATCH_S", 0.03)
     owned_by(root, boot_id="another", host="node17")
     result = holdfast("gc", root, "--dead-epoch", 1)
     assert result.code == 0
+    assert not unfinished.exists()
+
+
+def test_an_owner_on_another_host_whose_heart_beats_cannot_be_declared_dead(
+    holdfast: Command, root: Path, unfinished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R22: it may have just judged the pins of what it deletes."""
+    monkeypatch.setattr(claim, "WATCH_S", 3.0)
+    owned_by(root, boot_id="another", host="node17")
+    writer = decode_writer((root / "writers" / "00000001.json").read_bytes(), what="claim")
+    has_ended = threading.Event()
+
+    def beat() -> None:
+        store = LocalStore(root)
+        for number in itertools.count():
+            alive = Alive(epoch=1, nonce=writer.nonce, beat=number)
+            store.put(layout.alive_key(1), encode_alive(alive))
+            if has_ended.wait(0.001):
+                return
+
+    heart = threading.Thread(target=beat)
+    heart.start()
+    try:
+        result = holdfast("gc", root, "--dead-epoch", 1)
+    finally:
+        has_ended.set()
+        heart.join()
+    assert result.code == 2
+    assert "on node17 owns the run, and its heartbeat goes on; stop it first" in result.err
+    assert unfinished.exists()
+
+
+def test_a_writer_whose_claim_was_lost_can_be_declared_dead(
+    holdfast: Command, root: Path, unfinished: Path
+) -> None:
+    owned_by(root)
+    claim_of_1 = root / "writers" / "00000001.json"
+    (root / "writers" / "00000002.json").write_bytes(claim_of_1.read_bytes())
+    claim_of_1.unlink()
+    assert holdfast("gc", root, "--dead-epoch", 1).code == 0
     assert not unfinished.exists()
 
 

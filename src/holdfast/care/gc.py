@@ -195,15 +195,14 @@ def _visit(
     folder = str(name)
     try:
         register = Catalog(store).read(folder)
+        is_committed = isinstance(register, Manifest)
     except SealError:
-        return  # it is committed, whatever is in it
-    if isinstance(register, Manifest):
-        for epoch in Catalog(store).marks(folder).retired_by if judge.named else ():
-            if epoch in judge.named:
-                key = f"{folder}/{layout.retired_name(epoch)}"
-                if not dry_run:
-                    store.delete(key)
-                report.removed.append((key, f"writer {epoch} does not delete it any more"))
+        register, is_committed = None, True  # whatever is in it
+    if is_committed:
+        for key in _marks_of_dead(store, folder, register, judge.named):
+            if not dry_run:
+                store.delete(key)
+            report.removed.append((key, "the mark of a deletion that its writer does not end"))
         return
     if register is None and judge.is_live(name.epoch):
         report.kept.append((folder, f"writer {name.epoch} is alive"))
@@ -226,6 +225,22 @@ def _visit(
     if not whole and not judge.is_live(name.epoch):
         report.markers[name.epoch] = report.markers.get(name.epoch, 0) + 1
     report.nbytes += nbytes
+
+
+def _marks_of_dead(
+    store: Store, folder: str, register: Register | None, dead_epochs: frozenset[int]
+) -> list[str]:
+    """Marks of deletions that such writers began in a checkpoint, where nothing was deleted yet.
+    Those of a component stay where the manifest cannot be opened, which lists its files."""
+    names = store.children(folder) if dead_epochs else ()
+    dead = [name for name in names if layout.parse_retired(name) in dead_epochs]
+    for name in names:
+        thinned = layout.parse_thinned(name)
+        if thinned and thinned[1] in dead_epochs and isinstance(register, Manifest):
+            component = register.components.get(thinned[0])
+            if component is not None and {*component.files} <= {*names}:
+                dead.append(name)
+    return [f"{folder}/{name}" for name in dead]
 
 
 def _check_listed(store: Store, folder: str, ended: Known, report: GcReport) -> None:

@@ -273,7 +273,7 @@ class Deleter:
     def _stands(self, entry: Entry) -> bool:
         """Whether the manifest of one that was read back before is still as it was then."""
         try:
-            register = Catalog(self._store, claims=self._claims).read(entry.folder)
+            register = Catalog(self._store).read(entry.folder)
             # As bytes: a metric that is nan is not equal to itself.
             if isinstance(register, Manifest) and encode_manifest(register) == encode_manifest(
                 entry.manifest

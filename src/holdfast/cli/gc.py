@@ -10,7 +10,7 @@ from holdfast.care.gc import GcReport, collect
 from holdfast.cli.output import Answer, Code, printable, size
 from holdfast.cli.target import open_root
 from holdfast.cli.unlocking import inner
-from holdfast.engine.claims.claim import is_closed
+from holdfast.engine.claims.claim import is_closed, is_live
 from holdfast.engine.claims.process import liveness
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import FormatError, UsageError
@@ -44,16 +44,24 @@ def clean(root: str, *, dry_run: bool, dead_epochs: Collection[int]) -> Answer:
 
 
 def _check_dead(store: Store, epoch: int) -> None:
+    newest = Catalog(store).highest_epoch()
     try:
         writer = Catalog(store).writer(epoch)
     except FormatError:
         return  # An unreadable claim is what a person's word is needed for.
-    if writer is None:
+    if writer is None and not 1 <= epoch <= newest:
         raise UsageError(f"--dead-epoch {epoch}: {store.url} has no writer {epoch}")
-    if liveness(writer.process) in ("alive", "ours") and not is_closed(store, epoch):
+    if writer is None or is_closed(store, epoch):
+        return
+    if liveness(writer.process) in ("alive", "ours"):
         raise UsageError(
             f"--dead-epoch {epoch}: its process {writer.process.pid} is alive on this host; "
             "stop it first"
+        )
+    if epoch == newest and is_live(store, writer, emit=Emitter((_tell,))):
+        raise UsageError(
+            f"--dead-epoch {epoch}: its process {writer.process.pid} on {writer.process.host} "
+            "owns the run, and its heartbeat goes on; stop it first"
         )
 
 

@@ -120,7 +120,7 @@ def claims_read(num_lives: int, num_saves: int) -> int:
 
 def test_the_claims_of_a_run_that_was_resumed_often_are_read_once_in_a_process() -> None:
     """Each is a request to an object store, and they never change."""
-    assert claims_read(6, 3) == claims_read(6, 9) > 0
+    assert claims_read(6, 1) == claims_read(6, 9) > 0
 
 
 def test_claims_are_read_again_once_the_run_was_claimed_anew() -> None:

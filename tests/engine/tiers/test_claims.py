@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -329,10 +330,23 @@ def test_claims_of_two_runs_are_not_mixed() -> None:
         manager.resume()
 
 
-@pytest.mark.parametrize("at", range(60, 1000, 300))
+def flipped(data: bytes, at: int) -> bytes:
+    return bytes([*data[:at], data[at] ^ 1, *data[at + 1 :]])
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "a bit of the nonce": lambda data: flipped(data, data.index(b"nonce") + 10),
+    "a bit of the digest": lambda data: flipped(data, len(data) - 20),
+    "a bit": lambda data: flipped(data, 20),
+    "cut": lambda data: data[:30],
+    "empty": lambda data: b"",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("where", ["local", "remote"])
 def test_a_damaged_claim_is_put_right_from_the_other_tier(
-    machines: tuple[LocalStore, LocalStore], where: str, at: int
+    machines: tuple[LocalStore, LocalStore], where: str, damage: str
 ) -> None:
     """One flipped bit must not look like two runs."""
     local, remote, tiny = machines[0], MemoryStore("remote"), Tiny()
@@ -343,14 +357,32 @@ def test_a_damaged_claim_is_put_right_from_the_other_tier(
             saved(manager, tiny, first, first + 1)
     key, damaged = layout.writer_key(2), local if where == "local" else remote
     data = bytes(local.get(key))
-    at %= len(data)
-    damaged.put(key, bytes([*data[:at], data[at] ^ 1, *data[at + 1 :]]))
+    damaged.put(key, DAMAGES[damage](data))
     told: list[str] = []
     with opened(tiers, tiny, sinks=(lambda event: told.append(event.kind),)) as manager:
         found = manager.resume()
     assert found is not None
     assert (found.step, told.count("mended")) == (4, 1)
     assert local.get(key) == remote.get(key) == data
+
+
+def test_an_older_claim_that_is_damaged_is_read_in_the_other_tier(
+    machines: tuple[LocalStore, LocalStore],
+) -> None:
+    """The newest is the same in both, so that they are not compared any further."""
+    local, remote, tiny = machines[0], MemoryStore("remote"), Tiny()
+    tiers = Tiered(local, remote)
+    for which in ("latest", "step=1", "latest"):
+        with opened(tiers, tiny) as manager:
+            found = manager.resume(which)
+            saved(manager, tiny, *((1, 2) if found is None else ()))
+    local.put(layout.writer_key(2), b"")
+    told: list[str] = []
+    with opened(tiers, tiny, sinks=(lambda event: told.append(event.message),)) as manager:
+        found = manager.resume()
+    assert found is not None
+    assert found.step == 1
+    assert not any(layout.writer_key(2) in message for message in told)
 
 
 def test_a_rollback_holds_in_both_tiers(machines: tuple[LocalStore, LocalStore]) -> None:

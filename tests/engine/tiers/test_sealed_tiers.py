@@ -392,13 +392,15 @@ def test_tags_of_what_is_from_before_the_run_was_sealed_do_not_cross_in_clear(
         manager.wait()
     with opened(local, tiny, takeover=True) as manager:
         manager.tag(1, f"{CANARY}-1")  # while nobody sends
-    tiered = Tiered(local, remote, keep_local=Last(1), keep_remote=Last(1))
-    with opened(tiered, tiny, encrypt=accepting) as manager:
+    with opened(Tiered(local, remote), tiny, encrypt=accepting) as manager:
         manager.resume()
         for which in (1, 3):
             with pytest.raises(errors.NotSealed, match="in clear"):
                 manager.tag(which, f"{CANARY}-2")
         manager.pin(2)
+    tiered = Tiered(local, remote, keep_local=Last(1), keep_remote=Last(1))
+    with opened(tiered, tiny, encrypt=accepting) as manager:
+        manager.resume()
         tiny.become(3)
         manager.save(3, tags=[f"{CANARY}-3"]).wait()
         saved(manager, tiny, 4)

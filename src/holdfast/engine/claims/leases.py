@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from holdfast.engine.claims.claim import Wait, is_being_deleted
+from holdfast.engine.claims.claim import Wait, is_being_deleted, nothing_in_flight
 from holdfast.engine.claims.process import Liveness, liveness, this_process, utc_now
 from holdfast.engine.roots.catalog import Catalog, Entry, Marks
 from holdfast.engine.roots.commit import put_once
@@ -148,14 +148,15 @@ def _expect_standing(store: Store, folder: str) -> None:
 
 def expect_kept(store: Store, folder: str, marks: Marks) -> None:
     """Raise `BeingDeleted` where a deleter that may still be at it has left its mark."""
-    if is_being_deleted(store, marks):
-        writers = ", ".join(map(str, marks.retired_by))
-        raise BeingDeleted(
-            f"{store.url}/{folder}: writer {writers} began to delete it and may still be at it, so "
-            "that it cannot be kept. Take another checkpoint, or resume a copy of this folder in a "
-            "root of its own; where that writer is gone for good, `holdfast gc ROOT --dead-epoch "
-            f"{marks.retired_by[-1]}` takes its mark away"
-        )
+    if not is_being_deleted(store, marks):
+        return
+    at_it = [epoch for epoch in marks.retired_by if not nothing_in_flight(store, epoch)]
+    options = " ".join(f"--dead-epoch {epoch}" for epoch in at_it)
+    raise BeingDeleted(
+        f"{store.url}/{folder}: writer {', '.join(map(str, at_it))} began to delete it and may "
+        "still be at it. Take another checkpoint. Where that writer is gone for good, `holdfast gc "
+        f"ROOT {options}` takes its mark away"
+    )
 
 
 class _HeldLease:

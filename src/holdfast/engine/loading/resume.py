@@ -347,7 +347,7 @@ class Reader:
         for _ in range(_MAX_LOOKS):
             with self._kept(which) as entry:
                 try:
-                    if self.holding is None:
+                    if self.holding is None and options.is_full:
                         expect_kept(catalog.home(entry.folder), entry.folder, entry.marks)
                     return self.read(entry, options)
                 except BeingDeleted:
@@ -416,7 +416,7 @@ class Reader:
         others = (error.way_on for error in self.passed_over.values() if isinstance(error, Dropped))
         way_on = next(others, "Name another one explicitly, or use another root")
         raise NoUsableCheckpoint(
-            f"{catalog.store.url}: this run has committed checkpoints and none can be used. "
+            f"{catalog.store.url}: there are committed checkpoints, and none can be used. "
             f"{changed}. {way_on}",
             self.rejected,
         )
@@ -480,6 +480,8 @@ class Reader:
         try:
             expect_kept(catalog.home(entry.folder), entry.folder, entry.marks)
         except BeingDeleted as error:
+            if catalog.turn(entry.folder):
+                return self._read_candidate(catalog, name, options, unhealthy)
             raise PassedOver(str(error)) from error
         self._expect_saved(entry, self._lacks(entry, but=(RNG,)))
         if unhealthy == "avoid" and catalog.is_avoided(entry):
@@ -670,8 +672,9 @@ class Search:
             stands = self.found.entry.folder if self.found is not None else "the beginning"
             emit(
                 "warning",
-                f"{key} cannot be read: if that writer had gone back by name, only later claims "
-                f"tell where to. The run goes on from {stands}; if that is wrong, name another",
+                f"{key} is damaged or missing: should somebody have resumed the run from an older "
+                "checkpoint by name then, and saved nothing, only the writer after that one tells. "
+                f"The run goes on from {stands}; if that is wrong, resume another one by name",
                 epoch=unread,
             )
         vanished = self._reader.catalog.vanished

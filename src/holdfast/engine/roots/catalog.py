@@ -110,8 +110,8 @@ class Entry:
 
 
 class Catalog:
-    """A reader of one root. Each call looks at the store anew, but for claims: those that it is
-    given, and those that it has read since it last listed the attempts."""
+    """A reader of one root. Each question looks at the store anew, but for claims that it is given.
+    A question begins with a list of the attempts."""
 
     def __init__(self, store: Store, *, claims: dict[int, Writer] | None = None) -> None:
         """`claims` are those that were read before, by epoch, and takes what is read. For whoever
@@ -140,12 +140,16 @@ class Catalog:
 
     def look_again(self) -> None:
         """A new question begins: what could not be reached before is tried again."""
+        self._forget()
 
-    def attempts(self) -> tuple[AttemptName, ...]:
-        """Every attempt, newest first, from the names alone."""
+    def _forget(self) -> None:
         self._known_records = None
         if not self._keeps_claims:
             self._known_claims.clear()
+
+    def attempts(self) -> tuple[AttemptName, ...]:
+        """Every attempt, newest first, from the names alone."""
+        self._forget()
         names = self.store.children()
         known_ended(self.store).take(self.store, names)
         parsed = (layout.parse_attempt(name[:-1]) for name in names if name.endswith("/"))
@@ -191,7 +195,6 @@ class Catalog:
         register = read_if_there(self.store, key, decode_register, max_nbytes=MAX_MANIFEST_NBYTES)
         if isinstance(register, Manifest):
             _check_place(register, folder)
-            self.expect_own(register, folder)
         elif register is not None:
             known_ended(self.store).note(folder, register)
         return register
@@ -201,9 +204,9 @@ class Catalog:
         claim = self._claim_or_none(manifest.epoch) if manifest.writer is not None else None
         if claim is not None and claim.nonce != manifest.writer:
             raise FormatError(
-                f"{self.store.url}/{folder} was copied here from another run: writer "
-                f"{claim.epoch} of this one has not saved it. Move it to a root of its own, and "
-                "resume it there"
+                f"{self.store.url}/{folder} was copied here from another run: it was not saved by "
+                f"writer {claim.epoch} of this one. Move it out of this root. It can be resumed in "
+                "a root that no run has been started in"
             )
 
     def _records(self) -> Records:
@@ -234,7 +237,7 @@ class Catalog:
         looks as if somebody had begun to delete it since.
 
         Raises:
-            FormatError: the manifest is damaged.
+            FormatError: the manifest is damaged, or that of another run.
         """
         folder = str(name)
         if known is not None:
@@ -246,6 +249,7 @@ class Catalog:
         manifest = self.read(folder)
         if not isinstance(manifest, Manifest):
             return None
+        self.expect_own(manifest, folder)
         return Entry(name=name, folder=folder, manifest=manifest, marks=self.marks(folder))
 
     def checkpoints(self, *, known: Mapping[str, Manifest] | None = None) -> tuple[Entry, ...]:
@@ -295,10 +299,12 @@ class Catalog:
     def epochs(self, attempts: Collection[AttemptName] | None = None) -> tuple[int, ...]:
         """Claimed epochs, newest first, including some whose claim was lost.
 
-        A lost claim counts if its heartbeat or its close exists, or if `latest` names a checkpoint
-        of its epoch. `attempts`: the attempts of this root, if they were listed already.
+        A lost claim counts if a later one or its heartbeat or its close exists, or if `latest`
+        names a checkpoint of its epoch. `attempts`: the attempts of this root, if they were listed
+        already.
         """
-        claimed = self._claimed(layout.parse_writer, layout.parse_alive, layout.parse_closed)
+        known = self._claimed(layout.parse_writer, layout.parse_alive, layout.parse_closed)
+        claimed = tuple(range(known[0], known[-1] - 1, -1)) if known else ()  # each is the next
         there = attempts if attempts is not None else self.attempts()
         if not claimed or {name.epoch for name in there} <= {*claimed}:
             return claimed
@@ -325,12 +331,12 @@ class Catalog:
         that epoch's claim. Claims that do not count are passed over (docs/design.md, rule 2).
         """
         attempts = self.open_attempts()
-        epochs = self._epochs(attempts, below)
+        epochs, first = self._epochs(attempts, below)
         by_epoch: dict[int, list[AttemptName]] = {}
         for name in attempts:
             by_epoch.setdefault(name.epoch, []).append(name)
         oldest = min(by_epoch, default=1)
-        epoch, last = self._standing(by_epoch, epochs)
+        epoch, last = self._standing(by_epoch, epochs, first)
         while epoch >= max(oldest, 1):  # below that there are no attempts
             for name in by_epoch.get(epoch, ()):
                 if last is None or name.sequence <= last:
@@ -483,25 +489,29 @@ class Catalog:
         """Whether anything is known to have been deleted."""
         return bool(known_ended(self.store).deleted)
 
-    def _epochs(self, attempts: tuple[AttemptName, ...], below: int | None) -> tuple[int, ...]:
-        """The epochs of this run, newest first: the claims, and what lay here before the first.
+    def _epochs(
+        self, attempts: tuple[AttemptName, ...], below: int | None
+    ) -> tuple[tuple[int, ...], int]:
+        """The epochs of this run, newest first: the claims, and what lay here before the first;
+        and the first claim.
 
         Other attempts were copied here from another run and are not of this one.
         """
         claimed = self.epochs(attempts)
-        first = min(claimed, default=None)
-        earlier = {name.epoch for name in attempts if first is None or name.epoch < first}
+        newest = max((name.epoch for name in attempts), default=0)
+        first = min(claimed, default=newest + 1)
+        earlier = {name.epoch for name in attempts if name.epoch < first}
         epochs = sorted({*claimed, *earlier}, reverse=True)
-        return tuple(epoch for epoch in epochs if below is None or epoch < below)
+        return tuple(epoch for epoch in epochs if below is None or epoch < below), first
 
     def _standing(
-        self, attempts: Mapping[int, Sequence[AttemptName]], epochs: tuple[int, ...]
+        self, attempts: Mapping[int, Sequence[AttemptName]], epochs: tuple[int, ...], first: int
     ) -> tuple[int, int | None]:
         """The highest epoch that counts, with the sequence of its newest commit.
 
         An epoch without a commit counts if it is a rollback to a checkpoint that exists; its
         sequence is None. A claim that cannot be read may have been one: then the run stands where
-        the next writer did. (0, None) if no epoch counts.
+        the next writer did. Claims begin with epoch `first`. (0, None) if no epoch counts.
         """
         self.vanished, self.unread = "", 0
         later: Writer | None = None
@@ -510,6 +520,8 @@ class Catalog:
             if newest is not None:
                 return epoch, newest.sequence
             claim = self._claim_or_none(epoch)
+            if claim is None and epoch < first:
+                continue
             if claim is None:
                 self.unread = self.unread or epoch
             is_rollback = claim is None or claim.rollback

@@ -85,6 +85,7 @@ class TieredCatalog(Catalog):
     def look_again(self) -> None:
         """See `Catalog.look_again`: until then a remote tier that failed is left alone, so that one
         question waits for it once."""
+        super().look_again()
         self.cut_off = None
 
     def home(self, folder: str) -> Store:
@@ -126,6 +127,7 @@ class TieredCatalog(Catalog):
 
     def open_attempts(self) -> tuple[AttemptName, ...]:
         """See `Catalog.open_attempts`: what has ended in one tier may stand in the other."""
+        self._forget()
         nothing: tuple[AttemptName, ...] = ()
         there = self._asked(self.remote.open_attempts, nothing)
         return tuple(sorted({*self._local.open_attempts(), *there}, reverse=True))
@@ -160,10 +162,26 @@ class TieredCatalog(Catalog):
             raise damage
         return here if here is not None else there
 
+    def expect_own(self, manifest: Manifest, folder: str) -> None:
+        """See `Catalog.expect_own`: by the claims of the tier where it is read, for a claim that
+        held one tier for a while may still have to give way there."""
+        if self.home(folder) is self.store:
+            self._local.expect_own(manifest, folder)
+        else:
+            self._asked(lambda: self.remote.expect_own(manifest, folder), None)
+
     def writer(self, epoch: int) -> Writer | None:
-        """See `Catalog.writer`."""
-        here = self._local.writer(epoch)
-        return here if here is not None else self._asked(lambda: self.remote.writer(epoch), None)
+        """See `Catalog.writer`: the claim of either tier."""
+        here: Writer | None = None
+        damage: FormatError | None = None
+        try:
+            here = self._local.writer(epoch)
+        except FormatError as error:
+            damage = error
+        there = self._asked(lambda: self.remote.writer(epoch), None) if here is None else here
+        if there is None and damage is not None:
+            raise damage
+        return there
 
     def claims(self) -> tuple[int, ...]:
         """See `Catalog.claims`: those of both tiers."""

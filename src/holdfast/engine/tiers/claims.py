@@ -390,8 +390,8 @@ def _give_way(local: Store, remote: Store, common: list[int], emit: Emitter) -> 
 
 
 def _mend(damaged: Store, sound: Store, epoch: int, emit: Emitter) -> bool:
-    """Put a damaged claim right from the other tier, where it is the same claim: what is left of it
-    has the other's nonce or its digest. Whether that was done."""
+    """Put a damaged claim right from the other tier, where it is the same claim: it was cut short,
+    or what is left has the other's nonce or digest. Whether that was done."""
     try:
         claim = Catalog(sound).writer(epoch)
     except FormatError:
@@ -400,7 +400,8 @@ def _mend(damaged: Store, sound: Store, epoch: int, emit: Emitter) -> bool:
         Catalog(damaged).writer(epoch)
     except FormatError as error:
         left, document = _document(damaged, epoch), _document(sound, epoch)
-        if claim is None or not (claim.nonce.encode() in left or document.splitlines()[-1] in left):
+        known = (claim.nonce.encode(), document.splitlines()[-1]) if claim is not None else ()
+        if not (document.startswith(left) or any(part in left for part in known)):
             return False
         damaged.put(layout.writer_key(epoch), document)
         emit("mended", f"a claim was put right from {sound.url}: {error}", epoch=epoch)
