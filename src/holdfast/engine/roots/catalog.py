@@ -46,6 +46,8 @@ from holdfast.policy.rule import MAIN
 from holdfast.store.base import Store
 
 Register = Manifest | Aborted | Deleted
+_MAX_LOST = 1000
+"""Claims that may have been lost among those that are there."""
 _STEP = re.compile(r"step=(\d{1,18})", re.ASCII)
 
 
@@ -304,7 +306,9 @@ class Catalog:
         already.
         """
         known = self._claimed(layout.parse_writer, layout.parse_alive, layout.parse_closed)
-        claimed = tuple(range(known[0], known[-1] - 1, -1)) if known else ()  # each is the next
+        claimed = known
+        if known and known[0] - known[-1] < len(known) + _MAX_LOST:  # else a number was made up
+            claimed = tuple(range(known[0], known[-1] - 1, -1))  # each is one above the last
         there = attempts if attempts is not None else self.attempts()
         if not claimed or {name.epoch for name in there} <= {*claimed}:
             return claimed
