@@ -1,10 +1,10 @@
-"""Segments of sealed files: what a cipher refuses to do twice."""
+"""Segments of sealed files: what a cipher refuses to do twice, and where a file ends."""
 
 from __future__ import annotations
 
 import pytest
 
-from holdfast.errors import UsageError
+from holdfast.errors import Tampered, UsageError
 from holdfast.format.segments import SEGMENT_NBYTES, FileCipher
 from holdfast.format.suites import TAG_NBYTES, Suite
 
@@ -23,3 +23,17 @@ def test_a_segment_is_not_sealed_twice_nor_in_parts() -> None:
     with pytest.raises(UsageError, match="in its place"):
         cipher.seal(2**32 * SEGMENT_NBYTES, b"b" * 100, out)
     assert bytes(out) == first
+
+
+def test_the_closing_tag_says_how_long_a_sealed_file_is() -> None:
+    """R32: the tags of another length, cut or with one flipped bit do not end it."""
+    nbytes = SEGMENT_NBYTES + 100
+    cipher = FileCipher(Suite(name="aes-256-gcm"), bytes(32))
+    out = memoryview(bytearray(nbytes + TAG_NBYTES))
+    cipher.seal(0, bytes(nbytes), out)
+    tags = cipher.close(nbytes)
+    cipher.check_closed(nbytes, tags, what="whole")
+    flipped = bytes([*tags[:-1], tags[-1] ^ 1])
+    for wrong, there in ((nbytes, flipped), (nbytes, tags[:-TAG_NBYTES]), (nbytes - 1, tags)):
+        with pytest.raises(Tampered):
+            cipher.check_closed(wrong, there, what="a test")

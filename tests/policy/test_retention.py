@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
@@ -33,6 +33,9 @@ from holdfast.policy.retention import (
 )
 from holdfast.policy.rule import MAIN, picks_of
 from holdfast.policy.rules import Nothing
+
+thorough = settings(max_examples=100)
+"""In every tier, for what such a test has to find is rare."""
 
 
 def candidate(
@@ -139,6 +142,7 @@ rules = by_saver(any_of(simple))
 budgets = by_saver(any_of(simple | st.builds(Budget, st.integers(1, 200))))
 
 
+@thorough
 @given(histories, budgets)
 def test_something_newer_stays_for_everything_that_goes(
     entries: list[Candidate], rule: Rule
@@ -154,6 +158,7 @@ def test_something_newer_stays_for_everything_that_goes(
         )
 
 
+@thorough
 @given(histories, budgets)
 def test_the_newest_that_resume_has_not_rejected_stays(
     entries: list[Candidate], rule: Rule
@@ -171,6 +176,7 @@ def test_the_newest_that_resume_has_not_rejected_stays(
             assert not newest.drop
 
 
+@thorough
 @given(histories, budgets)
 def test_pinned_and_tagged_ones_stay(entries: list[Candidate], rule: Rule) -> None:
     """R20, D11, D12."""
@@ -178,6 +184,7 @@ def test_pinned_and_tagged_ones_stay(entries: list[Candidate], rule: Rule) -> No
     assert marked <= {entry.order for entry in survivors(decide(entries, rule))}
 
 
+@thorough
 @given(st.data(), histories.filter(bool), rules)
 def test_the_point_the_lineage_stands_on_stays(
     data: st.DataObject, entries: list[Candidate], rule: Rule
@@ -187,6 +194,7 @@ def test_the_point_the_lineage_stands_on_stays(
     assert point in {entry.order for entry in survivors(decisions)}
 
 
+@thorough
 @given(histories, rules)
 def test_deciding_again_over_what_stayed_drops_nothing(
     entries: list[Candidate], rule: Rule
@@ -196,6 +204,7 @@ def test_deciding_again_over_what_stayed_drops_nothing(
     assert survivors(decide(stayed, rule)) == stayed
 
 
+@thorough
 @given(st.data(), histories, rules)
 def test_a_deletion_that_was_cut_short_ends_at_the_same_place(
     data: st.DataObject, entries: list[Candidate], rule: Rule
@@ -210,6 +219,7 @@ def test_a_deletion_that_was_cut_short_ends_at_the_same_place(
     assert survivors(decide(left, rule)) == survivors(decisions)
 
 
+@thorough
 @given(st.data(), histories, rules)
 def test_the_order_of_the_list_means_nothing(
     data: st.DataObject, entries: list[Candidate], rule: Rule
@@ -219,6 +229,7 @@ def test_the_order_of_the_list_means_nothing(
     assert decide(shuffled, rule) == decide(entries, rule)
 
 
+@thorough
 @given(histories, rules)
 def test_rejected_ones_take_no_place(entries: list[Candidate], rule: Rule) -> None:
     """Invariant 4: without them the same usable ones are kept."""
@@ -227,6 +238,7 @@ def test_rejected_ones_take_no_place(entries: list[Candidate], rule: Rule) -> No
     assert with_them == survivors(decide(usable, rule))
 
 
+@thorough
 @given(histories, budgets)
 def test_every_decision_has_its_reason(entries: list[Candidate], rule: Rule) -> None:
     decisions = decide(entries, rule)
@@ -234,6 +246,7 @@ def test_every_decision_has_its_reason(entries: list[Candidate], rule: Rule) -> 
     assert all(decision.reason for decision in decisions)
 
 
+@thorough
 @given(whole_histories, any_of(simple), any_of(simple))
 def test_either_of_two_rules_is_enough(entries: list[Candidate], a: Rule, b: Rule) -> None:
     both = {entry.order for entry in survivors(decide(entries, a | b)) if not entry.rejected}
@@ -246,12 +259,14 @@ def test_either_of_two_rules_is_enough(entries: list[Candidate], a: Rule, b: Rul
     assert both == alone
 
 
+@thorough
 @given(histories)
 def test_all_keeps_every_one_whose_deletion_was_not_begun(entries: list[Candidate]) -> None:
     stayed = survivors(decide(entries, All()))
     assert {e.order for e in entries if not e.retired} <= {e.order for e in stayed}
 
 
+@thorough
 @given(histories, st.integers(1, 6))
 def test_last_keeps_the_newest_by_recorded_order(entries: list[Candidate], n: int) -> None:
     """D4, D30: a higher step of an abandoned branch is not newer."""
@@ -426,6 +441,7 @@ def test_other_bad_settings_are_refused_at_construction() -> None:
         EveryNth(1000)  # type: ignore[arg-type]
 
 
+@thorough
 @given(st.data(), histories, budgets)
 def test_deleting_oldest_first_can_be_cut_short_at_any_point(
     data: st.DataObject, entries: list[Candidate], rule: Rule
@@ -440,6 +456,7 @@ def test_deleting_oldest_first_can_be_cut_short_at_any_point(
     assert survivors(decide(left, rule)) == survivors(decisions)
 
 
+@thorough
 @given(st.data(), histories.filter(bool), budgets)
 def test_what_is_protected_stays_whole(
     data: st.DataObject, entries: list[Candidate], rule: Rule
@@ -452,6 +469,7 @@ def test_what_is_protected_stays_whole(
             assert not decision.drop
 
 
+@thorough
 @given(histories, simple, rules)
 def test_what_one_rule_keeps_whole_stays_whole(
     entries: list[Candidate], whole: Rule, other: Rule
@@ -670,6 +688,7 @@ def test_rules_by_saver_are_checked_at_construction() -> None:
             BySaver(rules)  # type: ignore[arg-type]
 
 
+@thorough
 @given(histories, rules)
 def test_as_many_healthy_whole_ones_stay_as_asked(entries: list[Candidate], other: Rule) -> None:
     """Neither unhealthy nor partial ones take a place of the last three."""
