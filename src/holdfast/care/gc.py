@@ -230,7 +230,7 @@ def _visit(
 def _marks_of_dead(
     store: Store, folder: str, register: Register | None, dead_epochs: frozenset[int]
 ) -> list[str]:
-    """Marks of deletions that such writers began in a checkpoint, where nothing was deleted yet.
+    """List the marks of deletions that such writers began, where no file is gone yet.
     Those of a component stay where the manifest cannot be opened, which lists its files."""
     names = store.children(folder) if dead_epochs else ()
     dead = [name for name in names if layout.parse_retired(name) in dead_epochs]

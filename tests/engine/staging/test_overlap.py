@@ -777,7 +777,9 @@ for step in (1, 2):
         pending.wait()
     except SaveFailed as error:
         print(step, "was given other memory" in str(error))
-    go.clear()
+    if step == 1:
+        manager.fence()  # each thread that copies has come through
+        go.clear()
 manager.close()
 """
     done = warm.run(["-c", code])

@@ -366,6 +366,25 @@ def test_a_damaged_claim_is_put_right_from_the_other_tier(
     assert local.get(key) == remote.get(key) == data
 
 
+def test_a_sound_claim_gives_way_to_no_damaged_one(
+    machines: tuple[LocalStore, LocalStore],
+) -> None:
+    """It is a rollback in whose name nothing was saved, and was the only copy of it."""
+    local, remote, tiny = machines[0], MemoryStore("remote"), Tiny()
+    tiers = Tiered(local, remote)
+    for which in ("latest", "step=1"):
+        with opened(tiers, tiny) as manager:
+            found = manager.resume(which)
+            saved(manager, tiny, *((1, 2) if found is None else ()))
+    before = local.get(layout.writer_key(2))
+    remote.put(layout.writer_key(2), b"no claim")
+    with opened(tiers, tiny) as manager:
+        found = manager.resume()
+    assert found is not None
+    assert found.step == 1
+    assert local.get(layout.writer_key(2)) == before
+
+
 def test_an_older_claim_that_is_damaged_is_read_in_the_other_tier(
     machines: tuple[LocalStore, LocalStore],
 ) -> None:

@@ -672,9 +672,9 @@ class Search:
             stands = self.found.entry.folder if self.found is not None else "the beginning"
             emit(
                 "warning",
-                f"{key} is damaged or missing: should somebody have resumed the run from an older "
-                "checkpoint by name then, and saved nothing, only the writer after that one tells. "
-                f"The run goes on from {stands}; if that is wrong, resume another one by name",
+                f"{key} is damaged or missing. If that process had resumed an older checkpoint by "
+                "name, the run stands there, and only later claims show it. It goes on from "
+                f"{stands}; if that is wrong, resume the right one by name",
                 epoch=unread,
             )
         vanished = self._reader.catalog.vanished

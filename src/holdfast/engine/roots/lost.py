@@ -31,7 +31,9 @@ class Records:
         self._epochs: list[int] | None = None
         """Epochs whose claims were not read yet, oldest first; None: all of them."""
         self._ended_here: dict[int, bool] = {}
+        """By epoch: whether its writer closed it, in a run with one root."""
         self._uploads: Collection[str] | None = None
+        """Names of the notes on uploads; None: not listed yet."""
 
     def of_commit(self, name: AttemptName) -> str:
         """What shows that an attempt with an empty register was committed; empty otherwise.

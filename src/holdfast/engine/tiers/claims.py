@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from holdfast.engine.claims.claim import (
     Choice,
@@ -374,7 +374,7 @@ def share_claims(local: Store, remote: Store, *, emit: Emitter = Emitter(())) ->
 
 def _give_way(local: Store, remote: Store, common: list[int], emit: Emitter) -> None:
     """Take over the remote tier's claims of `common` epochs, newest first, where others are here
-    in whose name nothing was saved."""
+    in whose name nothing was saved. One that is damaged there replaces nothing."""
     differing: list[int] = []
     for epoch in common:
         is_same = _document(local, epoch) == _document(remote, epoch)
@@ -386,12 +386,14 @@ def _give_way(local: Store, remote: Store, common: list[int], emit: Emitter) -> 
     if any(_counts(local, epoch) for epoch in Catalog(local).claims() if epoch >= differing[-1]):
         raise _diverged(local, remote, differing[-1])
     for epoch in reversed(differing):
-        local.put(layout.writer_key(epoch), _document(remote, epoch))
+        with suppress(FormatError):
+            if Catalog(remote).writer(epoch) is not None:
+                local.put(layout.writer_key(epoch), _document(remote, epoch))
 
 
 def _mend(damaged: Store, sound: Store, epoch: int, emit: Emitter) -> bool:
     """Put a damaged claim right from the other tier, where it is the same claim: it was cut short,
-    or what is left has the other's nonce or digest. Whether that was done."""
+    or what is left has the other's nonce or digest. Returns whether that was done."""
     try:
         claim = Catalog(sound).writer(epoch)
     except FormatError:
