@@ -24,8 +24,10 @@ def pytest_configure(config: pytest.Config) -> None:
     found = Path(spec.origin if spec is not None and spec.origin else "/").resolve()
     if Path(os.environ["MUTANT_SOURCE"]).resolve() not in found.parents:
         pytest.exit(f"holdfast would come from {found}", returncode=WRONG_SOURCE)
-    # Without a search for the smallest example, which takes a minute.
-    settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate])
+    # Without a search for the smallest example, which takes a minute; and a test that failed has to
+    # fail again when it runs alone.
+    phases = [Phase.explicit, Phase.generate]
+    settings.register_profile("mutants", phases=phases, derandomize=True)
     settings.load_profile("mutants")
 
 
