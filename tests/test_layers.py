@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,41 @@ LAYERS = (
     ("train",),
     ("cli", "demo", "testing"),
 )
+# The same inside folders that have many parts.
+INNER: dict[str, tuple[tuple[str, ...], ...]] = {
+    "store": (
+        ("base", "remoteerrors", "throttle", "wrapping"),
+        ("memory", "oserrors", "remoteopen"),
+        ("localfolders", "remoteapi", "remotesweep", "syscalls"),
+        ("localfiles",),
+        ("localblocks", "localreads", "remotewrites"),
+        ("local", "localpieces", "remote"),
+    ),
+    "engine": (
+        ("memory", "pause", "roots", "workers"),
+        ("checkpoint", "claims", "moments", "sealed", "staging", "threads"),
+        ("access", "control", "hooks", "loading", "tiers"),
+        ("saving",),
+        ("options",),
+    ),
+    "care": (
+        ("advise", "findings", "gc", "preflight", "reading", "rekey", "supervise", "uploads"),
+        ("beginning", "child", "scrub", "tuning"),
+        ("verify",),
+        ("mend", "retention"),
+        ("backlog", "housekeeping", "prune"),
+        ("damaged", "mirror"),
+    ),
+    "train": (
+        ("asked", "counters", "ema"),
+        ("training",),
+        ("callbacks",),
+        ("loggers", "window"),
+        ("evaluation", "making"),
+        ("fit",),
+        ("trainer",),
+    ),
+}
 RANK = {folder: rank for rank, folders in enumerate(LAYERS) for folder in folders}
 WITHOUT_TORCH = ("errors", "events", "arguments", "store", "format", "policy", "care", "cli")
 WITHOUT_TORCH_MODULES = ("holdfast.engine.roots.catalog", "holdfast.engine.control.stop")
@@ -137,6 +173,57 @@ def _breach(item: Import) -> str | None:
     return "upward"
 
 
+def inner_breaches(tree: Tree, outer: str, levels: tuple[tuple[str, ...], ...]) -> list[str]:
+    """Imports between the parts of a folder that do not go down, and parts without a level."""
+    rank = {part: n for n, parts in enumerate(levels) for part in parts}
+    parts = children(tree, f"holdfast.{outer}")
+    found = [f"holdfast.{outer}.{part}: no level" for part in sorted(parts ^ rank.keys())]
+    for (upper, lower), items in edges(tree, f"holdfast.{outer}").items():
+        if rank.get(upper, 0) <= rank.get(lower, 0):
+            found += [f"{item.module}:{item.line} imports {item.target}: upward" for item in items]
+    return found
+
+
+def circles(tree: Tree) -> list[str]:
+    """Folders at any depth of which some parts import each other in a circle."""
+    packages = {name.rpartition(".")[0] for name in tree.modules} - {""}
+    return [f"{name}: {', '.join(stuck)}" for name in packages if (stuck := _circle(tree, name))]
+
+
+def _circle(tree: Tree, package: str) -> list[str]:
+    uses: dict[str, set[str]] = {part: set() for part in children(tree, package)}
+    for upper, lower in edges(tree, package):
+        uses[upper].add(lower)
+    try:
+        TopologicalSorter(uses).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def children(tree: Tree, package: str) -> set[str]:
+    """The modules and folders right inside a package."""
+    return {part for name in tree.modules if (part := _child(name, package))}
+
+
+def edges(tree: Tree, package: str) -> dict[tuple[str, str], list[Import]]:
+    """(importing part, imported part) of a package, with the imports."""
+    found: dict[tuple[str, str], list[Import]] = {}
+    for module in tree.modules:
+        upper = _child(module, package)
+        for item in tree.imports(module) if upper else ():
+            lower = _child(item.target, package)
+            if lower and lower != upper:
+                found.setdefault((upper, lower), []).append(item)
+    return found
+
+
+def _child(module: str, package: str) -> str:
+    return (
+        module.removeprefix(f"{package}.").split(".")[0] if module.startswith(f"{package}.") else ""
+    )
+
+
 def torch_breaches(tree: Tree) -> list[str]:
     guarded = [m for m in tree.modules if folder(m) in WITHOUT_TORCH or m in WITHOUT_TORCH_MODULES]
     found = []
@@ -183,6 +270,17 @@ def test_imports_go_down_only(tree: Tree) -> None:
     assert layer_breaches(tree) == []
 
 
+@pytest.mark.parametrize("outer", INNER)
+def test_imports_inside_a_folder_go_down_only(tree: Tree, outer: str) -> None:
+    """Design, section 7: each part of a folder knows only those below it."""
+    assert inner_breaches(tree, outer, INNER[outer]) == []
+
+
+def test_no_folder_holds_a_circle(tree: Tree) -> None:
+    """At any depth, modules and folders can be read from the bottom up."""
+    assert circles(tree) == []
+
+
 def test_storage_format_policy_care_and_cli_do_not_import_torch(tree: Tree) -> None:
     """Design, section 7: a listing on a machine without an accelerator pays for no torch."""
     assert torch_breaches(tree) == []
@@ -190,7 +288,8 @@ def test_storage_format_policy_care_and_cli_do_not_import_torch(tree: Tree) -> N
 
 def test_the_layers_are_those_of_the_design() -> None:
     text = DESIGN.read_text("utf-8").replace("\n", " ")
-    assert " < ".join(", ".join(folders) for folders in LAYERS) in text
+    for levels in (LAYERS, *INNER.values()):
+        assert " < ".join(", ".join(parts) for parts in levels) in text
 
 
 def test_those_parts_leave_torch_out_of_a_new_process(tree: Tree) -> None:
@@ -259,6 +358,23 @@ def test_an_upward_import_is_found(tmp_path: Path, name: str, text: str) -> None
     """The check itself can fail."""
     planted = {"manager.py": "", "demo/__init__.py": "", "demo/story.py": ""}
     assert len(layer_breaches(_planted(tmp_path, {**planted, name: text}))) == 1
+
+
+def test_a_circle_and_an_upward_import_inside_a_folder_are_found(tmp_path: Path) -> None:
+    """The check itself can fail."""
+    files = {
+        "engine/a/x.py": "from holdfast.engine.b import y",
+        "engine/b/y.py": "def f():\n    import holdfast.engine.a.x",
+        "engine/c.py": "",
+    }
+    tree = _planted(tmp_path, files)
+    assert len(circles(tree)) == 1
+    breaches = inner_breaches(tree, "engine", (("b",), ("a",), ("d",)))
+    assert [line.split(":")[0] for line in breaches] == [
+        "holdfast.engine.c",
+        "holdfast.engine.d",
+        "holdfast.engine.b.y",
+    ]
 
 
 def test_downward_imports_and_listed_seams_pass(tmp_path: Path) -> None:

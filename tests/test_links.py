@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from holdfast import Best, CachedStore, CheckpointManager, EveryNth, Last, StateHooks, Within
 from holdfast.care.prune import prune
+from holdfast.engine.claims.notes import reject
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.notes import reject
 from holdfast.errors import SaveFailed, TransientStoreError
 from holdfast.format import layout
 from holdfast.format.layout import BLOCK_NBYTES

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from holdfast import SideSaver, StateHooks, Stop, load_weights
-from holdfast.engine.roots.notes import reject
+from holdfast.engine.claims.notes import reject
 from holdfast.engine.staging import image
 from holdfast.errors import (
     MismatchError,

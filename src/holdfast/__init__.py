@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holdfast import data, errors, events, keys, testing, train
+    from holdfast.engine.access.reading import reading
     from holdfast.engine.checkpoint import Checkpoint, PendingSave
-    from holdfast.engine.claims.reading import reading
     from holdfast.engine.control.stop import Stop
     from holdfast.engine.hooks import StateHooks
     from holdfast.engine.loading.caching import CachedStore
@@ -116,7 +116,7 @@ _NAMES = {
     "When": "holdfast.policy.triggers",
     "Within": "holdfast.policy.retention",
     "load_weights": "holdfast.weights",
-    "reading": "holdfast.engine.claims.reading",
+    "reading": "holdfast.engine.access.reading",
 }
 
 

@@ -19,6 +19,7 @@ from holdfast.care.housekeeping import Housekeeper
 from holdfast.care.mirror import ownership
 from holdfast.care.tuning import Tuning
 from holdfast.engine.checkpoint import Checkpoint, PendingSave, describe
+from holdfast.engine.claims.notes import annotate, checked_metrics, checked_reasons, checked_tags
 from holdfast.engine.claims.owner import left_s
 from holdfast.engine.control import exits
 from holdfast.engine.control.outside import Asked, Outside
@@ -44,7 +45,6 @@ from holdfast.engine.options import (
 )
 from holdfast.engine.pause import collector_paused
 from holdfast.engine.roots.catalog import Entry
-from holdfast.engine.roots.notes import annotate, checked_metrics, checked_reasons, checked_tags
 from holdfast.engine.roots.seen import parse_seen
 from holdfast.engine.saving.compressing import Compress, Compressing, choices
 from holdfast.engine.saving.fingerprint import differences, environment, numerics

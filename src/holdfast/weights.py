@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from torch import nn
 
 from holdfast.arguments import checked
+from holdfast.engine.access.locate import located
 from holdfast.engine.checkpoint import Checkpoint, describe
 from holdfast.engine.loading.resume import LoadOptions, Reader, Rename
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.locate import located
 from holdfast.engine.staging.device import refuse_capture
 from holdfast.engine.threads import Threads
 from holdfast.keys import Encryption

@@ -14,8 +14,8 @@ from holdfast.care.damaged import delete, examine
 from holdfast.care.gc import collect
 from holdfast.care.prune import prune
 from holdfast.care.verify import verify_root
+from holdfast.engine.claims.notes import annotate, reject
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.notes import annotate, reject
 from holdfast.engine.sealed.sealing import sealing
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.events import Emitter, Event

@@ -10,8 +10,8 @@ from holdfast import errors
 from holdfast.care.mend import mend
 from holdfast.care.verify import verify
 from holdfast.engine.claims.claim import Choice, claim_run
+from holdfast.engine.claims.notes import reject
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.notes import reject
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.events import Emitter
 from holdfast.store.local import LocalStore

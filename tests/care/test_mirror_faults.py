@@ -105,7 +105,7 @@ def test_a_pin_arrives_though_the_process_ended_before_it_was_sent(local: LocalS
 
 def local_pin(local: LocalStore, step: int) -> None:
     """Pin a checkpoint of the local tier."""
-    from holdfast.engine.roots.notes import annotate
+    from holdfast.engine.claims.notes import annotate
 
     entry = next(e for e in Catalog(local).checkpoints() if e.step == step)
     annotate(local, entry, pinned=True)

@@ -197,6 +197,14 @@ CLAIMS = (
         after="        return self._clock() - since_s < 0.0\n",
         near=(LEASES,),
     ),
+    Mutant(
+        name="deleted-while-it-was-read-is-not-told",
+        promise="R11: a reader is told that a checkpoint was deleted while it was read",
+        file="engine/access/reading.py",
+        before="        _expect_there(store, entry.folder)\n",
+        after="",
+        near=(LEASES,),
+    ),
 )
 
 SAVING = (

@@ -13,9 +13,9 @@ from holdfast.care.gc import collect
 from holdfast.care.retention import Deleter
 from holdfast.engine.claims.claim import Choice, Claim, claim_run, dropped, is_being_deleted
 from holdfast.engine.claims.leases import leased
+from holdfast.engine.claims.notes import annotate
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.roots.commit import begin, commit
-from holdfast.engine.roots.notes import annotate
 from holdfast.errors import (
     CommitConflict,
     NoCheckpoint,

@@ -6,14 +6,14 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.train.hooks import MOMENTS, Callback
+from holdfast.train.callbacks.hooks import MOMENTS, Callback
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "hooks.md"
 
 HEAD = """\
 # Hooks
 
-<!-- Made by tests/train/hooks_page.py; edit src/holdfast/train/hooks.py instead. -->
+<!-- Made by tests/train/hooks_page.py; edit src/holdfast/train/callbacks/hooks.py instead. -->
 
 A callback is a subclass of `holdfast.train.Callback` with the methods that it needs. This table
 has all of them in the order in which they are called: from top to bottom, where a step repeats

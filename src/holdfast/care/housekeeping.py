@@ -10,9 +10,9 @@ from typing import Protocol
 from holdfast.care.gc import collect
 from holdfast.care.retention import Deleter
 from holdfast.engine.claims.claim import Claim
+from holdfast.engine.claims.notes import reject
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.roots.commit import name_latest
-from holdfast.engine.roots.notes import reject
 from holdfast.errors import HoldfastError, Superseded
 from holdfast.events import Emitter
 from holdfast.policy.retention import Rule

@@ -21,10 +21,10 @@ from holdfast.care.mend import mend
 from holdfast.care.retention import candidate
 from holdfast.care.uploads import Uploads
 from holdfast.engine.claims.claim import Claim, expect_claim, is_closed, nothing_arrives
+from holdfast.engine.claims.notes import annotate
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.roots.commit import check_fence, mark_aborted, remove_files, settle
-from holdfast.engine.roots.notes import annotate
 from holdfast.engine.sealed.sealing import SealedStore
 from holdfast.engine.tiers.catalog import TieredCatalog
 from holdfast.engine.tiers.claims import TieredOwnership

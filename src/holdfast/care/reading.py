@@ -16,9 +16,9 @@ from functools import partial
 from typing import TypeAlias, TypeVar
 
 from holdfast.engine.loading.blockreading import FileBlocks, decode_block, read_block
+from holdfast.engine.memory import Buffers
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.documents import read_document
-from holdfast.engine.staging.memory import Buffers
 from holdfast.engine.threads import NUM_AHEAD, Threads
 from holdfast.errors import (
     CorruptData,

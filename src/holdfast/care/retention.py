@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from holdfast.engine.claims.claim import Claim, dropped, ends_with_its_put, nothing_arrives
 from holdfast.engine.claims.leases import Readers
+from holdfast.engine.claims.notes import reject
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.roots.commit import retract, settle, thin
-from holdfast.engine.roots.notes import reject
 from holdfast.engine.roots.parts import parts_of
 from holdfast.errors import (
     CorruptData,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from holdfast.cli.output import Answer
 from holdfast.cli.target import open_target, read_entry
+from holdfast.engine.claims.notes import annotate
 from holdfast.engine.roots.catalog import Entry
-from holdfast.engine.roots.notes import annotate
 from holdfast.engine.roots.sources import split_folder, split_source
 from holdfast.errors import UsageError
 from holdfast.store.base import Store

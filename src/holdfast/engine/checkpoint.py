@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from holdfast.engine.roots.catalog import Entry
 from holdfast.engine.roots.parts import parts_of
 from holdfast.engine.roots.seen import seen_text
-from holdfast.engine.saving.writing import Phase
 from holdfast.errors import DeadlineExceeded, SaveSkipped
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.classes import Due
@@ -93,6 +92,13 @@ def describe(
         notes=notes,
         new=new,
     )
+
+
+class Phase:
+    """Names what a save is doing now, for the error of whoever waits for it in vain."""
+
+    def __init__(self) -> None:
+        self.text = "waiting to start"
 
 
 class PendingSave:

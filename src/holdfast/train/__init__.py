@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from holdfast.engine.control.stop import REQUEUE_EXIT_CODE
-from holdfast.train.callbacks import HookFailed
+from holdfast.train.callbacks.calling import HookFailed
+from holdfast.train.callbacks.early import EarlyStopping, StopWhen
+from holdfast.train.callbacks.hooks import Callback, Logger
+from holdfast.train.callbacks.sparsity import Pruning
 from holdfast.train.counters import Counters
-from holdfast.train.early import EarlyStopping, StopWhen
-from holdfast.train.health import UnhealthyState
-from holdfast.train.hooks import Callback, Logger
-from holdfast.train.loggers import JsonLines
-from holdfast.train.mlflow import MLflow
-from holdfast.train.outcome import Outcome
-from holdfast.train.precision import Precision
-from holdfast.train.progress import ProgressBar
-from holdfast.train.schedulers import for_group
-from holdfast.train.sparsity import Pruning
-from holdfast.train.targets import Validated
-from holdfast.train.tensorboard import TensorBoard
+from holdfast.train.evaluation.targets import Validated
+from holdfast.train.evaluation.validation import Downstream, Validation
+from holdfast.train.fit.health import UnhealthyState
+from holdfast.train.fit.outcome import Outcome
+from holdfast.train.loggers.jsonlines import JsonLines
+from holdfast.train.loggers.mlflow import MLflow
+from holdfast.train.loggers.progress import ProgressBar
+from holdfast.train.loggers.tensorboard import TensorBoard
+from holdfast.train.loggers.wandb import WeightsAndBiases
 from holdfast.train.trainer import Trainer
 from holdfast.train.training import Metrics, Training
-from holdfast.train.validation import Downstream, Validation
-from holdfast.train.wandb import WeightsAndBiases
+from holdfast.train.window.precision import Precision
+from holdfast.train.window.schedulers import for_group
 
 __all__ = [
     "REQUEUE_EXIT_CODE",

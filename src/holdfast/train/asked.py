@@ -1,8 +1,9 @@
-"""Whether what the Trainer is asked for can ever happen: what it counts, and its events."""
+"""Check the Trainer's arguments: numbers, what it counts, and its events."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any
 
 from holdfast.errors import UsageError
 from holdfast.policy.classes import SavePolicy
@@ -21,6 +22,12 @@ from holdfast.policy.triggers import (
 EVENTS = ("start", "step", "epoch", "cycle", "evaluation", "exception", "signal", "demand")
 """The events at which the Trainer asks triggers; `signal` only if it handles signals, `cycle` only
 if it has cycles."""
+
+
+def check_range(name: str, value: Any, lowest: int, beyond: int) -> None:
+    """Raise `UsageError` unless it is a whole number from `lowest` to before `beyond`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value < beyond:
+        raise UsageError(f"{name}={value!r}: must be a whole number, at least {lowest}")
 
 
 def check_counted(unit: Unit, what: str, extra: Collection[Unit]) -> None:

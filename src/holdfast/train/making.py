@@ -24,10 +24,10 @@ from holdfast.policy.clock import Time, Unit, parse
 from holdfast.state.capture import unheld_in
 from holdfast.state.held import describe
 from holdfast.store.base import Store
-from holdfast.train.asked import check_counted
-from holdfast.train.hooks import Logger
-from holdfast.train.loggers import JsonLines
-from holdfast.train.progress import ProgressBar
+from holdfast.train.asked import check_counted, check_range
+from holdfast.train.callbacks.hooks import Logger
+from holdfast.train.loggers.jsonlines import JsonLines
+from holdfast.train.loggers.progress import ProgressBar
 
 logger = logging.getLogger("holdfast")
 
@@ -158,12 +158,6 @@ def check_held(state: Mapping[str, Any], loss: Any) -> None:
             f"Add the module that has them, such as state={example}, or leave them out of the "
             "optimizer"
         )
-
-
-def check_range(name: str, value: Any, lowest: int, beyond: int) -> None:
-    """Raise `UsageError` unless it is a whole number from `lowest` to before `beyond`."""
-    if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value < beyond:
-        raise UsageError(f"{name}={value!r}: must be a whole number, at least {lowest}")
 
 
 def checked_goal(until: str | int) -> Time:

@@ -42,28 +42,28 @@ from holdfast.state.edits import StateView
 from holdfast.state.selection import listed
 from holdfast.store.base import Store
 from holdfast.train import making
-from holdfast.train.asked import asks_for, check_counted, checked_every
-from holdfast.train.callbacks import Callbacks, HookFailed
+from holdfast.train.asked import asks_for, check_counted, check_range, checked_every
+from holdfast.train.callbacks.calling import Callbacks, HookFailed
+from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.counters import Counters
 from holdfast.train.ema import Average
-from holdfast.train.ending import Ending
-from holdfast.train.fitting import Fit, Gear
-from holdfast.train.health import HealthGate, Policy, UnhealthyState
-from holdfast.train.hooks import Callback
-from holdfast.train.loop import Clip, LossFunction, Update
-from holdfast.train.metrics import LazyMetrics, Numbers
-from holdfast.train.outcome import Outcome
-from holdfast.train.place import Place
-from holdfast.train.precision import Numerics, Precision, checked_precision
-from holdfast.train.saving import SaveCosts
-from holdfast.train.schedulers import make_schedulers
-from holdfast.train.skipping import WithoutSteps
-from holdfast.train.starting import Start
-from holdfast.train.targets import Target, Validated, Which, borrowed, kept_all, select
+from holdfast.train.evaluation.targets import Target, Validated, Which, borrowed, kept_all, select
+from holdfast.train.evaluation.validation import Part, Validations, Validator, plans_of, size_of
+from holdfast.train.fit.ending import Ending
+from holdfast.train.fit.fitting import Fit, Gear
+from holdfast.train.fit.health import HealthGate, Policy, UnhealthyState
+from holdfast.train.fit.outcome import Outcome
+from holdfast.train.fit.place import Place
+from holdfast.train.fit.saving import SaveCosts
+from holdfast.train.fit.starting import Start
+from holdfast.train.fit.unsaved import Unsaved
 from holdfast.train.training import Metrics, Training
-from holdfast.train.unsaved import Unsaved
-from holdfast.train.validation import Part, Validations, Validator, plans_of, size_of
-from holdfast.train.wayback import WayBack
+from holdfast.train.window.loop import Clip, LossFunction, Update
+from holdfast.train.window.metrics import LazyMetrics, Numbers
+from holdfast.train.window.precision import Numerics, Precision, checked_precision
+from holdfast.train.window.schedulers import make_schedulers
+from holdfast.train.window.skipping import WithoutSteps
+from holdfast.train.window.wayback import WayBack
 
 logger = logging.getLogger("holdfast")
 
@@ -168,9 +168,9 @@ class Trainer:
             UsageError: an argument is wrong.
         """
         making.check_data(data)
-        making.check_range("accumulate", accumulate, 1, 2**31)
-        making.check_range("seed", seed, 0, 2**32)
-        making.check_range("log_every", log_every, 1, 2**63)
+        check_range("accumulate", accumulate, 1, 2**31)
+        check_range("seed", seed, 0, 2**32)
+        check_range("log_every", log_every, 1, 2**63)
         on = making.checked_device(device)
         self.model = making.make_model(model, seed, on)
         loggers = making.own_loggers(root, log, progress, is_sealed=encrypt is not None)

@@ -10,13 +10,13 @@ import torch
 
 from holdfast.cli.target import open_target
 from holdfast.data import Loader
-from holdfast.engine.claims.reading import reading
+from holdfast.engine.access.reading import reading
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import CorruptData
 from holdfast.store.local import LocalStore
 from holdfast.testing.faulty import Fault, FaultyStore
 from holdfast.train import Trainer
-from holdfast.train.validation import Validation
+from holdfast.train.evaluation.validation import Validation
 from holdfast.weights import load_weights
 from runs import Run, new_run
 

@@ -17,10 +17,10 @@ from holdfast import errors
 from holdfast.care.gc import collect
 from holdfast.care.verify import verify
 from holdfast.engine.claims.claim import is_closed
+from holdfast.engine.claims.notes import annotate
 from holdfast.engine.roots import commit
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import mark_aborted
-from holdfast.engine.roots.notes import annotate
 from holdfast.format import layout
 from holdfast.format.manifest import Deleted
 from holdfast.manager import CheckpointManager

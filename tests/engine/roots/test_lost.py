@@ -11,9 +11,9 @@ import pytest
 from holdfast import errors
 from holdfast.care.gc import collect
 from holdfast.care.verify import verify, verify_root
+from holdfast.engine.claims.notes import annotate, reject
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import begin
-from holdfast.engine.roots.notes import annotate, reject
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.format import layout
 from holdfast.policy.retention import Last

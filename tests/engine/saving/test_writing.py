@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from holdfast import errors
+from holdfast.engine.checkpoint import Phase
 from holdfast.engine.saving import writing
-from holdfast.engine.saving.writing import Document, FileToWrite, Phase, WrittenFile, write_files
+from holdfast.engine.saving.writing import FileToWrite, WrittenFile, write_files
+from holdfast.engine.staging.content import BytesContent
 from holdfast.engine.workers import Workers
 from holdfast.format.blocks import block_digest, digest_blocks, num_blocks, split
 from holdfast.format.layout import BLOCK_NBYTES
@@ -98,7 +100,7 @@ def test_every_file_is_there_with_the_digests_of_its_blocks(
     store = LocalStore(tmp_path / "root") if local else MemoryStore()
     if isinstance(store, LocalStore):
         store.make_folder("f")
-    document = FileToWrite(key="f/tree", content=Document(b"{}"))
+    document = FileToWrite(key="f/tree", content=BytesContent(b"{}"))
     files = [*files_of(), document]
     found = write(store, files, pools)
     assert found == {
@@ -131,7 +133,7 @@ def test_encoded_blocks_lie_one_behind_the_other(
     if kind == "whole":
         store = Whole(store)
     encoder = Reversing()
-    plain, document = files_of()[2], FileToWrite(key="f/d", content=Document(b"{}"))
+    plain, document = files_of()[2], FileToWrite(key="f/d", content=BytesContent(b"{}"))
     files = [
         *(
             FileToWrite(key=f"f/e{n}", content=file.content, encoder=encoder)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
+from holdfast.engine.claims.notes import checked_tags
 from holdfast.engine.claims.process import this_process, utc_now
 from holdfast.engine.roots.documents import read_document, read_if_there
-from holdfast.engine.roots.notes import checked_tags
 from holdfast.engine.workers import Workers
 from holdfast.errors import (
     AccessDenied,

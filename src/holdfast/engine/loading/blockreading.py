@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from holdfast.engine.staging.memory import Buffers
+from holdfast.engine.memory import Buffers
 from holdfast.errors import CorruptData
 from holdfast.format import blocks
 from holdfast.format.blocks import DIGEST_NBYTES

@@ -16,8 +16,8 @@ import torch
 from holdfast.engine.loading.blockreading import FileBlocks, begin_block, read_block
 from holdfast.engine.loading.tables import ReadTensors
 from holdfast.engine.loading.wanted import Wanted, wanted_by_file
+from holdfast.engine.memory import Buffers
 from holdfast.engine.staging.arena import Arena
-from holdfast.engine.staging.memory import Buffers
 from holdfast.engine.threads import Threads
 from holdfast.errors import CorruptData, LimitExceeded, NotFound, Tampered
 from holdfast.format import blocks, layout

@@ -25,9 +25,9 @@ from holdfast.engine.loading.blockreading import FileBlocks, cached_block
 from holdfast.engine.loading.load import Opened, begin_checked, check_size
 from holdfast.engine.loading.tables import DIRECT_NBYTES, IMAGE_NBYTES, Run, UnreadTensors
 from holdfast.engine.loading.wanted import Wanted, wanted_by_file
+from holdfast.engine.memory import Buffers
 from holdfast.engine.staging.arena import Arena
 from holdfast.engine.staging.device import pin
-from holdfast.engine.staging.memory import Buffers
 from holdfast.engine.threads import Threads, Use
 from holdfast.state.copying import bytes_of, copy_tensors, is_plain
 from holdfast.state.unread import Unread

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 
-from holdfast.engine.staging.memory import take
+from holdfast.engine.memory import take
 from holdfast.errors import DeadlineExceeded
 from holdfast.format.blocks import block_digest
 from holdfast.format.codec import Encoder

@@ -13,19 +13,14 @@ from typing import Literal
 
 import msgspec
 
+from holdfast.engine.checkpoint import Phase
 from holdfast.engine.claims.claim import Claim, expect_claim
 from holdfast.engine.claims.process import utc_now
 from holdfast.engine.roots.commit import Attempt, abandon, begin, commit
 from holdfast.engine.saving.compressing import Compressing
 from holdfast.engine.saving.links import Links
-from holdfast.engine.saving.writing import (
-    Content,
-    Document,
-    FileToWrite,
-    Phase,
-    WrittenFile,
-    write_files,
-)
+from holdfast.engine.saving.writing import FileToWrite, WrittenFile, write_files
+from holdfast.engine.staging.content import BytesContent, Content
 from holdfast.engine.staging.known import KnownFile
 from holdfast.engine.staging.staged import Staged
 from holdfast.engine.workers import Workers
@@ -190,7 +185,7 @@ class _Files:
         """What is to be written; a file of which not one byte has changed is shared instead."""
         for component, tree in self.staged.trees.items():
             encoding = self._compressing.of_tree(component, len(tree))
-            yield self._file(layout.tree_file(component), Document(tree), encoding)
+            yield self._file(layout.tree_file(component), BytesContent(tree), encoding)
         for known in self.staged.all_files:
             if not self._link(known):
                 encoding = self._compressing.of_tensors(known.file)
@@ -200,7 +195,7 @@ class _Files:
         self.staged.finish()
 
     def _file(
-        self, plain: str, content: Content | Document, encoding: Encoding | None
+        self, plain: str, content: Content | BytesContent, encoding: Encoding | None
     ) -> FileToWrite:
         name = plain if encoding is None else layout.stored_file(plain, encoding.codec)
         self.names[plain] = name

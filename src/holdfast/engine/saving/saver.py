@@ -14,10 +14,10 @@ from contextlib import suppress
 from functools import partial
 
 from holdfast.engine.checkpoint import PendingSave, describe
+from holdfast.engine.claims.notes import annotate
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog, Entry, Marks, with_tags
 from holdfast.engine.roots.commit import check_fence
-from holdfast.engine.roots.notes import annotate
 from holdfast.engine.saving.compressing import Compressing
 from holdfast.engine.saving.links import Links
 from holdfast.engine.saving.save import SaveRequest, digest_staged, write

@@ -14,10 +14,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
+from holdfast.engine.checkpoint import Phase
 from holdfast.engine.saving.packing import Encoded, Packer, Pieces, encode
 from holdfast.engine.saving.throughput import Throughput
+from holdfast.engine.staging.content import BytesContent, Content
 from holdfast.engine.workers import Workers, cancel, gather
 from holdfast.errors import DeadlineExceeded
 from holdfast.format import blocks
@@ -34,67 +36,12 @@ ENCODED_AT_ONCE = 8
 memory that a codec takes to about 140 MiB."""
 
 
-class Phase:
-    """What a save is doing now, for the errors of those who wait for it."""
-
-    def __init__(self) -> None:
-        self.text = "waiting to start"
-
-
-class Content(Protocol):
-    """The bytes of a file, which may come to be while the file is written."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the file."""
-        ...
-
-    def block(self, number: int, timeout_s: float) -> memoryview:
-        """The memory of a block, when it is there; asked for once, and in order.
-
-        Raises:
-            DeadlineExceeded: it was not in time.
-        """
-        ...
-
-    def digest(self, number: int) -> bytes:
-        """The digest of a block that is there, from any thread."""
-        ...
-
-    def written(self, number: int) -> None:
-        """The memory of a block is not read any more for writing."""
-        ...
-
-
-class Document:
-    """A small file whose bytes are there and stay; without an encoder it is put as a whole."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-
-    @property
-    def nbytes(self) -> int:
-        """See `Content.nbytes`."""
-        return len(self.data)
-
-    def block(self, number: int, timeout_s: float) -> memoryview:
-        """See `Content.block`."""
-        return memoryview(self.data)[number * BLOCK_NBYTES : (number + 1) * BLOCK_NBYTES]
-
-    def digest(self, number: int) -> bytes:
-        """See `Content.digest`."""
-        return blocks.block_digest(self.block(number, 0))
-
-    def written(self, number: int) -> None:
-        """See `Content.written`; the memory stays."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileToWrite:
     """One file of an attempt."""
 
     key: str
-    content: Content | Document
+    content: Content | BytesContent
     encoder: Encoder | None = None
     """What makes its stored blocks; None: they are the plain ones."""
     observer: Callable[[int, memoryview], None] | None = None
@@ -201,7 +148,7 @@ class _Batch:
         if file.encoder is not None:
             self._begin_encoded(file.key, content, file.encoder)
             return
-        if isinstance(content, Document):
+        if isinstance(content, BytesContent):
             writes.append(self._writers.submit(partial(self._store.put, file.key, content.data)))
             numbers = range(blocks.num_blocks(content.nbytes))
             hashes += [self._workers.submit(partial(content.digest, number)) for number in numbers]
@@ -217,7 +164,7 @@ class _Batch:
             if self._failed:
                 return  # the error is in one of the futures
 
-    def _begin_encoded(self, key: str, content: Content | Document, encoder: Encoder) -> None:
+    def _begin_encoded(self, key: str, content: Content | BytesContent, encoder: Encoder) -> None:
         nbytes = max_file_nbytes(content.nbytes)
         writer = self._open[key] = _writer(self._store, key, nbytes, at_most=True)
 
@@ -288,7 +235,7 @@ class _Batch:
 
 
 def _encode(
-    encoder: Encoder, content: Content | Document, number: int, memory: memoryview
+    encoder: Encoder, content: Content | BytesContent, number: int, memory: memoryview
 ) -> Encoded:
     try:
         return encode(encoder, number, memory)

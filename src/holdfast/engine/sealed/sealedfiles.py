@@ -6,7 +6,7 @@ import mmap
 import threading
 from collections.abc import Callable
 
-from holdfast.engine.staging.memory import take
+from holdfast.engine.memory import take
 from holdfast.errors import CorruptData, Tampered, UsageError
 from holdfast.format import blocks
 from holdfast.format.envelope import FileSeal

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from holdfast.engine.staging.memory import take
+from holdfast.engine.memory import take
 from holdfast.errors import FormatError
 from holdfast.format.index import Column
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
-from holdfast.engine.saving.writing import Content
+from holdfast.engine.staging.content import Content
 from holdfast.engine.staging.copying import Copying
 from holdfast.engine.staging.device import DeviceCopy
 from holdfast.engine.staging.image import Image

@@ -151,7 +151,7 @@ class StagedInWaves(Staged):
 
 
 class WaveContent:
-    """Blocks of a file, each copied when it is asked for (`writing.Content`)."""
+    """Blocks of a file, each copied when it is asked for (`content.Content`)."""
 
     def __init__(
         self, known: KnownFile, tensors: Mapping[str, Tensor], pool: Pool, live: LiveState

@@ -1,0 +1,1 @@
+"""Callbacks: the hooks of a training, who calls them, and ready-made ones."""

@@ -1,0 +1,225 @@
+"""Callbacks of one training: checked when they are registered, told in order."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Concatenate, ParamSpec
+
+from holdfast.errors import HoldfastError, UsageError, listing
+from holdfast.train.callbacks.hooks import HOOKS, Callback, Logger
+from holdfast.train.training import Training
+
+logger = logging.getLogger("holdfast")
+
+P = ParamSpec("P")
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,39}")
+_STATE = ("state_dict", "load_state_dict")
+
+
+class HookFailed(HoldfastError):
+    """A callback raised in a hook; the error itself is the cause."""
+
+    def __init__(self, callback: Callback, hook: str, error: Exception) -> None:
+        self.callback = callback
+        self.hook = hook
+        super().__init__(f"{type(callback).__name__}.{hook} failed: {error!r}")
+
+
+class Callbacks:
+    """All callbacks of a training: by priority, then as they were given; loggers last.
+
+    Raises:
+        UsageError: what is no callback, one given twice, two of one name, or methods that look
+            like hooks and are none; all of it at once.
+    """
+
+    def __init__(self, callbacks: Iterable[Callback], training: Training) -> None:
+        given = list(callbacks)
+        _check(given)
+        self._training = training
+        self._names = _names(given)
+        self._all = sorted(given, key=lambda item: (isinstance(item, Logger), -item.priority))
+        self._told = {hook: [item for item in self._all if _has(item, hook)] for hook in HOOKS}
+        # There for what others log as they start.
+        self._told["fit_start"].sort(key=lambda item: not isinstance(item, Logger))
+
+    @property
+    def components(self) -> dict[str, Any]:
+        """Those with a state, by the name of their component."""
+        return {
+            f"callback-{name}": callback
+            for name, callback in self._names.items()
+            if _is_stateful(callback)
+        }
+
+    @property
+    def recording(self) -> list[Any]:
+        """The loggers that have state, such as the id of the record to which they append."""
+        return [item for item in self._all if isinstance(item, Logger) and _is_stateful(item)]
+
+    @property
+    def vetoes(self) -> list[str]:
+        """The names of those that want no ephemeral checkpoint at present."""
+        return [name for name, callback in self._names.items() if callback.vetoes_ephemeral]
+
+    def listens(self, hook: Callable[..., None]) -> bool:
+        """Whether anybody has this hook."""
+        return bool(self._told[hook.__name__])
+
+    def are_told(self, *hooks: str) -> bool:
+        """Whether any of them, beside those that only record, has one of these hooks."""
+        told = (callback for hook in hooks for callback in self._told[hook])
+        return any(not isinstance(callback, Logger) for callback in told)
+
+    def tell(
+        self,
+        hook: Callable[Concatenate[Any, Training, P], None],
+        *arguments: P.args,
+        **named: P.kwargs,
+    ) -> None:
+        """Call a hook, such as `Callback.step_end`, of all callbacks.
+
+        Raises:
+            HookFailed: one raised; those after it were not called.
+        """
+        name = hook.__name__
+        for callback in self._told[name]:
+            self._run(callback, name, *arguments, **named)
+
+    def tell_loggers(self, metrics: Any, to: Collection[str] | None) -> None:
+        """Call `log` of everybody that has it, or of those who are named.
+
+        Raises:
+            HookFailed: one raised.
+            UsageError: a name that no callback has.
+        """
+        unknown = [name for name in to or () if name not in self._names]
+        if unknown or isinstance(to, str):
+            raise UsageError(f"to={to!r}: give a list of some of {list(self._names)}")
+        chosen = None if to is None else [self._names[name] for name in to]
+        for callback in self._told["log"]:
+            if chosen is None or callback in chosen:
+                self._run(callback, "log", metrics)
+
+    def tell_exception(self, error: BaseException) -> None:
+        """Call `exception` of all; what they raise is logged, as `error` is what counts."""
+        for callback in self._told["exception"]:
+            try:
+                callback.exception(self._training, error)
+            except Exception:
+                logger.exception("%s failed in its exception hook", type(callback).__name__)
+
+    def close(self) -> None:
+        """Call `close` of all, whatever the ones before did.
+
+        Raises:
+            HookFailed: the first that failed.
+        """
+        failures: list[HookFailed] = []
+        for callback in self._told["close"]:
+            try:
+                self._run(callback, "close")
+            except HookFailed as error:
+                failures.append(error)
+        for failure in failures[1:]:
+            logger.error("%s", failure)
+        if failures:
+            raise failures[0]
+
+    def _run(self, callback: Callback, hook: str, *arguments: Any, **named: Any) -> None:
+        try:
+            getattr(callback, hook)(self._training, *arguments, **named)
+        except HookFailed:
+            raise  # of a hook that this one told
+        except Exception as error:
+            raise HookFailed(callback, hook, error) from error
+
+
+def _has(callback: Callback, hook: str) -> bool:
+    return getattr(type(callback), hook) is not getattr(Callback, hook) or hook in vars(callback)
+
+
+def _check(given: list[Callback]) -> None:
+    wrong = [f"{item!r} is not a holdfast.train.Callback" for item in given if not _is(item)]
+    if any(count > 1 for count in Counter(map(id, given)).values()):
+        wrong.append("the same object is given twice; it would run twice")
+    for callback in filter(_is, given):
+        wrong += [f"{type(callback).__name__}.{problem}" for problem in _problems(callback)]
+    if wrong:
+        raise UsageError("callbacks:\n" + listing(wrong))
+
+
+def _is_stateful(callback: Callback) -> bool:
+    return all(hasattr(callback, method) for method in _STATE)
+
+
+def _is(item: object) -> bool:
+    return isinstance(item, Callback)
+
+
+def _problems(callback: Callback) -> list[str]:
+    found = []
+    for name, method in inspect.getmembers(type(callback), inspect.isfunction):
+        if name in HOOKS:
+            if not _takes(method, name):
+                expected = ", ".join(_parameters(name))
+                found.append(f"{name}: must take ({expected})")
+        elif not name.startswith("_"):
+            meant = difflib.get_close_matches(name.removeprefix("on_"), HOOKS, 1, 0.8)
+            if name.startswith("on_") or meant:
+                hint = f"; is {meant[0]} meant" if meant else ""
+                found.append(f"{name} looks like a hook and is none{hint}? (see docs/hooks.md)")
+    return found
+
+
+def _parameters(hook: str) -> list[str]:
+    return list(inspect.signature(getattr(Callback, hook)).parameters)
+
+
+def _takes(method: Callable[..., Any], hook: str) -> bool:
+    try:
+        inspect.signature(method).bind(*_parameters(hook))
+    except TypeError:
+        return False
+    return True
+
+
+def _names(given: list[Callback]) -> dict[str, Callback]:
+    """Every callback by its name: the one it has, or one after its class."""
+    names: dict[str, Callback] = {}
+    for callback in given:
+        if callback.name is None:
+            continue
+        if not isinstance(callback.name, str) or not _NAME.fullmatch(callback.name):
+            raise UsageError(f"callbacks: name={callback.name!r} must match {_NAME.pattern}")
+        if callback.name in names:
+            raise UsageError(f"callbacks: two are named {callback.name!r}")
+        names[callback.name] = callback
+    unnamed: dict[str, list[str]] = {}
+    for callback in given:
+        if callback.name is None:
+            name = _free_name(type(callback).__name__, names)
+            names[name] = callback
+            if _is_stateful(callback):
+                unnamed.setdefault(type(callback).__name__, []).append(name)
+    for class_name, found in unnamed.items():
+        if len(found) > 1:
+            former = ", ".join(f"name={name!r}" for name in found)
+            raise UsageError(
+                f"callbacks: {len(found)} of the class {class_name} have a state and no name; when "
+                "they change places, each would get the state of another. Give each a name of its "
+                f"own. In checkpoints made before they are called {former}"
+            )
+    return names
+
+
+def _free_name(class_name: str, taken: Collection[str]) -> str:
+    base = re.sub(r"[^a-z0-9_]", "_", class_name.lower()).strip("_")[:36] or "callback"
+    names = (base, *(f"{base}_{number}" for number in range(2, len(taken) + 3)))
+    return next(name for name in names if name not in taken)

@@ -1,0 +1,161 @@
+"""Sparse training through `torch.nn.utils.prune`: what is pruned, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from holdfast.errors import UsageError, listing
+from holdfast.train.asked import check_range
+from holdfast.train.callbacks.hooks import Callback
+from holdfast.train.training import Metrics, Training
+
+Method = Literal["l1_unstructured", "random_unstructured", "ln_structured", "random_structured"]
+
+_DEFAULT = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_WEIGHT, _MASK = "weight", "weight_mask"
+
+
+class Pruning(Callback):
+    """Prunes weights of modules, by steps, to a growing part of them.
+
+        Pruning({1_000: 0.2, 2_000: 0.5, 3_000: 0.8})
+
+    The modules are rebuilt before the optimizer is made, by `torch.nn.utils.prune`: a `weight`
+    becomes `weight_orig`, which is trained, and `weight_mask`. Both are in every checkpoint, from
+    the first one on, so that a resume goes on with the masks; a checkpoint without masks is
+    refused, and so is one with masks where nothing is pruned (`MismatchError`). The average of
+    the weights gets the same masks.
+
+    For a dense model of the result, call `torch.nn.utils.prune.remove(module, "weight")`.
+    """
+
+    priority = 100
+    """Masks are new before other callbacks see the end of the step."""
+
+    def __init__(
+        self,
+        amounts: Mapping[int, float],
+        *,
+        method: Method = "l1_unstructured",
+        modules: Collection[str] | None = None,
+    ) -> None:
+        """
+        Args:
+            amounts: after which step (0: before the first) which part of each module's weights is
+                pruned; steps and parts must grow.
+            method: as in `torch.nn.utils.prune`. The structured ones prune whole outputs (of the
+                least L2 norm, for "ln_structured").
+            modules: names in the model; None: all linear and convolutional ones.
+
+        Raises:
+            UsageError: an argument is wrong.
+        """
+        if method not in get_args(Method):
+            raise UsageError(f"Pruning: method={method!r} must be one of {get_args(Method)}")
+        _check_amounts(amounts)
+        self._amounts = dict(amounts)
+        self._method = method
+        self._names = None if modules is None else list(modules)
+        self._pruned: list[str] = []
+
+    def model_made(self, training: Training) -> None:
+        """Give every module that will be pruned its mask, of ones.
+
+        Raises:
+            UsageError: there is nothing to prune, or a name is not that of a module with a weight.
+        """
+        self._pruned = self._chosen(training.model)
+        with torch.no_grad():  # a weight that is part of a graph could not be copied
+            for module in self._modules(training.model):
+                if not prune.is_pruned(module):
+                    prune.identity(module, _WEIGHT)  # type: ignore[no-untyped-call]
+
+    def fit_start(self, training: Training) -> None:
+        """Prune what is to be pruned before the first step."""
+        if training.counters.step == 0:
+            self._prune(training)
+
+    def step_end(self, training: Training, metrics: Metrics) -> None:
+        """Prune, if it is the step for it."""
+        self._prune(training)
+
+    def _prune(self, training: Training) -> None:
+        amount = self._amounts.get(training.counters.step)
+        if amount is None:
+            return
+        with torch.no_grad():
+            for module in self._modules(training.model):
+                self._prune_module(module, amount)
+            if training.ema is not None:
+                models = (training.model, training.ema.model)
+                for module, average in zip(*map(self._modules, models), strict=True):
+                    average.get_buffer(_MASK).copy_(module.get_buffer(_MASK))
+        training.log({"sparsity": sparsity(training.model)})
+
+    def _prune_module(self, module: nn.Module, amount: float) -> None:
+        mask = module.get_buffer(_MASK)
+        is_structured = self._method.endswith("_structured")
+        kept = mask.flatten(1).any(dim=1) if is_structured else mask
+        num_more = round(amount * kept.numel()) - int((kept == 0).sum())
+        if num_more > 0:
+            _prune(module, self._method, num_more)
+
+    def _chosen(self, model: nn.Module) -> list[str]:
+        modules = dict(model.named_modules())
+        if self._names is None:
+            chosen = [name for name, module in modules.items() if isinstance(module, _DEFAULT)]
+            if not chosen:
+                raise UsageError("Pruning: the model has no linear or convolutional module")
+            return chosen
+        wrong = [name for name in self._names if not _has_weight(modules.get(name))]
+        if wrong or not self._names:
+            raise UsageError(
+                f"Pruning: modules={wrong} are no modules with a weight; there are:\n"
+                + listing([name for name, module in modules.items() if _has_weight(module)])
+            )
+        return self._names
+
+    def _modules(self, model: nn.Module) -> Iterator[nn.Module]:
+        return (model.get_submodule(name) for name in self._pruned)
+
+
+def sparsity(model: nn.Module) -> float:
+    """The part of all weights with a mask that is pruned; 0 when there are none.
+
+    Waits for the accelerator.
+    """
+    masks = [mask for name, mask in model.named_buffers() if name.endswith(_MASK)]
+    total = sum(mask.numel() for mask in masks)
+    return sum(int((mask == 0).sum()) for mask in masks) / total if total else 0.0
+
+
+def _prune(module: nn.Module, method: Method, num_more: int) -> None:
+    """Prune so many weights, or outputs, that are not pruned yet."""
+    options = {"dim": 0} if method.endswith("_structured") else {}
+    if method == "ln_structured":
+        options["n"] = 2
+    getattr(prune, method)(module, _WEIGHT, num_more, **options)
+
+
+def _has_weight(module: nn.Module | None) -> bool:
+    if module is None:
+        return False
+    return isinstance(getattr(module, _WEIGHT, None), Tensor)
+
+
+def _check_amounts(amounts: Mapping[int, float]) -> None:
+    if not amounts:
+        raise UsageError("Pruning: amounts={}: says nothing to prune")
+    last_step, last = -1, 0.0
+    for step, amount in amounts.items():
+        check_range("Pruning: step", step, 0, 2**63)
+        if isinstance(amount, bool) or not 0 < amount < 1:
+            raise UsageError(f"Pruning: {amount!r} at step {step}: must be between 0 and 1")
+        if step <= last_step or amount <= last:
+            raise UsageError(f"Pruning: amounts={dict(amounts)}: steps and amounts must grow")
+        last_step, last = step, amount

@@ -1,0 +1,1 @@
+"""Validation during training, and the checkpoints that are validated afterwards."""

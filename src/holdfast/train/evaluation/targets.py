@@ -1,0 +1,205 @@
+"""Which checkpoints are meant by names and patterns, and their weights in a model for a while."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+from holdfast.engine.access.locate import locate
+from holdfast.engine.checkpoint import Checkpoint, describe
+from holdfast.engine.claims.leases import leased
+from holdfast.engine.loading.resume import LoadOptions, Reader
+from holdfast.engine.roots.catalog import Catalog, Entry, is_root
+from holdfast.engine.roots.sources import split_source
+from holdfast.engine.threads import Threads
+from holdfast.engine.tiers.catalog import catalog_of
+from holdfast.engine.tiers.tiered import Tiered
+from holdfast.errors import NoCheckpoint, UsageError
+from holdfast.events import Emitter
+from holdfast.format import layout
+from holdfast.keys import Encryption
+from holdfast.state.edits import Edit
+from holdfast.store import open_store
+from holdfast.store.base import Store
+
+Which = str | int | os.PathLike[str]
+READ_TIMEOUT_S = 1800.0
+"""Longest time that reading the weights of one checkpoint may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validated:
+    """What a validation of a checkpoint gave."""
+
+    checkpoint: Checkpoint
+    metrics: Mapping[str, float]
+    """As a checkpoint of that step would get them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One checkpoint, and where it is."""
+
+    store: Store
+    entry: Entry
+
+    @property
+    def order(self) -> tuple[int, tuple[int, int], str]:
+        """By step, then as they were made."""
+        return (self.entry.step, self.entry.order, self.store.url)
+
+    def load(self, weights: Mapping[str, nn.Module], edit: Edit | None) -> Checkpoint:
+        """Load modules by the names of their components, verified; claims nothing.
+
+        `edit` may change what is stored before it is compared with the modules.
+
+        Raises:
+            FormatError: the checkpoint is damaged.
+            MismatchError: it does not fit; nothing was changed.
+        """
+        threads = Threads()
+        reader = Reader(
+            catalog=Catalog(self.store),
+            state=weights,
+            threads=threads,
+            timeout_s=READ_TIMEOUT_S,
+        )
+        options = LoadOptions(components=tuple(weights), rng=False, edit=edit)
+        try:
+            found = reader.read(self.entry, options)
+        finally:
+            threads.close()
+        found.prepared.apply(found.tensors)
+        return describe(self.store, self.entry, notes=found.prepared.notes)
+
+
+def select(
+    root: str | os.PathLike[str] | Store | Tiered | None,
+    which: Which | Iterable[Which] | None,
+    encryption: Encryption | None = None,
+) -> list[Target]:
+    """The checkpoints that are meant, by step and then as they were made, each of them once.
+
+    Each of `which` (None: the newest of `root`) is what `CheckpointManager.load` takes: "latest",
+    a step, a folder, a tag or a label of `root`; or a path (a `Path`, or a text with a slash or an
+    @ in it): `other/root`, `other/root@which`, the folder of one checkpoint. Names may be patterns
+    of `fnmatch`, which are matched with folder, label, tags and `step=<n>`; every part of a path
+    may be one, and roots in which nothing fits are passed over then.
+
+    Raises:
+        NoCheckpoint: nothing answers one of them.
+        FormatError: the manifest of one that was named is damaged.
+        UsageError: `which` is none of this.
+    """
+    if which is None:
+        which = "latest"
+    wanted = [which] if isinstance(which, str | int | os.PathLike) else list(which)
+    if not wanted:
+        raise UsageError("which=[]: names no checkpoint")
+    own = None if root is None else catalog_of(root, Emitter(), encryption)
+    found: dict[tuple[str, str], Target] = {}
+    for item in wanted:
+        if isinstance(item, bool) or not isinstance(item, str | int | os.PathLike):
+            raise UsageError(f"which: {item!r} is neither a name nor a step")
+        for target in _meant(own, item):
+            found.setdefault((target.store.url, target.entry.folder), target)
+    return sorted(found.values(), key=lambda target: target.order)
+
+
+@contextmanager
+def kept_all(targets: Iterable[Target]) -> Iterator[None]:
+    """Keep all of them from being deleted while the block lasts.
+
+    Raises:
+        NoCheckpoint: the deletion of one has begun.
+    """
+    with ExitStack() as leases:
+        for target in targets:
+            leases.enter_context(leased(target.store, target.entry.folder))
+        yield
+
+
+@contextmanager
+def borrowed(weights: Mapping[str, nn.Module]) -> Iterator[None]:
+    """After the block, the modules have the weights of before it, kept in the host's memory."""
+    before = {name: _copied(module) for name, module in weights.items()}
+    try:
+        yield
+    finally:
+        for name, module in weights.items():
+            module.load_state_dict(before[name])
+
+
+def _copied(module: nn.Module) -> dict[str, object]:
+    return {
+        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else deepcopy(value)
+        for name, value in module.state_dict().items()
+    }
+
+
+def _meant(own: Catalog | None, item: Which) -> list[Target]:
+    if not isinstance(item, str | int) or (isinstance(item, str) and _is_path(item)):
+        return _at_path(os.fspath(item))
+    if own is None:
+        raise UsageError(
+            f"which={item!r}: a checkpoint of the Trainer's own root, and it has root=None; name "
+            "one by its path, as in other/root@latest"
+        )
+    return [_target(own, own.resolve(item))] if isinstance(item, int) else _named(own, item)
+
+
+def _is_path(text: str) -> bool:
+    return "@" in text or os.sep in text
+
+
+def _target(catalog: Catalog, entry: Entry) -> Target:
+    return Target(store=catalog.home(entry.folder), entry=entry)
+
+
+def _named(catalog: Catalog, which: str) -> list[Target]:
+    try:
+        return [_target(catalog, catalog.resolve(which))]
+    except NoCheckpoint:
+        if not glob.has_magic(which):
+            raise
+    entries = [entry for entry in catalog.lineage_entries() if _fits(entry, which)]
+    if not entries:
+        raise NoCheckpoint(f"{catalog.store.url}: no checkpoint of this run matches {which!r}")
+    return [_target(catalog, entry) for entry in entries]
+
+
+def _fits(entry: Entry, pattern: str) -> bool:
+    names = (entry.folder, entry.name.label, f"step={entry.step}", *entry.tags)
+    return any(fnmatchcase(name, pattern) for name in names)
+
+
+def _at_path(text: str) -> list[Target]:
+    path, which = split_source(text)
+    if not glob.has_magic(path) or os.path.exists(path):
+        return _in_folder(path, which)
+    found: list[Target] = []
+    for folder in sorted(glob.glob(path, recursive=True)):
+        if _is_checkpoint(folder) or (os.path.isdir(folder) and is_root(open_store(folder))):
+            with suppress(NoCheckpoint):  # others of the pattern may have some
+                found += _in_folder(folder, which)
+    if not found:
+        raise NoCheckpoint(f"{text}: no checkpoint matches")
+    return found
+
+
+def _in_folder(path: str, which: str | None) -> list[Target]:
+    if which is not None:
+        return _named(Catalog(open_store(path)), which)
+    store, entry = locate(path)
+    return [Target(store=store, entry=entry)]
+
+
+def _is_checkpoint(folder: str) -> bool:
+    return os.path.isfile(os.path.join(folder, layout.MANIFEST))

@@ -1,0 +1,387 @@
+"""Validation: when it is due, on what, and the mean of its metrics.
+
+It leaves the training as it was: modes of modules, random generators, and its own loaders at
+their beginning.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.arguments import shown
+from holdfast.data.randomness import preserved
+from holdfast.errors import UsageError
+from holdfast.format.manifest import Timestamp
+from holdfast.policy.clock import ALL_UNITS, Time, Unit, parse, reading
+from holdfast.policy.triggers import Every
+from holdfast.state.generators import device_generators
+from holdfast.train.asked import check_range
+from holdfast.train.callbacks.calling import Callbacks
+from holdfast.train.callbacks.hooks import Callback
+from holdfast.train.training import Metrics
+from holdfast.train.window.loop import LossFunction, evaluate, moved
+from holdfast.train.window.metrics import LazyMetrics, Mean, Numbers
+from holdfast.train.window.precision import Numerics
+
+_NONE = object()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Downstream:
+    """A check of the weights that is no loss on a loader: how well they generate, or export.
+
+    It runs after the loaders of the `Validation` that it is given to, in eval mode and without
+    gradients. Its metrics are `val/<name>/<metric>`, in the log and in the checkpoint of the step.
+    """
+
+    name: str
+    """What it is called among loaders and checks."""
+    run: Callable[[nn.Module], Mapping[str, Any]]
+    """Gives the metrics of the model that is validated, each of them one number."""
+    every_n_vals: int = 1
+    """Runs at each n-th of the regular validations, and always at the last one, when the
+    goal is reached."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise UsageError(f"downstream name={self.name!r}: must be a text")
+        if not callable(self.run):
+            raise UsageError(f"downstream {self.name!r}: run={self.run!r} cannot be called")
+        check_range(f"downstream {self.name!r}: every_n_vals", self.every_n_vals, 1, 2**63)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """What to validate on, and when."""
+
+    data: Any
+    """A loader, or several by name; each is iterated from its beginning every time."""
+    every: str | Time | float = "1ep"
+    """Between two validations, such as "500step"; a number in (0, 1] is a part of the goal, as is
+    "0.25dur"."""
+    batches: int | None = None
+    """At most so many batches of each loader; None: all."""
+    at_end: bool = True
+    """Whether to validate when the goal is reached, also if it is not due."""
+    loss: LossFunction | None = None
+    """Gives a batch's mean loss and metrics; None: the Trainer's."""
+    use_ema: bool = True
+    """Whether the averaged weights are validated where the Trainer keeps some."""
+    weigh: Callable[[Any], float] | None = None
+    """The weight of a batch in the means; None: its samples, as the Trainer counts them, or else
+    the first dimension of its first tensor."""
+    name: str = ""
+    """Tells several apart: metrics are then `val/<name>/…`."""
+    downstream: Sequence[Downstream] = ()
+    """Further checks at each, or each n-th, of these validations."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise UsageError(f"validation name={self.name!r}: must be a text")
+        wrong = [item for item in self.downstream if not isinstance(item, Downstream)]
+        if wrong:
+            raise UsageError(f"validation downstream: {wrong[0]!r} is not a Downstream")
+        if self.trigger.unit is Unit.SECOND:
+            raise UsageError(
+                f"validation every='{self.every}': by the clock it would not be the same after a "
+                "resume; use steps, epochs, samples or tokens"
+            )
+        if self.batches is not None:
+            check_range("validation batches", self.batches, 1, 2**63)
+
+    @property
+    def trigger(self) -> Every:
+        """When it is due.
+
+        Raises:
+            UsageError: `every` is neither a time nor a part.
+        """
+        if not isinstance(self.every, float):
+            return Every(parse(self.every, what="validation every", units=ALL_UNITS))
+        if not 0 < self.every <= 1:
+            raise UsageError(f"validation every={self.every!r}: a part must be in (0, 1]")
+        return Every(Time(self.every, Unit.DURATION))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What runs as one: all loaders of a `Validation`, or one of its checks."""
+
+    plan: Validation
+    names: tuple[str, ...]
+    """The scopes of its metrics, below `val/`."""
+    every_n_vals: int
+    run: Callable[[nn.Module], dict[str, float]]
+
+    @property
+    def name(self) -> str:
+        """The first of its scopes, which no other part has."""
+        return self.names[0]
+
+    def on(self, model: nn.Module, live: nn.Module) -> dict[str, float]:
+        """The metrics of `model`; `live` is the module whose mode hooks may see.
+
+        Raises:
+            UsageError: a loader gives no batch, or what should be a number is none.
+            HookFailed: a callback raised.
+        """
+        with undisturbed(), _evaluating(live, model), torch.no_grad():
+            return self.run(model)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validator:
+    """Carries a `Validation` out."""
+
+    plan: Validation
+    loss: LossFunction
+    numerics: Numerics
+    device: torch.device | None
+    callbacks: Callbacks
+    numbers: Numbers
+    weigh: Callable[[Any], float]
+    waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Makes the block around what may be given up in its middle: a fetch, a forward pass."""
+    _loaders: dict[str, _Restarting] = field(init=False)
+
+    def __post_init__(self) -> None:
+        data = self.plan.data
+        named = dict(data) if isinstance(data, Mapping) else {"": data}
+        if not named or not all(isinstance(name, str) for name in named):
+            raise UsageError("validation data: give a loader, or some by name")
+        loaders = {self._name(name): _Restarting(loader) for name, loader in named.items()}
+        object.__setattr__(self, "_loaders", loaders)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Its loaders, and then its checks."""
+        loaders = Part(
+            plan=self.plan, names=tuple(self._loaders), every_n_vals=1, run=self._on_loaders
+        )
+        checks = [
+            Part(
+                plan=self.plan,
+                names=(self._name(check.name),),
+                every_n_vals=check.every_n_vals,
+                run=partial(self._check, check),
+            )
+            for check in self.plan.downstream
+        ]
+        return (loaders, *checks)
+
+    def _name(self, name: str) -> str:
+        return "/".join(filter(None, (self.plan.name, name)))
+
+    def _on_loaders(self, model: nn.Module) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name, loader in self._loaders.items():
+            found |= self._told(name, partial(self._means, loader, model))
+        return found
+
+    def _check(self, check: Downstream, model: nn.Module) -> dict[str, float]:
+        def run() -> Mapping[str, Any]:
+            with self.waiting():
+                found = check.run(model)
+            return self.numbers(found)
+
+        return self._told(self._name(check.name), run)
+
+    def _told(self, name: str, run: Callable[[], Mapping[str, Any]]) -> dict[str, float]:
+        """The metrics that `run` gives, under their full names; hooks are told of both ends."""
+        self.callbacks.tell(Callback.validation_start, name)
+        values = LazyMetrics(run())
+        if not values:
+            raise UsageError(f"validation data {name!r} gave no batch, or a check no metric")
+        metrics = {f"{_scope(name)}{metric}": value for metric, value in values.items()}
+        self.callbacks.tell(Callback.validation_end, name, metrics)
+        return metrics
+
+    def _means(self, loader: _Restarting, model: nn.Module) -> Mapping[str, Any]:
+        mean, tell = Mean(), self.callbacks.tell
+        for given in self._fetched(loader):
+            batch = moved(given, self.device)
+            tell(Callback.validation_batch_start, batch)
+            with self.numerics.autocast(), self.waiting():
+                loss, extra = evaluate(self.plan.loss or self.loss, model, batch)
+            mean.add(self.numbers({"loss": loss, **extra}), self.weigh(given))
+            tell(Callback.validation_batch_end, batch)
+        return mean.result()
+
+    def _fetched(self, loader: _Restarting) -> Iterator[Any]:
+        batches = islice(loader.batches(), self.plan.batches)
+        while True:
+            with self.waiting():
+                found = next(batches, _NONE)
+            if found is _NONE:
+                return
+            yield found
+
+
+def plans_of(given: Any) -> list[Validation]:
+    """The plans that an argument means: a loader, loaders by name, or one `Validation` or more.
+
+    Raises:
+        UsageError: something else among several of them.
+    """
+    if given is None:
+        return []
+    if isinstance(given, Validation):
+        return [given]
+    if isinstance(given, list | tuple) and any(isinstance(item, Validation) for item in given):
+        wrong = [item for item in given if not isinstance(item, Validation)]
+        if wrong:
+            raise UsageError(f"validate: {wrong[0]!r} is not a Validation, as others are")
+        return list(given)
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise UsageError(
+            f"validate={shown(given)}: must be a loader, loaders by name or Validation"
+        )
+    return [Validation(data=given)]
+
+
+class Validations:
+    """All that a Trainer validates on: what of it is due, and what is known already."""
+
+    def __init__(self, validators: Sequence[Validator]) -> None:
+        """Raises `UsageError` where metrics of two of them would have the same names."""
+        self.parts = tuple(part for validator in validators for part in validator.parts)
+        counts = Counter(name for part in self.parts for name in part.names)
+        twice = [name for name, count in counts.items() if count > 1]
+        if twice:
+            raise UsageError(
+                f"validation: two have the name {twice[0]!r}; give each Validation, loader and "
+                "check a name of its own"
+            )
+        self._intervals: dict[int, tuple[Unit, Any]] = {}
+        self._done: dict[int, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.parts)
+
+    def begin(self, goal: Time, step: int, known: Metrics) -> None:
+        """Training goes to `goal` from `step`, of which the metrics `known` are there already."""
+        resolved = [part.plan.trigger.resolve(goal) for part in self.parts]
+        self._intervals = {at: (every.unit, every.size) for at, every in enumerate(resolved)}
+        owners = {self._owner(name) for name in known if name.startswith("val/")}
+        self._done = {at: step for at in owners if at is not None}
+
+    def due(self, before: Timestamp, now: Timestamp, *, is_last: bool) -> list[Part]:
+        """What is to run now and was not given for this step before; once, it is not given again.
+
+        A part is due when a multiple of its interval was reached or passed since `before`.
+        """
+        found = self._found(before, now, is_last)
+        self._done.update(dict.fromkeys(found, now.step))
+        return [self.parts[at] for at in found]
+
+    def names_due(self, before: Timestamp, now: Timestamp, *, is_last: bool) -> list[str]:
+        """The names of what `due` would give."""
+        return [self.parts[at].name for at in self._found(before, now, is_last)]
+
+    def made_up(self, names: Sequence[str], step: int) -> list[Part]:
+        """The parts of these names, as `due` would give them at `step`."""
+        found = [at for at, part in enumerate(self.parts) if part.name in names]
+        self._done.update(dict.fromkeys(found, step))
+        return [self.parts[at] for at in found]
+
+    def _found(self, before: Timestamp, now: Timestamp, is_last: bool) -> list[int]:
+        return [
+            at
+            for at in range(len(self.parts))
+            if self._done.get(at) != now.step and self._is_due(at, before, now, is_last)
+        ]
+
+    def _is_due(self, at: int, before: Timestamp, now: Timestamp, is_last: bool) -> bool:
+        part, (unit, size) = self.parts[at], self._intervals[at]
+        if is_last and part.plan.at_end:
+            return True
+        every_n = 1 if is_last else part.every_n_vals
+        passed = [(reading(stamp, unit) or 0) // (size * every_n) for stamp in (before, now)]
+        return bool(passed[0] < passed[1])
+
+    def _owner(self, metric: str) -> int | None:
+        """Which part gives this metric: the one with the longest scope that it is in."""
+        scopes = [(_scope(name), at) for at, part in enumerate(self.parts) for name in part.names]
+        fitting = [(len(scope), at) for scope, at in scopes if metric.startswith(scope)]
+        return max(fitting)[1] if fitting else None
+
+
+def _scope(name: str) -> str:
+    return f"val/{name}/" if name else "val/"
+
+
+class _Restarting:
+    """A loader that begins anew each time, if it has a position."""
+
+    def __init__(self, loader: Any) -> None:
+        if isinstance(loader, str) or not hasattr(loader, "__iter__"):
+            raise UsageError(f"validation data: {shown(loader)} is no loader of batches")
+        self._loader = loader
+        has_position = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        self._begin = loader.state_dict() if has_position else None
+
+    def batches(self) -> Iterator[Any]:
+        if self._begin is not None:
+            self._loader.load_state_dict(self._begin)
+        return iter(self._loader)
+
+
+def size_of(batch: Any) -> int:
+    """Samples in a batch: the first dimension of its first tensor.
+
+    Raises:
+        UsageError: there is no tensor with a dimension.
+    """
+    tensor = next(_tensors(batch), None)
+    if tensor is None:
+        raise UsageError(
+            "validation: how many samples a batch has cannot be told; give count_samples or weigh"
+        )
+    return len(tensor)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """After the block, the global generators of all devices are as before it."""
+    devices = [item for several in device_generators().values() for item in several]
+    states = [item.get_state() for item in devices]
+    with preserved():
+        try:
+            yield
+        finally:
+            for item, state in zip(devices, states, strict=True):
+                item.set_state(state)
+
+
+@contextmanager
+def _evaluating(*models: nn.Module) -> Iterator[None]:
+    """Eval mode; afterwards every module has the mode it had, also those frozen by hand."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, is_training in modes:
+            module.training = is_training
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        if batch.dim():
+            yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from _tensors(value)

@@ -1,0 +1,1 @@
+"""One fit: from the resume to the last checkpoint."""

@@ -1,0 +1,60 @@
+"""Whether a fit is over, and why."""
+
+from __future__ import annotations
+
+import time
+
+from holdfast.engine.control.stop import Stop
+from holdfast.policy.clock import Time, argument_name
+from holdfast.train.counters import Counters
+from holdfast.train.fit.outcome import EndReason, Outcome
+
+
+class Ending:
+    """What ends one fit: its goal, a signal, a request, or the clock."""
+
+    def __init__(
+        self, goal: Time, counters: Counters, *, stop: Stop | None, max_time_s: float
+    ) -> None:
+        self.goal = goal
+        self.reason: EndReason | None = None
+        """Why it ended; None while it goes on."""
+        self._counters = counters
+        self._counter = argument_name(goal.unit)
+        self._stop = stop
+        self._ends_at_s = time.monotonic() + max_time_s
+        self._request: str | None = None
+
+    def ask(self, reason: str) -> None:
+        """Ask for the end after the present step."""
+        self._request = self._request or reason or "a request"
+
+    def is_at_goal(self) -> bool:
+        """Whether what was asked for is done."""
+        value: int | None = getattr(self._counters, self._counter)
+        return value is not None and value >= self.goal.value
+
+    def is_beyond_goal(self) -> bool:
+        """Whether training is past the goal, not just at it."""
+        value: int | None = getattr(self._counters, self._counter)
+        return value is not None and value > self.goal.value
+
+    def is_here(self) -> bool:
+        """Whether training ends here; once it does, it stays so, whatever the clock says."""
+        if self.reason is None:
+            if self.is_at_goal():
+                self.reason = "goal"
+            elif self._stop is not None and self._stop.requested is not None:
+                self.reason = "signal"
+            elif self._request is not None:
+                self.reason = "stopped"
+            elif time.monotonic() >= self._ends_at_s:
+                self.reason = "max_time"
+        return self.reason is not None
+
+    def outcome(self, notes: tuple[str, ...]) -> Outcome:
+        """How it ended; `notes` are those of the resume."""
+        reason = self.reason if self.reason is not None else "goal"
+        details = {"stopped": self._request, "signal": self._stop and self._stop.requested}
+        detail = details.get(reason) or ""
+        return Outcome(reason=reason, step=self._counters.step, detail=detail, notes=notes)

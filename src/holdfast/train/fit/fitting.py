@@ -1,0 +1,408 @@
+"""One fit: from the resume to the last checkpoint, in the order that docs/trainer.md tells.
+
+What a step does is in `loop`, when to save in `saving`, when to end in `ending`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from holdfast.engine.checkpoint import Checkpoint, PendingSave
+from holdfast.engine.control.stop import Interrupted
+from holdfast.errors import OwnershipError, UsageError
+from holdfast.format.manifest import Timestamp
+from holdfast.manager import CheckpointManager
+from holdfast.policy.classes import Due
+from holdfast.policy.rule import SaveClass
+from holdfast.policy.triggers import Event
+from holdfast.state.loaded import is_loaded
+from holdfast.train import making
+from holdfast.train.callbacks.calling import Callbacks, HookFailed
+from holdfast.train.callbacks.hooks import Callback
+from holdfast.train.counters import Counters
+from holdfast.train.ema import Average
+from holdfast.train.evaluation.validation import Part, Validations
+from holdfast.train.fit.ending import Ending
+from holdfast.train.fit.outcome import Outcome
+from holdfast.train.fit.place import Place
+from holdfast.train.fit.saving import SaveCosts, Saver
+from holdfast.train.training import Metrics
+from holdfast.train.window.batches import Batches
+from holdfast.train.window.metrics import LazyMetrics
+from holdfast.train.window.skipping import Train
+from holdfast.train.window.wayback import WayBack
+
+logger = logging.getLogger("holdfast")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gear:
+    """What every fit of a Trainer uses."""
+
+    model: nn.Module
+    ema: Average | None
+    data: Any
+    counters: Counters
+    place: Place
+    callbacks: Callbacks
+    train_on: Train
+    validations: Validations
+    validated: Callable[[Sequence[Part]], dict[str, float]]
+    """Validates, and gives the metrics."""
+    way_back: WayBack
+    accumulate: int
+    """Batches of a step."""
+    log_every: int
+    """Steps between two logs."""
+    seed: int
+    count_samples: Callable[[Any], int] | None
+    count_tokens: Callable[[Any], int] | None
+
+
+class Fit:
+    """Trains with a manager until the end. Used once."""
+
+    def __init__(
+        self,
+        gear: Gear,
+        ending: Ending,
+        manager: CheckpointManager,
+        begun: list[PendingSave],
+        start: Callable[[], Checkpoint] | None = None,
+    ) -> None:
+        """Every save that the manager begins is appended to `begun`.
+
+        `start` loads the checkpoint of another root. It is called if the run has none of its own.
+        """
+        self._gear = gear
+        self._start = start
+        self._ending = ending
+        self._manager = manager
+        self._begun_saves = begun
+        self._counters = gear.counters
+        self._place = gear.place
+        self._way_back = gear.way_back
+        self._tell = gear.callbacks.tell
+        self._validated_step: int | None = None
+        self._logged_step: int | None = None
+        self._looked_step: int | None = None
+        self._before = self._now = gear.counters.timestamp
+        """Where the last step that was done began and ended."""
+        self._batches = Batches(gear.data)
+        self._given_up: Interrupted | None = None
+        """Both are kept to the end: it may take long to end workers, and the save comes first."""
+        self._metrics = LazyMetrics({})
+        """What is known of the last step that was done."""
+
+    def run(self, costs: SaveCosts) -> Outcome:
+        """Resume, train and save; see `Trainer.fit`. `costs` hears of the manager's events."""
+        self._tell(Callback.before_load)
+        began_s = time.monotonic()
+        found = self._manager.resume()
+        is_here = found is not None
+        if found is None:
+            found = self._begun_elsewhere()
+        elif self._start is not None:
+            logger.info("the run goes on from %s; start_from is not used", found.path)
+        load_s = time.monotonic() - began_s
+        notes = () if found is None else found.notes
+        if found is None:
+            self._begin_afresh()
+        elif "ema" in found.new and self._gear.ema is not None:
+            self._gear.ema.begin(self._gear.model)
+        self._begin_counting()
+        self._place.leave_step()
+        if found is not None:
+            self._tell(Callback.resumed, found)
+        is_saved = found is not None and is_here and found.save_class == "permanent"
+        is_complete = is_saved and not self._counters.unvalidated
+        if self._ending.is_at_goal():
+            # Starting a finished run again is no mistake; a goal that was passed may be one.
+            level = logging.WARNING if self._ending.is_beyond_goal() else logging.INFO
+            text = "%s is reached already, at step %d"
+            logger.log(level, text, self._ending.goal, self._counters.step)
+            if is_complete:
+                self._tell(Callback.already_done)
+                return self._ending.outcome(notes)
+        saver = Saver(
+            self._manager,
+            self._begun_saves,
+            self._place,
+            self._counters,
+            self._gear.callbacks,
+            costs,
+            saved_step=self._counters.step if is_complete else None,
+        )
+        self._tell(Callback.fit_start)
+        if found is not None:
+            cost = {"load/duration_s": load_s, "load/nbytes": float(found.nbytes)}
+            self._tell(Callback.checkpoint_loaded, found, cost)
+        self._gear.model.train()
+        if not is_here:
+            saver.at(["start"], {})
+        try:
+            self._train(saver, found)
+        except Exception as error:
+            if self._way_back.is_exact and not isinstance(error, OwnershipError):
+                self._save_after(error, saver)
+            raise
+        finally:
+            self._batches.drop()
+            self._given_up = None
+        return self._ending.outcome(notes)
+
+    def _begun_elsewhere(self) -> Checkpoint | None:
+        """Load the checkpoint of another root that this run is to begin with, if any."""
+        if self._place.has_begun:
+            raise UsageError(
+                f"this Trainer has trained before, to step {self._counters.step}, and nothing of "
+                "it was saved: there is nothing to go on from. Make a new Trainer"
+            )
+        if self._start is None:
+            return None
+        found = self._start()
+        self._manager.count_from(found.timestamp)
+        return found
+
+    def _begin_afresh(self) -> None:
+        """Seed the generators and start the weight average, unless the caller has loaded them."""
+        model, ema, now = self._gear.model, self._gear.ema, self._counters
+        if now.were_loaded:
+            logger.warning(
+                "the caller has loaded a state of step %d: training goes on from it, with the "
+                "generators as they are. fit(…, start_from=…) loads all of another root's "
+                "checkpoint by itself",
+                now.step,
+            )
+        else:
+            making.seed_generators(self._gear.seed)
+        if ema is not None and not is_loaded(ema.model):
+            ema.begin(model)
+        if now.were_loaded or is_loaded(model):
+            self._manager.count_from(now.timestamp)
+
+    def _begin_counting(self) -> None:
+        now, gear = self._counters, self._gear
+        for name, count, total in (
+            ("samples", gear.count_samples, now.samples),
+            ("tokens", gear.count_tokens, now.tokens),
+        ):
+            if count is not None and total is None and now.step:
+                logger.warning("%s were not counted before step %d", name, now.step)
+        now.samples = None if gear.count_samples is None else now.samples or 0
+        now.tokens = None if gear.count_tokens is None else now.tokens or 0
+
+    def _train(self, saver: Saver, found: Checkpoint | None) -> None:
+        """Do the steps up to the goal, and after each of them what it is time for.
+
+        `found` is the checkpoint from which training goes on.
+        """
+        metrics, is_over = LazyMetrics({}), False
+        self._before = self._now = self._counters.timestamp
+        begun_at = self._now.step
+        known: Metrics = {} if found is None else found.metrics
+        self._metrics = LazyMetrics(known)
+        self._gear.validations.begin(self._ending.goal, begun_at, known)
+        if any(name.startswith("val/") for name in known):
+            self._validated_step = begun_at
+        if found is not None and self._counters.unvalidated:
+            known = self._made_up(saver, found)
+        for step_metrics in self._steps():
+            is_over = self._ending.is_here()
+            metrics = self._looked(step_metrics, self._before, is_over)
+            if not is_over:
+                saver.at(self._events(), metrics)
+        if not is_over:
+            # It ended after the look at the last step: by its hooks, or as the data came to an end.
+            metrics = self._looked(metrics, self._now, is_over=True)
+        events = self._events() if self._counters.step > begun_at else []
+        if self._counters.step == begun_at:
+            metrics = LazyMetrics(known).joined(metrics)
+        if self._ending.reason == "signal":
+            saver.stop(events, metrics)
+        else:
+            reason = "final" if self._ending.reason == "goal" else str(self._ending.reason)
+            saver.finish(events, metrics, reason)
+        self._tell(Callback.fit_end)
+        saver.settle(metrics)  # what was saved in that hook
+
+    def _steps(self) -> Iterator[LazyMetrics]:
+        """Do the steps up to the goal; gives the metrics of each when it is done and counted."""
+        tell = self._tell
+        while not self._ending.is_here():
+            begun_at = self._counters.batch
+            self._begin_step()
+            if begun_at == 0:
+                tell(Callback.epoch_start)
+            self._batches.begin()
+            epoch, goes_on = self._counters.epoch, True
+            while goes_on:  # at least one step: `epoch_start` is not to be called for it again
+                self._begin_step()
+                tell(Callback.before_data)
+                self._place.has_begun = True
+                try:
+                    with self._way_back.fetching():
+                        window = self._batches.window(self._gear.accumulate)
+                except Interrupted as error:
+                    self._given_up = error
+                    break
+                if window:
+                    yield self._step(window)
+                elif begun_at == self._counters.batch == 0:
+                    raise UsageError("data gave no batch in a whole epoch")
+                else:
+                    if self._counters.batch:
+                        self._batches.ended_late(self._counters.batch, self._counters.step)
+                    self._counters.end_epoch()
+                    self._place.leave_step()
+                    # Unless training is over, a resume from the step before comes by here again.
+                    self._place.is_under_way = not self._ending.is_here()
+                    tell(Callback.epoch_end)
+                goes_on = not self._ending.is_here() and self._counters.epoch == epoch
+        if not self._place.is_between:
+            self._way_back.go()  # it ended where a step had begun
+        self._place.leave_step()
+
+    def _begin_step(self) -> None:
+        if self._place.is_between:
+            self._way_back.begin_step()
+            self._place.enter_step()
+
+    def _step(self, window: list[Any]) -> LazyMetrics:
+        tell = self._tell
+        tell(Callback.step_start)
+        metrics = self._gear.train_on(window)
+        if self._gear.ema is not None:
+            self._gear.ema.follow(self._gear.model)
+        self._counters.add_step(
+            len(window),
+            _total(self._gear.count_samples, window),
+            _total(self._gear.count_tokens, window),
+        )
+        # What is saved after the epoch's last step is to say that the epoch is over.
+        is_cut = len(window) < self._gear.accumulate
+        is_over = is_cut or self._batches.are_over(self._counters.batch)
+        if is_over:
+            self._counters.end_epoch()
+        self._metrics = metrics
+        self._before, self._now = self._now, self._counters.timestamp
+        # For saves in the hooks that follow, and for errors in them.
+        self._counters.unvalidated = self._gear.validations.names_due(
+            self._before, self._now, is_last=self._ending.is_at_goal()
+        )
+        self._place.leave_step()
+        tell(Callback.step_end, metrics)
+        if is_over:
+            tell(Callback.epoch_end)
+        return metrics
+
+    def _looked(self, metrics: LazyMetrics, before: Timestamp, is_over: bool) -> LazyMetrics:
+        """Validate and log what is due at this step; gives all its metrics."""
+        step, due = self._counters.step, []
+        self._looked_step = step
+        if self._gear.validations:
+            is_last = is_over and self._ending.reason == "goal"
+            due = self._gear.validations.due(before, self._counters.timestamp, is_last=is_last)
+        if due:
+            metrics = self._joined(metrics, due)
+        if self._counters.unvalidated:
+            return metrics  # logged by the resume that validates
+        # A run that is stopped is to have the log of one that is not.
+        is_due = step % self._gear.log_every == 0 or (is_over and self._ending.reason != "signal")
+        if due or (is_due and metrics and self._logged_step != step):
+            self._logged_step = step
+            self._tell(Callback.log, metrics)
+        return metrics
+
+    def _joined(self, metrics: LazyMetrics, parts: Sequence[Part]) -> LazyMetrics:
+        """The metrics with those of these validations, or without when a signal cuts them short."""
+        names = [*self._counters.unvalidated, *(part.name for part in parts)]
+        self._counters.unvalidated = list(dict.fromkeys(names))
+        try:
+            with self._way_back.validating():
+                found = self._gear.validated(parts)
+        except Interrupted as error:
+            self._given_up = error
+            return metrics
+        self._counters.unvalidated = []
+        self._validated_step = self._counters.step
+        self._metrics = metrics.joined(found)
+        return self._metrics
+
+    def _made_up(self, saver: Saver, found: Checkpoint) -> Metrics:
+        """Do the validation that a signal or an error kept from the checkpoint's step.
+
+        The checkpoint is then made once more, for those who look for the best one.
+        """
+        step = self._counters.step
+        parts = self._gear.validations.made_up(self._counters.unvalidated, step)
+        metrics = self._joined(LazyMetrics(found.metrics), parts)
+        if self._counters.unvalidated:
+            return metrics
+        self._logged_step = step
+        self._tell(Callback.log, metrics)
+        if not self._ending.is_here():
+            save_class: SaveClass = "permanent" if found.save_class == "permanent" else "ephemeral"
+            saver.again(Due(save_class, found.reason), metrics)
+        return metrics
+
+    def _save_after(self, error: Exception, saver: Saver) -> None:
+        """Save the state of the last boundary; the error is raised whatever becomes of it."""
+        try:
+            lost = "" if self._place.is_between else self._lost()
+            if lost:
+                logger.error(
+                    "step %d failed %s, so nothing of it can be saved; the newest checkpoint is %s",
+                    self._place.present_step,
+                    lost,
+                    saver.newest() or "none",
+                )
+                return
+            self._place.leave_step()
+            self._log_after_error()
+            saver.at(["exception"], self._metrics)
+            saver.settle(self._metrics)
+        except Exception as failure:
+            logger.exception("after %r the state could not be saved: %s", error, failure)
+
+    def _lost(self) -> str:
+        """Go back to the boundary before the step that failed; gives why that fails, or ""."""
+        if not self._way_back.go():
+            return "in its update"
+        changed = ", ".join(self._way_back.changed())
+        return (
+            changed
+            and f"when it had changed {changed}, whose state from before the step is not kept"
+        )
+
+    def _log_after_error(self) -> None:
+        """Log the last step, if it is due and the error came before; nobody does it later."""
+        step = self._counters.step
+        is_new = self._now.step > self._before.step and self._looked_step != step
+        if is_new and step % self._gear.log_every == 0 and not self._counters.unvalidated:
+            try:
+                self._tell(Callback.log, self._metrics)
+            except HookFailed as failure:
+                logger.error("%s", failure)
+
+    def _events(self) -> list[Event]:
+        """What has happened at this step, for triggers."""
+        before, now = self._before, self._now
+        events: list[Event] = ["step"]
+        if now.epoch != before.epoch:
+            events.append("epoch")
+        if now.cycle != before.cycle:
+            events.append("cycle")
+        if self._validated_step == now.step:
+            events.append("evaluation")
+        return events
+
+
+def _total(count: Callable[[Any], int] | None, window: list[Any]) -> int | None:
+    return None if count is None else sum(map(count, window))

@@ -1,0 +1,203 @@
+"""When the Trainer saves, and what it does when a save fails (docs/design.md, invariant 8)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+
+from holdfast.engine.checkpoint import PendingSave
+from holdfast.errors import SaveFailed, SaveSkipped
+from holdfast.events import Event as Told
+from holdfast.manager import CheckpointManager
+from holdfast.policy.classes import Due
+from holdfast.policy.schedule import covers, together
+from holdfast.policy.triggers import Event
+from holdfast.train.callbacks.calling import Callbacks
+from holdfast.train.callbacks.hooks import Callback
+from holdfast.train.counters import Counters
+from holdfast.train.fit.place import Place
+from holdfast.train.training import Metrics
+
+logger = logging.getLogger("holdfast")
+
+MAX_FAILURES_IN_A_ROW = 3
+_PLAIN: Sequence[Event] = ["step"]
+
+
+class SaveCosts:
+    """What saves cost: a sink that remembers how long they took in the background."""
+
+    def __init__(self) -> None:
+        self._durations_s: dict[int, float] = {}
+
+    def __call__(self, event: Told) -> None:
+        """Receive an event of the manager, on whatever thread."""
+        if event.kind == "committed" and event.step is not None:
+            self._durations_s[event.step] = event.fields["save_s"]
+
+    def of(self, pending: PendingSave, nbytes: int) -> dict[str, float]:
+        """The metrics of a save that is durable; forgets those of earlier steps."""
+        for step in list(self._durations_s):
+            if step < pending.step:
+                del self._durations_s[step]
+        return {
+            "save/stall_s": pending.stall_s,
+            "save/duration_s": self._durations_s[pending.step],
+            "save/nbytes": float(nbytes),
+        }
+
+
+class Saver:
+    """Saves at the ends of steps: warns when a save failed, whoever began it, tries again at the
+    next step, and raises at the third failure in a row."""
+
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        begun: list[PendingSave],
+        place: Place,
+        counters: Counters,
+        callbacks: Callbacks,
+        costs: SaveCosts,
+        *,
+        saved_step: int | None,
+    ) -> None:
+        """`begun` gets every save of the manager, in order; `saved_step` is the step of which
+        there is a permanent checkpoint already."""
+        self._manager = manager
+        self._begun = begun
+        self._place = place
+        self._counters = counters
+        self._callbacks = callbacks
+        self._costs = costs
+        self._saved_step = saved_step
+        self._own: PendingSave | None = None
+        """The newest that no callback began."""
+        self._num_failures = 0
+        self._retry: Due | None = None
+        self._failed_step: int | None = None
+
+    def at(self, events: Sequence[Event], metrics: Metrics) -> None:
+        """Tell how earlier saves ended, and begin one if one of the events asks for it.
+
+        Raises:
+            SaveFailed: the third save in a row failed.
+            UnhealthyState: the state is not to be saved, and not to be passed over either.
+        """
+        is_plain = events == _PLAIN and not self._begun and self._retry is None
+        if is_plain and self._manager.is_quiet(self._counters.step):
+            return
+        self._look()
+        vetoes = self._callbacks.vetoes
+        self._save(events, metrics, self._due_again(vetoes), vetoes)
+        self._look()
+
+    def finish(self, events: Sequence[Event], metrics: Metrics, reason: str) -> None:
+        """Return when the present step is durable. It is saved once, also when a trigger was due.
+
+        Raises:
+            SaveFailed, UnhealthyState: as for `at`.
+        """
+        self._await()
+        while self._saved_step != self._counters.step:
+            if not self._save([*events, "end"], metrics, Due("permanent", reason)):
+                return
+            self._await()
+
+    def stop(self, events: Sequence[Event], metrics: Metrics) -> None:
+        """Return when the present step is durable, in whatever class, after a signal.
+
+        Raises:
+            SaveFailed, UnhealthyState: as for `at`.
+        """
+        self.at([*events, "signal"], metrics)
+        self.settle(metrics)
+
+    def again(self, due: Due, metrics: Metrics) -> None:
+        """Save the present step once more, because more is known of it now.
+
+        Raises:
+            SaveFailed, UnhealthyState: as for `at`.
+        """
+        self._save([], metrics, due)
+        self._look()
+
+    def newest(self) -> str | None:
+        """The newest checkpoint, when the save under way has ended."""
+        with suppress(SaveFailed):
+            self._manager.wait()
+        return next((checkpoint.folder for checkpoint in self._manager.list()), None)
+
+    def settle(self, metrics: Metrics) -> None:
+        """Return when no save is under way, and none is to be made up for.
+
+        Raises:
+            SaveFailed, UnhealthyState: as for `at`.
+        """
+        self._await()
+        while self._retry is not None and self._save([], metrics, self._retry):
+            self._await()
+
+    def _save(
+        self,
+        events: Sequence[Event],
+        metrics: Metrics,
+        wanted: Due | None,
+        vetoes: Collection[str] = (),
+    ) -> bool:
+        """Whether a save was begun; it is not when the state is to be passed over."""
+        pending = self._manager.maybe_save(
+            self._counters.step, metrics=metrics, event=events, vetoes=vetoes, wanted=wanted
+        )
+        self._own = pending if pending is not None else self._own
+        return pending is not None and not isinstance(pending.failure(), SaveSkipped)
+
+    def _due_again(self, vetoes: Collection[str]) -> Due | None:
+        """What failed at an earlier step, unless a save under way makes up for it."""
+        again = self._retry
+        if again is None or self._failed_step == self._counters.step:
+            return None
+        if vetoes and again.save_class == "ephemeral":
+            return None
+        return None if any(covers(begun.due, again) for begun in self._begun) else again
+
+    def _await(self) -> None:
+        with suppress(SaveFailed):
+            # The manager's wait, because it has a deadline.
+            self._manager.wait()
+        self._look()
+
+    def _look(self) -> None:
+        """Tell of the saves that have ended; an owner's error is raised as it is."""
+        while self._begun and self._begun[0].done():
+            begun = self._begun.pop(0)
+            try:
+                checkpoint = begun.wait()
+            except SaveFailed as error:
+                self._failed_step = begun.step
+                self._failed(begun.due, error)
+                continue
+            self._num_failures = 0
+            if self._retry is not None and covers(begun.due, self._retry):
+                self._retry = None
+            is_whole = begun.due.components is None
+            if begun is self._own and is_whole and checkpoint.save_class == "permanent":
+                self._saved_step = checkpoint.step
+            cost = self._costs.of(begun, checkpoint.nbytes)
+            with self._place.left():
+                self._callbacks.tell(Callback.checkpoint_saved, checkpoint, cost)
+
+    def _failed(self, due: Due, error: SaveFailed) -> None:
+        self._num_failures += 1
+        self._retry = together([due] if self._retry is None else [self._retry, due])
+        with self._place.left():
+            self._callbacks.tell(Callback.checkpoint_failed, error)
+        if self._num_failures >= MAX_FAILURES_IN_A_ROW:
+            raise error
+        logger.warning(
+            "%s (failure %d in a row; tried again after the next step, raised at failure %d)",
+            error,
+            self._num_failures,
+            MAX_FAILURES_IN_A_ROW,
+        )

@@ -1,0 +1,139 @@
+"""Records of a run for people and plots."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import msgspec
+
+from holdfast.format.manifest import Timestamp
+from holdfast.train.callbacks.hooks import Logger
+from holdfast.train.training import Metrics, Training
+
+if TYPE_CHECKING:
+    from holdfast.engine.checkpoint import Checkpoint
+
+FLUSH_S = 0.5
+"""Lines of fast steps are written together, at most so many seconds later."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class JsonLines(Logger):
+    """One JSON object for each step that is logged: one consistent history of the run.
+
+    When training begins or goes on, lines of steps beyond the one it goes on from are dropped:
+    those steps will be done again. A line is with the system before its step's checkpoint is
+    begun, so a kill loses none that a resume needs; a power cut may lose the last ones.
+
+    Members: `step` (within a step the one under way), `epoch`, `samples`, `tokens`, `time` (ISO
+    8601 UTC) and `metrics`, in which a value that is not finite is the text `nan`, `inf` or `-inf`.
+    What a save took has a line of its own, which is written when the checkpoint is durable, and so
+    has what a load took.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file: IO[bytes] | None = None
+        self._next_flush_s = 0.0
+
+    def fit_start(self, training: Training) -> None:
+        """Drop what will be done again, and open the file."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        now = training.counters
+        drop_beyond(self.path, now.step, is_validated=not now.unvalidated)
+        self._file = self.path.open("ab")
+
+    def log(self, training: Training, metrics: Metrics) -> None:
+        """Write the line of the step; outside of `fit` there is no history to add to."""
+        if self._file is None:
+            return
+        self._write(training.present_step, training.counters.timestamp, metrics)
+
+    def before_save(self, training: Training) -> None:
+        """Let no checkpoint be made before the lines of its steps have left this process."""
+        self._flush()
+
+    def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
+        """Write what the load took."""
+        self._write(checkpoint.step, checkpoint.timestamp, cost)
+
+    def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
+        """Write what the save took, and bring all to stable storage, as the checkpoint is."""
+        assert self._file is not None
+        self._write(checkpoint.step, checkpoint.timestamp, cost)
+        self._flush()
+        os.fsync(self._file.fileno())
+
+    def close(self, training: Training) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, step: int, now: Timestamp, metrics: Metrics) -> None:
+        assert self._file is not None
+        line = {
+            "step": step,
+            "epoch": now.epoch,
+            "samples": now.samples,
+            "tokens": now.tokens,
+            "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            "metrics": {name: _finite(value) for name, value in metrics.items()},
+        }
+        self._file.write(_encode(line) + b"\n")
+        if time.monotonic() >= self._next_flush_s:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            self._next_flush_s = time.monotonic() + FLUSH_S
+
+
+def drop_beyond(path: Path, step: int, *, is_validated: bool = True) -> int:
+    """Leave out the lines of steps beyond `step`, and what is no line; gives how many there were.
+
+    A validation of `step` that is still to be done (not `is_validated`) was logged already where
+    a process was killed between this and its save; it will be logged again.
+    The file is replaced as a whole, or stays as it is when there is nothing to leave out.
+    """
+    if not path.exists():
+        return 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if _is_up_to(line, step, is_validated)]
+    if len(kept) == len(lines):
+        return 0
+    aside = path.with_name(f".{path.name}.new")
+    with aside.open("wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+    return len(lines) - len(kept)
+
+
+def _is_up_to(line: bytes, step: int, is_validated: bool) -> bool:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return False
+    number = found.get("step") if isinstance(found, dict) else None
+    if not (line.endswith(b"\n") and isinstance(number, int) and number <= step):
+        return False
+    return is_validated or number < step or not any(name.startswith("val/") for name in _of(found))
+
+
+def _of(line: dict[str, Any]) -> dict[str, Any]:
+    metrics = line.get("metrics")
+    return metrics if isinstance(metrics, dict) else {}
+
+
+def _finite(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

@@ -1,0 +1,122 @@
+"""Metrics for MLflow (the extra `mlflow`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from holdfast.data.randomness import preserved
+from holdfast.errors import UsageError
+from holdfast.train.callbacks.hooks import Logger
+from holdfast.train.loggers.extras import import_extra
+from holdfast.train.loggers.replays import Replays
+from holdfast.train.training import Metrics, Training
+
+if TYPE_CHECKING:
+    from holdfast.engine.checkpoint import Checkpoint
+
+_POSITION = "holdfast.position"
+"""The tag of a run that says how far it was logged."""
+
+
+class MLflow(Logger):
+    """Logs to one run of MLflow, and goes on in it after a resume.
+
+    Its id is in the checkpoints. How far it was logged is in a tag of the run, which is written
+    together with the metrics, so that steps which are done again are there once. Each record is
+    one call of the tracking server, which training waits for.
+    """
+
+    def __init__(
+        self,
+        experiment: str = "Default",
+        *,
+        tracking_uri: str | None = None,
+        run_name: str | None = None,
+    ) -> None:
+        """`tracking_uri` is a server or "sqlite:///path.db"; None: as MLflow is configured.
+
+        Raises:
+            UsageError: the extra is not installed.
+        """
+        self._library = import_extra("mlflow", "mlflow")
+        self._experiment = experiment
+        self._tracking_uri = tracking_uri
+        self._run_name = run_name
+        self._client: Any = None
+        self._id: str | None = None
+        self._status = "FINISHED"
+        self._replays = Replays()
+
+    def fit_start(self, training: Training) -> None:
+        """Begin the run, or go on with it."""
+        with preserved():
+            self._client = self._library.MlflowClient(tracking_uri=self._tracking_uri)
+            if self._id is None:
+                self._id = self._new_run()
+            else:
+                self._client.update_run(self._id, status="RUNNING")
+            tags = self._client.get_run(self._id).data.tags
+        self._replays = Replays(tags.get(_POSITION, "0/0"), resumed_step=training.counters.step)
+        self._status = "FINISHED"
+
+    def log(self, training: Training, metrics: Metrics) -> None:
+        """Log the metrics of the step."""
+        if self._client is None:  # `validate` alone has no step to log at
+            return
+        step = training.present_step
+        if self._replays.is_new(step):
+            tag = self._library.entities.RunTag(_POSITION, self._replays.position)
+            self._log(metrics, step, tags=[tag])
+
+    def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
+        """Log what the load cost."""
+        self._log(cost, checkpoint.step)
+
+    def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
+        """Log what the save cost."""
+        self._log(cost, checkpoint.step)
+
+    def exception(self, training: Training, error: BaseException) -> None:
+        """Remember how the run ends."""
+        self._status = "FAILED" if isinstance(error, Exception) else "KILLED"
+
+    def close(self, training: Training) -> None:
+        """End the run for now."""
+        if self._client is not None:
+            self._client.set_terminated(self._id, self._status)
+            self._client = None
+
+    def state_dict(self) -> dict[str, str | None]:
+        """The id of the run."""
+        return {"id": self._id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the id of a run.
+
+        Raises:
+            UsageError: it is none.
+        """
+        if set(state) != {"id"} or not isinstance(state["id"], str | None):
+            raise UsageError(f"not the state of MLflow: {sorted(state)}")
+        self._id = state["id"]
+
+    def _new_run(self) -> str:
+        found = self._client.get_experiment_by_name(self._experiment)
+        experiment = (
+            self._client.create_experiment(self._experiment)
+            if found is None
+            else found.experiment_id
+        )
+        run_id: str = self._client.create_run(experiment, run_name=self._run_name).info.run_id
+        return run_id
+
+    def _log(self, metrics: Metrics, step: int, tags: Any = ()) -> None:
+        now_ms = int(time.time() * 1000)
+        make = self._library.entities.Metric
+        self._client.log_batch(
+            self._id,
+            metrics=[make(name, value, now_ms, step) for name, value in metrics.items()],
+            tags=tags,
+        )

@@ -1,0 +1,109 @@
+"""Metrics for Weights & Biases (the extra `wandb`)."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from holdfast.data.randomness import preserved
+from holdfast.errors import UsageError
+from holdfast.train.callbacks.hooks import Logger
+from holdfast.train.loggers.extras import import_extra
+from holdfast.train.loggers.replays import Replays
+from holdfast.train.training import Metrics, Training
+
+if TYPE_CHECKING:
+    from holdfast.engine.checkpoint import Checkpoint
+
+
+class WeightsAndBiases(Logger):
+    """Logs to one run of Weights & Biases, and goes on in it after a resume.
+
+    Its id is in the checkpoints. Every value is logged with the `step` that it belongs to, which
+    is the axis of all charts. Steps that are done again are left out: how far the run was logged
+    is in a file in its `wandb` folder. Where a resume does not find that folder, as on another
+    machine, they are there twice.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        """`settings` are those of `wandb.init`, such as `project` and `mode="offline"`.
+
+        Raises:
+            UsageError: the extra is not installed, or a setting that is decided here.
+        """
+        taken = [name for name in ("id", "resume") if name in settings]
+        if taken:
+            raise UsageError(f"WeightsAndBiases: {taken} come from the checkpoint")
+        self._settings = settings
+        self._library = import_extra("wandb", "wandb")
+        self._run: Any = None
+        self._replays = Replays()
+        self._id: str | None = None
+
+    def fit_start(self, training: Training) -> None:
+        """Begin the run, or go on with it."""
+        self._id = self._id or uuid.uuid4().hex[:12]
+        with preserved():
+            self._run = self._library.init(**self._settings, id=self._id, resume="allow")
+        self._replays = self._replays_of_before(training.counters.step)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, training: Training, metrics: Metrics) -> None:
+        """Log the metrics of the step."""
+        if self._run is None:  # `validate` alone has no step to log at
+            return
+        if self._replays.is_new(training.present_step):
+            self._log(metrics, training.present_step)
+            self._write_position()
+
+    def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
+        """Log what the load cost."""
+        self._log(cost, checkpoint.step)
+
+    def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
+        """Log what the save cost."""
+        self._log(cost, checkpoint.step)
+
+    def close(self, training: Training) -> None:
+        """End the run for now."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+    def state_dict(self) -> dict[str, str | None]:
+        """The id of the run."""
+        return {"id": self._id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the id of a run.
+
+        Raises:
+            UsageError: it is none.
+        """
+        if set(state) != {"id"} or not isinstance(state["id"], str | None):
+            raise UsageError(f"not the state of WeightsAndBiases: {sorted(state)}")
+        self._id = state["id"]
+
+    @property
+    def _position_file(self) -> Path:
+        return Path(self._run.settings.wandb_dir) / f"holdfast-{self._id}.position"
+
+    def _write_position(self) -> None:
+        if self._run.disabled:  # it has no folder
+            return
+        aside = self._position_file.with_suffix(".new")
+        aside.write_text(self._replays.position, "utf-8")
+        aside.replace(self._position_file)
+
+    def _replays_of_before(self, resumed_step: int) -> Replays:
+        try:
+            position = self._position_file.read_text("utf-8")
+        except FileNotFoundError:
+            return Replays()
+        return Replays(position, resumed_step=resumed_step)
+
+    def _log(self, metrics: Metrics, step: int) -> None:
+        self._run.log({**metrics, "step": step})

@@ -1,0 +1,1 @@
+"""One optimizer window: batches, loss, gradients, step, and the boundary between two windows."""

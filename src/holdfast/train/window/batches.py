@@ -1,0 +1,95 @@
+"""The batches of one epoch after the other, and whether an epoch is over.
+
+What is saved after an epoch's last step must say that the epoch is over, so its end must be known
+as soon as its last batch was taken.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from holdfast.data.randomness import preserved
+from holdfast.train.window.boundary import Boundary
+from holdfast.train.window.loop import next_window
+
+logger = logging.getLogger("holdfast")
+
+_END = object()
+
+
+class Batches:
+    """The batches of data whose iteration gives the rest of an epoch."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+        self._rest: Iterator[Any] = iter(())
+        self._is_trusted = True
+        self._is_warned = False
+
+    def begin(self) -> None:
+        """Go on with the rest of the present epoch, or with the next one."""
+        with preserved():
+            # Beginning an iteration of torch's own loaders draws from the global generator.
+            self._rest = iter(self._data)
+
+    def drop(self) -> None:
+        """Forget the iteration, which may take long to end its workers."""
+        self._rest = iter(())
+
+    def window(self, size: int) -> list[Any]:
+        """See `next_window`."""
+        return next_window(self._rest, size)
+
+    def are_over(self, num_taken: int) -> bool:
+        """Whether the last batch of the epoch was taken; if so, the data is asked for one more, so
+        that it ends the epoch.
+
+        `at_epoch_end` of the data says so, or else its length, compared with the `num_taken`
+        batches that were taken. Where there is one more batch after all, the data's position is put
+        back, a warning is logged, and neither is trusted again.
+        """
+        if not self._is_trusted or not self._says_end(num_taken):
+            return False
+        kept = Boundary(data=self._data, components={})
+        if next(self._rest, _END) is _END:
+            return True
+        kept.put_back()
+        self.begin()
+        self._is_trusted = False
+        logger.warning(
+            "data: after %d batches there was no end of the epoch, though %s says so. What is "
+            "counted in epochs may come a step late: len() must give the batches of a whole epoch",
+            num_taken,
+            type(self._data).__name__,
+        )
+        return False
+
+    def ended_late(self, num_taken: int, step: int) -> None:
+        """Warn, once, where an epoch's end is noticed only after its last step, because the data
+        could not tell it. `num_taken` batches of the epoch were taken."""
+        if not self._is_warned and not self._could_tell(num_taken):
+            self._is_warned = True
+            logger.warning(
+                "data: only now is it known that step %d was the last of its epoch, so what is "
+                "counted in epochs (saves, validations) comes a step late: %s has neither "
+                "at_epoch_end nor the length of an epoch in batches (docs/trainer.md)",
+                step,
+                type(self._data).__name__,
+            )
+
+    def _says_end(self, num_taken: int) -> bool:
+        told = getattr(self._data, "at_epoch_end", None)
+        return bool(num_taken == self._length() if told is None else told)
+
+    def _could_tell(self, num_taken: int) -> bool:
+        if not self._is_trusted:
+            return True  # a warning was given
+        return hasattr(self._data, "at_epoch_end") or self._length() == num_taken
+
+    def _length(self) -> int | None:
+        try:
+            return len(self._data)
+        except (TypeError, NotImplementedError):
+            return None

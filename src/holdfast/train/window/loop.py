@@ -1,0 +1,185 @@
+"""One optimizer window: its batches, its gradients, its step.
+
+Knows nothing about saving, counting or validating.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.errors import UsageError
+from holdfast.train.callbacks.calling import Callbacks
+from holdfast.train.callbacks.hooks import Callback
+from holdfast.train.window.metrics import LazyMetrics, Mean, Numbers, number
+from holdfast.train.window.precision import Numerics
+
+LossFunction = Callable[[Any, Any], "Tensor | tuple[Tensor, Mapping[str, Any]]"]
+_RESERVED = ("loss", "grad_norm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clip:
+    """How gradients are clipped; at most one of the two."""
+
+    norm: float | None = None
+    """Largest total norm of the gradients."""
+    value: float | None = None
+    """Largest absolute value in them."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("clip_norm", self.norm), ("clip_value", self.value)):
+            if value is not None and not value > 0:
+                raise UsageError(f"{name}={value!r}: must be above zero, or None")
+        if self.norm is not None and self.value is not None:
+            raise UsageError("clip_norm and clip_value: give one of the two")
+
+    def __call__(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
+        """Clip the gradients; gives the norm that they had, if it is known."""
+        if self.norm is not None:
+            return nn.utils.clip_grad_norm_(_parameters(optimizer), self.norm)
+        if self.value is not None:
+            nn.utils.clip_grad_value_(_parameters(optimizer), self.value)
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What one step of the optimizer consists of."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedulers: Sequence[Any]
+    """Each has `step()`, called once a window, in order."""
+    loss: LossFunction
+    """Gives the mean loss of a batch, and metrics of it if it likes."""
+    clip: Clip
+    numerics: Numerics
+    device: torch.device | None
+    """Where batches go; None: they stay where they are."""
+    callbacks: Callbacks
+    numbers: Numbers
+    begin_update: Callable[[], None] = lambda: None
+    """Called right before anything changes that cannot be put back."""
+
+    def __call__(self, window: Sequence[Any]) -> LazyMetrics:
+        """Train on the batches of a window, each with the same weight; gives their mean metrics.
+
+        Metrics beside `loss` are those of the loss function, and `grad_norm` (before clipping)
+        when gradients are clipped by their norm.
+
+        Raises:
+            UsageError: the loss is no single number, or a metric has a reserved name.
+        """
+        tell = self.callbacks.tell
+        if any(weight.grad is not None for weight in _parameters(self.optimizer)):
+            self.optimizer.zero_grad(set_to_none=True)  # what others have left there
+        mean = Mean()
+        for batch in window:
+            mean.add(self.numbers(self._train_on(batch, 1 / len(window))), 1.0)
+        self.numerics.unscale(self.optimizer)
+        norm = self.clip(self.optimizer)
+        tell(Callback.before_optimizer_step)
+        self.begin_update()
+        self.numerics.step(self.optimizer)
+        tell(Callback.after_optimizer_step)
+        tell(Callback.before_zero_grad)
+        self.optimizer.zero_grad(set_to_none=True)
+        tell(Callback.after_zero_grad)
+        self._step_schedulers(may_be_early=self.numerics.scaler is not None)
+        extra = {} if norm is None else {"grad_norm": number("grad_norm", norm)}
+        return LazyMetrics({**mean.result(), **extra})
+
+    def leave_out(self) -> LazyMetrics:
+        """The step without its training: schedulers step, and there are no metrics."""
+        self.begin_update()
+        self._step_schedulers(may_be_early=True)
+        return LazyMetrics({})
+
+    def _train_on(self, given: Any, weight: float) -> dict[str, Any]:
+        tell = self.callbacks.tell
+        batch = moved(given, self.device)
+        tell(Callback.batch_start, batch)
+        tell(Callback.before_forward, batch)
+        with self.numerics.autocast():
+            loss, extra = evaluate(self.loss, self.model, batch)
+        tell(Callback.after_forward, loss)
+        weighted = loss if weight == 1 else loss * weight
+        tell(Callback.before_backward, weighted)
+        self.numerics.backward(weighted)
+        tell(Callback.after_backward)
+        tell(Callback.batch_end, batch)
+        return {"loss": loss, **extra}
+
+    def _step_schedulers(self, *, may_be_early: bool) -> None:
+        for scheduler in self.schedulers:
+            self.callbacks.tell(Callback.before_scheduler_step, scheduler)
+            if may_be_early:
+                _step_without_warning(scheduler)
+            else:
+                scheduler.step()
+            self.callbacks.tell(Callback.after_scheduler_step, scheduler)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [item for group in optimizer.param_groups for item in group["params"]]
+
+
+def _step_without_warning(scheduler: Any) -> None:
+    """Torch takes an update that was left out for calls in the wrong order."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        scheduler.step()
+
+
+def evaluate(loss: LossFunction, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
+    """The loss of a batch, and metrics beside it.
+
+    Raises:
+        UsageError: the loss is no single number, or a metric has a reserved name.
+    """
+    found = loss(model, batch)
+    value, extra = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+    is_loss = isinstance(value, Tensor) and value.numel() == 1
+    if not is_loss or not isinstance(extra, Mapping):
+        raise UsageError("loss must give a tensor of one number, or that and a dict of metrics")
+    reserved = [name for name in extra if name in _RESERVED]
+    if reserved:
+        raise UsageError(f"loss gives metrics with reserved names: {reserved}")
+    return value, extra
+
+
+def next_window(batches: Iterator[Any], size: int) -> list[Any]:
+    """The next `size` batches, fewer at the end of an epoch, none after it.
+
+    They are taken before the first one is trained on, so that the position of the data is at a
+    window's end whenever a step is.
+    """
+    return list(islice(batches, size))
+
+
+def moved(batch: Any, device: torch.device | None) -> Any:
+    """A batch with its tensors on `device`, in any container; None leaves them where they are.
+
+    An object with a `to` method is moved by that.
+    """
+    if device is None:
+        return batch
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if callable(to := getattr(batch, "to", None)):
+        there = to(device)
+        return batch if there is None else there  # it was moved in place
+    if isinstance(batch, Mapping):
+        return {key: moved(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(moved(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(moved(value, device) for value in batch)
+    return batch

@@ -1,0 +1,129 @@
+"""Where a training can be given up in its middle, and how its state goes back to the boundary."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from holdfast.data import Loader
+from holdfast.engine.control.stop import Interrupted, Stop
+from holdfast.train.callbacks.calling import Callbacks
+from holdfast.train.window.boundary import Boundary, small
+from holdfast.train.window.weights import Weights
+
+logger = logging.getLogger("holdfast")
+
+
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()
+
+
+class WayBack:
+    """Keeps the last boundary between steps for as long as the state can go back to it."""
+
+    def __init__(
+        self,
+        *,
+        stop: Stop | None,
+        is_exact: bool,
+        data: Any,
+        state: Mapping[str, Any],
+        callbacks: Callbacks,
+    ) -> None:
+        """`is_exact` is for errors: whatever a step may change before its update can go back."""
+        self.is_exact = is_exact
+        self._stop = stop
+        self._data = data
+        self._can_interrupt = stop is not None and isinstance(data, Loader)
+        self._has_hooks = callbacks.are_told("epoch_start", "before_data")
+        self._small = small(state, "data")
+        self._state = state
+        self._modules = [value for value in state.values() if isinstance(value, nn.Module)]
+        self._boundary: Boundary | None = None
+        self._weights: Weights | None = None
+        self._is_validating = False
+        # One block for all waits: it keeps nothing of its own.
+        self._interruptible: AbstractContextManager[None] = (
+            _AS_IT_IS if stop is None else stop.interruptible()
+        )
+
+    def begin_step(self) -> None:
+        """The state is that of a boundary, and does not stay so."""
+        if self.is_exact:
+            self._boundary = Boundary(
+                data=self._data, components=self._small, modules=self._modules
+            )
+            self._weights = Weights(self._state)
+        elif self._can_interrupt:
+            components = self._small if self._has_hooks else None
+            self._boundary = Boundary(data=self._data, components=components)
+
+    def begin_update(self) -> None:
+        """From here on there is no way back."""
+        self._boundary = self._weights = None
+
+    def changed(self) -> list[str]:
+        """Names of components that differ from the boundary after `go`, because their weights are
+        not kept. For errors."""
+        return [] if self._weights is None else self._weights.changed()
+
+    def go(self) -> bool:
+        """Go back to the boundary; False where there is no way to it."""
+        boundary, self._boundary = self._boundary, None
+        if boundary is not None:
+            boundary.put_back()
+        return boundary is not None
+
+    def fetching(self) -> AbstractContextManager[None]:
+        """A block around a fetch, which a stop interrupts if the data can go back."""
+        return self._interruptible if self._can_interrupt else _AS_IT_IS
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """A block around a part of a validation, which a stop interrupts in `validating`."""
+        return self._interruptible if self._is_validating else _AS_IT_IS
+
+    @contextmanager
+    def validating(self) -> Iterator[None]:
+        """A block that leaves the state as it was when it is given up.
+
+        Raises:
+            Interrupted: a stop was requested.
+        """
+        if self._stop is None and not self.is_exact:
+            yield
+            return
+        kept = Boundary(components=self._small, modules=self._modules)
+        weights = Weights(self._state if self.is_exact else {})
+        self._is_validating = self._stop is not None
+        try:
+            yield
+        except Interrupted:
+            kept.put_back()
+            raise
+        except Exception:
+            self._after_error(kept, weights)
+            raise
+        finally:
+            self._is_validating = False
+
+    def _after_error(self, kept: Boundary, weights: Weights) -> None:
+        """Put the state back where it will be saved; the error is raised whatever becomes of it."""
+        if not self.is_exact:
+            return
+        try:
+            kept.put_back()
+            changed = weights.changed()
+        except Exception:
+            self.is_exact = False
+            logger.exception("the state before the validation cannot be put back, nor saved")
+            return
+        if changed:
+            self.is_exact = False
+            logger.error(
+                "a validation failed when it had changed %s, whose state from before it is not "
+                "kept, so nothing is saved",
+                ", ".join(changed),
+            )

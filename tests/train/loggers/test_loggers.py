@@ -1,0 +1,102 @@
+"""The JSONL log is one consistent history, whatever happened to the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.train.loggers.jsonlines import JsonLines, drop_beyond
+from train.small import make
+
+
+class Now:
+    """As much of a Trainer as a logger looks at."""
+
+    def __init__(self, step: int) -> None:
+        from holdfast.train import Counters
+
+        self.counters = Counters(step=step)
+        self.present_step = step
+
+
+def lines(*steps: int) -> bytes:
+    return b"".join(json.dumps({"step": step}).encode() + b"\n" for step in steps)
+
+
+@given(steps=st.lists(st.integers(1, 9)), step=st.integers(0, 10))
+def test_lines_beyond_the_step_go_and_all_others_stay(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[int], step: int
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "train.jsonl"
+    path.write_bytes(lines(*steps))
+    dropped = drop_beyond(path, step)
+    assert path.read_bytes() == lines(*(item for item in steps if item <= step))
+    assert dropped == sum(item > step for item in steps)
+    assert [item.name for item in path.parent.iterdir()] == ["train.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 3', b'{"step": 3}', b"\xff\xfe\n", b"[3]\n", b'{"step": null}\n', b"\n"]
+)
+def test_what_is_no_line_goes(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(lines(1, 2) + torn)
+    assert drop_beyond(path, 9) == 1
+    assert path.read_bytes() == lines(1, 2)
+
+
+def test_a_file_with_nothing_to_drop_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(lines(1, 2))
+    before = path.stat().st_ino
+    assert drop_beyond(path, 2) == 0
+    assert path.stat().st_ino == before
+    assert drop_beyond(tmp_path / "none.jsonl", 2) == 0
+
+
+def test_what_saves_and_loads_took_is_in_the_log(tmp_path: Path) -> None:
+    """K45: stall, duration and bytes, of each checkpoint and of each resume."""
+    for until in (2, 5):
+        make(tmp_path, every="2step").fit(until)
+    text = (tmp_path / "log" / "train.jsonl").read_text("utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    costs = {
+        kind: [line for line in lines if f"{kind}/nbytes" in line["metrics"]]
+        for kind in ("save", "load")
+    }
+    assert {kind: [line["step"] for line in found] for kind, found in costs.items()} == {
+        "save": [2, 4, 5],
+        "load": [2],
+    }
+    assert [line["epoch"] for line in costs["save"]] == [0, 0, 1]
+    assert set(costs["save"][0]["metrics"]) == {"save/stall_s", "save/duration_s", "save/nbytes"}
+    assert set(costs["load"][0]["metrics"]) == {"load/duration_s", "load/nbytes"}
+    assert all(value > 0 for line in costs["load"] for value in line["metrics"].values())
+
+
+def test_values_that_are_not_finite_stay_json(tmp_path: Path) -> None:
+    log = JsonLines(tmp_path / "train.jsonl")
+    now = Now(1)
+    log.fit_start(now)  # type: ignore[arg-type]
+    log.log(now, {"loss": float("nan"), "top": float("inf"), "x": 0.5})  # type: ignore[arg-type]
+    log.close(now)  # type: ignore[arg-type]
+    line = json.loads((tmp_path / "train.jsonl").read_text(), parse_constant=pytest.fail)
+    assert line["metrics"] == {"loss": "nan", "top": "inf", "x": 0.5}
+
+
+def test_a_validation_that_is_still_to_be_done_is_not_logged_twice(tmp_path: Path) -> None:
+    """A process may be killed between the log of a validation made up for and its save."""
+    path = tmp_path / "train.jsonl"
+    lines = [
+        {"step": 2, "metrics": {"val/loss": 1.0}},
+        {"step": 3, "metrics": {"sparsity": 0.5}},
+        {"step": 3, "metrics": {"loss": 1.0, "val/loss": 1.0}},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert drop_beyond(path, 3) == 0
+    assert drop_beyond(path, 3, is_validated=False) == 1
+    assert [json.loads(line) for line in path.read_text().splitlines()] == lines[:2]
