@@ -120,18 +120,18 @@ Coder = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 def by_block(compression: Compression, item_nbytes: int) -> Coder:
     """Block by block, as Holdfast stores them."""
-    from holdfast.format.codec import decoder
+    from holdfast.format.codec import Encoding, decoder
 
-    encoder = compression.encoding([item_nbytes]).encoder
+    encoding = Encoding(compression, [item_nbytes])
 
     def encode(data: bytes) -> list[tuple[int, Any]]:
         view = memoryview(data)
         parts = [view[at : at + BLOCK_NBYTES] for at in range(0, len(data), BLOCK_NBYTES)]
-        return [(part.nbytes, encoder.encode(0, part)) for part in parts]
+        return [(part.nbytes, encoding.encode(0, part)) for part in parts]
 
     def decode(blocks: list[tuple[int, Any]]) -> None:
         for nbytes, block in blocks:
-            decoder(compression.codec).decode(0, memoryview(block), memoryview(bytearray(nbytes)))
+            decoder(compression.codec)(memoryview(block), memoryview(bytearray(nbytes)))
 
     return encode, decode
 

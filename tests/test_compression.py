@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,20 +166,17 @@ def test_a_file_of_another_length_is_damaged(tmp_path: Path, change: str) -> Non
     assert tensors - {"empty"} == (set() if change == "longer" else {"w", "half"})
 
 
-class Wrong:
+def encode_wrongly(plain: memoryview, level: int, *_filter: object) -> bytes:
     """A codec with a fault: what it encodes decodes to other bytes."""
-
-    zstd = frames.Zstd()
-
-    def encode(self, number: int, plain: memoryview) -> bytes:
-        return bytes(self.zstd.encode(number, memoryview(bytes(plain[:-1]) + b"\xff")))
+    return bytes(frames.encode_zstd(memoryview(bytes(plain[:-1]) + b"\xff"), level))
 
 
 def test_a_codec_with_a_fault_is_found_by_verify_and_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Issue 5: the plain digests are of the staged bytes; retention relies on such a look."""
-    monkeypatch.setattr(frames, "Zstd", lambda level: Wrong())
+    faulty = replace(codec.CODECS["zstd"], encode=encode_wrongly)
+    monkeypatch.setattr(codec, "CODECS", {**codec.CODECS, "zstd": faulty})
     with CheckpointManager(tmp_path, state_of(1), compress="zstd", sinks=()) as manager:
         folder = manager.save(1).wait().folder
     monkeypatch.undo()

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
+from typing import get_args
 
 import lz4.frame
 import numpy as np
@@ -18,9 +20,11 @@ from tests.each import each
 
 from holdfast.errors import CorruptData, UnsupportedVersion, UsageError
 from holdfast.format import codec
-from holdfast.format.codec import Codec, Compression, Encoder, decoder, max_stored_nbytes
+from holdfast.format.blocks import max_stored_nbytes
+from holdfast.format.codec import CODECS, CodecName, Compression, Encoding, decoder
 
 MIB = 1 << 20
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 COMPRESSIONS = [
     Compression(codec="zstd"),
     Compression(codec="zstd", level=-5),
@@ -34,7 +38,7 @@ COMPRESSIONS = [
     ),
     Compression(codec="blosc2", level=0),
 ]
-ALL: tuple[Codec, ...] = ("zstd", "lz4", "blosc2")
+ALL = tuple(CODECS)
 
 
 def plain_blocks() -> Iterator[tuple[str, bytes]]:
@@ -47,17 +51,17 @@ def plain_blocks() -> Iterator[tuple[str, bytes]]:
     yield "one byte", b"\x07" * 5000
 
 
-def encoder_of(compression: Compression, item_nbytes: int = 4) -> Encoder:
-    return compression.encoding([item_nbytes]).encoder
+def encoder_of(compression: Compression, item_nbytes: int = 4) -> Encoding:
+    return Encoding(compression, [item_nbytes])
 
 
-def decoded(name: Codec, stored: bytes, nbytes: int) -> bytes:
+def decoded(name: CodecName, stored: bytes, nbytes: int) -> bytes:
     plain = memoryview(bytearray(nbytes))
-    decoder(name).decode(0, memoryview(stored), plain)
+    decoder(name)(memoryview(stored), plain)
     return bytes(plain)
 
 
-def is_refused(name: Codec, stored: bytes, nbytes: int) -> bool:
+def is_refused(name: CodecName, stored: bytes, nbytes: int) -> bool:
     try:
         decoded(name, stored, nbytes)
     except CorruptData:
@@ -140,8 +144,34 @@ def test_no_frame_has_another_length() -> None:
     check_no_frame_has_another_length()
 
 
+def test_the_table_lists_the_codecs_that_type_checkers_know() -> None:
+    assert set(CODECS) == set(get_args(CodecName))
+
+
+def rows(page: str) -> list[list[str]]:
+    """The rows of a page's tables that begin with a codec's name."""
+    lines = (DOCS / page).read_text("utf-8").splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in cells if row[0] in {f"`{name}`" for name in CODECS}]
+
+
+def test_the_pages_list_each_codec_as_the_table_does() -> None:
+    assert rows("compression.md") == [
+        [
+            f"`{name}`",
+            f"`{codec.suffix}`",
+            f"{codec.levels[0]} to {codec.levels[-1]}",
+            str(codec.default_level),
+            f"`{codec.install}`",
+        ]
+        for name, codec in CODECS.items()
+    ]
+    suffixes = {name: codec.suffix for name, codec in CODECS.items()}
+    assert {row[0].strip("`"): row[1].strip("`") for row in rows("format.md")} == suffixes
+
+
 @pytest.mark.parametrize("name", ALL)
-def test_what_is_cut_or_has_more_behind_it_is_refused(name: Codec) -> None:
+def test_what_is_cut_or_has_more_behind_it_is_refused(name: CodecName) -> None:
     plain = dict(plain_blocks())["weights"]
     stored = bytes(encoder_of(Compression(codec=name)).encode(0, memoryview(plain)))
     for cut in (0, 1, 4, 16, 31, 32, len(stored) // 2, len(stored) - 1):
@@ -180,20 +210,20 @@ import resource, sys
 from tests.format.test_codec import decoder
 from holdfast.errors import CorruptData
 name, stored = sys.argv[1], sys.stdin.buffer.read()
-decode, plain = decoder(name).decode, memoryview(bytearray(8 << 20))
+decode, plain = decoder(name), memoryview(bytearray(8 << 20))
 try:
-    decode(0, memoryview(b"x"), plain)
+    decode(memoryview(b"x"), plain)
 except CorruptData:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
-    decode(0, memoryview(stored), plain)
+    decode(memoryview(stored), plain)
 except CorruptData:
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_bomb_takes_no_more_memory_than_was_declared(name: Codec) -> None:
+def test_a_bomb_takes_no_more_memory_than_was_declared(name: CodecName) -> None:
     """R29, D14, invariant 5: 1 GiB behind a few bytes; refused within a few times 8 MiB."""
     done = subprocess.run(
         [sys.executable, "-c", CHILD, name], input=BOMBS[name](), capture_output=True, check=True
@@ -240,12 +270,12 @@ def test_no_plugin_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_changed_blocks_are_refused_or_decode_to_the_declared_length(name: Codec) -> None:
+def test_changed_blocks_are_refused_or_decode_to_the_declared_length(name: CodecName) -> None:
     """R29: nothing but CorruptData ever comes of them, and no byte outside the memory changes."""
     chance = random.Random(4)
     plain = dict(plain_blocks())["weights"][:50_000]
     stored = bytes(encoder_of(Compression(codec=name)).encode(0, memoryview(plain)))
-    decode = decoder(name).decode
+    decode = decoder(name)
     for _ in range(2000):
         changed = bytearray(stored)
         for _ in range(chance.choice((1, 1, 2, 8))):
@@ -254,7 +284,7 @@ def test_changed_blocks_are_refused_or_decode_to_the_declared_length(name: Codec
             )
         arena = bytearray(b"\xa5" * (len(plain) + 2048))
         with suppress(CorruptData):
-            decode(0, memoryview(bytes(changed)), memoryview(arena)[1024:-1024])
+            decode(memoryview(bytes(changed)), memoryview(arena)[1024:-1024])
         assert arena[:1024] == arena[-1024:] == b"\xa5" * 1024
 
 

@@ -13,7 +13,7 @@ from tests.format.samples import make_manifest, model_files, reseal
 
 from holdfast.errors import FormatError, UnsupportedVersion
 from holdfast.format import blocks, index, manifest, sealed
-from holdfast.format.codec import max_file_nbytes, max_stored_nbytes
+from holdfast.format.blocks import max_file_nbytes, max_stored_nbytes
 from holdfast.format.index import StoredBlocks, decode_index
 from holdfast.format.manifest import FileEntry, Manifest, StoredEntry
 

@@ -29,7 +29,7 @@ from tests.hostile.roots import (
     seal_text,
 )
 
-from holdfast.format.codec import Compression
+from holdfast.format.codec import Compression, Encoding
 
 MODEL = "model-00000.safetensors"
 TREE = "model-00000.json"
@@ -930,8 +930,8 @@ def codec_cases(few: bool) -> Iterator[Case]:
 
 
 def _encoded(codec: str, data: bytes) -> bytes:
-    encoder = Compression(codec=codec).encoding([1] * 16).encoder  # type: ignore[arg-type]
-    return bytes(encoder.encode(0, memoryview(data)))
+    encoding = Encoding(Compression(codec=codec), [1] * 16)  # type: ignore[arg-type]
+    return bytes(encoding.encode(0, memoryview(data)))
 
 
 def _stored(

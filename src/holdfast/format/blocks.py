@@ -33,6 +33,16 @@ def split(nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> list[tuple[int, int]
     return [(start, min(start + block_nbytes, nbytes)) for start in starts]
 
 
+def max_stored_nbytes(nbytes: int) -> int:
+    """The longest that the stored form of a block of `nbytes` may be, whatever the codec."""
+    return nbytes + nbytes // 128 + 4096
+
+
+def max_file_nbytes(nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> int:
+    """The longest that the stored form of a file of `nbytes` may be, whatever the codec."""
+    return sum(max_stored_nbytes(stop - start) for start, stop in split(nbytes, block_nbytes))
+
+
 def digest_blocks(data: Buffer, block_nbytes: int = BLOCK_NBYTES) -> bytes:
     """The digests of all blocks of `data`, one after the other."""
     view = memoryview(data).cast("B")

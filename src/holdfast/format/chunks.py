@@ -6,7 +6,6 @@ does not know it would look for plug-ins, and run them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from holdfast.errors import CorruptData
@@ -22,49 +21,44 @@ _SPECIALS = (0, 16)
 """None, and a chunk of zeros, in the last byte of the header."""
 
 
-class Blosc2:
-    """Each block is one chunk. `item_nbytes` gives the size of the items in each block."""
+def encode_blosc2(
+    plain: memoryview,
+    level: int,
+    item_nbytes: int,
+    shuffle: Literal["byte", "bit", "none"],
+    inner: Literal["zstd", "lz4"],
+) -> Buffer:
+    """The Blosc2 chunk of a block. What does not shrink is copied into the chunk."""
+    blosc2 = _library()
+    filters = {
+        "byte": blosc2.Filter.SHUFFLE,
+        "bit": blosc2.Filter.BITSHUFFLE,
+        "none": blosc2.Filter.NOFILTER,
+    }
+    codecs = {"zstd": blosc2.Codec.ZSTD, "lz4": blosc2.Codec.LZ4}
+    chunk: bytes = blosc2.compress2(
+        plain,
+        codec=codecs[inner],
+        clevel=level,
+        typesize=item_nbytes,
+        filters=[filters[shuffle]],
+        filters_meta=[0],
+        nthreads=1,
+    )
+    return chunk
 
-    def __init__(
-        self,
-        item_nbytes: Sequence[int],
-        *,
-        level: int = 1,
-        shuffle: Literal["byte", "bit", "none"] = "byte",
-        inner: Literal["zstd", "lz4"] = "zstd",
-    ) -> None:
-        self._item_nbytes = item_nbytes
-        self._level = level
-        self._shuffle = shuffle
-        self._inner = inner
 
-    def encode(self, number: int, plain: memoryview) -> Buffer:
-        """See `Encoder.encode`. What does not shrink is copied into the chunk."""
-        blosc2 = _library()
-        filters = {
-            "byte": blosc2.Filter.SHUFFLE,
-            "bit": blosc2.Filter.BITSHUFFLE,
-            "none": blosc2.Filter.NOFILTER,
-        }
-        codecs = {"zstd": blosc2.Codec.ZSTD, "lz4": blosc2.Codec.LZ4}
-        chunk: bytes = blosc2.compress2(
-            plain,
-            codec=codecs[self._inner],
-            clevel=self._level,
-            typesize=self._item_nbytes[number],
-            filters=[filters[self._shuffle]],
-            filters_meta=[0],
-            nthreads=1,
-        )
-        return chunk
+def decode_blosc2(stored: memoryview, plain: memoryview) -> None:
+    """Fill `plain` from a Blosc2 chunk, without memory in between.
 
-    def decode(self, number: int, stored: memoryview, plain: memoryview) -> None:
-        """See `Decoder.decode`; straight into `plain`."""
-        _check_header(stored, plain.nbytes)
-        try:
-            _library().decompress2(stored, dst=plain, nthreads=1)
-        except (RuntimeError, ValueError) as error:
-            raise CorruptData(f"no Blosc2 chunk that can be decoded: {error}") from error
+    Raises:
+        CorruptData: it is not a chunk of that length and of the kind that is allowed.
+    """
+    _check_header(stored, plain.nbytes)
+    try:
+        _library().decompress2(stored, dst=plain, nthreads=1)
+    except (RuntimeError, ValueError) as error:
+        raise CorruptData(f"no Blosc2 chunk that can be decoded: {error}") from error
 
 
 def _library() -> Any:

@@ -1,62 +1,85 @@
-"""Codecs: the form in which the blocks of a file are stored (docs/format.md, section 8).
+"""Codecs: the forms in which the blocks of a file can be stored (docs/format.md, section 8).
 
-`Encoder` and `Decoder` are the seam: whatever turns a plain block into a stored one, and back.
+`CODECS` is the only list of them: names, suffixes, levels, defaults and packages are read from it.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal, Protocol, get_args
+from typing import Literal, TypeAlias, get_args
 
 from holdfast.errors import UnsupportedVersion, UsageError
-from holdfast.format import blocks, chunks, frames
-from holdfast.format.layout import BLOCK_NBYTES
+from holdfast.format import chunks, frames
 from holdfast.store.base import Buffer
 
-Codec = Literal["zstd", "lz4", "blosc2"]
+CodecName = Literal["zstd", "lz4", "blosc2"]
+"""The keys of `CODECS`, for type checkers."""
 Shuffle = Literal["byte", "bit", "none"]
 Inner = Literal["zstd", "lz4"]
+Encode: TypeAlias = Callable[[memoryview, int, int, Shuffle, Inner], Buffer]
+"""Gives the stored form of a block, at most `blocks.max_stored_nbytes` long, from the plain block,
+the level, the size of the items in the block, and its filter. Thread-safe."""
+Decode: TypeAlias = Callable[[memoryview, memoryview], None]
+"""Fills the second argument, which has the length of the plain block, from the stored block.
 
-LIBRARIES: Mapping[Codec, str] = types.MappingProxyType(
-    {"zstd": "zstandard", "lz4": "lz4", "blosc2": "blosc2"}
-)
-"""The package that each codec needs."""
-LEVELS: Mapping[Codec, range] = types.MappingProxyType(
-    {"zstd": range(-100, 23), "lz4": range(-100, 17), "blosc2": range(10)}
-)
-
-
-class Encoder(Protocol):
-    """Makes stored blocks. Thread-safe."""
-
-    def encode(self, number: int, plain: memoryview) -> Buffer:
-        """The stored form of the plain block of that number, at most `max_stored_nbytes` long."""
-        ...
-
-
-class Decoder(Protocol):
-    """Gives plain blocks back. Thread-safe."""
-
-    def decode(self, number: int, stored: memoryview, plain: memoryview) -> None:
-        """Fill `plain`, which has the length of the plain block, from its stored form.
-
-        Takes no more memory than a few times the two, whatever the stored bytes say.
-
-        Raises:
-            CorruptData: they are not the stored form of a block of that length.
-        """
-        ...
+Takes no more memory than a few times the two, whatever the stored bytes say. Raises `CorruptData`
+where they are not the stored form of a block of that length. Thread-safe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Encoding:
-    """How one file is stored: its codec, and what encodes its blocks."""
+class Codec:
+    """One way of compressing blocks."""
 
-    codec: Codec
-    encoder: Encoder
+    suffix: str
+    """What the names of its files end with."""
+    library: str
+    """The module that it needs."""
+    install: str
+    """What `pip install` takes for that."""
+    levels: range
+    default_level: int
+    """The fast end of what helps."""
+    encode: Encode
+    decode: Decode
+    filters: Sequence[tuple[Shuffle, Inner]] = ()
+    """The pairs of `shuffle` and `inner` that "auto" tries. Empty: the codec has no filters."""
+
+
+CODECS: Mapping[CodecName, Codec] = types.MappingProxyType(
+    {
+        "zstd": Codec(
+            suffix=".zst",
+            library="zstandard",
+            install="zstandard",
+            levels=range(-100, 23),
+            default_level=1,
+            encode=frames.encode_zstd,
+            decode=frames.decode_zstd,
+        ),
+        "lz4": Codec(
+            suffix=".lz4",
+            library="lz4",
+            install="holdfast[compress]",
+            levels=range(-100, 17),
+            default_level=0,
+            encode=frames.encode_lz4,
+            decode=frames.decode_lz4,
+        ),
+        "blosc2": Codec(
+            suffix=".blosc2",
+            library="blosc2",
+            install="holdfast[compress]",
+            levels=range(10),
+            default_level=1,
+            encode=chunks.encode_blosc2,
+            decode=chunks.decode_blosc2,
+            filters=(("bit", "lz4"), ("byte", "zstd")),
+        ),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,80 +90,72 @@ class Compression:
         UsageError: a field is wrong, would do nothing, or needs a package that is not installed.
     """
 
-    codec: Codec = "zstd"
+    codec: CodecName = "zstd"
     level: int | None = None
-    """Of the codec: zstd -100 to 22, lz4 -100 to 16, blosc2 0 to 9. None: the fast end of what
-    helps (1; for lz4 0)."""
+    """A level of the codec (docs/compression.md). None: the codec's default, which is fast."""
     shuffle: Shuffle | None = None
     """For blosc2: whether bytes or bits of equal weight are put together first. None: bytes."""
     inner: Inner | None = None
     """For blosc2: what compresses the shuffled bytes. None: zstd."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("codec", Codec), ("shuffle", Shuffle), ("inner", Inner)):
+        for name, choices in (
+            ("codec", tuple(CODECS)),
+            ("shuffle", get_args(Shuffle)),
+            ("inner", get_args(Inner)),
+        ):
             value = getattr(self, name)
-            if value not in get_args(choices) and (value is not None or name == "codec"):
-                raise UsageError(f"{name}={value!r} must be one of {get_args(choices)}")
-        if self.codec != "blosc2" and (self.shuffle, self.inner) != (None, None):
-            raise UsageError(f"shuffle and inner are for blosc2, not for {self.codec}")
-        if self.level is not None and self.level not in LEVELS[self.codec]:
-            levels = LEVELS[self.codec]
-            raise UsageError(f"level={self.level}: {self.codec} has {levels[0]} to {levels[-1]}")
+            if value not in choices and (value is not None or name == "codec"):
+                raise UsageError(f"{name}={value!r} must be one of {choices}")
+        codec = CODECS[self.codec]
+        if not codec.filters and (self.shuffle, self.inner) != (None, None):
+            filtering = " and ".join(name for name, each in CODECS.items() if each.filters)
+            raise UsageError(f"shuffle and inner are for {filtering}, not for {self.codec}")
+        if self.level is not None and self.level not in codec.levels:
+            first, last = codec.levels[0], codec.levels[-1]
+            raise UsageError(f"level={self.level}: {self.codec} has {first} to {last}")
         if not is_installed(self.codec):
-            raise UsageError(f"compression by {self.codec} {_lacking(self.codec)}")
+            raise UsageError(f"compression by {self.codec} {_lacking(codec)}")
 
     def __str__(self) -> str:
-        level = "" if self.level is None else f" level {self.level}"
-        if self.codec != "blosc2":
-            return f"{self.codec}{level}"
-        return f"blosc2{level} ({self.inner or 'zstd'}, shuffle by {self.shuffle or 'byte'})"
-
-    def encoding(self, item_nbytes: Sequence[int]) -> Encoding:
-        """How a file is stored whose blocks hold items of these sizes, one size a block."""
-        encoder: Encoder
-        if self.codec == "zstd":
-            encoder = frames.Zstd(1 if self.level is None else self.level)
-        elif self.codec == "lz4":
-            encoder = frames.Lz4(self.level or 0)
-        else:
-            encoder = chunks.Blosc2(
-                item_nbytes,
-                level=1 if self.level is None else self.level,
-                shuffle=self.shuffle or "byte",
-                inner=self.inner or "zstd",
-            )
-        return Encoding(codec=self.codec, encoder=encoder)
+        text = self.codec if self.level is None else f"{self.codec} level {self.level}"
+        if not CODECS[self.codec].filters:
+            return text
+        return f"{text} ({self.inner or 'zstd'}, shuffle by {self.shuffle or 'byte'})"
 
 
-def decoder(codec: Codec) -> Decoder:
-    """What decodes the blocks of files of this codec.
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """How the blocks of one file are compressed."""
+
+    compression: Compression
+    item_nbytes: Sequence[int]
+    """Size of the items in each block."""
+
+    def encode(self, number: int, plain: memoryview) -> Buffer:
+        """The stored form of the plain block of that number. Thread-safe."""
+        asked = self.compression
+        codec = CODECS[asked.codec]
+        level = codec.default_level if asked.level is None else asked.level
+        size = self.item_nbytes[number]
+        return codec.encode(plain, level, size, asked.shuffle or "byte", asked.inner or "zstd")
+
+
+def decoder(name: CodecName) -> Decode:
+    """The function that decodes the blocks of files of this codec.
 
     Raises:
         UnsupportedVersion: the package that it needs is not installed.
     """
-    if not is_installed(codec):
-        raise UnsupportedVersion(f"it is compressed by {codec}, which {_lacking(codec)}")
-    if codec == "zstd":
-        return frames.Zstd()
-    return frames.Lz4() if codec == "lz4" else chunks.Blosc2(())
+    if not is_installed(name):
+        raise UnsupportedVersion(f"it is compressed by {name}, which {_lacking(CODECS[name])}")
+    return CODECS[name].decode
 
 
-def is_installed(codec: Codec) -> bool:
-    """Whether the package that a codec needs is there."""
-    return find_spec(LIBRARIES[codec]) is not None
-
-
-def max_stored_nbytes(nbytes: int) -> int:
-    """The longest that the stored form of a block of `nbytes` may be."""
-    return nbytes + nbytes // 128 + 4096
-
-
-def max_file_nbytes(nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> int:
-    """The same for all blocks of a file of `nbytes`."""
-    return sum(
-        max_stored_nbytes(stop - start) for start, stop in blocks.split(nbytes, block_nbytes)
-    )
+def is_installed(name: CodecName) -> bool:
+    """Whether the package that a codec needs is installed."""
+    return find_spec(CODECS[name].library) is not None
 
 
 def _lacking(codec: Codec) -> str:
-    return f"needs the package {LIBRARIES[codec]}: pip install 'holdfast[compress]'"
+    return f"needs the package {codec.library}: pip install '{codec.install}'"

@@ -1,4 +1,8 @@
-"""Blocks as frames of Zstandard and LZ4, which the tools of those formats can read."""
+"""Blocks as frames of Zstandard and LZ4, which the tools of those formats can read.
+
+Each block is one frame, which says its content size. A block that does not shrink is stored raw
+inside the frame.
+"""
 
 from __future__ import annotations
 
@@ -8,66 +12,64 @@ from holdfast.store.base import Buffer
 _MIN_WINDOW_NBYTES = 1024
 
 
-class Zstd:
-    """Each block is one Zstandard frame, which says its content size."""
+def encode_zstd(plain: memoryview, level: int, *_filter: object) -> Buffer:
+    """The Zstandard frame of a block."""
+    import zstandard
 
-    def __init__(self, level: int = 1) -> None:
-        self._level = level
-
-    def encode(self, number: int, plain: memoryview) -> Buffer:
-        """See `Encoder.encode`. What does not shrink is stored raw inside the frame."""
-        import zstandard
-
-        return zstandard.ZstdCompressor(level=self._level).compress(plain)
-
-    def decode(self, number: int, stored: memoryview, plain: memoryview) -> None:
-        """See `Decoder.decode`; straight into `plain`."""
-        import zstandard
-
-        try:
-            _expect_size(zstandard.get_frame_parameters(stored).content_size, plain)
-            window = max(plain.nbytes, _MIN_WINDOW_NBYTES)
-            decompressor = zstandard.ZstdDecompressor(max_window_size=window)
-            reader = decompressor.stream_reader(stored)
-            if reader.readinto(plain) == plain.nbytes and not reader.read(1):
-                return
-        except zstandard.ZstdError as error:
-            raise CorruptData(f"no Zstandard frame that can be decoded: {error}") from error
-        raise CorruptData(f"not one Zstandard frame of {plain.nbytes:,} bytes")
+    return zstandard.ZstdCompressor(level=level).compress(plain)
 
 
-class Lz4:
-    """Each block is one LZ4 frame, which says its content size."""
+def decode_zstd(stored: memoryview, plain: memoryview) -> None:
+    """Fill `plain` from a Zstandard frame, without memory in between.
 
-    def __init__(self, level: int = 0) -> None:
-        self._level = level
+    Raises:
+        CorruptData: it is not one frame of that length.
+    """
+    import zstandard
 
-    def encode(self, number: int, plain: memoryview) -> Buffer:
-        """See `Encoder.encode`. What does not shrink is stored raw inside the frame."""
-        import lz4.frame
+    try:
+        _expect_size(zstandard.get_frame_parameters(stored).content_size, plain)
+        window = max(plain.nbytes, _MIN_WINDOW_NBYTES)
+        decompressor = zstandard.ZstdDecompressor(max_window_size=window)
+        reader = decompressor.stream_reader(stored)
+        if reader.readinto(plain) == plain.nbytes and not reader.read(1):
+            return
+    except zstandard.ZstdError as error:
+        raise CorruptData(f"no Zstandard frame that can be decoded: {error}") from error
+    raise CorruptData(f"not one Zstandard frame of {plain.nbytes:,} bytes")
 
-        frame: bytes = lz4.frame.compress(
-            plain,
-            compression_level=self._level,
-            block_size=lz4.frame.BLOCKSIZE_MAX4MB,
-            block_linked=False,
-            store_size=True,
-        )
-        return frame
 
-    def decode(self, number: int, stored: memoryview, plain: memoryview) -> None:
-        """See `Decoder.decode`; through memory of the library, of the size of the block."""
-        import lz4.frame
+def encode_lz4(plain: memoryview, level: int, *_filter: object) -> Buffer:
+    """The LZ4 frame of a block."""
+    import lz4.frame
 
-        try:
-            _expect_size(lz4.frame.get_frame_info(stored)["content_size"], plain)
-            decompressor = lz4.frame.LZ4FrameDecompressor()
-            found = decompressor.decompress(stored, max_length=plain.nbytes + 1)
-        except RuntimeError as error:
-            raise CorruptData(f"no LZ4 frame that can be decoded: {error}") from error
-        if not decompressor.eof or decompressor.unused_data or len(found) != plain.nbytes:
-            raise CorruptData(f"not one LZ4 frame of {plain.nbytes:,} bytes")
-        plain[:] = found
+    frame: bytes = lz4.frame.compress(
+        plain,
+        compression_level=level,
+        block_size=lz4.frame.BLOCKSIZE_MAX4MB,
+        block_linked=False,
+        store_size=True,
+    )
+    return frame
+
+
+def decode_lz4(stored: memoryview, plain: memoryview) -> None:
+    """Fill `plain` from an LZ4 frame, through memory of the library of the size of the block.
+
+    Raises:
+        CorruptData: it is not one frame of that length.
+    """
+    import lz4.frame
+
+    try:
+        _expect_size(lz4.frame.get_frame_info(stored)["content_size"], plain)
+        decompressor = lz4.frame.LZ4FrameDecompressor()
+        found = decompressor.decompress(stored, max_length=plain.nbytes + 1)
+    except RuntimeError as error:
+        raise CorruptData(f"no LZ4 frame that can be decoded: {error}") from error
+    if not decompressor.eof or decompressor.unused_data or len(found) != plain.nbytes:
+        raise CorruptData(f"not one LZ4 frame of {plain.nbytes:,} bytes")
+    plain[:] = found
 
 
 def _expect_size(found: int, plain: memoryview) -> None:

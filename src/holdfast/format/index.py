@@ -18,7 +18,8 @@ from msgspec import Meta
 from holdfast.errors import CorruptData, FormatError, HoldfastError
 from holdfast.format import blocks as block_digests
 from holdfast.format import layout, sealed, strictjson
-from holdfast.format.codec import Codec, max_stored_nbytes
+from holdfast.format.blocks import max_stored_nbytes
+from holdfast.format.codec import CodecName
 from holdfast.format.layout import BLOCK_NBYTES, FORMAT_VERSION
 from holdfast.format.manifest import FileEntry, StoredEntry, check_block_nbytes
 from holdfast.format.tensors import ITEM_NBYTES, MAX_DIMS, TensorFile, TensorSpec, check_shape
@@ -141,7 +142,7 @@ class StoredBlocks(msgspec.Struct, frozen=True):
         """(start, stop) of every stored block in the file."""
         return [*pairwise(accumulate(self.lengths, initial=0))]
 
-    def entry(self, codec: Codec) -> StoredEntry:
+    def entry(self, codec: CodecName) -> StoredEntry:
         """What the manifest says of them."""
         digest = block_digests.file_digest(self.nbytes, self.digests)
         return StoredEntry(codec=codec, nbytes=self.nbytes, digest=digest)

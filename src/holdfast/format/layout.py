@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import types
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from holdfast.errors import FormatError, UsageError
+from holdfast.format.codec import CODECS, CodecName
 from holdfast.store.base import MAX_SEGMENT_BYTES
 
 FORMAT_VERSION = 1
@@ -32,12 +31,8 @@ MAX_TENSORS_PER_FILE = 50_000
 MAX_LABEL_BYTES = 200
 MAX_BOX_NUMBER = 9999
 """The highest number that a box of keys may have."""
-CODEC_SUFFIXES: Mapping[str, str] = types.MappingProxyType(
-    {"zstd": ".zst", "lz4": ".lz4", "blosc2": ".blosc2"}
-)
-"""What the names of files that a codec made end with."""
 
-_SUFFIXES = frozenset(CODEC_SUFFIXES.values())
+_SUFFIXES = frozenset(codec.suffix for codec in CODECS.values())
 _SUFFIX = re.compile(r"\.([0-9]{4,10})-([0-9]{6,12})-([0-9a-f]{8})$", re.ASCII)
 _LABEL = re.compile(r"[A-Za-z0-9_=+\-][A-Za-z0-9._=+\-]*", re.ASCII)
 _COMPONENT = re.compile(r"[a-z0-9_\-]{1,64}", re.ASCII)
@@ -297,9 +292,9 @@ def component_of(name: str) -> str:
     return name.rpartition("-")[0]
 
 
-def stored_file(name: str, codec: str) -> str:
-    """Name of a component's file as it lies there when a codec made it, from its plain name."""
-    return name + CODEC_SUFFIXES[codec]
+def stored_file(name: str, codec: CodecName) -> str:
+    """Name of a component's file that is compressed by a codec, from its plain name."""
+    return name + CODECS[codec].suffix
 
 
 def plain_file(name: str) -> str:

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from holdfast.errors import FormatError, HoldfastError, MissingKey, UsageError
 from holdfast.format import layout, sealed, strictjson
-from holdfast.format.codec import Codec
+from holdfast.format.codec import CodecName
 from holdfast.format.layout import RNG
 from holdfast.store.base import Buffer
 
@@ -82,7 +82,7 @@ def needed_of(left_out: Sequence[str]) -> tuple[str, ...]:
 class StoredEntry(msgspec.Struct, frozen=True, kw_only=True):
     """The form in which a file is stored: its codec, and length and digest of what lies there."""
 
-    codec: Codec
+    codec: CodecName
     nbytes: Natural
     digest: Digest
 

@@ -110,7 +110,7 @@ def test_every_file_is_there_with_the_digests_of_its_blocks(
 
 
 class Reversing:
-    """An encoder whose blocks are longer or shorter than the plain ones."""
+    """An encoding whose blocks are longer or shorter than the plain ones."""
 
     def encode(self, number: int, plain: memoryview) -> bytes:
         data = bytes(plain[::-1])
@@ -132,11 +132,11 @@ def test_encoded_blocks_lie_one_behind_the_other(
         store.make_folder("f")
     if kind == "whole":
         store = Whole(store)
-    encoder = Reversing()
+    encoding = Reversing()
     plain, document = files_of()[2], FileToWrite(key="f/d", content=BytesContent(b"{}"))
     files = [
         *(
-            FileToWrite(key=f"f/e{n}", content=file.content, encoder=encoder)
+            FileToWrite(key=f"f/e{n}", content=file.content, encoding=encoding)
             for n, file in enumerate([*files_of((*SIZES, 5 * BLOCK_NBYTES)), document])
         ),
         plain,
@@ -147,11 +147,11 @@ def test_encoded_blocks_lie_one_behind_the_other(
         data = file.content.data
         assert found[file.key].digests == digest_blocks(data)
         blocks = [
-            encoder.encode(n, memoryview(data)[start:stop])
+            encoding.encode(n, memoryview(data)[start:stop])
             for n, (start, stop) in enumerate(split(len(data)))
         ]
         stored = found[file.key].stored
-        if file.encoder is None:
+        if file.encoding is None:
             assert stored is None
             assert store.get(file.key) == data
         else:
@@ -175,7 +175,7 @@ class Whole:
 
 
 class Counting:
-    """An encoder that says how many of its blocks are alive."""
+    """An encoding that says how many of its blocks are alive."""
 
     def __init__(self) -> None:
         self.alive = 0
@@ -198,14 +198,14 @@ class Counting:
 
 def test_a_bounded_number_of_encoded_blocks_waits(pools: tuple[Workers, Workers]) -> None:
     """However large the file is, and however slow the store."""
-    encoder = Counting()
+    encoding = Counting()
     data = bytes(4 * writing.ENCODED_AT_ONCE * BLOCK_NBYTES)
-    write(MemoryStore(), [FileToWrite(key="a", content=Held(data), encoder=encoder)], pools)
-    assert encoder.most <= writing.ENCODED_AT_ONCE + 2
+    write(MemoryStore(), [FileToWrite(key="a", content=Held(data), encoding=encoding)], pools)
+    assert encoding.most <= writing.ENCODED_AT_ONCE + 2
 
 
 class Broken:
-    """An encoder that fails."""
+    """An encoding that fails."""
 
     def encode(self, number: int, plain: memoryview) -> bytes:
         if number == 1:
@@ -222,7 +222,7 @@ def test_an_encoder_that_fails_ends_everything(
     before = set(os.listdir("/proc/self/fd"))
     content = Held(noise(5 * BLOCK_NBYTES))
     with pytest.raises(RuntimeError, match="no memory for a block"):
-        write(store, [FileToWrite(key="f/a", content=content, encoder=Broken())], pools)
+        write(store, [FileToWrite(key="f/a", content=content, encoding=Broken())], pools)
     assert os.listdir(tmp_path / "f") == []
     assert set(os.listdir("/proc/self/fd")) == before
 
@@ -239,7 +239,7 @@ def test_a_store_that_fails_ends_the_encoding_too(
     with pytest.raises(errors.StoreError, match="EIO"):
         write(
             FaultyStore(inner, [fault]),
-            [FileToWrite(key="f/a", content=content, encoder=Reversing())],
+            [FileToWrite(key="f/a", content=content, encoding=Reversing())],
             pools,
         )
     assert os.listdir(tmp_path / "f") == []

@@ -11,7 +11,7 @@ from holdfast.engine.memory import Buffers
 from holdfast.errors import CorruptData
 from holdfast.format import blocks
 from holdfast.format.blocks import DIGEST_NBYTES
-from holdfast.format.codec import Decoder, decoder
+from holdfast.format.codec import Decode, decoder
 from holdfast.format.index import Index, StoredBlocks
 from holdfast.format.manifest import FileEntry
 from holdfast.store.base import ReadsCached, Store, ignore, read_into
@@ -29,7 +29,7 @@ class FileBlocks:
     """Of the stored blocks, where a codec made them."""
     spans: Sequence[tuple[int, int]] = ()
     """(start, stop) of the stored blocks."""
-    decoder: Decoder | None = None
+    decoder: Decode | None = None
     """None: the file is stored as it is."""
 
     @classmethod
@@ -156,7 +156,7 @@ def decode_block(
     """Fill `plain` from a stored block; says what is wrong with it, or nothing."""
     assert file.decoder is not None
     try:
-        file.decoder.decode(number, stored, plain)
+        file.decoder(stored, plain)
     except CorruptData as error:
         return f"cannot be decoded: {error}"
     if verify and not _is_block(plain, file.digests, number):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from holdfast.engine.saving.throughput import Throughput
 from holdfast.engine.workers import num_cores
 from holdfast.events import Emitter
-from holdfast.format.codec import Compression, is_installed
+from holdfast.format.codec import CODECS, Compression, Encoding, is_installed
 
 MIN_NBYTES = 32 << 20
 """A save that writes less tells nothing of the store."""
@@ -31,14 +31,13 @@ SAVES_BETWEEN = 64
 
 
 def candidates() -> list[Compression]:
-    """What is tried: fast codecs only, and those of which the package is installed."""
-    found = [Compression(codec="zstd")]
-    if is_installed("lz4"):
-        found.append(Compression(codec="lz4"))
-    if is_installed("blosc2"):
-        found.append(Compression(codec="blosc2", shuffle="bit", inner="lz4"))
-        found.append(Compression(codec="blosc2", shuffle="byte", inner="zstd"))
-    return found
+    """Every codec of which the package is installed, at its default level."""
+    return [
+        Compression(codec=name, shuffle=shuffle, inner=inner)
+        for name, codec in CODECS.items()
+        if is_installed(name)
+        for shuffle, inner in codec.filters or ((None, None),)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +66,8 @@ def tried(compression: Compression, samples: Sequence[Sample]) -> Trial:
     stored = plain = 0
     began = time.perf_counter()
     for sample in samples:
-        encoder = compression.encoding([sample.item_nbytes]).encoder
-        stored += memoryview(encoder.encode(0, memoryview(sample.data))).nbytes
+        encoding = Encoding(compression, [sample.item_nbytes])
+        stored += memoryview(encoding.encode(0, memoryview(sample.data))).nbytes
         plain += len(sample.data)
     spent_s = time.perf_counter() - began
     return Trial(compression=compression, ratio=stored / plain, s_per_byte=spent_s / plain)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 from holdfast.engine.saving.choosing import Chooser
 from holdfast.engine.saving.packing import Pieces
@@ -12,7 +12,7 @@ from holdfast.engine.saving.throughput import Throughput
 from holdfast.errors import UsageError
 from holdfast.events import Emitter
 from holdfast.format.blocks import num_blocks
-from holdfast.format.codec import Codec, Compression, Encoding
+from holdfast.format.codec import CODECS, CodecName, Compression, Encoding
 from holdfast.format.layout import BLOCK_NBYTES, component_of
 from holdfast.format.tensors import ITEM_NBYTES, TensorFile
 
@@ -20,8 +20,8 @@ MIN_TREE_NBYTES = 1 << 20
 """Shorter trees stay readable."""
 
 Auto = Literal["auto"]
-Choice: TypeAlias = Compression | Codec | Auto | None
-"""What may be asked for: None is as it is."""
+Choice: TypeAlias = Compression | CodecName | Auto | None
+"""How a component may be compressed, as given by the user; None: not at all."""
 Compress: TypeAlias = Choice | Mapping[str, Choice]
 
 
@@ -44,8 +44,8 @@ def choices(asked: Compress, components: Collection[str]) -> dict[str, Compressi
 def _compression(choice: Choice) -> Compression | Auto | None:
     if choice is None or choice == "auto" or isinstance(choice, Compression):
         return choice
-    if choice not in get_args(Codec):
-        names = (*get_args(Codec), "auto")
+    if choice not in CODECS:
+        names = (*CODECS, "auto")
         raise UsageError(f"compress={choice!r} must be one of {names}, or a Compression")
     return Compression(codec=choice)
 
@@ -74,14 +74,14 @@ class Compressing:
     def of_tensors(self, file: TensorFile) -> Encoding | None:
         """How a tensor file is stored; None: as it is."""
         compression = self._of(component_of(file.name))
-        return None if compression is None else compression.encoding(item_sizes(file))
+        return None if compression is None else Encoding(compression, item_sizes(file))
 
     def of_tree(self, component: str, nbytes: int) -> Encoding | None:
         """The same for a component's tree."""
         compression = self._of(component)
         if compression is None or nbytes < MIN_TREE_NBYTES:
             return None
-        return compression.encoding([1] * num_blocks(nbytes))
+        return Encoding(compression, [1] * num_blocks(nbytes))
 
     def observer(self, file: TensorFile) -> Callable[[int, memoryview], None] | None:
         """What is to see the blocks of a tensor file that is stored as it is; None: nobody need."""

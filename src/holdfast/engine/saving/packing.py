@@ -15,7 +15,7 @@ import numpy as np
 from holdfast.engine.memory import take
 from holdfast.errors import DeadlineExceeded
 from holdfast.format.blocks import block_digest
-from holdfast.format.codec import Encoder
+from holdfast.format.codec import Encoding
 from holdfast.format.index import StoredBlocks
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.store.base import Buffer
@@ -59,9 +59,9 @@ class Encoded:
     digest: bytes
 
 
-def encode(encoder: Encoder, number: int, plain: memoryview) -> Encoded:
+def encode(encoding: Encoding, number: int, plain: memoryview) -> Encoded:
     """The stored block; its digest is taken while it is in the processor's cache."""
-    data = encoder.encode(number, plain)
+    data = encoding.encode(number, plain)
     return Encoded(data=data, digest=block_digest(data))
 
 

@@ -26,7 +26,7 @@ from holdfast.engine.staging.staged import Staged
 from holdfast.engine.workers import Workers
 from holdfast.errors import HoldfastError, OutcomeUnknown, StoreError
 from holdfast.format import blocks, layout
-from holdfast.format.codec import Codec, Encoding
+from holdfast.format.codec import CodecName, Encoding
 from holdfast.format.index import StoredBlocks, encode_index
 from holdfast.format.manifest import (
     ComponentEntry,
@@ -177,7 +177,7 @@ class _Files:
         self.digests: dict[str, bytes] = {}
         self._compressing = compressing
         self._links = links
-        self._codecs: dict[str, Codec] = {}
+        self._codecs: dict[str, CodecName] = {}
         self.nbytes_written = 0
         """Plain bytes of the files that were not shared."""
 
@@ -197,14 +197,14 @@ class _Files:
     def _file(
         self, plain: str, content: Content | BytesContent, encoding: Encoding | None
     ) -> FileToWrite:
-        name = plain if encoding is None else layout.stored_file(plain, encoding.codec)
+        name = plain if encoding is None else layout.stored_file(plain, encoding.compression.codec)
         self.names[plain] = name
         if encoding is not None:
-            self._codecs[name] = encoding.codec
+            self._codecs[name] = encoding.compression.codec
         return FileToWrite(
             key=f"{self.attempt.folder}/{name}",
             content=content,
-            encoder=None if encoding is None else encoding.encoder,
+            encoding=encoding,
         )
 
     def _link(self, known: KnownFile) -> bool:

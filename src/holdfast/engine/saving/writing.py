@@ -23,7 +23,7 @@ from holdfast.engine.staging.content import BytesContent, Content
 from holdfast.engine.workers import Workers, cancel, gather
 from holdfast.errors import DeadlineExceeded
 from holdfast.format import blocks
-from holdfast.format.codec import Encoder, max_file_nbytes
+from holdfast.format.codec import Encoding
 from holdfast.format.index import StoredBlocks
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.store.base import BlockWriter, Store, WritesBlocks, final_nbytes
@@ -42,16 +42,16 @@ class FileToWrite:
 
     key: str
     content: Content | BytesContent
-    encoder: Encoder | None = None
-    """What makes its stored blocks; None: they are the plain ones."""
+    encoding: Encoding | None = None
+    """How it is compressed; None: it is stored plain."""
     observer: Callable[[int, memoryview], None] | None = None
     """Called with the number and the memory of each block that is stored as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenFile:
-    """A file that is durable: the digests of its blocks, and its stored blocks where an encoder
-    made them."""
+    """A file that is durable: the digests of its blocks, and its stored blocks where it is
+    compressed."""
 
     digests: bytes
     stored: StoredBlocks | None = None
@@ -145,8 +145,8 @@ class _Batch:
         content = file.content
         hashes = self._hashes[file.key] = []
         writes = self._writes[file.key] = []
-        if file.encoder is not None:
-            self._begin_encoded(file.key, content, file.encoder)
+        if file.encoding is not None:
+            self._begin_encoded(file.key, content, file.encoding)
             return
         if isinstance(content, BytesContent):
             writes.append(self._writers.submit(partial(self._store.put, file.key, content.data)))
@@ -164,8 +164,8 @@ class _Batch:
             if self._failed:
                 return  # the error is in one of the futures
 
-    def _begin_encoded(self, key: str, content: Content | BytesContent, encoder: Encoder) -> None:
-        nbytes = max_file_nbytes(content.nbytes)
+    def _begin_encoded(self, key: str, content: Content | BytesContent, encoding: Encoding) -> None:
+        nbytes = blocks.max_file_nbytes(content.nbytes)
         writer = self._open[key] = _writer(self._store, key, nbytes, at_most=True)
 
         def send(start: int, piece: memoryview, used: int) -> None:
@@ -177,7 +177,7 @@ class _Batch:
         for number in range(blocks.num_blocks(content.nbytes)):
             memory = content.block(number, self._timeout_s)
             self._hashes[key].append(self._workers.submit(partial(content.digest, number)))
-            job = partial(_encode, encoder, content, number, memory)
+            job = partial(_encode, encoding, content, number, memory)
             self._encoding.append((packer, self._workers.submit(job)))
             self._pack(leave=ENCODED_AT_ONCE)
             if self._failed:
@@ -235,10 +235,10 @@ class _Batch:
 
 
 def _encode(
-    encoder: Encoder, content: Content | BytesContent, number: int, memory: memoryview
+    encoding: Encoding, content: Content | BytesContent, number: int, memory: memoryview
 ) -> Encoded:
     try:
-        return encode(encoder, number, memory)
+        return encode(encoding, number, memory)
     finally:
         content.written(number)
 
