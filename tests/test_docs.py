@@ -89,6 +89,30 @@ def test_every_link_leads_somewhere() -> None:
     assert [link for page in PAGES for link in broken_links(page)] == []
 
 
+PUBLIC = {f"holdfast.{name}" for name in ("data", "errors", "events", "keys", "testing", "train")}
+OF_STORES = {"holdfast.store"} | {f"holdfast.store.{x}" for x in ("local", "remote", "remoteopen")}
+"""Modules of which pages still import stores."""
+
+
+def modules_imported(path: Path) -> set[str]:
+    """Modules of the package that the Python of a page or of an example imports."""
+    text = path.read_text("utf-8")
+    code = re.findall(r"```python[^\n]*\n(.*?)```", text, re.DOTALL)
+    lines = text if path.suffix == ".py" else "\n".join(code)
+    return set(
+        re.findall(r"^(?:>>> |\.\.\. )?\s*(?:from|import) (holdfast[\w.]*)", lines, re.MULTILINE)
+    )
+
+
+def test_what_is_shown_imports_public_modules_only() -> None:
+    examples = [*(ROOT / "examples").glob("*.py")]
+    assert len(examples) > 3
+    shown = {path.name: modules_imported(path) for path in (*PAGES, *examples)}
+    deeper = {name: found - {"holdfast", *PUBLIC, *OF_STORES} for name, found in shown.items()}
+    assert {name: found for name, found in deeper.items() if found} == {}
+    assert all(modules_imported(path) for path in examples)
+
+
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text("utf-8").split("\nnav:\n")[1]
     named = re.findall(r"[\w./-]+\.md", navigation)

@@ -25,6 +25,28 @@ def test_every_public_name_resolves_and_is_documented() -> None:
     assert [name for name, home in homes.items() if not home.startswith("holdfast.")] == []
 
 
+def seen_by_type_checkers(module: ModuleType) -> dict[str, str]:
+    """Public name → its module, as the imports under TYPE_CHECKING have them."""
+    tree = ast.parse(inspect.getsource(module))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    found = {(alias.asname, node.module) for node in imports for alias in node.names}
+    return {str(name): str(home) for name, home in found}
+
+
+@pytest.mark.parametrize("module", [holdfast, holdfast.testing])
+def test_type_checkers_see_the_names_that_there_are(module: ModuleType) -> None:
+    """With `as`, which says to them that a name is exported."""
+    assert seen_by_type_checkers(module) == module._HOMES
+
+
+def test_the_names_are_in_order_and_each_stands_there_once() -> None:
+    names = ast.parse(inspect.getsource(holdfast))
+    (table,) = (node.value for node in names.body if "_HOMES =" in ast.unparse(node)[:8])
+    keys = [ast.literal_eval(key) for key in table.keys]  # type: ignore[attr-defined]
+    assert keys == sorted(set(keys))
+
+
 def test_the_version_is_that_of_the_installed_package() -> None:
     from importlib.metadata import version
 

@@ -9,126 +9,145 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+# The same table for type checkers, which read no other; tests/test_public.py compares the two.
 if TYPE_CHECKING:
-    from holdfast import data, errors, events, keys, testing, train
-    from holdfast.engine.access.reading import reading
-    from holdfast.engine.checkpoint import Checkpoint, PendingSave
-    from holdfast.engine.control.stop import Stop
-    from holdfast.engine.hooks import StateHooks
-    from holdfast.engine.loading.caching import CachedStore
-    from holdfast.engine.tiers.tiered import Tiered
-    from holdfast.format.codec import Compression
-    from holdfast.keys import Encryption
-    from holdfast.manager import CheckpointManager
-    from holdfast.policy.auto import Auto
-    from holdfast.policy.classes import SavePolicy
-    from holdfast.policy.clock import Time
-    from holdfast.policy.retention import (
-        All,
-        Best,
-        Budget,
-        ByClass,
-        BySaver,
-        Daily,
-        EveryNth,
-        Hourly,
-        Last,
-        Within,
-    )
-    from holdfast.policy.savers import SideSaver
-    from holdfast.policy.triggers import At, AtEnd, AtStart, Every, On, WallClock, When
-    from holdfast.weights import load_weights
+    from holdfast import data as data
+    from holdfast import errors as errors
+    from holdfast import events as events
+    from holdfast import keys as keys
+    from holdfast import testing as testing
+    from holdfast import train as train
+    from holdfast.engine.access.reading import reading as reading
+    from holdfast.engine.checkpoint import Checkpoint as Checkpoint
+    from holdfast.engine.checkpoint import PendingSave as PendingSave
+    from holdfast.engine.control.stop import Stop as Stop
+    from holdfast.engine.hooks import StateHooks as StateHooks
+    from holdfast.engine.loading.caching import CachedStore as CachedStore
+    from holdfast.engine.tiers.tiered import Tiered as Tiered
+    from holdfast.format.codec import Compression as Compression
+    from holdfast.format.manifest import Timestamp as Timestamp
+    from holdfast.keys import Encryption as Encryption
+    from holdfast.manager import CheckpointManager as CheckpointManager
+    from holdfast.policy.advisor import advise as advise
+    from holdfast.policy.advisor import given_rate as given_rate
+    from holdfast.policy.advisor import learnt_rate as learnt_rate
+    from holdfast.policy.auto import Auto as Auto
+    from holdfast.policy.classes import Due as Due
+    from holdfast.policy.classes import Saved as Saved
+    from holdfast.policy.classes import SavePolicy as SavePolicy
+    from holdfast.policy.clock import Time as Time
+    from holdfast.policy.clock import Unit as Unit
+    from holdfast.policy.measured import History as History
+    from holdfast.policy.measured import SaveCost as SaveCost
+    from holdfast.policy.naming import compile_label as compile_label
+    from holdfast.policy.naming import fill_root as fill_root
+    from holdfast.policy.retention import decide as decide
+    from holdfast.policy.rule import BySaver as BySaver
+    from holdfast.policy.rule import Candidate as Candidate
+    from holdfast.policy.rule import Rule as Rule
+    from holdfast.policy.rules import All as All
+    from holdfast.policy.rules import Best as Best
+    from holdfast.policy.rules import Budget as Budget
+    from holdfast.policy.rules import ByClass as ByClass
+    from holdfast.policy.rules import Daily as Daily
+    from holdfast.policy.rules import EveryNth as EveryNth
+    from holdfast.policy.rules import Hourly as Hourly
+    from holdfast.policy.rules import Last as Last
+    from holdfast.policy.rules import Within as Within
+    from holdfast.policy.savers import SideSaver as SideSaver
+    from holdfast.policy.simulate import Costs as Costs
+    from holdfast.policy.simulate import expected_goodput as expected_goodput
+    from holdfast.policy.simulate import exponential_failures as exponential_failures
+    from holdfast.policy.simulate import simulate as simulate
+    from holdfast.policy.spelling import parse_rule as parse_rule
+    from holdfast.policy.triggers import At as At
+    from holdfast.policy.triggers import AtEnd as AtEnd
+    from holdfast.policy.triggers import AtStart as AtStart
+    from holdfast.policy.triggers import Every as Every
+    from holdfast.policy.triggers import On as On
+    from holdfast.policy.triggers import Trigger as Trigger
+    from holdfast.policy.triggers import WallClock as WallClock
+    from holdfast.policy.triggers import When as When
+    from holdfast.store.memory import MemoryStore as MemoryStore
+    from holdfast.weights import load_weights as load_weights
 
     __version__: str
 
-__all__ = [
-    "All",
-    "At",
-    "AtEnd",
-    "AtStart",
-    "Auto",
-    "Best",
-    "Budget",
-    "ByClass",
-    "BySaver",
-    "CachedStore",
-    "Checkpoint",
-    "CheckpointManager",
-    "Compression",
-    "Daily",
-    "Encryption",
-    "Every",
-    "EveryNth",
-    "Hourly",
-    "Last",
-    "On",
-    "PendingSave",
-    "SavePolicy",
-    "SideSaver",
-    "StateHooks",
-    "Stop",
-    "Tiered",
-    "Time",
-    "WallClock",
-    "When",
-    "Within",
-    "__version__",
-    "data",
-    "errors",
-    "events",
-    "keys",
-    "load_weights",
-    "reading",
-    "testing",
-    "train",
-]
-
-_MODULES = frozenset({"data", "errors", "events", "keys", "testing", "train"})
-_NAMES = {
-    "All": "holdfast.policy.retention",
+_HOMES = {
+    "All": "holdfast.policy.rules",
     "At": "holdfast.policy.triggers",
     "AtEnd": "holdfast.policy.triggers",
     "AtStart": "holdfast.policy.triggers",
     "Auto": "holdfast.policy.auto",
-    "Best": "holdfast.policy.retention",
-    "Budget": "holdfast.policy.retention",
-    "ByClass": "holdfast.policy.retention",
-    "BySaver": "holdfast.policy.retention",
+    "Best": "holdfast.policy.rules",
+    "Budget": "holdfast.policy.rules",
+    "ByClass": "holdfast.policy.rules",
+    "BySaver": "holdfast.policy.rule",
     "CachedStore": "holdfast.engine.loading.caching",
+    "Candidate": "holdfast.policy.rule",
     "Checkpoint": "holdfast.engine.checkpoint",
     "CheckpointManager": "holdfast.manager",
     "Compression": "holdfast.format.codec",
-    "Daily": "holdfast.policy.retention",
-    "Every": "holdfast.policy.triggers",
+    "Costs": "holdfast.policy.simulate",
+    "Daily": "holdfast.policy.rules",
+    "Due": "holdfast.policy.classes",
     "Encryption": "holdfast.keys",
-    "EveryNth": "holdfast.policy.retention",
-    "Hourly": "holdfast.policy.retention",
-    "Last": "holdfast.policy.retention",
+    "Every": "holdfast.policy.triggers",
+    "EveryNth": "holdfast.policy.rules",
+    "History": "holdfast.policy.measured",
+    "Hourly": "holdfast.policy.rules",
+    "Last": "holdfast.policy.rules",
+    "MemoryStore": "holdfast.store.memory",
     "On": "holdfast.policy.triggers",
     "PendingSave": "holdfast.engine.checkpoint",
+    "Rule": "holdfast.policy.rule",
+    "SaveCost": "holdfast.policy.measured",
     "SavePolicy": "holdfast.policy.classes",
+    "Saved": "holdfast.policy.classes",
     "SideSaver": "holdfast.policy.savers",
     "StateHooks": "holdfast.engine.hooks",
     "Stop": "holdfast.engine.control.stop",
     "Tiered": "holdfast.engine.tiers.tiered",
     "Time": "holdfast.policy.clock",
+    "Timestamp": "holdfast.format.manifest",
+    "Trigger": "holdfast.policy.triggers",
+    "Unit": "holdfast.policy.clock",
     "WallClock": "holdfast.policy.triggers",
     "When": "holdfast.policy.triggers",
-    "Within": "holdfast.policy.retention",
+    "Within": "holdfast.policy.rules",
+    "advise": "holdfast.policy.advisor",
+    "compile_label": "holdfast.policy.naming",
+    "data": "holdfast",
+    "decide": "holdfast.policy.retention",
+    "errors": "holdfast",
+    "events": "holdfast",
+    "expected_goodput": "holdfast.policy.simulate",
+    "exponential_failures": "holdfast.policy.simulate",
+    "fill_root": "holdfast.policy.naming",
+    "given_rate": "holdfast.policy.advisor",
+    "keys": "holdfast",
+    "learnt_rate": "holdfast.policy.advisor",
     "load_weights": "holdfast.weights",
+    "parse_rule": "holdfast.policy.spelling",
     "reading": "holdfast.engine.access.reading",
+    "simulate": "holdfast.policy.simulate",
+    "testing": "holdfast",
+    "train": "holdfast",
 }
+"""Public name → the module that defines it."""
+
+__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(f"holdfast.{name}")
     if name == "__version__":
-        value = import_module("importlib.metadata").version("holdfast")
-    elif name in _NAMES:
-        value = getattr(import_module(_NAMES[name]), name)
-    else:
+        value: Any = import_module("importlib.metadata").version("holdfast")
+    elif name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    elif _HOMES[name] == __name__:
+        value = import_module(f"holdfast.{name}")
+    else:
+        value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

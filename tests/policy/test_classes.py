@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.classes import Due, Saved, SavePolicy
-from holdfast.policy.clock import ALL_UNITS, Time, parse, reading
+from holdfast.policy.clock import ALL_UNITS, Time, parse
 from holdfast.policy.triggers import At, AtEnd, AtStart, Event, Every, On
 
 EPOCH_STEPS = 5
@@ -37,7 +37,7 @@ def moments(length: Time, cycle_epochs: int = 10**6) -> Iterator[tuple[Event, Ti
                     step=step, epoch=epoch, samples=BATCH * step, cycle=cycle, wall_s=step
                 )
                 yield "cycle", at
-        if (reading(at, length.unit) or 0) >= length.value:
+        if (length.unit.of(at) or 0) >= length.value:
             yield "end", at
             return
 

@@ -20,7 +20,6 @@ from holdfast.policy.clock import (
     argument_name,
     counted,
     parse,
-    reading,
 )
 
 COUNTED_UNITS = [Unit.STEP, Unit.EPOCH, Unit.SAMPLE, Unit.TOKEN, Unit.CYCLE]
@@ -225,7 +224,7 @@ def test_seconds_are_finite_and_above_zero(value: float) -> None:
 def test_each_unit_reads_its_own_counter() -> None:
     now = Timestamp(step=1, epoch=2, samples=3, tokens=4, wall_s=5.5, cycle=6)
     units = [*COUNTED_UNITS, Unit.SECOND]
-    assert [reading(now, unit) for unit in units] == [1, 2, 3, 4, 6, 5.5]
+    assert [unit.of(now) for unit in units] == [1, 2, 3, 4, 6, 5.5]
     assert [counted(now, unit, "it") for unit in units] == [1, 2, 3, 4, 6, 5.5]
     names = ["step", "epoch", "samples", "tokens", "cycle", "wall_s"]
     assert [argument_name(unit) for unit in units] == names
@@ -233,13 +232,13 @@ def test_each_unit_reads_its_own_counter() -> None:
 
 def test_what_the_loop_does_not_count_is_none_or_an_error_that_names_it() -> None:
     """D47."""
-    assert reading(Timestamp(step=1), Unit.TOKEN) is None
+    assert Unit.TOKEN.of(Timestamp(step=1)) is None
     with pytest.raises(UsageError, match="'it' can never fire: tokens was not given"):
         counted(Timestamp(step=1), Unit.TOKEN, "it")
 
 
 def test_a_counter_cannot_tell_a_fraction_of_the_run() -> None:
     with pytest.raises(UsageError, match="resolve"):
-        reading(Timestamp(step=1), Unit.DURATION)
+        Unit.DURATION.of(Timestamp(step=1))
     with pytest.raises(UsageError, match="length is not known"):
         counted(Timestamp(step=1), Unit.DURATION, "it")

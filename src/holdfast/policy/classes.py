@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.auto import Auto
-from holdfast.policy.clock import ALL_UNITS, Time, Unit, counted, parse, reading
+from holdfast.policy.clock import ALL_UNITS, Time, Unit, counted, parse
 from holdfast.policy.rule import SaveClass
 from holdfast.policy.spoken import as_trigger
 from holdfast.policy.triggers import (
@@ -156,7 +156,7 @@ class SavePolicy:
         if self.cooldown is None or latest is None:
             return False
         current = counted(now, self.cooldown.unit, "cooldown")
-        before = reading(latest, self.cooldown.unit) or 0
+        before = self.cooldown.unit.of(latest) or 0
         return 0 <= current - before < self.cooldown.value
 
 

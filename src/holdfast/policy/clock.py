@@ -36,6 +36,19 @@ class Unit(Enum):
     # Units are looked up after each step of a training, and Enum's own hash is Python code.
     __hash__ = object.__hash__
 
+    def of(self, now: Timestamp) -> int | float | None:
+        """How far `now` is in this unit, or None when the training loop does not count it.
+
+        Raises:
+            UsageError: the unit is the length of the run, which a Timestamp does not know.
+        """
+        if self is Unit.DURATION:
+            raise UsageError(
+                "a fraction of the run cannot be read off a counter; resolve() it first"
+            )
+        count: int | float | None = getattr(now, _ARGUMENTS[self])
+        return count
+
 
 ALL_UNITS = frozenset(Unit)
 PLAIN_UNITS = ALL_UNITS - {Unit.CYCLE, Unit.DURATION}
@@ -87,7 +100,7 @@ class Time:
     Times of one unit can be compared, added, subtracted and divided. Anything else, also a bare
     number, is a `UsageError`: there is no unit that everybody means.
 
-    >>> parse("1h30m") / parse("10min")
+    >>> Time.parse("1h30m") / Time.parse("10min")
     Fraction(9, 1)
     """
 
@@ -137,12 +150,40 @@ class Time:
 
     __rmul__ = __mul__
 
+    @classmethod
+    def parse(
+        cls, value: str | Time, *, what: str = "time", units: Collection[Unit] = PLAIN_UNITS
+    ) -> Time:
+        """The `Time` that `value` spells: `500step`, `2ep`, `1e9tok`, `90min`, `1h30m`, `0.1dur`.
+
+        Letter case, blanks and underscores in numbers do not matter. `what` names the argument in
+        the error. `units` are those that mean something to the caller: `cycle` only where the loop
+        counts cycles, `dur` only where the length of the run will be known. `Unit` is all of them.
+
+        Raises:
+            UsageError: no unit, an unknown one, one that is not in `units`, a fraction of something
+                that is counted, or a value that is not above zero.
+        """
+        if not isinstance(value, str | Time):
+            raise UsageError(
+                f"{what}={value!r}: must be text with a unit, like '500step' or '30min'"
+            )
+        try:
+            time = value if isinstance(value, Time) else _read(value, units)
+        except UsageError as error:
+            raise UsageError(f"{what}={value!r}: {error}") from None
+        if time.unit not in units:
+            raise UsageError(
+                f"{what}={str(value)!r}: {time.unit.value} cannot be used here; {_known(units)}"
+            )
+        return time
+
     def resolve(self, max_duration: Time | None) -> Time:
         """What a fraction of the run is in the unit of `max_duration`; any other Time is itself.
 
         Counts are rounded up: the first step, say, at which that much of the run is done.
 
-        >>> str(parse("0.1dur", units=ALL_UNITS).resolve(parse("1005step")))
+        >>> str(Time.parse("0.1dur", units=Unit).resolve(Time.parse("1005step")))
         '101step'
 
         Raises:
@@ -173,51 +214,18 @@ class Time:
         return other.value
 
 
-def parse(value: str | Time, *, what: str = "time", units: Collection[Unit] = PLAIN_UNITS) -> Time:
-    """The `Time` that `value` spells: `500step`, `2ep`, `1e9tok`, `90min`, `1h30m`, `0.1dur`.
-
-    Letter case, blanks and underscores in numbers do not matter. `what` names the argument in
-    the error. `units` are those that mean something to the caller: `cycle` only where the loop
-    counts cycles, `dur` only where the length of the run will be known.
-
-    Raises:
-        UsageError: no unit, an unknown one, one that is not in `units`, a fraction of something
-            that is counted, or a value that is not above zero.
-    """
-    if not isinstance(value, str | Time):
-        raise UsageError(f"{what}={value!r}: must be text with a unit, like '500step' or '30min'")
-    try:
-        time = value if isinstance(value, Time) else _read(value, units)
-    except UsageError as error:
-        raise UsageError(f"{what}={value!r}: {error}") from None
-    if time.unit not in units:
-        raise UsageError(
-            f"{what}={str(value)!r}: {time.unit.value} cannot be used here; {_known(units)}"
-        )
-    return time
-
-
-def reading(now: Timestamp, unit: Unit) -> int | float | None:
-    """How far `now` is in `unit`, or None when the training loop does not count it.
-
-    Raises:
-        UsageError: the unit is the length of the run, which a Timestamp does not know.
-    """
-    if unit is Unit.DURATION:
-        raise UsageError("a fraction of the run cannot be read off a counter; resolve() it first")
-    count: int | float | None = getattr(now, _ARGUMENTS[unit])
-    return count
+parse = Time.parse
 
 
 def counted(now: Timestamp, unit: Unit, asker: object) -> int | float:
-    """The reading of a counter without which `asker` would never do anything.
+    """The value of a counter without which `asker` would never do anything.
 
     Raises:
         UsageError: the loop does not tell it; names the argument.
     """
     if unit is Unit.DURATION:
         raise UsageError(f"'{asker}' is about a fraction of the run, whose length is not known")
-    value = reading(now, unit)
+    value = unit.of(now)
     if value is None:
         raise UsageError(f"'{asker}' can never fire: {argument_name(unit)} was not given")
     return value

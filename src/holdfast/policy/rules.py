@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, cast, get_args
 from holdfast.arguments import checked
 from holdfast.errors import UsageError
 from holdfast.policy.amounts import number_of_bytes, whole_number
-from holdfast.policy.clock import Time, argument_name, parse, reading
+from holdfast.policy.clock import Time, argument_name, parse
 from holdfast.policy.rule import Candidate, Rule, SaveClass, counting
 
 Mode = Literal["min", "max"]
@@ -193,7 +193,7 @@ class EveryNth(Rule):
         """The milestones among those that count."""
         first: dict[int, tuple[int | float, int]] = {}
         for position in counting(newest_first):
-            count = reading(newest_first[position].timestamp, self.interval.unit)
+            count = self.interval.unit.of(newest_first[position].timestamp)
             if count is None or 0 < count < self.interval.value:
                 continue
             multiple = int(count // self.interval.value)
@@ -296,7 +296,7 @@ class Within(Rule):
         counts = {
             position: count
             for position in counting(newest_first)
-            if (count := reading(newest_first[position].timestamp, self.span.unit)) is not None
+            if (count := self.span.unit.of(newest_first[position].timestamp)) is not None
         }
         if not counts:
             return {}
@@ -414,7 +414,7 @@ def _first_of_each(
 
 
 def _missing_counter(counting: Sequence[Candidate], time: Time) -> str:
-    if any(reading(entry.timestamp, time.unit) is not None for entry in counting):
+    if any(time.unit.of(entry.timestamp) is not None for entry in counting):
         return ""
     return f"the counter {argument_name(time.unit)!r}"
 

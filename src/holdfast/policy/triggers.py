@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias, get_args
 from holdfast.arguments import checked
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
-from holdfast.policy.clock import ALL_UNITS, Time, Unit, counted, parse, reading
+from holdfast.policy.clock import ALL_UNITS, Time, Unit, counted, parse
 
 Event: TypeAlias = Literal[
     "start", "step", "epoch", "cycle", "evaluation", "exception", "signal", "demand", "end"
@@ -50,6 +50,17 @@ class Trigger(ABC):
         Raises:
             UsageError: the training loop does not tell the counter that the trigger is about.
         """
+
+    def progress(
+        self, unit: Unit, previous: Timestamp | None, now: Timestamp
+    ) -> tuple[float, float]:
+        """How far training was, in `unit`, when the trigger was asked before, and is now.
+
+        Raises:
+            UsageError: the training loop does not count that unit.
+        """
+        here = counted(now, unit, self)
+        return (unit.of(previous) if previous else None) or 0, here
 
     def resolve(self, max_duration: Time | None) -> Trigger:
         """The same trigger, with fractions of the run measured by the run's length.
@@ -117,11 +128,10 @@ class Every(Trigger):
         event: Event = "step",
     ) -> str | None:
         """Fires by the rule that the class describes."""
-        current = counted(now, self.unit, self)
+        before, current = self.progress(self.unit, previous, now)
         if self.unit is Unit.SECOND:
             is_due = current - (last_saved.wall_s if last_saved else 0.0) >= self.size
         else:
-            before = (reading(previous, self.unit) if previous else None) or 0
             is_due = current // self.size > before // self.size
         return str(self) if is_due else None
 
@@ -166,8 +176,7 @@ class At(Trigger):
         """Fires at the places that were reached or passed since the look before."""
         reached = []
         for time in self.times:
-            current = counted(now, time.unit, self)
-            before = (reading(previous, time.unit) if previous else None) or 0
+            before, current = self.progress(time.unit, previous, now)
             if before < time.value <= current:
                 reached.append(str(time))
         return f"at {', '.join(reached)}" if reached else None

@@ -9,33 +9,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.testing.faulty import Fault, FaultyStore, Stopped
-    from holdfast.testing.resume import StepReporter, assert_resume_equivalent
-    from holdfast.testing.store_contract import StoreContract
+    from holdfast.testing.faulty import Fault as Fault
+    from holdfast.testing.faulty import FaultyStore as FaultyStore
+    from holdfast.testing.faulty import Stopped as Stopped
+    from holdfast.testing.resume import StepReporter as StepReporter
+    from holdfast.testing.resume import assert_resume_equivalent as assert_resume_equivalent
+    from holdfast.testing.store_contract import StoreContract as StoreContract
 
-__all__ = [
-    "Fault",
-    "FaultyStore",
-    "StepReporter",
-    "Stopped",
-    "StoreContract",
-    "assert_resume_equivalent",
-]
-
-_NAMES = {
-    "Fault": "faulty",
-    "FaultyStore": "faulty",
-    "StepReporter": "resume",
-    "Stopped": "faulty",
-    "StoreContract": "store_contract",
-    "assert_resume_equivalent": "resume",
+_HOMES = {
+    "Fault": "holdfast.testing.faulty",
+    "FaultyStore": "holdfast.testing.faulty",
+    "StepReporter": "holdfast.testing.resume",
+    "Stopped": "holdfast.testing.faulty",
+    "StoreContract": "holdfast.testing.store_contract",
+    "assert_resume_equivalent": "holdfast.testing.resume",
 }
+"""Public name → the module that defines it."""
+
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NAMES:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"holdfast.testing.{_NAMES[name]}"), name)
+    return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from holdfast.engine.control.stop import REQUEUE_EXIT_CODE
 from holdfast.train.callbacks.calling import HookFailed
 from holdfast.train.callbacks.early import EarlyStopping, StopWhen
-from holdfast.train.callbacks.hooks import Callback, Logger
+from holdfast.train.callbacks.hooks import HOOKS, Callback, Logger
 from holdfast.train.callbacks.sparsity import Pruning
 from holdfast.train.counters import Counters
 from holdfast.train.evaluation.targets import Validated
@@ -23,6 +23,7 @@ from holdfast.train.window.precision import Precision
 from holdfast.train.window.schedulers import for_group
 
 __all__ = [
+    "HOOKS",
     "REQUEUE_EXIT_CODE",
     "Callback",
     "Counters",

@@ -11,7 +11,7 @@ from holdfast.arguments import checked
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.amounts import number_of_bytes
-from holdfast.policy.clock import PLAIN_UNITS, Time, parse, reading
+from holdfast.policy.clock import PLAIN_UNITS, Time, parse
 from holdfast.policy.rule import Rule
 from holdfast.policy.rules import Nothing
 from holdfast.policy.savers import SideSaver, combined_rule
@@ -50,7 +50,7 @@ class Lag:
         if self.nbytes is not None:
             return waiting_nbytes > self.nbytes
         assert self.time is not None
-        at, before = reading(now, self.time.unit), reading(then, self.time.unit)
+        at, before = self.time.unit.of(now), self.time.unit.of(then)
         if at is None:
             raise UsageError(f"max_lag='{self.time}': this run does not count that")
         return at - (before or 0) > self.time.value

@@ -21,7 +21,7 @@ from holdfast.arguments import shown
 from holdfast.data.randomness import preserved
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
-from holdfast.policy.clock import ALL_UNITS, Time, Unit, parse, reading
+from holdfast.policy.clock import ALL_UNITS, Time, Unit, parse
 from holdfast.policy.triggers import Every
 from holdfast.state.generators import device_generators
 from holdfast.train.asked import check_range
@@ -305,7 +305,7 @@ class Validations:
         if is_last and part.plan.at_end:
             return True
         every_n = 1 if is_last else part.every_n_vals
-        passed = [(reading(stamp, unit) or 0) // (size * every_n) for stamp in (before, now)]
+        passed = [(unit.of(stamp) or 0) // (size * every_n) for stamp in (before, now)]
         return bool(passed[0] < passed[1])
 
     def _owner(self, metric: str) -> int | None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from holdfast.policy.clock import reading
 from holdfast.train.callbacks.hooks import Logger
 from holdfast.train.training import Metrics, Training
 
@@ -68,7 +67,7 @@ class ProgressBar(Logger):
     def _show(self, training: Training) -> None:
         if self._bar is None:
             return
-        done = reading(training.counters.timestamp, training.goal.unit)
+        done = training.goal.unit.of(training.counters.timestamp)
         task, epoch = self._bar.task_ids[0], training.counters.epoch
         self._bar.update(task, completed=done or 0, epoch=epoch, loss=self._loss)
 
