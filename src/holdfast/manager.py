@@ -18,7 +18,7 @@ from holdfast.care.beginning import Beginning
 from holdfast.care.housekeeping import Housekeeper
 from holdfast.care.mirror import ownership
 from holdfast.care.tuning import Tuning
-from holdfast.engine.checkpoint import Checkpoint, PendingSave, describe
+from holdfast.engine.checkpoint import Checkpoint, Checkpoints, PendingSave, describe
 from holdfast.engine.claims.notes import annotate, checked_metrics, checked_reasons, checked_tags
 from holdfast.engine.claims.owner import left_s
 from holdfast.engine.control import exits
@@ -256,6 +256,14 @@ class CheckpointManager:
         """Ids of the optimizers' parameters when those that no component holds were last sought."""
         self._quiet = _NEVER_QUIET
         exits.register(self)
+
+    def __repr__(self) -> str:
+        owning = "closed" if self._closed else "owns the run" if self.is_owner else "owns nothing"
+        standing, pending = self._saver.standing, self._saver.pending
+        at = "" if standing is None else f", at step {standing.step}"
+        is_fine = pending is None or (pending.done() and pending.failure() is None)
+        saving = "" if is_fine else f", {pending!r}"
+        return f"<CheckpointManager of {self.store.url!r}: {owning}{at}{saving}>"
 
     # Saving
 
@@ -565,11 +573,11 @@ class CheckpointManager:
 
     # Looking and marking
 
-    def list(self) -> tuple[Checkpoint, ...]:
+    def list(self) -> Checkpoints:
         """Every committed checkpoint, newest first."""
         self._catalog.look_again()
         entries = self._catalog.checkpoints()
-        return tuple(describe(self._home(entry), entry) for entry in entries)
+        return Checkpoints(describe(self._home(entry), entry) for entry in entries)
 
     @checked()
     def pin(self, which: str | int) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from html import escape
+from typing import Literal
 
 from holdfast.engine.roots.catalog import Entry
 from holdfast.engine.roots.parts import parts_of
@@ -59,6 +61,60 @@ class Checkpoint:
     def path(self) -> str:
         """Where its files are: root and folder; for other tools, inside `holdfast.reading`."""
         return f"{self.root}/{self.folder}"
+
+    def __repr__(self) -> str:
+        size = f"{self.nbytes:,} bytes"
+        return f"<Checkpoint of step {self.step}: {self.path!r}, {size}, {_marks(self)}>"
+
+
+class Checkpoints(tuple[Checkpoint, ...]):
+    """The checkpoints of a run, newest first. A notebook shows them as a table."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        if not self:
+            return "<no checkpoints>"
+        steps = [str(checkpoint.step) for checkpoint in self]
+        if len(steps) > _MAX_STEPS:
+            steps[_MAX_STEPS - 1 : -1] = ["…"]
+        what = "1 checkpoint" if len(self) == 1 else f"{len(self)} checkpoints"
+        return f"<{what} of {self[0].root!r}, newest first: step {', '.join(steps)}>"
+
+    def _repr_html_(self) -> str:
+        return (
+            f"<table>{_row('th', _COLUMNS)}{''.join(_row('td', _cells(c)) for c in self)}</table>"
+        )
+
+
+_MAX_STEPS = 6
+"""Steps that the `repr` of checkpoints names."""
+_COLUMNS = ("step", "folder", "bytes", "created (UTC)", "metrics", "marks")
+
+
+def _row(kind: Literal["th", "td"], cells: Iterable[str]) -> str:
+    return f"<tr>{''.join(f'<{kind}>{escape(cell)}</{kind}>' for cell in cells)}</tr>"
+
+
+def _cells(checkpoint: Checkpoint) -> tuple[str, ...]:
+    metrics = (f"{name} {value:.6g}" for name, value in sorted(checkpoint.metrics.items()))
+    return (
+        str(checkpoint.step),
+        checkpoint.folder,
+        f"{checkpoint.nbytes:,}",
+        checkpoint.created[:16].replace("T", " "),
+        ", ".join(metrics),
+        _marks(checkpoint),
+    )
+
+
+def _marks(checkpoint: Checkpoint) -> str:
+    """Its class, and what sets it apart from others."""
+    marks = [checkpoint.save_class, *(f"of {name}" for name in checkpoint.savers)]
+    marks += [f"without {name}" for name in checkpoint.left_out]
+    marks += ["pinned"] if checkpoint.pinned else []
+    marks += ["unhealthy"] if checkpoint.unhealthy else []
+    return ", ".join(marks + [f"#{tag}" for tag in checkpoint.tags])
 
 
 def describe(
@@ -131,6 +187,19 @@ class PendingSave:
         pending.staged.set_exception(error)
         pending.committed.set_exception(error)
         return pending
+
+    def __repr__(self) -> str:
+        return f"<PendingSave of step {self.step}: {self._state()}>"
+
+    def _state(self) -> str:
+        error = self.failure()
+        if isinstance(error, SaveSkipped):
+            return "skipped"
+        if error is not None:
+            return f"failed with {type(error).__name__}"
+        if self.done():
+            return f"committed as {self.committed.result().folder}"
+        return f"{self.phase.text}, {'copied' if self.staged.done() else 'not yet copied'}"
 
     def done(self) -> bool:
         """Whether the outcome is known."""

@@ -167,8 +167,7 @@ def expect_filled(root: str) -> None:
     if match is not None:
         raise UsageError(
             f"root={root!r}: {match[0]} is not filled in a root. Pass "
-            f"holdfast.policy.naming.fill_root({root!r}, run_name=…), which fills run_name and the "
-            "ranks"
+            f"holdfast.fill_root({root!r}, run_name=…), which fills run_name and the ranks"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.checkpoint import Checkpoints
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
@@ -48,9 +48,9 @@ class Unsaved(CheckpointManager):
     def fence(self) -> None:
         """No-op: nothing is being copied."""
 
-    def list(self) -> tuple[Checkpoint, ...]:
+    def list(self) -> Checkpoints:
         """Always empty: there are no checkpoints."""
-        return ()
+        return Checkpoints()
 
     @property
     def is_owner(self) -> bool:
