@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from holdfast import CheckpointManager
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
@@ -25,6 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "extending.md").read_text("utf-8")
 *CLASSES, TOGETHER = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 MODULE = "\n".join(CLASSES)
+CHANGES = re.findall(r'```(python|diff) title="(src/[^"]+)"\n(.*?)```', PAGE, re.DOTALL)
+"""(kind, file, text) of each change of the package."""
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +146,153 @@ def test_the_logger_drops_what_will_be_done_again(
     assert path.read_text().startswith(before)
     assert steps.count(30) == 1
     assert steps == sorted(steps)
+
+
+def patched(source: str, patch: str) -> str:
+    """The source after the changes of a patch, each at the only place with its old lines."""
+    for hunk in patch.split("@@\n"):
+        lines = hunk.splitlines(keepends=True)
+        old = "".join(line[1:] for line in lines if line[0] != "+")
+        new = "".join(line[1:] for line in lines if line[0] != "-")
+        assert f"\n{source}".count(f"\n{old}") == 1, old
+        source = f"\n{source}".replace(f"\n{old}", f"\n{new}")[1:]
+    return source
+
+
+def in_the_package(name: str) -> str:
+    """The class of that name on the page, as it stands in the package: without its imports."""
+    (block,) = (block for block in CLASSES if f"class {name}(" in block)
+    return "\n\n" + "".join(
+        line
+        for line in block.splitlines(keepends=True)
+        if not line.startswith(("from holdfast", "from dataclasses"))
+    )
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package with every change that the page makes."""
+    copy = tmp_path_factory.mktemp("changed")
+    shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    head = "from __future__ import annotations\n\n"
+    hooks = "from holdfast.train.callbacks.hooks import Logger\n"
+    added = [
+        ("python", "src/holdfast/policy/triggers.py", in_the_package("Doubling")),
+        ("python", "src/holdfast/train/loggers/csv.py", head + hooks + in_the_package("Csv")),
+    ]
+    for kind, name, text in [*added, *CHANGES]:
+        path = copy / name
+        before = path.read_text("utf-8") if path.exists() else ""
+        path.write_text(patched(before, text) if kind == "diff" else before + text, "utf-8")
+    return copy
+
+
+def run_changed(changed: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the interpreter with the changed package, in that folder."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(changed / "src")},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_the_changes_touch_at_most_three_files_each() -> None:
+    rows = re.findall(r"^\| an? .* \|$", PAGE, re.MULTILINE)
+    assert len(rows) >= 6
+    assert [row for row in rows if row.count("src/holdfast/") > 3] == []
+    named = set(re.findall(r"`(src/holdfast/[\w/.]+)`", "\n".join(rows)))
+    files = {name for _, name, _ in CHANGES}
+    assert {name for name in files if name not in named and not is_new_in(name, named)} == set()
+
+
+def is_new_in(name: str, named: set[str]) -> bool:
+    return f"{name.rpartition('/')[0]}/" in named and not (ROOT / name).exists()
+
+
+def test_a_trigger_in_the_package_is_a_public_name(changed: Path, tmp_path: Path) -> None:
+    code = """
+import holdfast
+from holdfast import AtEnd, CheckpointManager, Doubling, MemoryStore
+trigger = Doubling("2step") | AtEnd()
+with CheckpointManager(MemoryStore(), {"model": {}}, every=trigger, sinks=()) as manager:
+    saves = [manager.maybe_save(step) for step in range(1, 20)]
+print([save.step for save in saves if save], "Doubling" in holdfast.__all__)
+"""
+    done = run_changed(changed, tmp_path, "-c", code)
+    assert done.stdout.split("\n")[0] == "[2, 4, 8, 16] True"
+
+
+def test_a_logger_in_the_package_is_a_public_name(changed: Path, tmp_path: Path) -> None:
+    code = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from holdfast.data import Loader
+from holdfast.train import Csv, Trainer
+model = nn.Linear(4, 1)
+Trainer(
+    model,
+    optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    data=Loader(TensorDataset(torch.randn(8, 4)), batch_size=4),
+    loss=lambda model, batch: model(batch[0]).square().mean(),
+    callbacks=[Csv("numbers.csv")],
+    root=None,
+).fit("20step")
+"""
+    run_changed(changed, tmp_path, "-c", code)
+    lines = (tmp_path / "numbers.csv").read_text().splitlines()
+    assert any(line.startswith("20,loss,") for line in lines)
+
+
+def test_a_codec_is_a_row_and_two_functions(changed: Path, tmp_path: Path) -> None:
+    """Named by errors, tried by "auto", in the name of the file, which the format's tool reads."""
+    code = """
+import torch
+from holdfast import CheckpointManager, Compression
+from holdfast.engine.saving.choosing import candidates
+from holdfast.errors import UsageError
+state = {"model": {"w": torch.arange(3 << 20).float()}}
+with CheckpointManager("run", state, compress="gzip") as manager:
+    manager.save(1).wait()
+live = {"model": {"w": torch.zeros(3 << 20)}}
+with CheckpointManager("run", live) as manager:
+    manager.load()
+print(torch.equal(live["model"]["w"], state["model"]["w"]))
+print(Compression(codec="gzip") in candidates())
+for wrong in (lambda: Compression(codec="zip"), lambda: Compression(codec="gzip", level=10)):
+    try:
+        wrong()
+    except UsageError as error:
+        print(error)
+"""
+    done = run_changed(changed, tmp_path, "-c", code)
+    loaded, is_tried, names, levels = done.stdout.splitlines()
+    assert (loaded, is_tried) == ("True", "True")
+    assert names.endswith("must be one of ('zstd', 'lz4', 'blosc2', 'gzip')")
+    assert levels == "level=10: gzip has 0 to 9"
+    (stored,) = tmp_path.glob("run/step-*/model-00000.safetensors.gz")
+    with gzip.open(stored) as file:
+        assert b'"w"' in file.read(4096)
+    report = run_changed(changed, tmp_path, "-m", "holdfast.cli", "verify", "run", "--json")
+    assert json.loads(report.stdout)["checkpoints"][0]["ok"]
+
+
+def test_a_command_is_a_module_and_a_declaration(changed: Path, tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", {"model": {}}, sinks=()) as manager:
+        manager.save(1)
+        folder = manager.save(2).wait().folder
+    cli = ("-m", "holdfast.cli")
+    assert "newest" in run_changed(changed, tmp_path, *cli, "--help").stdout
+    done = run_changed(changed, tmp_path, *cli, "newest", "run")
+    assert done.stdout == f"step 2: {folder}\n"
+    answer = json.loads(run_changed(changed, tmp_path, *cli, "newest", "run", "--json").stdout)
+    assert (answer["folder"], answer["step"]) == (folder, 2)
 
 
 def test_every_path_on_the_page_exists() -> None:
