@@ -1,4 +1,4 @@
-"""What callers see of a checkpoint and of a save under way."""
+"""`Checkpoint` and `PendingSave`, as the manager's callers get them."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def describe(
     notes: tuple[str, ...] = (),
     new: tuple[str, ...] = (),
 ) -> Checkpoint:
-    """The public record of a catalog entry."""
+    """The `Checkpoint` of a catalog entry."""
     manifest = entry.manifest
     return Checkpoint(
         root=store.url,
@@ -151,7 +151,7 @@ def describe(
 
 
 class Phase:
-    """Names what a save is doing now, for the error of whoever waits for it in vain."""
+    """The present step of a save in words, for `repr` and for the error of a wait in vain."""
 
     def __init__(self) -> None:
         self.text = "waiting to start"
@@ -182,7 +182,7 @@ class PendingSave:
 
     @classmethod
     def skipped(cls, step: int, due: Due, error: SaveSkipped) -> PendingSave:
-        """One that ended before it began."""
+        """A save that a hook has skipped: it has ended already."""
         pending = cls(step, due, timeout_s=0.0)
         pending.staged.set_exception(error)
         pending.committed.set_exception(error)
@@ -202,7 +202,7 @@ class PendingSave:
         return f"{self.phase.text}, {'copied' if self.staged.done() else 'not yet copied'}"
 
     def done(self) -> bool:
-        """Whether the outcome is known."""
+        """Whether the save has committed or failed."""
         return self.committed.done()
 
     def wait(self, timeout_s: float | None = None) -> Checkpoint:
@@ -224,5 +224,5 @@ class PendingSave:
         return self.committed.result()
 
     def failure(self) -> BaseException | None:
-        """The error of a save that ended badly; None while it runs or when it is well."""
+        """The error of a failed save; None while it runs and after a commit."""
         return self.committed.exception() if self.committed.done() else None

@@ -70,7 +70,7 @@ def _library() -> Any:
 
 
 def _check_header(stored: memoryview, nbytes: int) -> None:
-    """Raise `CorruptData` unless the chunk is of the plain kind that `encode` makes.
+    """Raise `CorruptData` unless the chunk is of the kind that `encode_blosc2` makes.
 
     The library itself believes the length in the header, whatever the memory that it fills.
     """

@@ -1,6 +1,6 @@
-"""Durations with a unit, and reading them off a Timestamp.
+"""Durations with a unit, how they are written, and how far a Timestamp is in a unit.
 
-Owns the units and their spelling. Knows nothing of what a duration is used for.
+Knows nothing of what a duration is used for.
 """
 
 from __future__ import annotations

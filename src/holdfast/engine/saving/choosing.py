@@ -1,9 +1,8 @@
-"""`compress="auto"`: takes a codec where that makes saves shorter on the store as it was measured.
+"""`compress="auto"`: chooses a codec for each component where that makes saves shorter.
 
-A save that is written plain tells how fast the store is, and leaves samples of the state. After its
-commit the codecs are tried on the samples, and each component gets the one with which writing takes
-the least time, or none. What was chosen is checked against the save that was plain, and dropped
-where it is slower.
+A save without compression measures how fast the store is, and leaves samples of the state. After
+its commit the codecs are tried on the samples. Each component gets the codec with which writing
+takes the least time, or none. A later save that is slower than that first one ends the choice.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from holdfast.events import Emitter
 from holdfast.format.codec import CODECS, Compression, Encoding, is_installed
 
 MIN_NBYTES = 32 << 20
-"""A save that writes less tells nothing of the store."""
+"""Saves that write less are not measured."""
 SAMPLE_NBYTES = 1 << 20
 MAX_SAMPLES = 12
 """Of each component."""
 GAIN = 0.9
-"""What a save must take at most, beside a plain one, for a codec to be worth it."""
+"""The time of a save with a codec, as a part of that of a plain one, must be at most this."""
 SLOWER = 1.05
-"""A save that takes this much longer than the plain one did was chosen wrongly."""
+"""A compressed save that takes this many times as long as the plain one ends the choice."""
 SAVES_BETWEEN = 64
-"""So many saves on, one is written plain again and everything is chosen anew."""
+"""After so many saves one is written plain again, and the codecs are chosen anew."""
 
 
 def candidates() -> list[Compression]:
@@ -42,7 +41,7 @@ def candidates() -> list[Compression]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A piece of a block, and the size of its items."""
+    """A piece of a block, and the size of its items in bytes."""
 
     data: bytes
     item_nbytes: int
@@ -50,14 +49,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What a compression did to samples: stored bytes and seconds, each for a plain byte."""
+    """A compression as measured on samples: stored bytes and seconds, each for a plain byte."""
 
     compression: Compression
     ratio: float
     s_per_byte: float
 
     def cost(self, store_s_per_byte: float, num_threads: int) -> float:
-        """Seconds that a plain byte takes on its way: encoding and writing go on side by side."""
+        """Seconds to save one plain byte, where encoding and writing run side by side."""
         return max(self.s_per_byte / num_threads, self.ratio * store_s_per_byte)
 
 
@@ -76,7 +75,7 @@ def tried(compression: Compression, samples: Sequence[Sample]) -> Trial:
 def best(
     trials: Sequence[Trial], *, store_s_per_byte: float, plain_s_per_byte: float, num_threads: int
 ) -> Trial | None:
-    """The one with which a save takes the least time; None when none gains enough.
+    """The trial with which a save takes the least time; None when none gains enough.
 
     A codec shortens the store's part of a plain save and nothing else.
     """
@@ -89,7 +88,7 @@ def best(
 
 
 class Chooser:
-    """The choice for components whose compression is "auto". One save at a time."""
+    """Chooses the compression of components for which "auto" was given. One save at a time."""
 
     def __init__(self, components: Collection[str], emit: Emitter) -> None:
         self._components = frozenset(components)
@@ -101,7 +100,7 @@ class Chooser:
         self._num_saves = 0
 
     def begin(self) -> None:
-        """A save begins."""
+        """Start a save: forget the samples of the save before."""
         self._samples.clear()
         self._is_plain = self._num_saves == 0
 
@@ -112,7 +111,7 @@ class Chooser:
     def observer(
         self, component: str, item_nbytes: Sequence[int]
     ) -> Callable[[int, memoryview], None] | None:
-        """What is to see the blocks of a file of the component; None: nobody need."""
+        """A function that takes samples from each plain block of a file; None: no need."""
         if not self._is_plain or component not in self._components:
             return None
         samples = self._samples.setdefault(component, [])
@@ -128,7 +127,7 @@ class Chooser:
         return see
 
     def learn(self, nbytes: int, spent_s: float, store: Throughput) -> None:
-        """The save was committed: so many plain bytes were written in so many seconds."""
+        """Note the plain bytes and seconds of a committed save; choose if it was plain."""
         if not self._components or nbytes < MIN_NBYTES:
             return
         s_per_byte = spent_s / nbytes

@@ -1,4 +1,4 @@
-"""Which files of a save are compressed, and how."""
+"""The compression of each file of a save, from what the user asked for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.format.layout import BLOCK_NBYTES, component_of
 from holdfast.format.tensors import ITEM_NBYTES, TensorFile
 
 MIN_TREE_NBYTES = 1 << 20
-"""Shorter trees stay readable."""
+"""Shorter trees are stored plain, so that people can read them."""
 
 Auto = Literal["auto"]
 Choice: TypeAlias = Compression | CodecName | Auto | None
@@ -26,7 +26,7 @@ Compress: TypeAlias = Choice | Mapping[str, Choice]
 
 
 def choices(asked: Compress, components: Collection[str]) -> dict[str, Compression | Auto]:
-    """The compression of each component that is to have one.
+    """The compression of each component that is to be compressed.
 
     Raises:
         UsageError: no such codec or component, or a package is missing.
@@ -63,7 +63,7 @@ class Compressing:
         self.begin()
 
     def begin(self) -> None:
-        """A save begins. Memory of one that failed may still be read, and is not used again."""
+        """Start a save. Memory of a failed save may still be read, so it is not used again."""
         self.store = Throughput()
         if not self._is_settled:
             self.pieces = Pieces()
@@ -72,28 +72,28 @@ class Compressing:
         self._chooser.begin()
 
     def of_tensors(self, file: TensorFile) -> Encoding | None:
-        """How a tensor file is stored; None: as it is."""
+        """How a tensor file is compressed; None: it is stored plain."""
         compression = self._of(component_of(file.name))
         return None if compression is None else Encoding(compression, item_sizes(file))
 
     def of_tree(self, component: str, nbytes: int) -> Encoding | None:
-        """The same for a component's tree."""
+        """How the tree of a component is compressed; None: it is stored plain."""
         compression = self._of(component)
         if compression is None or nbytes < MIN_TREE_NBYTES:
             return None
         return Encoding(compression, [1] * num_blocks(nbytes))
 
     def observer(self, file: TensorFile) -> Callable[[int, memoryview], None] | None:
-        """What is to see the blocks of a tensor file that is stored as it is; None: nobody need."""
+        """A function to call with each block of a plain tensor file; None: no need."""
         return self._chooser.observer(component_of(file.name), item_sizes(file))
 
     def committed(self, nbytes: int, spent_s: float) -> None:
-        """The save was committed: so many plain bytes were written in so many seconds."""
+        """Note that the save was committed, with its plain bytes and the seconds it took."""
         self._written = (nbytes, spent_s)
         self._is_settled = True
 
     def learn(self) -> None:
-        """After a commit: choose for the saves after it what is "auto". Takes a while."""
+        """Choose compressions for "auto" from the committed save. Takes a while."""
         if self._written is None:
             return
         try:
