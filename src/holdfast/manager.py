@@ -18,7 +18,7 @@ from holdfast.care.beginning import Beginning
 from holdfast.care.housekeeping import Housekeeper
 from holdfast.care.mirror import ownership
 from holdfast.care.tuning import Tuning
-from holdfast.engine.checkpoint import Checkpoint, Checkpoints, PendingSave, describe
+from holdfast.engine.checkpoint import Checkpoint, CheckpointList, PendingSave, describe
 from holdfast.engine.claims.notes import annotate, checked_metrics, checked_reasons, checked_tags
 from holdfast.engine.claims.owner import left_s
 from holdfast.engine.control import exits
@@ -573,11 +573,11 @@ class CheckpointManager:
 
     # Looking and marking
 
-    def list(self) -> Checkpoints:
+    def list(self) -> CheckpointList:
         """Every committed checkpoint, newest first."""
         self._catalog.look_again()
         entries = self._catalog.checkpoints()
-        return Checkpoints(describe(self._home(entry), entry) for entry in entries)
+        return CheckpointList(describe(self._home(entry), entry) for entry in entries)
 
     @checked()
     def pin(self, which: str | int) -> None:

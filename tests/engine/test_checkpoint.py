@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from holdfast import CheckpointManager, MemoryStore, SideSaver, StateHooks
-from holdfast.engine.checkpoint import Checkpoint, Checkpoints
+from holdfast.engine.checkpoint import Checkpoint, CheckpointList
 from holdfast.errors import SaveFailed, SaveSkipped
 from holdfast.format.manifest import Timestamp
 from holdfast.testing import Fault, FaultyStore
@@ -54,7 +54,7 @@ def test_a_checkpoint_says_what_sets_it_apart() -> None:
 
 def test_no_repr_takes_a_second_line() -> None:
     odd = replace(PLAIN, root="runs\nfirst")
-    assert "\n" not in repr(odd) + repr(Checkpoints([odd]))
+    assert "\n" not in repr(odd) + repr(CheckpointList([odd]))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_no_repr_takes_a_second_line() -> None:
     ],
 )
 def test_a_list_says_how_many_there_are_and_their_steps(steps: list[int], text: str) -> None:
-    assert repr(Checkpoints(replace(PLAIN, step=step) for step in steps)) == text
+    assert repr(CheckpointList(replace(PLAIN, step=step) for step in steps)) == text
 
 
 def test_a_list_is_a_table_in_a_notebook_and_a_tuple_elsewhere(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_list_is_a_table_in_a_notebook_and_a_tuple_elsewhere(tmp_path: Path) -
 
 def test_what_a_table_shows_cannot_be_markup() -> None:
     odd = replace(PLAIN, folder="<script>", tags=("<b>",), metrics={"<i>": 1.0})
-    table = Checkpoints([odd])._repr_html_()
+    table = CheckpointList([odd])._repr_html_()
     assert "<script>" not in table
     assert "<b>" not in table
     assert "<i>" not in table

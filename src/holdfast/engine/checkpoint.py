@@ -67,7 +67,7 @@ class Checkpoint:
         return f"<Checkpoint of step {self.step}: {self.path!r}, {size}, {_marks(self)}>"
 
 
-class Checkpoints(tuple[Checkpoint, ...]):
+class CheckpointList(tuple[Checkpoint, ...]):
     """The checkpoints of a run, newest first. A notebook shows them as a table."""
 
     __slots__ = ()

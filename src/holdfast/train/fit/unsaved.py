@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.engine.checkpoint import Checkpoints
+from holdfast.engine.checkpoint import CheckpointList
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
@@ -48,9 +48,9 @@ class Unsaved(CheckpointManager):
     def fence(self) -> None:
         """No-op: nothing is being copied."""
 
-    def list(self) -> Checkpoints:
+    def list(self) -> CheckpointList:
         """Always empty: there are no checkpoints."""
-        return Checkpoints()
+        return CheckpointList()
 
     @property
     def is_owner(self) -> bool:
