@@ -223,7 +223,7 @@ class CheckpointManager:
             self._emit,
             replaces=replaces,
             is_sent_to=False,
-            held=self._uploads.holds,
+            waiting=self._uploads,
         )
         self._applying = Applying(self._owner, self._emit, reject=self._housekeeper.reject)
         self._uploads.uploaded = self._after_upload

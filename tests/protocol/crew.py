@@ -151,17 +151,10 @@ def _work(store: Store, claim: Claim, record: Record, *, first: int, num_saves: 
 
 
 def _retain(store: Store, claim: Claim, *, has_committed: bool, rule: Rule = _NEWEST) -> None:
-    deleter = Deleter(
-        store,
-        rule,
-        retracted=lambda entry, why: None,
-        thinned=lambda entry, components, why: None,
-        failed=lambda entry, error: None,
-        postponed=lambda entry, why: None,
-    )
+    deleter = Deleter(store, rule)
     for entry in Catalog(store).checkpoints():
         deleter.trust(entry)  # the files here are dummies that no reading back would accept
-    deleter.carry_out(claim, has_committed=has_committed)
+    list(deleter.carry_out(claim, has_committed=has_committed))
 
 
 def deleter(claim: Claim) -> Actor:

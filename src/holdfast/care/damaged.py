@@ -6,12 +6,12 @@ import threading
 from dataclasses import dataclass, replace
 
 from holdfast.care.prune import standing
-from holdfast.care.retention import may_remove_whole
 from holdfast.engine.claims.claim import Choice, Wait
+from holdfast.engine.claims.deletion import retract_unreadable
 from holdfast.engine.claims.leases import Readers
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.commit import name_latest, retract_unreadable
+from holdfast.engine.roots.commit import name_latest
 from holdfast.engine.roots.lost import latest_of
 from holdfast.engine.sealed.sealing import bare
 from holdfast.engine.tiers.pieces import read_listing
@@ -149,10 +149,9 @@ def delete(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = Non
         why = retract_unreadable(
             store,
             folder,
-            epoch=claim.epoch,
+            claim=claim,
             reason="a person named it: its manifest could not be read",
-            may_remove_whole=lambda epoch: may_remove_whole(store, claim, epoch, is_sent_to=True),
-            is_read=lambda: bool(readers.of(folder)),
+            readers=readers,
         )
         if not why and found.is_latest:
             name_latest(store, found.goes_on_from)

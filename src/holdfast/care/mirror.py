@@ -50,6 +50,7 @@ from holdfast.format import layout
 from holdfast.format.manifest import Timestamp
 from holdfast.format.records import UploadState
 from holdfast.policy.retention import Candidate, Rule
+from holdfast.store.base import Store
 
 BACKOFF_S = 1.0
 """The pause after a first failure; it doubles with each that follows."""
@@ -80,6 +81,43 @@ class _RemoteSide:
         return self._owner.remote_unclear
 
 
+class _Notes:
+    """Pins and tags of the local tier, which copies in the remote one get too."""
+
+    def __init__(self, backlog: Backlog, local: Store, remote: Store) -> None:
+        self._backlog = backlog
+        self._local = local
+        self._remote = remote
+
+    def holds(self, entry: Entry) -> str:
+        """Why the remote copy must not be deleted yet: its pins may not have come along. Or it was
+        pinned here since by the command line, which knows one tier."""
+        if self._backlog.waits(entry):
+            return "its upload has not ended"
+        marks = Catalog(self._local).marks(entry.folder)
+        if not (marks.pinned or marks.tags):
+            return ""
+        self.copy(entry)
+        return "it is pinned or tagged in the local tier"
+
+    def copy(self, entry: Entry) -> None:
+        """Add pins and tags that were given locally before the checkpoint was in the remote tier.
+
+        Whoever pins does so in the local tier first and then looks whether the remote one has it,
+        so that one of both sees the other. A pin that only the remote copy has stays.
+        """
+        marks = Catalog(self._local).marks(entry.folder)
+        copy = Catalog(self._remote).entry(entry.name) if marks.pinned or marks.tags else None
+        if copy is None:
+            return
+        if copy.marks.pinned >= marks.pinned and {*copy.marks.tags} >= {*marks.tags}:
+            return
+        try:
+            annotate(self._remote, copy, add_tags=marks.tags, pinned=marks.pinned or None)
+        except NotSealed:
+            annotate(self._remote, copy, pinned=True)  # what tags keep is kept, without the words
+
+
 class Mirror(Uploads):
     """Sends what a rule wants to have in the remote tier, and does the chores there."""
 
@@ -105,14 +143,14 @@ class Mirror(Uploads):
         self._told = remote_emitter(emit, self._remote.url)
         self._backlog = Backlog(self._local, self._remote.url, rule, emit, replaces=replaces)
         self._changed = self._backlog.changed
+        self._notes = _Notes(self._backlog, self._local, self._remote)
         self._housekeeper = Housekeeper(
             self._remote,
             _RemoteSide(owner),
             rule,
             Emitter((self._heard,)),
             replaces=replaces,
-            held=self._awaited,
-            spared=lambda: self._backlog.spared,
+            waiting=self._notes,
         )
         self._sender = Sender(
             self._local,
@@ -364,7 +402,7 @@ class Mirror(Uploads):
         for entry in entries:
             if entry.folder in here:
                 settle(self._remote, entry.folder)
-                self._copy_notes(entry)
+                self._notes.copy(entry)
                 self._backlog.found(entry, suspect=self._what_lacks(entry, there[entry.folder]))
         for folder, error in unread:
             if folder in here and is_damage(error):
@@ -375,7 +413,7 @@ class Mirror(Uploads):
             attempts = map(str, self._catalog.remote.attempts())
             self._begun = {*attempts}.intersection(self._backlog.folders)
         with self._owner.remote_scratch():
-            self._housekeeper.after_claim()
+            self._housekeeper.after_claim(spared=self._backlog.spared)
         self._housekeeper.retain()
 
     def _what_lacks(self, entry: Entry, found: Candidate) -> str:
@@ -419,7 +457,7 @@ class Mirror(Uploads):
                 told=self._progress_of(entry),
                 unclear=self._owner.remote_unclear,
             )
-            self._copy_notes(entry)
+            self._notes.copy(entry)
         except NoCheckpoint as error:
             if self._backlog.waits(entry):
                 text = f"{folder} is not sent: {error}"
@@ -502,32 +540,6 @@ class Mirror(Uploads):
             self._housekeeper.retain()  # `latest` moves forward only, and on the run's own line
         self.uploaded(entry, cost.is_all)
         self._backlog.refresh()
-
-    def _awaited(self, entry: Entry) -> str:
-        """Why the remote copy must not be deleted yet: its pins may not have come along. Or it was
-        pinned here since by the command line, which knows one tier."""
-        if self._backlog.waits(entry):
-            return "its upload has not ended"
-        here = Catalog(self._local).marks(entry.folder)
-        if not (here.pinned or here.tags):
-            return ""
-        self._copy_notes(entry)
-        return "it is pinned or tagged in the local tier"
-
-    def _copy_notes(self, entry: Entry) -> None:
-        """Add pins and tags that it was given here before it was there. Whoever pins does so here
-        first and then looks whether it is there, so that one of both sees the other. A pin that
-        only the remote copy has stays."""
-        here = Catalog(self._local).marks(entry.folder)
-        found = Catalog(self._remote).entry(entry.name) if here.pinned or here.tags else None
-        if found is None:
-            return
-        if found.marks.pinned >= here.pinned and {*found.marks.tags} >= {*here.tags}:
-            return
-        try:
-            annotate(self._remote, found, add_tags=here.tags, pinned=here.pinned or None)
-        except NotSealed:
-            annotate(self._remote, found, pinned=True)  # what tags keep is kept, without the words
 
     def _clear_away(self) -> None:
         """Remove what was sent of checkpoints that are not wanted there any more."""

@@ -130,18 +130,12 @@ def test_claims_are_read_again_once_the_run_was_claimed_anew() -> None:
         with new_run().manager(store, preflight=False) as manager:
             manager.resume()
             manager.save(1).wait()
-    deleter = Deleter(
-        store,
-        All(),
-        retracted=lambda *_: None,
-        thinned=lambda *_: None,
-        failed=lambda *_: None,
-        postponed=lambda *_: None,
-    )
+    deleter = Deleter(store, All())
 
     def num_read(epoch: int) -> int:
         before = len(store.ops)
-        deleter.carry_out(Claim(epoch=epoch, nonce="", resumed_from=None), has_committed=True)
+        claim = Claim(epoch=epoch, nonce="", resumed_from=None)
+        assert list(deleter.carry_out(claim, has_committed=True)) == []
         return store.ops[before:].count(("get", layout.writer_key(1)))
 
     assert [num_read(epoch) for epoch in (2, 2, 3, 3)] == [1, 0, 1, 0]

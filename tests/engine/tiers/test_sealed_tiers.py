@@ -21,8 +21,9 @@ from holdfast.care import rekey
 from holdfast.care.mend import mend
 from holdfast.care.prune import prune
 from holdfast.care.verify import verify_root
+from holdfast.engine.claims.deletion import thin
+from holdfast.engine.claims.leases import Readers
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.commit import thin
 from holdfast.engine.sealed.sealedfiles import SealedFile
 from holdfast.engine.sealed.sealing import sealing
 from holdfast.engine.tiers.claims import share_claims
@@ -520,7 +521,9 @@ def test_a_local_copy_stays_while_nobody_can_open_what_is_left_of_the_remote_one
         for step in (1, 2, 3):
             manager.save(step).wait()
     sealed, folder = sealing(remote, SEALS), str(Catalog(local).attempts()[1])
-    assert thin(sealed, folder, ["b"], epoch=1, reason="not needed", is_read=lambda: False)
+    readers = Readers(sealed)
+    removal = thin(sealed, folder, ["b"], epoch=1, reason="not needed", readers=readers)
+    assert removal.is_done
     remote.delete(f"{folder}/keys-0001.json")
     tiered = Tiered(local, remote, keep_local=Last(1))
     with CheckpointManager(tiered, state, **options) as manager:
