@@ -11,17 +11,16 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
+from holdfast.engine.background import Background
 from holdfast.engine.claims.process import is_this_process, liveness, this_process, utc_now
 from holdfast.engine.roots.catalog import Catalog, Entry, Marks
 from holdfast.engine.roots.commit import put_once, settle
 from holdfast.engine.roots.documents import read_if_there
 from holdfast.engine.roots.parts import parts_of
-from holdfast.engine.workers import Workers
 from holdfast.errors import (
     CommitConflict,
     DeadlineExceeded,
@@ -407,13 +406,12 @@ class Heartbeat:
         self._store = store
         self._claim = claim
         self._emit = emit
-        self._stop = threading.Event()
-        self._workers = Workers(1, "holdfast-heartbeat")
-        self._done: Future[None] = self._workers.submit(self._run)
+        self._background = Background("holdfast-heartbeat")
+        self._beats = self._background.submit(self._run)
 
     def ask_to_stop(self) -> None:
         """Let it end by itself; does not wait."""
-        self._stop.set()
+        self._background.ask_to_stop()
 
     def end(self, *, is_over: bool, timeout_s: float) -> None:
         """End it, and where nothing of the epoch is in flight any more (`is_over`) record that.
@@ -425,16 +423,16 @@ class Heartbeat:
             DeadlineExceeded: the storage hangs; says in what. It may still be done later.
             HoldfastError: the close cannot be recorded.
         """
-        self._stop.set()
-        closing = partial(put_closed, self._store, self._claim) if is_over else _nothing
-        ended = self._workers.submit(closing)
-        self._workers.close()
-        if wait([ended], timeout=timeout_s).not_done:
-            what = "recording the close" if self._done.done() else "a heartbeat"
+        last = self._beats
+        if is_over:
+            last = self._background.submit(partial(put_closed, self._store, self._claim))
+        if not self._background.end([last], timeout_s=timeout_s):
+            what = "recording the close" if self._beats.done() else "a heartbeat"
             raise DeadlineExceeded(
                 f"{self._store.url}: {what} hangs in the storage: not done after {timeout_s:.0f} s"
             )
-        ended.result()
+        if is_over:
+            last.result()
 
     def _run(self) -> None:
         beat = 0
@@ -445,12 +443,8 @@ class Heartbeat:
                 self._store.put(layout.alive_key(self._claim.epoch), encode_alive(record))
             except StoreError as error:
                 self._emit("housekeeping_failed", f"heartbeat: {error}")
-            if self._stop.wait(HEARTBEAT_S):
+            if self._background.sleep(HEARTBEAT_S):
                 return
-
-
-def _nothing() -> None:
-    """What is left to do after the last beat of a claim that is not to be closed."""
 
 
 def _beat(store: Store, owner: Writer) -> int:
