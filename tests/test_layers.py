@@ -56,7 +56,8 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("verify",),
         ("mend", "retention"),
         ("backlog", "housekeeping", "prune"),
-        ("damaged", "mirror"),
+        ("damaged", "sending"),
+        ("mirror",),
     ),
     "train": (
         ("asked", "counters", "ema"),

@@ -15,7 +15,6 @@ from typing import Any
 
 from holdfast.arguments import checked
 from holdfast.care.beginning import Beginning
-from holdfast.care.housekeeping import Housekeeper
 from holdfast.care.mirror import ownership
 from holdfast.care.tuning import Tuning
 from holdfast.engine.checkpoint import Checkpoint, PendingSave, describe
@@ -203,7 +202,7 @@ class CheckpointManager:
         self._label = compile_label(label, run_name=run_name)
         self._exit_timeout_s = exit_timeout_s
         replaces = on_existing == "replace"
-        self._owner, self._uploads = ownership(
+        self._owner, self._uploads, self._housekeeper = ownership(
             root,
             self._catalog,
             rules,
@@ -216,18 +215,7 @@ class CheckpointManager:
         self._beginning = Beginning(
             self._catalog, self._owner, rules, self._emit, preflight=preflight
         )
-        self._housekeeper = Housekeeper(
-            self.store,
-            self._owner,
-            rules.local,
-            self._emit,
-            replaces=replaces,
-            is_sent_to=False,
-            waiting=self._uploads,
-        )
         self._applying = Applying(self._owner, self._emit, reject=self._housekeeper.reject)
-        self._uploads.uploaded = self._after_upload
-        self._uploads.caught_up = self._housekeeper.retain
         self._tuning = Tuning(self.store, self._owner, self._emit, self._schedule.auto)
         self._outside = Outside(Requests(self.store, emit=self._emit), stop, self._promote)
         self._overlap = Overlap(overlap, state, self._emit, timeout_s=save_timeout_s)
@@ -760,11 +748,6 @@ class CheckpointManager:
         self._tuning.after_commit(entry)
         self._uploads.committed()
         self._housekeeper.after_commit(entry)
-
-    def _after_upload(self, entry: Entry, was_read: bool) -> None:
-        if was_read:
-            self._housekeeper.trust(entry)
-        self._housekeeper.retain()
 
     def _checked(self, components: Iterable[str]) -> tuple[str, ...]:
         names = (components,) if isinstance(components, str) else tuple(components)

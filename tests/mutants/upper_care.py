@@ -137,7 +137,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="remote-latest-goes-backwards",
         promise="D21: the remote `latest` moves forward only",
-        file="care/mirror.py",
+        file="care/sending.py",
         before="if self._backlog.is_on_line(entry) and entry.order >= newest:",
         after="if self._backlog.is_on_line(entry):",
         near=("tests/care/test_mirror.py",),
@@ -145,7 +145,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="failed-upload-is-dropped",
         promise="D41: an upload that failed is tried again",
-        file="care/mirror.py",
+        file="care/sending.py",
         before="                self._fail(error, entry)\n",
         after="                self._backlog.give_up(folder)\n",
         near=("tests/care/test_mirror.py",),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from msgspec import structs
 
 from holdfast.care.retention import candidate
+from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.claims.process import utc_now
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.tiers.ledger import MAX_ERROR_CHARS, Ledger
@@ -29,15 +30,23 @@ class Backlog:
     is decided anew."""
 
     def __init__(
-        self, local: Store, where: str, rule: Rule, emit: Emitter, *, replaces: bool
+        self,
+        local: Store,
+        where: str,
+        rule: Rule,
+        emit: Emitter,
+        owner: Ownership,
+        *,
+        replaces: bool,
     ) -> None:
-        """`where` is the URL of the remote tier and `rule` what that keeps; `replaces` is as for
-        `policy.retention.decide`."""
+        """`where` is the URL of the remote tier and `rule` what that keeps; `owner` holds the claim
+        on both; `replaces` is as for `policy.retention.decide`."""
         self.changed = threading.Condition()
         self._local = local
         self._where = where
         self._rule = rule
         self._emit = emit
+        self._owner = owner
         self._replaces = replaces
         self._ledger = Ledger(local)
         self.clear()
@@ -193,11 +202,12 @@ class Backlog:
         with self.changed:
             return entry.folder in self._waiting
 
-    def holds(self, entry: Entry, *, epoch: int | None) -> str:
-        """Why the local copy must not be deleted yet; nothing where it may be. `epoch` is that of
-        the present claim, in which nobody else has sent or deleted anything."""
+    def holds(self, entry: Entry) -> str:
+        """Why the local copy must not be deleted yet; empty where it may be."""
+        claim = self._owner.claim
         with self.changed:
-            is_ours = entry.name.epoch == epoch
+            # Under this claim nobody else has sent or deleted anything.
+            is_ours = claim is not None and entry.name.epoch == claim.epoch
             # That it was sent once is no proof: what was sent may have lost files since.
             if not self._is_sure or not (self.has_seen or is_ours):
                 return f"what {self._where} has is not known yet"

@@ -16,7 +16,7 @@ from holdfast.engine.claims.claim import Choice, claim_run
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import mark_aborted
 from holdfast.engine.tiers.claims import share_claims
-from holdfast.engine.tiers.upload import Cost, Interrupted, Sender
+from holdfast.engine.tiers.upload import Cost, Sender, UploadInterrupted
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.store.base import Store
@@ -171,7 +171,7 @@ def test_it_ends_soon_when_it_is_interrupted_and_goes_on_later(
             asked.set()
             one.interrupt()
 
-    with pytest.raises(Interrupted):
+    with pytest.raises(UploadInterrupted):
         send(one, local, interrupt)
     assert Catalog(remote).checkpoints() == ()
     one.proceed()

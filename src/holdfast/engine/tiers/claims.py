@@ -75,9 +75,6 @@ class TieredOwnership(Ownership):
         self.remote_is_clean = True
         """Whether this epoch may be closed in the remote tier, as far as its calls told: nothing of
         this claim hangs there, and nobody will send what it has saved."""
-        self.before_take: Callable[[], None] = lambda: None
-        """Called before a claim; nothing may be under way in the name of the one before then."""
-        self.after_take: Callable[[], None] = lambda: None
 
     def check(self) -> None:
         """See `Ownership.check`; asks both tiers."""
@@ -89,13 +86,12 @@ class TieredOwnership(Ownership):
             self._check(self._store)
 
     def take(self, choose: Callable[[], Choice]) -> None:
-        """See `Ownership.take`.
+        """Claim the run in both tiers. Nothing may be under way in the name of the claim before.
 
         Raises:
             OwnedElsewhere: a live process owns the run, in either tier.
             Diverged: the run went on in both tiers separately.
         """
-        self.before_take()
         before = self.remote_claim
         self.remote_claim, self.remote_has_committed = None, False
         self.catalog.look_again()
@@ -105,7 +101,6 @@ class TieredOwnership(Ownership):
             self._end_remotely(before, END_S)
         self.remote_is_clean, self.remote_unclear = True, set()
         self._beat()
-        self.after_take()
 
     @property
     def is_remote_over(self) -> bool:

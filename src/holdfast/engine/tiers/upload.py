@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import closing, suppress
@@ -21,14 +21,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from holdfast.engine.background import Background
 from holdfast.engine.roots.commit import Attempt, publish, settle
 from holdfast.engine.roots.documents import read_document
 from holdfast.engine.sealed.sealing import SealedStore, bare, vouched
 from holdfast.engine.sealed.unsealing import box_documents, boxes_of
 from holdfast.engine.tiers.pieces import (
-    Group,
+    FilePiece,
     Listing,
-    Piece,
+    PieceGroup,
     decode_listing,
     groups_of,
     length,
@@ -36,7 +37,7 @@ from holdfast.engine.tiers.pieces import (
     pieces_of_sealed,
     read_listing,
 )
-from holdfast.engine.workers import Workers, cancel
+from holdfast.engine.workers import cancel
 from holdfast.errors import (
     AlreadyExists,
     CommitConflict,
@@ -50,7 +51,7 @@ from holdfast.errors import (
     UnsupportedStore,
 )
 from holdfast.format import layout
-from holdfast.format.blocks import block_digest, digest_blocks, file_digest
+from holdfast.format.blocks import block_digest, digest_blocks, file_digest, split
 from holdfast.format.envelope import Visible
 from holdfast.format.manifest import (
     MAX_JSON_FILE_NBYTES,
@@ -75,7 +76,7 @@ NICENESS = 10
 """Threads that send make room for those that train and save, where the system has priorities."""
 
 
-class Interrupted(HoldfastError):
+class UploadInterrupted(HoldfastError):
     """The process is closing; what was sent stays where it is."""
 
 
@@ -111,27 +112,26 @@ class Sender:
         self._reads_back = reads_back or not _shows_whole_files(self._remote)
         self._num_threads = num_threads
         self._timeout_s = timeout_s
-        self._workers = Workers(num_threads, "holdfast-upload")
-        self._stop = threading.Event()
+        self._background = Background("holdfast-upload", num_threads=num_threads)
         self._lock = threading.Lock()
         self._cost = Cost()
         self._told: Callable[[Cost], None] = lambda cost: None
 
     def start(self) -> None:
         """Start the threads now: the interpreter starts none once it has begun to exit."""
-        self._workers.start()
+        self._background.start()
 
     def interrupt(self) -> None:
-        """Let what is being sent end soon, with `Interrupted`."""
-        self._stop.set()
+        """Let what is being sent end soon, with `UploadInterrupted`."""
+        self._background.ask_to_stop()
 
     def proceed(self) -> None:
         """Take back an `interrupt`."""
-        self._stop.clear()
+        self._background.proceed()
 
     def close(self) -> None:
-        """Let the threads end."""
-        self._workers.close()
+        """Let the threads end; what they still send is interrupted."""
+        self._background.end()
 
     def send(
         self, folder: str, *, epoch: int, told: Callable[[Cost], None], unclear: set[str]
@@ -149,7 +149,7 @@ class Sender:
             CorruptData: it is damaged here, or the other root has something else.
             Superseded: a later writer owns the other root.
             StoreError, DeadlineExceeded: it may work the next time.
-            Interrupted: `interrupt` was called.
+            UploadInterrupted: `interrupt` was called.
         """
         began = time.perf_counter()
         self._cost, self._told = Cost(), told
@@ -221,7 +221,7 @@ class Sender:
                 self._send_file(key, nbytes, pieces_of_file(name), is_there=name in there)
         self._cost.is_all = not num_there
 
-    def _pieces(self, folder: str, listing: Listing) -> Callable[[str], tuple[Piece, ...]]:
+    def _pieces(self, folder: str, listing: Listing) -> Callable[[str], tuple[FilePiece, ...]]:
         """What gives the pieces of each file."""
         if isinstance(listing, Visible):
             return partial(self._pieces_of_sealed, folder, listing.files)
@@ -232,7 +232,7 @@ class Sender:
 
     def _pieces_of_sealed(
         self, folder: str, files: Mapping[str, FileEntry], name: str
-    ) -> tuple[Piece, ...]:
+    ) -> tuple[FilePiece, ...]:
         key = f"{folder}/{name}"
         what = f"{self._local.url}/{key}"
 
@@ -240,14 +240,14 @@ class Sender:
             self._expect_time(key)
             return block_digest(self._local.get(key, start, stop - start))
 
-        def digests(spans: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-            return self._each((partial(digest, *span) for span in spans), key)
+        def digests() -> Iterator[bytes]:
+            return self._each((partial(digest, *span) for span in split(files[name].nbytes)), key)
 
         try:
-            return pieces_of_sealed(files[name], digests, what=what)
+            return pieces_of_sealed(files[name], digests(), what=what)
         except CorruptData:
             # Once more: a passing error on the way is not damage.
-            return pieces_of_sealed(files[name], digests, what=what)
+            return pieces_of_sealed(files[name], digests(), what=what)
 
     def _send_keys(self, folder: str, visible: Visible) -> None:
         """The boxes of keys, as they are by now; those that are there already stay, too."""
@@ -266,7 +266,7 @@ class Sender:
         return {info.key[start:]: info.nbytes for info in self._remote.list(f"{folder}/")}
 
     def _send_file(
-        self, key: str, nbytes: int, pieces: tuple[Piece, ...], *, is_there: bool
+        self, key: str, nbytes: int, pieces: tuple[FilePiece, ...], *, is_there: bool
     ) -> None:
         if len(pieces) <= 1 or not isinstance(self._remote, WritesBlocks):
             self._put(key, b"".join(self._read(key, piece) for piece in pieces))
@@ -284,7 +284,7 @@ class Sender:
             self._expect_right(key, pieces)
 
     def _send_aside(
-        self, remote: LinksFiles, key: str, nbytes: int, pieces: tuple[Piece, ...]
+        self, remote: LinksFiles, key: str, nbytes: int, pieces: tuple[FilePiece, ...]
     ) -> None:
         """Write a file where nobody looks for it, and give it its name when it is whole."""
         scratch = layout.sending_folder(os.urandom(8))
@@ -304,7 +304,9 @@ class Sender:
             with suppress(StoreError):  # gc removes it
                 self._remote.delete(f"{scratch}/")
 
-    def _send_pieces(self, source: str, key: str, nbytes: int, pieces: tuple[Piece, ...]) -> None:
+    def _send_pieces(
+        self, source: str, key: str, nbytes: int, pieces: tuple[FilePiece, ...]
+    ) -> None:
         assert isinstance(self._remote, WritesBlocks)
         self._count()
         writer = self._remote.create(key, nbytes)
@@ -324,14 +326,14 @@ class Sender:
             writer.abort()
             raise
 
-    def _send_group(self, writer: BlockWriter, source: str, group: Group) -> None:
+    def _send_group(self, writer: BlockWriter, source: str, group: PieceGroup) -> None:
         self._expect_time(source)
         first, data = group.pieces[0].start, b"".join(self._read(source, p) for p in group.pieces)
         sent = memoryview(data)[group.start - first : group.stop - first]
         writer.write(group.start, sent)
         self._count(len(sent))
 
-    def _is_right(self, key: str, pieces: tuple[Piece, ...]) -> bool:
+    def _is_right(self, key: str, pieces: tuple[FilePiece, ...]) -> bool:
         """Whether the other root has these bytes, where it is to be asked."""
         if not self._reads_back:
             return True
@@ -352,18 +354,18 @@ class Sender:
         finally:
             cancel(waiting, timeout_s=self._timeout_s)
 
-    def _digest_there(self, key: str, piece: Piece) -> bool:
+    def _digest_there(self, key: str, piece: FilePiece) -> bool:
         self._count()
         data = self._remote.get(key, piece.start, piece.stop - piece.start)
         return block_digest(data) == piece.digest
 
-    def _expect_right(self, key: str, pieces: tuple[Piece, ...]) -> None:
+    def _expect_right(self, key: str, pieces: tuple[FilePiece, ...]) -> None:
         if not self._is_right(key, pieces):
             raise StoreError(
                 f"{self._remote.url}/{key}: read back, these are not the bytes that were sent"
             )
 
-    def _read(self, key: str, piece: Piece) -> bytes:
+    def _read(self, key: str, piece: FilePiece) -> bytes:
         """The bytes that were written; read once more where they differ."""
         for _ in range(2):
             data = self._local.get(key, piece.start, piece.stop - piece.start)
@@ -384,21 +386,21 @@ class Sender:
         raise CorruptData(f"{self._local.url}/{key}: not what was written, and is not sent")
 
     def _expect_time(self, key: str) -> None:
-        """For a thread that is to read or send a block; raises `Interrupted`."""
+        """For a thread that is to read or send a block; raises `UploadInterrupted`."""
         _be_nice()
-        if self._stop.is_set():
-            raise Interrupted(f"{key}: not sent to its end, for the process is closing")
+        if self._background.is_stopping:
+            raise UploadInterrupted(f"{key}: not sent to its end, for the process is closing")
 
     def _put(self, key: str, data: bytes) -> None:
-        if self._stop.is_set():
-            raise Interrupted(f"{key}: not sent, for the process is closing")
+        if self._background.is_stopping:
+            raise UploadInterrupted(f"{key}: not sent, for the process is closing")
         self._remote.put(key, data)
         self._count(len(data))
 
     def _submit(self, job: Callable[[], T], key: str) -> Future[T]:
-        if self._stop.is_set():
-            raise Interrupted(f"{key}: not sent to its end, for the process is closing")
-        return self._workers.submit(job)
+        if self._background.is_stopping:
+            raise UploadInterrupted(f"{key}: not sent to its end, for the process is closing")
+        return self._background.submit(job)
 
     def _result(self, future: Future[T], key: str) -> T:
         try:
@@ -429,8 +431,8 @@ class Sender:
         attempt = Attempt(name=name, save_id=listing.save_id)
         if attempt.folder != folder:
             raise CorruptData(f"{self._local.url}/{folder}: the manifest is of {attempt.folder}")
-        if self._stop.is_set():
-            raise Interrupted(f"{folder}: not committed, for the process is closing")
+        if self._background.is_stopping:
+            raise UploadInterrupted(f"{folder}: not committed, for the process is closing")
         try:
             publish(self._remote, attempt, data, epoch=epoch)
         finally:
