@@ -56,7 +56,7 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("verify",),
         ("mend", "retention"),
         ("backlog", "housekeeping", "prune"),
-        ("damaged", "sending"),
+        ("chores", "damaged", "sending"),
         ("mirror",),
     ),
     "train": (

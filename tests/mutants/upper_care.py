@@ -180,8 +180,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="scrub-stops-after-the-first-problem",
         promise="R18: all planted damage is found, also without keys",
         file="care/scrub.py",
-        before="problems += _files(reader, visible.files, advance, may_be_gone=dropped)",
-        after="problems += [*_files(reader, visible.files, advance, may_be_gone=dropped)][:1]",
+        before="problems += _files(reader, visible.files, tally, may_be_gone=dropped)",
+        after="problems += [*_files(reader, visible.files, tally, may_be_gone=dropped)][:1]",
         near=("tests/care/test_scrub.py",),
     ),
     Mutant(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from holdfast.care.gc import collect
 from holdfast.care.retention import Deleter
@@ -84,7 +85,7 @@ class Record:
 
 def first_run(store: Store, record: Record, *, num_saves: int = 2) -> Claim:
     """Claim epoch 1 and save; the start of every scenario."""
-    claim = claim_run(store, lambda: Choice(point=None), takeover=False, emit=_EMIT)
+    claim = claim_run(store, repeat(Choice(point=None)), takeover=False, emit=_EMIT)
     for sequence in range(1, num_saves + 1):
         save(store, claim, sequence, record)
     return claim
@@ -200,7 +201,7 @@ def taker(
             return choice
 
         try:
-            claim = claim_run(store, choose, takeover=True, emit=_EMIT)
+            claim = claim_run(store, iter(choose, None), takeover=True, emit=_EMIT)
         except (OutcomeUnknown, NoCheckpoint):
             return
         record.tell_resumed(claim, is_rollback=rolls_back)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from holdfast.care.prune import standing
@@ -136,13 +137,13 @@ def delete(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = Non
         Superseded: another process claimed the run meanwhile.
         UsageError: it is not damaged any more.
     """
-    found = examine(store, folder)
+    damaged = examine(store, folder)
     readers = Readers(store)
     readers.watch({folder}, wait=watch or threading.Event().wait, emit=emit)
     if leases := readers.of(folder):  # before the mark, which nobody could begin to read under
         return f"{leases[0].who} reads it"
     owner = Ownership(store, takeover=False, emit=emit)
-    owner.take(lambda: _choice(store, folder))
+    owner.take(_choices(store, folder))
     claim = owner.claim
     assert claim is not None
     try:
@@ -153,8 +154,8 @@ def delete(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = Non
             reason="a person named it: its manifest could not be read",
             readers=readers,
         )
-        if not why and found.is_latest:
-            name_latest(store, found.goes_on_from)
+        if not why and damaged.is_latest:
+            name_latest(store, damaged.goes_on_from)
     except OutcomeUnknown:
         owner.is_clean = False
         raise
@@ -165,12 +166,13 @@ def delete(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = Non
     return why
 
 
-def _choice(store: Store, folder: str) -> Choice:
+def _choices(store: Store, folder: str) -> Iterator[Choice]:
     """Choose where the run stands: as a rollback if it stood on `folder`, so that what a rollback
     to that has left behind stays behind."""
-    choice = standing(store)
-    stands_on_it = choice.point is not None and _first_of_lineage(store) == folder
-    return replace(choice, is_rollback=True) if stands_on_it else choice
+    while True:
+        choice = standing(store)
+        stands_on_it = choice.point is not None and _first_of_lineage(store) == folder
+        yield replace(choice, is_rollback=True) if stands_on_it else choice
 
 
 def _first_of_lineage(store: Store) -> str | None:

@@ -10,7 +10,6 @@ from typing import Protocol
 from holdfast.care.gc import collect
 from holdfast.care.retention import Deleter, RetentionEvent, Waiting
 from holdfast.engine.claims.claim import Claim
-from holdfast.engine.claims.notes import reject
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.roots.commit import name_latest
 from holdfast.errors import Superseded
@@ -20,7 +19,7 @@ from holdfast.store.base import Store
 
 
 class Claimant(Protocol):
-    """One side of the ownership of a run, in whose name chores are done."""
+    """Holder of a claim, in whose name chores are done."""
 
     @property
     def claim(self) -> Claim | None:
@@ -39,7 +38,7 @@ class Claimant(Protocol):
 
 
 class Housekeeper:
-    """Does the chores of one manager; what goes wrong is told, and tried again next time."""
+    """Does the chores of one manager; failures are logged, and tried again next time."""
 
     def __init__(
         self,
@@ -84,14 +83,6 @@ class Housekeeper:
     def trust(self, entry: Entry) -> None:
         """Take a checkpoint for whole: a load has read every byte of it."""
         self._deleter.trust(entry)
-
-    def reject(self, folder: str, reason: str) -> None:
-        """Leave a mark on a checkpoint that could not be used."""
-        self._emit("rejected", f"{folder} cannot be used: {reason}", folder=folder, reason=reason)
-        claim = self._owner.claim
-        by = f"writer {claim.epoch}" if claim is not None else "a reader"
-        with self._trying("rejected mark"):
-            reject(self._store, folder, by=by, reason=reason)
 
     def _point_latest(self, entry: Entry) -> None:
         latest = Catalog(self._store).latest() if entry.manifest.unhealthy else entry

@@ -74,7 +74,7 @@ def _expect_same(listing: Listing, folder: str, *, where: str) -> None:
 
 
 def _pieces(remote: Store, folder: str, listing: Listing) -> Callable[[str], tuple[FilePiece, ...]]:
-    """What gives the pieces of each file; of a sealed one by reading all of it."""
+    """Function that gives the pieces of each file; of a sealed one by reading all of it."""
     if isinstance(listing, Visible):
         return partial(_pieces_of_sealed, remote, folder, listing.files)
     return _pieces_of_plain(remote, folder, listing).__getitem__

@@ -9,7 +9,7 @@ sent yet.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from enum import Enum, auto
@@ -30,7 +30,6 @@ from holdfast.engine.tiers.tiered import Rules, Tiered, TieredOptions
 from holdfast.errors import DeadlineExceeded, UploadFailed
 from holdfast.events import Emitter
 from holdfast.format.manifest import Timestamp
-from holdfast.policy.retention import Rule
 
 _END_S = 5.0
 """How long `close` waits, beyond its deadline, for the blocks that are on their way."""
@@ -55,27 +54,25 @@ class Mirror(Uploads):
         self,
         owner: TieredOwnership,
         backlog: Backlog,
-        chores: Housekeeper,
-        rule: Rule,
+        sending: Sending,
+        background: Background,
         options: TieredOptions,
         emit: Emitter,
         *,
-        replaces: bool,
         timeout_s: float,
     ) -> None:
-        """`timeout_s` bounds the waits of callers; the rest is as for `Sending`."""
+        """`sending` does the rounds, in the thread of `background`; `timeout_s` bounds the waits of
+        callers."""
         self._owner = owner
         self._local_url, self._remote_url = owner.catalog.store.url, owner.catalog.remote.store.url
+        self._backlog = backlog
+        self._changed = backlog.changed
+        self._sending = sending
+        self._background = background
+        self._background.ask_to_stop()
         self._options = options
         self._emit = emit
         self._timeout_s = timeout_s
-        self._backlog = backlog
-        self._changed = backlog.changed
-        self._background = Background("holdfast-mirror")
-        self._background.ask_to_stop()
-        self._sending = Sending(
-            owner, backlog, chores, rule, options, emit, self._background, replaces=replaces
-        )
         self._turn = Turn.RESTS
         self._job: Future[None] | None = None
 
@@ -287,21 +284,23 @@ class MirroredOwnership(TieredOwnership):
             waiting=backlog,
         )
         """Those of the local tier."""
-        self.mirror = Mirror(
+        background = Background("holdfast-mirror")
+        sending = Sending(
             self,
             backlog,
             self.chores,
             rules.remote,
             options,
             emit,
+            background,
             replaces=replaces,
-            timeout_s=timeout_s,
         )
+        self.mirror = Mirror(self, backlog, sending, background, options, emit, timeout_s=timeout_s)
 
     @override
-    def take(self, choose: Callable[[], Choice]) -> None:
+    def take(self, choices: Iterator[Choice]) -> None:
         self.mirror.pause()
-        super().take(choose)
+        super().take(choices)
         self.mirror.go_on()
 
 
@@ -318,7 +317,7 @@ def ownership(
     """Make what holds the claim on a root, or on both of its tiers, what sends from one to the
     other, and what does the chores in the first.
 
-    `rules` are those of the tiers; the rest is as for `Mirror`.
+    `rules` are those of the tiers; `timeout_s` bounds the waits of callers.
     """
     if not (isinstance(root, Tiered) and isinstance(catalog, TieredCatalog)):
         owner = Ownership(catalog.store, takeover=takeover, emit=emit)

@@ -7,7 +7,7 @@ An epoch that never commits moves nothing: the run stands afterwards where it st
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from holdfast.care.retention import Deleter, Planned, RetentionEvent, plan
@@ -26,7 +26,7 @@ from holdfast.store.base import Store
 
 @dataclass(slots=True, kw_only=True)
 class Pruned:
-    """What was decided for every checkpoint of the run, newest first, and what was done."""
+    """Result of `prune`: the decisions for every checkpoint, newest first, and what was done."""
 
     planned: tuple[Planned, ...] = ()
     deleted: list[str] = field(default_factory=list)
@@ -93,7 +93,7 @@ def prune(store: Store, rule: Rule, *, emit: Emitter, watch: Wait | None = None)
     readers.watch(work, wait=watch or threading.Event().wait, emit=emit)
     owner = Ownership(store, takeover=False, emit=emit)
     deleter = Deleter(store, rule, readers=readers, waiting=NotedUploads(store))
-    owner.take(lambda: standing(store))
+    owner.take(_standings(store))
     try:
         assert owner.claim is not None
         for event in deleter.carry_out(owner.claim, has_committed=False):
@@ -116,6 +116,11 @@ def _note(event: RetentionEvent, report: Pruned) -> None:
             report.failed.append((event.subject, event.why))
         case "postponed":
             report.postponed.append((event.subject, event.why))
+
+
+def _standings(store: Store) -> Iterator[Choice]:
+    while True:
+        yield standing(store)
 
 
 def standing(store: Store) -> Choice:

@@ -108,7 +108,7 @@ def _share_files(store: Store, one: Entry, other: Entry) -> bool:
 
 
 def candidate(store: Store, entry: Entry) -> Candidate:
-    """What the rules may know of a checkpoint."""
+    """Describe a checkpoint for the rules."""
     manifest, marks = entry.manifest, entry.marks
     parts = parts_of(store, entry.folder, manifest, marks)
     return Candidate(

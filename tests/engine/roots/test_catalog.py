@@ -47,7 +47,7 @@ def test_a_resume_decides_on_the_newest_manifest_alone() -> None:
         "latest",
         walks=True,
     )
-    claim_run(store, search, takeover=False, emit=Emitter(()))
+    claim_run(store, search.choices(), takeover=False, emit=Emitter(()))
     threads.close()
     assert search.found is not None
     assert search.found.entry.folder == folders[0]
@@ -77,7 +77,8 @@ def test_a_resume_looks_twice_at_each_attempt_that_did_not_commit() -> None:
     reader = Reader(
         catalog=Catalog(noted), state=new_run().state, threads=Threads(), timeout_s=60.0
     )
-    claim_run(noted, Search(reader, "latest", walks=True), takeover=True, emit=Emitter(()))
+    search = Search(reader, "latest", walks=True)
+    claim_run(noted, search.choices(), takeover=True, emit=Emitter(()))
     reader.threads.close()
     looks = [key.split("/")[0] for op, key in noted.ops if op == "head"]
     assert {folder: looks.count(folder) for folder in left} == dict.fromkeys(left, 2)

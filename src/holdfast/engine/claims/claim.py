@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -199,42 +199,33 @@ class Choice:
     """Whether a person chose it by name, so that newer ones are left behind on purpose."""
 
 
-def claim_run(
-    store: Store, choose: Callable[[], Choice], *, takeover: bool, emit: Emitter
-) -> Claim:
+def claim_run(store: Store, choices: Iterator[Choice], *, takeover: bool, emit: Emitter) -> Claim:
     """Claim the run from a chosen checkpoint on.
 
-    `choose` is asked again when another claim came first, when its choice is being deleted, and
-    when an earlier writer committed something newer before the claim fenced it off. When that
-    fails, so that what was put already is of no use, it is closed.
+    `choices` are made anew, each when it is taken: also when another claim came first, when the
+    choice is being deleted, and when an earlier writer committed something newer before the claim
+    fenced it off. When that fails, so that what was put already is of no use, it is closed.
 
     Raises:
         OwnedElsewhere: a live process owns the run.
     """
-    with closed_unless_used(lambda claim: put_closed(store, claim)) as put:
+    claim: Claim | None = None
+    try:
         for _ in range(_MAX_RACES):
             after = check_owner(store, takeover=takeover, emit=emit)
-            choice = choose()
-            claim = _put_claim(store, after, choice, takeover=takeover)
-            if claim is None:
+            choice = next(choices)
+            put = _put_claim(store, after, choice, takeover=takeover)
+            if put is None:
                 continue
-            put.append(claim)
+            claim = put
             if is_still_right(Catalog(store), claim, choice):
                 return claim
         raise OwnedElsewhere(f"{store.url}: lost the race for the run {_MAX_RACES} times")
-
-
-@contextmanager
-def closed_unless_used(close: Callable[[Claim], None]) -> Iterator[list[Claim]]:
-    """Gives a list for the claims that are put in the block, and closes the last of them when it
-    fails: it would keep others away for as long as this process lives, which does not have it."""
-    put: list[Claim] = []
-    try:
-        yield put
     except BaseException:
-        if put:
+        # It would keep others away for as long as this process lives, which does not have it.
+        if claim is not None:
             with suppress(HoldfastError):  # the error that counts is on its way
-                close(put[-1])
+                put_closed(store, claim)
         raise
 
 
@@ -332,8 +323,8 @@ def expect_claim(store: Store, claim: Claim) -> None:
 
     A root that was moved or unmounted would otherwise be made anew, empty, by the next save.
     """
-    found = read_if_there(store, layout.writer_key(claim.epoch), decode_writer)
-    if found is None or found.nonce != claim.nonce:
+    record = read_if_there(store, layout.writer_key(claim.epoch), decode_writer)
+    if record is None or record.nonce != claim.nonce:
         raise StoreError(
             f"{store.url}/{layout.writer_key(claim.epoch)}: the record of this process's claim is "
             "gone; was the root moved, deleted or unmounted?"
@@ -376,27 +367,17 @@ def put_closed(store: Store, claim: Claim) -> None:
     store.delete(layout.alive_key(claim.epoch))
 
 
-class Settled:
-    """A choice that was made already. When it no longer holds, that is an error."""
+def settled_choice(entry: Entry, *, is_rollback: bool) -> Iterator[Choice]:
+    """Give a choice that was made already, once.
 
-    def __init__(self, entry: Entry, *, is_rollback: bool) -> None:
-        self._entry = entry
-        self._is_rollback = is_rollback
-        self._asked = False
-
-    def __call__(self) -> Choice:
-        """See `claim_run`.
-
-        Raises:
-            NoCheckpoint: it is asked for the second time.
-        """
-        if self._asked:
-            raise NoCheckpoint(
-                f"{self._entry.folder}: it is being deleted, or the run went on from a newer one "
-                "meanwhile; resume again"
-            )
-        self._asked = True
-        return Choice(point=self._entry.reference, is_rollback=self._is_rollback)
+    Raises:
+        NoCheckpoint: it no longer holds, so that another one is asked for.
+    """
+    yield Choice(point=entry.reference, is_rollback=is_rollback)
+    raise NoCheckpoint(
+        f"{entry.folder}: it is being deleted, or the run went on from a newer one meanwhile; "
+        "resume again"
+    )
 
 
 class Heartbeat:

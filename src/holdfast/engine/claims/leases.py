@@ -126,9 +126,9 @@ def kept(catalog: Catalog, which: str | int, *, emit: Emitter | None = None) -> 
 
 def _find(catalog: Catalog, which: str | int, but: Collection[str]) -> Entry:
     if which == "latest" and but:
-        found = catalog.newest(but=but)
-        if found is not None:
-            return found
+        newest = catalog.newest(but=but)
+        if newest is not None:
+            return newest
     return catalog.resolve(which)
 
 
@@ -159,7 +159,7 @@ def expect_kept(store: Store, folder: str, marks: Marks) -> None:
 
 
 class _HeldLease:
-    """One lease of this process."""
+    """A lease of this process, renewed until it is given back."""
 
     def __init__(self, store: Store, folder: str, emit: Emitter) -> None:
         self._store = store
@@ -175,7 +175,7 @@ class _HeldLease:
         self._renewed: Future[None] | None = None
 
     def take(self) -> str:
-        """Put it. Returns what to tell a person when the storage refuses one, or nothing.
+        """Put the lease. Returns what to tell a person when the storage refuses one, or nothing.
 
         Raises:
             StoreError: it failed in another way.
@@ -200,7 +200,7 @@ class _HeldLease:
         self._renewed = self._background.submit(self._renew)
 
     def give_back(self) -> None:
-        """Remove it; what fails is told. A child that was forked leaves its parent's alone."""
+        """Remove the lease; a failure is logged. A forked child leaves its parent's alone."""
         if os.getpid() != self._process.pid or not self._may_be_there:
             return
         # In the thread that renews it, which may hang in the store.
@@ -298,9 +298,9 @@ def find_leases(store: Store, *, folder: str | None = None) -> Iterator[FoundLea
         parsed = layout.parse_lease(name)
         if parsed is None or folder not in (None, str(parsed[0])):
             continue
-        found = _read_lease(store, f"{layout.READERS}/{name}", *parsed)
-        if found is not None:
-            yield found
+        lease = _read_lease(store, f"{layout.READERS}/{name}", *parsed)
+        if lease is not None:
+            yield lease
 
 
 def _names(store: Store) -> tuple[str, ...]:
@@ -316,7 +316,7 @@ def _names(store: Store) -> tuple[str, ...]:
 
 
 def _read_lease(store: Store, key: str, name: AttemptName, nonce: str) -> FoundLease | None:
-    """What lies there; None when it was given back meanwhile."""
+    """Read a lease; None when it was given back meanwhile."""
     lease, data = None, b""
     try:
         data = read_document(store, key, max_nbytes=MAX_SEALED_NBYTES)
@@ -337,7 +337,7 @@ def _read_lease(store: Store, key: str, name: AttemptName, nonce: str) -> FoundL
 
 
 class Readers:
-    """Who reads what, for one deleter, which remembers since when a lease has not moved.
+    """Leases as one deleter sees them, which remembers since when each has not moved.
 
     `clock` gives seconds that only go up.
     """
@@ -349,14 +349,14 @@ class Readers:
 
     def of(self, folder: str) -> tuple[FoundLease, ...]:
         """The leases on a checkpoint that bind: their process lives, or may live."""
-        found = tuple(find_leases(self._store, folder=folder))
-        keys = {lease.key for lease in found}
+        leases = tuple(find_leases(self._store, folder=folder))
+        keys = {lease.key for lease in leases}
         self._seen = {
             key: seen
             for key, seen in self._seen.items()
             if key in keys or not key.startswith(f"{layout.READERS}/{folder}.")
         }
-        return tuple(lease for lease in found if self._binds(lease))
+        return tuple(lease for lease in leases if self._binds(lease))
 
     def watch(self, folders: Collection[str], *, wait: Wait, emit: Emitter) -> None:
         """Look at leases from elsewhere until each has moved, or was silent for `SILENT_S`.

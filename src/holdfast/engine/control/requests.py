@@ -168,7 +168,7 @@ class _Tray:
         self._trouble = ""
 
     def take(self) -> tuple[Request, ...]:
-        """What was found since the last time."""
+        """Take the requests that were found since the last call."""
         with self._lock:
             found, self._waiting = tuple(self._waiting), []
         return found

@@ -52,7 +52,7 @@ _PAUSE_S = 0.1
 
 
 @dataclass(slots=True, kw_only=True)
-class Attempt:
+class SaveAttempt:
     """A save's folder. `put_sent` tells whether a manifest was put.
 
     `is_unclear` tells whether a copy of that put may still arrive, so that the register must stay,
@@ -75,15 +75,15 @@ class Attempt:
         return f"{self.folder}/{layout.MANIFEST}"
 
 
-def begin(store: Store, *, label: str, epoch: int, sequence: int) -> Attempt:
+def begin(store: Store, *, label: str, epoch: int, sequence: int) -> SaveAttempt:
     """Make a new attempt's folder. The save id comes from the operating system's randomness."""
     save_id = os.urandom(16).hex()
     name = layout.attempt_name(label, epoch, sequence, save_id)
     make_folder(store, str(name), exclusive=True)
-    return Attempt(name=name, save_id=save_id)
+    return SaveAttempt(name=name, save_id=save_id)
 
 
-def commit(store: Store, attempt: Attempt, manifest: Manifest) -> None:
+def commit(store: Store, attempt: SaveAttempt, manifest: Manifest) -> None:
     """Put the manifest, fenced on both sides. Everything it lists must be durable.
 
     Raises:
@@ -94,7 +94,7 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest) -> None:
     publish(store, attempt, encode_manifest(manifest), epoch=attempt.name.epoch)
 
 
-def publish(store: Store, attempt: Attempt, data: bytes, *, epoch: int) -> None:
+def publish(store: Store, attempt: SaveAttempt, data: bytes, *, epoch: int) -> None:
     """Put the bytes of a manifest in the name of a claim, which may be later than the attempt's:
     in the remote tier a process commits what its forerunner saved. Else as `commit`."""
     check_fence(store, epoch, committed=False)
@@ -115,7 +115,7 @@ def publish(store: Store, attempt: Attempt, data: bytes, *, epoch: int) -> None:
         ) from error
 
 
-def _may_stand(store: Store, attempt: Attempt, error: StoreError) -> bool:
+def _may_stand(store: Store, attempt: SaveAttempt, error: StoreError) -> bool:
     """Whether a refused put may have taken effect all the same: looks whether its key exists.
 
     Raises:
@@ -132,7 +132,7 @@ def _may_stand(store: Store, attempt: Attempt, error: StoreError) -> bool:
     ) from error
 
 
-def abandon(store: Store, attempt: Attempt) -> bool:
+def abandon(store: Store, attempt: SaveAttempt) -> bool:
     """Remove a failed attempt's folder, unless a put of its manifest may still arrive."""
     if attempt.put_sent:
         return False
@@ -242,7 +242,7 @@ def check_fence(store: Store, epoch: int, *, committed: bool | None) -> None:
 
 
 def _describe_claim(store: Store, key: str) -> str:
-    """Who claimed; a record that cannot be read is a claim all the same."""
+    """Describe a claimer; a record that cannot be read is a claim all the same."""
     try:
         writer = read_if_there(store, key, decode_writer)
     except (FormatError, StoreError):

@@ -1,4 +1,4 @@
-"""What waits for its upload, as notes in the local root that outlive the process.
+"""Notes on uploads in the local root, which outlive the process.
 
 The truth is in the two roots: what is committed here and not there. The notes say what somebody
 wants to be sent, so that nobody deletes it before; what was there once, so that it is not sent

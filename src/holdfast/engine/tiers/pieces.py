@@ -33,7 +33,7 @@ Listing: TypeAlias = Manifest | Visible
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePiece:
-    """One stretch of a file, and the digest of its bytes."""
+    """A stretch of a file, and the digest of its bytes."""
 
     start: int
     stop: int
@@ -83,7 +83,7 @@ def decode_listing(data: Buffer, *, what: str) -> Listing | Aborted | Deleted:
 
 
 def read_listing(store: Store, folder: str) -> Listing | Aborted | Deleted | None:
-    """What a folder of a store that does not seal holds; None while nothing is there.
+    """Read the register of a folder in a store that does not seal; None while it is empty.
 
     Raises:
         FormatError: something is there that is not a valid document.
@@ -121,14 +121,14 @@ def pieces_of(
     index = decode_index(index_data, files=manifest.files, what=what)
     own = digest_blocks(index_data, manifest.block_nbytes)
     digests = {**index.blocks, layout.INDEX: own}
-    found = {}
+    pieces = {}
     for name, entry in manifest.files.items():
         stored = index.stored.get(name)
         if stored is None:
-            found[name] = _pieces(split(entry.nbytes, index.block_nbytes), digests[name])
+            pieces[name] = _pieces(split(entry.nbytes, index.block_nbytes), digests[name])
         else:
-            found[name] = _pieces(stored.spans(), stored.digests)
-    return found
+            pieces[name] = _pieces(stored.spans(), stored.digests)
+    return pieces
 
 
 def _pieces(spans: list[tuple[int, int]], digests: bytes) -> tuple[FilePiece, ...]:

@@ -22,7 +22,7 @@ from functools import partial
 from typing import TypeVar
 
 from holdfast.engine.background import Background
-from holdfast.engine.roots.commit import Attempt, publish, settle
+from holdfast.engine.roots.commit import SaveAttempt, publish, settle
 from holdfast.engine.roots.documents import read_document
 from holdfast.engine.sealed.sealing import SealedStore, bare, vouched
 from holdfast.engine.sealed.unsealing import box_documents, boxes_of
@@ -82,7 +82,7 @@ class UploadInterrupted(HoldfastError):
 
 @dataclass(slots=True, kw_only=True)
 class Cost:
-    """What sending has cost so far."""
+    """Cost of sending one checkpoint so far."""
 
     nbytes: int = 0
     """Bytes of files and documents that were sent."""
@@ -136,11 +136,11 @@ class Sender:
     def send(
         self, folder: str, *, epoch: int, told: Callable[[Cost], None], unclear: set[str]
     ) -> Cost:
-        """Have the checkpoint in the other root when this returns, committed by claim `epoch`.
+        """Send a checkpoint to the other root, committed there by claim `epoch`.
 
-        One that is there already is made durable and compared. `told` hears what was sent so far,
-        from several threads. The folder is added to `unclear` when a copy of the manifest's put may
-        still arrive.
+        One that is committed there already is made durable and compared. `told` hears what was
+        sent so far, from several threads. The folder is added to `unclear` when a copy of the
+        manifest's put may still arrive.
 
         Raises:
             NoCheckpoint: it is not here, or was deleted there; it is not to be sent again.
@@ -167,7 +167,7 @@ class Sender:
         return self._cost
 
     def _listing(self, folder: str) -> tuple[bytes, Listing]:
-        """The manifest as it lies here, of which the keys have said that nobody has changed it."""
+        """Read the local manifest, of which the keys have said that nobody has changed it."""
         where = f"{self._local.url}/{folder}"
         try:
             data = vouched(self._vouching, folder)
@@ -196,9 +196,9 @@ class Sender:
     def _expect_whole(self, folder: str, listing: Listing) -> None:
         """Raise `CorruptData` where what is committed there lacks files that nobody has dropped, or
         the keys: it may have been harmed since."""
-        there = self._sizes_there(folder)
-        is_thinned = any(layout.parse_thinned(name) is not None for name in there)
-        wrong = [name for name, entry in listing.files.items() if there.get(name) != length(entry)]
+        sizes = self._sizes_there(folder)
+        is_thinned = any(layout.parse_thinned(name) is not None for name in sizes)
+        wrong = [name for name, entry in listing.files.items() if sizes.get(name) != length(entry)]
         if wrong and not is_thinned:
             raise CorruptData(f"{self._remote.url}/{folder} lacks {', '.join(wrong)}")
         if isinstance(listing, Visible):
@@ -210,19 +210,19 @@ class Sender:
     def _send_files(self, folder: str, listing: Listing) -> None:
         make_folder(self._remote, folder)
         pieces_of_file = self._pieces(folder, listing)
-        there = self._sizes_there(folder)
-        num_there = 0
+        sizes = self._sizes_there(folder)
+        num_whole = 0
         for name, entry in listing.files.items():
             key, nbytes = f"{folder}/{name}", length(entry)
-            is_there = there.get(name) == nbytes
+            is_there = sizes.get(name) == nbytes
             if is_there and (not self._reads_back or self._is_right(key, pieces_of_file(name))):
-                num_there += 1
+                num_whole += 1
             else:
-                self._send_file(key, nbytes, pieces_of_file(name), is_there=name in there)
-        self._cost.is_all = not num_there
+                self._send_file(key, nbytes, pieces_of_file(name), is_there=name in sizes)
+        self._cost.is_all = not num_whole
 
     def _pieces(self, folder: str, listing: Listing) -> Callable[[str], tuple[FilePiece, ...]]:
-        """What gives the pieces of each file."""
+        """Function that gives the pieces of each file."""
         if isinstance(listing, Visible):
             return partial(self._pieces_of_sealed, folder, listing.files)
         index_entry = listing.files[layout.INDEX]
@@ -334,12 +334,12 @@ class Sender:
         self._count(len(sent))
 
     def _is_right(self, key: str, pieces: tuple[FilePiece, ...]) -> bool:
-        """Whether the other root has these bytes, where it is to be asked."""
+        """Whether the other root has these bytes; assumed where it is not to be read back."""
         if not self._reads_back:
             return True
-        found = self._each((partial(self._digest_there, key, piece) for piece in pieces), key)
-        with closing(found):
-            return all(found)
+        answers = self._each((partial(self._digest_there, key, piece) for piece in pieces), key)
+        with closing(answers):
+            return all(answers)
 
     def _each(self, jobs: Iterable[Callable[[], T]], key: str) -> Generator[T, None, None]:
         """The results of jobs in their order, a few of which are under way at once."""
@@ -386,7 +386,7 @@ class Sender:
         raise CorruptData(f"{self._local.url}/{key}: not what was written, and is not sent")
 
     def _expect_time(self, key: str) -> None:
-        """For a thread that is to read or send a block; raises `UploadInterrupted`."""
+        """Raise `UploadInterrupted` before a block is read or sent, once told to stop."""
         _be_nice()
         if self._background.is_stopping:
             raise UploadInterrupted(f"{key}: not sent to its end, for the process is closing")
@@ -417,18 +417,18 @@ class Sender:
         for name, entry in listing.files.items():
             key = f"{folder}/{name}"
             self._count()
-            found = self._remote.head(key).nbytes
-            if found != length(entry):
+            nbytes = self._remote.head(key).nbytes
+            if nbytes != length(entry):
                 raise StoreError(
                     f"{self._remote.url}/{key}: {length(entry)} bytes were sent and the store now "
-                    f"has {found}; the checkpoint is not committed there"
+                    f"has {nbytes}; the checkpoint is not committed there"
                 )
 
     def _commit(
         self, folder: str, listing: Listing, data: bytes, epoch: int, unclear: set[str]
     ) -> None:
         name = layout.attempt_name(listing.label, listing.epoch, listing.sequence, listing.save_id)
-        attempt = Attempt(name=name, save_id=listing.save_id)
+        attempt = SaveAttempt(name=name, save_id=listing.save_id)
         if attempt.folder != folder:
             raise CorruptData(f"{self._local.url}/{folder}: the manifest is of {attempt.folder}")
         if self._background.is_stopping:
@@ -441,7 +441,7 @@ class Sender:
         self._count(len(data), requests=3)
 
     def _confirm(self, folder: str, data: bytes) -> None:
-        """Make it durable, as whoever relies on it does, and read back that it is this one."""
+        """Make the checkpoint durable, as whoever relies on it does, and read its manifest back."""
         settle(self._remote, folder)
         key = f"{folder}/{layout.MANIFEST}"
         self._count(requests=2)
@@ -468,7 +468,7 @@ _nice = threading.local()
 
 
 def _be_nice() -> None:
-    """Once in each thread. Not all systems have priorities of threads, and none has to give one."""
+    """Lower the priority of this thread, once, where the system allows it."""
     if not getattr(_nice, "done", False):
         _nice.done = True
         with suppress(AttributeError, OSError):
