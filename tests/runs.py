@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.engine.roots.commit import retract
+from holdfast.engine.claims.claim import Claim
+from holdfast.engine.claims.deletion import retract
+from holdfast.engine.claims.leases import Readers
 from holdfast.events import Event
 from holdfast.manager import CheckpointManager
 from holdfast.store.base import Store
@@ -111,11 +113,8 @@ class ReadsNoted(MemoryStore):
 
 def retracted(store: Store, folder: str) -> bool:
     """Delete a checkpoint in the name of epoch 1, as gc would; whether it is gone."""
-    return retract(
-        store,
-        folder,
-        epoch=1,
-        reason="test",
-        may_remove_whole=lambda epoch: False,
-        is_read=lambda: False,
+    claim = Claim(epoch=1, nonce="", resumed_from=None)
+    removal = retract(
+        store, folder, claim=claim, reason="test", readers=Readers(store), unclear={folder}
     )
+    return removal.is_done

@@ -44,6 +44,7 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "engine": (
         ("memory", "pause", "roots", "workers"),
+        ("background",),
         ("checkpoint", "claims", "moments", "sealed", "staging", "threads"),
         ("access", "control", "hooks", "loading", "tiers"),
         ("saving",),
@@ -55,7 +56,8 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("verify",),
         ("mend", "retention"),
         ("backlog", "housekeeping", "prune"),
-        ("damaged", "mirror"),
+        ("chores", "damaged", "sending"),
+        ("mirror",),
     ),
     "train": (
         ("asked", "counters", "ema"),

@@ -122,9 +122,10 @@ def _public(
 
 
 def _is_companion(node: ast.AST) -> bool:
-    """A setter or an overload: the getter or the implementation carries the docstring."""
+    """A setter, an overload or an override: the getter, the implementation or the base class,
+    which the type checker knows, carries the docstring."""
     names = [ast.unparse(decorator) for decorator in getattr(node, "decorator_list", [])]
-    return any(name.endswith((".setter", "overload")) for name in names)
+    return any(name.endswith((".setter", "overload", "override")) for name in names)
 
 
 def protocol_methods(trees: list[ast.Module]) -> frozenset[str]:

@@ -122,4 +122,4 @@ class Switch(MemoryStore):
 
 def without_backoff(monkeypatch: Any) -> None:
     """Have failed uploads tried again at once."""
-    monkeypatch.setattr("holdfast.care.mirror.BACKOFF_S", 0.001)
+    monkeypatch.setattr("holdfast.care.sending.BACKOFF_S", 0.001)

@@ -15,7 +15,7 @@ from typing import Any
 
 from holdfast.arguments import checked
 from holdfast.care.beginning import Beginning
-from holdfast.care.housekeeping import Housekeeper
+from holdfast.care.chores import ManagerChores
 from holdfast.care.mirror import ownership
 from holdfast.care.tuning import Tuning
 from holdfast.engine.checkpoint import Checkpoint, CheckpointList, PendingSave, describe
@@ -203,7 +203,7 @@ class CheckpointManager:
         self._label = compile_label(label, run_name=run_name)
         self._exit_timeout_s = exit_timeout_s
         replaces = on_existing == "replace"
-        self._owner, self._uploads = ownership(
+        self._owner, self._uploads, self._housekeeper = ownership(
             root,
             self._catalog,
             rules,
@@ -216,18 +216,7 @@ class CheckpointManager:
         self._beginning = Beginning(
             self._catalog, self._owner, rules, self._emit, preflight=preflight
         )
-        self._housekeeper = Housekeeper(
-            self.store,
-            self._owner,
-            rules.local,
-            self._emit,
-            replaces=replaces,
-            is_sent_to=False,
-            held=self._uploads.holds,
-        )
-        self._applying = Applying(self._owner, self._emit, reject=self._housekeeper.reject)
-        self._uploads.uploaded = self._after_upload
-        self._uploads.caught_up = self._housekeeper.retain
+        self._applying = Applying(self.store, self._owner, self._emit)
         self._tuning = Tuning(self.store, self._owner, self._emit, self._schedule.auto)
         self._outside = Outside(Requests(self.store, emit=self._emit), stop, self._promote)
         self._overlap = Overlap(overlap, state, self._emit, timeout_s=save_timeout_s)
@@ -240,8 +229,7 @@ class CheckpointManager:
             memory_budget=self._memory_budget,
             overlap=self._overlap,
             compressing=Compressing(choices(compress, {*state, RNG}), self._emit),
-            after_commit=self._after_commit,
-            on_failure=self._hold_failed,
+            chores=ManagerChores(self, self._owner, self._housekeeper, self._uploads, self._tuning),
         )
         self._pid = os.getpid()
         self._closed = False
@@ -474,7 +462,7 @@ class CheckpointManager:
             self._beginning.look_around()
         if self._refuses_existing and which == "latest":
             self._beginning.refuse_later(None if found is None else found.entry)
-        self._saver.later(self._after_claim)
+        self._saver.after_claim()
         if found is None:
             return None
         self._announce_lacks()
@@ -753,26 +741,6 @@ class CheckpointManager:
         if self._hooks.save_begun is not None:
             self._hooks.save_begun(pending)
         return pending
-
-    def _hold_failed(self) -> None:
-        """Stay until somebody is told of the failure; a later manager here may have the run."""
-        exits.hold(self)
-        self._owner.let_others_claim()
-
-    def _after_claim(self) -> None:
-        self._housekeeper.after_claim()
-        self._tuning.after_claim()
-        self._uploads.mend_now()
-
-    def _after_commit(self, entry: Entry) -> None:
-        self._tuning.after_commit(entry)
-        self._uploads.committed()
-        self._housekeeper.after_commit(entry)
-
-    def _after_upload(self, entry: Entry, was_read: bool) -> None:
-        if was_read:
-            self._housekeeper.trust(entry)
-        self._housekeeper.retain()
 
     def _checked(self, components: Iterable[str]) -> tuple[str, ...]:
         names = (components,) if isinstance(components, str) else tuple(components)

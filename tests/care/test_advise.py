@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.care.recorded import RecordedRun, dead, elsewhere, three_failures
 
-from holdfast.care.advise import Facts, gather
+from holdfast.care.advise import RecordedFacts, gather
 from holdfast.engine.claims.process import this_process
 from holdfast.format import layout
 from holdfast.store.memory import MemoryStore
@@ -23,7 +23,7 @@ def run(store: MemoryStore) -> RecordedRun:
     return RecordedRun(store)
 
 
-def endings(facts: Facts) -> list[str]:
+def endings(facts: RecordedFacts) -> list[str]:
     return [start.ending for start in facts.starts]
 
 

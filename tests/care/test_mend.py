@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,7 @@ def test_who_was_superseded_mends_nothing(local: LocalStore, remote: MemoryStore
     """R10."""
     folder = folder_of(local)
     damaged = local.get(f"{folder}/{FILE}")
-    claim_run(local, lambda: Choice(point=None, is_rollback=True), takeover=True, emit=Emitter(()))
+    claim_run(local, repeat(Choice(point=None, is_rollback=True)), takeover=True, emit=Emitter(()))
     with pytest.raises(errors.Superseded):
         mend(local, remote, folder, epoch=1)
     assert local.get(f"{folder}/{FILE}") == damaged

@@ -10,6 +10,7 @@ import pytest
 
 from holdfast import errors
 from holdfast.care.backlog import Backlog
+from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.tiered import Tiered
@@ -180,7 +181,8 @@ def test_a_manifest_that_cannot_be_read_for_a_moment_still_waits_and_is_spared(
     folder = str(Catalog(local).attempts()[0])
     wrong = Fault(kind="flip", op="get", key=f"{folder}/manifest.json")
     store = FaultyStore(local, [wrong])
-    backlog = Backlog(store, remote.url, All(), Emitter(()), replaces=False)
+    owner = Ownership(store, takeover=False, emit=Emitter(()))
+    backlog = Backlog(store, remote.url, All(), Emitter(()), owner, replaces=False)
     backlog.see({}, ())
     assert wrong.reached.is_set()
     assert backlog.spared == (folder,)

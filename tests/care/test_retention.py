@@ -23,8 +23,8 @@ from hypothesis.stateful import (
 
 from holdfast import errors
 from holdfast.care.retention import candidate, plan
+from holdfast.engine.claims import deletion
 from holdfast.engine.hooks import StateHooks
-from holdfast.engine.roots import commit
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.events import Event
 from holdfast.manager import CheckpointManager
@@ -232,7 +232,8 @@ class Histories(RuleBasedStateMachine):
 
     def _expect_nothing_left_to_do(self) -> None:
         whole = combined_rule(self.keep, [self._side()], {"tree", "extra", "rng"})
-        for item in plan(Catalog(self.store), whole, epoch=10**6, resumed_from=None):
+        catalog = Catalog(self.store)
+        for item in plan(catalog, catalog.checkpoints(), whole, epoch=10**6, resumed_from=None):
             assert item.decision.keep, item.decision
             assert item.decision.drop == (), item.decision
 
@@ -276,7 +277,7 @@ def test_newest_pinned_and_best_stay_in_many_histories() -> None:
 def test_a_retention_that_forgets_the_pins_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above sees what it is for."""
     monkeypatch.setattr(policy, "_protection", lambda entry, resumed_from: "")
-    monkeypatch.setattr(commit, "is_held", lambda manifest, marks: False)
+    monkeypatch.setattr(deletion, "is_held", lambda manifest, marks: False)
     with pytest.raises((AssertionError, KeyError)):
         play(200, phases=[Phase.generate], report_multiple_bugs=False)
 

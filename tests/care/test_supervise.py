@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 from holdfast.care.child import FORWARDED, ChildProcess
 from holdfast.care.supervise import (
     REQUEUE_CODE,
-    Ending,
-    Life,
+    ChildEnding,
+    ChildLife,
     Limits,
-    Outcome,
     Supervised,
+    SupervisionOutcome,
     supervise,
 )
 from holdfast.errors import UsageError
 from holdfast.train import REQUEUE_EXIT_CODE
 
-CRASH = Ending(returncode=1)
-DONE = Ending(returncode=0)
+CRASH = ChildEnding(returncode=1)
+DONE = ChildEnding(returncode=0)
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ class Script:
 
     def __init__(
         self,
-        endings: Iterable[Ending],
+        endings: Iterable[ChildEnding],
         steps: Iterable[int | None] = (),
         seconds: Iterable[float] = (),
         signals: Iterable[int | None] = (),
@@ -56,7 +56,7 @@ class Script:
         self.now = 0.0
         self.pauses: list[float] = []
 
-    def live(self) -> Ending:
+    def live(self) -> ChildEnding:
         self.now += next(self._seconds, 1.0)
         return next(self._endings)
 
@@ -73,14 +73,14 @@ class Script:
 
 def test_a_success_is_the_end() -> None:
     result = Script([DONE]).supervised(Limits())
-    assert (result.outcome, result.code, len(result.lives)) == (Outcome.FINISHED, 0, 1)
+    assert (result.outcome, result.code, len(result.lives)) == (SupervisionOutcome.FINISHED, 0, 1)
     assert result.lives[0].restart_in_s is None
 
 
 def test_it_gives_up_after_so_many_lives_without_progress() -> None:
     script = Script([CRASH] * 9, steps=[None, 10, 10, 10, 10])
     result = script.supervised(Limits(max_failures=3), head=script.head)
-    assert result.outcome is Outcome.GAVE_UP
+    assert result.outcome is SupervisionOutcome.GAVE_UP
     assert [life.has_progressed for life in result.lives] == [True, False, False, False]
     assert [life.failures for life in result.lives] == [0, 1, 2, 3]
     assert [(life.from_step, life.to_step) for life in result.lives[:2]] == [(None, 10), (10, 10)]
@@ -89,7 +89,7 @@ def test_it_gives_up_after_so_many_lives_without_progress() -> None:
 def test_progress_resets_the_count_and_the_pause() -> None:
     script = Script([CRASH] * 6 + [DONE], steps=[0, 0, 0, 5, 5, 5, 9, 12])
     result = script.supervised(Limits(max_failures=3), head=script.head)
-    assert result.outcome is Outcome.FINISHED
+    assert result.outcome is SupervisionOutcome.FINISHED
     assert [life.failures for life in result.lives] == [1, 2, 0, 1, 2, 0, 0]
     assert script.pauses == [1.0, 2.0, 1.0, 1.0, 2.0, 1.0]
 
@@ -98,7 +98,7 @@ def test_the_same_steps_again_are_no_progress() -> None:
     """A run that falls back to 900, saves 1000 once more and crashes does not do so for ever."""
     script = Script([CRASH] * 9, steps=[1000, 900, 1000, 900, 1000])
     result = script.supervised(Limits(max_failures=4), head=script.head)
-    assert (result.outcome, len(result.lives)) == (Outcome.GAVE_UP, 4)
+    assert (result.outcome, len(result.lives)) == (SupervisionOutcome.GAVE_UP, 4)
 
 
 def test_a_root_that_cannot_be_seen_for_a_while_is_no_progress_and_no_loss() -> None:
@@ -117,25 +117,25 @@ def test_without_a_root_a_long_life_is_progress() -> None:
 @pytest.mark.parametrize(
     ("ending", "outcome", "code"),
     [
-        (Ending(returncode=75), Outcome.REQUEUE, 75),
-        (Ending(returncode=75, asked=15), Outcome.REQUEUE, 75),
-        (Ending(returncode=0, asked=15), Outcome.FINISHED, 0),
-        (Ending(returncode=1, asked=15), Outcome.STOPPED, 1),
-        (Ending(returncode=-15, asked=15), Outcome.STOPPED, 143),
-        (Ending(returncode=-9, asked=2), Outcome.STOPPED, 137),
+        (ChildEnding(returncode=75), SupervisionOutcome.REQUEUE, 75),
+        (ChildEnding(returncode=75, asked=15), SupervisionOutcome.REQUEUE, 75),
+        (ChildEnding(returncode=0, asked=15), SupervisionOutcome.FINISHED, 0),
+        (ChildEnding(returncode=1, asked=15), SupervisionOutcome.STOPPED, 1),
+        (ChildEnding(returncode=-15, asked=15), SupervisionOutcome.STOPPED, 143),
+        (ChildEnding(returncode=-9, asked=2), SupervisionOutcome.STOPPED, 137),
     ],
 )
 def test_these_endings_are_not_followed_by_another_life(
-    ending: Ending, outcome: Outcome, code: int
+    ending: ChildEnding, outcome: SupervisionOutcome, code: int
 ) -> None:
     result = Script([ending]).supervised(Limits())
     assert (result.outcome, result.code, len(result.lives)) == (outcome, code, 1)
 
 
 def test_the_code_for_a_requeue_can_be_another() -> None:
-    script = Script([Ending(returncode=75), Ending(returncode=85)])
+    script = Script([ChildEnding(returncode=75), ChildEnding(returncode=85)])
     result = script.supervised(Limits(requeue_code=85))
-    assert (result.outcome, result.code, len(result.lives)) == (Outcome.REQUEUE, 85, 2)
+    assert (result.outcome, result.code, len(result.lives)) == (SupervisionOutcome.REQUEUE, 85, 2)
 
 
 def test_the_trainer_asks_for_a_requeue_with_the_code_that_is_expected() -> None:
@@ -144,20 +144,20 @@ def test_the_trainer_asks_for_a_requeue_with_the_code_that_is_expected() -> None
 
 def test_a_signal_between_two_lives_is_the_end() -> None:
     result = Script([CRASH, CRASH], signals=[None, 15]).supervised(Limits())
-    assert (result.outcome, result.code, len(result.lives)) == (Outcome.STOPPED, 143, 2)
+    assert (result.outcome, result.code, len(result.lives)) == (SupervisionOutcome.STOPPED, 143, 2)
 
 
 def test_a_command_that_cannot_be_started_any_more_is_a_failure() -> None:
-    script = Script([CRASH, Ending(returncode=None, error="no memory")])
+    script = Script([CRASH, ChildEnding(returncode=None, error="no memory")])
     result = script.supervised(Limits(max_failures=2))
     assert (result.outcome, str(result.lives[-1].ending)) == (
-        Outcome.GAVE_UP,
+        SupervisionOutcome.GAVE_UP,
         "not started: no memory",
     )
 
 
 def test_each_life_is_told_when_it_ends() -> None:
-    told: list[Life] = []
+    told: list[ChildLife] = []
     result = Script([CRASH, DONE]).supervised(Limits(), tell=told.append)
     assert tuple(told) == result.lives
 
@@ -187,7 +187,7 @@ def test_it_always_ends_after_so_many_lives_for_each_checkpoint(
     endless = iter([*steps, *[steps[-1]] * 100])
     script = Script([CRASH] * 200, steps=endless)
     result = script.supervised(Limits(max_failures=most), head=script.head)
-    assert result.outcome is Outcome.GAVE_UP
+    assert result.outcome is SupervisionOutcome.GAVE_UP
     assert len(result.lives) <= most * (len({step for step in steps if step is not None}) + 1)
 
 
@@ -245,7 +245,7 @@ def test_a_signal_reaches_the_child_which_may_end_as_it_likes(
         f"os.kill(os.getppid(), {int(number)})\n"
         "while True: time.sleep(0.01)"
     ).live()
-    assert ending == Ending(returncode=75, asked=number)
+    assert ending == ChildEnding(returncode=75, asked=number)
 
 
 def test_a_child_that_does_not_listen_is_killed_when_its_grace_ends(
@@ -257,7 +257,7 @@ def test_a_child_that_does_not_listen_is_killed_when_its_grace_ends(
         "while True: time.sleep(0.01)",
         grace_s=0.0,
     ).live()
-    assert ending == Ending(returncode=-signal.SIGKILL, asked=signal.SIGTERM)
+    assert ending == ChildEnding(returncode=-signal.SIGKILL, asked=signal.SIGTERM)
 
 
 def test_the_first_signal_is_the_one_that_asked_and_later_ones_are_forwarded_too(
@@ -269,7 +269,7 @@ def test_the_first_signal_is_the_one_that_asked_and_later_ones_are_forwarded_too
         "os.kill(os.getppid(), signal.SIGUSR1)\n"
         "while True: time.sleep(0.01)"
     ).live()
-    assert ending == Ending(returncode=9, asked=signal.SIGUSR1)
+    assert ending == ChildEnding(returncode=9, asked=signal.SIGUSR1)
 
 
 def is_alive(pid: int) -> bool:
@@ -291,7 +291,7 @@ def test_helpers_of_a_crashed_child_do_not_outlive_it(
         f"open({file!r}, 'w').write(str(helper.pid))\n"
         "os.kill(os.getpid(), signal.SIGSEGV)"
     ).live()
-    assert ending == Ending(returncode=-signal.SIGSEGV)
+    assert ending == ChildEnding(returncode=-signal.SIGSEGV)
     with open(file, encoding="utf-8") as written:
         assert not is_alive(int(written.read()))
 
@@ -313,7 +313,7 @@ def test_a_training_behind_a_shell_may_save_though_the_shell_dies_at_once(
     ending = child(
         f"subprocess.run([sys.executable, '-S', '-c', {saving!r}, str(os.getppid())])"
     ).live()
-    assert ending == Ending(returncode=-signal.SIGTERM, asked=signal.SIGTERM)
+    assert ending == ChildEnding(returncode=-signal.SIGTERM, asked=signal.SIGTERM)
     assert os.path.exists(f"{tmp_path}/saved")
 
 
@@ -348,7 +348,7 @@ def test_a_command_that_is_not_there_is_a_wrong_call_at_first_and_a_failure_late
         file.write('#!/bin/sh\nrm "$0"\nexit 4\n')
     os.chmod(path, 0o700)
     with ChildProcess([path], grace_s=1) as process:
-        assert process.live() == Ending(returncode=4)
+        assert process.live() == ChildEnding(returncode=4)
         second = process.live()
     assert second.returncode is None
     assert "No such file" in second.error

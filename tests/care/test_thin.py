@@ -13,8 +13,9 @@ from torch import nn
 from holdfast import errors, load_weights
 from holdfast.care.retention import candidate
 from holdfast.care.verify import verify, verify_root
+from holdfast.engine.claims.deletion import thin
+from holdfast.engine.claims.leases import Readers
 from holdfast.engine.roots.catalog import Catalog, Entry
-from holdfast.engine.roots.commit import thin
 from holdfast.format import layout
 from holdfast.format.records import Thinned, decode_thinned, encode_thinned
 from holdfast.manager import CheckpointManager
@@ -154,14 +155,15 @@ def test_a_pin_that_comes_first_keeps_everything() -> None:
         entry = entry_at(store, 1)
         manager.wait()
         claim = Catalog(store).highest_epoch()
-        assert not thin(
+        removal = thin(
             store,
             entry.folder,
             ["optimizer"],
             epoch=claim,
             reason="a test",
-            is_read=lambda: False,
+            readers=Readers(store),
         )
+        assert not removal.is_done
         assert not entry_at(store, 1).marks.thinned_by
         manager.save(2).wait()
         manager.wait()
@@ -204,7 +206,7 @@ def test_a_fenced_off_thinner_removes_nothing() -> None:
     with new_run().manager(store, sinks=(), takeover=True) as later:
         later.resume()
         with pytest.raises(errors.Superseded):
-            thin(store, folder, ["optimizer"], epoch=1, reason="late", is_read=lambda: False)
+            thin(store, folder, ["optimizer"], epoch=1, reason="late", readers=Readers(store))
     manager.close()
     assert f"{folder}/optimizer-00000.json" in {info.key for info in store.list()}
     assert verify(store, folder).notes == ()

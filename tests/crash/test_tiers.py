@@ -12,7 +12,7 @@ import pytest
 
 import warm
 from holdfast import errors
-from holdfast.care import mirror as mirror_module
+from holdfast.care import sending
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.sealed.sealing import sealing
 from holdfast.engine.tiers import upload as upload_module
@@ -96,7 +96,7 @@ def worlds(
     request: pytest.FixtureRequest, ram_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Worlds:
     """New worlds, with either kind of remote tier."""
-    monkeypatch.setattr(mirror_module, "BACKOFF_S", 0.0001)
+    monkeypatch.setattr(sending, "BACKOFF_S", 0.0001)
 
     def make(number: int, size: int = SMALL, encrypt: Encryption | None = None) -> World:
         is_folder = request.param == "folder"

@@ -30,7 +30,8 @@ from storm import (
     tell_event,
 )
 
-from holdfast.care import mirror as mirror_module
+from holdfast.care.backlog import Backlog
+from holdfast.care.sending import Sending
 from holdfast.engine.roots.catalog import Entry
 from holdfast.engine.sealed.sealing import sealing
 from holdfast.engine.tiers.ledger import Ledger
@@ -177,14 +178,14 @@ class TiersStorm(Storm):
 
 def holds_nothing() -> None:
     """Mutant: local retention does not wait for the upload, of which each takes a while."""
-    real_upload = mirror_module.Mirror._upload
+    real_upload = Sending._upload
 
-    def upload(self: mirror_module.Mirror, entry: Entry) -> None:
+    def upload(self: Sending, entry: Entry) -> None:
         time.sleep(0.3)
         real_upload(self, entry)
 
-    mirror_module.Mirror.holds = lambda self, entry: ""
-    mirror_module.Mirror._upload = upload
+    Backlog.holds = lambda self, entry: ""
+    Sending._upload = upload
 
 
 MUTANTS = {"holds_nothing": holds_nothing}

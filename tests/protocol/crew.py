@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from holdfast.care.gc import collect
 from holdfast.care.retention import Deleter
@@ -84,7 +85,7 @@ class Record:
 
 def first_run(store: Store, record: Record, *, num_saves: int = 2) -> Claim:
     """Claim epoch 1 and save; the start of every scenario."""
-    claim = claim_run(store, lambda: Choice(point=None), takeover=False, emit=_EMIT)
+    claim = claim_run(store, repeat(Choice(point=None)), takeover=False, emit=_EMIT)
     for sequence in range(1, num_saves + 1):
         save(store, claim, sequence, record)
     return claim
@@ -151,17 +152,10 @@ def _work(store: Store, claim: Claim, record: Record, *, first: int, num_saves: 
 
 
 def _retain(store: Store, claim: Claim, *, has_committed: bool, rule: Rule = _NEWEST) -> None:
-    deleter = Deleter(
-        store,
-        rule,
-        retracted=lambda entry, why: None,
-        thinned=lambda entry, components, why: None,
-        failed=lambda entry, error: None,
-        postponed=lambda entry, why: None,
-    )
+    deleter = Deleter(store, rule)
     for entry in Catalog(store).checkpoints():
         deleter.trust(entry)  # the files here are dummies that no reading back would accept
-    deleter.carry_out(claim, has_committed=has_committed)
+    list(deleter.carry_out(claim, has_committed=has_committed))
 
 
 def deleter(claim: Claim) -> Actor:
@@ -207,7 +201,7 @@ def taker(
             return choice
 
         try:
-            claim = claim_run(store, choose, takeover=True, emit=_EMIT)
+            claim = claim_run(store, iter(choose, None), takeover=True, emit=_EMIT)
         except (OutcomeUnknown, NoCheckpoint):
             return
         record.tell_resumed(claim, is_rollback=rolls_back)

@@ -11,6 +11,7 @@ import pytest
 from holdfast.care import retention
 from holdfast.engine.claims import leases
 from holdfast.engine.claims.claim import Claim
+from holdfast.engine.claims.leases import Readers
 from holdfast.errors import HoldfastError
 from holdfast.store.memory import MemoryStore
 
@@ -213,7 +214,7 @@ def _nobody_reads(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
     monkeypatch.setattr(
         retention,
         function,
-        lambda *args, **options: real(*args, **{**options, "is_read": lambda: False}),
+        lambda *args, **options: real(*args, **{**options, "readers": Readers(MemoryStore())}),
     )
 
 

@@ -51,8 +51,8 @@ class Spacing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """One claim of the run, and what became of it."""
+class RecordedStart:
+    """A claim of the run, and what became of it."""
 
     epoch: int
     created: str
@@ -68,8 +68,8 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What the root records of one run. None is what it does not tell."""
+class RecordedFacts:
+    """Facts that a root records of one run; None where it records none."""
 
     num_saves: int
     """Committed checkpoints of this run that are there."""
@@ -90,7 +90,7 @@ class Facts:
     spacing: Spacing | None
     trained_s: float
     """The most training time that a checkpoint records; work done again is not in it."""
-    starts: tuple[Start, ...]
+    starts: tuple[RecordedStart, ...]
     """Oldest first."""
     unreadable: tuple[str, ...]
     """Manifests and claims that are damaged and not counted, each with the reason."""
@@ -111,7 +111,7 @@ class Facts:
         )
 
 
-def gather(store: Store) -> Facts:
+def gather(store: Store) -> RecordedFacts:
     """Read what a run has recorded. Claims and writes nothing.
 
     Raises:
@@ -130,7 +130,7 @@ def gather(store: Store) -> Facts:
         for before, after in _neighbours(entries)
         if _is_apart(before, after)
     ]
-    return Facts(
+    return RecordedFacts(
         num_saves=len(entries),
         nbytes=int(median(e.manifest.nbytes for e in entries)) if entries else None,
         saves=tuple(saves),
@@ -238,7 +238,9 @@ def _is_by_interval(entry: Entry) -> bool:
     return any(reason == "interval" or reason.startswith("every ") for reason in reasons)
 
 
-def _starts(store: Store, claims: Sequence[Writer], entries: Sequence[Entry]) -> Iterator[Start]:
+def _starts(
+    store: Store, claims: Sequence[Writer], entries: Sequence[Entry]
+) -> Iterator[RecordedStart]:
     by_order = {entry.order: entry for entry in entries}
     for number, claim in enumerate(claims, start=1):
         following = claims[number] if number < len(claims) else None
@@ -246,7 +248,7 @@ def _starts(store: Store, claims: Sequence[Writer], entries: Sequence[Entry]) ->
         left_behind, gap_s = None, None
         if ending == "failed" and following is not None:
             left_behind, gap_s = _lost(claim, following, by_order)
-        yield Start(
+        yield RecordedStart(
             epoch=claim.epoch,
             created=claim.created,
             host=claim.process.host,

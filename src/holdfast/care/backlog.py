@@ -1,4 +1,4 @@
-"""What a local root has that its remote tier is to have: decided from both, noted in the local one.
+"""The queue of uploads: decided from what both tiers have, noted in the local one.
 
 Knows what is there and what waits; sends nothing, and asks the remote tier nothing.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from msgspec import structs
 
 from holdfast.care.retention import candidate
+from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.claims.process import utc_now
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.tiers.ledger import MAX_ERROR_CHARS, Ledger
@@ -29,15 +30,23 @@ class Backlog:
     is decided anew."""
 
     def __init__(
-        self, local: Store, where: str, rule: Rule, emit: Emitter, *, replaces: bool
+        self,
+        local: Store,
+        where: str,
+        rule: Rule,
+        emit: Emitter,
+        owner: Ownership,
+        *,
+        replaces: bool,
     ) -> None:
-        """`where` is the URL of the remote tier and `rule` what that keeps; `replaces` is as for
-        `policy.retention.decide`."""
+        """`where` is the URL of the remote tier and `rule` what that keeps; `owner` holds the claim
+        on both; `replaces` is as for `policy.retention.decide`."""
         self.changed = threading.Condition()
         self._local = local
         self._where = where
         self._rule = rule
         self._emit = emit
+        self._owner = owner
         self._replaces = replaces
         self._ledger = Ledger(local)
         self.clear()
@@ -73,19 +82,19 @@ class Backlog:
         """Whether the remote tier was looked at."""
         return self._there is not None
 
-    def see(self, there: Mapping[str, Candidate], lineage: Collection[tuple[int, int]]) -> None:
-        """The remote tier has these, by folder; `lineage` has the orders that the run is on.
+    def see(self, remote: Mapping[str, Candidate], lineage: Collection[tuple[int, int]]) -> None:
+        """Take in what the remote tier has, by folder; `lineage` has the orders that the run is on.
 
         Raises:
             StoreError, FormatError: the local root cannot be read.
         """
         with self.changed:
-            self._there, self._lineage = dict(there), {*lineage}
+            self._there, self._lineage = dict(remote), {*lineage}
             self.refresh()
 
     def found(self, entry: Entry, *, suspect: str) -> None:
-        """One that is here is there as well; `suspect` says why that copy is not to be relied on,
-        so that the local one stays."""
+        """Note that the remote tier has a local checkpoint too; `suspect` says why that copy is not
+        to be relied on, so that the local one stays."""
         if suspect:
             self._suspect[entry.folder] = suspect
             self.note(entry, "refused", error=suspect)
@@ -93,19 +102,19 @@ class Backlog:
             self.note(entry, "uploaded", sent_nbytes=entry.manifest.nbytes)
 
     def gone(self, folder: str) -> None:
-        """Retention has deleted one there."""
+        """Note that retention has deleted one in the remote tier."""
         with self.changed:
             if self._there is not None:
                 self._there.pop(folder, None)
 
     @property
     def resumable_there(self) -> list[Candidate]:
-        """What a run could go on from there, on the line on which this one is."""
-        there = (self._there or {}).values()
-        return [one for one in there if one.is_resumable and one.order in self._lineage]
+        """Checkpoints of the remote tier on the run's line from which it could go on."""
+        remote = (self._there or {}).values()
+        return [one for one in remote if one.is_resumable and one.order in self._lineage]
 
     def is_on_line(self, entry: Entry) -> bool:
-        """Whether the run has gone through this one, as far as was seen."""
+        """Whether the run has gone through a checkpoint, as far as was seen."""
         return entry.order in self._lineage
 
     # What waits
@@ -120,11 +129,11 @@ class Backlog:
             entries, unread = Catalog(self._local).survey(known=self._known)
             self._known = {entry.folder: entry.manifest for entry in entries}
             self._unread = {folder for folder, _ in unread}
-            here = {entry.folder: entry for entry in entries}
+            local = {entry.folder: entry for entry in entries}
             noted = {f: state for f, state in self._notes().items() if f not in self._unread}
-            self._waiting = {folder: here[folder] for folder in self._wanted(here)}
+            self._waiting = {folder: local[folder] for folder in self._wanted(local)}
             self._is_sure = True
-            for folder in [f for f in noted if f not in here]:
+            for folder in [f for f in noted if f not in local]:
                 self._forget(folder)
             for folder in [f for f, state in noted.items() if state != "uploaded"]:
                 if folder not in self._waiting and folder not in self._suspect:
@@ -135,24 +144,24 @@ class Backlog:
             self.changed.notify_all()
 
     def doubt(self) -> None:
-        """It could not be decided: until the next `refresh` nothing may be deleted."""
+        """Let nothing be deleted until the next `refresh`: the queue could not be decided."""
         self._is_sure = False
 
     @property
     def is_sure(self) -> bool:
-        """Whether it was decided with all that is here."""
+        """Whether the queue was decided with all that the local root has."""
         return self._is_sure
 
-    def _wanted(self, here: Mapping[str, Entry]) -> list[str]:
-        """What is only here, can be sent, and would be kept there.
+    def _wanted(self, local: Mapping[str, Entry]) -> list[str]:
+        """Folders that only the local root has, that can be sent, and would be kept remotely.
 
-        What is not known to be there lets more be wanted, never less.
+        What is not known to be in the remote tier lets more be wanted, never less.
         """
-        there = self._there or {}
+        remote = self._there or {}
         new = {
             folder: candidate(self._local, entry)
-            for folder, entry in here.items()
-            if folder not in there and folder not in self._over and not self._was_sent(entry)
+            for folder, entry in local.items()
+            if folder not in remote and folder not in self._over and not self._was_sent(entry)
         }
         new = {
             folder: one
@@ -162,7 +171,7 @@ class Backlog:
         folders = {one.order: folder for folder, one in new.items()}
         line = {name.order for name in Catalog(self._local).lineage()} | self._lineage
         decisions = decide(
-            [*there.values(), *new.values()], self._rule, lineage=line, replaces=self._replaces
+            [*remote.values(), *new.values()], self._rule, lineage=line, replaces=self._replaces
         )
         return [
             folders[decision.entry.order]
@@ -172,12 +181,12 @@ class Backlog:
 
     @property
     def waiting(self) -> tuple[Entry, ...]:
-        """What is only here, and wanted there."""
+        """Checkpoints that only the local root has and the remote one is to have."""
         return tuple(self._waiting.values())
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Where that is."""
+        """Folders of `waiting`."""
         return tuple(self._waiting)
 
     @property
@@ -189,15 +198,16 @@ class Backlog:
         return (*self._waiting, *others)
 
     def waits(self, entry: Entry) -> bool:
-        """Whether it is still wanted there: local retention may have taken it meanwhile if not."""
+        """Whether a checkpoint is still to be sent: local retention may have taken it if not."""
         with self.changed:
             return entry.folder in self._waiting
 
-    def holds(self, entry: Entry, *, epoch: int | None) -> str:
-        """Why the local copy must not be deleted yet; nothing where it may be. `epoch` is that of
-        the present claim, in which nobody else has sent or deleted anything."""
+    def holds(self, entry: Entry) -> str:
+        """Why the local copy must not be deleted yet; empty where it may be."""
+        claim = self._owner.claim
         with self.changed:
-            is_ours = entry.name.epoch == epoch
+            # Under this claim nobody else has sent or deleted anything.
+            is_ours = claim is not None and entry.name.epoch == claim.epoch
             # That it was sent once is no proof: what was sent may have lost files since.
             if not self._is_sure or not (self.has_seen or is_ours):
                 return f"what {self._where} has is not known yet"
@@ -210,7 +220,7 @@ class Backlog:
         waiting = self._sendable()
         if not waiting:
             return False
-        newest = max(self.resumable_there, key=lambda there: there.order, default=None)
+        newest = max(self.resumable_there, key=lambda copy: copy.order, default=None)
         oldest = min(waiting, key=lambda entry: entry.order)
         then = newest.timestamp if newest is not None else oldest.manifest.timestamp
         return lag.is_exceeded(now, then, sum(entry.manifest.nbytes for entry in waiting))
@@ -224,7 +234,7 @@ class Backlog:
     # What is sent
 
     def next(self, *, tries: int) -> Entry | None:
-        """The newest that waits; after those that have failed `tries` times less."""
+        """The next to send: the newest, after those that have failed `tries` times less."""
         with self.changed:
             waiting = self._sendable()
             rounds = {e.folder: self._tries.get(e.folder, 0) // tries for e in waiting}
@@ -232,7 +242,7 @@ class Backlog:
             return min(newest_first, key=lambda entry: rounds[entry.folder], default=None)
 
     def begin(self, entry: Entry) -> bool:
-        """Whether it is still wanted there; then it stays until `end`."""
+        """Begin to send a checkpoint, which then stays until `end`. False: it is not wanted."""
         with self.changed:
             if entry.folder not in self._waiting:
                 return False
@@ -240,7 +250,7 @@ class Backlog:
             return True
 
     def end(self) -> None:
-        """Nothing is being sent."""
+        """Note that nothing is being sent."""
         self._sending = ""
 
     def tried(self, entry: Entry) -> int:
@@ -250,7 +260,7 @@ class Backlog:
         return before
 
     def arrived(self, entry: Entry) -> None:
-        """It is there now, whole.
+        """Note that the remote tier has a checkpoint, whole.
 
         Raises:
             StoreError, FormatError: the local root cannot be read.
@@ -266,14 +276,14 @@ class Backlog:
             self._remove(entry.folder)
 
     def give_up(self, folder: str) -> None:
-        """It is not to be sent any more, and the local copy is not needed for it."""
+        """Send a checkpoint no more; its local copy is not needed for that."""
         with self.changed:
             self._over.add(folder)
             self._forget(folder)
             self._remove(folder)
 
     def refuse(self, entry: Entry) -> None:
-        """It cannot be sent, and waits for somebody to look at it."""
+        """Skip a checkpoint that cannot be sent; it waits for somebody to look at it."""
         self._refused.add(entry.folder)
 
     def _sendable(self) -> list[Entry]:
@@ -289,7 +299,7 @@ class Backlog:
     def note(
         self, entry: Entry, state: UploadState, *, sent_nbytes: int = 0, error: str = ""
     ) -> None:
-        """Write down how far one is."""
+        """Write down how far the upload of a checkpoint is."""
         record = UploadRecord(
             remote=self._where,
             state=state,
@@ -310,7 +320,7 @@ class Backlog:
         cost: Cost | None = None,
         error: str = "",
     ) -> None:
-        """Write down where to, and how it went; without an upload, that of the last one stays.
+        """Write down the remote tier and how uploads went; without one, that of the last stays.
         `epoch` is a claim that stands there; None: none that is known."""
         before = self._ledger.tiers()
         if before is None or before.remote != self._where:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING
 
 from holdfast.care.preflight import preflight
-from holdfast.engine.claims.claim import Choice, Settled
+from holdfast.engine.claims.claim import Choice, settled_choice
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.claims.process import utc_now
 from holdfast.engine.roots.catalog import Catalog, Entry
@@ -59,9 +60,9 @@ class Beginning:
             self.preflight_due = False
         if self._owner.claim is None:
             self._owner.take(
-                Settled(standing, is_rollback=is_rollback)
+                settled_choice(standing, is_rollback=is_rollback)
                 if standing is not None
-                else self._choose_a_fresh_start
+                else self._fresh_starts()
             )
 
     def refuse_existing(self, step: int, standing: Entry | None) -> None:
@@ -133,10 +134,11 @@ class Beginning:
         is_ours = claim is not None and entry.name.epoch == claim.epoch
         return is_ours and bool(entry.manifest.lacks)
 
-    def _choose_a_fresh_start(self) -> Choice:
-        self._refuse_accidental_restart(None)
-        self.look_around()
-        return Choice(point=None)
+    def _fresh_starts(self) -> Iterator[Choice]:
+        while True:
+            self._refuse_accidental_restart(None)
+            self.look_around()
+            yield Choice(point=None)
 
     def _refuse_accidental_restart(self, standing: Entry | None) -> None:
         """Saving from scratch into a root with checkpoints would let retention eat them."""

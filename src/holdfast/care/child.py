@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from holdfast.care.supervise import Ending
+from holdfast.care.supervise import ChildEnding
 from holdfast.errors import UsageError
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -62,7 +62,7 @@ class ChildProcess:
     def __exit__(self, *exception: object) -> None:
         self._undo.close()
 
-    def live(self) -> Ending:
+    def live(self) -> ChildEnding:
         """Start the command and wait for its end; forward signals meanwhile.
 
         The first signal begins the time of grace, at whose end the whole group is killed. Of a
@@ -77,10 +77,10 @@ class ChildProcess:
             is_wrong = isinstance(error, FileNotFoundError | PermissionError)
             if is_wrong and not self._has_lived:
                 raise UsageError(f"command {self._command[0]!r}: {error.strerror}") from error
-            return Ending(returncode=None, error=str(error))
+            return ChildEnding(returncode=None, error=str(error))
         finally:
             self._has_lived = True
-        group, stop = _Group(process.pid), _Stop(self._grace_s)
+        group, stop = _ProcessGroup(process.pid), _Grace(self._grace_s)
         self._wait_for_leader(process.pid, group, stop)
         how = _ended(process.pid)
         died_asked = stop.first is not None and how.si_code != os.CLD_EXITED
@@ -91,7 +91,7 @@ class ChildProcess:
         returncode = process.wait()
         if not has_succeeded:
             self._wait_for_others(group, stop, is_graceful=died_asked)
-        return Ending(returncode=returncode, asked=stop.first)
+        return ChildEnding(returncode=returncode, asked=stop.first)
 
     def pause(self, delay_s: float) -> int | None:
         """Wait so long, or until a signal asks to stop; gives that signal."""
@@ -103,7 +103,7 @@ class ChildProcess:
             if left_s <= 0:
                 return None
 
-    def _wait_for_leader(self, pid: int, group: _Group, stop: _Stop) -> None:
+    def _wait_for_leader(self, pid: int, group: _ProcessGroup, stop: _Grace) -> None:
         while _ended(pid) is None:
             if stop.is_over:
                 group.send(signal.SIGKILL)
@@ -111,7 +111,7 @@ class ChildProcess:
             else:
                 self._forward(group, stop, stop.left_s)
 
-    def _wait_for_others(self, group: _Group, stop: _Stop, *, is_graceful: bool) -> None:
+    def _wait_for_others(self, group: _ProcessGroup, stop: _Grace, *, is_graceful: bool) -> None:
         """Wait for what the leader left: a shell dies at once, and the training behind it saves."""
         while is_graceful and not group.is_gone() and not stop.is_over:
             self._forward(group, stop, _POLL_S)
@@ -121,7 +121,7 @@ class ChildProcess:
         while not group.is_gone() and time.monotonic() < until:
             self._forward(group, stop, _POLL_S)
 
-    def _forward(self, group: _Group, stop: _Stop, timeout_s: float | None) -> None:
+    def _forward(self, group: _ProcessGroup, stop: _Grace, timeout_s: float | None) -> None:
         for number in self._signals(timeout_s):
             stop.begin(number)
             group.send(number)
@@ -138,7 +138,7 @@ class ChildProcess:
         self._undo.callback(signal.signal, number, signal.signal(number, _ignore) or signal.SIG_DFL)
 
 
-class _Stop:
+class _Grace:
     """Whether the child was asked to stop, and how long it may take its time."""
 
     def __init__(self, grace_s: float) -> None:
@@ -163,7 +163,7 @@ class _Stop:
         return None if self.first is None else max(0.0, self._until - time.monotonic())
 
 
-class _Group:
+class _ProcessGroup:
     """The process group of a child."""
 
     def __init__(self, number: int) -> None:

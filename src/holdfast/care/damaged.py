@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from holdfast.care.prune import standing
-from holdfast.care.retention import may_remove_whole
 from holdfast.engine.claims.claim import Choice, Wait
+from holdfast.engine.claims.deletion import retract_unreadable
 from holdfast.engine.claims.leases import Readers
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.commit import name_latest, retract_unreadable
+from holdfast.engine.roots.commit import name_latest
 from holdfast.engine.roots.lost import latest_of
 from holdfast.engine.sealed.sealing import bare
 from holdfast.engine.tiers.pieces import read_listing
@@ -136,26 +137,25 @@ def delete(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = Non
         Superseded: another process claimed the run meanwhile.
         UsageError: it is not damaged any more.
     """
-    found = examine(store, folder)
+    damaged = examine(store, folder)
     readers = Readers(store)
     readers.watch({folder}, wait=watch or threading.Event().wait, emit=emit)
     if leases := readers.of(folder):  # before the mark, which nobody could begin to read under
         return f"{leases[0].who} reads it"
     owner = Ownership(store, takeover=False, emit=emit)
-    owner.take(lambda: _choice(store, folder))
+    owner.take(_choices(store, folder))
     claim = owner.claim
     assert claim is not None
     try:
         why = retract_unreadable(
             store,
             folder,
-            epoch=claim.epoch,
+            claim=claim,
             reason="a person named it: its manifest could not be read",
-            may_remove_whole=lambda epoch: may_remove_whole(store, claim, epoch, is_sent_to=True),
-            is_read=lambda: bool(readers.of(folder)),
+            readers=readers,
         )
-        if not why and found.is_latest:
-            name_latest(store, found.goes_on_from)
+        if not why and damaged.is_latest:
+            name_latest(store, damaged.goes_on_from)
     except OutcomeUnknown:
         owner.is_clean = False
         raise
@@ -166,12 +166,13 @@ def delete(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = Non
     return why
 
 
-def _choice(store: Store, folder: str) -> Choice:
+def _choices(store: Store, folder: str) -> Iterator[Choice]:
     """Choose where the run stands: as a rollback if it stood on `folder`, so that what a rollback
     to that has left behind stays behind."""
-    choice = standing(store)
-    stands_on_it = choice.point is not None and _first_of_lineage(store) == folder
-    return replace(choice, is_rollback=True) if stands_on_it else choice
+    while True:
+        choice = standing(store)
+        stands_on_it = choice.point is not None and _first_of_lineage(store) == folder
+        yield replace(choice, is_rollback=True) if stands_on_it else choice
 
 
 def _first_of_lineage(store: Store) -> str | None:

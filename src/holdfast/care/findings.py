@@ -1,4 +1,4 @@
-"""What verifying found: plain records, for people and for `--json`."""
+"""Results of verifying: plain records, for people and for `--json`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.errors import HoldfastError, SealError, is_damage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing that is not as it was written."""
+    """A file, or a part of it, that is not as it was written."""
 
     file: str
     message: str
@@ -43,8 +43,8 @@ def problem_of(file: str, what: str | HoldfastError, **more: Any) -> Problem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What verifying one checkpoint found. `nbytes` is how many bytes were read and compared."""
+class VerifyReport:
+    """Result of verifying one checkpoint. `nbytes` is how many bytes were read and compared."""
 
     folder: str
     step: int | None
@@ -63,9 +63,9 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootReport:
-    """What verifying a root found: its checkpoints newest first, and its claims."""
+    """Result of verifying a root: its checkpoints newest first, and its claims."""
 
-    checkpoints: tuple[Report, ...]
+    checkpoints: tuple[VerifyReport, ...]
     problems: tuple[Problem, ...]
     """Damaged records in `writers/`."""
     notes: tuple[str, ...]

@@ -17,7 +17,7 @@ from holdfast.engine.claims.process import Liveness, is_this_process, liveness
 from holdfast.engine.roots.catalog import Catalog, Register
 from holdfast.engine.roots.commit import mark_aborted, remove_files
 from holdfast.engine.roots.documents import read_if_there
-from holdfast.engine.roots.ended import Known, known_ended
+from holdfast.engine.roots.ended import EndedAttempts, known_ended
 from holdfast.errors import FormatError, SealError, StoreError, UnsupportedVersion
 from holdfast.events import Emitter
 from holdfast.format import layout
@@ -243,7 +243,7 @@ def _marks_of_dead(
     return [f"{folder}/{name}" for name in dead]
 
 
-def _check_listed(store: Store, folder: str, ended: Known, report: GcReport) -> None:
+def _check_listed(store: Store, folder: str, ended: EndedAttempts, report: GcReport) -> None:
     """Remove the record of ended attempts where it names one that is a checkpoint, or a folder that
     was just removed, which a sender may make again."""
     if _is_committed(store, folder):

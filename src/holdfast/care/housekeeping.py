@@ -1,26 +1,25 @@
-"""What follows a commit or a claim, and must never stop training (invariant 8)."""
+"""Chores after a commit or a claim, which never stop training (invariant 8)."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from holdfast.care.gc import collect
-from holdfast.care.retention import Deleter
+from holdfast.care.retention import Deleter, RetentionEvent, Waiting
 from holdfast.engine.claims.claim import Claim
-from holdfast.engine.claims.notes import reject
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.roots.commit import name_latest
-from holdfast.errors import HoldfastError, Superseded
+from holdfast.errors import Superseded
 from holdfast.events import Emitter
 from holdfast.policy.retention import Rule
 from holdfast.store.base import Store
 
 
-class Owner(Protocol):
-    """Whose chores these are: one side of the ownership of a run."""
+class Claimant(Protocol):
+    """Holder of a claim, in whose name chores are done."""
 
     @property
     def claim(self) -> Claim | None:
@@ -38,74 +37,52 @@ class Owner(Protocol):
         ...
 
 
-def never_held(entry: Entry) -> str:
-    """For a root of which nothing waits for anybody."""
-    return ""
-
-
 class Housekeeper:
-    """Does the chores of one manager; what goes wrong is told, and tried again next time."""
+    """Does the chores of one manager; failures are logged, and tried again next time."""
 
     def __init__(
         self,
         store: Store,
-        owner: Owner,
+        owner: Claimant,
         rule: Rule,
         emit: Emitter,
         *,
         replaces: bool = False,
         is_sent_to: bool = True,
-        held: Callable[[Entry], str] = never_held,
-        spared: Callable[[], Collection[str]] = tuple,
+        waiting: Waiting | None = None,
     ) -> None:
         """With `replaces` a checkpoint takes the place of older ones of its step. `is_sent_to`:
-        whether the root may be the remote tier of a run, where senders put manifests. `held` says
-        why something must not be deleted yet; `spared` are folders that gc leaves alone."""
-        self._spared = spared
+        whether the root may be the remote tier of a run, where senders put manifests. `waiting`
+        says what must not be deleted yet."""
         self._is_sent_to = is_sent_to
         self._lock = threading.Lock()
         self._store = store
         self._owner = owner
         self._emit = emit
         self._deleter = Deleter(
-            store,
-            rule,
-            replaces=replaces,
-            is_sent_to=is_sent_to,
-            retracted=self._tell_retracted,
-            thinned=self._tell_thinned,
-            failed=self._tell_failed,
-            postponed=self._tell_postponed,
-            held=held,
-            unread=self._tell_unread,
-            missing=self._tell_missing,
+            store, rule, replaces=replaces, is_sent_to=is_sent_to, waiting=waiting
         )
 
     def after_commit(self, entry: Entry) -> None:
         """Move `latest`, if a run would go on from this one, then delete what the rule drops."""
         if not entry.manifest.lacks:
-            self._try("latest", partial(self._point_latest, entry))
+            with self._trying("latest"):
+                self._point_latest(entry)
         self.retain()
 
     def retain(self) -> None:
         """Delete what the rule drops. From any thread."""
-        with self._lock:
-            self._try("retention", self._retain)
+        with self._lock, self._trying("retention"):
+            self._retain()
 
-    def after_claim(self) -> None:
-        """Remove what earlier writers left unfinished."""
-        self._try("gc", self._collect)
+    def after_claim(self, *, spared: Collection[str] = ()) -> None:
+        """Remove what earlier writers left unfinished, but for the `spared` folders."""
+        with self._trying("gc"):
+            self._collect(spared)
 
     def trust(self, entry: Entry) -> None:
-        """A load has read every byte of this one."""
+        """Take a checkpoint for whole: a load has read every byte of it."""
         self._deleter.trust(entry)
-
-    def reject(self, folder: str, reason: str) -> None:
-        """Leave a mark on a checkpoint that could not be used."""
-        self._emit("rejected", f"{folder} cannot be used: {reason}", folder=folder, reason=reason)
-        claim = self._owner.claim
-        by = f"writer {claim.epoch}" if claim is not None else "a reader"
-        self._try("rejected mark", partial(reject, self._store, folder, by=by, reason=reason))
 
     def _point_latest(self, entry: Entry) -> None:
         latest = Catalog(self._store).latest() if entry.manifest.unhealthy else entry
@@ -115,18 +92,21 @@ class Housekeeper:
 
     def _retain(self) -> None:
         claim = self._owner.claim
-        if claim is not None:
-            self._deleter.carry_out(
-                claim, has_committed=self._owner.has_committed, unclear=self._owner.unclear
-            )
+        if claim is None:
+            return
+        owner = self._owner
+        for event in self._deleter.carry_out(
+            claim, has_committed=owner.has_committed, unclear=owner.unclear
+        ):
+            self._tell(event)
 
-    def _collect(self) -> None:
+    def _collect(self, spared: Collection[str]) -> None:
         claim = self._owner.claim
         own_epoch = claim.epoch if claim is not None else None
         report = collect(
             self._store,
             own_epoch=own_epoch,
-            spared=self._spared(),
+            spared=spared,
             is_sent_to=self._is_sent_to,
             emit=self._emit,
         )
@@ -135,48 +115,37 @@ class Housekeeper:
         for folder, why in report.failed:
             self._emit("housekeeping_failed", f"gc of {folder}: {why}", folder=folder)
 
-    def _tell_retracted(self, entry: Entry, why: str) -> None:
-        self._emit(
-            "retracted", f"deleted {entry.folder}: {why}", step=entry.step, folder=entry.folder
-        )
+    def _tell(self, event: RetentionEvent) -> None:
+        subject, step, why = event.subject, event.step, event.why
+        match event.kind:
+            case "retracted":
+                text = f"deleted {subject}: {why}"
+                self._emit("retracted", text, step=step, folder=subject)
+            case "thinned":
+                parts = event.components
+                text = f"dropped {', '.join(parts)} of {subject}: {why}"
+                self._emit("thinned", text, step=step, folder=subject, components=parts)
+            case "postponed":
+                text = f"{subject} is deleted or thinned later: {why}"
+                self._emit("postponed", text, step=step, folder=subject)
+            case "failed":
+                self._emit("housekeeping_failed", f"retention of {subject}: {why}", step=step)
+            case "unread":
+                text = f"{subject} stays, whatever the rule says, because it cannot be read: {why}"
+                self._emit("warning", text, folder=subject)
+            case "unmet":
+                self._emit(
+                    "warning",
+                    f"the rule {subject!r} needs {why}, which no checkpoint has. It keeps "
+                    "everything until one has: correct the rule, or pass the missing value to a "
+                    "save",
+                )
 
-    def _tell_thinned(self, entry: Entry, components: tuple[str, ...], why: str) -> None:
-        self._emit(
-            "thinned",
-            f"dropped {', '.join(components)} of {entry.folder}: {why}",
-            step=entry.step,
-            folder=entry.folder,
-            components=components,
-        )
-
-    def _tell_failed(self, entry: Entry, error: HoldfastError) -> None:
-        self._emit("housekeeping_failed", f"retention of {entry.folder}: {error}", step=entry.step)
-
-    def _tell_postponed(self, entry: Entry, why: str) -> None:
-        self._emit(
-            "postponed",
-            f"{entry.folder} is deleted or thinned later: {why}",
-            step=entry.step,
-            folder=entry.folder,
-        )
-
-    def _tell_unread(self, folder: str, error: HoldfastError) -> None:
-        self._emit(
-            "warning",
-            f"{folder} stays, whatever the rule says, because it cannot be read: {error}",
-            folder=folder,
-        )
-
-    def _tell_missing(self, rule: str, what: str) -> None:
-        self._emit(
-            "warning",
-            f"the rule {rule!r} needs {what}, which no checkpoint has. It keeps everything until "
-            "one has: correct the rule, or pass the missing value to a save",
-        )
-
-    def _try(self, what: str, job: Callable[[], None]) -> None:
+    @contextmanager
+    def _trying(self, what: str) -> Iterator[None]:
+        """Log an error instead of raising it."""
         try:
-            job()
+            yield
         except Superseded as error:
             self._emit("warning", f"{what}: {error}")
         except Exception as error:  # noqa: BLE001 - also a fault in a user's rule (invariant 8)

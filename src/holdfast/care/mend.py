@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -15,8 +15,8 @@ from holdfast.engine.roots.documents import read_document
 from holdfast.engine.sealed.sealing import SealedStore, bare, vouched
 from holdfast.engine.sealed.unsealing import boxes_of
 from holdfast.engine.tiers.pieces import (
+    FilePiece,
     Listing,
-    Piece,
     decode_listing,
     groups_of,
     length,
@@ -26,7 +26,7 @@ from holdfast.engine.tiers.pieces import (
 )
 from holdfast.errors import CorruptData, FormatError, NoCheckpoint, NotSealed, StoreError
 from holdfast.format import layout
-from holdfast.format.blocks import block_digest, check_block, digest_blocks, file_digest
+from holdfast.format.blocks import block_digest, check_block, digest_blocks, file_digest, split
 from holdfast.format.envelope import Visible
 from holdfast.format.manifest import MAX_JSON_FILE_NBYTES, FileEntry, Manifest
 from holdfast.store.base import LinksFiles, Store, WritesBlocks, make_folder
@@ -73,8 +73,8 @@ def _expect_same(listing: Listing, folder: str, *, where: str) -> None:
         raise CorruptData(f"{where}/{folder}: the manifest there is of {name}")
 
 
-def _pieces(remote: Store, folder: str, listing: Listing) -> Callable[[str], tuple[Piece, ...]]:
-    """What gives the pieces of each file; of a sealed one by reading all of it."""
+def _pieces(remote: Store, folder: str, listing: Listing) -> Callable[[str], tuple[FilePiece, ...]]:
+    """Function that gives the pieces of each file; of a sealed one by reading all of it."""
     if isinstance(listing, Visible):
         return partial(_pieces_of_sealed, remote, folder, listing.files)
     return _pieces_of_plain(remote, folder, listing).__getitem__
@@ -82,18 +82,15 @@ def _pieces(remote: Store, folder: str, listing: Listing) -> Callable[[str], tup
 
 def _pieces_of_sealed(
     remote: Store, folder: str, files: Mapping[str, FileEntry], name: str
-) -> tuple[Piece, ...]:
-    key = f"{folder}/{name}"
-
-    def digests(spans: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-        return (block_digest(remote.get(key, start, stop - start)) for start, stop in spans)
-
+) -> tuple[FilePiece, ...]:
+    key, spans = f"{folder}/{name}", split(files[name].nbytes)
+    digests = (block_digest(remote.get(key, start, stop - start)) for start, stop in spans)
     return pieces_of_sealed(files[name], digests, what=f"{remote.url}/{key}")
 
 
 def _pieces_of_plain(
     remote: Store, folder: str, manifest: Manifest
-) -> Mapping[str, tuple[Piece, ...]]:
+) -> Mapping[str, tuple[FilePiece, ...]]:
     what = f"{remote.url}/{folder}/{layout.INDEX}"
     entry = manifest.files[layout.INDEX]
     data = read_document(remote, f"{folder}/{layout.INDEX}", max_nbytes=MAX_JSON_FILE_NBYTES)
@@ -146,7 +143,7 @@ def _mend_manifest(local: Store, folder: str, data: bytes, epoch: int) -> bool:
 
 
 def _replace(
-    local: Store, remote: Store, key: str, nbytes: int, pieces: tuple[Piece, ...], epoch: int
+    local: Store, remote: Store, key: str, nbytes: int, pieces: tuple[FilePiece, ...], epoch: int
 ) -> None:
     if len(pieces) <= 1:
         content = b"".join(_fetch(remote, key, piece) for piece in pieces)
@@ -180,7 +177,7 @@ def _replace(
             local.delete(f"{scratch}/")
 
 
-def _fetch(remote: Store, key: str, piece: Piece) -> bytes:
+def _fetch(remote: Store, key: str, piece: FilePiece) -> bytes:
     data = remote.get(key, piece.start, piece.stop - piece.start)
     check_block(data, piece.digest, what=f"{remote.url}/{key}, bytes {piece.start} on")
     return data

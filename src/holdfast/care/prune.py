@@ -7,16 +7,16 @@ An epoch that never commits moves nothing: the run stands afterwards where it st
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from holdfast.care.retention import Deleter, Planned, plan
+from holdfast.care.retention import Deleter, Planned, RetentionEvent, plan
 from holdfast.engine.claims.claim import Choice, Wait, dropped, is_being_deleted
 from holdfast.engine.claims.leases import Readers
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog, Entry
-from holdfast.engine.tiers.ledger import held_by_notes
-from holdfast.errors import FormatError, HoldfastError, NotSealed, OutcomeUnknown, UsageError
+from holdfast.engine.tiers.ledger import NotedUploads
+from holdfast.errors import FormatError, NotSealed, OutcomeUnknown, UsageError
 from holdfast.events import Emitter
 from holdfast.format.manifest import Manifest
 from holdfast.policy.retention import Rule, unmet
@@ -26,7 +26,7 @@ from holdfast.store.base import Store
 
 @dataclass(slots=True, kw_only=True)
 class Pruned:
-    """What was decided for every checkpoint of the run, newest first, and what was done."""
+    """Result of `prune`: the decisions for every checkpoint, newest first, and what was done."""
 
     planned: tuple[Planned, ...] = ()
     deleted: list[str] = field(default_factory=list)
@@ -55,7 +55,8 @@ def preview(
     attempts = (name.epoch for name in catalog.attempts())
     epoch = catalog.highest_epoch() or max(attempts, default=0)
     resumed_from = point.order if point else None
-    planned = plan(catalog, rule, epoch=epoch, resumed_from=resumed_from, known=known)
+    entries, _ = catalog.survey(known=known)
+    planned = plan(catalog, entries, rule, epoch=epoch, resumed_from=resumed_from)
     known_savers = {MAIN}.union(*(item.decision.entry.savers for item in planned))
     if strangers := savers_of(rule) - known_savers:
         raise UsageError(
@@ -91,30 +92,35 @@ def prune(store: Store, rule: Rule, *, emit: Emitter, watch: Wait | None = None)
     readers = Readers(store)
     readers.watch(work, wait=watch or threading.Event().wait, emit=emit)
     owner = Ownership(store, takeover=False, emit=emit)
-    waiting = held_by_notes(store)
-
-    def tell_failed(entry: Entry, error: HoldfastError) -> None:
-        report.failed.append((entry.folder, str(error)))
-        if isinstance(error, OutcomeUnknown):
-            owner.is_clean = False
-
-    deleter = Deleter(
-        store,
-        rule,
-        retracted=lambda entry, why: report.deleted.append(entry.folder),
-        thinned=lambda entry, components, why: report.thinned.append(entry.folder),
-        failed=tell_failed,
-        postponed=lambda entry, why: report.postponed.append((entry.folder, why)),
-        readers=readers,
-        held=lambda entry: waiting.get(entry.folder, ""),
-    )
-    owner.take(lambda: standing(store))
+    deleter = Deleter(store, rule, readers=readers, waiting=NotedUploads(store))
+    owner.take(_standings(store))
     try:
         assert owner.claim is not None
-        report.planned = deleter.carry_out(owner.claim, has_committed=False)
+        for event in deleter.carry_out(owner.claim, has_committed=False):
+            _note(event, report)
+            if isinstance(event.error, OutcomeUnknown):
+                owner.is_clean = False
+        report.planned = deleter.planned
     finally:
         owner.release()
     return report
+
+
+def _note(event: RetentionEvent, report: Pruned) -> None:
+    match event.kind:
+        case "retracted":
+            report.deleted.append(event.subject)
+        case "thinned":
+            report.thinned.append(event.subject)
+        case "failed":
+            report.failed.append((event.subject, event.why))
+        case "postponed":
+            report.postponed.append((event.subject, event.why))
+
+
+def _standings(store: Store) -> Iterator[Choice]:
+    while True:
+        yield standing(store)
 
 
 def standing(store: Store) -> Choice:

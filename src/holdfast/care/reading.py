@@ -50,8 +50,8 @@ READ_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """One stored block. `expected` is its digest, empty where the index is lost."""
+class BlockToCheck:
+    """A stored block. `expected` is its digest, empty where the index is lost."""
 
     file: str
     number: int
@@ -66,10 +66,10 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """What reading a block gave: its digest or an error; and whether only the first try failed."""
+class CheckedBlock:
+    """Outcome of reading a block: its digest or an error; and whether only the first try failed."""
 
-    block: Block
+    block: BlockToCheck
     digest: bytes = b""
     error: HoldfastError | None = None
     was_transient: bool = False
@@ -80,16 +80,37 @@ class Seen:
         return self.error is None and self.block.expected in (b"", self.digest)
 
 
-class FolderReader:
-    """Reads one checkpoint's folder. Thread-safe."""
+class Tally:
+    """Bytes that were checked so far, told to a progress callback."""
 
-    def __init__(self, store: Store, folder: str) -> None:
+    def __init__(self, folder: str, progress: Progress | None, *, total: int = 0) -> None:
+        self._folder = folder
+        self._progress = progress
+        self.total = total
+        """Bytes to check."""
+        self.nbytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count so many more bytes."""
+        self.nbytes += nbytes
+        if self._progress is not None:
+            self._progress(self._folder, self.nbytes, self.total)
+
+
+class FolderReader:
+    """Reads one checkpoint's folder. Thread-safe.
+
+    `notes` gets a line for each document of which only the first try failed.
+    """
+
+    def __init__(self, store: Store, folder: str, notes: list[str] | None = None) -> None:
         self._store = store
         self._folder = folder
+        self._notes = notes if notes is not None else []
         self._buffers = Buffers()
 
     def names(self) -> tuple[str, ...]:
-        """What lies in the folder; folders end with a slash."""
+        """Names in the folder; folders end with a slash."""
         return again(lambda: self._store.children(self._folder))
 
     def size(self, file: str) -> int:
@@ -101,23 +122,19 @@ class FolderReader:
         key = f"{self._folder}/{file}"
         return read_document(self._store, key, max_nbytes=max_nbytes, afresh=True)
 
-    def decoded(
-        self,
-        file: str,
-        max_nbytes: int,
-        decode: Callable[..., T],
-        told: Callable[[str], object] | None = None,
-    ) -> T:
-        """What `decode(data, what=file)` gives; once more where that fails or the file cannot be
-        read. `told` is given the name of one of which only the first try failed."""
-
-        def read() -> T:
+    def decoded(self, file: str, max_nbytes: int, decode: Callable[..., T]) -> T:
+        """Read a file and call `decode(data, what=file)`; both once more where that fails."""
+        try:
             return decode(self.document(file, max_nbytes), what=file)
+        except NotFound:
+            raise
+        except (FormatError, StoreError):
+            value = decode(self.document(file, max_nbytes), what=file)
+        self._notes.append(transient_note(file))
+        return value
 
-        return again(read, partial(told, file) if told is not None else None)
-
-    def manifest(self, told: Callable[[str], object] | None = None) -> Manifest:
-        """The manifest; `told` as for `decoded`.
+    def manifest(self) -> Manifest:
+        """The manifest, decoded.
 
         Raises:
             NoCheckpoint: it was never committed, or is deleted by now.
@@ -125,7 +142,7 @@ class FolderReader:
             MissingKey: it is sealed.
         """
         try:
-            register = self.decoded(layout.MANIFEST, MAX_MANIFEST_NBYTES, decode_register, told)
+            register = self.decoded(layout.MANIFEST, MAX_MANIFEST_NBYTES, decode_register)
         except NotFound:
             again(lambda: Catalog(self._store).read(self._folder))
             raise NoCheckpoint(f"{self._folder}: not committed") from None
@@ -135,7 +152,7 @@ class FolderReader:
         return register
 
     def header(self, file: str, listed: FileEntry, made_by: FileBlocks | None) -> bytes:
-        """What comes before the data of a tensor file."""
+        """Bytes before the data of a tensor file."""
         first = self.beginning(file, 8, listed, made_by)
         nbytes = header_nbytes(first, file_nbytes=listed.nbytes, what=file)
         return self.beginning(file, nbytes, listed, made_by)
@@ -157,7 +174,7 @@ class FolderReader:
                 raise CorruptData(f"{file}: block {number} {fault}")
         return bytes(data[:nbytes])
 
-    def begin(self, block: Block) -> Callable[[], Seen]:
+    def begin(self, block: BlockToCheck) -> Callable[[], CheckedBlock]:
         """Wait for a block; what this gives looks at it, and once more when it is not what it
         should be."""
         start, nbytes = block.start, block.stop - block.start
@@ -176,7 +193,7 @@ class FolderReader:
 
         error = read()
 
-        def look() -> Seen:
+        def look() -> CheckedBlock:
             try:
                 seen = self._look(block, memory[skipped:], error)
                 if seen.is_right:
@@ -191,39 +208,47 @@ class FolderReader:
 
         return look
 
-    def _look(self, block: Block, data: memoryview, error: HoldfastError | None) -> Seen:
+    def _look(
+        self, block: BlockToCheck, data: memoryview, error: HoldfastError | None
+    ) -> CheckedBlock:
         if error is not None:
-            return Seen(block=block, error=error)
+            return CheckedBlock(block=block, error=error)
         digest, made_by = block_digest(data), block.made_by
         if made_by is not None and digest == block.expected:
             nbytes = block.plain[1] - block.plain[0]
             plain = self._buffers.take(max(nbytes, BLOCK_NBYTES))
             try:
                 if fault := decode_block(made_by, block.number, data, plain[:nbytes]):
-                    return Seen(block=block, digest=digest, error=CorruptData(fault))
+                    return CheckedBlock(block=block, digest=digest, error=CorruptData(fault))
             finally:
                 self._buffers.give_back(plain)
-        return Seen(block=block, digest=digest)
+        return CheckedBlock(block=block, digest=digest)
 
 
-def again(read: Callable[[], T], told: Callable[[], object] | None = None) -> T:
-    """What `read` gives, maybe only when it is called once more, which is `told`."""
+def again(read: Callable[[], T]) -> T:
+    """Call `read`, and once more where that fails."""
     try:
         return read()
     except NotFound:
         raise
     except (FormatError, StoreError):
-        found = read()
-    if told is not None:
-        told()
-    return found
+        return read()
 
 
-def look_at(reader: FolderReader, blocks: Iterable[Block]) -> Iterator[Seen]:
-    """What is seen of each block, in order; at most 16 are in memory at a time, and of blocks that
+def transient_note(file: str, what: str = "it was") -> str:
+    """A note for the report on a file, or a part of it, that was read rightly only when it was read
+    again."""
+    return (
+        f"{file}: {what} read wrongly once and rightly then: look after this machine's memory, "
+        "disk or network"
+    )
+
+
+def look_at(reader: FolderReader, blocks: Iterable[BlockToCheck]) -> Iterator[CheckedBlock]:
+    """Read and check each block, in order; at most 16 are in memory at a time, and of blocks that
     are larger than usual fewer."""
     threads = Threads()
-    waiting: deque[tuple[Block, Future[Seen]]] = deque()
+    waiting: deque[tuple[BlockToCheck, Future[CheckedBlock]]] = deque()
     try:
         for block in blocks:
             waiting.append((block, threads.submit(partial(reader.begin, block))))
@@ -239,7 +264,7 @@ def look_at(reader: FolderReader, blocks: Iterable[Block]) -> Iterator[Seen]:
         threads.close()
 
 
-def _result(block: Block, future: Future[Seen]) -> Seen:
+def _result(block: BlockToCheck, future: Future[CheckedBlock]) -> CheckedBlock:
     try:
         return future.result(timeout=READ_TIMEOUT_S)
     except FutureTimeout:

@@ -5,14 +5,16 @@ First whole checkpoints go, then components of some that stay. A dry run looks a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, Protocol, TypeAlias
 
-from holdfast.engine.claims.claim import Claim, dropped, ends_with_its_put, nothing_arrives
-from holdfast.engine.claims.leases import Readers
+from holdfast.engine.claims.claim import Claim, dropped
+from holdfast.engine.claims.deletion import retract, thin
+from holdfast.engine.claims.leases import FoundLease, Readers
 from holdfast.engine.claims.notes import reject
 from holdfast.engine.roots.catalog import Catalog, Entry
-from holdfast.engine.roots.commit import retract, settle, thin
+from holdfast.engine.roots.commit import settle
 from holdfast.engine.roots.parts import parts_of
 from holdfast.errors import (
     CorruptData,
@@ -46,23 +48,17 @@ class Planned:
 
 def plan(
     catalog: Catalog,
+    entries: Iterable[Entry],
     rule: Rule,
     *,
     epoch: int,
     resumed_from: tuple[int, int] | None,
     replaces: bool = False,
-    known: Mapping[str, Manifest] | None = None,
-    unread: Callable[[str, HoldfastError], None] = lambda folder, error: None,
 ) -> tuple[Planned, ...]:
-    """What the rule says of every committed checkpoint of this run, newest first.
+    """Decide which of the committed checkpoints of this run stay, newest first.
 
-    Those of epochs after `epoch`, the caller's, are not its to judge. `known`: folder → manifest,
-    of those that were read before. What is damaged or sealed for others is not judged, stays, and
-    is told to `unread`.
+    Those of epochs after `epoch`, the caller's, are not its to judge.
     """
-    entries, others = catalog.survey(known=known)
-    for folder, error in others:
-        unread(folder, error)
     by_order = {entry.order: entry for entry in entries if entry.name.epoch <= epoch}
     lineage = {name.order for name in catalog.lineage()}
     decisions = decide(
@@ -72,7 +68,7 @@ def plan(
         lineage=lineage,
         replaces=replaces,
     )
-    planned = [Planned(entry=by_order[found.entry.order], decision=found) for found in decisions]
+    planned = [Planned(entry=by_order[made.entry.order], decision=made) for made in decisions]
     # Of all, and of the run's own line, on which a resume goes back.
     for orders in ({*by_order}, lineage):
         planned = _with_one_apart(catalog.store, planned, orders)
@@ -112,7 +108,7 @@ def _share_files(store: Store, one: Entry, other: Entry) -> bool:
 
 
 def candidate(store: Store, entry: Entry) -> Candidate:
-    """What the rules may know of a checkpoint."""
+    """Describe a checkpoint for the rules."""
     manifest, marks = entry.manifest, entry.marks
     parts = parts_of(store, entry.folder, manifest, marks)
     return Candidate(
@@ -135,6 +131,40 @@ def candidate(store: Store, entry: Entry) -> Candidate:
     )
 
 
+RetentionKind: TypeAlias = Literal["retracted", "thinned", "failed", "postponed", "unread", "unmet"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionEvent:
+    """Something that was done, could not be done or has to wait, when a rule was carried out."""
+
+    kind: RetentionKind
+    """"unread": the checkpoint stays because it cannot be read. "unmet": a part of the rule needs
+    what no checkpoint has."""
+    subject: str
+    """The checkpoint's folder; for "unmet" the part of the rule."""
+    step: int | None = None
+    why: str = ""
+    """For "unmet": what is needed."""
+    components: tuple[str, ...] = ()
+    """Those that were dropped."""
+    error: HoldfastError | None = None
+    """For "failed": what went wrong."""
+
+
+Events: TypeAlias = Iterator[RetentionEvent]
+_Answering: TypeAlias = Generator[RetentionEvent, None, bool]
+"""Events, and after them the answer to a question."""
+
+
+class Waiting(Protocol):
+    """Checkpoints that must not be deleted yet."""
+
+    def holds(self, entry: Entry) -> str:
+        """Why it must not be deleted yet; empty where it may be."""
+        ...
+
+
 class Deleter:
     """Deletes what the rule does not keep, oldest first, while a claim owns the run.
 
@@ -151,32 +181,19 @@ class Deleter:
         *,
         replaces: bool = False,
         is_sent_to: bool = True,
-        retracted: Callable[[Entry, str], None],
-        thinned: Callable[[Entry, tuple[str, ...], str], None],
-        failed: Callable[[Entry, HoldfastError], None],
-        postponed: Callable[[Entry, str], None],
         readers: Readers | None = None,
-        held: Callable[[Entry], str] = lambda entry: "",
-        unread: Callable[[str, HoldfastError], None] = lambda folder, error: None,
-        missing: Callable[[str, str], None] = lambda rule, what: None,
+        waiting: Waiting | None = None,
     ) -> None:
         """`is_sent_to`: whether the root may be the remote tier of a run, where senders put
-        manifests. `held` says why something must not go yet, though the rule would delete it.
-        `unread` is called once with each folder that stays because its checkpoint cannot be read;
-        `missing` once with each rule that needs what no checkpoint has, and with what it needs."""
+        manifests. `waiting` says what must not go yet, though the rule would delete it."""
         self._store = store
         self._rule = rule
         self._replaces = replaces
         self._is_sent_to = is_sent_to
-        self._retracted = retracted
-        self._thinned = thinned
-        self._failed = failed
-        self._postponed = postponed
         self._readers = readers if readers is not None else Readers(store)
-        self._held = held
-        self._unread = unread
-        self._missing = missing
+        self._waiting = waiting
         self._told: set[str] = set()
+        """Subjects and leases of events that come once."""
         self._unclear: frozenset[str] = frozenset()
         self._verified: set[str] = set()
         self._known: dict[str, Manifest] = {}
@@ -187,17 +204,19 @@ class Deleter:
         self._claimed = 0
         self._failures: dict[str, Planned] = {}
         """By folder: what could not be done, or not to its end."""
+        self.planned: tuple[Planned, ...] = ()
+        """Decisions of the last `carry_out`."""
 
     def trust(self, entry: Entry) -> None:
-        """Every byte of this one was read and found right."""
+        """Take a checkpoint for whole: every byte of it was read and found right."""
         self._verified.add(entry.manifest.save_id)
 
     def carry_out(
         self, claim: Claim, *, has_committed: bool, unclear: Collection[str] = ()
-    ) -> tuple[Planned, ...]:
-        """Do what the rule says now, and return it; `plan` says the same beforehand.
+    ) -> Events:
+        """Do what the rule says now, while the events are taken; `plan` says the same beforehand.
 
-        A deletion that fails is told and tried again next time. Until this claim has committed
+        A deletion that fails is tried again next time. Until this claim has committed
         (`has_committed`), what it went on from is kept whole. The registers of `unclear` folders
         stay.
 
@@ -210,36 +229,43 @@ class Deleter:
         if self._claimed != claim.epoch:
             self._claimed, self._claims = claim.epoch, {}
         catalog = Catalog(self._store, claims=self._claims)
-        planned = plan(
+        entries, unread = catalog.survey(known=self._known)
+        for folder, error in unread:
+            if self._is_news(folder):
+                yield RetentionEvent(kind="unread", subject=folder, why=str(error))
+        planned = self.planned = plan(
             catalog,
+            entries,
             self._rule,
             epoch=claim.epoch,
             resumed_from=keep,
             replaces=self._replaces,
-            known=self._known,
-            unread=self._tell_unread,
         )
         self._known = {item.entry.folder: item.entry.manifest for item in planned}
-        self._tell_missing(planned)
-        self._finish(claim, catalog)
-        wanted = (
-            item for item in reversed(planned) if item.decision.drop or not item.decision.keep
-        )
+        lacks = unmet([item.decision.entry for item in planned], self._rule)
+        for part, what in lacks.items():
+            if self._is_news(part):
+                yield RetentionEvent(kind="unmet", subject=part, why=what)
+        yield from self._finish(claim, catalog)
         # Before any mark is left: a mark stays, and nobody could begin to read what has one.
-        work = [item for item in wanted if not self._must_stay(item.entry)]
+        work: list[Planned] = []
+        for item in reversed(planned):
+            if item.decision.drop or not item.decision.keep:
+                must_stay = yield from self._must_stay(item.entry)
+                if not must_stay:
+                    work.append(item)
         damaged: set[str] = set()
         settled: set[str] = set()
         for item in sorted(work, key=lambda item: item.decision.keep):
-            base = self._proven_base(item, planned, damaged)
+            base = yield from self._proven_base(item, planned, damaged)
             if base is None:
                 continue
             if base.folder not in settled:
                 settle(self._store, base.folder)
                 settled.add(base.folder)
-            self._do(claim, item)
-        return planned
+            yield from self._do(claim, item)
 
-    def _finish(self, claim: Claim, catalog: Catalog) -> None:
+    def _finish(self, claim: Claim, catalog: Catalog) -> Events:
         """Remove what is left of those that are no checkpoints any more; no plan has them."""
         for folder, item in [*self._failures.items()]:
             try:
@@ -250,11 +276,11 @@ class Deleter:
                 self._known.pop(folder, None)
                 continue
             if is_gone:
-                self._do(claim, item)
+                yield from self._do(claim, item)
 
     def _proven_base(
         self, item: Planned, planned: Sequence[Planned], damaged: set[str]
-    ) -> Entry | None:
+    ) -> Generator[RetentionEvent, None, Entry | None]:
         """Something newer that stays, stands in for `item` and is known to be whole.
 
         Where none is known yet, reads them back, newest first, until one is. Adds the folders of
@@ -265,12 +291,15 @@ class Deleter:
         for entry in (*known, *newer):
             if entry.folder in damaged:
                 continue
-            if self._stands(entry) if entry in known else self._reads_back_well(entry):
+            is_whole = yield from (
+                self._stands(entry) if entry in known else self._reads_back_well(entry)
+            )
+            if is_whole:
                 return entry
             damaged.add(entry.folder)
         return None
 
-    def _stands(self, entry: Entry) -> bool:
+    def _stands(self, entry: Entry) -> _Answering:
         """Whether the manifest of one that was read back before is still as it was then."""
         try:
             register = Catalog(self._store).read(entry.folder)
@@ -280,12 +309,12 @@ class Deleter:
             ):
                 return True
         except FormatError as error:
-            self._failed(entry, error)
+            yield _failed(entry, error)
         self._verified.discard(entry.manifest.save_id)
         self._known.pop(entry.folder, None)
         return False
 
-    def _reads_back_well(self, entry: Entry) -> bool:
+    def _reads_back_well(self, entry: Entry) -> _Answering:
         from holdfast.care.verify import verify  # takes numpy, without which a dry run does
 
         try:
@@ -298,80 +327,88 @@ class Deleter:
         problems = "; ".join(str(problem) for problem in report.problems[:3])
         if not any(problem.is_damage for problem in report.problems):
             # A mark would stay; what could not be read may well be read the next time.
-            self._failed(entry, StoreError(f"it cannot be read back now: {problems}"))
+            yield _failed(entry, StoreError(f"it cannot be read back now: {problems}"))
             return False
-        self._failed(entry, CorruptData(f"read back, it is damaged: {problems}"))
+        yield _failed(entry, CorruptData(f"read back, it is damaged: {problems}"))
         reject(self._store, entry.folder, by="retention", reason=f"read back: {problems}")
         return False
 
-    def _do(self, claim: Claim, item: Planned) -> None:
+    def _do(self, claim: Claim, item: Planned) -> Events:
         self._failures.pop(item.entry.folder, None)
         try:
-            if item.decision.keep:
-                self._thin(claim, item.entry, item.decision)
-            else:
-                self._retract(claim, item.entry, item.decision.reason)
+            yield from self._thin(claim, item) if item.decision.keep else self._retract(claim, item)
         except Superseded:
             raise
         except HoldfastError as error:
             self._failures[item.entry.folder] = item
-            self._failed(item.entry, error)
+            yield _failed(item.entry, error)
 
-    def _retract(self, claim: Claim, entry: Entry, reason: str) -> None:
+    def _retract(self, claim: Claim, item: Planned) -> Events:
+        entry, why = item.entry, item.decision.reason
         self._known.pop(entry.folder, None)
-        gone = retract(
+        removal = retract(
             self._store,
             entry.folder,
-            epoch=claim.epoch,
-            reason=reason,
-            may_remove_whole=lambda epoch: (
-                entry.folder not in self._unclear
-                and may_remove_whole(self._store, claim, epoch, is_sent_to=self._is_sent_to)
-            ),
-            is_read=lambda: self._is_read(entry),
+            claim=claim,
+            reason=why,
+            readers=self._readers,
+            is_sent_to=self._is_sent_to,
+            unclear=self._unclear,
         )
-        if gone:
-            self._retracted(entry, reason)
+        yield from self._read_by(entry, removal.leases)
+        if removal.is_done:
+            yield _event("retracted", entry, why)
             self._readers.tidy(entry.folder)
 
-    def _thin(self, claim: Claim, entry: Entry, decision: Decision) -> None:
-        if thin(
+    def _thin(self, claim: Claim, item: Planned) -> Events:
+        entry, why, components = item.entry, item.decision.reason, item.decision.drop
+        removal = thin(
             self._store,
             entry.folder,
-            decision.drop,
+            components,
             epoch=claim.epoch,
-            reason=decision.reason,
-            is_read=lambda: self._is_read(entry),
-        ):
-            self._thinned(entry, decision.drop, decision.reason)
+            reason=why,
+            readers=self._readers,
+        )
+        yield from self._read_by(entry, removal.leases)
+        if removal.is_done:
+            yield _event("thinned", entry, why, components=components)
 
-    def _tell_unread(self, folder: str, error: HoldfastError) -> None:
-        if folder not in self._told:
-            self._told.add(folder)
-            self._unread(folder, error)
-
-    def _tell_missing(self, planned: Sequence[Planned]) -> None:
-        for rule, what in unmet([item.decision.entry for item in planned], self._rule).items():
-            if rule not in self._told:
-                self._told.add(rule)
-                self._missing(rule, what)
-
-    def _must_stay(self, entry: Entry) -> bool:
+    def _must_stay(self, entry: Entry) -> _Answering:
         """Whether somebody needs it yet; told once."""
-        why = self._held(entry)
-        if why and entry.folder not in self._told:
-            self._told.add(entry.folder)
-            self._postponed(entry, why)
-        return bool(why) or self._is_read(entry)
-
-    def _is_read(self, entry: Entry) -> bool:
-        """Whether a lease binds; new ones are told of."""
+        why = self._waiting.holds(entry) if self._waiting is not None else ""
+        if why and self._is_news(entry.folder):
+            yield _event("postponed", entry, why)
+        if why:
+            return True
         leases = self._readers.of(entry.folder)
-        for lease in leases:
-            if lease.key not in self._told:
-                self._told.add(lease.key)
-                self._postponed(entry, f"{lease.who} reads it")
+        yield from self._read_by(entry, leases)
         return bool(leases)
+
+    def _read_by(self, entry: Entry, leases: Iterable[FoundLease]) -> Events:
+        for lease in leases:
+            if self._is_news(lease.key):
+                yield _event("postponed", entry, f"{lease.who} reads it")
+
+    def _is_news(self, subject: str) -> bool:
+        """Whether this is the first time that a subject is asked for."""
+        is_news = subject not in self._told
+        self._told.add(subject)
+        return is_news
+
+
+def _event(
+    kind: RetentionKind, entry: Entry, why: str, *, components: tuple[str, ...] = ()
+) -> RetentionEvent:
+    return RetentionEvent(
+        kind=kind, subject=entry.folder, step=entry.step, why=why, components=components
+    )
+
+
+def _failed(entry: Entry, error: HoldfastError) -> RetentionEvent:
+    return RetentionEvent(
+        kind="failed", subject=entry.folder, step=entry.step, why=str(error), error=error
+    )
 
 
 def _is_base(base: Planned, item: Planned) -> bool:
@@ -379,14 +416,3 @@ def _is_base(base: Planned, item: Planned) -> bool:
     if not base.decision.keep or base.entry.order <= item.entry.order:
         return False
     return stands_in(base.decision.entry, item.decision.entry, drop=base.decision.drop)
-
-
-def may_remove_whole(store: Store, claim: Claim, epoch: int, *, is_sent_to: bool) -> bool:
-    """Whether the marker of a deleted checkpoint of `epoch` may go with its folder.
-
-    Its manifest was there, so its put has arrived. In our own epoch that was the only put; on a
-    local disk in any other epoch too, unless senders put manifests there.
-    """
-    if epoch == claim.epoch or ends_with_its_put(store, is_sent_to=is_sent_to):
-        return True
-    return nothing_arrives(store, epoch, own=claim.epoch)

@@ -6,11 +6,11 @@ tells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from holdfast.care.findings import Problem, Report, problem_of
-from holdfast.care.reading import Block, FolderReader, Progress, look_at
+from holdfast.care.findings import Problem, VerifyReport, problem_of
+from holdfast.care.reading import BlockToCheck, FolderReader, Progress, Tally, look_at
 from holdfast.errors import (
     FormatError,
     HoldfastError,
@@ -35,7 +35,7 @@ from holdfast.store.base import Store
 NOTE = "sealed, and no key was given: compared as it is stored, not opened"
 
 
-def scrub(store: Store, folder: str, *, progress: Progress | None = None) -> Report:
+def scrub(store: Store, folder: str, *, progress: Progress | None = None) -> VerifyReport:
     """Compare every stored byte of a sealed checkpoint with its digests.
 
     Raises:
@@ -66,23 +66,17 @@ def _dropped(names: Sequence[str]) -> set[str]:
 
 def _scrubbed(
     reader: FolderReader, folder: str, names: tuple[str, ...], progress: Progress | None
-) -> Report:
+) -> VerifyReport:
     visible = reader.decoded(layout.MANIFEST, MAX_MANIFEST_NBYTES, decode_visible)
     dropped = bool(_dropped(names))
     problems, notes = [*_sidecars(reader, names)], [NOTE]
     if dropped:
         notes.append("retention has dropped components of it, and which files these had is sealed")
-    done, total = 0, sum(entry.nbytes for entry in visible.files.values())
-
-    def advance(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(folder, done, total)
-
-    problems += _files(reader, visible.files, advance, may_be_gone=dropped)
+    total = sum(entry.nbytes for entry in visible.files.values())
+    tally = Tally(folder, progress, total=total)
+    problems += _files(reader, visible.files, tally, may_be_gone=dropped)
     notes += [f"{name} is not listed in the manifest" for name in _unlisted(visible, names)]
-    return Report(
+    return VerifyReport(
         folder=folder,
         step=None,
         problems=tuple(problems),
@@ -96,11 +90,11 @@ def _scrubbed(
 def _files(
     reader: FolderReader,
     files: Mapping[str, FileEntry],
-    advance: Callable[[int], None],
+    tally: Tally,
     *,
     may_be_gone: bool,
 ) -> Iterator[Problem]:
-    """What is wrong with each file."""
+    """Problems of each file."""
     whole: dict[str, FileEntry] = {}
     for name, entry in files.items():
         try:
@@ -113,11 +107,11 @@ def _files(
                 continue
             expected, found = f"{entry.nbytes} bytes", f"{nbytes} bytes"
             yield Problem(file=name, message="wrong length", expected=expected, found=found)
-        advance(entry.nbytes)
-    looks = _digests(reader, whole, advance)
+        tally.add(entry.nbytes)
+    looks = _digests(reader, whole, tally)
     # Once more, as blocks are that cannot be read: a passing error on the way is not damage.
     other = {name: whole[name] for name, look in looks.items() if _is_other(look, whole[name])}
-    looks |= _digests(reader, other, lambda _: None)
+    looks |= _digests(reader, other, Tally("", None))
     for name, look in looks.items():
         if isinstance(look, HoldfastError):
             yield from _unread(name, look, may_be_gone=may_be_gone)
@@ -138,31 +132,31 @@ def _unread(name: str, error: HoldfastError, *, may_be_gone: bool) -> Iterator[P
 
 
 def _digests(
-    reader: FolderReader, files: Mapping[str, FileEntry], advance: Callable[[int], None]
+    reader: FolderReader, files: Mapping[str, FileEntry], tally: Tally
 ) -> dict[str, str | HoldfastError]:
     """The digest of each file as it is stored, or why it cannot be read."""
-    found = {name: bytearray() for name in files}
+    digests = {name: bytearray() for name in files}
     failed: dict[str, HoldfastError] = {}
 
-    def blocks() -> Iterator[Block]:
+    def blocks() -> Iterator[BlockToCheck]:
         for name, entry in files.items():
             for number, (start, stop) in enumerate(split(entry.nbytes)):
                 if name in failed:
-                    advance(entry.nbytes - start)
+                    tally.add(entry.nbytes - start)
                     break
                 plain = start, stop
-                yield Block(
+                yield BlockToCheck(
                     file=name, number=number, start=start, stop=stop, expected=b"", plain=plain
                 )
 
     for seen in look_at(reader, blocks()):
         name = seen.block.file
-        advance(seen.block.stop - seen.block.start)
-        found[name] += seen.digest
+        tally.add(seen.block.stop - seen.block.start)
+        digests[name] += seen.digest
         if seen.error is not None:
             failed.setdefault(name, seen.error)
     return {
-        name: failed.get(name) or file_digest(entry.nbytes, bytes(found[name]))
+        name: failed.get(name) or file_digest(entry.nbytes, bytes(digests[name]))
         for name, entry in files.items()
     }
 

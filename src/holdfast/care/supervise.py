@@ -68,7 +68,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class ChildEnding:
     """How one life ended."""
 
     returncode: int | None
@@ -93,7 +93,7 @@ class Ending:
         return _SHELL_SIGNAL - self.returncode if self.returncode < 0 else self.returncode
 
 
-class Outcome(Enum):
+class SupervisionOutcome(Enum):
     """How the supervision ended."""
 
     FINISHED = "finished"
@@ -107,12 +107,12 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
-    """One life of the child, and what follows from it."""
+class ChildLife:
+    """A life of the child, and what follows from it."""
 
     number: int
     """From 1."""
-    ending: Ending
+    ending: ChildEnding
     duration_s: float
     from_step: int | None
     """Step of the run's newest checkpoint before; None where there was none, or nobody knows."""
@@ -129,16 +129,16 @@ class Life:
 class Supervised:
     """How it all went."""
 
-    outcome: Outcome
-    lives: tuple[Life, ...]
+    outcome: SupervisionOutcome
+    lives: tuple[ChildLife, ...]
     code: int
     """Exit status of the last life, or 128 + n where signal n came between two lives."""
 
 
 class Child(Protocol):
-    """What is supervised. Signals are its business; `supervise` only learns of them."""
+    """The process that is supervised. Signals are its business; `supervise` only learns of them."""
 
-    def live(self) -> Ending:
+    def live(self) -> ChildEnding:
         """Start it, and wait for its end."""
         ...
 
@@ -152,7 +152,7 @@ def supervise(
     limits: Limits,
     *,
     head: Callable[[], int | None] | None = None,
-    tell: Callable[[Life], None] = lambda life: None,
+    tell: Callable[[ChildLife], None] = lambda life: None,
     clock: Callable[[], float] = time.monotonic,
     jitter: Callable[[], float] = random.random,
 ) -> Supervised:
@@ -163,12 +163,13 @@ def supervise(
     lives for each checkpoint, also for a run that is thrown back again and again. Without `head`,
     a long life counts (`Limits.progress_after_s`). `tell` is called after each life.
     """
-    watch = _Watch(limits, head, jitter)
-    lives: list[Life] = []
+    counters = _LifeCounters(limits, None if head is None else head(), has_steps=head is not None)
+    lives: list[ChildLife] = []
     while True:
         began = clock()
         ending = child.live()
-        outcome, life = watch.ended(ending, clock() - began)
+        duration_s, step = clock() - began, None if head is None else head()
+        outcome, life = counters.ended(ending, duration_s, step, jitter())
         lives.append(life)
         tell(life)
         if outcome is not None:
@@ -176,7 +177,7 @@ def supervise(
         asked = child.pause(life.restart_in_s or 0.0)
         if asked is not None:
             code = _SHELL_SIGNAL + asked
-            return Supervised(outcome=Outcome.STOPPED, lives=tuple(lives), code=code)
+            return Supervised(outcome=SupervisionOutcome.STOPPED, lives=tuple(lives), code=code)
 
 
 def signal_name(number: int) -> str:
@@ -187,28 +188,28 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-class _Watch:
+class _LifeCounters:
     """The counters between one life and the next."""
 
-    def __init__(
-        self, limits: Limits, head: Callable[[], int | None] | None, jitter: Callable[[], float]
-    ) -> None:
+    def __init__(self, limits: Limits, step: int | None, *, has_steps: bool) -> None:
         self._limits = limits
-        self._head = head
-        self._jitter = jitter
+        self._has_steps = has_steps
         self._number = 0
         self._failures = 0
-        self._step = head() if head is not None else None
+        self._step = step
         self._highest = -1 if self._step is None else self._step
 
-    def ended(self, ending: Ending, duration_s: float) -> tuple[Outcome | None, Life]:
-        """What becomes of it after that life; None is a restart."""
-        before, self._step = self._step, self._head() if self._head is not None else None
+    def ended(
+        self, ending: ChildEnding, duration_s: float, step: int | None, jitter: float
+    ) -> tuple[SupervisionOutcome | None, ChildLife]:
+        """Count a life, and decide what follows it; None is a restart."""
+        before, self._step = self._step, step
         has_progressed = self._has_progressed(duration_s)
         self._number += 1
         self._failures = 0 if has_progressed or ending.returncode == 0 else self._failures + 1
         outcome = self._outcome(ending)
-        life = Life(
+        pause_s = self._limits.pause_s(self._failures, jitter)
+        life = ChildLife(
             number=self._number,
             ending=ending,
             duration_s=duration_s,
@@ -216,26 +217,23 @@ class _Watch:
             to_step=self._step,
             has_progressed=has_progressed,
             failures=self._failures,
-            restart_in_s=self._pause_s() if outcome is None else None,
+            restart_in_s=pause_s if outcome is None else None,
         )
         return outcome, life
 
     def _has_progressed(self, duration_s: float) -> bool:
-        if self._head is None:
+        if not self._has_steps:
             return duration_s >= self._limits.progress_after_s
         if self._step is None or self._step <= self._highest:
             return False
         self._highest = self._step
         return True
 
-    def _outcome(self, ending: Ending) -> Outcome | None:
+    def _outcome(self, ending: ChildEnding) -> SupervisionOutcome | None:
         if ending.returncode == 0:
-            return Outcome.FINISHED
+            return SupervisionOutcome.FINISHED
         if ending.returncode == self._limits.requeue_code:
-            return Outcome.REQUEUE
+            return SupervisionOutcome.REQUEUE
         if ending.asked is not None:
-            return Outcome.STOPPED
-        return Outcome.GAVE_UP if self._failures >= self._limits.max_failures else None
-
-    def _pause_s(self) -> float:
-        return self._limits.pause_s(self._failures, self._jitter())
+            return SupervisionOutcome.STOPPED
+        return SupervisionOutcome.GAVE_UP if self._failures >= self._limits.max_failures else None

@@ -1,33 +1,18 @@
-"""What becomes of a checkpoint after its commit, as a manager sees it: with one root, nothing."""
+"""Uploads of committed checkpoints, as a manager sees them: with one root there are none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from holdfast.engine.roots.catalog import Entry
 from holdfast.format.manifest import Timestamp
 
 
 class Uploads:
-    """Nothing is sent anywhere; `care.mirror.Mirror` sends to a second root."""
-
-    def __init__(self) -> None:
-        self.uploaded: Callable[[Entry, bool], None] = lambda entry, was_read: None
-        """Called when a checkpoint is safe in the remote tier, and whether every byte of the local
-        copy was read and found right for it."""
-        self.caught_up: Callable[[], None] = lambda: None
-        """Called once after each claim, when nothing waits. What a forerunner kept for its upload
-        may be there already, and then nothing is sent that would tell so."""
+    """No-op: nothing is sent anywhere. `care.mirror.Mirror` sends to a second root."""
 
     def committed(self) -> None:
-        """The local root has a new checkpoint: queue it, before anything there is deleted."""
-
-    def holds(self, entry: Entry) -> str:
-        """Why the local copy must not be deleted yet; nothing where it may be."""
-        return ""
+        """Queue a new checkpoint of the local root, before anything there is deleted."""
 
     def mend_now(self) -> None:
-        """What was found damaged here and whole there may be mended from now on."""
+        """Let what is damaged locally and whole remotely be mended from now on."""
 
     def expect_room(self, now: Timestamp) -> None:
         """Return when the remote tier is no further behind than it may be.

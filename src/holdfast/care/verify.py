@@ -15,8 +15,17 @@ from typing import Any
 
 import msgspec
 
-from holdfast.care.findings import Problem, Report, RootReport, problem_of
-from holdfast.care.reading import Block, FolderReader, Progress, Seen, again, look_at
+from holdfast.care.findings import Problem, RootReport, VerifyReport, problem_of
+from holdfast.care.reading import (
+    BlockToCheck,
+    CheckedBlock,
+    FolderReader,
+    Progress,
+    Tally,
+    again,
+    look_at,
+    transient_note,
+)
 from holdfast.care.scrub import scrub
 from holdfast.engine.claims.leases import leased
 from holdfast.engine.loading.blockreading import FileBlocks
@@ -61,7 +70,7 @@ _STORED_AS = {"C128": "F64", "C32": "F16"}
 
 
 def _sidecar_decoder(name: str) -> Callable[..., object] | None:
-    """What reads a sidecar of that name; None when it is no sidecar."""
+    """Decoder of a sidecar of that name; None when it is no sidecar."""
     if layout.parse_notes(name) is not None:
         return decode_notes
     if layout.parse_retired(name) is not None:
@@ -82,7 +91,7 @@ def _unless_mark(decode: Callable[..., object], data: bytes, *, what: str) -> No
 
 def verify(
     store: Store, folder: str, *, progress: Progress | None = None, decode: bool = True
-) -> Report:
+) -> VerifyReport:
     """Check every byte of the checkpoint in `folder`.
 
     Blocks that a codec made are compared as they lie there, and unless `decode` is False they are
@@ -109,7 +118,7 @@ def verify(
 
 def verify_kept(
     store: Store, folder: str, *, progress: Progress | None = None, decode: bool = True
-) -> Report:
+) -> VerifyReport:
     """`verify` under a lease, so that retention does not delete the checkpoint meanwhile.
 
     Raises:
@@ -134,7 +143,7 @@ def verify_root(
         DeadlineExceeded: the storage did not answer for `READ_TIMEOUT_S`.
     """
     names = [layout.parse_attempt(name.rstrip("/")) for name in store.children()]
-    reports: list[Report] = []
+    reports: list[VerifyReport] = []
     notes: list[str] = []
     unopened: list[tuple[str, SealError]] = []
     problems: list[Problem] = []
@@ -186,7 +195,7 @@ class _OtherBytes(CorruptData):
 
 
 class _Inspection:
-    """One checkpoint under inspection, and what was found so far."""
+    """Inspection of one checkpoint, and the problems found so far."""
 
     def __init__(
         self, store: Store, folder: str, progress: Progress | None, *, decode: bool
@@ -196,23 +205,21 @@ class _Inspection:
         self._made_by: dict[str, FileBlocks] = {}
         """By file: what decodes it, where a codec made it and it is to be decoded."""
         self._folder = folder
-        self._reader = FolderReader(store, folder)
-        self._progress = progress
-        self._problems: list[Problem] = []
         self._notes: list[str] = []
+        self._reader = FolderReader(store, folder, self._notes)
+        self._tally = Tally(folder, progress)
+        self._problems: list[Problem] = []
         self._here: Manifest | None = None
         """The manifest without what was dropped."""
         self._places: dict[str, list[tuple[int, int, str]]] = {}
-        self._nbytes = 0
-        self._total_nbytes = 0
 
-    def run(self) -> Report:
+    def run(self) -> VerifyReport:
         manifest = self._manifest()
         index: Index | None = None
         if manifest is not None:
             self._check_place(manifest)
             here = self._here = self._without_dropped(manifest)
-            self._total_nbytes = here.nbytes
+            self._tally.total = here.nbytes
             index = self._index(manifest)
             self._places = _places(index)
             damaged = self._contents(here, index)
@@ -221,12 +228,12 @@ class _Inspection:
         self._others(manifest)
         if self._problems and manifest is not None:
             self._manifest()  # What was deleted meanwhile is not damaged: NoCheckpoint.
-        return Report(
+        return VerifyReport(
             folder=self._folder,
             step=None if manifest is None else manifest.timestamp.step,
             problems=tuple(self._problems),
             notes=tuple(self._notes),
-            nbytes=self._nbytes,
+            nbytes=self._tally.nbytes,
             num_files=0 if self._here is None else len(self._here.files),
             num_tensors=0 if index is None else self._num_tensors(index),
         )
@@ -262,7 +269,7 @@ class _Inspection:
 
     def _manifest(self) -> Manifest | None:
         try:
-            return self._reader.manifest(self._transient)
+            return self._reader.manifest()
         except (FormatError, StoreError) as error:
             self._problem(layout.MANIFEST, error)
             return None
@@ -298,7 +305,7 @@ class _Inspection:
             return decode_index(data, files=manifest.files, what=what)
 
         try:
-            return self._reader.decoded(layout.INDEX, MAX_JSON_FILE_NBYTES, decode, self._transient)
+            return self._reader.decoded(layout.INDEX, MAX_JSON_FILE_NBYTES, decode)
         except NotFound:
             self._problem(layout.INDEX, "is missing")
         except _OtherBytes as error:
@@ -307,7 +314,7 @@ class _Inspection:
         except (FormatError, StoreError) as error:
             self._problem(layout.INDEX, error)
         finally:
-            self._advance(listed.nbytes)
+            self._tally.add(listed.nbytes)
         return None
 
     def _contents(self, manifest: Manifest, index: Index | None) -> set[str]:
@@ -316,7 +323,7 @@ class _Inspection:
         files = {file: entry for file, entry in manifest.files.items() if file != layout.INDEX}
         if index is not None and self._decode:
             self._made_by = self._decoders(files, index)
-        jobs: list[Block] = []
+        jobs: list[BlockToCheck] = []
         for file, listed in files.items():
             jobs += self._blocks_to_read(file, listed, index, manifest.block_nbytes)
         found = {file: bytearray() for file in files}
@@ -342,7 +349,7 @@ class _Inspection:
         return found
 
     def _check_whole(
-        self, file: str, listed: FileEntry, jobs: list[Block], digests: bytes
+        self, file: str, listed: FileEntry, jobs: list[BlockToCheck], digests: bytes
     ) -> set[str]:
         """Without the index only the digest of a whole file is known, from the manifest."""
         if listed.stored is not None:
@@ -354,7 +361,7 @@ class _Inspection:
             digests = b"".join(seen.digest for seen in look_at(self._reader, blocks))
             digest = file_digest(listed.nbytes, digests)
             if digest == listed.digest:
-                self._transient(file)
+                self._notes.append(transient_note(file))
         if digest == listed.digest:
             return set()
         self._problem(file, "other bytes than written", expected=listed.digest, found=digest)
@@ -362,7 +369,7 @@ class _Inspection:
 
     def _blocks_to_read(
         self, file: str, listed: FileEntry, index: Index | None, block_nbytes: int
-    ) -> list[Block]:
+    ) -> list[BlockToCheck]:
         """The blocks that lie wholly inside the file as it is now."""
         nbytes = self._size(file, listed, index, block_nbytes)
         if listed.stored is None:
@@ -375,7 +382,7 @@ class _Inspection:
             spans, digests = index.stored[file].spans(), index.stored[file].digests
             whole = spans[: sum(stop <= nbytes for _, stop in spans)]
         blocks = [
-            Block(
+            BlockToCheck(
                 file=file,
                 number=number,
                 start=start,
@@ -389,7 +396,7 @@ class _Inspection:
             )
             for number, (start, stop) in enumerate(whole)
         ]
-        self._advance(listed.stored_nbytes - (blocks[-1].stop if blocks else 0))
+        self._tally.add(listed.stored_nbytes - (blocks[-1].stop if blocks else 0))
         return blocks
 
     def _size(self, file: str, listed: FileEntry, index: Index | None, block_nbytes: int) -> int:
@@ -418,11 +425,12 @@ class _Inspection:
             )
         return nbytes
 
-    def _judge(self, seen: Seen) -> None:
+    def _judge(self, seen: CheckedBlock) -> None:
         block = seen.block
-        self._advance(block.stop - block.start)
+        self._tally.add(block.stop - block.start)
         if seen.was_transient:
-            self._transient(block.file, f"bytes {block.start} to {block.stop} were")
+            what = f"bytes {block.start} to {block.stop} were"
+            self._notes.append(transient_note(block.file, what))
         if seen.is_right:
             return
         self._problem(
@@ -455,11 +463,11 @@ class _Inspection:
                 if found:
                     found = self._meaning(name, file, listed, index)
                     if not found:
-                        self._transient(file)
+                        self._notes.append(transient_note(file))
                 self._problems += found
 
     def _meaning(self, component: str, file: str, listed: FileEntry, index: Index) -> list[Problem]:
-        """What is wrong with what a file says of itself."""
+        """Problems in the tree or the header of a file."""
         look = self._tree if layout.plain_file(file).endswith(".json") else self._header
         try:
             return list(look(component, file, listed, index))
@@ -505,7 +513,7 @@ class _Inspection:
             if decode is not None:
                 check = partial(_unless_mark, decode)
                 try:
-                    self._reader.decoded(name, MAX_MARK_NBYTES, check, self._transient)
+                    self._reader.decoded(name, MAX_MARK_NBYTES, check)
                 except NotFound:
                     continue
                 except (FormatError, StoreError) as error:
@@ -521,17 +529,6 @@ class _Inspection:
 
     def _problem(self, file: str, what: str | HoldfastError, **more: Any) -> None:
         self._problems.append(problem_of(file, what, **more))
-
-    def _transient(self, file: str, what: str = "it was") -> None:
-        self._notes.append(
-            f"{file}: {what} read wrongly once and rightly then: "
-            "look after this machine's memory, disk or network"
-        )
-
-    def _advance(self, nbytes: int) -> None:
-        self._nbytes += nbytes
-        if self._progress is not None:
-            self._progress(self._folder, self._nbytes, self._total_nbytes)
 
 
 def _places(index: Index | None) -> dict[str, list[tuple[int, int, str]]]:
@@ -549,7 +546,7 @@ def _places(index: Index | None) -> dict[str, list[tuple[int, int, str]]]:
 def _expected_header(
     index: Index, component: str, file: str
 ) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
-    """What the header of a tensor file must say, in the form of `parse_header`."""
+    """Expected header of a tensor file, in the form of `parse_header`."""
     expected: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
     for entry in index.components.get(component, {}).values():
         for shard in entry.shards:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Literal, TypeAlias
 
-from holdfast.care.advise import Ending, Facts, Measured, Start, gather
+from holdfast.care.advise import Ending, Measured, RecordedFacts, RecordedStart, gather
 from holdfast.cli.output import Answer, Table, size
 from holdfast.cli.target import open_root
 from holdfast.errors import NoCheckpoint, UsageError
@@ -201,7 +201,7 @@ def _share(text: str) -> float:
     return value
 
 
-def _costs(facts: Facts) -> list[_Input]:
+def _costs(facts: RecordedFacts) -> list[_Input]:
     """What the run recorded, and what has to be assumed beside it; an option goes before both."""
     inputs = []
     costs = typical_costs(facts.saves, facts.history.resumes_s)
@@ -257,7 +257,7 @@ def _median(measured: Measured, what: str, plural: str = "s") -> str:
     return f"median of {measured.count} {what}{'' if measured.count == 1 else plural}"
 
 
-def _rate(facts: Facts, inputs: dict[str, _Input]) -> FailureRate:
+def _rate(facts: RecordedFacts, inputs: dict[str, _Input]) -> FailureRate:
     """The failure rate, given or learnt; a learnt one adds what it rests on to `inputs`."""
     if "mtbf_s" in inputs:
         return given_rate(inputs["mtbf_s"].value)
@@ -278,7 +278,7 @@ def _rate(facts: Facts, inputs: dict[str, _Input]) -> FailureRate:
     return rate
 
 
-def _missing(facts: Facts) -> str:
+def _missing(facts: RecordedFacts) -> str:
     count = facts.stall.count if facts.stall is not None else 0
     return (
         f"too little to go by: {count} of {_count(facts.num_saves, 'checkpoint')} "
@@ -287,7 +287,7 @@ def _missing(facts: Facts) -> str:
     )
 
 
-def _auto(facts: Facts, inputs: Mapping[str, _Input]) -> Plan | None:
+def _auto(facts: RecordedFacts, inputs: Mapping[str, _Input]) -> Plan | None:
     """What `every="auto"` makes of the record, the cap and the failures; other options it lacks."""
     costs = typical_costs(facts.saves, facts.history.resumes_s)
     rate, cap = inputs["mtbf_s"], inputs["overhead_cap"].value
@@ -303,7 +303,7 @@ def _auto_note(auto: Plan | None) -> str:
     return f'every="auto" would save {auto}'
 
 
-def _today(facts: Facts, advice: Advice) -> _Today | None:
+def _today(facts: RecordedFacts, advice: Advice) -> _Today | None:
     if facts.spacing is None:
         return None
     goodput, saving, lost, down = shares(
@@ -349,7 +349,7 @@ def _outcome(name: str, found: Advice | _Today, steps: float | None) -> tuple[st
     return (name, span(found.interval_s), length, *(f"{part:.2%}" for part in parts))
 
 
-def _notes(facts: Facts, advice: Advice, today: _Today | None) -> list[str]:
+def _notes(facts: RecordedFacts, advice: Advice, today: _Today | None) -> list[str]:
     notes = [f"why: {_BECAUSE[advice.limit]}"]
     if advice.failures.observed_s is not None:
         notes.append(
@@ -373,7 +373,7 @@ def _notes(facts: Facts, advice: Advice, today: _Today | None) -> list[str]:
     return notes + [f"cannot be read, not counted: {item}" for item in facts.unreadable]
 
 
-def _start_notes(starts: Sequence[Start]) -> list[str]:
+def _start_notes(starts: Sequence[RecordedStart]) -> list[str]:
     endings = Counter(start.ending for start in starts)
     told = ", ".join(f"{endings[e]} {text}" for e, text in _ENDINGS.items() if endings[e])
     notes = [f"{_count(len(starts), 'start')}: {told}"] if starts else ["no start is recorded"]
@@ -401,7 +401,7 @@ def _count(number: int, what: str) -> str:
 def _document(
     url: str,
     inputs: Sequence[_Input],
-    facts: Facts,
+    facts: RecordedFacts,
     advice: Advice,
     today: _Today | None,
 ) -> dict[str, Any]:
@@ -423,7 +423,7 @@ def _auto_document(auto: Plan) -> dict[str, Any]:
     return {"interval_s": auto.interval_s, "limit": auto.limit, "text": str(auto)}
 
 
-def _start_document(start: Start) -> dict[str, Any]:
+def _start_document(start: RecordedStart) -> dict[str, Any]:
     point = start.resumed_from
     return {
         "epoch": start.epoch,

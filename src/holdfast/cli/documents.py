@@ -14,7 +14,7 @@ from holdfast.format.manifest import Manifest
 from holdfast.store.base import Store
 
 if TYPE_CHECKING:
-    from holdfast.care.findings import Problem, Report
+    from holdfast.care.findings import Problem, VerifyReport
 
 
 def checkpoint_document(store: Store, entry: Entry) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def expect_something_opened(opened: Sized, unread: Sequence[tuple[str, HoldfastE
         raise sealed[0]
 
 
-def report_document(report: Report) -> dict[str, Any]:
+def report_document(report: VerifyReport) -> dict[str, Any]:
     """What verifying one checkpoint found."""
     return {
         "folder": report.folder,

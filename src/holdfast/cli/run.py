@@ -9,10 +9,10 @@ import click
 
 from holdfast.care.child import ChildProcess
 from holdfast.care.supervise import (
-    Life,
+    ChildLife,
     Limits,
-    Outcome,
     Supervised,
+    SupervisionOutcome,
     signal_name,
     supervise,
 )
@@ -59,10 +59,10 @@ def run_command(
     tell = _tell_json if as_json else _tell
     with ChildProcess(command, grace_s=_seconds(grace, "--grace")) as child:
         result = supervise(child, limits, head=head, tell=tell)
-    code = Code.GAVE_UP if result.outcome is Outcome.GAVE_UP else result.code
+    code = Code.GAVE_UP if result.outcome is SupervisionOutcome.GAVE_UP else result.code
     if as_json:
         give_line({"summary": _summary(result, code)})
-    elif len(result.lives) > 1 or result.outcome is Outcome.GAVE_UP:
+    elif len(result.lives) > 1 or result.outcome is SupervisionOutcome.GAVE_UP:
         _show(result)
     return code
 
@@ -96,7 +96,7 @@ def _head_of(store: Store) -> Callable[[], int | None]:
     return head
 
 
-def _tell(life: Life) -> None:
+def _tell(life: ChildLife) -> None:
     if life.restart_in_s is None:
         return
     progress = "" if life.has_progressed else f", no progress ({life.failures} in a row)"
@@ -106,7 +106,7 @@ def _tell(life: Life) -> None:
     )
 
 
-def _steps(life: Life) -> str:
+def _steps(life: ChildLife) -> str:
     if life.from_step is None and life.to_step is None:
         return "no step known"
     return f"step {_step(life.from_step)} to {_step(life.to_step)}"
@@ -116,11 +116,11 @@ def _step(step: int | None) -> str:
     return "-" if step is None else str(step)
 
 
-def _tell_json(life: Life) -> None:
+def _tell_json(life: ChildLife) -> None:
     give_line(_document(life))
 
 
-def _document(life: Life) -> dict[str, Any]:
+def _document(life: ChildLife) -> dict[str, Any]:
     returncode = life.ending.returncode
     is_signal = returncode is not None and returncode < 0
     return {
@@ -159,7 +159,7 @@ def _show(result: Supervised) -> None:
     _say(_verdict(result))
 
 
-def _row(life: Life) -> tuple[str, ...]:
+def _row(life: ChildLife) -> tuple[str, ...]:
     return (
         str(life.number),
         str(life.ending),
@@ -172,11 +172,11 @@ def _row(life: Life) -> tuple[str, ...]:
 
 def _verdict(result: Supervised) -> str:
     last = result.lives[-1]
-    if result.outcome is Outcome.FINISHED:
+    if result.outcome is SupervisionOutcome.FINISHED:
         return f"finished in life {last.number}"
-    if result.outcome is Outcome.REQUEUE:
+    if result.outcome is SupervisionOutcome.REQUEUE:
         return f"status {result.code}: to be run again by its scheduler"
-    if result.outcome is Outcome.STOPPED:
+    if result.outcome is SupervisionOutcome.STOPPED:
         return f"stopped in or after life {last.number}, as a signal asked"
     return f"gave up: {last.failures} in a row made no progress; the last ended with {last.ending}"
 

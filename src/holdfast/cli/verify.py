@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.care.findings import Report, RootReport
+from holdfast.care.findings import RootReport, VerifyReport
 from holdfast.care.scrub import NOTE
 from holdfast.care.verify import verify_kept, verify_root
 from holdfast.cli.documents import (
@@ -80,7 +80,7 @@ def _answer(store: Store, found: RootReport) -> Answer:
     return Answer(document=document, parts=lines, code=Code.OK if found.ok else Code.FOUND)
 
 
-def _lines(report: Report) -> list[str]:
+def _lines(report: VerifyReport) -> list[str]:
     verdict = "ok" if report.ok else "DAMAGED"
     if report.step is None and NOTE in report.notes:
         lines = [f"{verdict:<10}  sealed  {report.folder}  {size(report.nbytes)}"]

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +75,12 @@ def test_only_one_of_two_that_judged_the_same_claim_gets_the_run(tmp_path: Path)
     def slow_choice() -> Choice:
         if not judged:
             judged.append("slow")
-            claim_run(store, lambda: Choice(point=None), takeover=False, emit=QUIET)
+            claim_run(store, repeat(Choice(point=None)), takeover=False, emit=QUIET)
         else:
             judged.append("again")
         return Choice(point=None)
 
-    claim = claim_run(store, slow_choice, takeover=False, emit=QUIET)
+    claim = claim_run(store, iter(slow_choice, None), takeover=False, emit=QUIET)
     assert judged == ["slow", "again"]
     assert claim.epoch == 2
 
@@ -102,7 +103,7 @@ def test_what_was_committed_before_the_claim_is_not_left_behind(tmp_path: Path) 
         choices.append(newest.step)
         return Choice(point=newest.reference)
 
-    claim = claim_run(owner.store, choose, takeover=True, emit=QUIET)
+    claim = claim_run(owner.store, iter(choose, None), takeover=True, emit=QUIET)
     assert choices == [1, 2]
     assert claim.resumed_from is not None
     assert claim.resumed_from.order == (1, 2)
@@ -131,7 +132,7 @@ def test_a_choice_of_what_another_has_committed_since_the_look_at_the_owner_is_m
                 other.save(2).wait()
         return Choice(point=Catalog(store).resolve().reference)
 
-    claim = claim_run(store, choose, takeover=False, emit=QUIET)
+    claim = claim_run(store, iter(choose, None), takeover=False, emit=QUIET)
     assert (num_choices, claim.epoch) == (2, 3 if has_begun else 2)
     assert claim.resumed_from is not None
     assert claim.resumed_from.epoch == claim.epoch - 1
@@ -153,7 +154,7 @@ def test_an_owner_that_came_since_the_look_is_not_passed_over(tmp_path: Path) ->
         return Choice(point=None)
 
     with pytest.raises(errors.OwnedElsewhere):
-        claim_run(store, choose, takeover=False, emit=QUIET)
+        claim_run(store, iter(choose, None), takeover=False, emit=QUIET)
     assert num_choices == 1
     assert Catalog(store).claims() == (1,)
 
@@ -174,7 +175,7 @@ def test_a_choice_that_was_deleted_before_the_claim_is_made_again(tmp_path: Path
             store.delete(f"{first.folder}/")
         return Choice(point=point)
 
-    claim = claim_run(store, choose, takeover=False, emit=QUIET)
+    claim = claim_run(store, iter(choose, None), takeover=False, emit=QUIET)
     assert claim.resumed_from is not None
     assert claim.resumed_from.order == (1, 2)
     assert next(steps, None) is None
@@ -210,7 +211,7 @@ def test_a_claim_that_comes_to_nothing_keeps_nobody_away(tmp_path: Path) -> None
 
     owner = Ownership(store, takeover=False, emit=QUIET)
     with pytest.raises(errors.MismatchError):
-        owner.take(choose)
+        owner.take(iter(choose, None))
     assert owner.claim is None
     assert Catalog(store).highest_epoch() == 2
     another = (
@@ -325,7 +326,7 @@ def test_a_closed_epoch_has_nothing_in_flight_and_a_dead_process_only_locally(
         put_writer(store, 1, dead)
     assert nothing_in_flight(local, 1)
     assert not nothing_in_flight(remote, 1)
-    claim = claim_run(remote, lambda: Choice(point=None), takeover=False, emit=QUIET)
+    claim = claim_run(remote, repeat(Choice(point=None)), takeover=False, emit=QUIET)
     assert not nothing_in_flight(remote, claim.epoch)
     put_closed(remote, claim)
     assert nothing_in_flight(remote, claim.epoch)

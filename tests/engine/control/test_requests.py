@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from holdfast.care.gc import collect
+from holdfast.engine.background import Background
 from holdfast.engine.claims.process import this_process, utc_now
 from holdfast.engine.control import requests
 from holdfast.engine.control.requests import Request, Requests, answer_to, ask, is_open, withdraw
@@ -334,7 +335,7 @@ def test_keys_below_a_request_are_passed_over() -> None:
 
 def test_a_store_that_fails_is_told_once_and_looked_at_again(recorder: Recorder) -> None:
     store = Failing()
-    tray = requests._Tray(store, Emitter((recorder,)), threading.Event())
+    tray = requests._Tray(store, Emitter((recorder,)), Background("tray"))
     name = ask(store)
     store.refused["list"] = TransientStoreError("slow down")
     for _ in range(3):
@@ -355,7 +356,7 @@ def test_a_request_that_cannot_be_opened_is_refused_not_tried_for_ever(
     recorder: Recorder,
 ) -> None:
     store = Failing()
-    tray = requests._Tray(store, Emitter((recorder,)), threading.Event())
+    tray = requests._Tray(store, Emitter((recorder,)), Background("tray"))
     ask(store)
     store.refused["get"] = AccessDenied("not yours")
     (refuse,) = tray.look()
@@ -384,11 +385,11 @@ def test_an_answer_that_cannot_be_given_is_told_and_stops_nothing(recorder: Reco
     assert is_open(store, name)
 
 
-def ended() -> threading.Event:
+def ended() -> Background:
     """Of a manager that is closing: nothing pauses any more."""
-    event = threading.Event()
-    event.set()
-    return event
+    background = Background("tray")
+    background.ask_to_stop()
+    return background
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_a_resume_decides_on_the_newest_manifest_alone() -> None:
         "latest",
         walks=True,
     )
-    claim_run(store, search, takeover=False, emit=Emitter(()))
+    claim_run(store, search.choices(), takeover=False, emit=Emitter(()))
     threads.close()
     assert search.found is not None
     assert search.found.entry.folder == folders[0]
@@ -77,7 +77,8 @@ def test_a_resume_looks_twice_at_each_attempt_that_did_not_commit() -> None:
     reader = Reader(
         catalog=Catalog(noted), state=new_run().state, threads=Threads(), timeout_s=60.0
     )
-    claim_run(noted, Search(reader, "latest", walks=True), takeover=True, emit=Emitter(()))
+    search = Search(reader, "latest", walks=True)
+    claim_run(noted, search.choices(), takeover=True, emit=Emitter(()))
     reader.threads.close()
     looks = [key.split("/")[0] for op, key in noted.ops if op == "head"]
     assert {folder: looks.count(folder) for folder in left} == dict.fromkeys(left, 2)
@@ -130,18 +131,12 @@ def test_claims_are_read_again_once_the_run_was_claimed_anew() -> None:
         with new_run().manager(store, preflight=False) as manager:
             manager.resume()
             manager.save(1).wait()
-    deleter = Deleter(
-        store,
-        All(),
-        retracted=lambda *_: None,
-        thinned=lambda *_: None,
-        failed=lambda *_: None,
-        postponed=lambda *_: None,
-    )
+    deleter = Deleter(store, All())
 
     def num_read(epoch: int) -> int:
         before = len(store.ops)
-        deleter.carry_out(Claim(epoch=epoch, nonce="", resumed_from=None), has_committed=True)
+        claim = Claim(epoch=epoch, nonce="", resumed_from=None)
+        assert list(deleter.carry_out(claim, has_committed=True)) == []
         return store.ops[before:].count(("get", layout.writer_key(1)))
 
     assert [num_read(epoch) for epoch in (2, 2, 3, 3)] == [1, 0, 1, 0]

@@ -128,7 +128,7 @@ def test_what_happens_between_choice_and_claim_makes_the_choice_anew(
             machines[0].delete(f"{point.folder}/")
         return Choice(point=point)
 
-    owner.take(choose)
+    owner.take(iter(choose, None))
     assert num_choices == 2
     assert owner.claim is not None
     assert owner.claim.resumed_from is not None
@@ -449,7 +449,7 @@ def test_a_claim_that_comes_to_nothing_is_closed_in_both_tiers(
 
     with opened(tiered, tiny) as manager:
         with pytest.raises(errors.MismatchError):
-            manager._owner.take(choose)
+            manager._owner.take(iter(choose, None))
         for store in (machines[0], remote):
             assert Catalog(store).highest_epoch() == 2
             assert is_closed(store, 2)

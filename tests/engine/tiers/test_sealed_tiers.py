@@ -16,19 +16,20 @@ import torch
 from blake3 import blake3
 
 from holdfast import CheckpointManager, errors
-from holdfast.care import mirror as mirror_module
 from holdfast.care import rekey
 from holdfast.care.mend import mend
 from holdfast.care.prune import prune
+from holdfast.care.sending import Sending
 from holdfast.care.verify import verify_root
+from holdfast.engine.claims.deletion import thin
+from holdfast.engine.claims.leases import Readers
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.commit import thin
 from holdfast.engine.sealed.sealedfiles import SealedFile
 from holdfast.engine.sealed.sealing import sealing
 from holdfast.engine.tiers.claims import share_claims
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.tiered import Tiered
-from holdfast.engine.tiers.upload import Interrupted, Sender
+from holdfast.engine.tiers.upload import Sender, UploadInterrupted
 from holdfast.errors import AccessDenied, TransientStoreError
 from holdfast.events import Emitter
 from holdfast.format import layout
@@ -488,9 +489,9 @@ def test_a_local_copy_that_was_sent_stays_until_somebody_has_looked_at_the_remot
     local: LocalStore, remote: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R1, D19: saves of a new process may be faster than its first look there."""
-    tiny, looks, real = Tiny(), threading.Event(), mirror_module.Mirror._begin
+    tiny, looks, real = Tiny(), threading.Event(), Sending._begin
 
-    def begin(self: mirror_module.Mirror) -> None:
+    def begin(self: Sending) -> None:
         assert looks.wait(60), "the test did not let it look"
         real(self)
 
@@ -498,7 +499,7 @@ def test_a_local_copy_that_was_sent_stays_until_somebody_has_looked_at_the_remot
         manager.resume()
         saved(manager, tiny, 1)
     remote.delete(f"{newest(remote)}/keys-0001.json")
-    monkeypatch.setattr(mirror_module.Mirror, "_begin", begin)
+    monkeypatch.setattr(Sending, "_begin", begin)
     tiered = Tiered(local, remote, keep_local=0, close_timeout_s=0)
     with opened(tiered, tiny, encrypt=SEALS) as manager:
         manager.resume()
@@ -520,7 +521,9 @@ def test_a_local_copy_stays_while_nobody_can_open_what_is_left_of_the_remote_one
         for step in (1, 2, 3):
             manager.save(step).wait()
     sealed, folder = sealing(remote, SEALS), str(Catalog(local).attempts()[1])
-    assert thin(sealed, folder, ["b"], epoch=1, reason="not needed", is_read=lambda: False)
+    readers = Readers(sealed)
+    removal = thin(sealed, folder, ["b"], epoch=1, reason="not needed", readers=readers)
+    assert removal.is_done
     remote.delete(f"{folder}/keys-0001.json")
     tiered = Tiered(local, remote, keep_local=Last(1))
     with CheckpointManager(tiered, state, **options) as manager:
@@ -738,7 +741,7 @@ def test_it_ends_soon_when_it_is_interrupted_while_it_compares(local: LocalStore
         assert slow.reached.wait(60)
         sender.interrupt()
         slow.release.set()
-        with pytest.raises(Interrupted):
+        with pytest.raises(UploadInterrupted):
             sending.result(60)
     sender.close()
     assert [info.key for info in remote.list("step-")] == []

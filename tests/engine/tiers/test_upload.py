@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from holdfast.engine.claims.claim import Choice, claim_run
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import mark_aborted
 from holdfast.engine.tiers.claims import share_claims
-from holdfast.engine.tiers.upload import Cost, Interrupted, Sender
+from holdfast.engine.tiers.upload import Cost, Sender, UploadInterrupted
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.store.base import Store
@@ -116,7 +117,7 @@ def test_two_processes_that_send_the_same_at_once_do_no_harm(
 
 def test_a_superseded_process_does_not_commit(local: LocalStore, remote: Store) -> None:
     """R10."""
-    claim_run(remote, lambda: Choice(point=None), takeover=True, emit=Emitter(()))
+    claim_run(remote, repeat(Choice(point=None)), takeover=True, emit=Emitter(()))
     with pytest.raises(errors.Superseded):
         send(sender(local, remote), local)
     assert Catalog(remote).checkpoints() == ()
@@ -142,7 +143,7 @@ def test_gc_leaves_the_register_of_what_a_paused_process_sends(
     share_claims(local, remote)
     key = layout.closed_key(1)
     remote.put(key, local.get(key))
-    claim_run(remote, lambda: Choice(point=None), takeover=True, emit=Emitter(()))
+    claim_run(remote, repeat(Choice(point=None)), takeover=True, emit=Emitter(()))
     paused = Fault(kind="hang", op="put", key="*/manifest.json")
     slow = sender(local, FaultyStore(remote, [paused]))
     folder = Catalog(local).checkpoints()[0].folder
@@ -152,7 +153,7 @@ def test_gc_leaves_the_register_of_what_a_paused_process_sends(
         if not is_whole:
             remote.delete(f"{folder}/tiny-00000.json")
         choice = Choice(point=None, passed_over=frozenset([folder]))
-        claim_run(remote, lambda: choice, takeover=True, emit=Emitter(()))
+        claim_run(remote, repeat(choice), takeover=True, emit=Emitter(()))
         collect(remote, own_epoch=3)
         paused.release.set()
         with pytest.raises(errors.Superseded if is_whole else errors.CommitConflict):
@@ -171,7 +172,7 @@ def test_it_ends_soon_when_it_is_interrupted_and_goes_on_later(
             asked.set()
             one.interrupt()
 
-    with pytest.raises(Interrupted):
+    with pytest.raises(UploadInterrupted):
         send(one, local, interrupt)
     assert Catalog(remote).checkpoints() == ()
     one.proceed()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from holdfast.engine.claims.leases import Kept, kept, leased
+from holdfast.engine.claims.leases import KeptEntry, kept, leased
 from holdfast.engine.roots.catalog import Catalog, Entry, standalone
 from holdfast.engine.roots.sources import split_folder, split_source
 from holdfast.engine.sealed.sealing import sealing
@@ -51,7 +51,7 @@ def located(
     which: int | str | None = None,
     emit: Emitter | None = None,
     encrypt: Encryption | None = None,
-) -> Iterator[tuple[Store, Kept]]:
+) -> Iterator[tuple[Store, KeptEntry]]:
     """The store and the checkpoint that a source names, kept while the block lasts.
 
     Of a root the newest whose deletion has not begun; of a store `which` may say another.
@@ -72,7 +72,7 @@ def located(
     if folder:
         with leased(store, folder, emit=emit) as refused:
             notes = (refused,) if refused else ()
-            yield store, Kept(entry=standalone(store, folder), notes=notes)
+            yield store, KeptEntry(entry=standalone(store, folder), notes=notes)
         return
     with kept(Catalog(store), which, emit=emit) as found:
         yield store, found

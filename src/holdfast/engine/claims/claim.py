@@ -11,17 +11,16 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+from holdfast.engine.background import Background
 from holdfast.engine.claims.process import is_this_process, liveness, this_process, utc_now
 from holdfast.engine.roots.catalog import Catalog, Entry, Marks
 from holdfast.engine.roots.commit import put_once, settle
 from holdfast.engine.roots.documents import read_if_there
 from holdfast.engine.roots.parts import parts_of
-from holdfast.engine.workers import Workers
 from holdfast.errors import (
     CommitConflict,
     DeadlineExceeded,
@@ -200,42 +199,33 @@ class Choice:
     """Whether a person chose it by name, so that newer ones are left behind on purpose."""
 
 
-def claim_run(
-    store: Store, choose: Callable[[], Choice], *, takeover: bool, emit: Emitter
-) -> Claim:
+def claim_run(store: Store, choices: Iterator[Choice], *, takeover: bool, emit: Emitter) -> Claim:
     """Claim the run from a chosen checkpoint on.
 
-    `choose` is asked again when another claim came first, when its choice is being deleted, and
-    when an earlier writer committed something newer before the claim fenced it off. When that
-    fails, so that what was put already is of no use, it is closed.
+    `choices` are made anew, each when it is taken: also when another claim came first, when the
+    choice is being deleted, and when an earlier writer committed something newer before the claim
+    fenced it off. When that fails, so that what was put already is of no use, it is closed.
 
     Raises:
         OwnedElsewhere: a live process owns the run.
     """
-    with closed_unless_used(lambda claim: put_closed(store, claim)) as put:
+    claim: Claim | None = None
+    try:
         for _ in range(_MAX_RACES):
             after = check_owner(store, takeover=takeover, emit=emit)
-            choice = choose()
-            claim = _put_claim(store, after, choice, takeover=takeover)
-            if claim is None:
+            choice = next(choices)
+            put = _put_claim(store, after, choice, takeover=takeover)
+            if put is None:
                 continue
-            put.append(claim)
+            claim = put
             if is_still_right(Catalog(store), claim, choice):
                 return claim
         raise OwnedElsewhere(f"{store.url}: lost the race for the run {_MAX_RACES} times")
-
-
-@contextmanager
-def closed_unless_used(close: Callable[[Claim], None]) -> Iterator[list[Claim]]:
-    """Gives a list for the claims that are put in the block, and closes the last of them when it
-    fails: it would keep others away for as long as this process lives, which does not have it."""
-    put: list[Claim] = []
-    try:
-        yield put
     except BaseException:
-        if put:
+        # It would keep others away for as long as this process lives, which does not have it.
+        if claim is not None:
             with suppress(HoldfastError):  # the error that counts is on its way
-                close(put[-1])
+                put_closed(store, claim)
         raise
 
 
@@ -333,8 +323,8 @@ def expect_claim(store: Store, claim: Claim) -> None:
 
     A root that was moved or unmounted would otherwise be made anew, empty, by the next save.
     """
-    found = read_if_there(store, layout.writer_key(claim.epoch), decode_writer)
-    if found is None or found.nonce != claim.nonce:
+    record = read_if_there(store, layout.writer_key(claim.epoch), decode_writer)
+    if record is None or record.nonce != claim.nonce:
         raise StoreError(
             f"{store.url}/{layout.writer_key(claim.epoch)}: the record of this process's claim is "
             "gone; was the root moved, deleted or unmounted?"
@@ -377,27 +367,17 @@ def put_closed(store: Store, claim: Claim) -> None:
     store.delete(layout.alive_key(claim.epoch))
 
 
-class Settled:
-    """A choice that was made already. When it no longer holds, that is an error."""
+def settled_choice(entry: Entry, *, is_rollback: bool) -> Iterator[Choice]:
+    """Give a choice that was made already, once.
 
-    def __init__(self, entry: Entry, *, is_rollback: bool) -> None:
-        self._entry = entry
-        self._is_rollback = is_rollback
-        self._asked = False
-
-    def __call__(self) -> Choice:
-        """See `claim_run`.
-
-        Raises:
-            NoCheckpoint: it is asked for the second time.
-        """
-        if self._asked:
-            raise NoCheckpoint(
-                f"{self._entry.folder}: it is being deleted, or the run went on from a newer one "
-                "meanwhile; resume again"
-            )
-        self._asked = True
-        return Choice(point=self._entry.reference, is_rollback=self._is_rollback)
+    Raises:
+        NoCheckpoint: it no longer holds, so that another one is asked for.
+    """
+    yield Choice(point=entry.reference, is_rollback=is_rollback)
+    raise NoCheckpoint(
+        f"{entry.folder}: it is being deleted, or the run went on from a newer one meanwhile; "
+        "resume again"
+    )
 
 
 class Heartbeat:
@@ -407,13 +387,12 @@ class Heartbeat:
         self._store = store
         self._claim = claim
         self._emit = emit
-        self._stop = threading.Event()
-        self._workers = Workers(1, "holdfast-heartbeat")
-        self._done: Future[None] = self._workers.submit(self._run)
+        self._background = Background("holdfast-heartbeat")
+        self._beats = self._background.submit(self._run)
 
     def ask_to_stop(self) -> None:
         """Let it end by itself; does not wait."""
-        self._stop.set()
+        self._background.ask_to_stop()
 
     def end(self, *, is_over: bool, timeout_s: float) -> None:
         """End it, and where nothing of the epoch is in flight any more (`is_over`) record that.
@@ -425,16 +404,16 @@ class Heartbeat:
             DeadlineExceeded: the storage hangs; says in what. It may still be done later.
             HoldfastError: the close cannot be recorded.
         """
-        self._stop.set()
-        closing = partial(put_closed, self._store, self._claim) if is_over else _nothing
-        ended = self._workers.submit(closing)
-        self._workers.close()
-        if wait([ended], timeout=timeout_s).not_done:
-            what = "recording the close" if self._done.done() else "a heartbeat"
+        last = self._beats
+        if is_over:
+            last = self._background.submit(partial(put_closed, self._store, self._claim))
+        if not self._background.end([last], timeout_s=timeout_s):
+            what = "recording the close" if self._beats.done() else "a heartbeat"
             raise DeadlineExceeded(
                 f"{self._store.url}: {what} hangs in the storage: not done after {timeout_s:.0f} s"
             )
-        ended.result()
+        if is_over:
+            last.result()
 
     def _run(self) -> None:
         beat = 0
@@ -445,12 +424,8 @@ class Heartbeat:
                 self._store.put(layout.alive_key(self._claim.epoch), encode_alive(record))
             except StoreError as error:
                 self._emit("housekeeping_failed", f"heartbeat: {error}")
-            if self._stop.wait(HEARTBEAT_S):
+            if self._background.sleep(HEARTBEAT_S):
                 return
-
-
-def _nothing() -> None:
-    """What is left to do after the last beat of a claim that is not to be closed."""
 
 
 def _beat(store: Store, owner: Writer) -> int:

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
+from holdfast.engine.background import Background
 from holdfast.engine.claims.claim import Wait, is_being_deleted, nothing_in_flight
 from holdfast.engine.claims.process import Liveness, liveness, this_process, utc_now
 from holdfast.engine.roots.catalog import Catalog, Entry, Marks
 from holdfast.engine.roots.commit import put_once
 from holdfast.engine.roots.documents import read_document
-from holdfast.engine.workers import Workers
 from holdfast.errors import (
     AccessDenied,
     DeadlineExceeded,
@@ -88,7 +87,7 @@ def leased(store: Store, folder: str, *, emit: Emitter | None = None) -> Iterato
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class KeptEntry:
     """A checkpoint that stays while somebody reads it, with its marks as they are by then."""
 
     entry: Entry
@@ -97,7 +96,7 @@ class Kept:
 
 
 @contextmanager
-def kept(catalog: Catalog, which: str | int, *, emit: Emitter | None = None) -> Iterator[Kept]:
+def kept(catalog: Catalog, which: str | int, *, emit: Emitter | None = None) -> Iterator[KeptEntry]:
     """The checkpoint that `which` names (see `Catalog.resolve`), under a lease.
 
     When it is replaced meanwhile, what the name means by then; "latest" passes over those whose
@@ -122,14 +121,14 @@ def kept(catalog: Catalog, which: str | int, *, emit: Emitter | None = None) -> 
         fresh = Catalog(store).entry(entry.name)
         if fresh is None:
             raise NoCheckpoint(f"{store.url}/{entry.folder}: it was deleted")
-        yield Kept(entry=fresh, notes=(refused,) if refused else ())
+        yield KeptEntry(entry=fresh, notes=(refused,) if refused else ())
 
 
 def _find(catalog: Catalog, which: str | int, but: Collection[str]) -> Entry:
     if which == "latest" and but:
-        found = catalog.newest(but=but)
-        if found is not None:
-            return found
+        newest = catalog.newest(but=but)
+        if newest is not None:
+            return newest
     return catalog.resolve(which)
 
 
@@ -160,7 +159,7 @@ def expect_kept(store: Store, folder: str, marks: Marks) -> None:
 
 
 class _HeldLease:
-    """One lease of this process."""
+    """A lease of this process, renewed until it is given back."""
 
     def __init__(self, store: Store, folder: str, emit: Emitter) -> None:
         self._store = store
@@ -172,12 +171,11 @@ class _HeldLease:
         self._created = utc_now()
         self._beat = 1
         self._may_be_there = False
-        self._stop = threading.Event()
-        self._workers = Workers(1, "holdfast-lease")
+        self._background = Background("holdfast-lease")
         self._renewed: Future[None] | None = None
 
     def take(self) -> str:
-        """Put it. Returns what to tell a person when the storage refuses one, or nothing.
+        """Put the lease. Returns what to tell a person when the storage refuses one, or nothing.
 
         Raises:
             StoreError: it failed in another way.
@@ -199,20 +197,19 @@ class _HeldLease:
 
     def keep_up(self) -> None:
         """Renew it until it is given back."""
-        self._renewed = self._workers.submit(self._renew)
+        self._renewed = self._background.submit(self._renew)
 
     def give_back(self) -> None:
-        """Remove it; what fails is told. A child that was forked leaves its parent's alone."""
+        """Remove the lease; a failure is logged. A forked child leaves its parent's alone."""
         if os.getpid() != self._process.pid or not self._may_be_there:
             return
-        self._stop.set()
         # In the thread that renews it, which may hang in the store.
-        jobs = [self._workers.submit(partial(self._store.delete, self._key))]
-        self._workers.close()
+        self._background.ask_to_stop()
+        jobs = [self._background.submit(partial(self._store.delete, self._key))]
         if self._renewed is not None:
             jobs.append(self._renewed)
         try:
-            if wait(jobs, timeout=_STOP_TIMEOUT_S).not_done:
+            if not self._background.end(jobs, timeout_s=_STOP_TIMEOUT_S):
                 raise DeadlineExceeded(
                     f"giving the lease back hangs in the store: not done after "
                     f"{_STOP_TIMEOUT_S:.0f} s"
@@ -245,7 +242,7 @@ class _HeldLease:
         return ""
 
     def _renew(self) -> None:
-        while not self._stop.wait(BEAT_S):
+        while not self._background.sleep(BEAT_S):
             self._beat += 1
             try:
                 self._store.put(self._key, self._document())
@@ -301,9 +298,9 @@ def find_leases(store: Store, *, folder: str | None = None) -> Iterator[FoundLea
         parsed = layout.parse_lease(name)
         if parsed is None or folder not in (None, str(parsed[0])):
             continue
-        found = _read_lease(store, f"{layout.READERS}/{name}", *parsed)
-        if found is not None:
-            yield found
+        lease = _read_lease(store, f"{layout.READERS}/{name}", *parsed)
+        if lease is not None:
+            yield lease
 
 
 def _names(store: Store) -> tuple[str, ...]:
@@ -319,7 +316,7 @@ def _names(store: Store) -> tuple[str, ...]:
 
 
 def _read_lease(store: Store, key: str, name: AttemptName, nonce: str) -> FoundLease | None:
-    """What lies there; None when it was given back meanwhile."""
+    """Read a lease; None when it was given back meanwhile."""
     lease, data = None, b""
     try:
         data = read_document(store, key, max_nbytes=MAX_SEALED_NBYTES)
@@ -340,7 +337,7 @@ def _read_lease(store: Store, key: str, name: AttemptName, nonce: str) -> FoundL
 
 
 class Readers:
-    """Who reads what, for one deleter, which remembers since when a lease has not moved.
+    """Leases as one deleter sees them, which remembers since when each has not moved.
 
     `clock` gives seconds that only go up.
     """
@@ -352,14 +349,14 @@ class Readers:
 
     def of(self, folder: str) -> tuple[FoundLease, ...]:
         """The leases on a checkpoint that bind: their process lives, or may live."""
-        found = tuple(find_leases(self._store, folder=folder))
-        keys = {lease.key for lease in found}
+        leases = tuple(find_leases(self._store, folder=folder))
+        keys = {lease.key for lease in leases}
         self._seen = {
             key: seen
             for key, seen in self._seen.items()
             if key in keys or not key.startswith(f"{layout.READERS}/{folder}.")
         }
-        return tuple(lease for lease in found if self._binds(lease))
+        return tuple(lease for lease in leases if self._binds(lease))
 
     def watch(self, folders: Collection[str], *, wait: Wait, emit: Emitter) -> None:
         """Look at leases from elsewhere until each has moved, or was silent for `SILENT_S`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 from holdfast.engine.claims.claim import Choice, Claim, Heartbeat, check_owner, claim_run, held
@@ -23,7 +23,7 @@ def left_s(end: float) -> float:
 
 
 class Ownership:
-    """One manager's side of the run's ownership."""
+    """Ownership of a run, as one manager has it."""
 
     def __init__(self, store: Store, *, takeover: bool, emit: Emitter) -> None:
         self._store = store
@@ -43,8 +43,8 @@ class Ownership:
         """Raise `OwnedElsewhere` when a live process has the run; writes nothing."""
         check_owner(self._store, takeover=self._takeover, emit=self._emit)
 
-    def take(self, choose: Callable[[], Choice]) -> None:
-        """Claim the run from the chosen checkpoint on; see `claim_run`. When that fails nothing is
+    def take(self, choices: Iterator[Choice]) -> None:
+        """Claim the run from a chosen checkpoint on; see `claim_run`. When that fails nothing is
         owned any more, nor looks as if it were.
 
         Raises:
@@ -52,7 +52,7 @@ class Ownership:
         """
         before = self._give_up()  # a claim of our own fences the one before off
         try:
-            claim = self._claim(choose)
+            claim = self._claim(choices)
         finally:
             self._end_heartbeat(is_over=before is not None and self._has_ended(), timeout_s=END_S)
         self._heartbeat = Heartbeat(self._store, claim, self._emit)
@@ -91,8 +91,8 @@ class Ownership:
     def _has_ended(self) -> bool:
         return self.is_clean and not self.unclear
 
-    def _claim(self, choose: Callable[[], Choice]) -> Claim:
-        return claim_run(self._store, choose, takeover=self._takeover, emit=self._emit)
+    def _claim(self, choices: Iterator[Choice]) -> Claim:
+        return claim_run(self._store, choices, takeover=self._takeover, emit=self._emit)
 
     def _end_heartbeat(self, *, is_over: bool, timeout_s: float) -> None:
         heartbeat, self._heartbeat = self._heartbeat, None

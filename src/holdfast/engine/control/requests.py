@@ -12,15 +12,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
+from holdfast.engine.background import Background
 from holdfast.engine.claims.notes import checked_tags
 from holdfast.engine.claims.process import this_process, utc_now
 from holdfast.engine.roots.documents import read_document, read_if_there
-from holdfast.engine.workers import Workers
 from holdfast.errors import (
     AccessDenied,
     FormatError,
@@ -91,22 +91,22 @@ class Requests:
         self._is_local = isinstance(store, Folders)
         default_s = POLL_S if self._is_local else REMOTE_POLL_S
         self._poll_s = poll_s if poll_s is not None else default_s
-        self._stop = threading.Event()
-        self._tray = _Tray(store, emit if emit is not None else Emitter(), self._stop)
-        self._workers = Workers(1 if self._is_local else 2, "holdfast-requests")
+        num_threads = 1 if self._is_local else 2
+        self._background = Background("holdfast-requests", num_threads=num_threads)
+        self._tray = _Tray(store, emit if emit is not None else Emitter(), self._background)
         self._next_look = 0.0
         self._looking: Future[None] | None = None
         self._lock = threading.Lock()
         self._under_way: list[Future[None]] = []
         # One that is dropped without being closed must not look for ever.
-        weakref.finalize(self, self._stop.set)
+        weakref.finalize(self, self._background.ask_to_stop)
 
     def poll(self) -> tuple[Request, ...]:
         """Requests that were not returned before; often none. Cheap, and never raises.
 
         One save may answer all of them.
         """
-        if self._stop.is_set():
+        if self._background.is_stopping:
             return ()
         if not self._is_local:
             self._start_looking()
@@ -117,7 +117,7 @@ class Requests:
         found = self._tray.take()
         if found:
             # The answer may be due while the interpreter exits, when no thread can be started.
-            self._workers.start()
+            self._background.start()
         return found
 
     def answer(
@@ -135,21 +135,20 @@ class Requests:
     def close(self) -> None:
         """Stop looking; waits a few seconds for answers under way. Closing twice is fine."""
         with self._lock:
-            self._stop.set()
+            self._background.ask_to_stop()
             under_way = list(self._under_way)
-        wait(under_way, timeout=_CLOSE_S)
-        self._workers.close()
+        self._background.end(under_way, timeout_s=_CLOSE_S)
 
     def _start_looking(self) -> None:
         if self._looking is None:
-            keep_looking = partial(_keep_looking, self._tray, self._stop, self._poll_s)
-            self._looking = self._workers.submit(keep_looking)
+            keep_looking = partial(_keep_looking, self._tray, self._background, self._poll_s)
+            self._looking = self._background.submit(keep_looking)
 
     def _submit(self, job: Callable[[], None]) -> None:
         with self._lock:
-            if not self._stop.is_set():
+            if not self._background.is_stopping:
                 self._under_way = [future for future in self._under_way if not future.done()]
-                self._under_way.append(self._workers.submit(job))
+                self._under_way.append(self._background.submit(job))
                 return
         job()  # closed: the threads take no more work
 
@@ -157,10 +156,10 @@ class Requests:
 class _Tray:
     """The requests that were seen and not yet settled. Thread-safe."""
 
-    def __init__(self, store: Store, emit: Emitter, stop: threading.Event) -> None:
+    def __init__(self, store: Store, emit: Emitter, background: Background) -> None:
         self._store = store
         self._emit = emit
-        self._stop = stop
+        self._background = background
         self._lock = threading.Lock()
         self._known: set[str] = set()
         """Names that need no look: they wait, are being honoured, or could not be removed."""
@@ -169,7 +168,7 @@ class _Tray:
         self._trouble = ""
 
     def take(self) -> tuple[Request, ...]:
-        """What was found since the last time."""
+        """Take the requests that were found since the last call."""
         with self._lock:
             found, self._waiting = tuple(self._waiting), []
         return found
@@ -203,7 +202,7 @@ class _Tray:
                 self._settle(name, answer)
             except StoreError as error:
                 problem = str(error)
-                self._stop.wait(_PAUSE_S)
+                self._background.sleep(_PAUSE_S)
             else:
                 return
         self._emit("housekeeping_failed", f"the answer to request {name}: {problem}")
@@ -336,11 +335,11 @@ def withdraw(store: Store, name: str) -> None:
         store.delete(key)
 
 
-def _keep_looking(tray: _Tray, stop: threading.Event, poll_s: float) -> None:
+def _keep_looking(tray: _Tray, background: Background, poll_s: float) -> None:
     while True:
         for refuse in tray.look():
             refuse()
-        if stop.wait(poll_s):
+        if background.sleep(poll_s):
             return
 
 

@@ -38,7 +38,7 @@ from holdfast.errors import (
     UsageError,
     is_damage,
 )
-from holdfast.events import Emitter, Kind
+from holdfast.events import Emitter
 from holdfast.format.layout import RNG, AttemptName, writer_key
 from holdfast.format.manifest import Manifest
 from holdfast.state.apply import OpaqueLoadFailed, Prepared, prepare
@@ -549,7 +549,7 @@ def _register_state(catalog: Catalog, name: AttemptName) -> str:
 
 
 class Search:
-    """The choice that a load makes: read anew each time that it is asked for, as a claim does.
+    """Choice of the checkpoint that a load takes: made anew each time that it is asked for.
 
     Of "latest", one that `walks` takes an older one where the newest cannot be used, as a resume
     does; else what is named is taken, or what is wrong with it is raised.
@@ -578,8 +578,13 @@ class Search:
         self.found: Candidate | None = None
         """What was chosen last; None for a fresh start."""
 
-    def __call__(self) -> Choice:
-        """See `engine.claims.claim.claim_run`."""
+    def choices(self) -> Iterator[Choice]:
+        """Choose for a claim, which may ask more than once."""
+        while True:
+            yield self.choose()
+
+    def choose(self) -> Choice:
+        """Look for a checkpoint, which is `found` then."""
         while not self._has_found():
             pass
         if self._walks and self._seen is not None:
@@ -626,20 +631,15 @@ class Search:
             self._reader.unusable[folder] = self._reader.passed_over[folder] = cause
         return True
 
-    def announce(self, emit: Emitter, *, reject: Callable[[str, str], None]) -> None:
-        """Say what was not taken and why; `reject(folder, reason)` gets the damaged ones."""
+    def newly_passed_over(self) -> Iterator[tuple[str, HoldfastError]]:
+        """Folders that were not taken and why, each once for as long as the reason is the same."""
         for folder, error in self._reader.passed_over.items():
-            if self._announced.get(folder) == str(error):
-                continue
-            self._announced[folder] = str(error)
-            if not isinstance(error, PassedOver | NotSealed):
-                reject(folder, str(error))
-                continue
-            kind: Kind = "warning" if isinstance(error, Avoided) else "passed_over"
-            emit(kind, f"passed over {folder}: {error}", folder=folder, reason=str(error))
+            if self._announced.get(folder) != str(error):
+                self._announced[folder] = str(error)
+                yield folder, error
 
     def warn(self, emit: Emitter) -> None:
-        """Say what is wrong with what was taken, where anything is known."""
+        """Warn of what is wrong with what was taken, where anything is known."""
         for one, other in self._reader.doubles:
             emit(
                 "warning",

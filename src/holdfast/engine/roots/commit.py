@@ -1,4 +1,4 @@
-"""The commit protocol's writes: registers, fences, attempts, deletion (docs/design.md, section 3).
+"""The commit protocol's writes: registers, fences, attempts (docs/design.md, section 3).
 
 Every function here is a few store operations in an order that matters. Nothing retries blindly:
 after an unclear outcome the key is read back and the whole save id compared.
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from holdfast.engine.roots.catalog import Catalog, Marks
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.documents import read_document, read_if_there
 from holdfast.errors import (
     AlreadyExists,
@@ -23,7 +22,6 @@ from holdfast.errors import (
     StoreError,
     Superseded,
     TransientStoreError,
-    UnsupportedVersion,
 )
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
@@ -34,16 +32,9 @@ from holdfast.format.manifest import (
     Manifest,
     decode_register,
     encode_aborted,
-    encode_deleted,
     encode_manifest,
 )
-from holdfast.format.records import (
-    Retired,
-    Thinned,
-    decode_writer,
-    encode_retired,
-    encode_thinned,
-)
+from holdfast.format.records import decode_writer
 from holdfast.store.base import (
     Folders,
     Points,
@@ -61,7 +52,7 @@ _PAUSE_S = 0.1
 
 
 @dataclass(slots=True, kw_only=True)
-class Attempt:
+class SaveAttempt:
     """A save's folder. `put_sent` tells whether a manifest was put.
 
     `is_unclear` tells whether a copy of that put may still arrive, so that the register must stay,
@@ -84,15 +75,15 @@ class Attempt:
         return f"{self.folder}/{layout.MANIFEST}"
 
 
-def begin(store: Store, *, label: str, epoch: int, sequence: int) -> Attempt:
+def begin(store: Store, *, label: str, epoch: int, sequence: int) -> SaveAttempt:
     """Make a new attempt's folder. The save id comes from the operating system's randomness."""
     save_id = os.urandom(16).hex()
     name = layout.attempt_name(label, epoch, sequence, save_id)
     make_folder(store, str(name), exclusive=True)
-    return Attempt(name=name, save_id=save_id)
+    return SaveAttempt(name=name, save_id=save_id)
 
 
-def commit(store: Store, attempt: Attempt, manifest: Manifest) -> None:
+def commit(store: Store, attempt: SaveAttempt, manifest: Manifest) -> None:
     """Put the manifest, fenced on both sides. Everything it lists must be durable.
 
     Raises:
@@ -103,7 +94,7 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest) -> None:
     publish(store, attempt, encode_manifest(manifest), epoch=attempt.name.epoch)
 
 
-def publish(store: Store, attempt: Attempt, data: bytes, *, epoch: int) -> None:
+def publish(store: Store, attempt: SaveAttempt, data: bytes, *, epoch: int) -> None:
     """Put the bytes of a manifest in the name of a claim, which may be later than the attempt's:
     in the remote tier a process commits what its forerunner saved. Else as `commit`."""
     check_fence(store, epoch, committed=False)
@@ -124,7 +115,7 @@ def publish(store: Store, attempt: Attempt, data: bytes, *, epoch: int) -> None:
         ) from error
 
 
-def _may_stand(store: Store, attempt: Attempt, error: StoreError) -> bool:
+def _may_stand(store: Store, attempt: SaveAttempt, error: StoreError) -> bool:
     """Whether a refused put may have taken effect all the same: looks whether its key exists.
 
     Raises:
@@ -141,7 +132,7 @@ def _may_stand(store: Store, attempt: Attempt, error: StoreError) -> bool:
     ) from error
 
 
-def abandon(store: Store, attempt: Attempt) -> bool:
+def abandon(store: Store, attempt: SaveAttempt) -> bool:
     """Remove a failed attempt's folder, unless a put of its manifest may still arrive."""
     if attempt.put_sent:
         return False
@@ -251,7 +242,7 @@ def check_fence(store: Store, epoch: int, *, committed: bool | None) -> None:
 
 
 def _describe_claim(store: Store, key: str) -> str:
-    """Who claimed; a record that cannot be read is a claim all the same."""
+    """Describe a claimer; a record that cannot be read is a claim all the same."""
     try:
         writer = read_if_there(store, key, decode_writer)
     except (FormatError, StoreError):
@@ -259,155 +250,6 @@ def _describe_claim(store: Store, key: str) -> str:
     if writer is None:
         return "a process whose record cannot be read"
     return f"process {writer.process.pid} on {writer.process.host} ({writer.created})"
-
-
-def retract(
-    store: Store,
-    folder: str,
-    *,
-    epoch: int,
-    reason: str,
-    may_remove_whole: Callable[[int], bool],
-    is_read: Callable[[], bool],
-) -> bool:
-    """Delete one checkpoint: mark, fence, pins, leases, tombstone, files. False when it must stay.
-
-    The caller has made sure that what justifies the deletion is durable. `may_remove_whole`
-    says of a writer epoch that nothing of it can be in flight; `is_read` looks for leases (rule
-    8), and is asked after the mark.
-
-    Raises:
-        Superseded: a later writer owns the run; at most the mark was left.
-    """
-    by = f"writer {epoch}"
-    try:
-        if not _mark_retired(store, folder, epoch, Retired(by=by, reason=reason)):
-            reason = f"{reason} (marked before)"
-    except NotFound:
-        return False
-    catalog = Catalog(store)
-    marks, register = catalog.marks(folder), catalog.read(folder)
-    if isinstance(register, Manifest):
-        if is_held(register, marks) or is_read():
-            return False
-        _bury(store, folder, Deleted(save_id=register.save_id, by=by, reason=reason))
-    name = layout.parse_attempt(folder)
-    remove_files(store, folder, whole=name is not None and may_remove_whole(name.epoch))
-    return True
-
-
-def retract_unreadable(
-    store: Store,
-    folder: str,
-    *,
-    epoch: int,
-    reason: str,
-    may_remove_whole: Callable[[int], bool],
-    is_read: Callable[[], bool],
-) -> str:
-    """Delete a checkpoint whose manifest is damaged or lost, because a person named it.
-
-    In the order of `retract`, but pins do not keep it. Returns why it stays; empty where it is
-    deleted.
-
-    Raises:
-        Superseded: a later writer owns the run; at most the mark was left.
-    """
-    by = f"writer {epoch}"
-    try:
-        is_ours = _mark_retired(store, folder, epoch, Retired(by=by, reason=reason))
-    except NotFound:
-        return "its folder is gone"
-    name = layout.parse_attempt(folder)
-    why = "somebody reads it" if is_read() else _readable(store, folder)
-    if why or name is None:
-        if is_ours:
-            store.delete(f"{folder}/{layout.retired_name(epoch)}")
-        return why
-    save_id = name.id8.ljust(32, "0")  # no more of it is known
-    _bury(store, folder, Deleted(save_id=save_id, by=by, reason=reason))
-    remove_files(store, folder, whole=may_remove_whole(name.epoch))
-    return ""
-
-
-def _readable(store: Store, folder: str) -> str:
-    """Say how the register of a checkpoint reads by now; empty while it is damaged or lost."""
-    try:
-        register = Catalog(store).read(folder)
-    except (UnsupportedVersion, SealError) as error:
-        return str(error)
-    except FormatError:
-        return ""
-    what = "its manifest" if isinstance(register, Manifest) else "that it is no checkpoint"
-    return f"{what} can be read by now"
-
-
-def _mark_retired(store: Store, folder: str, epoch: int, mark: Retired) -> bool:
-    """Mark a checkpoint that is to be deleted, and read the fence. False: it was marked before.
-
-    Raises:
-        NotFound: its folder is gone.
-        Superseded: a later writer owns the run.
-    """
-    is_ours = True
-    try:
-        store.put(f"{folder}/{layout.retired_name(epoch)}", encode_retired(mark), if_absent=True)
-    except AlreadyExists:
-        is_ours = False
-    check_fence(store, epoch, committed=True)
-    return is_ours
-
-
-def thin(
-    store: Store,
-    folder: str,
-    components: Sequence[str],
-    *,
-    epoch: int,
-    reason: str,
-    is_read: Callable[[], bool],
-) -> bool:
-    """Drop components of a checkpoint that stays: marks, fence, pins, leases, files.
-
-    False when it must stay whole after all. What is said of `retract` holds here, too.
-
-    Raises:
-        Superseded: a later writer owns the run; at most the marks were left.
-    """
-    ours: list[str] = []
-    for component in components:
-        key = f"{folder}/{layout.thinned_name(component, epoch)}"
-        mark = Thinned(by=f"writer {epoch}", component=component, reason=reason)
-        try:
-            store.put(key, encode_thinned(mark), if_absent=True)
-        except AlreadyExists:
-            continue  # We began before; some files may be gone already.
-        except NotFound:
-            return False
-        ours.append(key)
-    check_fence(store, epoch, committed=True)
-    catalog = Catalog(store)
-    marks, register = catalog.marks(folder), catalog.read(folder)
-    if not isinstance(register, Manifest):
-        return False
-    if is_held(register, marks):
-        for key in ours:
-            store.delete(key)
-        return False
-    if is_read():
-        return False
-    files = [file for component in components for file in register.components[component].files]
-    delete_many(store, [f"{folder}/{file}" for file in files])
-    return True
-
-
-def is_held(manifest: Manifest, marks: Marks) -> bool:
-    """Whether a person asked to keep it: pinned or tagged."""
-    return marks.pinned or bool(marks.tags) or bool(manifest.tags)
-
-
-def _bury(store: Store, folder: str, tombstone: Deleted) -> None:
-    store.put(f"{folder}/{layout.MANIFEST}", encode_deleted(tombstone))
 
 
 def mark_aborted(store: Store, folder: str, *, by: str, reason: str) -> bool:

@@ -20,10 +20,10 @@ from holdfast.store.base import Store, sync_folder
 _WORTH_A_RECORD = 4
 """Fewer new ones are not recorded: the next process reads their registers again."""
 _MOST_LISTED = 100_000
-_KNOWN: WeakKeyDictionary[Store, Known] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Store, EndedAttempts] = WeakKeyDictionary()
 
 
-class Known:
+class EndedAttempts:
     """The ended attempts in one store, as far as this process knows them."""
 
     def __init__(self) -> None:
@@ -95,9 +95,9 @@ class Known:
         return ((self.aborted | self.deleted) & here) - self._listed
 
 
-def known_ended(store: Store) -> Known:
+def known_ended(store: Store) -> EndedAttempts:
     """The ended attempts of a store, as far as this process knows them."""
     try:
-        return _KNOWN.setdefault(store, Known())
+        return _KNOWN.setdefault(store, EndedAttempts())
     except TypeError:  # a user's own store that allows no weak references
-        return Known()
+        return EndedAttempts()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,6 +12,7 @@ from holdfast.engine.loading.blockreading import FileBlocks, read_block
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.staging.arena import Arena
 from holdfast.errors import FormatError, HoldfastError, SealError, StoreError
+from holdfast.events import Emitter
 from holdfast.format import blocks
 from holdfast.format.index import StoredBlocks
 from holdfast.format.layout import BLOCK_NBYTES, plain_file
@@ -68,9 +69,9 @@ class Links:
     never share one.
     """
 
-    def __init__(self, store: Store, *, failed: Callable[[str], None]) -> None:
+    def __init__(self, store: Store, emit: Emitter) -> None:
         self._store = store
-        self._failed = failed
+        self._emit = emit
         self._commits: dict[_Kind, list[_Commit]] = {}
         """Oldest first."""
         self._source: dict[str, _Origin] = {}
@@ -214,10 +215,12 @@ class Links:
         try:
             fault = self._fault(origin, digests)
         except HoldfastError as error:
-            self._failed(f"{where} cannot be read, and is written anew: {error}")
+            self._emit("warning", f"{where} cannot be read, and is written anew: {error}")
             return False
         if fault:
-            self._failed(f"{where}: {fault}; the file is written anew. That checkpoint is damaged")
+            self._emit(
+                "warning", f"{where}: {fault}; the file is written anew. That checkpoint is damaged"
+            )
         return not fault
 
     def _fault(self, origin: _Origin, digests: bytes) -> str:

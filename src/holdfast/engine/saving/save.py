@@ -6,7 +6,7 @@ The order is invariant 2: every file durable and of its planned size before the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -16,11 +16,12 @@ import msgspec
 from holdfast.engine.checkpoint import Phase
 from holdfast.engine.claims.claim import Claim, expect_claim
 from holdfast.engine.claims.process import utc_now
-from holdfast.engine.roots.commit import Attempt, abandon, begin, commit
+from holdfast.engine.roots.commit import SaveAttempt, abandon, begin, commit
 from holdfast.engine.saving.compressing import Compressing
 from holdfast.engine.saving.links import Links
 from holdfast.engine.saving.writing import FileToWrite, WrittenFile, write_files
 from holdfast.engine.staging.content import BytesContent, Content
+from holdfast.engine.staging.fence import Overlapped
 from holdfast.engine.staging.known import KnownFile
 from holdfast.engine.staging.staged import Staged
 from holdfast.engine.workers import Workers
@@ -92,11 +93,11 @@ def write(
     phase: Phase,
     timeout_s: float,
     unclear: set[str],
-    expect_staged: Callable[[], None] = lambda: None,
-) -> tuple[Attempt, Manifest]:
+    overlapped: Overlapped | None = None,
+) -> tuple[SaveAttempt, Manifest]:
     """Write and commit one checkpoint.
 
-    `expect_staged` is called before the commit, and raises unless the copy is that of one state.
+    The end of an `overlapped` copy is awaited before the commit.
     The folder is added to `unclear` when a copy of the manifest's put may still arrive, also where
     the save fails.
 
@@ -126,7 +127,8 @@ def write(
         request.timings["write_s"] = time.perf_counter() - began
         request.timings["stage_s"] += staged.now_s
         phase.text = "waiting for the copy"
-        expect_staged()
+        if overlapped is not None:
+            overlapped.expect_copied("the save", timeout_s)
         manifest = _manifest(attempt, staged, request, written)
         phase.text = f"committing {attempt.folder}"
         commit(store, attempt, manifest)
@@ -144,7 +146,7 @@ def write(
     return attempt, manifest
 
 
-def _clean_up(store: Store, attempt: Attempt, error: BaseException) -> None:
+def _clean_up(store: Store, attempt: SaveAttempt, error: BaseException) -> None:
     """Give the space back; a failure here must not hide why the save failed."""
     if not isinstance(error, Exception):
         return  # the process is being taken down: gc finds the folder
@@ -159,7 +161,7 @@ class _Files:
 
     def __init__(
         self,
-        attempt: Attempt,
+        attempt: SaveAttempt,
         staged: Staged,
         compressing: Compressing,
         links: Links,
@@ -290,7 +292,7 @@ def _write_files(
     )
 
 
-def _check_sizes(store: Store, attempt: Attempt, entries: Mapping[str, FileEntry]) -> None:
+def _check_sizes(store: Store, attempt: SaveAttempt, entries: Mapping[str, FileEntry]) -> None:
     found = {info.key: info.nbytes for info in store.list(f"{attempt.folder}/")}
     for name, entry in entries.items():
         there = found.get(f"{attempt.folder}/{name}")
@@ -301,7 +303,9 @@ def _check_sizes(store: Store, attempt: Attempt, entries: Mapping[str, FileEntry
             )
 
 
-def _manifest(attempt: Attempt, staged: Staged, request: SaveRequest, written: Written) -> Manifest:
+def _manifest(
+    attempt: SaveAttempt, staged: Staged, request: SaveRequest, written: Written
+) -> Manifest:
     return Manifest(
         save_id=attempt.save_id,
         label=request.label,

@@ -1,4 +1,4 @@
-"""One save at a time: staged in the caller's thread, written and committed in the background.
+"""Runs one save at a time: staged in the caller's thread, written and committed in the background.
 
 A failure is kept until somebody is told: by `PendingSave.wait`, by the next call, by close, or at
 the interpreter's exit.
@@ -7,11 +7,11 @@ the interpreter's exit.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from functools import partial
+from typing import Protocol
 
 from holdfast.engine.checkpoint import PendingSave, describe
 from holdfast.engine.claims.notes import annotate
@@ -53,6 +53,22 @@ _LOOK_S = 30.0
 _NOT_READ = "Whether this process still owns the run is not known"
 
 
+class Chores(Protocol):
+    """Work after saves and claims, in the thread that saves; nothing of it raises."""
+
+    def after_claim(self) -> None:
+        """The run was claimed."""
+        ...
+
+    def after_commit(self, entry: Entry) -> None:
+        """A save has committed."""
+        ...
+
+    def after_failure(self) -> None:
+        """A save has failed, and nobody may be left to be told."""
+        ...
+
+
 class Saver:
     """Runs saves and the housekeeping after them. `standing` is where the run stands: the newest
     checkpoint of the whole state."""
@@ -67,14 +83,12 @@ class Saver:
         memory_budget: int | None,
         overlap: Overlap,
         compressing: Compressing,
-        after_commit: Callable[[Entry], None],
-        on_failure: Callable[[], None],
+        chores: Chores,
     ) -> None:
         self._store = store
         self._owner = owner
         self._emit = emit
-        self._after_commit = after_commit
-        self._on_failure = on_failure
+        self._chores = chores
         self._background = Workers(1, "holdfast-save")
         self._stager = Stager(memory_budget=memory_budget)
         self._overlap = overlap
@@ -82,7 +96,7 @@ class Saver:
         self._guarded = Guarded(keys={})
         self._overlapped: Overlapped | None = None
         self._staged: Staged | None = None
-        self._links = Links(store, failed=partial(emit, "warning"))
+        self._links = Links(store, emit)
         self._job: Future[None] | None = None
         self.threads = Threads()
         self.timeout_s = timeout_s
@@ -157,7 +171,7 @@ class Saver:
         return pending
 
     def _not_begun(self, pending: PendingSave, staged: Staged, error: BaseException) -> None:
-        """Whoever waits for anything of this save hears of the error that `start` raises."""
+        """Give the error that `start` raises to all who wait for this save."""
         staged.fail(error)
         self._staged = staged
         if self._overlapped is None:
@@ -168,9 +182,9 @@ class Saver:
             pending.committed.set_exception(_save_failed(error, pending.step, _NOT_READ))
         pending.delivered = True
 
-    def later(self, job: Callable[[], None]) -> None:
-        """Do some housekeeping in the background, before the next save."""
-        self._job = self._background.submit(job)
+    def after_claim(self) -> None:
+        """Do the chores after a claim in the background, before the next save."""
+        self._job = self._background.submit(self._chores.after_claim)
 
     def settle(self, timeout_s: float) -> None:
         """Wait until nothing is under way; errors of a save stay where they are.
@@ -233,9 +247,8 @@ class Saver:
         step = pending.step
         self._emit("save_started", f"saving step {step}", step=step)
         try:
-            expect_copied = partial(self._expect_copied, overlapped)
-            entry = self._unchanged(staged, request, expect_copied) or self._write(
-                pending, staged, request, expect_copied
+            entry = self._unchanged(staged, request, overlapped) or self._write(
+                pending, staged, request, overlapped
             )
         except BaseException as error:  # noqa: BLE001 - the future carries it to the caller
             self._end_copy(overlapped)
@@ -243,7 +256,7 @@ class Saver:
             self._stager.failed(staged)
             self._emit("save_failed", str(failure), step=step)
             pending.committed.set_exception(failure)
-            self._on_failure()
+            self._chores.after_failure()
             return
         finally:
             staged.finish()
@@ -260,7 +273,7 @@ class Saver:
         )
         pending.phase.text = "doing the housekeeping after it"
         pending.committed.set_result(describe(self._store, entry))
-        self._after_commit(entry)
+        self._chores.after_commit(entry)
         self._links.look_ahead(learned)
         self._compressing.learn()
 
@@ -294,12 +307,6 @@ class Saver:
             self._emit("warning", f"the next save writes every file anew: {error!r}")
             return {}
 
-    def _expect_copied(self, overlapped: Overlapped | None) -> None:
-        """Wait for the copy beside training; raises unless it is that of one state."""
-        if overlapped is not None:
-            overlapped.settle("the save", self.timeout_s)
-            overlapped.copied.result()
-
     def _end_copy(self, overlapped: Overlapped | None) -> None:
         """Before it is told that the save failed: the next one takes the same memory."""
         if overlapped is not None:
@@ -311,7 +318,7 @@ class Saver:
         pending: PendingSave,
         staged: Staged,
         request: SaveRequest,
-        expect_copied: Callable[[], None],
+        overlapped: Overlapped | None,
     ) -> Entry:
         try:
             attempt, manifest = write(
@@ -325,7 +332,7 @@ class Saver:
                 phase=pending.phase,
                 timeout_s=self.timeout_s,
                 unclear=self._owner.unclear,
-                expect_staged=expect_copied,
+                overlapped=overlapped,
             )
         except (OutcomeUnknown, DeadlineExceeded):
             self._owner.is_clean = False
@@ -336,7 +343,7 @@ class Saver:
         return Entry(name=attempt.name, folder=attempt.folder, manifest=manifest, marks=Marks())
 
     def _unchanged(
-        self, staged: Staged, request: SaveRequest, expect_copied: Callable[[], None]
+        self, staged: Staged, request: SaveRequest, overlapped: Overlapped | None
     ) -> Entry | None:
         """The checkpoint on which the run stands, when this save would write it once more."""
         entry = self.standing
@@ -346,7 +353,8 @@ class Saver:
         if not _records_all(stored, request):
             return None
         digests = digest_staged(staged, self.threads.workers, timeout_s=self.timeout_s)
-        expect_copied()
+        if overlapped is not None:
+            overlapped.expect_copied("the save", self.timeout_s)
         sizes = staged.sizes
         roots = {name: blocks.file_digest(sizes[name], digests[name]) for name in digests}
         recorded = {

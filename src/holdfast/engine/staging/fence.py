@@ -203,6 +203,15 @@ class Overlapped:
                 f"{self.step} overlaps with training: not done after {timeout_s:.0f} s"
             )
 
+    def expect_copied(self, who: str, timeout_s: float) -> None:
+        """Wait for the copy, and raise unless it is that of one state.
+
+        Raises:
+            DeadlineExceeded: as for `pass_by`.
+        """
+        self.settle(who, timeout_s)
+        self.copied.result()
+
     def _take_part(self) -> None:
         with self._lock:
             if self._was_given_up:

@@ -10,15 +10,16 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+
+from typing_extensions import override
 
 from holdfast.engine.claims.claim import (
     Choice,
     Claim,
     Heartbeat,
     check_owner,
-    closed_unless_used,
     committed,
     epoch_after,
     is_settled,
@@ -40,6 +41,7 @@ from holdfast.errors import (
     DeadlineExceeded,
     Diverged,
     FormatError,
+    HoldfastError,
     NotFound,
     OwnedElsewhere,
     StoreError,
@@ -56,7 +58,7 @@ _SCRATCH_TIMEOUT_S = 600.0
 
 
 class TieredOwnership(Ownership):
-    """One manager's side of a run in two tiers.
+    """Ownership of a run in two tiers, as one manager has it.
 
     `remote_claim` is the claim where it stands in the remote tier too; without it nothing is sent.
     """
@@ -71,16 +73,13 @@ class TieredOwnership(Ownership):
         self.remote_has_committed = False
         """Whether something of this claim is there, from which the run would go on."""
         self.remote_unclear: set[str] = set()
-        """See `Ownership.unclear`: of the uploads of this process."""
+        """As `unclear`, of the uploads of this process."""
         self.remote_is_clean = True
         """Whether this epoch may be closed in the remote tier, as far as its calls told: nothing of
         this claim hangs there, and nobody will send what it has saved."""
-        self.before_take: Callable[[], None] = lambda: None
-        """Called before a claim; nothing may be under way in the name of the one before then."""
-        self.after_take: Callable[[], None] = lambda: None
 
+    @override
     def check(self) -> None:
-        """See `Ownership.check`; asks both tiers."""
         self.catalog.look_again()
         try:
             self._judge(is_reachable=self._is_reachable())
@@ -88,24 +87,23 @@ class TieredOwnership(Ownership):
             self._go_without(error.cause)
             self._check(self._store)
 
-    def take(self, choose: Callable[[], Choice]) -> None:
-        """See `Ownership.take`.
+    @override
+    def take(self, choices: Iterator[Choice]) -> None:
+        """Claim the run in both tiers. Nothing may be under way in the name of the claim before.
 
         Raises:
             OwnedElsewhere: a live process owns the run, in either tier.
             Diverged: the run went on in both tiers separately.
         """
-        self.before_take()
         before = self.remote_claim
         self.remote_claim, self.remote_has_committed = None, False
         self.catalog.look_again()
         try:
-            super().take(choose)
+            super().take(choices)
         finally:
             self._end_remotely(before, END_S)
         self.remote_is_clean, self.remote_unclear = True, set()
         self._beat()
-        self.after_take()
 
     @property
     def is_remote_over(self) -> bool:
@@ -114,8 +112,8 @@ class TieredOwnership(Ownership):
 
     @contextmanager
     def remote_scratch(self) -> Iterator[None]:
-        """For one at a time: whoever makes scratch folders in the remote tier that are not an
-        upload's, and whoever removes those that nobody needs.
+        """Hold the lock on scratch folders of the remote tier, but for those of uploads: to make
+        some, or to remove those that nobody needs.
 
         Raises:
             DeadlineExceeded: the other one hangs.
@@ -150,21 +148,23 @@ class TieredOwnership(Ownership):
         self._beat()
         return claim
 
+    @override
     def release(self, timeout_s: float = END_S) -> None:
-        """See `Ownership.release`."""
         end = time.monotonic() + timeout_s
         claim, self.remote_claim = self.remote_claim, None
         self._end_remotely(claim, timeout_s)
         super().release(left_s(end))
 
-    def _claim(self, choose: Callable[[], Choice]) -> Claim:
+    @override
+    def _claim(self, choices: Iterator[Choice]) -> Claim:
         is_reachable = self._is_reachable()
-        with closed_unless_used(self._close_unused) as put:
+        put: list[Claim] = []
+        try:
             for _ in range(_MAX_RACES):
                 if is_reachable:
                     self.catalog.look_again()
                 try:
-                    claim = self._try_claim(choose, put, is_reachable=is_reachable)
+                    claim = self._try_claim(choices, put, is_reachable=is_reachable)
                 except _CutOff as error:
                     self._go_without(error.cause)
                     is_reachable = False
@@ -172,19 +172,25 @@ class TieredOwnership(Ownership):
                 if claim is not None:
                     return claim
             raise OwnedElsewhere(f"{self._store.url}: lost the race for the run {_MAX_RACES} times")
+        except BaseException:
+            if put:
+                with suppress(HoldfastError):  # the error that counts is on its way
+                    self._close_unused(put[-1])
+            raise
 
     def _close_unused(self, claim: Claim) -> None:
-        there, self.remote_claim = self.remote_claim, None
+        remote_claim, self.remote_claim = self.remote_claim, None
         put_closed(self._store, claim)
-        if there == claim:
+        if remote_claim == claim:
             put_closed(self._remote, claim)
 
     def _try_claim(
-        self, choose: Callable[[], Choice], put: list[Claim], *, is_reachable: bool
+        self, choices: Iterator[Choice], put: list[Claim], *, is_reachable: bool
     ) -> Claim | None:
-        """As `engine.claims.claim.claim_run` does in one tier; None: to be tried again."""
+        """Try once what `engine.claims.claim.claim_run` does in one tier; None: it failed. A claim
+        that was put is added to `put`."""
         after = self._judge(is_reachable=is_reachable)
-        choice = choose()
+        choice = next(choices)
         if is_reachable and self.catalog.cut_off is not None:
             # What was chosen without the remote tier must not be claimed there unlooked at.
             raise _CutOff(self.catalog.cut_off)
@@ -239,8 +245,8 @@ class TieredOwnership(Ownership):
         return True
 
     def _go_without(self, error: StoreError) -> None:
-        """Let the local tier do, and tell it; raise `error` where nothing of the run is there, for
-        it may be in the other one, and would be begun anew here."""
+        """Go on with the local tier only, and warn; raise `error` where that has nothing of the
+        run, for it may be in the other one, and would be begun anew here."""
         if not holds_a_run(self._store):
             raise error
         self.catalog.cut_off = error
@@ -271,20 +277,20 @@ class TieredOwnership(Ownership):
         Raises:
             OwnedElsewhere: a live process owns the run.
         """
-        here = Catalog(self._store).highest_epoch()
-        there, is_one = 0, False
+        local = Catalog(self._store).highest_epoch()
+        remote, is_one = 0, False
         if is_reachable:
             with _remotely():
-                there = Catalog(self._remote).highest_epoch()
-                is_one = 0 < here == there and self._is_same(here)
+                remote = Catalog(self._remote).highest_epoch()
+                is_one = 0 < local == remote and self._is_same(local)
         # Of a claim that came here from another machine, the heartbeat is in the remote tier.
-        is_foreign = is_one and self._is_foreign(here)
+        is_foreign = is_one and self._is_foreign(local)
         if not is_foreign:
             self._check(self._store)
-        if is_foreign or (there and not is_one):
+        if is_foreign or (remote and not is_one):
             with _remotely():
                 self._check(self._remote)
-        return max(here, there)
+        return max(local, remote)
 
     def _is_same(self, epoch: int) -> bool:
         """Whether both tiers hold the same claim of an epoch."""
@@ -325,7 +331,7 @@ class TieredOwnership(Ownership):
         weakref.finalize(self, self._remote_heartbeat.ask_to_stop)
 
     def _end_remotely(self, claim: Claim | None, timeout_s: float) -> None:
-        """End the heartbeat there, and close the claim's epoch where everything of it was sent."""
+        """End the remote heartbeat, and close the claim's epoch where everything of it was sent."""
         heartbeat, self._remote_heartbeat = self._remote_heartbeat, None
         is_over = claim is not None and self.is_remote_over
         self._end(heartbeat, is_over=is_over, timeout_s=timeout_s, tier="remote")
@@ -356,14 +362,14 @@ def share_claims(local: Store, remote: Store, *, emit: Emitter = Emitter(())) ->
 
     Raises:
         Diverged: they hold different claims of one epoch, or the run went on locally from a
-            checkpoint than which the remote tier has a newer one, that nobody knew of here.
+            checkpoint than which the remote tier has a newer one, that nobody knew of ours.
     """
-    here, there = Catalog(local).claims(), Catalog(remote).claims()
-    _give_way(local, remote, sorted({*here} & {*there}, reverse=True), emit)
-    unseen = sorted({*here}.difference(there))
+    ours, theirs = Catalog(local).claims(), Catalog(remote).claims()
+    _give_way(local, remote, sorted({*ours} & {*theirs}, reverse=True), emit)
+    unseen = sorted({*ours}.difference(theirs))
     _expect_one_branch(local, remote, unseen)
-    for epoch in sorted({*here} ^ {*there}):
-        source, target = (local, remote) if epoch in here else (remote, local)
+    for epoch in sorted({*ours} ^ {*theirs}):
+        source, target = (local, remote) if epoch in ours else (remote, local)
         make_folder(target, layout.WRITERS)
         try:
             put_once(target, layout.writer_key(epoch), _document(source, epoch))

@@ -1,4 +1,4 @@
-"""What waits for its upload, as notes in the local root that outlive the process.
+"""Notes on uploads in the local root, which outlive the process.
 
 The truth is in the two roots: what is committed here and not there. The notes say what somebody
 wants to be sent, so that nobody deletes it before; what was there once, so that it is not sent
@@ -7,8 +7,7 @@ again after somebody has deleted it there; and how all that goes, for people.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from holdfast.engine.roots.catalog import Entry
 from holdfast.engine.roots.documents import read_if_there
 from holdfast.errors import FormatError
 from holdfast.format import layout
@@ -74,10 +73,16 @@ class Ledger:
         return record is not None, record
 
 
-def held_by_notes(local: Store) -> Mapping[str, str]:
-    """Folder → why it must not be deleted yet, for whoever has no part in the uploads."""
-    notes = Ledger(local).waiting()
-    return {
-        folder: f"it waits for its upload to {note.remote}" if note else "it waits for its upload"
-        for folder, note in notes.items()
-    }
+class NotedUploads:
+    """Checkpoints that wait for their upload, as noted in the local root; for whoever has no part
+    in the uploads."""
+
+    def __init__(self, local: Store) -> None:
+        self._notes = Ledger(local).waiting()
+
+    def holds(self, entry: Entry) -> str:
+        """Why it must not be deleted yet; empty where it may be."""
+        if entry.folder not in self._notes:
+            return ""
+        note = self._notes[entry.folder]
+        return f"it waits for its upload to {note.remote}" if note else "it waits for its upload"

@@ -6,7 +6,7 @@ one nothing is opened.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -32,8 +32,8 @@ Listing: TypeAlias = Manifest | Visible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """One stretch of a file, and the digest of its bytes."""
+class FilePiece:
+    """A stretch of a file, and the digest of its bytes."""
 
     start: int
     stop: int
@@ -41,15 +41,15 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class PieceGroup:
     """A stretch of a file as stores like to have it written, and the pieces in which it lies."""
 
     start: int
     stop: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePiece, ...]
 
 
-def groups_of(pieces: Sequence[Piece]) -> Iterator[Group]:
+def groups_of(pieces: Sequence[FilePiece]) -> Iterator[PieceGroup]:
     """A whole file, in stretches of 8 MiB, the last may be shorter.
 
     A piece that lies in two of them, as those of a compressed file do, is in both groups.
@@ -62,7 +62,7 @@ def groups_of(pieces: Sequence[Piece]) -> Iterator[Group]:
         last = first
         while pieces[last].stop < stop:
             last += 1
-        yield Group(start=start, stop=stop, pieces=tuple(pieces[first : last + 1]))
+        yield PieceGroup(start=start, stop=stop, pieces=tuple(pieces[first : last + 1]))
 
 
 def length(entry: FileEntry) -> int:
@@ -83,7 +83,7 @@ def decode_listing(data: Buffer, *, what: str) -> Listing | Aborted | Deleted:
 
 
 def read_listing(store: Store, folder: str) -> Listing | Aborted | Deleted | None:
-    """What a folder of a store that does not seal holds; None while nothing is there.
+    """Read the register of a folder in a store that does not seal; None while it is empty.
 
     Raises:
         FormatError: something is there that is not a valid document.
@@ -93,27 +93,24 @@ def read_listing(store: Store, folder: str) -> Listing | Aborted | Deleted | Non
 
 
 def pieces_of_sealed(
-    entry: FileEntry,
-    digests_of: Callable[[Sequence[tuple[int, int]]], Iterable[bytes]],
-    *,
-    what: str,
-) -> tuple[Piece, ...]:
+    entry: FileEntry, digests: Iterable[bytes], *, what: str
+) -> tuple[FilePiece, ...]:
     """A sealed file in pieces. Only the digest of the whole of it is recorded, so all of it is read
-    first: `digests_of` gives those of some stretches, in their order.
+    first: `digests` are those of the blocks into which `format.blocks.split` splits it.
 
     Raises:
         CorruptData: they are not of the file that was written; names `what`.
     """
     spans = split(entry.nbytes)
-    digests = b"".join(digests_of(spans))
-    if file_digest(entry.nbytes, digests) != entry.digest:
+    joined = b"".join(digests)
+    if file_digest(entry.nbytes, joined) != entry.digest:
         raise CorruptData(f"{what}: not what was written")
-    return _pieces(spans, digests)
+    return _pieces(spans, joined)
 
 
 def pieces_of(
     manifest: Manifest, index_data: bytes, *, what: str
-) -> Mapping[str, tuple[Piece, ...]]:
+) -> Mapping[str, tuple[FilePiece, ...]]:
     """Every file that a manifest lists, in pieces that are read and checked one by one.
 
     `index_data` is its index, which was compared with the manifest before.
@@ -124,19 +121,19 @@ def pieces_of(
     index = decode_index(index_data, files=manifest.files, what=what)
     own = digest_blocks(index_data, manifest.block_nbytes)
     digests = {**index.blocks, layout.INDEX: own}
-    found = {}
+    pieces = {}
     for name, entry in manifest.files.items():
         stored = index.stored.get(name)
         if stored is None:
-            found[name] = _pieces(split(entry.nbytes, index.block_nbytes), digests[name])
+            pieces[name] = _pieces(split(entry.nbytes, index.block_nbytes), digests[name])
         else:
-            found[name] = _pieces(stored.spans(), stored.digests)
-    return found
+            pieces[name] = _pieces(stored.spans(), stored.digests)
+    return pieces
 
 
-def _pieces(spans: list[tuple[int, int]], digests: bytes) -> tuple[Piece, ...]:
+def _pieces(spans: list[tuple[int, int]], digests: bytes) -> tuple[FilePiece, ...]:
     return tuple(
-        Piece(
+        FilePiece(
             start=start,
             stop=stop,
             digest=digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES],

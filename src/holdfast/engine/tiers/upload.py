@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import closing, suppress
@@ -21,14 +21,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from holdfast.engine.roots.commit import Attempt, publish, settle
+from holdfast.engine.background import Background
+from holdfast.engine.roots.commit import SaveAttempt, publish, settle
 from holdfast.engine.roots.documents import read_document
 from holdfast.engine.sealed.sealing import SealedStore, bare, vouched
 from holdfast.engine.sealed.unsealing import box_documents, boxes_of
 from holdfast.engine.tiers.pieces import (
-    Group,
+    FilePiece,
     Listing,
-    Piece,
+    PieceGroup,
     decode_listing,
     groups_of,
     length,
@@ -36,7 +37,7 @@ from holdfast.engine.tiers.pieces import (
     pieces_of_sealed,
     read_listing,
 )
-from holdfast.engine.workers import Workers, cancel
+from holdfast.engine.workers import cancel
 from holdfast.errors import (
     AlreadyExists,
     CommitConflict,
@@ -50,7 +51,7 @@ from holdfast.errors import (
     UnsupportedStore,
 )
 from holdfast.format import layout
-from holdfast.format.blocks import block_digest, digest_blocks, file_digest
+from holdfast.format.blocks import block_digest, digest_blocks, file_digest, split
 from holdfast.format.envelope import Visible
 from holdfast.format.manifest import (
     MAX_JSON_FILE_NBYTES,
@@ -75,13 +76,13 @@ NICENESS = 10
 """Threads that send make room for those that train and save, where the system has priorities."""
 
 
-class Interrupted(HoldfastError):
+class UploadInterrupted(HoldfastError):
     """The process is closing; what was sent stays where it is."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Cost:
-    """What sending has cost so far."""
+    """Cost of sending one checkpoint so far."""
 
     nbytes: int = 0
     """Bytes of files and documents that were sent."""
@@ -111,36 +112,35 @@ class Sender:
         self._reads_back = reads_back or not _shows_whole_files(self._remote)
         self._num_threads = num_threads
         self._timeout_s = timeout_s
-        self._workers = Workers(num_threads, "holdfast-upload")
-        self._stop = threading.Event()
+        self._background = Background("holdfast-upload", num_threads=num_threads)
         self._lock = threading.Lock()
         self._cost = Cost()
         self._told: Callable[[Cost], None] = lambda cost: None
 
     def start(self) -> None:
         """Start the threads now: the interpreter starts none once it has begun to exit."""
-        self._workers.start()
+        self._background.start()
 
     def interrupt(self) -> None:
-        """Let what is being sent end soon, with `Interrupted`."""
-        self._stop.set()
+        """Let what is being sent end soon, with `UploadInterrupted`."""
+        self._background.ask_to_stop()
 
     def proceed(self) -> None:
         """Take back an `interrupt`."""
-        self._stop.clear()
+        self._background.proceed()
 
     def close(self) -> None:
-        """Let the threads end."""
-        self._workers.close()
+        """Let the threads end; what they still send is interrupted."""
+        self._background.end()
 
     def send(
         self, folder: str, *, epoch: int, told: Callable[[Cost], None], unclear: set[str]
     ) -> Cost:
-        """Have the checkpoint in the other root when this returns, committed by claim `epoch`.
+        """Send a checkpoint to the other root, committed there by claim `epoch`.
 
-        One that is there already is made durable and compared. `told` hears what was sent so far,
-        from several threads. The folder is added to `unclear` when a copy of the manifest's put may
-        still arrive.
+        One that is committed there already is made durable and compared. `told` hears what was
+        sent so far, from several threads. The folder is added to `unclear` when a copy of the
+        manifest's put may still arrive.
 
         Raises:
             NoCheckpoint: it is not here, or was deleted there; it is not to be sent again.
@@ -149,7 +149,7 @@ class Sender:
             CorruptData: it is damaged here, or the other root has something else.
             Superseded: a later writer owns the other root.
             StoreError, DeadlineExceeded: it may work the next time.
-            Interrupted: `interrupt` was called.
+            UploadInterrupted: `interrupt` was called.
         """
         began = time.perf_counter()
         self._cost, self._told = Cost(), told
@@ -167,7 +167,7 @@ class Sender:
         return self._cost
 
     def _listing(self, folder: str) -> tuple[bytes, Listing]:
-        """The manifest as it lies here, of which the keys have said that nobody has changed it."""
+        """Read the local manifest, of which the keys have said that nobody has changed it."""
         where = f"{self._local.url}/{folder}"
         try:
             data = vouched(self._vouching, folder)
@@ -196,9 +196,9 @@ class Sender:
     def _expect_whole(self, folder: str, listing: Listing) -> None:
         """Raise `CorruptData` where what is committed there lacks files that nobody has dropped, or
         the keys: it may have been harmed since."""
-        there = self._sizes_there(folder)
-        is_thinned = any(layout.parse_thinned(name) is not None for name in there)
-        wrong = [name for name, entry in listing.files.items() if there.get(name) != length(entry)]
+        sizes = self._sizes_there(folder)
+        is_thinned = any(layout.parse_thinned(name) is not None for name in sizes)
+        wrong = [name for name, entry in listing.files.items() if sizes.get(name) != length(entry)]
         if wrong and not is_thinned:
             raise CorruptData(f"{self._remote.url}/{folder} lacks {', '.join(wrong)}")
         if isinstance(listing, Visible):
@@ -210,19 +210,19 @@ class Sender:
     def _send_files(self, folder: str, listing: Listing) -> None:
         make_folder(self._remote, folder)
         pieces_of_file = self._pieces(folder, listing)
-        there = self._sizes_there(folder)
-        num_there = 0
+        sizes = self._sizes_there(folder)
+        num_whole = 0
         for name, entry in listing.files.items():
             key, nbytes = f"{folder}/{name}", length(entry)
-            is_there = there.get(name) == nbytes
+            is_there = sizes.get(name) == nbytes
             if is_there and (not self._reads_back or self._is_right(key, pieces_of_file(name))):
-                num_there += 1
+                num_whole += 1
             else:
-                self._send_file(key, nbytes, pieces_of_file(name), is_there=name in there)
-        self._cost.is_all = not num_there
+                self._send_file(key, nbytes, pieces_of_file(name), is_there=name in sizes)
+        self._cost.is_all = not num_whole
 
-    def _pieces(self, folder: str, listing: Listing) -> Callable[[str], tuple[Piece, ...]]:
-        """What gives the pieces of each file."""
+    def _pieces(self, folder: str, listing: Listing) -> Callable[[str], tuple[FilePiece, ...]]:
+        """Function that gives the pieces of each file."""
         if isinstance(listing, Visible):
             return partial(self._pieces_of_sealed, folder, listing.files)
         index_entry = listing.files[layout.INDEX]
@@ -232,7 +232,7 @@ class Sender:
 
     def _pieces_of_sealed(
         self, folder: str, files: Mapping[str, FileEntry], name: str
-    ) -> tuple[Piece, ...]:
+    ) -> tuple[FilePiece, ...]:
         key = f"{folder}/{name}"
         what = f"{self._local.url}/{key}"
 
@@ -240,14 +240,14 @@ class Sender:
             self._expect_time(key)
             return block_digest(self._local.get(key, start, stop - start))
 
-        def digests(spans: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-            return self._each((partial(digest, *span) for span in spans), key)
+        def digests() -> Iterator[bytes]:
+            return self._each((partial(digest, *span) for span in split(files[name].nbytes)), key)
 
         try:
-            return pieces_of_sealed(files[name], digests, what=what)
+            return pieces_of_sealed(files[name], digests(), what=what)
         except CorruptData:
             # Once more: a passing error on the way is not damage.
-            return pieces_of_sealed(files[name], digests, what=what)
+            return pieces_of_sealed(files[name], digests(), what=what)
 
     def _send_keys(self, folder: str, visible: Visible) -> None:
         """The boxes of keys, as they are by now; those that are there already stay, too."""
@@ -266,7 +266,7 @@ class Sender:
         return {info.key[start:]: info.nbytes for info in self._remote.list(f"{folder}/")}
 
     def _send_file(
-        self, key: str, nbytes: int, pieces: tuple[Piece, ...], *, is_there: bool
+        self, key: str, nbytes: int, pieces: tuple[FilePiece, ...], *, is_there: bool
     ) -> None:
         if len(pieces) <= 1 or not isinstance(self._remote, WritesBlocks):
             self._put(key, b"".join(self._read(key, piece) for piece in pieces))
@@ -284,7 +284,7 @@ class Sender:
             self._expect_right(key, pieces)
 
     def _send_aside(
-        self, remote: LinksFiles, key: str, nbytes: int, pieces: tuple[Piece, ...]
+        self, remote: LinksFiles, key: str, nbytes: int, pieces: tuple[FilePiece, ...]
     ) -> None:
         """Write a file where nobody looks for it, and give it its name when it is whole."""
         scratch = layout.sending_folder(os.urandom(8))
@@ -304,7 +304,9 @@ class Sender:
             with suppress(StoreError):  # gc removes it
                 self._remote.delete(f"{scratch}/")
 
-    def _send_pieces(self, source: str, key: str, nbytes: int, pieces: tuple[Piece, ...]) -> None:
+    def _send_pieces(
+        self, source: str, key: str, nbytes: int, pieces: tuple[FilePiece, ...]
+    ) -> None:
         assert isinstance(self._remote, WritesBlocks)
         self._count()
         writer = self._remote.create(key, nbytes)
@@ -324,20 +326,20 @@ class Sender:
             writer.abort()
             raise
 
-    def _send_group(self, writer: BlockWriter, source: str, group: Group) -> None:
+    def _send_group(self, writer: BlockWriter, source: str, group: PieceGroup) -> None:
         self._expect_time(source)
         first, data = group.pieces[0].start, b"".join(self._read(source, p) for p in group.pieces)
         sent = memoryview(data)[group.start - first : group.stop - first]
         writer.write(group.start, sent)
         self._count(len(sent))
 
-    def _is_right(self, key: str, pieces: tuple[Piece, ...]) -> bool:
-        """Whether the other root has these bytes, where it is to be asked."""
+    def _is_right(self, key: str, pieces: tuple[FilePiece, ...]) -> bool:
+        """Whether the other root has these bytes; assumed where it is not to be read back."""
         if not self._reads_back:
             return True
-        found = self._each((partial(self._digest_there, key, piece) for piece in pieces), key)
-        with closing(found):
-            return all(found)
+        answers = self._each((partial(self._digest_there, key, piece) for piece in pieces), key)
+        with closing(answers):
+            return all(answers)
 
     def _each(self, jobs: Iterable[Callable[[], T]], key: str) -> Generator[T, None, None]:
         """The results of jobs in their order, a few of which are under way at once."""
@@ -352,18 +354,18 @@ class Sender:
         finally:
             cancel(waiting, timeout_s=self._timeout_s)
 
-    def _digest_there(self, key: str, piece: Piece) -> bool:
+    def _digest_there(self, key: str, piece: FilePiece) -> bool:
         self._count()
         data = self._remote.get(key, piece.start, piece.stop - piece.start)
         return block_digest(data) == piece.digest
 
-    def _expect_right(self, key: str, pieces: tuple[Piece, ...]) -> None:
+    def _expect_right(self, key: str, pieces: tuple[FilePiece, ...]) -> None:
         if not self._is_right(key, pieces):
             raise StoreError(
                 f"{self._remote.url}/{key}: read back, these are not the bytes that were sent"
             )
 
-    def _read(self, key: str, piece: Piece) -> bytes:
+    def _read(self, key: str, piece: FilePiece) -> bytes:
         """The bytes that were written; read once more where they differ."""
         for _ in range(2):
             data = self._local.get(key, piece.start, piece.stop - piece.start)
@@ -384,21 +386,21 @@ class Sender:
         raise CorruptData(f"{self._local.url}/{key}: not what was written, and is not sent")
 
     def _expect_time(self, key: str) -> None:
-        """For a thread that is to read or send a block; raises `Interrupted`."""
+        """Raise `UploadInterrupted` before a block is read or sent, once told to stop."""
         _be_nice()
-        if self._stop.is_set():
-            raise Interrupted(f"{key}: not sent to its end, for the process is closing")
+        if self._background.is_stopping:
+            raise UploadInterrupted(f"{key}: not sent to its end, for the process is closing")
 
     def _put(self, key: str, data: bytes) -> None:
-        if self._stop.is_set():
-            raise Interrupted(f"{key}: not sent, for the process is closing")
+        if self._background.is_stopping:
+            raise UploadInterrupted(f"{key}: not sent, for the process is closing")
         self._remote.put(key, data)
         self._count(len(data))
 
     def _submit(self, job: Callable[[], T], key: str) -> Future[T]:
-        if self._stop.is_set():
-            raise Interrupted(f"{key}: not sent to its end, for the process is closing")
-        return self._workers.submit(job)
+        if self._background.is_stopping:
+            raise UploadInterrupted(f"{key}: not sent to its end, for the process is closing")
+        return self._background.submit(job)
 
     def _result(self, future: Future[T], key: str) -> T:
         try:
@@ -415,22 +417,22 @@ class Sender:
         for name, entry in listing.files.items():
             key = f"{folder}/{name}"
             self._count()
-            found = self._remote.head(key).nbytes
-            if found != length(entry):
+            nbytes = self._remote.head(key).nbytes
+            if nbytes != length(entry):
                 raise StoreError(
                     f"{self._remote.url}/{key}: {length(entry)} bytes were sent and the store now "
-                    f"has {found}; the checkpoint is not committed there"
+                    f"has {nbytes}; the checkpoint is not committed there"
                 )
 
     def _commit(
         self, folder: str, listing: Listing, data: bytes, epoch: int, unclear: set[str]
     ) -> None:
         name = layout.attempt_name(listing.label, listing.epoch, listing.sequence, listing.save_id)
-        attempt = Attempt(name=name, save_id=listing.save_id)
+        attempt = SaveAttempt(name=name, save_id=listing.save_id)
         if attempt.folder != folder:
             raise CorruptData(f"{self._local.url}/{folder}: the manifest is of {attempt.folder}")
-        if self._stop.is_set():
-            raise Interrupted(f"{folder}: not committed, for the process is closing")
+        if self._background.is_stopping:
+            raise UploadInterrupted(f"{folder}: not committed, for the process is closing")
         try:
             publish(self._remote, attempt, data, epoch=epoch)
         finally:
@@ -439,7 +441,7 @@ class Sender:
         self._count(len(data), requests=3)
 
     def _confirm(self, folder: str, data: bytes) -> None:
-        """Make it durable, as whoever relies on it does, and read back that it is this one."""
+        """Make the checkpoint durable, as whoever relies on it does, and read its manifest back."""
         settle(self._remote, folder)
         key = f"{folder}/{layout.MANIFEST}"
         self._count(requests=2)
@@ -466,7 +468,7 @@ _nice = threading.local()
 
 
 def _be_nice() -> None:
-    """Once in each thread. Not all systems have priorities of threads, and none has to give one."""
+    """Lower the priority of this thread, once, where the system allows it."""
     if not getattr(_nice, "done", False):
         _nice.done = True
         with suppress(AttributeError, OSError):

@@ -1,0 +1,485 @@
+"""Rounds of uploads: claim the remote tier, send what waits, do the chores there, mend locally.
+
+Knows neither threads that train nor when a round is due (`care.mirror`); what waits is in
+`care.backlog`, and how one checkpoint is sent in `engine.tiers.upload`.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from holdfast.care.backlog import Backlog
+from holdfast.care.housekeeping import Housekeeper
+from holdfast.care.mend import mend
+from holdfast.care.retention import candidate
+from holdfast.engine.background import Background
+from holdfast.engine.claims.claim import Claim, expect_claim, is_closed, nothing_arrives
+from holdfast.engine.claims.notes import annotate
+from holdfast.engine.roots.catalog import Catalog, Entry
+from holdfast.engine.roots.commit import check_fence, mark_aborted, remove_files, settle
+from holdfast.engine.sealed.sealing import SealedStore
+from holdfast.engine.tiers.claims import TieredOwnership
+from holdfast.engine.tiers.pieces import length
+from holdfast.engine.tiers.telling import remote_emitter
+from holdfast.engine.tiers.tiered import TieredOptions
+from holdfast.engine.tiers.upload import Cost, Sender, UploadInterrupted
+from holdfast.errors import (
+    CommitConflict,
+    DeadlineExceeded,
+    FormatError,
+    HoldfastError,
+    NoCheckpoint,
+    NotSealed,
+    OutcomeUnknown,
+    OwnershipError,
+    UploadFailed,
+    is_damage,
+)
+from holdfast.events import Emitter, Event
+from holdfast.format import layout
+from holdfast.format.records import UploadState
+from holdfast.policy.retention import Candidate, Rule
+from holdfast.store.base import Store
+
+BACKOFF_S = 1.0
+"""The pause after a first failure; it doubles with each that follows."""
+BACKOFF_MAX_S = 60.0
+_RANDOM = random.Random()  # of our own: that of the module is part of the run's state
+_NOTE_EVERY_S = 2.0
+_BLOCK_TIMEOUT_S = 600.0
+
+
+class _RemoteSide:
+    """The ownership of a run as the chores in the remote tier see it."""
+
+    def __init__(self, owner: TieredOwnership) -> None:
+        self._owner = owner
+
+    @property
+    def claim(self) -> Claim | None:
+        return self._owner.remote_claim
+
+    @property
+    def has_committed(self) -> bool:
+        return self._owner.remote_has_committed
+
+    @property
+    def unclear(self) -> Collection[str]:
+        return self._owner.remote_unclear
+
+
+class _Pins:
+    """Pins and tags of the local tier, which copies in the remote one get too."""
+
+    def __init__(self, backlog: Backlog, local: Store, remote: Store) -> None:
+        self._backlog = backlog
+        self._local = local
+        self._remote = remote
+
+    def holds(self, entry: Entry) -> str:
+        """Why the remote copy must not be deleted yet: its pins may not have come along. Or it was
+        pinned here since by the command line, which knows one tier."""
+        if self._backlog.waits(entry):
+            return "its upload has not ended"
+        marks = Catalog(self._local).marks(entry.folder)
+        if not (marks.pinned or marks.tags):
+            return ""
+        self.copy(entry)
+        return "it is pinned or tagged in the local tier"
+
+    def copy(self, entry: Entry) -> None:
+        """Add pins and tags that were given locally before the checkpoint was in the remote tier.
+
+        Whoever pins does so in the local tier first and then looks whether the remote one has it,
+        so that one of both sees the other. A pin that only the remote copy has stays.
+        """
+        marks = Catalog(self._local).marks(entry.folder)
+        copy = Catalog(self._remote).entry(entry.name) if marks.pinned or marks.tags else None
+        if copy is None:
+            return
+        if copy.marks.pinned >= marks.pinned and {*copy.marks.tags} >= {*marks.tags}:
+            return
+        try:
+            annotate(self._remote, copy, add_tags=marks.tags, pinned=marks.pinned or None)
+        except NotSealed:
+            annotate(self._remote, copy, pinned=True)  # what tags keep is kept, without the words
+
+
+@dataclass(slots=True, kw_only=True)
+class Failures:
+    """Failures of uploads since the run was claimed; changed with the backlog held."""
+
+    count: int = 0
+    """Failures in a row."""
+    last: UploadFailed | None = None
+    """The one that callers are to hear of; None: there is none, or a later upload made it good."""
+    is_refusal: bool = False
+    """Whether `last` is one that no later upload makes good."""
+    lost: OwnershipError | None = None
+    """Why nothing is sent any more: the run is another process's."""
+    is_lost_told: bool = False
+
+
+class Sending:
+    """Does what is due between two tiers, in one thread of the mirror's."""
+
+    def __init__(
+        self,
+        owner: TieredOwnership,
+        backlog: Backlog,
+        chores: Housekeeper,
+        rule: Rule,
+        options: TieredOptions,
+        emit: Emitter,
+        background: Background,
+        *,
+        replaces: bool,
+    ) -> None:
+        """`chores` are those of the local tier; `rule` is that of the remote one, in which
+        `replaces` is as for `Housekeeper`. A round ends soon once `background` is to stop."""
+        self._owner = owner
+        self._backlog = backlog
+        self._changed = backlog.changed
+        self._chores = chores
+        self._catalog = owner.catalog
+        self._local, self._remote = self._catalog.store, self._catalog.remote.store
+        self._options = options
+        self._emit = emit
+        self._background = background
+        self._told = remote_emitter(emit, self._remote.url)
+        self._pins = _Pins(backlog, self._local, self._remote)
+        self._remote_chores = Housekeeper(
+            self._remote,
+            _RemoteSide(owner),
+            rule,
+            Emitter((self._heard,)),
+            replaces=replaces,
+            waiting=self._pins,
+        )
+        self._sender = Sender(
+            self._local,
+            self._remote,
+            num_threads=options.threads,
+            timeout_s=_BLOCK_TIMEOUT_S,
+            reads_back=options.reads_back,
+        )
+        self.may_mend = False
+        """Whether what was found damaged in the local tier is to be mended in the next round."""
+        self._must_retry = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what is known of both tiers, which another process may change until the next
+        claim."""
+        self._backlog.clear()
+        self._is_behind = True
+        """Whether there was no moment yet since the claim when nothing waited."""
+        self._begun: set[str] = set()
+        """Folders of which something may be in the remote tier that is not committed."""
+        self.failures = Failures()
+
+    def interrupt(self) -> None:
+        """Let what is being sent end soon."""
+        self._sender.interrupt()
+
+    def proceed(self) -> None:
+        """Take back an `interrupt`, and start the threads that send."""
+        self._sender.start()
+        self._sender.proceed()
+
+    def close(self) -> None:
+        """Let the threads that send end."""
+        self._sender.close()
+
+    def round(self) -> bool:
+        """Do all that is due. Returns whether some of it failed, and is to be tried again."""
+        self._must_retry = False
+        try:
+            self._round()
+        except UploadInterrupted:
+            # The run is being claimed, or the process closes. What was being sent is still noted as
+            # waiting (see `_send`), and what has arrived of it stays: the next claim goes on there,
+            # in whatever process.
+            pass
+        except OwnershipError as error:
+            self._lose(error)
+        except Exception as error:  # noqa: BLE001 - it is told, and tried again
+            self._fail(error, None)
+        return self._must_retry
+
+    def _round(self) -> None:
+        """Send all that waits."""
+        background = self._background
+        if not self._backlog.has_seen:
+            self._begin()
+        while not background.is_stopping:
+            entry = self._backlog.next(tries=self._options.tries)
+            if entry is None:
+                break
+            self._upload(entry)
+        if not background.is_stopping:
+            self._clear_away()
+        if self.may_mend and not background.is_stopping:
+            self._mend()
+        if self._is_behind and not background.is_stopping:
+            # What a forerunner kept for its upload may have arrived already, and then nothing is
+            # sent after which the local tier would be cleared.
+            self._is_behind = False
+            self._chores.retain()
+
+    def _begin(self) -> None:
+        """Once after each claim: claim the remote tier too, and see what it has."""
+        self._backlog.note_tiers(epoch=self._epoch_there)
+        self._owner.attach()
+        self._backlog.note_tiers(epoch=self._epoch_there)
+        self._catalog.look_again()
+        # First: what is opened here need not be opened there, where keys may be changed later.
+        local = {entry.folder: entry for entry in Catalog(self._local).checkpoints()}
+        entries, unread = self._catalog.remote.survey()
+        remote = {entry.folder: candidate(self._remote, entry) for entry in entries}
+        lineage = {name.order for name in self._catalog.lineage()}
+        for entry in entries:
+            if entry.folder in local:
+                settle(self._remote, entry.folder)
+                self._pins.copy(entry)
+                self._backlog.found(entry, suspect=self._what_lacks(entry, remote[entry.folder]))
+        for folder, error in unread:
+            if folder in local and is_damage(error):
+                self._told("warning", str(error), step=local[folder].step, folder=folder)
+                self._backlog.found(local[folder], suspect=str(error))
+        with self._changed:
+            self._backlog.see(remote, lineage)
+            attempts = map(str, self._catalog.remote.attempts())
+            self._begun = {*attempts}.intersection(self._backlog.folders)
+        with self._owner.remote_scratch():
+            self._remote_chores.after_claim(spared=self._backlog.spared)
+        self._remote_chores.retain()
+
+    def _what_lacks(self, entry: Entry, copy: Candidate) -> str:
+        """The local copy does not go because of one there that lacks files."""
+        wrong: list[str] = []
+        if not (copy.dropped or copy.begun):
+            sizes = {info.key: info.nbytes for info in self._remote.list(f"{entry.folder}/")}
+            wrong += [
+                name
+                for name, file in entry.manifest.files.items()
+                if sizes.get(f"{entry.folder}/{name}") != length(file)
+            ]
+        if isinstance(self._remote, SealedStore):
+            wrong += self._remote.lost_keys(entry.folder)
+        if not wrong:
+            return ""
+        text = f"{self._remote.url}/{entry.folder} lacks {', '.join(wrong)}"
+        self._told("warning", text, step=entry.step, folder=entry.folder)
+        return text
+
+    def _upload(self, entry: Entry) -> None:
+        claim = self._owner.attach()
+        if not self._backlog.begin(entry):
+            return
+        try:
+            self._send(entry, claim)
+        finally:
+            self._backlog.end()
+
+    def _send(self, entry: Entry, claim: Claim) -> None:
+        folder = entry.folder
+        retries = self._backlog.tried(entry)
+        self._backlog.note(entry, "sending")
+        try:
+            expect_claim(self._remote, claim)
+            self._expect_open(entry, claim)
+            self._begun.add(folder)
+            cost = self._sender.send(
+                folder,
+                epoch=claim.epoch,
+                told=self._progress_of(entry),
+                unclear=self._owner.remote_unclear,
+            )
+            self._pins.copy(entry)
+        except NoCheckpoint as error:
+            if self._backlog.waits(entry):
+                text = f"{folder} is not sent: {error}"
+                self._told("warning", text, step=entry.step, folder=folder)
+            self._backlog.give_up(folder)
+            self._end(entry)
+        except (CommitConflict, FormatError, NotSealed) as error:
+            self._refuse(entry, error)
+        except (UploadInterrupted, OwnershipError):
+            self._backlog.note(entry, "waiting")
+            raise
+        except Exception as error:  # noqa: BLE001 - it is told, and tried again
+            if self._backlog.waits(entry):
+                self._fail(error, entry)
+        else:
+            self._arrived(entry, claim)
+            self._follow_up(entry, cost, retries=retries)
+
+    def _expect_open(self, entry: Entry, claim: Claim) -> None:
+        """Raise `NoCheckpoint` where the epoch of what a forerunner saved was closed there: then
+        markers of that epoch may have gone, and nothing may be committed in it any more."""
+        epoch = entry.name.epoch
+        if epoch != claim.epoch and is_closed(self._remote, epoch):
+            raise NoCheckpoint(
+                f"writer {epoch} has ended there, and did not want it sent by then; it stays in "
+                "the local tier"
+            )
+
+    def _progress_of(self, entry: Entry) -> Callable[[Cost], None]:
+        lock, last_s = threading.Lock(), [time.monotonic()]
+
+        def tell(cost: Cost) -> None:
+            if time.monotonic() - last_s[0] < _NOTE_EVERY_S or not lock.acquire(blocking=False):
+                return
+            try:
+                self._backlog.note(entry, "sending", sent_nbytes=cost.nbytes)
+                last_s[0] = time.monotonic()
+            finally:
+                lock.release()
+
+        return tell
+
+    def _arrived(self, entry: Entry, claim: Claim) -> None:
+        is_good = not (entry.manifest.lacks or entry.manifest.unhealthy)
+        with self._changed:
+            self._backlog.arrived(entry)
+            if is_good and entry.name.epoch == claim.epoch:
+                self._owner.remote_has_committed = True
+            self._end(entry)
+        self._catalog.look_again()  # it can be reached, whatever a reader has met
+
+    def _end(self, entry: Entry) -> None:
+        """Note that one has arrived, or is not to be sent any more."""
+        self._begun.discard(entry.folder)
+        with self._changed:
+            self.failures.count = 0
+            if not self.failures.is_refusal:
+                self.failures.last = None
+            self._changed.notify_all()
+
+    def _follow_up(self, entry: Entry, cost: Cost, *, retries: int) -> None:
+        """Do what follows a commit in the remote tier; none of it takes the commit back."""
+        self._told(
+            "uploaded",
+            f"{entry.folder} is there",
+            step=entry.step,
+            folder=entry.folder,
+            nbytes=entry.manifest.nbytes,
+            sent_nbytes=cost.nbytes,
+            requests=cost.requests,
+            retries=retries,
+            upload_s=cost.seconds,
+        )
+        self._backlog.note_tiers(epoch=self._epoch_there, entry=entry, cost=cost)
+        self._remote_chores.trust(entry)
+        newest = max((copy.order for copy in self._backlog.resumable_there), default=entry.order)
+        if self._backlog.is_on_line(entry) and entry.order >= newest:
+            self._remote_chores.after_commit(entry)
+        else:
+            self._remote_chores.retain()  # `latest` moves forward only, and on the run's own line
+        if cost.is_all:  # then every byte of the local copy was read and found right
+            self._chores.trust(entry)
+        self._chores.retain()
+        self._backlog.refresh()
+
+    def _clear_away(self) -> None:
+        """Remove what was sent of checkpoints that are not wanted there any more."""
+        claim = self._owner.attach()
+        for folder in sorted(self._begun.difference(self._backlog.folders)):
+            self._begun.discard(folder)
+            self._backlog.give_up(folder)
+            name = layout.parse_attempt(folder)
+            by = f"writer {claim.epoch}"
+            # Who owns the run by now may want it, and could not commit it any more.
+            check_fence(self._remote, claim.epoch, committed=False)
+            if name is None or not mark_aborted(
+                self._remote, folder, by=by, reason="not wanted there before all was sent"
+            ):
+                continue
+            whole = self._owner.is_remote_over and nothing_arrives(
+                self._remote, name.epoch, own=claim.epoch
+            )
+            remove_files(self._remote, folder, whole=whole)
+
+    def _mend(self) -> None:
+        self.may_mend = False
+        claim = self._owner.claim
+        for folder in sorted(self._catalog.turned):
+            if claim is None:
+                return
+            try:
+                files = mend(self._local, self._remote, folder, epoch=claim.epoch)
+            except HoldfastError as error:
+                self._emit("housekeeping_failed", f"mending {folder}: {error}", folder=folder)
+                continue
+            self._catalog.turned.discard(folder)
+            if files:
+                text = f"mended {', '.join(files)} of {folder} from {self._remote.url}"
+                self._emit("mended", text, folder=folder, files=files)
+
+    # What goes wrong
+
+    def _fail(self, error: BaseException, entry: Entry | None) -> None:
+        """Log a failure, wait, and have it tried again."""
+        if isinstance(error, OutcomeUnknown | DeadlineExceeded):
+            self._owner.remote_is_clean = False
+        self.failures.count += 1
+        pause_s = min(BACKOFF_S * 2 ** min(self.failures.count - 1, 10), BACKOFF_MAX_S)
+        pause_s *= _RANDOM.uniform(0.5, 1.0)  # many machines must not come back in step
+        what = "the remote tier" if entry is None else entry.folder
+        text = f"{what}: {error}" if isinstance(error, HoldfastError) else f"{what}: {error!r}"
+        if self.failures.count >= self._options.tries:
+            self._remember(text, error)
+        self._told(
+            "upload_failed",
+            f"{text}; tried again in {pause_s:.0f} s",
+            step=None if entry is None else entry.step,
+            tries=self.failures.count,
+            retry_in_s=pause_s,
+        )
+        self._record_failure(entry, text, "failed")
+        self._must_retry = True
+        self._background.sleep(pause_s)
+
+    def _refuse(self, entry: Entry, error: HoldfastError) -> None:
+        """Give up one that cannot be sent; the local copy stays for somebody to look at."""
+        self._backlog.refuse(entry)
+        text = f"{entry.folder} cannot be sent: {error}"
+        self._remember(text, error)
+        self.failures.is_refusal = True
+        self._told("upload_failed", text, step=entry.step, folder=entry.folder)
+        self._record_failure(entry, str(error), "refused")
+
+    def _remember(self, text: str, error: BaseException) -> None:
+        failure = UploadFailed(f"{self._remote.url}: {text}. The checkpoint is in the local tier")
+        failure.__cause__ = error
+        with self._changed:
+            self.failures.last = failure
+            self._changed.notify_all()
+
+    def _lose(self, error: OwnershipError) -> None:
+        """Send nothing any more, for the run is another process's."""
+        with self._changed:
+            self.failures.lost = error
+            self._changed.notify_all()
+        self._told("upload_failed", f"nothing is sent any more: {error}")
+
+    def _record_failure(self, entry: Entry | None, text: str, state: UploadState) -> None:
+        if entry is not None:
+            self._backlog.note(entry, state, error=text)
+        self._backlog.note_tiers(epoch=self._epoch_there, error=text)
+
+    @property
+    def _epoch_there(self) -> int | None:
+        claim = self._owner.remote_claim
+        return None if claim is None else claim.epoch
+
+    def _heard(self, event: Event) -> None:
+        """Hand on an event of the chores in the remote tier."""
+        if event.kind == "retracted":
+            self._backlog.gone(str(event.fields.get("folder")))
+        self._told(event.kind, event.message, step=event.step, **event.fields)

@@ -1,0 +1,190 @@
+"""Deleting checkpoints and components of them: mark, fence, pins, leases (docs/design.md, rules 4,
+6 and 8).
+
+The caller has made sure that what justifies a deletion is durable, and that nobody read the
+checkpoint before the mark, which stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from holdfast.engine.claims.claim import Claim, ends_with_its_put, nothing_arrives
+from holdfast.engine.claims.leases import FoundLease, Readers
+from holdfast.engine.roots.catalog import Catalog, Marks
+from holdfast.engine.roots.commit import check_fence, remove_files
+from holdfast.errors import AlreadyExists, FormatError, NotFound, SealError, UnsupportedVersion
+from holdfast.format import layout
+from holdfast.format.manifest import Deleted, Manifest, encode_deleted
+from holdfast.format.records import Retired, Thinned, encode_retired, encode_thinned
+from holdfast.store.base import Store, delete_many
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Removal:
+    """Outcome of deleting or thinning one checkpoint."""
+
+    is_done: bool
+    leases: tuple[FoundLease, ...] = ()
+    """Those for which it stays; found after the mark."""
+
+
+_STAYS = Removal(is_done=False)
+
+
+def retract(
+    store: Store,
+    folder: str,
+    *,
+    claim: Claim,
+    reason: str,
+    readers: Readers,
+    is_sent_to: bool = True,
+    unclear: Collection[str] = (),
+) -> Removal:
+    """Delete one checkpoint: mark, fence, pins, leases, tombstone, files.
+
+    `is_sent_to` is as for `may_remove_whole`. The registers of `unclear` folders stay.
+
+    Raises:
+        Superseded: a later writer owns the run; at most the mark was left.
+    """
+    by = f"writer {claim.epoch}"
+    try:
+        if not _mark_retired(store, folder, claim.epoch, Retired(by=by, reason=reason)):
+            reason = f"{reason} (marked before)"
+    except NotFound:
+        return _STAYS
+    catalog = Catalog(store)
+    marks, register = catalog.marks(folder), catalog.read(folder)
+    if isinstance(register, Manifest):
+        if is_held(register, marks):
+            return _STAYS
+        if leases := readers.of(folder):
+            return Removal(is_done=False, leases=leases)
+        _bury(store, folder, Deleted(save_id=register.save_id, by=by, reason=reason))
+    name = layout.parse_attempt(folder)
+    whole = False
+    if name is not None and folder not in unclear:
+        whole = may_remove_whole(store, claim, name.epoch, is_sent_to=is_sent_to)
+    remove_files(store, folder, whole=whole)
+    return Removal(is_done=True)
+
+
+def retract_unreadable(
+    store: Store, folder: str, *, claim: Claim, reason: str, readers: Readers
+) -> str:
+    """Delete a checkpoint whose manifest is damaged or lost, because a person named it.
+
+    In the order of `retract`, but pins do not keep it. Returns why it stays; empty where it is
+    deleted.
+
+    Raises:
+        Superseded: a later writer owns the run; at most the mark was left.
+    """
+    by = f"writer {claim.epoch}"
+    try:
+        is_ours = _mark_retired(store, folder, claim.epoch, Retired(by=by, reason=reason))
+    except NotFound:
+        return "its folder is gone"
+    name = layout.parse_attempt(folder)
+    why = "somebody reads it" if readers.of(folder) else _readable(store, folder)
+    if why or name is None:
+        if is_ours:
+            store.delete(f"{folder}/{layout.retired_name(claim.epoch)}")
+        return why
+    save_id = name.id8.ljust(32, "0")  # no more of it is known
+    _bury(store, folder, Deleted(save_id=save_id, by=by, reason=reason))
+    whole = may_remove_whole(store, claim, name.epoch, is_sent_to=True)
+    remove_files(store, folder, whole=whole)
+    return ""
+
+
+def _readable(store: Store, folder: str) -> str:
+    """Say how the register of a checkpoint reads by now; empty while it is damaged or lost."""
+    try:
+        register = Catalog(store).read(folder)
+    except (UnsupportedVersion, SealError) as error:
+        return str(error)
+    except FormatError:
+        return ""
+    what = "its manifest" if isinstance(register, Manifest) else "that it is no checkpoint"
+    return f"{what} can be read by now"
+
+
+def _mark_retired(store: Store, folder: str, epoch: int, mark: Retired) -> bool:
+    """Mark a checkpoint that is to be deleted, and read the fence. False: it was marked before.
+
+    Raises:
+        NotFound: its folder is gone.
+        Superseded: a later writer owns the run.
+    """
+    is_ours = True
+    try:
+        store.put(f"{folder}/{layout.retired_name(epoch)}", encode_retired(mark), if_absent=True)
+    except AlreadyExists:
+        is_ours = False
+    check_fence(store, epoch, committed=True)
+    return is_ours
+
+
+def thin(
+    store: Store,
+    folder: str,
+    components: Sequence[str],
+    *,
+    epoch: int,
+    reason: str,
+    readers: Readers,
+) -> Removal:
+    """Drop components of a checkpoint that stays: marks, fence, pins, leases, files.
+
+    Raises:
+        Superseded: a later writer owns the run; at most the marks were left.
+    """
+    ours: list[str] = []
+    for component in components:
+        key = f"{folder}/{layout.thinned_name(component, epoch)}"
+        mark = Thinned(by=f"writer {epoch}", component=component, reason=reason)
+        try:
+            store.put(key, encode_thinned(mark), if_absent=True)
+        except AlreadyExists:
+            continue  # We began before; some files may be gone already.
+        except NotFound:
+            return _STAYS
+        ours.append(key)
+    check_fence(store, epoch, committed=True)
+    catalog = Catalog(store)
+    marks, register = catalog.marks(folder), catalog.read(folder)
+    if not isinstance(register, Manifest):
+        return _STAYS
+    if is_held(register, marks):
+        for key in ours:
+            store.delete(key)
+        return _STAYS
+    if leases := readers.of(folder):
+        return Removal(is_done=False, leases=leases)
+    files = [file for component in components for file in register.components[component].files]
+    delete_many(store, [f"{folder}/{file}" for file in files])
+    return Removal(is_done=True)
+
+
+def is_held(manifest: Manifest, marks: Marks) -> bool:
+    """Whether a person asked to keep it: pinned or tagged."""
+    return marks.pinned or bool(marks.tags) or bool(manifest.tags)
+
+
+def _bury(store: Store, folder: str, tombstone: Deleted) -> None:
+    store.put(f"{folder}/{layout.MANIFEST}", encode_deleted(tombstone))
+
+
+def may_remove_whole(store: Store, claim: Claim, epoch: int, *, is_sent_to: bool) -> bool:
+    """Whether the marker of a deleted checkpoint of `epoch` may go with its folder.
+
+    Its manifest was there, so its put has arrived. In our own epoch that was the only put; on a
+    local disk in any other epoch too, unless senders put manifests there (`is_sent_to`).
+    """
+    if epoch == claim.epoch or ends_with_its_put(store, is_sent_to=is_sent_to):
+        return True
+    return nothing_arrives(store, epoch, own=claim.epoch)
