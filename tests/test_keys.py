@@ -65,8 +65,8 @@ def test_a_key_that_cannot_be_had_says_from_where_and_tells_no_secret(
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     monkeypatch.setattr(keys, "COMMAND_TIMEOUT_S", 0.2)
     cases: list[tuple[Callable[[], object], str]] = [
-        (lambda: keys.from_file(path), "key file .*key: a line of 82 characters is no key"),
-        (lambda: keys.from_file(empty), "there is no key"),
+        (lambda: keys.from_file(path), "key file .*key: a line of 82 characters is not a key"),
+        (lambda: keys.from_file(empty), "it contains no key"),
         (lambda: keys.from_file(tmp_path / "none"), "No such file"),
         (lambda: keys.from_file(tmp_path / "binary"), "not text"),
         (lambda: keys.from_environment("NO_SUCH"), "NO_SUCH: it is not set"),

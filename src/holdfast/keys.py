@@ -369,7 +369,7 @@ def unwrapped(keys: Sequence[Key], boxes: Sequence[KeyBox], suite: Suite, *, wha
         raise type(failure)(f"{what}: {failure}") from failure
     recipients = dict.fromkeys(f"{r.kind} {r.id}" for box in boxes for r in box.recipients)
     raise WrongKey(
-        f"{what}: encrypted for {', '.join(recipients)}; "
+        f"{what}: sealed for {', '.join(recipients)}; "
         f"the keys given are {', '.join(key.name for key in keys)}"
     )
 
@@ -497,7 +497,7 @@ def _unwrap(secret: bytes, recipient: Recipient, commitment: bytes, suite: Suite
 
 def _fitting(data_key: bytes, commitment: bytes, suite: Suite, name: str) -> bytes:
     if len(data_key) != SECRET_NBYTES or suite.commitment(data_key) != commitment:
-        raise Tampered(f"{name} decrypts a data key that is not this checkpoint's")
+        raise Tampered(f"{name} decrypts to bytes that are not the data key of this checkpoint")
     return data_key
 
 

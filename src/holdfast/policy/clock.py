@@ -1,4 +1,4 @@
-"""Durations with a unit, and reading them off a Timestamp.
+"""Durations with a unit, and the count of a Timestamp in such a unit.
 
 Owns the units and their spelling. Knows nothing of what a duration is used for.
 """
@@ -21,7 +21,7 @@ MAX_COUNT = 2**63 - 1
 
 
 class Unit(Enum):
-    """What is counted. The value is the spelling that `str(Time)` uses."""
+    """Unit of a duration. The value is the spelling that `str(Time)` uses."""
 
     STEP = "step"
     EPOCH = "ep"
@@ -138,15 +138,15 @@ class Time:
     __rmul__ = __mul__
 
     def resolve(self, max_duration: Time | None) -> Time:
-        """What a fraction of the run is in the unit of `max_duration`; any other Time is itself.
+        """Convert a fraction of the run into the unit of `max_duration`; other times stay.
 
-        Counts are rounded up: the first step, say, at which that much of the run is done.
+        Counts are rounded up, to the first step, say, at which that much of the run is done.
 
         >>> str(parse("0.1dur", units=ALL_UNITS).resolve(parse("1005step")))
         '101step'
 
         Raises:
-            UsageError: a fraction of the run, and its length is not known.
+            UsageError: it is a fraction of the run, whose length is not known.
         """
         if self.unit is not Unit.DURATION:
             return self
@@ -162,7 +162,7 @@ class Time:
 
     @property
     def exact(self) -> Fraction:
-        """The value as it is written: 0.1 is one tenth."""
+        """The value as an exact fraction: 0.1 is one tenth."""
         return Fraction(str(self.value))
 
     def _same_unit(self, other: object, verb: str) -> int | float:
@@ -174,15 +174,15 @@ class Time:
 
 
 def parse(value: str | Time, *, what: str = "time", units: Collection[Unit] = PLAIN_UNITS) -> Time:
-    """The `Time` that `value` spells: `500step`, `2ep`, `1e9tok`, `90min`, `1h30m`, `0.1dur`.
+    """Parse a `Time`, such as `500step`, `2ep`, `1e9tok`, `90min`, `1h30m` or `0.1dur`.
 
     Letter case, blanks and underscores in numbers do not matter. `what` names the argument in
-    the error. `units` are those that mean something to the caller: `cycle` only where the loop
-    counts cycles, `dur` only where the length of the run will be known.
+    the error. `units` are those that the caller supports: `cycle` only where the loop counts
+    cycles, `dur` only where the length of the run will be known.
 
     Raises:
-        UsageError: no unit, an unknown one, one that is not in `units`, a fraction of something
-            that is counted, or a value that is not above zero.
+        UsageError: the unit is missing, unknown or not in `units`, a count is not whole, or the
+            value is not above zero.
     """
     if not isinstance(value, str | Time):
         raise UsageError(f"{what}={value!r}: must be text with a unit, like '500step' or '30min'")
@@ -198,25 +198,25 @@ def parse(value: str | Time, *, what: str = "time", units: Collection[Unit] = PL
 
 
 def reading(now: Timestamp, unit: Unit) -> int | float | None:
-    """How far `now` is in `unit`, or None when the training loop does not count it.
+    """Read the count of `now` in `unit`; None when the training loop does not count it.
 
     Raises:
         UsageError: the unit is the length of the run, which a Timestamp does not know.
     """
     if unit is Unit.DURATION:
-        raise UsageError("a fraction of the run cannot be read off a counter; resolve() it first")
+        raise UsageError("a fraction of the run is no counter; convert it with resolve() first")
     count: int | float | None = getattr(now, _ARGUMENTS[unit])
     return count
 
 
 def counted(now: Timestamp, unit: Unit, asker: object) -> int | float:
-    """The reading of a counter without which `asker` would never do anything.
+    """Read the counter that `asker` cannot work without.
 
     Raises:
-        UsageError: the loop does not tell it; names the argument.
+        UsageError: the loop does not pass the counter; the message names the argument.
     """
     if unit is Unit.DURATION:
-        raise UsageError(f"'{asker}' is about a fraction of the run, whose length is not known")
+        raise UsageError(f"'{asker}' is a fraction of the run, whose length is not known")
     value = reading(now, unit)
     if value is None:
         raise UsageError(f"'{asker}' can never fire: {argument_name(unit)} was not given")
@@ -224,7 +224,7 @@ def counted(now: Timestamp, unit: Unit, asker: object) -> int | float:
 
 
 def argument_name(unit: Unit) -> str:
-    """The argument by which a training loop tells the counter of `unit`."""
+    """Return the name of the argument that passes the counter of `unit`."""
     return _ARGUMENTS[unit]
 
 
@@ -238,12 +238,12 @@ def _read(text: str, units: Collection[Unit]) -> Time:
     if unit is Unit.SECOND:
         return _clock_time(parts)
     if len(parts) > 1:
-        raise UsageError("only hours, minutes and the like can be put together")
+        raise UsageError("only units of time can be combined, as in 1h30m")
     return _fraction(parts[0][0]) if unit is Unit.DURATION else _count(*parts[0])
 
 
 def _split(text: str, units: Collection[Unit]) -> list[tuple[Decimal, str]]:
-    """Every (number, unit) of `text`; the units are known ones."""
+    """Split `text` into (number, unit) pairs; all units are known."""
     parts: list[tuple[Decimal, str]] = []
     rest = text.strip().lower()
     while match := _PART.match(rest):
