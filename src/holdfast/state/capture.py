@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.errors import UnsupportedState
-from holdfast.format.objects import Document
+from holdfast.format.objects import TreeDocument
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import held, modules, optimizers
 from holdfast.state.components import RNG, Kind, check_state, kind_of
@@ -238,7 +238,7 @@ class Capturer:
         kind: Kind,
         walked: Any,
         stamp: Any,
-        encode: Callable[[Leaves], Document | None],
+        encode: Callable[[Leaves], TreeDocument | None],
         *,
         key_of: Callable[[str], str] | None = None,
         stepped: Callable[[Leaves], frozenset[str]] = lambda _: frozenset(),

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from holdfast.errors import FormatError
-from holdfast.format.objects import Document, TensorRef
+from holdfast.format.objects import TensorRef, TreeDocument
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import enumerations, generators
 from holdfast.state.copying import StoredPair, copy_tensors, read_all
@@ -236,7 +236,9 @@ def stamp(state: Mapping[str, Any]) -> tuple[Any, ...]:
     return (tuple(state), {raw: entry.get("version") for raw, entry in metadata.items()})
 
 
-def capture_module(module: nn.Module, state: Mapping[str, Any], leaves: Leaves) -> Document | None:
+def capture_module(
+    module: nn.Module, state: Mapping[str, Any], leaves: Leaves
+) -> TreeDocument | None:
     """Encode a module's tree: clean name -> tensor or extra state. `state` is its state dict."""
     live = inspect(module, state)
     for name in live.collisions:

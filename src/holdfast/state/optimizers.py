@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from holdfast.errors import FormatError
-from holdfast.format.objects import Document, TensorRef
+from holdfast.format.objects import TensorRef, TreeDocument
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.state import enumerations
 from holdfast.state.leaves import Leaves, refusal
@@ -143,7 +143,7 @@ def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def capture_optimizer(live: LiveOptimizer, leaves: Leaves) -> Document | None:
+def capture_optimizer(live: LiveOptimizer, leaves: Leaves) -> TreeDocument | None:
     """Encode the tree of an optimizer (see `_StoredOptimizer`)."""
     slots, extra = _state_by_name(live, leaves)
     tree = {

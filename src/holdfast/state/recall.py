@@ -20,7 +20,7 @@ from torch.nn.parameter import Parameter
 
 from holdfast.errors import UnsupportedState
 from holdfast.format.nodes import WRITERS
-from holdfast.format.objects import Document
+from holdfast.format.objects import TreeDocument
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.leaves import Leaves, identity, refusal
 
@@ -140,7 +140,7 @@ class Recollection:
         self,
         value: Any,
         stamp: Any,
-        document: Document,
+        document: TreeDocument,
         leaves: Leaves,
         *,
         may_overlap: frozenset[str],

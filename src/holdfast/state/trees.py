@@ -22,13 +22,13 @@ from holdfast.errors import FormatError, UnsupportedState
 from holdfast.format.objects import (
     ArrayRef,
     DeviceName,
-    Document,
     DtypeName,
     EnumValue,
     GeneratorState,
     Refused,
     SizeTuple,
     TensorRef,
+    TreeDocument,
     decode_beside,
     decode_tree,
     document,
@@ -47,7 +47,7 @@ def encode(tree: Any, leaves: Leaves, *, versions: Mapping[str, int] | None = No
 
 def encoded(
     tree: Any, leaves: Leaves, *, versions: Mapping[str, int] | None = None
-) -> Document | None:
+) -> TreeDocument | None:
     """Encode `tree`; its tensors, and values that cannot be saved, are added to `leaves`.
 
     `versions` are stored beside the tree of a module (see `Skeleton`). None where something cannot
