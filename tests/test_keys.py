@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from holdfast import errors, keys
-from holdfast.format import sealed
+from holdfast.format import checked
 from holdfast.format.envelope import KeyBox, decode_box, encode_box
 from holdfast.format.suites import Suite, fresh_secret
 from holdfast.keys import (
@@ -65,8 +65,8 @@ def test_a_key_that_cannot_be_had_says_from_where_and_tells_no_secret(
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     monkeypatch.setattr(keys, "COMMAND_TIMEOUT_S", 0.2)
     cases: list[tuple[Callable[[], object], str]] = [
-        (lambda: keys.from_file(path), "key file .*key: a line of 82 characters is no key"),
-        (lambda: keys.from_file(empty), "there is no key"),
+        (lambda: keys.from_file(path), "key file .*key: a line of 82 characters is not a key"),
+        (lambda: keys.from_file(empty), "it contains no key"),
         (lambda: keys.from_file(tmp_path / "none"), "No such file"),
         (lambda: keys.from_file(tmp_path / "binary"), "not text"),
         (lambda: keys.from_environment("NO_SUCH"), "NO_SUCH: it is not set"),
@@ -162,7 +162,7 @@ def test_a_passphrase_costs_bounded_memory_and_time(change: dict[str, Any]) -> N
     how = msgspec.structs.replace(recipient.argon2, **change)
     bad = msgspec.structs.replace(recipient, argon2=how)
     hostile = KeyBox(commitment=box.commitment, recipients=(bad,))
-    data = sealed.seal("keys", {"requires": ["sealed"], **msgspec.to_builtins(hostile)})
+    data = checked.encode_checked("keys", {"requires": ["sealed"], **msgspec.to_builtins(hostile)})
     with pytest.raises(errors.FormatError):
         decode_box(data, what="box")
 

@@ -46,20 +46,20 @@ def _checking(target: F, but: Collection[str]) -> F:
     @cache
     def hints() -> dict[str, Any]:
         # On the first call: an annotation may name the class that is still being defined.
-        found = inspect.get_annotations(target, eval_str=True)
-        return {name: hint for name, hint in found.items() if name not in but}
+        annotations = inspect.get_annotations(target, eval_str=True)
+        return {name: hint for name, hint in annotations.items() if name not in but}
 
     fitting: set[tuple[str, type]] = set()
-    """Types that were found to fit, by argument: for calls in a loop."""
+    """(argument, type) pairs that passed, so that calls in a loop check them once."""
 
     def check(name: str, value: object) -> None:
-        place = name, type(value)
-        if place not in fitting:
+        argument = name, type(value)
+        if argument not in fitting:
             _check(name, value, hints())
             if "Literal" not in str(hints().get(name)):
-                fitting.add(place)
+                fitting.add(argument)
 
-    names = [*_places(target)]
+    names = [*_positional_names(target)]
     others = [name for name, kind in _kinds(target) if kind is inspect.Parameter.VAR_POSITIONAL]
 
     @wraps(target)
@@ -119,12 +119,12 @@ def _kinds(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     return ((name, item.kind) for name, item in inspect.signature(function).parameters.items())
 
 
-def _places(function: Callable[..., Any]) -> Iterator[str]:
+def _positional_names(function: Callable[..., Any]) -> Iterator[str]:
     """Names of the arguments that can be passed by position, in order."""
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return (name for name, kind in _kinds(function) if kind in by_place)
 
 
 def _signature(function: Callable[..., Any]) -> str:
-    names = [name for name in _places(function) if name != "self"]
+    names = [name for name in _positional_names(function) if name != "self"]
     return f"{function.__qualname__.removesuffix('.__init__')}({', '.join(names)})"

@@ -1,44 +1,44 @@
-"""The exception tree. What a handler would do decides the class.
+"""The exception tree: errors that a caller would handle alike share a class.
 
 HoldfastError
 ├── UsageError                 the call is wrong: mend it (also a ValueError)
 │   ├── InvalidKey             a key that no store accepts
 │   ├── UnsupportedState       something in the state cannot be saved; lists every path
 │   └── MismatchError          stored and live state differ; lists every leaf
-├── StoreError                 the storage said no
+├── StoreError                 the storage refused or failed
 │   ├── NotFound               there is no such object
 │   ├── AlreadyExists          a put "if absent" found the key taken
 │   ├── StoreFull              no space, no inodes or no quota
 │   ├── AccessDenied           permissions, or a read-only file system
 │   ├── UnsupportedStore       the storage lacks what the protocol needs
-│   ├── TransientStoreError    may well work when tried again
+│   ├── TransientStoreError    a retry may succeed
 │   └── OutcomeUnknown         the operation may or may not have taken effect
 ├── FormatError                bytes that are not a valid document or file
 │   ├── CorruptData            a digest or a size is wrong
-│   │   └── Tampered           sealed bytes are not those that the key's holder wrote
+│   │   └── Tampered           encrypted bytes are not those that the key's holder wrote
 │   ├── UnsupportedVersion     written by a newer Holdfast
-│   └── LimitExceeded          larger or deeper than any honest file
-├── SealError                  whether this may be read is not a question of its bytes
-│   ├── MissingKey             it is sealed, and no key was given
-│   ├── WrongKey               it is sealed for other keys than those that were given
-│   ├── NotSealed              it is not sealed, and only sealed ones are wanted
-│   └── KeyUnavailable         a key could not be had from where it is kept
+│   └── LimitExceeded          larger or deeper than the format allows
+├── SealError                  intact, but cannot be read with the keys that were given
+│   ├── MissingKey             encrypted, and no key was given
+│   ├── WrongKey               encrypted for other keys than those that were given
+│   ├── NotSealed              not encrypted, and only encrypted ones are accepted
+│   └── KeyUnavailable         a key could not be obtained from its source
 ├── RolledBack                 the root is older than what the caller has seen of it
-├── NoCheckpoint               nothing there answers the request
+├── NoCheckpoint               no checkpoint in the root matches the request
 ├── NoUsableCheckpoint         candidates exist and none can be used
 ├── OwnershipError
 │   ├── OwnedElsewhere         a live process owns the run
 │   ├── NotOwned               no live process owns the run, so nobody can save it
 │   ├── Superseded             a later writer has taken the run over
-│   └── Diverged               the run went on in two places that do not know of each other
+│   └── Diverged               the run was continued in both tiers independently
 ├── CommitConflict             another save has the manifest's key
-├── OutOfMemory                the host has not the memory that a copy of the state needs
+├── OutOfMemory                not enough host memory for a copy of the state
 ├── SaveFailed                 a save did not commit; the cause is chained
-├── UploadFailed               a checkpoint is here and did not get to the remote tier
-├── SaveSkipped                a hook did not want this state to be saved
+├── UploadFailed               a local checkpoint could not be sent to the remote tier
+├── SaveSkipped                a hook refused to save this state
 ├── RequestFailed              a save that was asked for from outside was not made
-├── PreflightFailed            why the first save would fail; lists every problem
-├── ManagerUnusable            closed, forked, or left half-loaded
+├── PreflightFailed            the first save would fail; lists every problem
+├── ManagerUnusable            the manager is closed, forked, or half-loaded
 └── DeadlineExceeded           a wait took longer than it may (also a TimeoutError)
 """
 
@@ -107,7 +107,7 @@ class MismatchError(UsageError):
         super().__init__("\n".join(parts))
 
     def beside(self, mixed_by: str) -> MismatchError:
-        """The same error where an earlier load has left the state mixed: says which, and why."""
+        """This error, extended by `mixed_by`: the earlier load that left the state mixed."""
         return MismatchError(
             self._where,
             missing=self.missing,
@@ -119,7 +119,7 @@ class MismatchError(UsageError):
         )
 
     def hinting(self, hint: str) -> MismatchError:
-        """The same error with a further hint."""
+        """This error with `hint` appended to its hints."""
         return MismatchError(
             self._where,
             missing=self.missing,
@@ -155,7 +155,7 @@ class UnsupportedStore(StoreError):
 
 
 class TransientStoreError(StoreError):
-    """A failure that may well pass when the operation is tried again."""
+    """A temporary failure: a retry of the operation may succeed."""
 
 
 class OutcomeUnknown(StoreError):
@@ -163,7 +163,7 @@ class OutcomeUnknown(StoreError):
 
 
 class FormatError(HoldfastError):
-    """Bytes that are not a valid document or file of the format."""
+    """The bytes are not a valid document or file of the format."""
 
 
 class CorruptData(FormatError):
@@ -171,7 +171,7 @@ class CorruptData(FormatError):
 
 
 class Tampered(CorruptData):
-    """Sealed bytes that the key's holder did not write so: changed, moved, cut or replaced."""
+    """Encrypted bytes were changed, moved, cut or replaced by somebody without the key."""
 
 
 class UnsupportedVersion(FormatError):
@@ -183,31 +183,31 @@ class LimitExceeded(FormatError):
 
 
 class SealError(HoldfastError):
-    """A checkpoint that cannot be read for want of the right key; nothing is wrong with it."""
+    """An intact checkpoint cannot be read with the keys that were given."""
 
 
 class MissingKey(SealError):
-    """It is sealed, and no key was given."""
+    """The checkpoint is encrypted, and no key was given."""
 
 
 class WrongKey(SealError):
-    """It is sealed for other keys than those that were given; the message names both."""
+    """The checkpoint is encrypted for other keys than those given; the message names both."""
 
 
 class NotSealed(SealError):
-    """It is not sealed, and the caller takes only sealed ones."""
+    """The checkpoint is not encrypted, and the caller accepts only encrypted ones."""
 
 
 class KeyUnavailable(SealError):
-    """A key could not be had: no such file, a command that failed, a service that refused."""
+    """A key could not be obtained: no such file, a failed command, a service that refused."""
 
 
 class RolledBack(HoldfastError):
-    """What is there is older than what the caller says it has seen; something was taken away."""
+    """The newest checkpoint is older than one the caller has seen: newer ones were removed."""
 
 
 class NoCheckpoint(HoldfastError):
-    """Nothing in the root answers the request."""
+    """No checkpoint in the root matches the request."""
 
 
 class NoUsableCheckpoint(HoldfastError):
@@ -220,7 +220,7 @@ class NoUsableCheckpoint(HoldfastError):
 
 
 class OwnershipError(HoldfastError):
-    """Somebody else owns the run."""
+    """The operation needs an ownership of the run that this process does not have."""
 
 
 class OwnedElsewhere(OwnershipError):
@@ -240,7 +240,7 @@ class Superseded(OwnershipError):
 
 
 class Diverged(OwnershipError):
-    """The run went on both here and at the remote tier; neither knows of the other's claim."""
+    """The run was continued in both tiers, and neither tier has the other's claim."""
 
 
 class CommitConflict(HoldfastError):
@@ -260,15 +260,15 @@ class UploadFailed(HoldfastError):
 
 
 class OutOfMemory(HoldfastError, MemoryError):
-    """The host has not the memory that a copy of the state needs; the message says how much."""
+    """The host lacks the memory for a copy of the state; the message says how much it needs."""
 
 
 class SaveSkipped(HoldfastError):
-    """A hook did not want this state to be saved; raise it in one, with the reason."""
+    """A hook refuses to save this state: raise it in the hook, with the reason."""
 
 
 class RequestFailed(HoldfastError):
-    """A save that was asked for from outside was not made; the message says what the run said."""
+    """A save requested from outside the run was not made; the message holds the run's answer."""
 
 
 class PreflightFailed(HoldfastError):
@@ -284,13 +284,13 @@ class ManagerUnusable(HoldfastError):
 
 
 class DeadlineExceeded(HoldfastError, TimeoutError):
-    """A wait took longer than it may; the message says what was waited for."""
+    """A wait reached its time limit; the message says what was waited for."""
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether an error speaks of a checkpoint's bytes, so that an older one may serve.
+    """Whether an error means that a checkpoint's bytes are damaged, so that an older one may do.
 
-    A newer format, a state that does not fit, missing rights and passing failures are not damage.
+    A newer format, a state that does not fit, missing rights and temporary failures are not damage.
     """
     if isinstance(error, UnsupportedVersion | AccessDenied | TransientStoreError | OutcomeUnknown):
         return False

@@ -1,4 +1,4 @@
-"""What happened: one record type, and sinks that receive it.
+"""Events: the record of something that happened during a run, and the sinks that receive it.
 
 A sink is any callable that takes an Event. A sink that raises is reported once and never stops
 a save (invariant 8).
@@ -44,7 +44,7 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One thing that happened. `fields` holds numbers and names with units in their keys."""
+    """Record of something that happened. Keys of `fields` carry units, as in `took_s`."""
 
     kind: Kind
     message: str
@@ -75,12 +75,12 @@ _LEVELS: Mapping[str, int] = {
 
 
 def log_event(event: Event) -> None:
-    """The default sink: the standard logger named `holdfast`."""
+    """Default sink: log the event to the standard logger named `holdfast`."""
     logger.log(_LEVELS.get(event.kind, logging.DEBUG), "%s", event.message)
 
 
 class Emitter:
-    """Hands events to sinks, and keeps a failing sink from harming a save."""
+    """Hands events to all sinks; logs the first exception of each sink and drops the others."""
 
     def __init__(self, sinks: tuple[Sink, ...] = (log_event,)) -> None:
         self._sinks = sinks

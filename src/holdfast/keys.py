@@ -1,6 +1,6 @@
-"""The keys that open sealed checkpoints: where they come from, and how they wrap a data key.
+"""Encryption keys: where they come from, and how they wrap the data key of a checkpoint.
 
-A checkpoint is sealed with a data key of its own, which is wrapped for each of the user's keys.
+Each checkpoint is encrypted with a data key of its own, which is wrapped for each user's key.
 Knows nothing of files; secrets are never shown in a `repr` or in an error.
 """
 
@@ -39,15 +39,15 @@ Wrap = Callable[[bytes, Mapping[str, str]], bytes]
 
 
 class Key(Protocol):
-    """Somebody for whom checkpoints are sealed."""
+    """A user's key: wraps data keys of checkpoints, and unwraps them again."""
 
     @property
     def name(self) -> str:
-        """What it is and which one, for people; tells no secret."""
+        """Kind and id of the key, for messages; reveals no secret."""
         ...
 
     def wrap(self, data_key: bytes, suite: Suite) -> Recipient:
-        """The data key, for this key alone.
+        """Encrypt the data key so that only this key can decrypt it.
 
         Raises:
             KeyUnavailable: the service that should do it refused.
@@ -55,17 +55,17 @@ class Key(Protocol):
         ...
 
     def unwrap(self, recipient: Recipient, commitment: bytes, suite: Suite) -> bytes | None:
-        """The data key; None when it was wrapped for another key.
+        """Decrypt a wrapped data key; None when it was wrapped for another key.
 
         Raises:
-            Tampered: it was wrapped for this key, and is not what was written.
+            Tampered: it was wrapped for this key, and was changed since.
             KeyUnavailable: the service that should do it refused.
         """
         ...
 
 
 class SecretKey:
-    """A key of 32 random bytes: who has it seals and opens."""
+    """A symmetric key of 32 random bytes, which both encrypts and decrypts."""
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) != SECRET_NBYTES:
@@ -77,28 +77,25 @@ class SecretKey:
 
     @property
     def text(self) -> str:
-        """The secret itself, as a key file holds it."""
+        """The secret in the notation of key files."""
         return f"holdfast-secret-1-{self._secret.hex()}"
 
     @property
     def name(self) -> str:
-        """See `Key.name`."""
         return f"secret key {_id_of(self._secret)}"
 
     def wrap(self, data_key: bytes, suite: Suite) -> Recipient:
-        """See `Key.wrap`."""
         salt, wrapped = _wrap(self._secret, data_key, suite)
         return Recipient(kind="secret", id=_id_of(self._secret), wrapped=wrapped, salt=salt)
 
     def unwrap(self, recipient: Recipient, commitment: bytes, suite: Suite) -> bytes | None:
-        """See `Key.unwrap`."""
         if (recipient.kind, recipient.id) != ("secret", _id_of(self._secret)):
             return None
         return _unwrap(self._secret, recipient, commitment, suite)
 
 
 class Passphrase:
-    """A key that a person remembers; slow to guess, by Argon2id."""
+    """A key derived from a passphrase with Argon2id, which makes guessing slow."""
 
     def __init__(self, text: str) -> None:
         if len(text) < MIN_PASSPHRASE_LENGTH:
@@ -117,11 +114,10 @@ class Passphrase:
 
     @property
     def name(self) -> str:
-        """See `Key.name`."""
         return "a passphrase"
 
     def wrap(self, data_key: bytes, suite: Suite) -> Recipient:
-        """See `Key.wrap`. All checkpoints of a process share the salt of the passphrase."""
+        """Wrap with the derived key. All checkpoints of a process share the passphrase's salt."""
         with self._lock:
             if self._ours is None:
                 self._ours = Argon2(
@@ -138,7 +134,6 @@ class Passphrase:
         )
 
     def unwrap(self, recipient: Recipient, commitment: bytes, suite: Suite) -> bytes | None:
-        """See `Key.unwrap`."""
         if recipient.kind != "passphrase" or recipient.argon2 is None:
             return None
         secret = self._stretched(recipient.argon2)
@@ -162,10 +157,10 @@ class Passphrase:
 
 
 class PublicKey:
-    """An X25519 public key: seals for whoever has the private one, and opens nothing.
+    """An X25519 public key: encrypts for the owner of the private key, and decrypts nothing.
 
-    Whoever knows it can make checkpoints that the owner of the private key opens, so on its own
-    it does not say who wrote them.
+    Anybody who knows it can write checkpoints that the private key opens, so a checkpoint does
+    not prove who wrote it.
     """
 
     def __init__(self, public: bytes) -> None:
@@ -178,59 +173,54 @@ class PublicKey:
 
     @property
     def text(self) -> str:
-        """The key as a key file holds it."""
+        """The public key in the notation of key files."""
         return f"holdfast-public-1-{self._public.hex()}"
 
     @property
     def name(self) -> str:
-        """See `Key.name`."""
         return f"public key {self.key_id}"
 
     @property
     def key_id(self) -> str:
-        """What names it in a checkpoint; tells nothing that it could be used with."""
+        """Id of the key in checkpoints: a hash, from which the key cannot be computed."""
         return _id_of(self._public)
 
     def wrap(self, data_key: bytes, suite: Suite) -> Recipient:
-        """See `Key.wrap`."""
         info = _hpke_info(suite.commitment(data_key))
         wrapped: bytes = _hpke().encrypt(data_key, self._key, info=info)
         return Recipient(kind="x25519", id=self.key_id, wrapped=wrapped.hex())
 
     def unwrap(self, recipient: Recipient, commitment: bytes, suite: Suite) -> bytes | None:
-        """See `Key.unwrap`: never, with this half of the pair."""
+        """Return None: only the private key can unwrap."""
         return None
 
 
 class PrivateKey:
-    """An X25519 private key: opens what was sealed for its public key."""
+    """An X25519 private key: decrypts what was encrypted for its public key."""
 
     def __init__(self, private: bytes) -> None:
         x25519 = cryptography_part("hazmat.primitives.asymmetric.x25519")
         self._private = private
         self._key = x25519.X25519PrivateKey.from_private_bytes(private)
         self.public = PublicKey(self._key.public_key().public_bytes_raw())
-        """The other half, to be given to whoever seals."""
+        """The public half, for processes that only encrypt."""
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
 
     @property
     def text(self) -> str:
-        """The secret itself, as a key file holds it."""
+        """The secret in the notation of key files."""
         return f"holdfast-private-1-{self._private.hex()}"
 
     @property
     def name(self) -> str:
-        """See `Key.name`."""
         return f"private key {self.public.key_id}"
 
     def wrap(self, data_key: bytes, suite: Suite) -> Recipient:
-        """See `Key.wrap`."""
         return self.public.wrap(data_key, suite)
 
     def unwrap(self, recipient: Recipient, commitment: bytes, suite: Suite) -> bytes | None:
-        """See `Key.unwrap`."""
         if (recipient.kind, recipient.id) != ("x25519", self.public.key_id):
             return None
         invalid = cryptography_part("exceptions").InvalidTag
@@ -244,15 +234,14 @@ class PrivateKey:
 
 
 class ServiceKey:
-    """A key that never leaves a service: two functions of yours call it.
+    """A key held by a key management service, which two functions of the user call.
 
     `wrap(data_key, context)` and `unwrap(wrapped, context)` take and give bytes and raise when the
-    service refuses. `context` says what the data key is for, as services take it beside the data:
-    it is the same at both calls. They are called from a thread of the save, once a checkpoint,
-    and end in time by themselves.
+    service refuses. `context` says what the data key is for, and is the same at both calls. They
+    are called from a thread of the save, once a checkpoint, and must have their own time limit.
 
-    `unwrap=None` says that this process is only meant to wrap: then it opens nothing with this
-    key, and nobody checks that anybody can. Otherwise preflight tries it.
+    With `unwrap=None` this process can only wrap, and decrypts nothing with this key; preflight
+    does not test such a key. It tests every other one.
     """
 
     def __init__(self, name: str, wrap: Wrap, unwrap: Wrap | None) -> None:
@@ -267,16 +256,13 @@ class ServiceKey:
 
     @property
     def name(self) -> str:
-        """See `Key.name`."""
         return f"service {self._name}" + (" (to wrap only)" if self._unwrap is None else "")
 
     def wrap(self, data_key: bytes, suite: Suite) -> Recipient:
-        """See `Key.wrap`."""
         wrapped = self._called(self._wrap, data_key, suite.commitment(data_key))
         return Recipient(kind="service", id=self._name, wrapped=wrapped.hex())
 
     def unwrap(self, recipient: Recipient, commitment: bytes, suite: Suite) -> bytes | None:
-        """See `Key.unwrap`."""
         if self._unwrap is None or (recipient.kind, recipient.id) != ("service", self._name):
             return None
         data_key = self._called(self._unwrap, bytes.fromhex(recipient.wrapped), commitment)
@@ -291,28 +277,28 @@ class ServiceKey:
         except Exception as error:
             raise KeyUnavailable(f"{self.name} refused: {error}") from error
         if not isinstance(answer, bytes) or not answer:
-            raise KeyUnavailable(f"{self.name} gave {type(answer).__name__} instead of bytes")
+            raise KeyUnavailable(f"{self.name} returned {type(answer).__name__} instead of bytes")
         return answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encryption:
-    """How checkpoints are sealed, and with what they are opened.
+    """Options of encryption: keys to write with, keys to read with, and the cipher.
 
     Raises:
         UsageError: a field is wrong.
     """
 
     keys: Key | Sequence[Key]
-    """For whom checkpoints are sealed: each of them opens what is written. All of them are tried
-    when something is read."""
+    """Keys that checkpoints are encrypted for: each of them can decrypt what is written. All of
+    them are tried when something is read."""
     also_read: Key | Sequence[Key] = ()
-    """Tried when something is read, such as the keys before a change of keys."""
+    """Further keys that are tried when something is read, such as those before a rotation."""
     suite: SuiteName = "aes-256-gcm"
-    """The cipher of what is written; what is read says its own."""
+    """Cipher for writing; checkpoints that are read name their own."""
     accept_plain: bool = False
-    """Whether checkpoints that are not sealed are read, too, as after encryption was switched on
-    in the middle of a run. Whoever can write to the store can then pass off one of his own."""
+    """Whether unencrypted checkpoints are read, too, as after encryption was switched on in the
+    middle of a run. Anybody who can write to the store can then plant one."""
 
     def __post_init__(self) -> None:
         if self.suite not in get_args(SuiteName):
@@ -331,23 +317,23 @@ class Encryption:
 
     @property
     def sealing(self) -> tuple[Key, ...]:
-        """The keys for which is sealed."""
+        """Keys that new checkpoints are encrypted for."""
         return _listed(self.keys)
 
     @property
     def opening(self) -> tuple[Key, ...]:
-        """The keys that are tried."""
+        """Keys that are tried for reading."""
         return (*_listed(self.keys), *_listed(self.also_read))
 
 
 def wrapped(keys: Iterable[Key], data_key: bytes, suite: Suite) -> KeyBox:
-    """The data key for each of the keys."""
+    """Wrap the data key for each of the keys."""
     recipients = tuple(key.wrap(data_key, suite) for key in keys)
     return KeyBox(commitment=suite.commitment(data_key).hex(), recipients=recipients)
 
 
 def try_key(key: Key, suite: Suite) -> bool:
-    """Wrap a made-up data key and unwrap it again. False: this half of a key opens nothing.
+    """Wrap a random data key and unwrap it again; False if the key can only wrap.
 
     Raises:
         KeyUnavailable: a service refuses one of the two.
@@ -359,11 +345,11 @@ def try_key(key: Key, suite: Suite) -> bool:
 
 
 def unwrapped(keys: Sequence[Key], boxes: Sequence[KeyBox], suite: Suite, *, what: str) -> bytes:
-    """The data key, which any of the keys opens in any of the boxes.
+    """Unwrap the data key with the first key that fits a recipient in any of the boxes.
 
     Raises:
         WrongKey: the boxes are for other keys.
-        Tampered: what is for one of the keys was changed.
+        Tampered: the data key wrapped for one of the keys was changed.
         KeyUnavailable: a service refused.
     """
     failures: list[Tampered | KeyUnavailable] = []
@@ -378,18 +364,18 @@ def unwrapped(keys: Sequence[Key], boxes: Sequence[KeyBox], suite: Suite, *, wha
                     continue
                 if data_key is not None:
                     return data_key
-    # While a service does not answer, nobody knows whether what is for it was changed too.
+    # A service that does not answer comes first: the data key wrapped for it may be intact.
     for failure in sorted(failures, key=lambda error: isinstance(error, Tampered)):
         raise type(failure)(f"{what}: {failure}") from failure
-    sealed_for = dict.fromkeys(f"{r.kind} {r.id}" for box in boxes for r in box.recipients)
+    recipients = dict.fromkeys(f"{r.kind} {r.id}" for box in boxes for r in box.recipients)
     raise WrongKey(
-        f"{what}: it is sealed for {', '.join(sealed_for)}; "
-        f"what was given is {', '.join(key.name for key in keys)}"
+        f"{what}: sealed for {', '.join(recipients)}; "
+        f"the keys given are {', '.join(key.name for key in keys)}"
     )
 
 
 def generate(kind: Literal["secret", "private"] = "secret") -> SecretKey | PrivateKey:
-    """A new key: a secret one, or a private one whose `public` half is given to who seals."""
+    """Generate a key: a secret one, or a private one whose `public` half only encrypts."""
     if kind == "private":
         return PrivateKey(fresh_secret())
     if kind == "secret":
@@ -398,23 +384,23 @@ def generate(kind: Literal["secret", "private"] = "secret") -> SecretKey | Priva
 
 
 def from_text(text: str, *, what: str = "the text") -> tuple[Key, ...]:
-    """The keys in a text: one on each line; empty lines and what begins with # are passed over.
+    """Parse the keys in a text: one on each line; empty lines and lines with # are skipped.
 
     Raises:
-        KeyUnavailable: there is none, or a line is none.
+        KeyUnavailable: the text has no key, or a line is not a key.
     """
     lines = [line.strip() for line in text.splitlines()]
-    found = [_key_of(line, what) for line in lines if line and not line.startswith("#")]
-    if not found:
-        raise KeyUnavailable(f"{what}: there is no key in it")
-    return tuple(found)
+    keys = [_key_of(line, what) for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise KeyUnavailable(f"{what}: it contains no key")
+    return tuple(keys)
 
 
 def from_file(path: str | os.PathLike[str]) -> tuple[Key, ...]:
-    """The keys in a file, as `from_text`.
+    """Read the keys in a file, in the notation of `from_text`.
 
     Raises:
-        KeyUnavailable: it cannot be read, or holds no key.
+        KeyUnavailable: the file cannot be read, or holds no key.
     """
     try:
         data = Path(path).read_bytes()
@@ -424,10 +410,10 @@ def from_file(path: str | os.PathLike[str]) -> tuple[Key, ...]:
 
 
 def from_environment(name: str) -> tuple[Key, ...]:
-    """The keys in an environment variable, as `from_text`.
+    """Read the keys in an environment variable, in the notation of `from_text`.
 
     Raises:
-        KeyUnavailable: it is not set, or holds no key.
+        KeyUnavailable: the variable is not set, or holds no key.
     """
     text = os.environ.get(name)
     if text is None:
@@ -436,17 +422,17 @@ def from_environment(name: str) -> tuple[Key, ...]:
 
 
 def from_command(command: str | Sequence[str]) -> tuple[Key, ...]:
-    """The keys that a command prints, as `from_text`; it runs without a shell.
+    """Run a command, without a shell, and parse the keys that it prints as `from_text` does.
 
     Raises:
-        KeyUnavailable: it fails, takes longer than a minute, or prints no key.
+        KeyUnavailable: the command fails, takes longer than a minute, or prints no key.
     """
     try:
         arguments = shlex.split(command) if isinstance(command, str) else [*command]
     except ValueError as error:
         raise UsageError(f"command: {error}") from None
     if not arguments:
-        raise UsageError("command: there is nothing to run")
+        raise UsageError("command: it is empty")
     what = f"key command {arguments[0]}"
     try:
         done = subprocess.run(
@@ -472,7 +458,7 @@ def _key_of(line: str, what: str) -> Key:
     if match is None:
         # Not the line itself: it may be a secret with a typing error.
         raise KeyUnavailable(
-            f"{what}: a line of {len(line)} characters is no key; a key begins with "
+            f"{what}: a line of {len(line)} characters is not a key; a key begins with "
             "holdfast-secret-1-, holdfast-private-1-, holdfast-public-1- or passphrase:"
         )
     made: dict[str, Any] = {"secret": SecretKey, "private": PrivateKey, "public": PublicKey}
@@ -496,7 +482,7 @@ def _id_of(secret: bytes) -> str:
 
 
 def _wrap(secret: bytes, data_key: bytes, suite: Suite) -> tuple[str, str]:
-    """(salt, wrapped) of a data key."""
+    """Encrypt a data key; returns (salt, wrapped), both in hex."""
     salt = fresh_secret()
     cipher = suite.cipher(secret, "wrap", salt=salt)
     return salt.hex(), cipher.encrypt(data_key, suite.commitment(data_key)).hex()
@@ -511,12 +497,12 @@ def _unwrap(secret: bytes, recipient: Recipient, commitment: bytes, suite: Suite
 
 def _fitting(data_key: bytes, commitment: bytes, suite: Suite, name: str) -> bytes:
     if len(data_key) != SECRET_NBYTES or suite.commitment(data_key) != commitment:
-        raise Tampered(f"what {name} opens is not the data key of this checkpoint")
+        raise Tampered(f"{name} decrypts to bytes that are not the data key of this checkpoint")
     return data_key
 
 
 def _hpke() -> Any:
-    """HPKE (RFC 9180) in base mode: X25519, HKDF-SHA256, AES-256-GCM."""
+    """The HPKE suite (RFC 9180) in base mode: X25519, HKDF-SHA256, AES-256-GCM."""
     hpke = cryptography_part("hazmat.primitives.hpke")
     return hpke.Suite(hpke.KEM.X25519, hpke.KDF.HKDF_SHA256, hpke.AEAD.AES_256_GCM)
 

@@ -1,4 +1,4 @@
-"""Weights without a run: one call from a checkpoint to a model."""
+"""Loading a model's weights from a checkpoint with one call, without a manager."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def load_weights(
     """Load a model's weights from a checkpoint, verified; owns nothing and runs no code from it.
 
     `source` is a root (its newest checkpoint), `root@step=1000`, `root@tag`, the folder of one
-    checkpoint, or a store, of which `which` may say another checkpoint than its newest. `include`
+    checkpoint, or a store, where `which` selects another checkpoint than the newest. `include`
     and `skip` choose leaves by `component.path` or by patterns, `rename` maps stored names to the
     model's, `edit` changes what is stored before it is compared with the model. `encrypt` has the
-    keys of sealed checkpoints. With `strict=False`, `notes` of the result says what was missing or
-    unexpected. `in_place` reads straight into the model, without memory for a second copy of it;
-    damage then leaves it mixed.
+    keys of encrypted checkpoints. With `strict=False`, `notes` of the result lists what was
+    missing or unexpected. `in_place` reads straight into the model, without memory for a second
+    copy of it; damage then leaves it mixed.
 
     Raises:
         UsageError: an argument names nothing, an edit cannot be made, or a CUDA graph is being
             captured.
-        NoCheckpoint: nothing there answers.
-        FormatError: it is damaged.
-        SealError: it is sealed for other keys, or not sealed.
+        NoCheckpoint: no checkpoint matches `source` and `which`.
+        FormatError: the checkpoint is damaged.
+        SealError: it is encrypted for other keys, or not encrypted.
         MismatchError: it does not fit the model; nothing was changed.
         OpaqueLoadFailed: the model was replaced in part when something failed.
     """
@@ -78,9 +78,9 @@ def load_weights(
                 threads=threads,
                 timeout_s=READ_TIMEOUT_S,
             )
-            found = reader.read(kept.entry, options)
-            found.prepared.apply(found.tensors)
+            loaded = reader.read(kept.entry, options)
+            loaded.prepared.apply(loaded.tensors)
             note_loaded([model])
     finally:
         threads.close()
-    return describe(store, kept.entry, notes=(*kept.notes, *found.prepared.notes))
+    return describe(store, kept.entry, notes=(*kept.notes, *loaded.prepared.notes))

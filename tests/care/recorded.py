@@ -18,7 +18,7 @@ from holdfast.format.manifest import (
     Timestamp,
     encode_manifest,
 )
-from holdfast.format.records import Closed, Process, Writer, encode_closed, encode_writer
+from holdfast.format.records import Closed, Process, WriterRecord, encode_closed, encode_writer
 from holdfast.store.base import Store, make_folder
 
 BEGIN = datetime(2026, 11, 20, 12, tzinfo=timezone.utc)
@@ -63,7 +63,7 @@ class RecordedRun:
     ) -> None:
         """A process claims the run; by default one that is gone by now."""
         self.epoch, self.sequence, self.point = self.epoch + 1, 0, point
-        claim = Writer(
+        claim = WriterRecord(
             epoch=self.epoch,
             nonce=f"{self.epoch:032x}",
             resumed_from=point,

@@ -297,7 +297,7 @@ def test_a_record_that_cannot_be_read_is_told_and_does_not_stop_training(clock: 
 
 
 def test_savers_of_a_part_cannot_have_it() -> None:
-    with pytest.raises(UsageError, match='"auto" weighs saves of the whole state only'):
+    with pytest.raises(UsageError, match='"auto" is only for saves of the whole state'):
         SideSaver("weights", every="auto", components=["model"])
 
 

@@ -17,7 +17,7 @@ from tests.cli.roots import Result, cut_off, flip, folder_of, overwrite
 from holdfast.engine.claims import claim
 from holdfast.engine.claims.process import this_process
 from holdfast.format import layout
-from holdfast.format.records import Alive, Writer, decode_writer, encode_alive, encode_writer
+from holdfast.format.records import Alive, WriterRecord, decode_writer, encode_alive, encode_writer
 from holdfast.store.local import LocalStore
 
 Command = Callable[..., Result]
@@ -34,7 +34,7 @@ def unfinished(root: Path) -> Path:
 def owned_by(root: Path, **changes: object) -> None:
     """Make the claim of the root that of another process, which has not closed."""
     path = root / "writers" / "00000001.json"
-    writer: Writer = decode_writer(path.read_bytes(), what="claim")
+    writer: WriterRecord = decode_writer(path.read_bytes(), what="claim")
     process = msgspec.structs.replace(this_process(), **changes)
     overwrite(path, encode_writer(msgspec.structs.replace(writer, process=process)))
     (root / "writers" / "00000001.closed.json").unlink()

@@ -21,7 +21,7 @@ from holdfast.engine.claims.process import this_process
 from holdfast.format.records import (
     Alive,
     AnswerRecord,
-    Writer,
+    WriterRecord,
     decode_writer,
     encode_alive,
     encode_answer,
@@ -211,7 +211,7 @@ def test_a_wrong_call_asks_nobody(holdfast: Command, root: Path, options: list[s
 def owned_by(root: Path, **changes: object) -> None:
     """Make the claim of the root that of a process that has not closed."""
     path = root / "writers" / "00000001.json"
-    writer: Writer = decode_writer(path.read_bytes(), what="claim")
+    writer: WriterRecord = decode_writer(path.read_bytes(), what="claim")
     process = msgspec.structs.replace(this_process(), **changes)
     overwrite(path, encode_writer(msgspec.structs.replace(writer, process=process)))
     (root / "writers" / "00000001.closed.json").unlink()

@@ -20,7 +20,7 @@ from holdfast.care import housekeeping as housekeeping_module
 from holdfast.care.verify import verify
 from holdfast.engine.loading import load as load_module
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.format import blocks, sealed
+from holdfast.format import blocks, checked
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import Last
 from holdfast.store.local import LocalStore
@@ -381,6 +381,6 @@ def test_a_reader_that_ignores_the_version_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R21: the mutant reads what it does not understand."""
-    monkeypatch.setattr(sealed, "check_version", lambda *args, **named: None)
+    monkeypatch.setattr(checked, "check_version", lambda *args, **named: None)
     with pytest.raises(pytest.fail.Exception):
         test_a_newer_format_is_refused_and_not_walked_around(tmp_path)

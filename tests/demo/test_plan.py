@@ -6,18 +6,20 @@ from itertools import pairwise
 
 import pytest
 
-from holdfast.demo.plan import Plan, draw_kills, fast_plan, full_plan
+from holdfast.demo.plan import DemoPlan, draw_kills, fast_plan, full_plan
 from holdfast.errors import UsageError
 
 
 @pytest.mark.parametrize("plan", [full_plan(3), fast_plan(4)])
-def test_a_plan_crosses_the_pipe_unchanged(plan: Plan) -> None:
-    assert Plan.from_json(plan.to_json()) == plan
+def test_a_plan_crosses_the_pipe_unchanged(plan: DemoPlan) -> None:
+    assert DemoPlan.from_json(plan.to_json()) == plan
 
 
 @pytest.mark.parametrize("plan", [full_plan(3), fast_plan(4)])
 @pytest.mark.parametrize("draw", [0.0, 0.5, 0.999])
-def test_kills_come_in_order_with_saves_before_and_between_them(plan: Plan, draw: float) -> None:
+def test_kills_come_in_order_with_saves_before_and_between_them(
+    plan: DemoPlan, draw: float
+) -> None:
     kills = draw_kills(plan, [draw] * 6)
     moments = [0, *(kill.after_step for kill in kills), plan.num_steps]
     assert all(b - a > 2 * plan.save_every for a, b in pairwise(moments))

@@ -18,7 +18,7 @@ import holdfast
 from holdfast.demo import main, story
 from holdfast.demo.plan import Kill, fast_plan
 from holdfast.demo.process import Worker, WorkerFailed
-from holdfast.demo.record import Run
+from holdfast.demo.record import RunRecord
 from holdfast.demo.worker import make_state
 from holdfast.errors import FormatError, NoCheckpoint, UsageError
 
@@ -162,6 +162,6 @@ def _is_alive(process: psutil.Process) -> bool:
 def test_a_plan_whose_kill_never_comes_is_refused(tmp_path: Path) -> None:
     plan = fast_plan(1)
     kill = Kill(after_step=10**6, inside_save=False, moment=0.0, flip_bit=False)
-    run = Run(name="killed")
+    run = RunRecord(name="killed")
     with pytest.raises(UsageError, match="ended before its kill"):
         story.live(run, tmp_path / "root", plan, kill=kill)

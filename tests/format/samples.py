@@ -121,7 +121,7 @@ def documents() -> list[Document]:
         ),
         (
             "writer",
-            r.Writer(
+            r.WriterRecord(
                 epoch=4,
                 nonce=NONCE,
                 resumed_from=REFERENCE,

@@ -12,6 +12,7 @@ from tests.format.samples import make_manifest
 
 from holdfast import errors
 from holdfast.format import envelope
+from holdfast.format.checked import encode_checked
 from holdfast.format.envelope import (
     Contents,
     check_mark,
@@ -25,7 +26,6 @@ from holdfast.format.envelope import (
     open_sealed,
 )
 from holdfast.format.manifest import FileEntry, decode_register, encode_manifest
-from holdfast.format.sealed import seal as seal_document
 from holdfast.format.segments import SEGMENT_NBYTES, num_segments, stored_nbytes
 from holdfast.format.suites import Suite, fresh_secret
 from holdfast.keys import SecretKey, wrapped
@@ -173,7 +173,7 @@ def test_a_box_names_few_recipients() -> None:
     keys = [SecretKey(fresh_secret()) for _ in range(envelope.MAX_RECIPIENTS + 1)]
     box = msgspec.to_builtins(wrapped(keys, DATA_KEY, SUITE))
     with pytest.raises(errors.FormatError):
-        decode_box(seal_document("keys", {"requires": ["sealed"], **box}), what="b")
+        decode_box(encode_checked("keys", {"requires": ["sealed"], **box}), what="b")
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, SEGMENT_NBYTES - 1, SEGMENT_NBYTES, SEGMENT_NBYTES + 1])

@@ -381,7 +381,7 @@ def test_places_are_checked_without_their_sums_leaving_64_bits(
 
 @pytest.mark.parametrize(
     ("tensor", "message"),
-    [([0, 0], "two shards, each the whole"), ([1, 1], "no shard"), ([0, 2], "not there")],
+    [([0, 0], "two shards, each the whole"), ([1, 1], "no shard"), ([0, 2], "does not exist")],
 )
 def test_each_whole_tensor_has_one_shard(tensor: list[int], message: str) -> None:
     document = sample()

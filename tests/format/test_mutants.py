@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from tests.format import (
     test_blocks,
+    test_checked,
     test_codec,
     test_index,
     test_manifest,
     test_objects,
     test_records,
-    test_sealed,
     test_stored,
     test_strictjson,
     test_tensors,
@@ -26,6 +26,7 @@ from tests.format.samples import documents
 
 from holdfast.format import (
     blocks,
+    checked,
     chunks,
     frames,
     index,
@@ -33,7 +34,6 @@ from holdfast.format import (
     manifest,
     objects,
     records,
-    sealed,
     strictjson,
     tensors,
 )
@@ -62,9 +62,9 @@ def covers(*arguments: Any, **options: Any) -> bool:
     return True
 
 
-def check_sealed() -> None:
+def check_checked() -> None:
     notes = next(document for document in documents() if document.name == "notes")
-    test_sealed.check_no_changed_byte_is_accepted(notes)
+    test_checked.check_no_changed_byte_is_accepted(notes)
 
 
 def check_headers() -> None:
@@ -90,13 +90,13 @@ def check_keys_of_one_hash() -> None:
 
 
 MUTANTS: list[tuple[str, Any, str, Any, Callable[[], None]]] = [
-    ("R30, D14: the seal", sealed, "_check_seal", passes, check_sealed),
+    ("R30, D14: the digest", checked, "_check_digest", passes, check_checked),
     (
         "D60: the version",
-        sealed,
+        checked,
         "check_version",
         passes,
-        test_sealed.check_other_versions_are_refused,
+        test_checked.check_other_versions_are_refused,
     ),
     (
         "D14: a block's digest",

@@ -48,7 +48,7 @@ def expect_version(document: Any) -> None:
 
 
 def sealed(path: Path) -> dict[str, Any]:
-    """A sealed document (section 2)."""
+    """A self-checking document (section 2)."""
     data = path.read_bytes()
     start = data.rindex(b"\n", 0, -1) + 1
     document: dict[str, Any] = strict_json(data)

@@ -30,7 +30,7 @@ Service = Callable[[bytes, str], bytes]
 
 
 def document(path: Path, kind: str) -> dict[str, Any]:
-    """A sealed document (section 2) of a kind that only sealed checkpoints have."""
+    """A self-checking document (section 2) of a kind that only sealed checkpoints have."""
     data = path.read_bytes()
     start = data.rindex(b"\n", 0, -1) + 1
     found: dict[str, Any] = json.loads(data)

@@ -132,8 +132,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="error-shows-a-mistyped-secret",
         promise="R31: an error shows nothing of a secret",
         file="keys.py",
-        before='f"{what}: a line of {len(line)} characters is no key; a key begins with "',
-        after='f"{what}: {line} is no key; a key begins with "',
+        before='f"{what}: a line of {len(line)} characters is not a key; a key begins with "',
+        after='f"{what}: {line} is not a key; a key begins with "',
         near=("tests/test_keys.py",),
     ),
     Mutant(

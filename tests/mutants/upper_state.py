@@ -122,8 +122,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="pattern-names-prefixes-of-segments",
         promise="D58: a path in a pattern names exactly what it says",
         file="state/selection.py",
-        before="pattern[at] in (_ONE, path[here]):",
-        after="pattern[at] in (_ONE, path[here][: len(pattern[at])]):",
+        before="pattern[at] in (_ONE, path[position]):",
+        after="pattern[at] in (_ONE, path[position][: len(pattern[at])]):",
         near=("tests/state/test_selection.py",),
     ),
     Mutant(

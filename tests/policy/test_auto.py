@@ -19,7 +19,7 @@ from holdfast.policy.classes import Due, Saved, SavePolicy
 from holdfast.policy.measured import History, SaveCost
 from holdfast.policy.simulate import Costs, exponential_failures, simulate
 from holdfast.policy.spoken import as_trigger
-from holdfast.policy.triggers import AnyOf, Every
+from holdfast.policy.triggers import AnyTrigger, Every
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 COST = SaveCost(stall_s=2.0, write_s=30.0)
@@ -53,13 +53,13 @@ def test_a_policy_may_have_it_in_either_class() -> None:
     assert policy == SavePolicy(permanent=Every("1ep"), ephemeral=Auto())
     assert policy.auto is policy.ephemeral
     both = SavePolicy(permanent=Auto() | Every("1000step"))
-    assert isinstance(both.permanent, AnyOf)
+    assert isinstance(both.permanent, AnyTrigger)
     assert both.auto is both.permanent.triggers[0]
     assert SavePolicy(permanent="1ep").auto is None
 
 
 def test_twice_in_one_policy_is_refused() -> None:
-    with pytest.raises(UsageError, match='"auto" more than once'):
+    with pytest.raises(UsageError, match='"auto" is given twice'):
         SavePolicy(permanent="auto", ephemeral="auto")
 
 

@@ -194,8 +194,8 @@ def test_a_cool_down_is_refused_exactly_when_no_ephemeral_save_would_follow(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "nothing would be saved"),
-        ({"permanent": "5step", "cooldown": "2step"}, "there are none"),
+        ({}, "nothing is saved"),
+        ({"permanent": "5step", "cooldown": "2step"}, "needs ephemeral saves"),
         ({"permanent": "5step", "ephemeral": "5step"}, "must be more often"),
         ({"permanent": "5step", "ephemeral": "15step"}, "must be more often"),
         (

@@ -77,7 +77,7 @@ def test_text_with_a_unit_is_read(text: str, value: float, unit: Unit) -> None:
         ("1.01dur", "above zero and at most 1"),
         ("-0.5dur", "above zero and at most 1"),
         ("1e-9999dur", "above zero"),
-        ("0.1dur5step", "put together"),
+        ("0.1dur5step", "can be combined"),
         ("1.5cycle", "whole number"),
         ("0step", "above zero"),
         ("0s", "above zero"),
@@ -90,7 +90,7 @@ def test_text_with_a_unit_is_read(text: str, value: float, unit: Unit) -> None:
         ("30m1h", "larger unit to the smaller"),
         ("1h1h", "larger unit to the smaller"),
         ("1h5step", "larger unit to the smaller"),
-        ("1ep5step", "put together"),
+        ("1ep5step", "can be combined"),
     ],
 )
 def test_anything_else_is_refused_with_the_argument_named(value: str, message: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.format.manifest import Timestamp
 from holdfast.policy import rule, rules
-from holdfast.policy.retention import AnyOf, Candidate, Last, Rule, ThenDrop, decide
+from holdfast.policy.retention import AnyRule, Candidate, Last, Rule, ThenDrop, decide
 from holdfast.policy.spelling import parse_rule
 from holdfast.store.local import LocalStore
 from runs import new_run
@@ -67,4 +67,4 @@ def test_the_table_lists_every_rule_in_both_spellings() -> None:
         value for value in known.values() if isinstance(value, type) and issubclass(value, Rule)
     }
     # `Nothing` has no spelling: it is what `keep_local=0` of two tiers means.
-    assert every - {Rule, AnyOf, ThenDrop, rules.Nothing} == listed
+    assert every - {Rule, AnyRule, ThenDrop, rules.Nothing} == listed

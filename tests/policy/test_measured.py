@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from holdfast.policy.measured import (
     ASSUMED_RESTART_S,
     NUM_RECENT,
-    Pace,
+    DelayMeter,
     SaveCost,
     recent,
     typical_costs,
@@ -80,10 +80,10 @@ def test_one_or_two_delays_may_be_chance() -> None:
 
 
 class Steps:
-    """Steps that take as long as a test says, looked at by a Pace."""
+    """Steps that take as long as a test says, looked at by a DelayMeter."""
 
     def __init__(self) -> None:
-        self.pace, self.step, self.wall_s = Pace(), 0, 0.0
+        self.pace, self.step, self.wall_s = DelayMeter(), 0, 0.0
 
     def go(self, *lengths_s: float, is_writing: bool = False) -> list[float]:
         """Gives the delays that were found."""

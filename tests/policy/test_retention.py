@@ -14,7 +14,7 @@ from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.retention import (
     All,
-    AnyOf,
+    AnyRule,
     Best,
     Budget,
     ByClass,
@@ -128,7 +128,7 @@ def any_of(parts: st.SearchStrategy[Rule]) -> st.SearchStrategy[Rule]:
     """One of them, or several together, some of which drop the optimizer."""
     thinning = parts | parts.map(lambda rule: rule.then_drop("optimizer"))
     return st.lists(thinning, min_size=1, max_size=3).map(
-        lambda found: found[0] if len(found) == 1 else AnyOf(tuple(found))
+        lambda found: found[0] if len(found) == 1 else AnyRule(tuple(found))
     )
 
 
@@ -408,9 +408,9 @@ def test_reasons_name_every_rule_that_keeps() -> None:
 
 def test_rules_join_flat_and_show_themselves() -> None:
     rule = Last(3) | Best("loss", n=2, mode="max") | EveryNth("90min") | All()
-    assert isinstance(rule, AnyOf)
+    assert isinstance(rule, AnyRule)
     assert str(rule) == "last 3 | best 2 loss (max) | every 5400s | all"
-    assert Last(1) | (Last(2) | Last(3)) == AnyOf((Last(1), Last(2), Last(3)))
+    assert Last(1) | (Last(2) | Last(3)) == AnyRule((Last(1), Last(2), Last(3)))
     with pytest.raises(TypeError):
         Last(1) | 3  # type: ignore[operator]
 

@@ -11,7 +11,7 @@ from holdfast.format.manifest import Timestamp
 from holdfast.policy.classes import Due, SavePolicy
 from holdfast.policy.retention import BySaver, Last
 from holdfast.policy.savers import SideSaver, combined_rule
-from holdfast.policy.schedule import Record, Schedule, covers, together
+from holdfast.policy.schedule import Schedule, ScheduleRecord, covers, together
 from holdfast.policy.triggers import At, AtEnd, Every, On
 
 WEIGHTS = SideSaver("weights", every="2step", components=["model"], keep=Last(9))
@@ -74,7 +74,7 @@ def test_a_resume_rebuilds_where_each_saver_last_saved() -> None:
     for cut in (4, 8, 12):
         resumed = Schedule("4step", [hours])
         records = [
-            Record(savers=due.savers, save_class=due.save_class, timestamp=at(step))
+            ScheduleRecord(savers=due.savers, save_class=due.save_class, timestamp=at(step))
             for step, due in sorted(expected.items(), reverse=True)
             if step <= cut
         ]
@@ -138,7 +138,7 @@ def test_a_save_covers_what_is_less() -> None:
         (lambda: SideSaver("w", every="1", components=["model"]), "unit"),
         (lambda: SideSaver("w", every="1h", components=["model"], keep=3), "keep"),  # type: ignore[arg-type]
         (lambda: Schedule(None, [WEIGHTS, WEIGHTS]), "two are named"),
-        (lambda: combined_rule(None, [WEIGHTS], ["optimizer"]), "not there"),
+        (lambda: combined_rule(None, [WEIGHTS], ["optimizer"]), "does not have"),
         (lambda: combined_rule(None, ["weights"], ["model"]), "SideSaver"),  # type: ignore[list-item]
     ],
 )

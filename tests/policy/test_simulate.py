@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from holdfast.errors import UsageError
 from holdfast.policy.simulate import (
     Costs,
-    Outcome,
+    SimulatedRun,
     expected_goodput,
     exponential_failures,
     simulate,
@@ -62,7 +62,7 @@ def test_saves_that_are_committed_at_once_give_the_complete_model_of_daly(
 
 def test_without_failures_only_saving_costs() -> None:
     outcome = simulate(90, Costs(stall_s=10, restart_s=50), [], over_s=10_000)
-    assert outcome == Outcome(
+    assert outcome == SimulatedRun(
         wall_s=10_000,
         useful_s=9000,
         lost_s=0,
@@ -106,7 +106,7 @@ def test_a_save_waits_for_the_one_before() -> None:
     assert costs.cycle_s(200) == 203
 
 
-def replay(interval_s: int, costs: Costs, failures: list[int], over_s: int) -> Outcome:
+def replay(interval_s: int, costs: Costs, failures: list[int], over_s: int) -> SimulatedRun:
     """The same second by second: slow and plain."""
     totals = dict.fromkeys(("useful_s", "lost_s", "saving_s", "down_s"), 0)
     num_saves = 0
@@ -137,7 +137,7 @@ def replay(interval_s: int, costs: Costs, failures: list[int], over_s: int) -> O
         kept = work if end == over_s and number == len(failures) else kept
         totals["useful_s"] += kept
         totals["lost_s"] += work - kept
-    return Outcome(wall_s=over_s, num_failures=len(failures), num_saves=num_saves, **totals)
+    return SimulatedRun(wall_s=over_s, num_failures=len(failures), num_saves=num_saves, **totals)
 
 
 @given(

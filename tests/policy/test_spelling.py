@@ -85,6 +85,6 @@ def test_a_text_that_spells_no_rule_is_refused(text: str) -> None:
 
 def test_a_metric_with_a_comma_is_refused_in_words() -> None:
     """Issue 20, line 10: what stands behind the comma is another rule."""
-    with pytest.raises(UsageError, match=r"no rule.*comma"):
+    with pytest.raises(UsageError, match=r"unknown rule.*comma"):
         parse_rule("best:val/acc,top5:max")
     assert parse_rule("best:a,all") == Best("a") | All()

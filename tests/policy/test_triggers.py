@@ -207,7 +207,7 @@ def test_fixed_places_may_have_any_unit() -> None:
     ("steps", "message"),
     [
         ([], "must name a place"),
-        ([5, 6, 5], "5step stands there twice"),
+        ([5, 6, 5], "5step is given twice"),
         ([0], "above zero"),
         ([-1], "above zero"),
         ([True], "whole number"),

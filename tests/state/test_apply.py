@@ -151,7 +151,7 @@ def test_a_prepared_load_is_applied_once() -> None:
     saved = image(state)
     prepared = saved.prepare(state)
     prepared.apply(saved.tensors)
-    with pytest.raises(UsageError, match="applied before"):
+    with pytest.raises(UsageError, match="already applied"):
         prepared.apply(saved.tensors)
 
 

@@ -18,7 +18,7 @@ from holdfast.state.apply import StoredComponent, prepare
 from holdfast.state.capture import capture
 from holdfast.state.copying import copy_tensors
 from holdfast.state.dtypes import DTYPE_NAMES
-from holdfast.state.merge import Claims, Merge, StoredPlace
+from holdfast.state.merge import Claims, Merge, StoredPlacement
 from holdfast.state.trees import decode_skeleton
 from state.roundtrip import image, packed
 
@@ -327,7 +327,7 @@ def test_a_node_that_does_not_fit_its_tensor_is_refused(
 
 
 def test_a_live_tensor_on_another_device_is_copied_into_and_that_is_said() -> None:
-    class Elsewhere(StoredPlace):
+    class Elsewhere(StoredPlacement):
         def device(self, ref: TensorRef) -> torch.device:
             return torch.device("meta")
 

@@ -422,7 +422,7 @@ def test_a_value_in_the_place_of_a_tensor_is_refused() -> None:
     saved.stored["model"] = StoredComponent(
         name="model", kind="module", tree=encode_tree({"weight": 1, "bias": 2}), tensors={}
     )
-    with pytest.raises(MismatchError, match="stored no tensor"):
+    with pytest.raises(MismatchError, match="live value is a tensor, the stored one is not"):
         saved.prepare({"model": nn.Linear(2, 2)})
 
 

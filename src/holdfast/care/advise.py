@@ -18,7 +18,7 @@ from holdfast.engine.claims.process import liveness
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import FormatError
 from holdfast.format.manifest import Reference
-from holdfast.format.records import Process, Writer
+from holdfast.format.records import Process, WriterRecord
 from holdfast.policy.measured import MAX_S, NUM_RECENT, History, SaveCost, recent
 from holdfast.store.base import Store
 
@@ -153,8 +153,8 @@ def _of_this_run(entries: Sequence[Entry], epochs: Sequence[int]) -> list[Entry]
     return sorted(own, key=lambda entry: entry.order)
 
 
-def _read_claims(catalog: Catalog, epochs: Sequence[int]) -> tuple[list[Writer], list[str]]:
-    claims: list[Writer] = []
+def _read_claims(catalog: Catalog, epochs: Sequence[int]) -> tuple[list[WriterRecord], list[str]]:
+    claims: list[WriterRecord] = []
     broken: list[str] = []
     for epoch in epochs:
         try:
@@ -239,7 +239,7 @@ def _is_by_interval(entry: Entry) -> bool:
 
 
 def _starts(
-    store: Store, claims: Sequence[Writer], entries: Sequence[Entry]
+    store: Store, claims: Sequence[WriterRecord], entries: Sequence[Entry]
 ) -> Iterator[RecordedStart]:
     by_order = {entry.order: entry for entry in entries}
     for number, claim in enumerate(claims, start=1):
@@ -259,7 +259,7 @@ def _starts(
         )
 
 
-def _ending(store: Store, claim: Writer, following: Writer | None) -> Ending:
+def _ending(store: Store, claim: WriterRecord, following: WriterRecord | None) -> Ending:
     if is_closed(store, claim.epoch):
         return "closed"
     if following is not None and _is_same(claim.process, following.process):
@@ -278,7 +278,7 @@ def _is_same(one: Process, other: Process) -> bool:
 
 
 def _lost(
-    failed: Writer, following: Writer, entries: Mapping[tuple[int, int], Entry]
+    failed: WriterRecord, following: WriterRecord, entries: Mapping[tuple[int, int], Entry]
 ) -> tuple[int | None, float | None]:
     """Steps left behind and seconds since the commit, where the next start went on from `failed`.
 

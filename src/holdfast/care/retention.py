@@ -25,7 +25,7 @@ from holdfast.errors import (
     Superseded,
 )
 from holdfast.format.manifest import Deleted, Manifest, encode_manifest
-from holdfast.format.records import Writer
+from holdfast.format.records import WriterRecord
 from holdfast.policy.retention import Candidate, Decision, Rule, decide, stands_in, unmet
 from holdfast.store.base import LinksFiles, Store, is_one_file
 
@@ -198,7 +198,7 @@ class Deleter:
         self._verified: set[str] = set()
         self._known: dict[str, Manifest] = {}
         """By folder: manifests, which do not change until somebody begins to delete them."""
-        self._claims: dict[int, Writer] = {}
+        self._claims: dict[int, WriterRecord] = {}
         """Those that were read under `_claimed`, by epoch: they change only when a run is claimed,
         where two tiers had been claimed apart."""
         self._claimed = 0

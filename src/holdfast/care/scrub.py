@@ -20,6 +20,7 @@ from holdfast.errors import (
 )
 from holdfast.format import layout
 from holdfast.format.blocks import file_digest, split
+from holdfast.format.checked import MAX_CHECKED_NBYTES
 from holdfast.format.envelope import (
     MAX_MARK_NBYTES,
     Visible,
@@ -29,7 +30,6 @@ from holdfast.format.envelope import (
     is_mark,
 )
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES, FileEntry
-from holdfast.format.sealed import MAX_SEALED_NBYTES
 from holdfast.store.base import Store
 
 NOTE = "sealed, and no key was given: compared as it is stored, not opened"
@@ -175,7 +175,7 @@ def _sidecars(reader: FolderReader, names: tuple[str, ...]) -> Iterator[Problem]
 
 
 def _check_box(data: bytes, *, what: str) -> None:
-    decode_box(data[: MAX_SEALED_NBYTES + 1], what=what)
+    decode_box(data[: MAX_CHECKED_NBYTES + 1], what=what)
 
 
 def _check_sidecar(data: bytes, *, what: str) -> None:

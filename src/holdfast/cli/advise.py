@@ -26,7 +26,7 @@ from holdfast.policy.advisor import (
     shares,
     span,
 )
-from holdfast.policy.auto import Auto, Plan
+from holdfast.policy.auto import Auto, IntervalPlan
 from holdfast.policy.clock import Time, Unit, parse
 from holdfast.policy.measured import ASSUMED_RESTART_S, MIN_DELAYS, typical_costs
 from holdfast.policy.simulate import Costs
@@ -287,7 +287,7 @@ def _missing(facts: RecordedFacts) -> str:
     )
 
 
-def _auto(facts: RecordedFacts, inputs: Mapping[str, _Input]) -> Plan | None:
+def _auto(facts: RecordedFacts, inputs: Mapping[str, _Input]) -> IntervalPlan | None:
     """What `every="auto"` makes of the record, the cap and the failures; other options it lacks."""
     costs = typical_costs(facts.saves, facts.history.resumes_s)
     rate, cap = inputs["mtbf_s"], inputs["overhead_cap"].value
@@ -297,7 +297,7 @@ def _auto(facts: RecordedFacts, inputs: Mapping[str, _Input]) -> Plan | None:
     return None if costs is None else auto.decide(costs, failures)
 
 
-def _auto_note(auto: Plan | None) -> str:
+def _auto_note(auto: IntervalPlan | None) -> str:
     if auto is None:
         return f'every="auto" would save after {span(Auto().at_least.value)} first, to measure'
     return f'every="auto" would save {auto}'
@@ -419,7 +419,7 @@ def _document(
     }
 
 
-def _auto_document(auto: Plan) -> dict[str, Any]:
+def _auto_document(auto: IntervalPlan) -> dict[str, Any]:
     return {"interval_s": auto.interval_s, "limit": auto.limit, "text": str(auto)}
 
 

@@ -28,7 +28,7 @@ from holdfast.errors import (
 )
 from holdfast.format import layout
 from holdfast.format.manifest import Manifest
-from holdfast.format.records import AnswerRecord, Writer, decode_alive
+from holdfast.format.records import AnswerRecord, WriterRecord, decode_alive
 from holdfast.policy.clock import Unit, parse
 from holdfast.store.base import Store, refresh_folder
 
@@ -171,7 +171,7 @@ class _Owner:
         if state == "unknown":
             self._watch(writer, is_new=is_new)
 
-    def _watch(self, writer: Writer, *, is_new: bool) -> None:
+    def _watch(self, writer: WriterRecord, *, is_new: bool) -> None:
         """Of a process on another host only the heartbeat is known."""
         now = time.monotonic()
         beat = _beat(self._store, writer.epoch)
@@ -182,7 +182,7 @@ class _Owner:
         if is_new:
             _say(f"{self.text}: whether it lives cannot be seen from here; asking it all the same")
 
-    def _gone(self, writer: Writer, what: str) -> NotOwned:
+    def _gone(self, writer: WriterRecord, what: str) -> NotOwned:
         return NotOwned(
             f"{self._store.url}: {self.text}, which has owned this run since {writer.created}, "
             f"{what}, so nobody can save it"

@@ -1,4 +1,4 @@
-"""The main job on real input: train, be killed, resume, and compare with the undisturbed run.
+"""The demo: train, be killed, resume, and compare with an undisturbed run.
 
-`story` drives it, `worker` is the training process that gets killed, `report` shows what happened.
+`story` runs it, `worker` is the training process that gets killed, `report` prints the result.
 """

@@ -1,4 +1,4 @@
-"""The picture of the demo: both loss curves, and the way of the killed run through time."""
+"""Plot of the demo: the loss curves of both runs, and the steps of the killed run over time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.demo.record import Life, Record, Run
+from holdfast.demo.record import DemoRecord, ProcessRecord, RunRecord
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,15 +17,15 @@ _CALM, _DARK, _RED, _GREEN = "#9ecae1", "#08306b", "#cb181d", "#238b45"
 
 
 def check_library() -> None:
-    """Raise `UsageError` unless the picture can be drawn; asked before the long part."""
+    """Raise `UsageError` if matplotlib is missing, before the long part begins."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise UsageError("the demo draws with matplotlib: pip install 'holdfast[demo]'") from error
 
 
-def draw(record: Record, path: Path) -> None:
-    """Write the picture to `path`, as PNG."""
+def draw(record: DemoRecord, path: Path) -> None:
+    """Write the plot to `path`, as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -33,13 +33,13 @@ def draw(record: Record, path: Path) -> None:
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, height_ratios=[1.0, 1.1])
     _draw_losses(above, record)
-    _draw_way(below, record.killed)
+    _draw_progress(below, record.killed)
     verdict = "the same run, bit for bit" if record.is_identical else "THE RUNS DIFFER"
     figure.suptitle(f"Killed and resumed {record.killed.num_kills} times: {verdict}")
     figure.savefig(path)
 
 
-def _draw_losses(axes: Axes, record: Record) -> None:
+def _draw_losses(axes: Axes, record: DemoRecord) -> None:
     styles = ((record.undisturbed, _CALM, 5.0), (record.killed, _DARK, 1.2))
     for run, color, width in styles:
         steps = sorted(run.losses)
@@ -61,8 +61,8 @@ def _draw_losses(axes: Axes, record: Record) -> None:
     axes.legend(loc="upper right", bbox_to_anchor=(1.0, 0.8), frameon=False)
 
 
-def _draw_way(axes: Axes, run: Run) -> None:
-    """Step against time: it climbs, falls back at a resume, and climbs again."""
+def _draw_progress(axes: Axes, run: RunRecord) -> None:
+    """Draw the step over time: it climbs, falls back at each resume, and climbs again."""
     begin_s = run.lives[0].began_s
     for life in run.lives:
         climb = [(life.steps[0][0], life.began_at), *((at, step) for at, step, _ in life.steps)]
@@ -91,12 +91,12 @@ def _columns(points: Sequence[tuple[float, int]]) -> tuple[list[float], list[int
     return [at for at, _ in points], [step for _, step in points]
 
 
-def _killed(run: Run) -> list[Life]:
+def _killed(run: RunRecord) -> list[ProcessRecord]:
     return [life for life in run.lives if life.was_killed]
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    """Exponential mean, without the pull of its start."""
+    """Exponential moving average, corrected for its start at zero."""
     smooth, weight, result = 0.0, 0.0, []
     for value in values:
         smooth = _SMOOTHING * smooth + (1 - _SMOOTHING) * value

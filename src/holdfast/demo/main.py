@@ -1,4 +1,4 @@
-"""The demo from one end to the other: what `holdfast demo` calls."""
+"""Entry point of the demo, called by `holdfast demo`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ PICTURE = "demo.png"
 
 
 def run(out: Path, *, seed: int | None = None, fast: bool = False, as_json: bool = False) -> int:
-    """Run the demo in the folder `out`; 0 when both runs are the same, bit for bit, else 1.
+    """Run the demo in the folder `out`; returns 0 if both runs are the same, bit for bit, else 1.
 
-    It leaves `demo.json` (the record), `demo.png` (the picture), and the roots and logs of both
+    It leaves `demo.json` (the record), `demo.png` (the plot), and the roots and logs of both
     runs. An earlier demo in `out` is removed. With `as_json` the record also goes to standard
-    output, and all else to standard error. `seed` is drawn when None; `fast` takes a tiny model.
+    output, and all else to standard error. None draws a seed; `fast` takes a tiny model.
 
     Raises:
         UsageError: `out` holds something else, or matplotlib is not installed.
-        WorkerFailed: a training process failed by itself.
-        DeadlineExceeded: one said nothing for two minutes.
+        WorkerFailed: a training process failed without being killed.
+        DeadlineExceeded: a training process reported nothing for two minutes.
     """
     figure.check_library()
     story.prepare(out)

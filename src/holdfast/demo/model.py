@@ -1,4 +1,4 @@
-"""A small GPT over bytes: enough to learn something in a minute on two cores."""
+"""A small GPT over bytes that learns something in a minute on two cores."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch.nn import functional
 from holdfast.demo.plan import Shape
 
 
-class Block(nn.Module):
-    """Attention and a feed-forward part, each normalised first and added to its input."""
+class TransformerBlock(nn.Module):
+    """Attention and a feed-forward network, each with layer norm before and a residual."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """x and the result: [batch, time, width]."""
+        """Apply the block; x and the result are [batch, time, width]."""
         x = x + self._attend(self.attention_norm(x))
         result: Tensor = x + self.feed_forward(x)
         return result
@@ -43,26 +43,26 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next byte. The output layer shares its weight with the embedding."""
+    """Predicts the next byte; the output layer shares its weight with the embedding."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.position = nn.Parameter(torch.zeros(shape.context, shape.width))
-        self.blocks = nn.Sequential(*(Block(shape) for _ in range(shape.num_layers)))
+        self.blocks = nn.Sequential(*(TransformerBlock(shape) for _ in range(shape.num_layers)))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         self.head.weight = self.embedding.weight
         self.apply(_initialise)
 
     def forward(self, text: Tensor) -> Tensor:
-        """text [batch, time] → logits [batch, time, vocabulary]."""
+        """Compute logits [batch, time, vocabulary] from text [batch, time]."""
         x = self.embedding(text) + self.position[: text.shape[1]]
         logits: Tensor = self.head(self.norm(self.blocks(x)))
         return logits
 
     def loss(self, windows: Tensor) -> Tensor:
-        """Mean cross-entropy in nats a byte; windows [batch, time + 1]."""
+        """Compute the mean cross-entropy in nats a byte; windows are [batch, time + 1]."""
         logits = self(windows[:, :-1])
         return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 

@@ -1,4 +1,4 @@
-"""What the demo does, in numbers: one frozen record that both sides of the pipe read."""
+"""Settings of the demo, shared by the process that runs it and its training processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Size of the model. `width` is divisible by `num_heads`; `context` is in bytes of text."""
+    """Sizes of the model. `width` is divisible by `num_heads`; `context` is in bytes of text."""
 
     width: int = 192
     num_heads: int = 6
@@ -22,21 +22,21 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """One run of training, and how often it is saved."""
+class DemoPlan:
+    """Settings of one training run of the demo."""
 
     seed: int
-    """Of the model, the data, dropout, and the moments of the kills."""
+    """Seed of the model, the data, dropout, and the moments of the kills."""
     num_steps: int = 450
     """Optimizer steps of a whole run: about twenty seconds on two cores."""
     save_every: int = 20
-    """Steps from one save to the next: about a second."""
+    """Steps between saves: about a second."""
     keep_last: int = 3
     """Checkpoints that retention keeps; one of them may be damaged, so never one."""
     batch_size: int = 8
     """Windows of text a step."""
     num_threads: int = 2
-    """Threads that torch computes with. Sums depend on it, so it is set, not found."""
+    """Threads that torch computes with. Float sums depend on it, so it is fixed."""
     text_nbytes: int = 4_000_000
     """Bytes of the standard library to learn from."""
     peak_lr: float = 2e-3
@@ -47,24 +47,24 @@ class Plan:
     """Size of the model."""
 
     def to_json(self) -> str:
-        """The plan for another process's command line."""
+        """Encode the plan for another process's command line."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """The plan of `to_json`."""
+    def from_json(cls, text: str) -> DemoPlan:
+        """Decode what `to_json` encoded."""
         members = json.loads(text)
         return cls(**{**members, "shape": Shape(**members["shape"])})
 
 
-def full_plan(seed: int) -> Plan:
-    """What `make demo` runs."""
-    return Plan(seed=seed)
+def full_plan(seed: int) -> DemoPlan:
+    """Return the plan of `make demo`."""
+    return DemoPlan(seed=seed)
 
 
-def fast_plan(seed: int) -> Plan:
-    """The same story in seconds, for tests: a model that learns little."""
-    return Plan(
+def fast_plan(seed: int) -> DemoPlan:
+    """Return a plan that takes seconds, for tests: its model learns little."""
+    return DemoPlan(
         seed=seed,
         num_steps=300,
         save_every=20,
@@ -77,19 +77,19 @@ def fast_plan(seed: int) -> Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """A SIGKILL that is to come: once `after_step` is done, at a moment given by `moment`."""
+    """A planned SIGKILL: once `after_step` is done, at the time given by `moment`."""
 
     after_step: int
     inside_save: bool
-    """Wait for the next save to begin, and kill in the middle of it."""
+    """Wait for the next save to begin, and kill during it."""
     moment: float
-    """When in the step or in the save, as a fraction of what one usually takes: 0 to 1."""
+    """Time into the step or the save, as a fraction of its usual length: 0 to 1."""
     flip_bit: bool
     """Flip one bit of the newest checkpoint before the next process starts; the last kill's."""
 
 
-def draw_kills(plan: Plan, draws: Sequence[float]) -> tuple[Kill, ...]:
-    """Three kills, one in each third of the run, from six `draws` between 0 and 1.
+def draw_kills(plan: DemoPlan, draws: Sequence[float]) -> tuple[Kill, ...]:
+    """Plan three kills, one in each third of the run, from six `draws` between 0 and 1.
 
     The second falls inside a save; after the third a bit is flipped.
     """

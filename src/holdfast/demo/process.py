@@ -14,23 +14,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from holdfast.demo.plan import Plan
+from holdfast.demo.plan import DemoPlan
 from holdfast.errors import DeadlineExceeded, HoldfastError
 
 Line = dict[str, Any]
 
 
 class WorkerFailed(HoldfastError):
-    """The training process ended by itself, and not well; the message ends with its log."""
+    """A training process ended with an error; the message ends with its log."""
 
 
 class Worker:
-    """One process of `holdfast.demo.worker` with its data workers, in a group of their own.
+    """A running `holdfast.demo.worker` with its data workers, in their own process group.
 
     A context manager: whatever is left of the group is killed on the way out.
     """
 
-    def __init__(self, root: Path, plan: Plan, *, num_workers: int, log: Path) -> None:
+    def __init__(self, root: Path, plan: DemoPlan, *, num_workers: int, log: Path) -> None:
         command = [sys.executable, "-m", "holdfast.demo.worker", str(root), plan.to_json()]
         self._log = log
         with log.open("wb") as stderr:
@@ -50,7 +50,7 @@ class Worker:
 
     @property
     def group(self) -> int:
-        """Number of the process group."""
+        """Id of the process group."""
         return self._process.pid
 
     def __enter__(self) -> Worker:
@@ -67,17 +67,17 @@ class Worker:
         self._pipe.close()
 
     def next_line(self, *, timeout_s: float) -> Line | None:
-        """The next thing that the process reports; None when it has ended.
+        """Wait for the next report of the process; None when it has ended.
 
         Raises:
-            WorkerFailed: it ended with an error.
-            DeadlineExceeded: nothing came for `timeout_s` seconds.
+            WorkerFailed: the process ended with an error.
+            DeadlineExceeded: it reported nothing for `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
         while not self._lines:
             if not self._selector.select(max(0.0, deadline - time.monotonic())):
                 raise DeadlineExceeded(
-                    f"the training process said nothing for {timeout_s:g} s; see {self._log}"
+                    f"the training process reported nothing for {timeout_s:g} s; see {self._log}"
                 )
             if not self._read():
                 self._check_end(timeout_s)
@@ -85,7 +85,7 @@ class Worker:
         return self._lines.popleft()
 
     def kill(self) -> list[Line]:
-        """SIGKILL to the whole group; returns what was reported before it fell."""
+        """Send SIGKILL to the whole group; returns what was reported before."""
         self._kill_group()
         while self._read():
             pass
@@ -94,7 +94,7 @@ class Worker:
         return rest
 
     def _read(self) -> bool:
-        """Take in what the pipe holds; waits for something; False at its end."""
+        """Wait for data on the pipe and read it; False at the end of the pipe."""
         data = os.read(self._pipe.fileno(), 1 << 16)
         *whole, self._partial = (self._partial + data).split(b"\n")
         self._lines.extend(json.loads(line) for line in whole)

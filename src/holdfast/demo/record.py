@@ -1,4 +1,4 @@
-"""What happened in the demo, as values: filled by `story`, shown by `report` and `figure`."""
+"""Records of what happened in the demo: filled by `story`, shown by `report` and `figure`."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ from typing import Any
 
 
 @dataclass(slots=True, kw_only=True)
-class Life:
-    """One process, from its start to its end or to its kill. Times are seconds on one clock."""
+class ProcessRecord:
+    """Record of one training process, until its end or kill. All times share one clock."""
 
     num_workers: int
-    """Processes that fetch its data; changed from life to life, because it must not matter."""
+    """Data workers of the process: another number each time, which must not matter."""
     began_s: float
     began_at: int = 0
-    """Step at which it went on: that of the checkpoint, or 0."""
+    """Step of the checkpoint that it resumed from, or 0."""
     rejected: list[tuple[str, str]] = field(default_factory=list)
-    """Checkpoints that resume passed over, newest first, with the reason."""
+    """(folder, reason) of each checkpoint that resume rejected, newest first."""
     reached: int = 0
-    """The last step that it did."""
+    """Last step that it completed."""
     killed_in_save: int | None = None
     """Step of the save that was under way when it was killed."""
     was_killed: bool = False
     ended_s: float = 0.0
     digest: str | None = None
-    """Digest of the whole state at the end; None where there was a kill."""
+    """Digest of the whole state at the end; None after a kill."""
     flipped: str | None = None
-    """What was damaged before it began, if anything."""
+    """Description of the bit flipped before it began, if any."""
     steps: list[tuple[float, int, float]] = field(default_factory=list)
     """(time, step, loss) of each step."""
     saves: list[tuple[float, int]] = field(default_factory=list)
     """(time, step) of each commit."""
     stalls_s: list[float] = field(default_factory=list)
-    """How long the loop stood still for each save."""
+    """Time that each save stopped the training loop."""
     save_durations_s: list[float] = field(default_factory=list)
-    """From the begin of each save, in the background, to its commit."""
+    """Time from the start of each save, in the background, to its commit."""
     checkpoint_nbytes: int = 0
     """Size of the last checkpoint committed."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
-    """A run of training: one life if nobody disturbs it."""
+class RunRecord:
+    """Record of a training run: one process if it was never killed."""
 
     name: str
-    lives: list[Life] = field(default_factory=list)
+    lives: list[ProcessRecord] = field(default_factory=list)
 
     @property
     def digest(self) -> str | None:
@@ -55,37 +55,37 @@ class Run:
 
     @property
     def losses(self) -> dict[int, float]:
-        """Loss by step; where a step was done again, the last one counts."""
+        """Loss by step; of a step that was done again, the last loss."""
         return {step: loss for life in self.lives for _, step, loss in life.steps}
 
     @property
     def num_kills(self) -> int:
-        """Processes that were killed."""
+        """Number of processes that were killed."""
         return sum(life.was_killed for life in self.lives)
 
     @property
     def num_redone(self) -> int:
-        """Steps that were done more than once."""
+        """Number of steps that were done again."""
         return sum(before.reached - after.began_at for before, after in pairwise(self.lives))
 
     @property
     def stall_s(self) -> float:
-        """Median time that the loop stood still for a save."""
+        """Median time that a save stopped the training loop."""
         return median([s for life in self.lives for s in life.stalls_s] or [0.0])
 
 
 @dataclass(slots=True, kw_only=True)
-class Record:
-    """Both runs."""
+class DemoRecord:
+    """Record of the demo: the undisturbed run and the killed one."""
 
     seed: int
-    undisturbed: Run
-    killed: Run
+    undisturbed: RunRecord
+    killed: RunRecord
     took_s: float = 0.0
 
     @property
     def num_differing_losses(self) -> int:
-        """Steps whose loss is not the same number, bit for bit, every time that they were done."""
+        """Number of steps whose loss differs in any bit from that of the undisturbed run."""
         expected = self.undisturbed.losses
         seen = [pair for life in self.killed.lives for pair in life.steps]
         differing = {step for _, step, loss in seen if expected.get(step) != loss}
@@ -93,12 +93,12 @@ class Record:
 
     @property
     def is_identical(self) -> bool:
-        """Whether the two runs ended in the same state and went the same way there."""
+        """Whether both runs ended in the same state, with the same loss at each step."""
         ends = (self.undisturbed.digest, self.killed.digest)
         return None not in ends and ends[0] == ends[1] and self.num_differing_losses == 0
 
     def to_json(self) -> dict[str, Any]:
-        """The whole record, with the verdict first."""
+        """Convert the record to JSON values, the verdict first."""
         return {
             "identical": self.is_identical,
             "digests": {run.name: run.digest for run in (self.undisturbed, self.killed)},

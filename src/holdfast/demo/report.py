@@ -1,4 +1,4 @@
-"""How the demo shows itself: live progress, then a table and a verdict."""
+"""Output of the demo on the console: live progress, then a table and a verdict."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from holdfast.demo.plan import Plan
+from holdfast.demo.plan import DemoPlan
 from holdfast.demo.process import Line
-from holdfast.demo.record import Life, Record, Run
+from holdfast.demo.record import DemoRecord, ProcessRecord, RunRecord
 
 
 class Live:
-    """A progress bar for each run, and a line for whatever is out of the ordinary."""
+    """Live output: a progress bar for each run, and a line for each kill and resume."""
 
-    def __init__(self, console: Console, plan: Plan) -> None:
+    def __init__(self, console: Console, plan: DemoPlan) -> None:
         self._plan = plan
         self._tasks: dict[str, TaskID] = {}
         self.progress = Progress(
@@ -39,8 +39,8 @@ class Live:
             console=console,
         )
 
-    def watch(self, run: Run, line: Line) -> None:
-        """Show what one line of a worker says."""
+    def watch(self, run: RunRecord, line: Line) -> None:
+        """Show one report of a worker."""
         if run.name not in self._tasks:
             self._tasks[run.name] = self.progress.add_task(
                 run.name, total=self._plan.num_steps, loss=float("nan")
@@ -60,7 +60,7 @@ class Live:
         self.progress.console.print(text, highlight=False, markup=False)
 
 
-def _beginning(lives: list[Life]) -> list[str]:
+def _beginning(lives: list[ProcessRecord]) -> list[str]:
     life = lives[-1]
     if len(lives) == 1:
         return []
@@ -70,12 +70,12 @@ def _beginning(lives: list[Life]) -> list[str]:
     return [*lines, f"  resumed at step {life.began_at}, {redone} steps to do again"]
 
 
-def _killing(life: Life) -> str:
+def _killing(life: ProcessRecord) -> str:
     where = "" if life.killed_in_save is None else f", saving step {life.killed_in_save}"
     return f"  SIGKILL at step {life.reached}{where}"
 
 
-def show(console: Console, record: Record) -> None:
+def show(console: Console, record: DemoRecord) -> None:
     """Print the table of kills and whether the two runs are the same."""
     console.print(_table(record.killed))
     console.print(
@@ -111,7 +111,7 @@ def show(console: Console, record: Record) -> None:
         console.print("[bold red]THE RUNS DIFFER.[/]")
 
 
-def _table(run: Run) -> Table:
+def _table(run: RunRecord) -> Table:
     table = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
     titles = "kill/at step/saving/rejected/resumed/redone/saves/stall/bytes"
     for title in titles.split("/"):
@@ -125,14 +125,14 @@ def _table(run: Run) -> Table:
             str(after.began_at),
             str(life.reached - after.began_at),
             str(len(life.saves)),
-            f"{1e3 * Run(name='', lives=[life]).stall_s:.1f} ms",
+            f"{1e3 * RunRecord(name='', lives=[life]).stall_s:.1f} ms",
             decimal(len(life.saves) * life.checkpoint_nbytes),
         )
     return table
 
 
-def _damage(run: Run) -> Iterator[str]:
-    """What was flipped, what was rejected, and why: the path is told once."""
+def _damage(run: RunRecord) -> Iterator[str]:
+    """Lines about flipped bits and rejected checkpoints, without repeating the path."""
     for life in run.lives:
         if life.flipped:
             yield f"Flipped: {life.flipped}."

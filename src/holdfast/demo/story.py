@@ -1,6 +1,6 @@
-"""Train without a break, train again through three kills, and keep the record of both.
+"""The course of the demo: train undisturbed, train again with three kills, record both.
 
-The training happens in `worker` processes; this one starts them, listens, kills and counts.
+The training happens in `worker` processes; this one starts them, reads their reports and kills.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from holdfast.demo.plan import Kill, Plan, draw_kills
+from holdfast.demo.plan import DemoPlan, Kill, draw_kills
 from holdfast.demo.process import Line, Worker
-from holdfast.demo.record import Life, Record, Run
+from holdfast.demo.record import DemoRecord, ProcessRecord, RunRecord
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.store import open_store
@@ -24,14 +24,14 @@ SILENCE_S = 120.0
 MAX_TRIES = 4
 MARKER = "demo.json"
 
-Watch = Callable[[Run, Line], None]
+Watch = Callable[[RunRecord, Line], None]
 
 
 def prepare(out: Path) -> None:
     """Make `out`, and empty it if an earlier demo made it.
 
     Raises:
-        UsageError: something else is there.
+        UsageError: `out` holds something else.
     """
     if out.exists():
         if not out.is_dir() or (any(out.iterdir()) and not (out / MARKER).exists()):
@@ -41,18 +41,18 @@ def prepare(out: Path) -> None:
     (out / MARKER).write_text("{}\n", "utf-8")
 
 
-def tell(out: Path, plan: Plan, watch: Watch) -> Record:
-    """Do everything; `watch` hears each line that a worker reports, after it was recorded.
+def tell(out: Path, plan: DemoPlan, watch: Watch) -> DemoRecord:
+    """Train both runs; `watch` is called with each report of a worker, after it was recorded.
 
     Raises:
-        WorkerFailed: a training process failed by itself.
-        DeadlineExceeded: one said nothing for two minutes.
+        WorkerFailed: a training process failed without being killed.
+        DeadlineExceeded: a training process reported nothing for two minutes.
     """
     began_s = time.monotonic()
-    record = Record(
+    record = DemoRecord(
         seed=plan.seed,
-        undisturbed=Run(name="undisturbed"),
-        killed=Run(name="killed"),
+        undisturbed=RunRecord(name="undisturbed"),
+        killed=RunRecord(name="killed"),
     )
     live(record.undisturbed, out / "undisturbed", plan, watch=watch)
     life = record.undisturbed.lives[0]
@@ -72,9 +72,9 @@ def tell(out: Path, plan: Plan, watch: Watch) -> Record:
 
 
 def _kill_until_it_fits(
-    run: Run, root: Path, plan: Plan, kill: Kill, delay_s: float, watch: Watch
+    run: RunRecord, root: Path, plan: DemoPlan, kill: Kill, delay_s: float, watch: Watch
 ) -> None:
-    """One kill; more of them, at once, while the save is quicker than one meant to hit it."""
+    """Kill once; if a save ended before its kill, try again without a delay."""
     for _ in range(MAX_TRIES):
         life = live(run, root, plan, kill=kill, delay_s=delay_s, watch=watch)
         if not kill.inside_save or life.killed_in_save is not None:
@@ -83,10 +83,10 @@ def _kill_until_it_fits(
 
 
 def flip_one_bit(root: Path, chance: random.Random) -> str:
-    """Damage the newest checkpoint of a run, as a disk may; returns what was done.
+    """Flip one bit in the newest checkpoint of a run; returns a description.
 
     Raises:
-        NoCheckpoint: there is none.
+        NoCheckpoint: the run has no checkpoint.
     """
     newest = Catalog(open_store(root)).head()
     if newest is None:
@@ -105,24 +105,24 @@ def flip_one_bit(root: Path, chance: random.Random) -> str:
 
 
 def live(
-    run: Run,
+    run: RunRecord,
     root: Path,
-    plan: Plan,
+    plan: DemoPlan,
     *,
     kill: Kill | None = None,
     delay_s: float = 0.0,
     flipped: str | None = None,
     watch: Watch = lambda _run, _line: None,
-) -> Life:
-    """Start one process and listen until it ends, or until `delay_s` after its kill is due.
+) -> ProcessRecord:
+    """Train in one process until it ends, or until `delay_s` after its kill is due.
 
-    `flipped` says what was damaged before, for the record.
+    `flipped` describes the damage done before, for the record.
 
     Raises:
-        UsageError: it ended before the kill.
+        UsageError: the process ended before the kill.
     """
     number = len(run.lives)
-    life = Life(num_workers=number % 3, began_s=time.monotonic(), flipped=flipped)
+    life = ProcessRecord(num_workers=number % 3, began_s=time.monotonic(), flipped=flipped)
     run.lives.append(life)
     log = root.parent / f"{root.name}-{number}.log"
     with Worker(root, plan, num_workers=life.num_workers, log=log) as worker:
@@ -149,8 +149,8 @@ def _is_time(kill: Kill, line: Line) -> bool:
     return bool(line["kind"] == wanted and line["step"] >= kill.after_step)
 
 
-def _note(life: Life, line: Line, saving: dict[int, float]) -> None:
-    """Enter one line into the record. `saving` holds the saves under way with their start."""
+def _note(life: ProcessRecord, line: Line, saving: dict[int, float]) -> None:
+    """Add one report to the record. `saving` holds the start times of saves under way."""
     match line["kind"]:
         case "begins":
             life.began_at = life.reached = line["step"]

@@ -1,4 +1,4 @@
-"""Real input for the demo: the source text of this Python's own standard library, as bytes."""
+"""Training data of the demo: the source text of Python's standard library, as bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_NBYTES = 4_000_000
 
 
 def standard_library_text(max_nbytes: int = MAX_NBYTES) -> bytes:
-    """The first `max_nbytes` bytes of the standard library's modules, in order of their names.
+    """Read the first `max_nbytes` bytes of the standard library's modules, in order of names.
 
     The same interpreter always gives the same bytes; nothing is downloaded.
     """

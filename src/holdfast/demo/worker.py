@@ -1,7 +1,7 @@
 """The training process of the demo: `python -m holdfast.demo.worker ROOT PLAN NUM_WORKERS`.
 
-It is what a user would write: a plain loop that holds a CheckpointManager. What happens goes to
-standard output, a JSON object a line, each in one write, so that a kill never splits two lines.
+It is a plain loop with a CheckpointManager, as a user would write it. Its reports go to standard
+output, one JSON object a line, each in one write, so that a kill never splits a line.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch import Tensor
 
 import holdfast
 from holdfast.demo.model import GPT
-from holdfast.demo.plan import Plan
+from holdfast.demo.plan import DemoPlan
 from holdfast.demo.text import Windows, standard_library_text
 from holdfast.events import Event
 
 
 def main(arguments: list[str]) -> None:
-    """Train in ROOT from wherever it stands to the end of the plan."""
+    """Train in ROOT from its newest checkpoint to the end of the plan."""
     root, plan, num_workers = arguments
-    train(root, Plan.from_json(plan), num_workers=int(num_workers))
+    train(root, DemoPlan.from_json(plan), num_workers=int(num_workers))
 
 
-def train(root: str, plan: Plan, *, num_workers: int) -> None:
-    """Resume or begin, train to the last step, save it, and tell the digest of the state."""
+def train(root: str, plan: DemoPlan, *, num_workers: int) -> None:
+    """Resume or begin, train to the last step, save it, and report the digest of the state."""
     torch.set_num_threads(plan.num_threads)
     state = make_state(plan, num_workers=num_workers)
     with holdfast.CheckpointManager(
@@ -42,13 +42,12 @@ def train(root: str, plan: Plan, *, num_workers: int) -> None:
         state,
         every=f"{plan.save_every}step",
         keep=holdfast.Last(plan.keep_last),
-        sinks=(_tell_event,),
+        sinks=(_report_event,),
     ) as manager:
-        found = manager.resume()
-        step = found.step if found else 0
-        _tell(
-            "begins", step=step, rejected=[list(pair) for pair in found.rejected] if found else []
-        )
+        resumed = manager.resume()
+        step = resumed.step if resumed else 0
+        rejected = [list(pair) for pair in resumed.rejected] if resumed else []
+        _report("begins", step=step, rejected=rejected)
         model, optimizer, scheduler, data = state.values()
         for windows in data.until(step=plan.num_steps, start=step):
             loss = model.loss(windows)
@@ -57,14 +56,14 @@ def train(root: str, plan: Plan, *, num_workers: int) -> None:
             scheduler.step()
             optimizer.zero_grad()
             step += 1
-            _tell("step", step=step, loss=loss.item())
+            _report("step", step=step, loss=loss.item())
             _save_if_due(manager, step)
         manager.save(step, tags=["final"]).wait()
-    _tell("ends", step=step, digest=digest(state))
+    _report("ends", step=step, digest=digest(state))
 
 
-def make_state(plan: Plan, *, num_workers: int = 0) -> dict[str, Any]:
-    """Model, optimizer, scheduler and data as they are at step 0."""
+def make_state(plan: DemoPlan, *, num_workers: int = 0) -> dict[str, Any]:
+    """Make model, optimizer, scheduler and data as they are at step 0."""
     random.seed(plan.seed)
     np.random.seed(plan.seed)
     torch.manual_seed(plan.seed)
@@ -87,9 +86,9 @@ def make_state(plan: Plan, *, num_workers: int = 0) -> dict[str, Any]:
 
 
 def digest(state: Mapping[str, Any]) -> str:
-    """BLAKE3 over every leaf of the state and the generators, in order of their names.
+    """Hash every leaf of the state and the generators with BLAKE3, in order of their names.
 
-    It goes its own way to the state, not Holdfast's, so that the two can disagree.
+    It does not use Holdfast's code to read the state, so that an error there would show.
     """
     members = {name: component.state_dict() for name, component in state.items()}
     generators = {
@@ -124,15 +123,15 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, bytes]]:
 def _save_if_due(manager: holdfast.CheckpointManager, step: int) -> None:
     before = time.perf_counter()
     if manager.maybe_save(step) is not None:
-        _tell("stalled", step=step, stall_s=time.perf_counter() - before)
+        _report("stalled", step=step, stall_s=time.perf_counter() - before)
 
 
-def _tell_event(event: Event) -> None:
+def _report_event(event: Event) -> None:
     if event.kind in ("save_started", "committed", "rejected", "save_failed"):
-        _tell(event.kind, step=event.step, nbytes=event.fields.get("nbytes"))
+        _report(event.kind, step=event.step, nbytes=event.fields.get("nbytes"))
 
 
-def _tell(kind: str, **members: Any) -> None:
+def _report(kind: str, **members: Any) -> None:
     line = json.dumps({"kind": kind, "at_s": time.monotonic(), **members})
     os.write(sys.stdout.fileno(), line.encode() + b"\n")
 

@@ -11,7 +11,7 @@ from holdfast.events import Emitter
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.odometer import Odometer
 from holdfast.policy.rule import MAIN
-from holdfast.policy.schedule import Record, Schedule
+from holdfast.policy.schedule import Schedule, ScheduleRecord
 
 _COUNTERS = frozenset({"epoch", "cycle", "samples", "tokens"})
 _TOTALS = ("step", *sorted(_COUNTERS))
@@ -103,7 +103,7 @@ class Moments:
             self._odometer.stand_on(now)
         self._go_on(now, ())
 
-    def _go_on(self, now: Timestamp, records: Iterable[Record]) -> None:
+    def _go_on(self, now: Timestamp, records: Iterable[ScheduleRecord]) -> None:
         self._before, self.unsaved = now, None
         self._schedule.stand_on(now, records)
         self._wall_before_s, self._started = now.wall_s, time.monotonic()
@@ -116,9 +116,9 @@ class Moments:
         return [entry, *(before for before in found if before.order < entry.order)]
 
 
-def _record(entry: Entry) -> Record:
+def _record(entry: Entry) -> ScheduleRecord:
     manifest = entry.manifest
-    return Record(
+    return ScheduleRecord(
         savers=manifest.savers or (() if manifest.lacks else (MAIN,)),
         save_class=manifest.save_class,
         timestamp=manifest.timestamp,

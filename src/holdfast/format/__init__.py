@@ -1,1 +1,1 @@
-"""What the bytes are (docs/format.md). Without torch: a dtype is a name here."""
+"""The format of checkpoints (docs/format.md). Without torch: dtypes are names."""

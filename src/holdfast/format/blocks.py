@@ -1,4 +1,4 @@
-"""Blocks and digests: how every byte of a file is covered (docs/format.md, section 3)."""
+"""Blocks of files and their digests, which cover every byte (docs/format.md, section 3)."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _CONTEXT = "holdfast 1 file"
 
 
 def block_digest(data: Buffer) -> bytes:
-    """The 32-byte digest of one block. Runs without the GIL."""
+    """Compute the 32-byte digest of one block. Runs without the GIL."""
     return blake3(data).digest()
 
 
 def block_hasher() -> blake3:
-    """For the digest of one block whose bytes come in pieces, each handed to `update`."""
+    """Make a hasher for a block whose bytes come in pieces, by its `update`."""
     return blake3()
 
 
 def num_blocks(nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> int:
-    """How many blocks a file of `nbytes` has; none when it is empty."""
+    """Compute the number of blocks of a file of `nbytes`; 0 if it is empty."""
     return -(-nbytes // block_nbytes)
 
 
 def split(nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> list[tuple[int, int]]:
-    """(start, stop) of every block of a file of `nbytes`."""
+    """List (start, stop) of every block of a file of `nbytes`."""
     starts = range(0, nbytes, block_nbytes)
     return [(start, min(start + block_nbytes, nbytes)) for start in starts]
 
@@ -44,14 +44,14 @@ def max_file_nbytes(nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> int:
 
 
 def digest_blocks(data: Buffer, block_nbytes: int = BLOCK_NBYTES) -> bytes:
-    """The digests of all blocks of `data`, one after the other."""
+    """Compute the digests of all blocks of `data`, joined."""
     view = memoryview(data).cast("B")
     parts = split(view.nbytes, block_nbytes)
     return b"".join(block_digest(view[start:stop]) for start, stop in parts)
 
 
 def file_digest(nbytes: int, digests: bytes) -> str:
-    """The digest of a file, "blake3:…", from its length and the digests of its blocks."""
+    """Compute the digest of a file, "blake3:…", from its length and its blocks' digests."""
     hasher = blake3(derive_key_context=_CONTEXT)
     hasher.update(nbytes.to_bytes(8, "little"))
     hasher.update(digests)
@@ -60,9 +60,9 @@ def file_digest(nbytes: int, digests: bytes) -> str:
 
 def check_block(data: Buffer, expected: bytes, *, what: str) -> None:
     """Raise `CorruptData`, naming `what`, unless `data` has the digest `expected`."""
-    found = block_digest(data)
-    if found != expected:
+    digest = block_digest(data)
+    if digest != expected:
         raise CorruptData(
             f"{what}: the bytes differ from those that were written "
-            f"(digest {found.hex()[:16]}…, expected {expected.hex()[:16]}…)"
+            f"(digest {digest.hex()[:16]}…, expected {expected.hex()[:16]}…)"
         )

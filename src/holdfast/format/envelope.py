@@ -1,7 +1,7 @@
-"""Sealed manifests, the sidecars beside them and the boxes of keys (docs/format.md, section 10).
+"""Sealed (encrypted) manifests, their sidecars and boxes of keys (docs/format.md, section 10).
 
-What is visible of a sealed checkpoint is authenticated with what is not. Keys come as bytes;
-whose they are, and how they are wrapped, is not known here.
+The plain members of a sealed manifest are authenticated with its encrypted ones. Keys come as
+bytes; whose they are, and how they are wrapped, is not known here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import msgspec
 from msgspec import Meta
 
 from holdfast.errors import FormatError, HoldfastError, LimitExceeded, Tampered, UsageError
-from holdfast.format import layout, sealed, strictjson
+from holdfast.format import checked, layout, strictjson
+from holdfast.format.checked import SEALED
 from holdfast.format.manifest import (
     MAX_MANIFEST_NBYTES,
     FileEntry,
@@ -26,7 +27,6 @@ from holdfast.format.manifest import (
     Positive,
     decode_register,
 )
-from holdfast.format.sealed import SEALED
 from holdfast.format.segments import stored_nbytes
 from holdfast.format.suites import SECRET_NBYTES, Suite, fresh_secret, suite_named
 from holdfast.store.base import Buffer
@@ -34,7 +34,7 @@ from holdfast.store.base import Buffer
 MARK = "sealed-mark"
 BOX = "keys"
 MAX_RECIPIENTS = 64
-MAX_MARK_NBYTES = 2 * sealed.MAX_SEALED_NBYTES
+MAX_MARK_NBYTES = 2 * checked.MAX_CHECKED_NBYTES
 MAX_STRETCHING_KIB = 16 * 1024 * 1024
 """Memory times passes that all passphrases of a checkpoint may take: some 20 seconds."""
 
@@ -44,7 +44,7 @@ _OPENING = b'\n  "sealed": "'
 
 
 class Visible(msgspec.Struct, frozen=True, kw_only=True):
-    """What anybody can read of a sealed checkpoint; of `files` what is stored of them."""
+    """Plain part of a sealed manifest; `files` has lengths and digests as stored."""
 
     save_id: Hex128
     label: str
@@ -54,12 +54,12 @@ class Visible(msgspec.Struct, frozen=True, kw_only=True):
     files: Mapping[str, FileEntry]
     suite: str
     commitment: Hex256
-    """Fixes the data key: another one does not fit."""
+    """Commitment to the data key: no other one fits."""
     salt: Hex256
 
 
 class FileSeal(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of a sealed checkpoint: its stored name, its plain length and its secret."""
+    """Encryption of one file: its stored name, its plain length and its secret."""
 
     name: str
     nbytes: Natural
@@ -70,7 +70,7 @@ class FileSeal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Argon2(msgspec.Struct, frozen=True, kw_only=True):
-    """How a passphrase becomes a key (RFC 9106), within what a reader will do."""
+    """Parameters that derive a key from a passphrase (RFC 9106), within a reader's limits."""
 
     salt: Annotated[str, Meta(pattern=r"\A([0-9a-f]{2}){16,64}\Z")]
     memory_kib: Annotated[int, Meta(ge=8192, le=1024 * 1024)]
@@ -79,7 +79,7 @@ class Argon2(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recipient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A data key, wrapped for one key that is named by `id`."""
+    """A data key, wrapped for the one key that `id` names."""
 
     kind: Literal["secret", "passphrase", "x25519", "service"]
     id: Annotated[str, Meta(min_length=1, max_length=200)]
@@ -89,21 +89,21 @@ class Recipient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class KeyBox(msgspec.Struct, frozen=True, kw_only=True):
-    """The data key of one checkpoint, for each of its recipients."""
+    """The data key of one checkpoint, wrapped for each of its recipients."""
 
     commitment: Hex256
     recipients: Annotated[tuple[Recipient, ...], Meta(min_length=1, max_length=MAX_RECIPIENTS)]
 
     @property
     def stretching_kib(self) -> int:
-        """What it takes to try a passphrase with it: memory times passes, in KiB."""
+        """Cost of trying a passphrase: memory times passes, in KiB."""
         each = {r.argon2 for r in self.recipients if r.argon2 is not None}
         return sum(how.memory_kib * how.passes for how in each)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Contents:
-    """A sealed checkpoint, opened."""
+    """The decrypted manifest of a sealed checkpoint, with its data key."""
 
     document: bytes
     """The sealed manifest as it is stored."""
@@ -111,11 +111,11 @@ class Contents:
     suite: Suite
     data_key: bytes
     manifest: bytes
-    """The manifest document that was sealed, which is that of a plain checkpoint."""
+    """The decrypted manifest document, as of a plain checkpoint."""
     files: Mapping[str, FileSeal]
-    """By plain name."""
+    """Plain name -> encryption of the file."""
     components: Sequence[str]
-    """Names of the components; marks are named by their place here."""
+    """Names of the components; names of marks hold positions in this list."""
 
 
 def encode_sealed(
@@ -127,10 +127,10 @@ def encode_sealed(
     suite: Suite,
     data_key: bytes,
 ) -> Contents:
-    """Seal a manifest. `files`: plain name → seal; `stored`: stored name → length and digest.
+    """Encrypt a manifest. `files`: plain name → seal; `stored`: stored name → length and digest.
 
     Raises:
-        UsageError: it is too large.
+        UsageError: the manifest is too large.
     """
     visible = Visible(
         save_id=manifest.save_id,
@@ -164,12 +164,14 @@ def encode_sealed(
 
 
 def decode_visible(data: Buffer, *, what: str) -> Visible:
-    """What anybody can read of the sealed manifest in `data`.
+    """Decode the plain part of the sealed manifest in `data`.
 
     Raises:
-        FormatError: it is damaged, or not the manifest of a sealed checkpoint.
+        FormatError: the document is damaged, or not the manifest of a sealed checkpoint.
     """
-    members = sealed.unseal(data, what=what, kinds=(SEALED,), max_nbytes=MAX_MANIFEST_NBYTES)
+    members = checked.decode_checked(
+        data, what=what, kinds=(SEALED,), max_nbytes=MAX_MANIFEST_NBYTES
+    )
     visible = strictjson.convert(members, Visible, what=what)
     for name in visible.files:
         if not layout.is_stored_name(name):
@@ -182,11 +184,11 @@ def decode_visible(data: Buffer, *, what: str) -> Visible:
 
 
 def open_sealed(data: bytes, visible: Visible, data_key: bytes, *, what: str) -> Contents:
-    """Open a sealed manifest.
+    """Decrypt a sealed manifest.
 
     Raises:
-        Tampered: something of it, visible or not, is not as it was sealed.
-        FormatError: what was sealed is not what the format allows.
+        Tampered: the plain or the encrypted part was changed.
+        FormatError: the decrypted document is not valid.
     """
     suite = suite_named(visible.suite, what=what)
     plain = _open_document(SEALED, data, visible.salt, suite=suite, data_key=data_key, what=what)
@@ -212,7 +214,7 @@ def open_sealed(data: bytes, visible: Visible, data_key: bytes, *, what: str) ->
 
 
 def encode_mark(contents: Contents, name: str, document: bytes) -> bytes:
-    """A sidecar of a sealed checkpoint, sealed; `name` is that under which it is stored."""
+    """Encrypt a sidecar of a sealed checkpoint; `name` is its stored name."""
     return _seal_document(
         MARK,
         {"requires": [SEALED], "name": name, "salt": fresh_secret().hex()},
@@ -224,11 +226,11 @@ def encode_mark(contents: Contents, name: str, document: bytes) -> bytes:
 
 
 def decode_mark(contents: Contents, name: str, data: Buffer, *, what: str) -> bytes:
-    """The sidecar that was sealed.
+    """Decrypt a sidecar.
 
     Raises:
-        Tampered: it was not sealed for this checkpoint under this name.
-        FormatError: it is damaged.
+        Tampered: the sidecar was not sealed for this checkpoint under this name.
+        FormatError: the document is damaged.
     """
     salt = check_mark(data, name, what=what)
     return _open_document(
@@ -237,30 +239,30 @@ def decode_mark(contents: Contents, name: str, data: Buffer, *, what: str) -> by
 
 
 def check_mark(data: Buffer, name: str, *, what: str) -> str:
-    """Check what can be checked of a sealed sidecar without a key; gives its salt.
+    """Check a sealed sidecar as far as possible without a key; returns its salt.
 
     Raises:
-        FormatError: it is damaged, not sealed, or another sidecar's.
+        FormatError: the document is damaged, not sealed, or another sidecar's.
     """
-    members = sealed.unseal(data, what=what, kinds=(MARK,), max_nbytes=MAX_MARK_NBYTES)
+    members = checked.decode_checked(data, what=what, kinds=(MARK,), max_nbytes=MAX_MARK_NBYTES)
     if members.get("name") != name:
         raise Tampered(f"{what}: it was sealed under another name")
     return strictjson.convert(members.get("salt"), Hex256, what=what)
 
 
 def is_mark(data: bytes) -> bool:
-    """Whether a sidecar says that it is sealed."""
+    """Whether a sidecar is marked as sealed."""
     return f'"kind": "{MARK}"'.encode() in data[:200]
 
 
 def encode_box(box: KeyBox) -> bytes:
-    """The box of keys as a sealed document.
+    """Encode a box of keys.
 
     Raises:
-        UsageError: no reader would take it, because it has too many recipients or one is too long.
+        UsageError: a reader would refuse it: too many recipients, or one is too long.
     """
     members = {"requires": [SEALED], **msgspec.to_builtins(box)}
-    data = sealed.seal(BOX, members)
+    data = checked.encode_checked(BOX, members)
     try:
         decode_box(data, what="keys")
     except FormatError as error:
@@ -269,8 +271,10 @@ def encode_box(box: KeyBox) -> bytes:
 
 
 def decode_box(data: Buffer, *, what: str) -> KeyBox:
-    """The box of keys in `data`; a `FormatError` otherwise."""
-    box = strictjson.convert(sealed.unseal(data, what=what, kinds=(BOX,)), KeyBox, what=what)
+    """Decode the box of keys in `data`; raises `FormatError` if there is none."""
+    box = strictjson.convert(
+        checked.decode_checked(data, what=what, kinds=(BOX,)), KeyBox, what=what
+    )
     if box.stretching_kib > MAX_STRETCHING_KIB:
         raise LimitExceeded(
             f"{what}: its passphrases take more memory and time than any honest ones"
@@ -287,12 +291,12 @@ def _seal_document(
     data_key: bytes,
     max_nbytes: int,
 ) -> bytes:
-    """A sealed document whose last member is `plain`, encrypted, and vouches for the rest."""
+    """Encode a document whose last member is `plain`, encrypted; it authenticates the others."""
     cipher = suite.cipher(data_key, kind, salt=bytes.fromhex(members["salt"]))
-    before = sealed.seal(kind, {**members, "sealed": ""}, max_nbytes=max_nbytes)
+    before = checked.encode_checked(kind, {**members, "sealed": ""}, max_nbytes=max_nbytes)
     aad = before[: before.index(_OPENING) + len(_OPENING)]
     text = base64.b64encode(cipher.encrypt(plain, aad)).decode()
-    return sealed.seal(kind, {**members, "sealed": text}, max_nbytes=max_nbytes)
+    return checked.encode_checked(kind, {**members, "sealed": text}, max_nbytes=max_nbytes)
 
 
 def _open_document(
@@ -315,7 +319,7 @@ def _decode_files(table: bytes, visible: Visible, *, what: str) -> dict[str, Fil
     files = strictjson.convert(value, dict[str, FileSeal], what=what)
     stored = [seal.name for seal in files.values()]
     if len({*stored}) != len(stored) or {*stored} != {*visible.files}:
-        raise FormatError(f"{what}: other files are sealed than are stored")
+        raise FormatError(f"{what}: the sealed list names other files than are stored")
     for name, seal in files.items():
         layout.check_file_name(name)
         try:
@@ -323,11 +327,13 @@ def _decode_files(table: bytes, visible: Visible, *, what: str) -> dict[str, Fil
         except LimitExceeded as error:
             raise FormatError(f"{what}: {error}") from error
         if visible.files[seal.name].nbytes != expected:
-            raise FormatError(f"{what}: {seal.name} has another length than it is sealed with")
+            raise FormatError(
+                f"{what}: {seal.name} is stored with another length than its sealed entry says"
+            )
     return files
 
 
 def new_file_seal(number: int, nbytes: int) -> FileSeal:
-    """The seal of a new file of `nbytes`, the n-th of its attempt from 0."""
+    """Make name and secret for a new file of `nbytes`, the n-th of its attempt from 0."""
     secret = fresh_secret(SECRET_NBYTES).hex()
     return FileSeal(name=layout.stored_name(number), nbytes=nbytes, secret=secret)

@@ -1,4 +1,4 @@
-"""The index: in which file and where each tensor lies (docs/format.md, section 5)."""
+"""The index: file and position of each tensor (docs/format.md, section 5)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from holdfast.errors import CorruptData, FormatError, HoldfastError
 from holdfast.format import blocks as block_digests
-from holdfast.format import layout, sealed, strictjson
+from holdfast.format import checked, layout, strictjson
 from holdfast.format.blocks import max_stored_nbytes
 from holdfast.format.codec import CodecName
 from holdfast.format.layout import BLOCK_NBYTES, FORMAT_VERSION
@@ -44,8 +44,8 @@ Column: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 class ShardEntry(msgspec.Struct, frozen=True, gc=False):
     """One shard: the bytes [start, start + nbytes) of `file`.
 
-    `offsets` and `sizes` say which box of the tensor it is, in elements; both are None when it
-    is the whole tensor.
+    `offsets` and `sizes` are its box in the tensor, in elements; both are None when it is the
+    whole tensor.
     """
 
     file: str
@@ -68,18 +68,18 @@ _ShardLists: TypeAlias = Sequence[tuple[ShardEntry, ...]]
 
 
 class Places(msgspec.Struct, frozen=True):
-    """Where whole tensors lie, as columns with an entry for each: bytes of a file."""
+    """Positions of whole tensors in files, as columns with an entry for each."""
 
     files: Sequence[str]
     """The tensor files of the component."""
     file: Column
     """The number of the file, as in `files`."""
     start: Column
-    """The first byte in it."""
+    """The first byte in the file."""
     nbytes: Column
 
     def of(self, numbers: Column) -> Places:
-        """The same for some of the tensors, in the order of `numbers`."""
+        """Select the positions of some tensors, in the order of `numbers`."""
         columns = (column[numbers] for column in (self.file, self.start, self.nbytes))
         return Places(self.files, *columns)
 
@@ -87,7 +87,7 @@ class Places(msgspec.Struct, frozen=True):
 class TensorTable(Mapping[str, TensorEntry]):
     """The tensors of one component by key, in the order of the index.
 
-    Held as columns: an entry is made when it is asked for.
+    Held as columns: an entry is made when it is accessed.
     """
 
     def __init__(self, specs: Mapping[str, TensorSpec], shards: Places | _ShardLists) -> None:
@@ -97,11 +97,11 @@ class TensorTable(Mapping[str, TensorEntry]):
 
     @property
     def places(self) -> Places | None:
-        """Where the tensors lie, in the order of `specs`; None when any is in several shards."""
+        """Positions of the tensors, in the order of `specs`; None if any has several shards."""
         return self._shards if isinstance(self._shards, Places) else None
 
     def numbers(self, keys: Sequence[str]) -> Column:
-        """The places of these keys in the order of `specs`."""
+        """Return the positions of these keys in the order of `specs`."""
         return np.fromiter(map(self._numbers.__getitem__, keys), np.int64, len(keys))
 
     def __getitem__(self, key: str) -> TensorEntry:
@@ -128,34 +128,34 @@ class TensorTable(Mapping[str, TensorEntry]):
 
 
 class StoredBlocks(msgspec.Struct, frozen=True):
-    """The stored blocks of one file, one behind the other: their lengths and joined digests."""
+    """Consecutive stored blocks of one file: their lengths and joined digests."""
 
     lengths: tuple[int, ...]
     digests: bytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """Total bytes of the stored blocks."""
         return sum(self.lengths)
 
     def spans(self) -> list[tuple[int, int]]:
-        """(start, stop) of every stored block in the file."""
+        """List (start, stop) of every stored block in the file."""
         return [*pairwise(accumulate(self.lengths, initial=0))]
 
     def entry(self, codec: CodecName) -> StoredEntry:
-        """What the manifest says of them."""
+        """Make the manifest's entry for the stored blocks."""
         digest = block_digests.file_digest(self.nbytes, self.digests)
         return StoredEntry(codec=codec, nbytes=self.nbytes, digest=digest)
 
 
 class Index(msgspec.Struct, frozen=True):
-    """`blocks`: file → its block digests, joined. `components`: name → key → tensor."""
+    """A decoded index. `blocks`: file → joined digests; `components`: name → key → tensor."""
 
     blocks: Mapping[str, bytes]
     components: Mapping[str, TensorTable]
     block_nbytes: int
     stored: Mapping[str, StoredBlocks] = {}
-    """File → its stored blocks, of those that a codec made."""
+    """File → its stored blocks, for files that a codec made."""
 
 
 class _Shards(msgspec.Struct):
@@ -174,19 +174,19 @@ class _Component(msgspec.Struct):
     shards: _Shards
 
 
-class _Stored(msgspec.Struct):
+class _StoredColumns(msgspec.Struct):
     nbytes: list[_Count]
     digests: str
 
 
-class _Document(msgspec.Struct, omit_defaults=True):
-    """In the order in which a writer writes it."""
+class _IndexDocument(msgspec.Struct, omit_defaults=True):
+    """Members of an index in the order of a writer."""
 
     holdfast: int
     block_nbytes: int
     blocks: dict[str, str]
     components: dict[str, _Component]
-    stored: dict[str, _Stored] = {}
+    stored: dict[str, _StoredColumns] = {}
 
 
 def encode_index(
@@ -196,10 +196,10 @@ def encode_index(
     *,
     stored: Mapping[str, StoredBlocks] = types.MappingProxyType({}),
 ) -> bytes:
-    """The index of whole tensors. `files`: component → its tensor files, in order.
+    """Encode the index of whole tensors. `files`: component → its tensor files, in order.
 
-    `blocks` has the digests of every file of the manifest except the index itself; `stored` what
-    codecs made of some.
+    `blocks` has the digests of every file of the manifest except the index itself; `stored` has
+    the stored blocks of files that codecs made.
     """
     document: dict[str, Any] = {
         "holdfast": FORMAT_VERSION,
@@ -209,14 +209,14 @@ def encode_index(
     }
     if stored:
         document["stored"] = {
-            name: {"nbytes": found.lengths, "digests": found.digests.hex()}
-            for name, found in stored.items()
+            name: {"nbytes": blocks_of.lengths, "digests": blocks_of.digests.hex()}
+            for name, blocks_of in stored.items()
         }
     return msgspec.json.encode(document)
 
 
 def decode_index(data: Buffer, *, files: Mapping[str, FileEntry], what: str) -> Index:
-    """The index in `data`, checked against the manifest's `files`.
+    """Decode the index in `data`, and check it against the manifest's `files`.
 
     Raises:
         CorruptData: the block digests are not those of the manifest's files.
@@ -237,22 +237,22 @@ def decode_index(data: Buffer, *, files: Mapping[str, FileEntry], what: str) -> 
 
 
 def files_of_index(data: Buffer, *, what: str) -> tuple[str, ...]:
-    """The files of which an index has digests: all of a checkpoint but the index itself.
+    """List the files that an index has digests of: all of a checkpoint but the index itself.
 
     Raises:
-        FormatError: it is not a valid index.
+        FormatError: `data` is not a valid index.
     """
     return tuple(_decode_document(data, what=what).blocks)
 
 
-def _decode_document(data: Buffer, *, what: str) -> _Document:
+def _decode_document(data: Buffer, *, what: str) -> _IndexDocument:
     limits = {"max_nbytes": MAX_INDEX_NBYTES, "max_values": MAX_INDEX_VALUES}
-    document = strictjson.loads_as(data, _Document, **limits)
+    document = strictjson.loads_as(data, _IndexDocument, **limits)
     if document is not None and document.holdfast == FORMAT_VERSION:
         return document
     value = strictjson.loads(data, what=what, **limits)
-    sealed.check_version(value, what=what)
-    return strictjson.convert(value, _Document, what=what)
+    checked.check_version(value, what=what)
+    return strictjson.convert(value, _IndexDocument, what=what)
 
 
 def _columns(files: Sequence[TensorFile]) -> dict[str, Any]:
@@ -272,8 +272,10 @@ def _columns(files: Sequence[TensorFile]) -> dict[str, Any]:
     }
 
 
-def _check_file_lists(document: _Document, files: Mapping[str, FileEntry], *, what: str) -> None:
-    """The components and their files are those of the manifest."""
+def _check_file_lists(
+    document: _IndexDocument, files: Mapping[str, FileEntry], *, what: str
+) -> None:
+    """Check that the components and their files are those of the manifest."""
     expected = {name for name in files if name != layout.INDEX}
     names = {layout.plain_file(name): name for name in expected}
     listed: set[str] = set()
@@ -294,7 +296,7 @@ def _check_file_lists(document: _Document, files: Mapping[str, FileEntry], *, wh
 
 
 def _decode_blocks(
-    document: _Document, files: Mapping[str, FileEntry], *, what: str
+    document: _IndexDocument, files: Mapping[str, FileEntry], *, what: str
 ) -> dict[str, bytes]:
     if document.blocks.keys() != files.keys() - {layout.INDEX}:
         raise FormatError(f"{what}: `blocks` lists other files than the manifest")
@@ -314,25 +316,28 @@ def _digests(text: str, num_blocks: int, *, what: str) -> bytes:
 
 
 def _decode_stored(
-    document: _Document, files: Mapping[str, FileEntry], *, what: str
+    document: _IndexDocument, files: Mapping[str, FileEntry], *, what: str
 ) -> dict[str, StoredBlocks]:
-    """The stored blocks of every file that a codec made: as many as it has plain ones, none longer
-    than a codec makes them, together as long as the manifest says."""
+    """Decode and check the stored blocks of every file that a codec made.
+
+    There are as many as plain ones, none longer than a codec makes them, and together they have
+    the length in the manifest.
+    """
     entries = {name: entry.stored for name, entry in files.items() if entry.stored is not None}
     if document.stored.keys() != entries.keys():
         raise FormatError(f"{what}: `stored` lists other files than the manifest")
     decoded: dict[str, StoredBlocks] = {}
-    for name, found in document.stored.items():
-        nbytes, num_blocks = files[name].nbytes, len(found.nbytes)
+    for name, columns in document.stored.items():
+        nbytes, num_blocks = files[name].nbytes, len(columns.nbytes)
         expected = block_digests.num_blocks(nbytes, document.block_nbytes)
         if num_blocks != expected:
             raise FormatError(f"{what}: {name} should have {expected:,} stored blocks")
         spans = block_digests.split(nbytes, document.block_nbytes)
         most = (max_stored_nbytes(stop - start) for start, stop in spans)
-        if 0 in found.nbytes or any(map(gt, found.nbytes, most)):
+        if 0 in columns.nbytes or any(map(gt, columns.nbytes, most)):
             raise FormatError(f"{what}: {name} has a stored block that is too short or too long")
-        digests = _digests(found.digests, num_blocks, what=f"{what}: stored, {name}")
-        blocks = decoded[name] = StoredBlocks(tuple(found.nbytes), digests)
+        digests = _digests(columns.digests, num_blocks, what=f"{what}: stored, {name}")
+        blocks = decoded[name] = StoredBlocks(tuple(columns.nbytes), digests)
         if blocks.entry(entries[name].codec) != entries[name]:
             raise CorruptData(f"{what}: the stored blocks of {name} are not the manifest's")
     return decoded
@@ -356,7 +361,7 @@ def _decode_component(
 
 
 class _Sizes(dict[_Kind, int]):
-    """The bytes of a kind of tensor: most occur often, and the first of them are kept."""
+    """Cache of the bytes of tensors by dtype and shape, as most occur often."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -368,7 +373,7 @@ class _Sizes(dict[_Kind, int]):
         return nbytes
 
     def of(self, names: Iterable[str], kinds: Sequence[_Kind]) -> list[int]:
-        """The bytes of each of these; a wrong one is called by its name."""
+        """Compute the bytes of each tensor; an error names the tensor."""
         try:
             return [*map(self.__getitem__, kinds)]
         except FormatError:
@@ -384,12 +389,12 @@ def _nbytes(kind: _Kind, *, what: str) -> int:
 
 
 def _decode_shards(component: _Component, sizes: list[int], *, what: str) -> Places | _ShardLists:
-    """The shards of each tensor, complete and each inside its tensor."""
+    """Decode the shards of each tensor; check that they cover it and lie inside it."""
     shards = component.shards
     _check_columns(component, what=what)
     if shards.offsets is None or shards.sizes is None:
         return _whole_tensors(component, sizes, what=what)
-    found: list[list[ShardEntry]] = [[] for _ in sizes]
+    by_tensor: list[list[ShardEntry]] = [[] for _ in sizes]
     extents = [
         (component.dtypes[t], size) for t, size in zip(shards.tensor, shards.sizes, strict=True)
     ]
@@ -404,12 +409,12 @@ def _decode_shards(component: _Component, sizes: list[int], *, what: str) -> Pla
             raise FormatError(f"{where}: a shard of another number of dimensions")
         if any(map(gt, map(add, offsets, extent), shape)):
             raise FormatError(f"{what}, tensor {name[:200]!r}: a shard reaches out of the tensor")
-        found[tensor].append(ShardEntry(component.files[file], start, nbytes, offsets, extent))
-    for name, shape, entries in zip(component.names, component.shapes, found, strict=True):
+        by_tensor[tensor].append(ShardEntry(component.files[file], start, nbytes, offsets, extent))
+    for name, shape, entries in zip(component.names, component.shapes, by_tensor, strict=True):
         boxes = [(entry.offsets or (), entry.sizes or ()) for entry in entries]
         if not boxes or not tiles(shape, boxes):
             raise FormatError(f"{what}, tensor {name[:200]!r}: its shards do not tile it")
-    return [tuple(entries) for entries in found]
+    return [tuple(entries) for entries in by_tensor]
 
 
 def _check_columns(component: _Component, *, what: str) -> None:
@@ -421,9 +426,9 @@ def _check_columns(component: _Component, *, what: str) -> None:
     if len({len(column) for column in columns}) != 1:
         raise FormatError(f"{what}: the columns of `shards` differ in length")
     if max(shards.tensor, default=-1) >= len(component.names):
-        raise FormatError(f"{what}: a shard of a tensor that is not there")
+        raise FormatError(f"{what}: a shard of a tensor that does not exist")
     if max(shards.file, default=-1) >= len(component.files):
-        raise FormatError(f"{what}: a shard in a file that is not there")
+        raise FormatError(f"{what}: a shard in a file that does not exist")
 
 
 def _whole_tensors(component: _Component, sizes: list[int], *, what: str) -> Places:
@@ -432,15 +437,15 @@ def _whole_tensors(component: _Component, sizes: list[int], *, what: str) -> Pla
     counts = np.bincount(tensor, minlength=len(sizes))
     if (wrong := np.flatnonzero(counts != 1)).size:
         name = component.names[wrong[0]]
-        found = "no shard" if counts[wrong[0]] == 0 else "two shards, each the whole"
-        raise FormatError(f"{what}, tensor {name[:200]!r}: {found}")
+        problem = "no shard" if counts[wrong[0]] == 0 else "two shards, each the whole"
+        raise FormatError(f"{what}, tensor {name[:200]!r}: {problem}")
     file, start = np.empty_like(tensor), np.empty_like(tensor)
     file[tensor], start[tensor] = shards.file, shards.start
     return Places(component.files, file, start, np.array(sizes, np.int64))
 
 
 def _flat(shards: _ShardLists, files: Sequence[str]) -> Places:
-    """The places of all shards, whatever they are of."""
+    """Collect the positions of all shards of all tensors."""
     numbers = {name: number for number, name in enumerate(files)}
     rows = [(numbers[s.file], s.start, s.nbytes) for of_one in shards for s in of_one]
     columns = np.array(rows, np.int64).reshape(-1, 3)
@@ -448,7 +453,7 @@ def _flat(shards: _ShardLists, files: Sequence[str]) -> Places:
 
 
 def _check_places(places: Places, files: Mapping[str, FileEntry], *, what: str) -> None:
-    """Every shard lies in the data of its file, and no two share a byte."""
+    """Check that every shard lies in the data of its file, and no two overlap."""
     places = places.of(np.lexsort((places.nbytes, places.start, places.file)))
     lengths = np.array([files[name].nbytes for name in places.files], np.int64)[places.file]
     # Not by their sum, which may be beyond 64 bits.
@@ -465,7 +470,7 @@ def _check_places(places: Places, files: Mapping[str, FileEntry], *, what: str) 
 
 
 def _first(places: Places, wrong: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[str, int]:
-    """File and first byte of the first that is wrong."""
+    """Return file and first byte of the first wrong entry."""
     number = int(np.argmax(wrong))
     return places.files[places.file[number]], int(places.start[number])
 
@@ -473,7 +478,7 @@ def _first(places: Places, wrong: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[
 def tiles(shape: Sequence[int], boxes: Sequence[_Box]) -> bool:
     """Whether the boxes (offsets, sizes), each inside `shape`, cover it exactly once.
 
-    Compares measures: give every coordinate c of dimension d a random number F_d(c) modulo a
+    Compares measures. Give every coordinate c of dimension d a random number F_d(c) modulo a
     prime, and a box the product over d of F_d(stop) - F_d(start). That is additive, so a tiling
     has the measure of the whole. The other way round, the difference between a box's cover
     and the whole is a polynomial of degree at most 128 in the F, which is zero by chance with
@@ -491,7 +496,7 @@ def tiles(shape: Sequence[int], boxes: Sequence[_Box]) -> bool:
 
 
 class _Measure(dict[int, int]):
-    """Coordinate → a random number, drawn when it is first asked for."""
+    """Coordinate → a random number, drawn at its first access."""
 
     def __missing__(self, coordinate: int) -> int:
         return self.setdefault(coordinate, _RANDOM.randrange(_PRIME))

@@ -1,4 +1,4 @@
-"""Every key name of the format, and nothing else (docs/format.md, section 1)."""
+"""Names of all keys in a root: making and parsing them (docs/format.md, section 1)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _repeated = lru_cache(maxsize=1024)
 
 @dataclass(frozen=True, slots=True, order=True)
 class AttemptName:
-    """An attempt's folder name, parsed. Sorts in the order of commits."""
+    """The parsed name of an attempt's folder. Sorts in the order of commits."""
 
     epoch: int
     sequence: int
@@ -72,13 +72,13 @@ class AttemptName:
 
 
 def attempt_name(label: str, epoch: int, sequence: int, save_id: str) -> AttemptName:
-    """The name of a new attempt; checks the label."""
+    """Make the name of a new attempt; checks the label."""
     check_label(label)
     return AttemptName(epoch=epoch, sequence=sequence, id8=save_id[:8], label=label)
 
 
 def parse_attempt(folder: str) -> AttemptName | None:
-    """The parsed name, or None for a folder that is not an attempt of ours."""
+    """Parse the name of an attempt's folder; None for any other name."""
     match = _SUFFIX.search(folder)
     if match is None or not _LABEL.fullmatch(folder[: match.start()]):
         return None
@@ -89,7 +89,7 @@ def parse_attempt(folder: str) -> AttemptName | None:
 
 
 def check_label(label: str) -> None:
-    """Raise `UsageError` unless `label` may stand in a folder's name."""
+    """Raise `UsageError` unless `label` is valid in a folder's name."""
     if len(label) > MAX_LABEL_BYTES or not _LABEL.fullmatch(label):
         raise UsageError(
             f"label {label!r}: letters, digits and . _ = + - (not first a dot), "
@@ -98,7 +98,7 @@ def check_label(label: str) -> None:
 
 
 def check_component(name: str, *, what: str = "") -> None:
-    """Raise `UsageError` unless `name` may name a component; the message begins with `what`."""
+    """Raise `UsageError` unless `name` is valid for a component; the message begins with `what`."""
     if not isinstance(name, str) or not _COMPONENT.fullmatch(name):
         raise UsageError(f"{what}component name {name!r} must match {_COMPONENT.pattern}")
 
@@ -109,7 +109,7 @@ def writer_key(epoch: int) -> str:
 
 
 def closed_key(epoch: int) -> str:
-    """Key of the record that an epoch ended cleanly."""
+    """Key of the record of an epoch's clean end."""
     return f"{WRITERS}/{epoch:08d}.closed.json"
 
 
@@ -119,19 +119,19 @@ def alive_key(epoch: int) -> str:
 
 
 def parse_alive(name: str) -> int | None:
-    """The epoch of a name inside `writers/`, or None when it is not a heartbeat."""
+    """Parse the epoch of a heartbeat's name inside `writers/`; None for any other name."""
     match = _ALIVE.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def parse_closed(name: str) -> int | None:
-    """The epoch of a name inside `writers/`, or None when it is not a record of a clean end."""
+    """Parse the epoch of a clean end's name inside `writers/`; None for any other name."""
     match = _CLOSED.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def parse_writer(name: str) -> int | None:
-    """The epoch of a name inside `writers/`, or None when it is not a claim."""
+    """Parse the epoch of a claim's name inside `writers/`; None for any other name."""
     match = _WRITER.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -142,7 +142,7 @@ def ended_name(epoch: int) -> str:
 
 
 def parse_ended(name: str) -> int | None:
-    """The writer epoch of such a record, or None for another name."""
+    """Parse the writer epoch of a record of ended attempts; None for any other name."""
     match = _ENDED.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -153,7 +153,7 @@ def lease_key(folder: str, nonce: str) -> str:
 
 
 def parse_lease(name: str) -> tuple[AttemptName, str] | None:
-    """What a name inside `readers/` says is read, and the begin of the nonce; or None."""
+    """Parse a lease's name: the checkpoint, and the begin of the nonce; None for other names."""
     match = _LEASE.fullmatch(name)
     attempt = parse_attempt(match[1]) if match else None
     return (attempt, match[2]) if match and attempt else None
@@ -165,18 +165,20 @@ def scratch_folder(number: bytes) -> str:
 
 
 def sending_folder(number: bytes) -> str:
-    """Name of the folder in which an upload writes a file until it is whole."""
+    """Name of the folder in which an upload writes a file until it is complete."""
     return f"sending-{number.hex()}"
 
 
 def is_scratch(name: str) -> bool:
-    """Whether a folder in the root is one of preflight's or of an upload's; a killed process may
-    leave it."""
+    """Whether a folder in the root is temporary, of preflight or an upload.
+
+    A killed process may leave it behind.
+    """
     return _SCRATCH.fullmatch(name) is not None
 
 
 def is_preflight(name: str) -> bool:
-    """Whether a folder in the root is one of preflight's, in which nothing of a state is."""
+    """Whether a folder in the root is one of preflight's, which holds no state."""
     return is_scratch(name) and name.startswith("preflight-")
 
 
@@ -191,23 +193,23 @@ def request_key(name: str) -> str:
 
 
 def answer_key(name: str) -> str | None:
-    """Key of the answer to the request of that name; None where the name leaves no room for it."""
+    """Key of the answer to the request of that name; None if the name is too long for one."""
     key = f"{REQUESTS}/{name}{_ANSWER}"
     return key if len(name) + len(_ANSWER) <= MAX_SEGMENT_BYTES else None
 
 
 def is_answer(name: str) -> bool:
-    """Whether a name inside `requests/` is that of an answer; every other is a request."""
+    """Whether a name inside `requests/` is an answer's; every other is a request's."""
     return name.endswith(_ANSWER)
 
 
 def upload_key(folder: str) -> str:
-    """Key of the note, in the local root, that a checkpoint waits for its upload."""
+    """Key of the upload note of a checkpoint, in the local root."""
     return f"{UPLOADS}/{folder}.json"
 
 
 def parse_upload(name: str) -> AttemptName | None:
-    """The checkpoint that a name inside `uploads/` is about, or None for another name."""
+    """Parse the checkpoint of a name inside `uploads/`; None for any other name."""
     return parse_attempt(name.removesuffix(".json")) if name.endswith(".json") else None
 
 
@@ -223,7 +225,7 @@ def retired_name(epoch: int) -> str:
 
 @_repeated
 def parse_retired(name: str) -> int | None:
-    """The writer epoch of such a mark, or None for another name."""
+    """Parse the writer epoch of a mark that begins a deletion; None for any other name."""
     match = _RETIRED.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -235,7 +237,7 @@ def thinned_name(component: str, epoch: int) -> str:
 
 @_repeated
 def parse_thinned(name: str) -> tuple[str, int] | None:
-    """The component and the writer epoch of such a mark, or None for another name.
+    """Parse component and epoch of a mark that begins a drop; None for any other name.
 
     The number has at least 8 digits, and that of a file of a component at most 7.
     """
@@ -245,7 +247,7 @@ def parse_thinned(name: str) -> tuple[str, int] | None:
 
 @_repeated
 def parse_notes(name: str) -> int | None:
-    """The number of a notes sidecar, or None."""
+    """Parse the number of a notes sidecar; None for any other name."""
     match = _NOTES.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -256,7 +258,7 @@ def keys_name(number: int) -> str:
 
 
 def parse_keys(name: str) -> int | None:
-    """The number of a box of keys, or None."""
+    """Parse the number of a box of keys; None for any other name."""
     match = _KEYS.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -288,12 +290,12 @@ def tensor_file(component: str, number: int) -> str:
 
 
 def component_of(name: str) -> str:
-    """The component to which a file of that name belongs."""
+    """Return the component that a file of that name belongs to."""
     return name.rpartition("-")[0]
 
 
 def stored_file(name: str, codec: CodecName) -> str:
-    """Name of a component's file that is compressed by a codec, from its plain name."""
+    """Stored name of a component's file that is compressed by a codec, from its plain name."""
     return name + CODECS[codec].suffix
 
 
@@ -305,15 +307,17 @@ def plain_file(name: str) -> str:
 
 
 def is_data_name(name: str) -> bool:
-    """Whether a name in a checkpoint's folder is that of a data file: of the index, of a file that
-    a manifest may list, or of one as it is stored when sealed."""
+    """Whether a name in a checkpoint's folder is that of a data file.
+
+    That is the index, a file that a manifest may list, or one as it is stored when sealed.
+    """
     plain = plain_file(name)
     return name == INDEX or is_stored_name(name) or _FILE.fullmatch(plain) is not None
 
 
 @_repeated
 def check_file_name(name: str) -> None:
-    """Raise `FormatError` unless a manifest may list a file of this name."""
+    """Raise `FormatError` unless `name` is valid for a file of a manifest."""
     plain = plain_file(name)
     if name != INDEX and _FILE.fullmatch(plain) is None:
         raise FormatError(f"a manifest may not list a file named {name[:80]!r}")

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from holdfast.errors import FormatError, HoldfastError, MissingKey, UsageError
-from holdfast.format import layout, sealed, strictjson
+from holdfast.format import checked, layout, strictjson
 from holdfast.format.codec import CodecName
 from holdfast.format.layout import RNG
 from holdfast.store.base import Buffer
@@ -20,7 +20,7 @@ MAX_JSON_FILE_NBYTES = 64 * 1024 * 1024
 MAX_STORED_BLOCK_NBYTES = 64 * 1024 * 1024
 """The largest plain block that a codec may have made short: one is decoded as a whole."""
 
-_REGISTER_KINDS = ("checkpoint", "aborted", "deleted", sealed.SEALED)
+_REGISTER_KINDS = ("checkpoint", "aborted", "deleted", checked.SEALED)
 _MAX_INT = 2**63 - 1
 Natural = Annotated[int, Meta(ge=0, le=_MAX_INT)]
 Positive = Annotated[int, Meta(ge=1, le=_MAX_INT)]
@@ -30,7 +30,7 @@ Digest = Annotated[str, Meta(pattern=r"\Ablake3:[0-9a-f]{64}\Z")]
 
 
 class Reference(msgspec.Struct, frozen=True, kw_only=True):
-    """Names one checkpoint: its order, its save id (32 hex) and its folder."""
+    """Reference to one checkpoint: its order, its save id (32 hex) and its folder."""
 
     epoch: Positive
     sequence: Positive
@@ -44,9 +44,9 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timestamp(msgspec.Struct, frozen=True, kw_only=True):
-    """Where training stood: totals over all resumes, and counts within what is under way.
+    """Progress of training: totals over all resumes, and counts within the current epoch and cycle.
 
-    None is what the loop does not count.
+    None where the loop does not count.
     """
 
     step: Natural
@@ -61,7 +61,7 @@ class Timestamp(msgspec.Struct, frozen=True, kw_only=True):
     samples_in_epoch: Natural | None = None
     tokens_in_epoch: Natural | None = None
     epoch_wall_s: Seconds | None = None
-    """Seconds of training in the present epoch."""
+    """Seconds of training in the current epoch."""
     step_wall_s: Seconds | None = None
     """Seconds that the newest step took."""
     cycle: Natural | None = None
@@ -75,12 +75,12 @@ _OPTIONAL_MEMBERS = ("writer", "savers", "left_out", "unhealthy")
 
 
 def needed_of(left_out: Sequence[str]) -> tuple[str, ...]:
-    """The components of `left_out` that a run cannot do without: all but the generators."""
+    """List the components of `left_out` that a resume needs: all but the generators."""
     return tuple(name for name in left_out if name != RNG)
 
 
 class StoredEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """The form in which a file is stored: its codec, and length and digest of what lies there."""
+    """Stored form of a file that a codec made: codec, length and digest as stored."""
 
     codec: CodecName
     nbytes: Natural
@@ -88,16 +88,16 @@ class StoredEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Length in bytes and digest ("blake3:…") of one file, as it is read."""
+    """Length in bytes and digest ("blake3:…") of one file, as it is read, without a codec."""
 
     nbytes: Natural
     digest: Digest
     stored: StoredEntry | None = None
-    """As it lies there; None: just so."""
+    """Its stored form; None: stored as it is read."""
 
     @property
     def stored_nbytes(self) -> int:
-        """Bytes of the file as it lies there."""
+        """Bytes of the file as stored."""
         return self.nbytes if self.stored is None else self.stored.nbytes
 
 
@@ -132,27 +132,27 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": 
     environment: Mapping[str, Any]
     timings: Mapping[str, float]
     writer: Hex128 | None = None
-    """The nonce of the claim under which it was saved; None: not said."""
+    """Nonce of the claim under which it was saved; None: not recorded."""
     savers: tuple[str, ...] = ()
-    """Which of the run's savers asked for it; none: the only one there is."""
+    """Savers of the run that asked for it; empty: the run has only one."""
     left_out: tuple[str, ...] = ()
-    """Components of the state that were not to be in it; see `lacks`."""
+    """Components of the state that were not saved; see `lacks`."""
     unhealthy: tuple[str, ...] = ()
-    """Why the state should not be gone on from; none: nothing wrong is known."""
+    """Reasons not to resume from the state; empty: nothing wrong is known."""
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """The components that were left out and that a run needs to go on from it."""
+        """Components that were left out and that a resume needs."""
         return needed_of(self.left_out)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files as they lie there, without the manifest itself."""
+        """Bytes of all files as stored, without the manifest itself."""
         return sum(entry.stored_nbytes for entry in self.files.values())
 
     @property
     def plain_nbytes(self) -> int:
-        """Bytes of all files as they are read: before a codec made them shorter."""
+        """Bytes of all files as they are read, before compression."""
         return sum(entry.nbytes for entry in self.files.values())
 
     @property
@@ -161,21 +161,21 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": 
         return (self.epoch, self.sequence)
 
     def reference(self, folder: str) -> Reference:
-        """The reference to this checkpoint, which lies in `folder`."""
+        """Make a reference to this checkpoint, which is in `folder`."""
         return Reference(
             epoch=self.epoch, sequence=self.sequence, save_id=self.save_id, folder=folder
         )
 
 
 class Aborted(msgspec.Struct, frozen=True, kw_only=True):
-    """The register of an attempt that gc has closed: it never becomes a checkpoint."""
+    """Abort marker: the register of an attempt that gc closed; it never becomes a checkpoint."""
 
     by: str
     reason: str
 
 
 class Deleted(msgspec.Struct, frozen=True, kw_only=True):
-    """The register of a checkpoint that retention has deleted."""
+    """Tombstone: the register of a checkpoint that retention has deleted."""
 
     save_id: Hex128
     by: str
@@ -183,13 +183,13 @@ class Deleted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest as a sealed document.
+    """Encode a manifest.
 
     Raises:
         UsageError: a text, number or size that the document cannot hold.
     """
     is_stored = any(entry.stored is not None for entry in manifest.files.values())
-    requires = [sealed.CODEC] if is_stored else []
+    requires = [checked.CODEC] if is_stored else []
     members = {"requires": requires, **msgspec.to_builtins(manifest)}
     members["metrics"] = {name: _number(name, value) for name, value in manifest.metrics.items()}
     members["timestamp"] = {
@@ -200,30 +200,32 @@ def encode_manifest(manifest: Manifest) -> bytes:
     for name in _OPTIONAL_MEMBERS:
         if not members[name]:
             del members[name]
-    return sealed.seal("checkpoint", members, max_nbytes=MAX_MANIFEST_NBYTES)
+    return checked.encode_checked("checkpoint", members, max_nbytes=MAX_MANIFEST_NBYTES)
 
 
 def encode_aborted(aborted: Aborted) -> bytes:
-    """The abort marker as a sealed document."""
-    return sealed.seal("aborted", msgspec.to_builtins(aborted))
+    """Encode an abort marker."""
+    return checked.encode_checked("aborted", msgspec.to_builtins(aborted))
 
 
 def encode_deleted(deleted: Deleted) -> bytes:
-    """The tombstone as a sealed document."""
-    return sealed.seal("deleted", msgspec.to_builtins(deleted))
+    """Encode a tombstone."""
+    return checked.encode_checked("deleted", msgspec.to_builtins(deleted))
 
 
 def decode_register(data: Buffer, *, what: str) -> Manifest | Aborted | Deleted:
-    """The value of an attempt's register.
+    """Decode the register of an attempt.
 
     Raises:
         CorruptData: the digest does not fit.
-        MissingKey: it is a sealed checkpoint.
+        MissingKey: the manifest is sealed.
         UnsupportedVersion: written by a newer Holdfast.
         FormatError: anything else that the format does not allow.
     """
-    members = sealed.unseal(data, what=what, kinds=_REGISTER_KINDS, max_nbytes=MAX_MANIFEST_NBYTES)
-    if members["kind"] == sealed.SEALED:
+    members = checked.decode_checked(
+        data, what=what, kinds=_REGISTER_KINDS, max_nbytes=MAX_MANIFEST_NBYTES
+    )
+    if members["kind"] == checked.SEALED:
         raise MissingKey(
             f"{what}: this checkpoint is sealed, and no key was given "
             "(`encrypt=` in Python, `holdfast --key-file` and its like)"
@@ -262,7 +264,7 @@ def _check_manifest(manifest: Manifest, *, what: str) -> None:
     check_block_nbytes(manifest.block_nbytes, what=what)
     _check_names(manifest, what=what)
     if odd := sorted(set(manifest.left_out) & set(manifest.components)):
-        raise FormatError(f"{what}: component {odd[0]!r} is there and is left out")
+        raise FormatError(f"{what}: component {odd[0]!r} is listed both as saved and as left out")
     for name, component in manifest.components.items():
         expected = [layout.tree_file(name)]
         numbers = range(len(component.files) - 1)
@@ -306,7 +308,7 @@ def _number(name: str, value: float) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """The float of a typed node; anything else as it is, for the check of types to judge."""
+    """Convert a typed node to its float; other values stay, for the check of types."""
     match value:
         case {"$float": ("nan" | "inf" | "-inf") as text, **rest} if not rest:
             return float(text)

@@ -1,7 +1,7 @@
-"""Typed trees without their branches: nodes that stand for torch values, and plain values.
+"""Leaves of typed trees: plain values, and nodes for torch values.
 
-How each is written and read back, exactly (docs/format.md, section 6). A writer or reader
-raises `ValueError` for what the grammar does not have.
+Each is written and read back exactly (docs/format.md, section 6). A writer or reader raises
+`ValueError` for values that the grammar does not have.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _SCALAR_NAMES: dict[type, str] = {dtype.type: name for name, dtype in _SCALARS.i
 class TensorRef(
     msgspec.Struct, frozen=True, gc=False, omit_defaults=True, rename={"key": "$tensor"}
 ):
-    """A torch tensor: its key in the component, and what its bytes do not tell.
+    """A torch tensor: its key in the component, device, flags and memory order.
 
     In JSON it is its node.
     """
@@ -221,7 +221,7 @@ def _write_tensor(value: TensorRef) -> Any:
 
 
 def read_tensor(node: dict[str, Any]) -> TensorRef:
-    """The tensor of a `$tensor` node.
+    """Decode a `$tensor` node.
 
     Raises:
         ValueError: the format has no such node.
@@ -243,7 +243,7 @@ def read_tensor(node: dict[str, Any]) -> TensorRef:
 
 
 def are_tensors(refs: Collection[TensorRef]) -> bool:
-    """Whether the format has these, which were decoded as they are written."""
+    """Whether devices and orders of decoded tensor nodes are valid."""
     # Not a set of orders: the hashes of numbers are known, and could be made to collide.
     orders = filter(None, map(attrgetter("order"), refs))
     return all(map(is_device, {*map(attrgetter("device"), refs)})) and all(map(_is_order, orders))

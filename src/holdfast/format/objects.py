@@ -1,7 +1,7 @@
-"""Typed trees: Python values to bytes and back, exactly, without running anything from the bytes.
+"""Typed trees: exact encoding of Python values as bytes, decoded without running any code.
 
-The grammar is docs/format.md, section 6. Torch values and arrays stand in a tree as nodes; who
-calls makes them from live objects (`lower`) and makes live objects of them (`lift`).
+The grammar is docs/format.md, section 6. Torch values and arrays are nodes of a tree; the caller
+makes them from live objects (`lower`) and converts them back (`lift`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from holdfast.errors import FormatError, LimitExceeded, UnsupportedState
-from holdfast.format import sealed, strictjson
+from holdfast.format import checked, strictjson
 from holdfast.format.layout import FORMAT_VERSION
 from holdfast.format.nodes import (
     READERS,
@@ -38,13 +38,13 @@ from holdfast.store.base import Buffer
 __all__ = [
     "ArrayRef",
     "DeviceName",
-    "Document",
     "DtypeName",
     "EnumValue",
     "GeneratorState",
     "Refused",
     "SizeTuple",
     "TensorRef",
+    "TreeDocument",
     "decode_beside",
     "decode_tree",
     "document",
@@ -65,7 +65,7 @@ _MAX_LEVEL = strictjson.MAX_DEPTH - 5  # a dict takes three levels, a leaf in it
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """What `lower` returns for an object that it knows and cannot save, with the reason."""
+    """Result of `lower` for an object that cannot be saved, with the reason."""
 
     reason: str
 
@@ -82,15 +82,15 @@ def encode_tree(
     where: str = "",
     beside: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """`tree` as the bytes of a document; see `document`."""
+    """Encode `tree` as bytes; see `document`."""
     return document(tree, lower=lower, where=where, beside=beside).data
 
 
-class Document:
-    """A tree as nodes and as bytes. Numbers among the nodes may be changed, and written anew."""
+class TreeDocument:
+    """A tree as nodes and as bytes. Numbers in the nodes may be changed, then encoded again."""
 
     def __init__(self, node: Any, beside: Mapping[str, Any], where: str) -> None:
-        """Raises `UnsupportedState` where it is too large."""
+        """Encode the nodes; raises `UnsupportedState` if the tree is too large."""
         self.node = node
         self._beside = beside
         self._where = where
@@ -98,10 +98,10 @@ class Document:
         self._check(self.data)
 
     def write(self) -> None:
-        """Make `data` that of the nodes.
+        """Encode the nodes into `data` again.
 
         Raises:
-            UnsupportedState: it is too large.
+            UnsupportedState: the tree is too large.
         """
         data = self._written()
         if len(data) > _SURELY_FINE_NBYTES:
@@ -128,20 +128,20 @@ def document(
     lower: Lower | None = None,
     where: str = "",
     beside: Mapping[str, Any] | None = None,
-) -> Document:
-    """`tree` as a document, with plain values beside it under the names in `beside`.
+) -> TreeDocument:
+    """Encode `tree` as a document, with plain values beside it under the names in `beside`.
 
-    `lower(object, path)` is asked about every object that is not of an exact type of the
+    `lower(object, path)` is called for every object that is not of an exact type of the
     grammar. It returns a node, another encodable value, `Refused`, or `NotImplemented`.
 
     Raises:
         UnsupportedState: lists every offender, with its path.
     """
-    encoder = _Encoder(lower)
+    encoder = _TreeEncoder(lower)
     node = encoder.encode(tree, where, 1)
     if encoder.offenders:
         raise UnsupportedState(encoder.offenders)
-    return Document(node, beside or {}, where)
+    return TreeDocument(node, beside or {}, where)
 
 
 def decode_tree(
@@ -151,25 +151,25 @@ def decode_tree(
     lift_tensors: LiftTensors | None = None,
     what: str,
 ) -> Any:
-    """The tree in `data`. `lift(node)` gives the object of a node; without it nodes stay.
+    """Decode the tree in `data`. `lift(node)` converts a node to an object; without it nodes stay.
 
-    `lift_tensors(nodes)`, where it is given, does the same at once for the members of a dict that
-    has nothing but tensors.
+    `lift_tensors(nodes)`, if given, does the same at once for the members of a dict that has
+    nothing but tensors.
 
-    A container that was shared is shared again, so what comes back need not be a tree; walking
+    A container that was shared is shared again, so the result need not be a tree; walking
     it naively costs at most 4 million steps. Errors of `lift` pass through.
 
     Raises:
         FormatError: anything that the format does not allow.
     """
-    decoder = _Decoder(lift, lift_tensors, what)
+    decoder = _TreeDecoder(lift, lift_tensors, what)
     tensors = _decode_tensors(data)
     if tensors is not None:
         return decoder.lifted_dict(tensors)
     document = strictjson.loads(
         data, what=what, max_nbytes=MAX_TREE_NBYTES, max_values=MAX_TREE_VALUES
     )
-    sealed.check_version(document, what=what)
+    checked.check_version(document, what=what)
     if "tree" not in document:
         raise FormatError(f"{what}: has no `tree`")
     try:
@@ -179,14 +179,14 @@ def decode_tree(
 
 
 class _Tensors(msgspec.Struct):
-    """A document whose tree is a dict of nothing but tensors, in the order of a writer."""
+    """A document whose tree is a dict of only tensors, with members in the order of a writer."""
 
     holdfast: int
     tree: dict[str, TensorRef]
 
 
 def _decode_tensors(data: Buffer) -> dict[str, TensorRef] | None:
-    """The tree when it is a dict of nothing but tensors, as a writer writes it; else None."""
+    """Decode a tree that is a dict of only tensors, as a writer writes it; else None."""
     document = strictjson.loads_as(
         data, _Tensors, max_nbytes=MAX_TREE_NBYTES, max_values=MAX_TREE_VALUES
     )
@@ -201,7 +201,7 @@ def _decode_tensors(data: Buffer) -> dict[str, TensorRef] | None:
 
 
 def decode_beside(data: Buffer, name: str, *, what: str) -> Any:
-    """The plain value that stands beside a tree under `name`, or None.
+    """Decode the plain value beside a tree under `name`, or None.
 
     Raises:
         FormatError: anything that the format does not allow.
@@ -213,12 +213,12 @@ def decode_beside(data: Buffer, name: str, *, what: str) -> Any:
 
 
 def join(path: str, name: object) -> str:
-    """`path` with one more name, such as "optimizer.state.0"."""
+    """Append a name to a path, as in "optimizer.state.0"."""
     return f"{path}.{name}" if path else str(name)
 
 
-class _Encoder:
-    """One pass over a tree; collects every offender instead of stopping at the first."""
+class _TreeEncoder:
+    """Encodes a tree as nodes; collects every offender instead of stopping at the first."""
 
     def __init__(self, lower: Lower | None) -> None:
         self.offenders: list[tuple[str, str]] = []
@@ -233,7 +233,7 @@ class _Encoder:
         self._alive: list[Any] = []  # what `lower` made: no id may be used twice
 
     def encode(self, value: Any, path: str, level: int, *, lowered: bool = False) -> Any:
-        """The node of `value`, which stands inside `level` brackets."""
+        """Encode `value`, which is nested inside `level` brackets, as a node."""
         self._weight += 1
         type_ = type(value)
         if type_ in _CONTAINERS:
@@ -374,7 +374,7 @@ class _Encoder:
         return {"$generator": members}
 
 
-class _Decoder:
+class _TreeDecoder:
     def __init__(self, lift: Lift | None, lift_tensors: LiftTensors | None, what: str) -> None:
         self._lift = lift
         self._lift_tensors = lift_tensors
@@ -462,7 +462,7 @@ class _Decoder:
         return {name: decode(item) for name, item in node.items()}
 
     def lifted_dict(self, refs: Mapping[str, TensorRef]) -> dict[str, Any]:
-        """A dict of nothing but tensors."""
+        """Lift a dict of only tensors."""
         if self._lift_tensors is not None:
             return dict(zip(refs, self._lift_tensors([*refs.values()]), strict=True))
         return {name: self._lifted(ref) for name, ref in refs.items()}
@@ -501,7 +501,7 @@ class _Decoder:
         return [*zip(keys, self._items([item for _, item in nodes]), strict=True)]
 
     def _keys(self, nodes: list[Any]) -> list[Any]:
-        """Keys of a dict or members of a set, which a table will take in bounded time."""
+        """Decode keys of a dict or members of a set; bounds the time that a hash table takes."""
         num_others = _num_other_keys(nodes)
         self._num_other_keys += num_others
         if self._num_other_keys > MAX_OTHER_KEYS:
@@ -553,17 +553,17 @@ class _Decoder:
 
 
 def _are_plain_tensors(nodes: Collection[Any]) -> bool:
-    """Whether there are several, and all are `$tensor` nodes with a key and no other member."""
+    """Whether these are two or more `$tensor` nodes with a key and no other member."""
     if len(nodes) < 2 or {*map(type, nodes)} != {dict} or {*map(len, nodes)} != {1}:
         return False
     return all(map(contains, nodes, repeat("$tensor"))) and {*map(type, map(_KEY, nodes))} == {str}
 
 
 def _num_other_keys(nodes: Sequence[Any]) -> int:
-    """How many keys are not text; none where they are 0, 1, 2, … in order.
+    """Count keys that are not text; 0 if they are 0, 1, 2, … in order.
 
-    Counted because the hashes of numbers are known: keys can be made for which a dict needs
-    quadratic time. The hashes of texts are salted, and those of 0, 1, 2, … do not collide.
+    They are limited because the hashes of numbers are known: keys can be made for which a dict
+    needs quadratic time. The hashes of texts are salted, and those of 0, 1, 2, … do not collide.
     """
     if all(type(node) is int and node == i for i, node in enumerate(nodes)):
         return 0
@@ -571,10 +571,10 @@ def _num_other_keys(nodes: Sequence[Any]) -> int:
 
 
 def _num_comparisons(keys: Iterable[Any]) -> int:
-    """How many comparisons of values a table of these keys takes at most.
+    """Bound the comparisons of values that a hash table of these keys takes.
 
-    A table compares each key with those of the same hash that came before it. They are found by
-    sorting: a table of the hashes could be made slow in the same way.
+    A table compares each key with earlier ones of the same hash. They are counted by sorting: a
+    table of the hashes could be made slow in the same way.
     """
     hashed = sorted(((hash(key), key) for key in keys), key=itemgetter(0))
     total = 0
@@ -586,7 +586,7 @@ def _num_comparisons(keys: Iterable[Any]) -> int:
 
 
 def _num_values(key: Any) -> int:
-    """How many comparisons of values it takes at most to compare a key with another one."""
+    """Bound the comparisons of values that comparing a key with another one takes."""
     if isinstance(key, EnumValue):
         return 1 + _num_values(key.value)
     if isinstance(key, SizeTuple):
@@ -601,12 +601,12 @@ def _num_values(key: Any) -> int:
 
 
 def _sort_key(node: Any) -> tuple[int, int, bytes]:
-    """Orders the members of a set by nothing but their values: integers first."""
+    """Sort key for the members of a set, by value only: integers first."""
     return (0, node, b"") if type(node) is int else (1, 0, msgspec.json.encode(node))
 
 
 def _shown(key: Any) -> str:
-    """A key in a path."""
+    """Format a key for a path."""
     if type(key) is str or (type(key) is int and key.bit_length() < 2000):
         return str(key)[:200]
     return f"<{type(key).__name__}>"
@@ -632,27 +632,27 @@ _COMPARISONS_LIMIT = (
 )
 _OTHER_KEYS_LIMIT = f"{MAX_OTHER_KEYS:,} keys that are not text; keep such data in a tensor"
 
-_CONTAINERS: dict[type, Callable[[_Encoder, Any, str, int], Any]] = {
-    list: _Encoder.write_list,
-    tuple: _Encoder.write_tuple,
-    dict: _Encoder.write_dict,
-    OrderedDict: _Encoder.write_ordered,
-    Counter: _Encoder.write_counter,
-    set: _Encoder.write_set,
-    frozenset: _Encoder.write_frozenset,
+_CONTAINERS: dict[type, Callable[[_TreeEncoder, Any, str, int], Any]] = {
+    list: _TreeEncoder.write_list,
+    tuple: _TreeEncoder.write_tuple,
+    dict: _TreeEncoder.write_dict,
+    OrderedDict: _TreeEncoder.write_ordered,
+    Counter: _TreeEncoder.write_counter,
+    set: _TreeEncoder.write_set,
+    frozenset: _TreeEncoder.write_frozenset,
 }
-_CONTAINER_READERS: dict[str, Callable[[_Decoder, list[Any]], Any]] = {
-    "$tuple": _Decoder.read_tuple,
-    "$set": _Decoder.read_set,
-    "$frozenset": _Decoder.read_frozenset,
-    "$dict": _Decoder.read_dict,
-    "$ordered": _Decoder.read_ordered,
-    "$counter": _Decoder.read_counter,
+_CONTAINER_READERS: dict[str, Callable[[_TreeDecoder, list[Any]], Any]] = {
+    "$tuple": _TreeDecoder.read_tuple,
+    "$set": _TreeDecoder.read_set,
+    "$frozenset": _TreeDecoder.read_frozenset,
+    "$dict": _TreeDecoder.read_dict,
+    "$ordered": _TreeDecoder.read_ordered,
+    "$counter": _TreeDecoder.read_counter,
 }
-_INNER_READERS: dict[str, Callable[[_Decoder, Any], Any]] = {
-    "$same": _Decoder.read_same,
-    "$enum": _Decoder.read_enum,
-    "$generator": _Decoder.read_generator,
+_INNER_READERS: dict[str, Callable[[_TreeDecoder, Any], Any]] = {
+    "$same": _TreeDecoder.read_same,
+    "$enum": _TreeDecoder.read_enum,
+    "$generator": _TreeDecoder.read_generator,
 }
 _NEVER_KEYS = (TensorRef, ArrayRef, GeneratorState)
 _NEVER_IN_KEYS = ("$tensor", "$array", "$generator", "$same")

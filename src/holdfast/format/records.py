@@ -1,4 +1,4 @@
-"""Claims, closes, heartbeats, sidecars and requests (docs/format.md, section 7)."""
+"""Records of a root: claims, closes, heartbeats, sidecars, requests (docs/format.md, section 7)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from holdfast.errors import FormatError
-from holdfast.format import sealed, strictjson
+from holdfast.format import checked, strictjson
 from holdfast.format.layout import parse_attempt
 from holdfast.format.manifest import Hex128, Natural, Positive, Reference, check_reference
 from holdfast.store.base import Buffer
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
-    """Which process: `start` is its start time and `boot_id` the boot, both opaque texts."""
+    """Identity of a process; start time `start` and boot `boot_id` are opaque texts."""
 
     host: str
     pid: Natural
@@ -27,11 +27,11 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     pid_namespace: str
 
 
-class Writer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The claim of an epoch. `resumed_from` is the checkpoint that it goes on from.
+class WriterRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Claim of an epoch. `resumed_from` is the checkpoint that it continues from.
 
-    `rollback` says that a person chose that one by name; a claim of the latest only counts once
-    it has committed.
+    `rollback`: a person chose that checkpoint by name; a claim of the latest only counts once it
+    has committed.
     """
 
     epoch: Positive
@@ -42,18 +42,18 @@ class Writer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     created: str
     process: Process
     tiered: bool = False
-    """Whether the run has two roots, of which one may lack what the claim goes on from."""
+    """Whether the run has two roots, one of which may lack the `resumed_from` checkpoint."""
 
 
 class Closed(msgspec.Struct, frozen=True, kw_only=True):
-    """That an epoch ended cleanly."""
+    """Record that an epoch ended cleanly."""
 
     epoch: Positive
     nonce: Hex128
 
 
 class Alive(msgspec.Struct, frozen=True, kw_only=True):
-    """A heartbeat; `beat` counts up."""
+    """Heartbeat of a writer; `beat` counts up."""
 
     epoch: Positive
     nonce: Hex128
@@ -61,9 +61,9 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """Folders of attempts whose registers have their last value, so that these need not be read.
+    """Folders of attempts whose registers are final, so that they need not be read.
 
-    Nothing but time depends on it.
+    An optimisation only: nothing else depends on it.
     """
 
     epoch: Positive
@@ -72,7 +72,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """That a process reads the checkpoint that the lease's name names; `beat` counts up."""
+    """Lease: a process reads the checkpoint in the record's name; `beat` counts up."""
 
     nonce: Hex128
     beat: Natural
@@ -81,21 +81,21 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Notes(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole set of tags and the pin of a checkpoint."""
+    """All tags and the pin of a checkpoint."""
 
     tags: tuple[str, ...]
     pinned: bool
 
 
 class Retired(msgspec.Struct, frozen=True, kw_only=True):
-    """That retention is about to delete a checkpoint."""
+    """Mark that retention is about to delete a checkpoint."""
 
     by: str
     reason: str
 
 
 class Thinned(msgspec.Struct, frozen=True, kw_only=True):
-    """That retention is about to drop a component of a checkpoint that stays."""
+    """Mark that retention is about to drop a component of a checkpoint that stays."""
 
     by: str
     component: str
@@ -103,15 +103,16 @@ class Thinned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True):
-    """That a resume found a checkpoint damaged."""
+    """Mark that a resume found a checkpoint damaged."""
 
     by: str
     reasons: tuple[str, ...]
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """That somebody asks for a save: `who` for people, `process` so that it can be told when
-    nobody waits for the answer any more."""
+    """Request for a save.
+
+    `who` is for people; `process` shows whether somebody still waits for the answer."""
 
     id: Hex128
     who: str
@@ -122,20 +123,20 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a request: the folder of the checkpoint, or the error."""
+    """Answer to a request: the folder of the checkpoint, or the error."""
 
     folder: str | None
     error: str | None
     created: str
     asker: Process | None = None
-    """The process that asked, where its request could be read."""
+    """The process that asked, if its request could be read."""
 
 
 UploadState = Literal["waiting", "sending", "failed", "refused", "uploaded"]
 
 
 class UploadRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a checkpoint of the local root is on its way to the remote one.
+    """State of the upload of a checkpoint from the local root to the remote one.
 
     `state` is `waiting`, `sending`, `failed` (it will be tried again), `refused` (it will not) or
     `uploaded`.
@@ -151,9 +152,9 @@ class UploadRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TiersRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the local root is mirrored to, and what became of the last upload.
+    """Remote root of a local root, and the result of the last upload.
 
-    `epoch` is a claim that the remote root had; 0: none was ever seen there.
+    `epoch` is a claim that the remote root had; 0: none was ever seen in it.
     """
 
     remote: str
@@ -166,45 +167,45 @@ class TiersRecord(msgspec.Struct, frozen=True, kw_only=True):
     requests: Natural = 0
 
 
-def encode_writer(writer: Writer) -> bytes:
-    """The claim as a sealed document."""
+def encode_writer(writer: WriterRecord) -> bytes:
+    """Encode a claim."""
     return _encode("writer", writer)
 
 
-def decode_writer(data: Buffer, *, what: str) -> Writer:
-    """The claim in `data`; a `FormatError` otherwise."""
-    writer = _decode("writer", data, Writer, what=what)
+def decode_writer(data: Buffer, *, what: str) -> WriterRecord:
+    """Decode a claim; raises `FormatError` if `data` is not valid."""
+    writer = _decode("writer", data, WriterRecord, what=what)
     check_reference(writer.resumed_from, what=what)
     return writer
 
 
 def encode_closed(closed: Closed) -> bytes:
-    """The close as a sealed document."""
+    """Encode a close."""
     return _encode("closed", closed)
 
 
 def decode_closed(data: Buffer, *, what: str) -> Closed:
-    """The close in `data`; a `FormatError` otherwise."""
+    """Decode a close; raises `FormatError` if `data` is not valid."""
     return _decode("closed", data, Closed, what=what)
 
 
 def encode_alive(alive: Alive) -> bytes:
-    """The heartbeat as a sealed document."""
+    """Encode a heartbeat."""
     return _encode("alive", alive)
 
 
 def decode_alive(data: Buffer, *, what: str) -> Alive:
-    """The heartbeat in `data`; a `FormatError` otherwise."""
+    """Decode a heartbeat; raises `FormatError` if `data` is not valid."""
     return _decode("alive", data, Alive, what=what)
 
 
 def encode_ended(ended: Ended) -> bytes:
-    """The record as a sealed document; a `UsageError` when it is too long."""
-    return sealed.seal("ended", msgspec.to_builtins(ended), max_nbytes=MAX_ENDED_NBYTES)
+    """Encode a record of ended attempts; raises `UsageError` if it is too long."""
+    return checked.encode_checked("ended", msgspec.to_builtins(ended), max_nbytes=MAX_ENDED_NBYTES)
 
 
 def decode_ended(data: Buffer, *, what: str) -> Ended:
-    """The record in `data`; a `FormatError` otherwise."""
+    """Decode a record of ended attempts; raises `FormatError` if `data` is not valid."""
     ended = _decode("ended", data, Ended, what=what, max_nbytes=MAX_ENDED_NBYTES)
     odd = next((n for n in (*ended.aborted, *ended.deleted) if parse_attempt(n) is None), None)
     if odd is not None:
@@ -213,72 +214,72 @@ def decode_ended(data: Buffer, *, what: str) -> Ended:
 
 
 def encode_lease(lease: Lease) -> bytes:
-    """The lease as a sealed document."""
+    """Encode a lease."""
     return _encode("lease", lease)
 
 
 def decode_lease(data: Buffer, *, what: str) -> Lease:
-    """The lease in `data`; a `FormatError` otherwise."""
+    """Decode a lease; raises `FormatError` if `data` is not valid."""
     return _decode("lease", data, Lease, what=what)
 
 
 def encode_notes(notes: Notes) -> bytes:
-    """The notes as a sealed document; a `UsageError` when they are too long."""
+    """Encode notes; raises `UsageError` if they are too long."""
     return _encode("notes", notes)
 
 
 def decode_notes(data: Buffer, *, what: str) -> Notes:
-    """The notes in `data`; a `FormatError` otherwise."""
+    """Decode notes; raises `FormatError` if `data` is not valid."""
     return _decode("notes", data, Notes, what=what)
 
 
 def encode_retired(retired: Retired) -> bytes:
-    """The mark as a sealed document."""
+    """Encode a mark."""
     return _encode("retired", retired)
 
 
 def decode_retired(data: Buffer, *, what: str) -> Retired:
-    """The mark in `data`; a `FormatError` otherwise."""
+    """Decode a mark; raises `FormatError` if `data` is not valid."""
     return _decode("retired", data, Retired, what=what)
 
 
 def encode_thinned(thinned: Thinned) -> bytes:
-    """The mark as a sealed document."""
+    """Encode a mark."""
     return _encode("thinned", thinned)
 
 
 def decode_thinned(data: Buffer, *, what: str) -> Thinned:
-    """The mark in `data`; a `FormatError` otherwise."""
+    """Decode a mark; raises `FormatError` if `data` is not valid."""
     return _decode("thinned", data, Thinned, what=what)
 
 
 def encode_rejected(rejected: Rejected) -> bytes:
-    """The mark as a sealed document."""
+    """Encode a mark."""
     return _encode("rejected", rejected)
 
 
 def decode_rejected(data: Buffer, *, what: str) -> Rejected:
-    """The mark in `data`; a `FormatError` otherwise."""
+    """Decode a mark; raises `FormatError` if `data` is not valid."""
     return _decode("rejected", data, Rejected, what=what)
 
 
 def encode_request(request: RequestRecord) -> bytes:
-    """The request as a sealed document; a `UsageError` when it is too long."""
+    """Encode a request; raises `UsageError` if it is too long."""
     return _encode("request", request)
 
 
 def decode_request(data: Buffer, *, what: str) -> RequestRecord:
-    """The request in `data`; a `FormatError` otherwise."""
+    """Decode a request; raises `FormatError` if `data` is not valid."""
     return _decode("request", data, RequestRecord, what=what)
 
 
 def encode_answer(answer: AnswerRecord) -> bytes:
-    """The answer as a sealed document; a `UsageError` when it is too long."""
+    """Encode an answer; raises `UsageError` if it is too long."""
     return _encode("answer", answer)
 
 
 def decode_answer(data: Buffer, *, what: str) -> AnswerRecord:
-    """The answer in `data`; a `FormatError` otherwise."""
+    """Decode an answer; raises `FormatError` if `data` is not valid."""
     answer = _decode("answer", data, AnswerRecord, what=what)
     if (answer.folder is None) is (answer.error is None):
         raise FormatError(f"{what}: an answer has either a folder or an error")
@@ -288,28 +289,28 @@ def decode_answer(data: Buffer, *, what: str) -> AnswerRecord:
 
 
 def encode_upload(upload: UploadRecord) -> bytes:
-    """The note as a sealed document."""
+    """Encode a note."""
     return _encode("upload", upload)
 
 
 def decode_upload(data: Buffer, *, what: str) -> UploadRecord:
-    """The note in `data`; a `FormatError` otherwise."""
+    """Decode a note; raises `FormatError` if `data` is not valid."""
     return _decode("upload", data, UploadRecord, what=what)
 
 
 def encode_tiers(tiers: TiersRecord) -> bytes:
-    """The note as a sealed document."""
+    """Encode a note."""
     return _encode("tiers", tiers)
 
 
 def decode_tiers(data: Buffer, *, what: str) -> TiersRecord:
-    """The note in `data`; a `FormatError` otherwise."""
+    """Decode a note; raises `FormatError` if `data` is not valid."""
     return _decode("tiers", data, TiersRecord, what=what)
 
 
 def _encode(kind: str, record: msgspec.Struct) -> bytes:
     members: dict[str, Any] = msgspec.to_builtins(record)
-    return sealed.seal(kind, members)
+    return checked.encode_checked(kind, members)
 
 
 def _decode(
@@ -318,7 +319,7 @@ def _decode(
     type_: type[T],
     *,
     what: str,
-    max_nbytes: int = sealed.MAX_SEALED_NBYTES,
+    max_nbytes: int = checked.MAX_CHECKED_NBYTES,
 ) -> T:
-    members = sealed.unseal(data, what=what, kinds=(kind,), max_nbytes=max_nbytes)
+    members = checked.decode_checked(data, what=what, kinds=(kind,), max_nbytes=max_nbytes)
     return strictjson.convert(members, type_, what=what)

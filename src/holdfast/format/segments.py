@@ -1,7 +1,7 @@
-"""The sealed form of a file: ciphertext, then tags of its segments (docs/format.md, section 10).
+"""Encrypted form of a file: ciphertext, then tags of its segments (docs/format.md, section 10).
 
-Tags lie behind the ciphertext, so that a byte of the file lies at the same place sealed as plain:
-a range of it is read by its own offsets, and aligned blocks stay aligned.
+Tags follow the ciphertext, so that a byte of the file has the same offset encrypted as plain: a
+range of it is read by its own offsets, and aligned blocks stay aligned.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ MAX_SEGMENTS = 2**32
 
 
 def num_segments(nbytes: int) -> int:
-    """How many segments a file of `nbytes` has; none when it is empty."""
+    """Compute the number of segments of a file of `nbytes`; 0 if it is empty."""
     return -(-nbytes // SEGMENT_NBYTES)
 
 
 def tags_nbytes(nbytes: int) -> int:
-    """Bytes of the tags of a file of `nbytes`: of its segments, and the closing one.
+    """Compute the bytes of the tags of a file of `nbytes`: of its segments, and the closing one.
 
     Raises:
-        LimitExceeded: it would have more segments than one key may encrypt.
+        LimitExceeded: the file would have more segments than one key may encrypt.
     """
     if num_segments(nbytes) >= MAX_SEGMENTS:
         raise LimitExceeded(f"a file of {nbytes:,} bytes cannot be sealed under one key")
@@ -32,12 +32,12 @@ def tags_nbytes(nbytes: int) -> int:
 
 
 def stored_nbytes(nbytes: int) -> int:
-    """Length of the sealed form of a file of `nbytes`; raises as `tags_nbytes`."""
+    """Compute the length of the encrypted form of a file; raises as `tags_nbytes` does."""
     return nbytes + tags_nbytes(nbytes)
 
 
 class FileCipher:
-    """Seals and opens the segments of one file. Thread-safe; no segment is sealed twice."""
+    """Encrypts and decrypts segments of one file. Thread-safe; encrypts no segment twice."""
 
     def __init__(self, suite: Suite, secret: bytes) -> None:
         self._cipher = suite.cipher(secret, "file")
@@ -46,11 +46,11 @@ class FileCipher:
     def seal(self, start: int, plain: Buffer, out: memoryview) -> None:
         """Fill `out`, 16 bytes longer than `plain`, with the ciphertext of whole segments.
 
-        Only the last segment of the file is shorter. What is in the last 16 bytes of `out`
-        afterwards means nothing; the tags are kept.
+        Only the last segment of the file is shorter. The last 16 bytes of `out` are undefined
+        afterwards; the tags are kept.
 
         Raises:
-            UsageError: a nonce would be used twice, or the pieces are no segments.
+            UsageError: a nonce would be used twice, or the pieces are not whole segments.
         """
         data = memoryview(plain).cast("B")
         for low in range(0, data.nbytes, SEGMENT_NBYTES):
@@ -63,29 +63,29 @@ class FileCipher:
             self._tags[number] = bytes(piece[-TAG_NBYTES:])
 
     def close(self, nbytes: int) -> bytes:
-        """The tags of all segments and the closing one, when all `nbytes` were sealed."""
+        """Return the tags of all segments and the closing one, once all `nbytes` are encrypted."""
         number = num_segments(nbytes)
         nonce = _nonce(number, closes=True)
         closing = self._cipher.encrypt(b"", _length(nbytes), nonce=nonce)
         return b"".join(self._tags[n] for n in range(number)) + closing
 
     def check_closed(self, nbytes: int, tags: bytes, *, what: str) -> None:
-        """Raise `Tampered` unless `tags` end a file of `nbytes`."""
+        """Raise `Tampered` unless the closing tag in `tags` is that of a file of `nbytes`."""
         nonce = _nonce(num_segments(nbytes), closes=True)
         self._cipher.decrypt(tags[-TAG_NBYTES:], _length(nbytes), nonce=nonce, what=what)
 
     def open(self, number: int, sealed: Buffer, out: memoryview, *, what: str) -> None:
-        """Fill `out` with a segment, from its ciphertext with its tag behind it.
+        """Decrypt a segment into `out`, from its ciphertext followed by its tag.
 
         Raises:
-            Tampered: they are not of this segment of this file.
+            Tampered: the ciphertext or tag is not that of this segment of this file.
         """
         what = f"{what}, segment {number} (from byte {number * SEGMENT_NBYTES:,})"
         self._cipher.decrypt_into(sealed, out, nonce=_nonce(number), what=what)
 
 
 def seal_whole(suite: Suite, secret: bytes, plain: Buffer) -> bytes:
-    """The sealed form of a file whose bytes are all there."""
+    """Encrypt a whole file in memory."""
     data = memoryview(plain).cast("B")
     cipher = FileCipher(suite, secret)
     sealed = bytearray(data.nbytes + TAG_NBYTES)
@@ -95,7 +95,7 @@ def seal_whole(suite: Suite, secret: bytes, plain: Buffer) -> bytes:
 
 
 def _nonce(number: int, *, closes: bool = False) -> bytes:
-    """The number of the segment, 11 bytes big-endian, and whether it only closes the file."""
+    """Make a nonce: the segment's number, 11 bytes big-endian, and 1 for the closing tag."""
     return number.to_bytes(NONCE_NBYTES - 1, "big") + bytes([closes])
 
 

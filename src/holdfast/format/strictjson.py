@@ -1,6 +1,6 @@
-"""Strict JSON whose cost is bounded before anything is built (docs/format.md, section 2).
+"""Strict JSON parsing with limits that are checked first (docs/format.md, section 2).
 
-Everything that Holdfast reads as JSON comes through `loads`. It knows no document of the format.
+Everything that Holdfast reads as JSON goes through `loads`. It knows no document of the format.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def loads(
     max_values: int = MAX_VALUES,
     max_depth: int = MAX_DEPTH,
 ) -> Any:
-    """The value of a strict JSON text. `what` names the document in every error.
+    """Parse a strict JSON text. `what` names the document in every error.
 
     Size, number of values and depth are checked before anything is built.
 
@@ -64,11 +64,11 @@ def loads_as(
     max_nbytes: int,
     max_values: int = MAX_VALUES,
 ) -> T | None:
-    """As `loads` and `convert`, in a fraction of the time; or None, when those must judge.
+    """Decode a record quickly; None if the slow way of `loads` and `convert` must decide.
 
-    A text is taken only when it is, byte for byte, what the record is written as: so it has no
-    name twice, no unknown member, no odd number, and is no deeper than the type. Integers are to
-    be bounded by the type, or by who asks; msgspec itself reads none of more than 4,300 digits.
+    A text is accepted only if it is, byte for byte, what the record is written as. So it has no
+    name twice, no unknown member, no odd number, and is no deeper than the type. The type or the
+    caller bounds integers; msgspec itself reads none of more than 4,300 digits.
     """
     text = bytes(data)
     if len(text) > max_nbytes:
@@ -91,7 +91,7 @@ def check_limits(
     max_values: int = MAX_VALUES,
     max_depth: int = MAX_DEPTH,
 ) -> None:
-    """Raise `LimitExceeded` unless `loads` would take a text of this extent.
+    """Raise `LimitExceeded` if a text is too large, too deep or has too many values for `loads`.
 
     Values are counted as the commas and opening brackets outside texts, plus one.
     """
@@ -107,7 +107,7 @@ def check_limits(
 
 
 def dumps(value: Any) -> bytes:
-    """Compact JSON in UTF-8, as `loads` reads it.
+    """Encode a value as compact JSON in UTF-8, as `loads` reads it.
 
     Raises:
         UsageError: a text that is not Unicode, a number that is not finite, an odd type.
@@ -120,7 +120,7 @@ def dumps(value: Any) -> bytes:
 
 
 def convert(value: Any, type_: type[T], *, what: str) -> T:
-    """`value` as the record type `type_`; nothing is coerced, unknown members are ignored.
+    """Convert `value` to the record type `type_`; coerces nothing, ignores unknown members.
 
     Raises:
         FormatError: a member is missing or of the wrong type.
@@ -134,8 +134,8 @@ def convert(value: Any, type_: type[T], *, what: str) -> T:
 def _scan(plain: bytes, *, what: str, max_values: int, max_depth: int) -> None:
     """Count values and depth outside texts. `plain` has no escaped quotes.
 
-    In bytes that are not JSON the count is wrong only behind the first error, where no parser
-    gets to.
+    In bytes that are not JSON the count is wrong only after the first error, which no parser
+    passes.
     """
     num_levels = plain.count(b"[") + plain.count(b"{")
     if num_levels <= max_depth and num_levels + plain.count(b",") < max_values:
@@ -177,13 +177,13 @@ def _parse(text: bytes, *, what: str) -> Any:
 
 
 def _may_have_long_number(text: bytes) -> bool:
-    """Whether there is a run of `MAX_DIGITS` digits; some shorter ones are taken for one too."""
+    """Whether a text may have a run of `MAX_DIGITS` digits; true for some shorter runs, too."""
     step = MAX_DIGITS // 2
     return any(text[start : start + step].isdigit() for start in range(0, len(text), step))
 
 
 def _parse_any(text: bytes, *, parse_int: Callable[[str], int], what: str) -> Any:
-    """The value, in whatever way it is written, or what is wrong with it."""
+    """Parse any valid JSON, however it is written, with precise errors."""
     if text.startswith(b"\xef\xbb\xbf"):
         raise FormatError(f"{what}: starts with a byte-order mark")
     try:

@@ -1,7 +1,7 @@
 """Authenticated encryption and key derivation, by suite (docs/format.md, section 10).
 
 Only standard constructions of the library `cryptography`; nothing here knows what is encrypted.
-Every key that is used with a nonce comes from `derive` or `fresh_secret` and encrypts one thing.
+Every key used with a nonce comes from `derive` or `fresh_secret` and encrypts only one thing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COUNTER = itertools.count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """A cipher with its hash: how keys are derived and what is done with them."""
+    """A cipher suite: a cipher and the hash that derives its keys."""
 
     name: SuiteName
 
@@ -37,12 +37,12 @@ class Suite:
         return 16 if self.name == "sm4-gcm" else 32
 
     def derive(self, secret: bytes, purpose: str, *, salt: bytes = b"", nbytes: int = 32) -> bytes:
-        """HKDF (RFC 5869) of a secret, for one purpose, under this suite."""
+        """Derive a key from a secret for one purpose, with HKDF (RFC 5869)."""
         info = f"holdfast 1 {purpose} {self.name}".encode()
         return hkdf(secret, salt=salt, info=info, nbytes=nbytes, sm3=self.name == "sm4-gcm")
 
     def cipher(self, secret: bytes, purpose: str, *, salt: bytes = b"") -> Cipher:
-        """The cipher under a key that is derived for one purpose.
+        """Make the cipher with a key that is derived for one purpose.
 
         Raises:
             UsageError: the library does not offer this cipher.
@@ -50,18 +50,18 @@ class Suite:
         return Cipher(self, self.derive(secret, purpose, salt=salt, nbytes=self.key_nbytes))
 
     def commitment(self, data_key: bytes) -> bytes:
-        """What fixes a data key without telling it: 32 bytes."""
+        """Compute a commitment to a data key, which does not reveal it: 32 bytes."""
         return self.derive(data_key, "commitment")
 
 
 class Cipher:
-    """A cipher under one key. Thread-safe."""
+    """A cipher with one key. Thread-safe."""
 
     def __init__(self, suite: Suite, key: bytes) -> None:
         self._aead = _aead(suite.name, key)
 
     def encrypt(self, data: Buffer, aad: bytes = b"", *, nonce: bytes = _ONCE) -> bytes:
-        """Ciphertext and tag; the nonce may be left out under a key for one message."""
+        """Return ciphertext and tag; a key for one message needs no nonce."""
         sealed = bytearray(memoryview(data).nbytes + TAG_NBYTES)
         self.encrypt_into(data, memoryview(sealed), aad, nonce=nonce)
         return bytes(sealed)
@@ -73,10 +73,10 @@ class Cipher:
         self._aead.encrypt_into(nonce, data, aad, out)
 
     def decrypt(self, data: Buffer, aad: bytes = b"", *, nonce: bytes = _ONCE, what: str) -> bytes:
-        """The plaintext.
+        """Return the plaintext.
 
         Raises:
-            Tampered: these bytes were not encrypted under this key, nonce and `aad`.
+            Tampered: the bytes were not encrypted with this key, nonce and `aad`.
         """
         plain = bytearray(max(memoryview(data).nbytes - TAG_NBYTES, 0))
         self.decrypt_into(data, memoryview(plain), aad, nonce=nonce, what=what)
@@ -85,10 +85,10 @@ class Cipher:
     def decrypt_into(
         self, data: Buffer, out: memoryview, aad: bytes = b"", *, nonce: bytes, what: str
     ) -> None:
-        """Fill `out`, which is 16 bytes shorter than `data`; zeros are in it after a failure.
+        """Decrypt into `out`, 16 bytes shorter than `data`; it is zeroed after a failure.
 
         Raises:
-            Tampered: as `decrypt`.
+            Tampered: the bytes were not encrypted with this key, nonce and `aad`.
         """
         from cryptography.exceptions import InvalidTag
 
@@ -97,16 +97,16 @@ class Cipher:
                 raise InvalidTag
             self._aead.decrypt_into(nonce, data, aad, out)
         except InvalidTag as error:
-            # The library has written there what nobody vouches for.
+            # The library has written unauthenticated bytes into it.
             out[:] = bytes(out.nbytes)
             raise Tampered(f"{what}: these are not the bytes that were sealed") from error
 
 
 def suite_named(name: str, *, what: str) -> Suite:
-    """The suite that a document names.
+    """Return the suite that a document names.
 
     Raises:
-        UnsupportedVersion: there is none of that name.
+        UnsupportedVersion: the suite is unknown.
     """
     for known in get_args(SuiteName):
         if name == known:
@@ -115,7 +115,7 @@ def suite_named(name: str, *, what: str) -> Suite:
 
 
 def hkdf(secret: bytes, *, salt: bytes, info: bytes, nbytes: int, sm3: bool = False) -> bytes:
-    """HKDF of RFC 5869 with SHA-256, or with SM3."""
+    """Compute HKDF (RFC 5869) with SHA-256, or with SM3."""
     kdf = cryptography_part("hazmat.primitives.kdf.hkdf")
     hashes = cryptography_part("hazmat.primitives.hashes")
     algorithm = hashes.SM3() if sm3 else hashes.SHA256()
@@ -126,11 +126,10 @@ def hkdf(secret: bytes, *, salt: bytes, info: bytes, nbytes: int, sm3: bool = Fa
 
 
 def fresh_secret(nbytes: int = SECRET_NBYTES) -> bytes:
-    """A new secret, from the operating system's randomness.
+    """Make a new secret from the operating system's randomness.
 
-    Clock, process and a counter are mixed in. They add nothing to what cannot be guessed; they
-    keep secrets apart where the randomness is the same twice, as in two copies of a virtual
-    machine.
+    Clock, process and a counter are mixed in. They add no entropy; they keep secrets distinct
+    where the randomness repeats, as in two copies of a virtual machine.
     """
     moment = (time.time_ns(), time.monotonic_ns(), os.getpid(), next(_COUNTER))
     info = b"holdfast 1 fresh" + b"".join(part.to_bytes(16, "little") for part in moment)
@@ -138,10 +137,10 @@ def fresh_secret(nbytes: int = SECRET_NBYTES) -> bytes:
 
 
 def cryptography_part(name: str) -> ModuleType:
-    """A module of the library `cryptography`, which is needed only where something is sealed.
+    """Import a module of the library `cryptography`, which only encryption needs.
 
     Raises:
-        UsageError: it is not installed.
+        UsageError: the library is not installed.
     """
     from importlib import import_module
 

@@ -59,7 +59,7 @@ ITEM_NBYTES: Mapping[str, int] = types.MappingProxyType(
 
 
 class TensorSpec(msgspec.Struct, frozen=True, gc=False):
-    """What a tensor is: its key in the component, its index dtype and its shape."""
+    """Key in the component, index dtype and shape of a tensor."""
 
     key: str
     dtype: str
@@ -67,7 +67,7 @@ class TensorSpec(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor, row-major and contiguous."""
+        """Bytes of the contiguous tensor."""
         return math.prod(self.shape) * ITEM_NBYTES[self.dtype]
 
 
@@ -113,10 +113,10 @@ def lay_out(
 
 
 def header_nbytes(first8: Buffer, *, file_nbytes: int, what: str) -> int:
-    """Bytes before the data of a tensor file, from its first 8 bytes.
+    """Compute the bytes before the data of a tensor file, from its first 8 bytes.
 
     Raises:
-        FormatError: longer than the file or than the format allows.
+        FormatError: the header is longer than the file or than the format allows.
     """
     if memoryview(first8).nbytes < _LENGTH_NBYTES or file_nbytes < _LENGTH_NBYTES:
         raise CorruptData(f"{what}: too short for a tensor file")
@@ -133,7 +133,7 @@ def header_nbytes(first8: Buffer, *, file_nbytes: int, what: str) -> int:
 def parse_header(
     head: Buffer, *, file_nbytes: int, what: str
 ) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
-    """The tensors of a safetensors file: key → (dtype, shape, start, stop) in the file.
+    """Parse the header of a safetensors file: key → (dtype, shape, start, stop) in the file.
 
     `head` holds at least the whole header. The dtypes are those of safetensors.
 
@@ -161,7 +161,7 @@ def parse_header(
 
 
 def check_shape(shape: Any, item_nbytes: int, *, what: str) -> int:
-    """The bytes of a tensor of this shape, which is anything that JSON may hold.
+    """Compute the bytes of a tensor; `shape` may be anything from JSON.
 
     Raises:
         FormatError: not a list of at most 128 integers ≥ 0 whose size in bytes, empty dimensions
@@ -181,7 +181,7 @@ def check_shape(shape: Any, item_nbytes: int, *, what: str) -> int:
 
 
 def _groups(specs: Sequence[TensorSpec]) -> Iterator[list[TensorSpec]]:
-    """Runs of tensors that a file can hold by bytes and by number."""
+    """Split tensors into runs that fit one file by bytes and by number."""
     group: list[TensorSpec] = []
     room = MAX_TENSOR_FILE_NBYTES
     for spec in specs:
@@ -196,7 +196,7 @@ def _groups(specs: Sequence[TensorSpec]) -> Iterator[list[TensorSpec]]:
 
 
 def _files(component: str, group: Sequence[TensorSpec], first_number: int) -> list[TensorFile]:
-    """The file of a group, or several where the keys are too long for one header."""
+    """Plan the file of a group, or several if the keys are too long for one header."""
     offsets = [0]
     entries: dict[str, Any] = {METADATA: {"format": "holdfast", "component": component}}
     for spec in group:

@@ -1,1 +1,1 @@
-"""When to save, what to keep, how it is called: pure functions, without torch."""
+"""Policies: when to save, what to keep, how checkpoints are named. Pure, without torch."""

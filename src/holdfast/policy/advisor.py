@@ -1,4 +1,4 @@
-"""How often to save: from what a save costs and how often training fails, with the reasons.
+"""Advice on how often to save, from the cost of a save and the rate of failures.
 
 Pure arithmetic on measured values; measuring is not done here.
 """
@@ -28,24 +28,24 @@ CREDIBLE = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureRate:
-    """The mean time between failures of a run, with how well it is known; in seconds."""
+    """Mean time between failures of a run with its credible range, in seconds."""
 
     mtbf_s: float
     low_s: float
-    """It is hardly shorter than this: 5% probability."""
+    """Lower end of the range: 5% probability that the true mean is shorter."""
     high_s: float
-    """It is hardly longer than this: 5% probability."""
+    """Upper end of the range: 5% probability that the true mean is longer."""
     num_failures: int | None = None
-    """What was seen; None when the rate was given."""
+    """Number of failures observed; None when the rate was given."""
     observed_s: float | None = None
-    """How long was looked; None when the rate was given."""
+    """Length of the observation; None when the rate was given."""
 
 
 def given_rate(mtbf_s: float) -> FailureRate:
-    """A mean time between failures that is known.
+    """Make the rate of a mean time between failures that is known.
 
     Raises:
-        UsageError: it is not above zero.
+        UsageError: the time is not above zero.
     """
     check_seconds("mtbf_s", mtbf_s, above_zero=True)
     return FailureRate(mtbf_s=mtbf_s, low_s=mtbf_s, high_s=mtbf_s)
@@ -54,7 +54,7 @@ def given_rate(mtbf_s: float) -> FailureRate:
 def learnt_rate(
     num_failures: int, observed_s: float, *, prior_mtbf_s: float = DEFAULT_PRIOR_MTBF_S
 ) -> FailureRate:
-    """What `num_failures` within `observed_s` seconds of a run say of its failure rate.
+    """Estimate the failure rate of a run from `num_failures` within `observed_s` seconds.
 
     The rate is taken to be constant. Its posterior is a gamma distribution that starts as half a
     failure in half of `prior_mtbf_s`; `mtbf_s` is one over its mean.
@@ -64,7 +64,7 @@ def learnt_rate(
     [2.9, 4.9, 10.9]
 
     Raises:
-        UsageError: a count or a time that is none.
+        UsageError: an argument is not a count or not a time.
     """
     if isinstance(num_failures, bool) or not isinstance(num_failures, int) or num_failures < 0:
         raise UsageError(f"num_failures={num_failures!r} must be a whole number, at least 0")
@@ -83,12 +83,12 @@ def learnt_rate(
 
 
 def young_interval_s(save_s: float, mtbf_s: float) -> float:
-    """The first-order optimum: J. W. Young, Communications of the ACM 17 (1974)."""
+    """Compute the first-order optimum: J. W. Young, Communications of the ACM 17 (1974)."""
     return math.sqrt(2 * save_s * mtbf_s)
 
 
 def daly_interval_s(save_s: float, mtbf_s: float) -> float:
-    """The higher-order optimum of J. T. Daly, Future Generation Computer Systems 22 (2006).
+    """Compute the optimum of J. T. Daly, Future Generation Computer Systems 22 (2006).
 
     >>> round(daly_interval_s(5 * 60, 6 * 3600) / 60)
     57
@@ -102,14 +102,14 @@ def daly_interval_s(save_s: float, mtbf_s: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """An interval, and everything that it follows from. Shares are parts of the time, 0 to 1."""
+    """Advised interval with the numbers it follows from. Shares are parts of the time, 0 to 1."""
 
     every: Time
-    """What to give to `Every`: steps where the length of a step is known, else seconds."""
+    """Argument for `Every`: steps where the length of a step is known, else seconds."""
     interval_s: float
-    """The same as seconds of training."""
+    """The interval in seconds of training."""
     limit: Limit
-    """What decided: the optimum, or one of the two reasons for saving less often than that."""
+    """Reason for the interval: the optimum, or one of two reasons to save less often."""
     young_s: float
     daly_s: float
     overhead_cap: float
@@ -118,9 +118,9 @@ class Advice:
     commit_s: float
     """The shortest interval at which no save waits for the one before."""
     shortest_s: float
-    """The interval if failures come as often as they hardly do."""
+    """The interval at the shortest credible time between failures."""
     longest_s: float
-    """The interval if failures come as seldom as they hardly do."""
+    """The interval at the longest credible time between failures."""
     goodput: float
     """Expected share of the time that goes into work that counts."""
     saving: float
@@ -137,7 +137,7 @@ class Advice:
     failures: FailureRate
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain values, with `every` as text."""
+        """Convert to plain values, with `every` as text."""
         return {**asdict(self), "every": str(self.every)}
 
     @property
@@ -146,7 +146,7 @@ class Advice:
         return max(self.daly_s, self.cap_s, self.commit_s)
 
     def lines(self) -> tuple[str, ...]:
-        """The explanation for people, the answer first."""
+        """Explain the advice for people, the answer first."""
         return (
             f"save every {_every(self)}",
             f"because {_because(self)}",
@@ -166,14 +166,14 @@ def advise(
     overhead_cap: float = DEFAULT_OVERHEAD_CAP,
     step_s: float | None = None,
 ) -> Advice:
-    """The interval that loses the least time while saving takes at most `overhead_cap` of it.
+    """Advise the interval that loses the least time, with at most `overhead_cap` spent on saves.
 
     The optimum is Daly's. It is made longer when saves would take more than the cap, or when each
     would have to wait for the commit of the one before, and rounded up to whole steps of `step_s`
     seconds, or to whole seconds.
 
     Raises:
-        UsageError: a cap that is not between 0 and 1, or a `step_s` that is no time.
+        UsageError: the cap is not between 0 and 1, or `step_s` is not a time.
     """
     if isinstance(overhead_cap, bool) or not 0 < overhead_cap < 1:
         raise UsageError(f"overhead_cap={overhead_cap!r} must be above 0 and below 1")
@@ -220,10 +220,10 @@ def advise(
 
 
 def shares(interval_s: float, costs: Costs, mtbf_s: float) -> tuple[float, float, float, float]:
-    """Goodput, saving, work done again and downtime at an interval, each the mean of a long run.
+    """Compute mean shares of goodput, saving, work done again and downtime at an interval.
 
     Raises:
-        UsageError: a time that is not above zero.
+        UsageError: a time is not above zero.
     """
     goodput = expected_goodput(interval_s, costs, mtbf_s=mtbf_s)
     up = math.exp(-costs.down_s / mtbf_s)
@@ -237,7 +237,7 @@ def shares(interval_s: float, costs: Costs, mtbf_s: float) -> tuple[float, float
 
 @lru_cache(maxsize=64)  # asked again after each save, while the number of failures stays
 def gamma_quantile(shape: float, probability: float) -> float:
-    """Where a gamma distribution of scale 1 has `probability` below it, to nine digits."""
+    """Compute the quantile of a gamma distribution of scale 1, to nine digits."""
     low, high = 0.0, shape + 20 * math.sqrt(shape) + 20
     while high - low > 1e-10 * high:
         middle = (low + high) / 2
@@ -249,7 +249,7 @@ def gamma_quantile(shape: float, probability: float) -> float:
 
 
 def span(seconds: float) -> str:
-    """A length of time for people.
+    """Format a length of time for people.
 
     >>> span(0.25), span(90), span(5400), span(400_000)
     ('0.25 s', '90 s', '1.5 h', '4.63 d')
@@ -261,7 +261,7 @@ def span(seconds: float) -> str:
 
 
 def _gamma_below(shape: float, x: float) -> float:
-    """The regularised lower incomplete gamma function by its series (DLMF 8.11.4)."""
+    """Compute the regularised lower incomplete gamma function by its series (DLMF 8.11.4)."""
     if x == 0:
         return 0.0
     num_terms = int(x + 12 * math.sqrt(x)) + 60

@@ -1,4 +1,4 @@
-"""Numbers that people write in texts such as `last:3` and `budget:500GB`."""
+"""Parsing of numbers and sizes in texts such as `last:3` and `budget:500GB`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)", re.ASCII)
 
 
 def whole_number(text: str) -> int:
-    """The number that `text` is.
+    """Parse a whole number.
 
     Raises:
-        UsageError: it is none.
+        UsageError: `text` is not one.
     """
     if not re.fullmatch(r"[0-9]{1,18}", text, re.ASCII):
         raise UsageError(f"{text!r}: expected a whole number, as in 'last:3'")
@@ -26,7 +26,7 @@ def whole_number(text: str) -> int:
 
 
 def number_of_bytes(text: str, *, what: str = "") -> int:
-    """The bytes of a size such as `500GB` or `1.5TiB`; an error begins with `what`.
+    """Parse a size such as `500GB` or `1.5TiB` into bytes; an error begins with `what`.
 
     Raises:
         UsageError: `text` is not a size.

@@ -1,7 +1,7 @@
-"""`every="auto"`: the interval that the run's own measurements ask for.
+"""`every="auto"`: a trigger whose interval follows from the run's own measurements.
 
-Owns when such a trigger fires and what it has been told. The arithmetic is the advisor's; where
-the measurements come from is not known here.
+Owns when the trigger fires and the measurements it received. The arithmetic is the advisor's;
+where the measurements come from is not known here.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from holdfast.policy.clock import Time, Unit, parse
 from holdfast.policy.measured import (
     DELAY_S,
     RESUME_S,
+    DelayMeter,
     History,
-    Pace,
     SaveCost,
     recent,
     typical_costs,
@@ -37,11 +37,11 @@ from holdfast.policy.triggers import NO_METRICS, Event, Metrics, Trigger
 Bound: TypeAlias = Literal["optimum", "overhead_cap", "one_save_at_a_time", "at_least", "at_most"]
 
 AT_LEAST = "1min"
-"""Saves more often than this gain nothing that a person would notice."""
+"""Shortest interval: saving more often gains nothing that a person would notice."""
 AT_MOST = "4h"
-"""What a run that has never failed may lose when it fails for the first time."""
+"""Longest interval: the most that a run may lose at its first failure."""
 MATERIAL = 1.25
-"""An interval that became so many times longer or shorter is told again."""
+"""Factor by which the interval must change to be reported again."""
 
 _NOTES: dict[Bound, str] = {
     "optimum": "",
@@ -53,17 +53,17 @@ _NOTES: dict[Bound, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """An interval that was decided on, and what decided."""
+class IntervalPlan:
+    """A chosen interval with the bound and the advice that it follows from."""
 
     interval_s: float
-    """Work between two saves; what the first of them costs is not in it."""
+    """Work between two saves, without the cost of the first of them."""
     limit: Bound
     advice: Advice
 
     @property
     def cycle_s(self) -> float:
-        """From the beginning of a save to that of the next one, with what the save costs."""
+        """Time from the beginning of a save to that of the next one, with the save's cost."""
         return self.advice.costs.cycle_s(self.interval_s)
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Auto(Trigger):
-    """Saves as often as loses the least time, by what saves cost and how often training fails.
+    """Save as often as loses the least time, given the cost of saves and the rate of failures.
 
     `overhead` is the largest part of the time that saves may take. `mtbf` is a time between
     failures that you know; otherwise it is learnt from the starts of this run, beginning with
@@ -87,17 +87,17 @@ class Auto(Trigger):
 
         CheckpointManager(root, state, every=Auto(mtbf="6h", at_most="1h"))
 
-    Measurements belong to one run: `resolve` gives a trigger that has none yet.
+    Measurements belong to one run: `resolve` returns a trigger without any.
 
     Raises:
-        UsageError: a share that is none, or times that are none or contradict each other.
+        UsageError: `overhead` is not a share, or times are invalid or contradict each other.
     """
 
     overhead: float
     mtbf: Time | None
     at_least: Time
     at_most: Time
-    _known: _Known = field(repr=False, compare=False)
+    _known: _Measurements = field(repr=False, compare=False)
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Auto(Trigger):
         object.__setattr__(self, "mtbf", rate)
         object.__setattr__(self, "at_least", least)
         object.__setattr__(self, "at_most", most)
-        object.__setattr__(self, "_known", _Known())
+        object.__setattr__(self, "_known", _Measurements())
 
     def __repr__(self) -> str:
         mtbf = f"mtbf='{self.mtbf}', " if self.mtbf else ""
@@ -135,7 +135,7 @@ class Auto(Trigger):
         metrics: Metrics = NO_METRICS,
         event: Event = "step",
     ) -> str | None:
-        """Fires when the present interval of training time is over and there is a new step.
+        """Fire when the current interval of training time is over and there is a new step.
 
         While a save is being written it waits, for `at_most` since that one at the longest.
         """
@@ -150,45 +150,45 @@ class Auto(Trigger):
         return "measuring (auto)" if plan is None else f"every {span(plan.interval_s)} (auto)"
 
     def resolve(self, max_duration: Time | None) -> Auto:
-        """The same settings, for a run of its own: nothing is known yet."""
+        """Return a trigger with the same settings and no measurements, for another run."""
         return Auto(
             overhead=self.overhead, mtbf=self.mtbf, at_least=self.at_least, at_most=self.at_most
         )
 
     @property
-    def plan(self) -> Plan | None:
-        """What was decided last, with the numbers; None before the first measurement."""
+    def plan(self) -> IntervalPlan | None:
+        """The current interval and its reasons; None before the first measurement."""
         return self._known.plan
 
-    def decide(self, costs: Costs, failures: FailureRate) -> Plan:
-        """The interval for these costs and failures: the advisor's, within the bounds."""
+    def decide(self, costs: Costs, failures: FailureRate) -> IntervalPlan:
+        """Choose the interval for these costs and failures: the advisor's, within the bounds."""
         advice = advise(costs, failures, overhead_cap=self.overhead)
         least, most = float(self.at_least.value), float(self.at_most.value)
         limits: dict[Bound, float] = {advice.limit: advice.exact_s}
         if advice.exact_s < least:
             limits = {"at_least": least}
         elif advice.exact_s > most:
-            # What may be lost is a promise; but a save that waits would delay training anyway.
+            # `at_most` bounds what may be lost; but a save that waits would delay training anyway.
             limits = {"at_most": most, "one_save_at_a_time": advice.commit_s}
         limit = max(limits, key=lambda name: limits[name])
-        return Plan(interval_s=limits[limit], limit=limit, advice=advice)
+        return IntervalPlan(interval_s=limits[limit], limit=limit, advice=advice)
 
     def rate(self, num_failures: int, trained_s: float) -> FailureRate:
-        """How often training fails: as it was given, or as this was seen."""
+        """Return the failure rate: `mtbf` if it was given, else an estimate from the run."""
         if self.mtbf is not None:
             return given_rate(float(self.mtbf.value))
         return learnt_rate(num_failures, trained_s)
 
-    # What it is told, and what it tells. Without a remark: by the thread that trains.
+    # Measurements in and out. Called by the training thread unless a docstring says otherwise.
 
     def learn(self, history: History) -> None:
-        """Start from what the run has recorded; forgets what it was told. From any thread."""
+        """Replace all measurements by those that the run has recorded. From any thread."""
         with self._known.lock:
             self._known.history = replace(history, saves=recent(history.saves))
             self._replan()
 
     def observe(self, cost: SaveCost, at: Timestamp) -> None:
-        """A save that was begun at `at` is committed, and cost so much. From any thread."""
+        """Record the cost of a committed save that was begun at `at`. From any thread."""
         with self._known.lock:
             before = self._known.history
             self._known.history = replace(
@@ -200,40 +200,40 @@ class Auto(Trigger):
             self._replan()
 
     def look(self, now: Timestamp, *, is_writing: bool) -> None:
-        """Training is at `now`; `is_writing`: the save before is not committed yet."""
+        """Record that training is at `now`; `is_writing`: the last save is not committed yet."""
         known = self._known
         known.is_writing = is_writing
-        delay_s = known.pace.look(now.step, now.wall_s, is_writing=is_writing)
+        delay_s = known.delays.look(now.step, now.wall_s, is_writing=is_writing)
         if delay_s is not None:
-            known.untold[DELAY_S] = delay_s
+            known.unrecorded[DELAY_S] = delay_s
 
     def saved(self, stall_s: float) -> None:
-        """A save has just stopped training for so long, and is being written."""
-        self._known.pace.save(stall_s)
+        """Record that a save has stopped training for `stall_s`, and is being written."""
+        self._known.delays.save(stall_s)
 
     def restarted(self, resume_s: float) -> None:
-        """Training goes on from a checkpoint, and to load it took so long."""
-        self._known.pace.reset()
-        self._known.untold = {RESUME_S: resume_s}
+        """Record that training resumed from a checkpoint, which took `resume_s` to load."""
+        self._known.delays.reset()
+        self._known.unrecorded = {RESUME_S: resume_s}
 
     def timings(self) -> dict[str, float]:
-        """What the next save is to record, in seconds, beside its own cost; once."""
-        untold, self._known.untold = self._known.untold, {}
-        return untold
+        """Return measurements in seconds for the next save's manifest; each is returned once."""
+        unrecorded, self._known.unrecorded = self._known.unrecorded, {}
+        return unrecorded
 
     def news(self) -> str | None:
-        """Why the interval is what it is, when it has changed enough to be told. From any thread.
+        """Describe the interval if it changed enough to be reported, else None. From any thread.
 
-        "every 12 min: a save costs 1.2 s …"
+        Such as "every 12 min: a save costs 1.2 s …".
         """
         known = self._known
         with known.lock:
-            plan, told_s = known.plan, known.told_s
+            plan, reported_s = known.plan, known.reported_s
             if plan is None:
                 return None
-            if told_s is not None and 1 / MATERIAL < plan.interval_s / told_s < MATERIAL:
+            if reported_s is not None and 1 / MATERIAL < plan.interval_s / reported_s < MATERIAL:
                 return None
-            known.told_s = plan.interval_s
+            known.reported_s = plan.interval_s
             return str(plan)
 
     def _replan(self) -> None:
@@ -243,17 +243,17 @@ class Auto(Trigger):
         self._known.plan = None if costs is None else self.decide(costs, rate)
 
 
-class _Known:
-    """What a trigger was told, and what follows from it."""
+class _Measurements:
+    """Measurements that a trigger received, and the plan that follows from them."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.history = History()
-        self.plan: Plan | None = None
-        self.told_s: float | None = None
-        self.pace = Pace()
+        self.plan: IntervalPlan | None = None
+        self.reported_s: float | None = None
+        self.delays = DelayMeter()
         self.is_writing = False
-        self.untold: dict[str, float] = {}
+        self.unrecorded: dict[str, float] = {}
 
 
 def _seconds(value: str | Time, name: str) -> Time:

@@ -1,6 +1,6 @@
-"""Two classes of checkpoints: permanent ones, and ephemeral ones that later saves replace.
+"""Classes of checkpoints: permanent ones, and ephemeral ones that later saves replace.
 
-Owns which class a save gets, and when ephemeral ones are left out. Deleting is retention's.
+Owns which class a save gets, and when ephemeral saves are skipped. Deleting is retention's.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from holdfast.policy.triggers import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """Where the newest save of each class was begun; None: there is none."""
+    """Timestamps at which the newest save of each class was begun; None where none was."""
 
     permanent: Timestamp | None = None
     ephemeral: Timestamp | None = None
 
     @property
     def latest(self) -> Timestamp | None:
-        """The newer of both."""
+        """The later of the two timestamps."""
         both = [at for at in (self.ephemeral, self.permanent) if at is not None]
         return max(both, key=lambda at: (at.step, at.wall_s), default=None)
 
     def plus(self, save_class: SaveClass, now: Timestamp) -> Saved:
-        """The same after a save of `save_class` at `now`."""
+        """Return a copy after a save of `save_class` at `now`."""
         changes: dict[str, Any] = {save_class: now}
         return replace(self, **changes)
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A save is to be made."""
+    """A save that is due: its class, reason and contents."""
 
     save_class: SaveClass
     reason: str
     savers: tuple[str, ...] = ()
-    """Which of several savers ask for it; none: the only one there is."""
+    """Savers that ask for it; empty when the run has only one."""
     components: tuple[str, ...] | None = None
-    """What it is to hold; None: the whole state."""
+    """Components to save; None: the whole state."""
     tags: tuple[str, ...] = ()
 
 
@@ -64,18 +64,18 @@ class Due:
 class SavePolicy:
     """When to save permanent checkpoints, and when ephemeral ones, which later saves replace.
 
-    At one step there is one save, of the highest class that is due. Intervals and functions may
-    stand for triggers.
+    One save is made at a step, of the highest class that is due. Intervals and functions are
+    accepted in place of triggers.
 
     Raises:
-        UsageError: a setting that would never have an effect.
+        UsageError: a setting would never have an effect.
     """
 
     permanent: Trigger | None
     ephemeral: Trigger | None
     cooldown: Time | None
-    """No ephemeral save sooner than this after a save of any class; one that falls into it is
-    left out, not made later."""
+    """Shortest time from a save of any class to an ephemeral one; a save that is due sooner is
+    skipped, not delayed."""
 
     def __init__(
         self,
@@ -85,9 +85,9 @@ class SavePolicy:
         cooldown: str | Time | None = None,
     ) -> None:
         if permanent is None and ephemeral is None:
-            raise UsageError("SavePolicy: neither permanent nor ephemeral: nothing would be saved")
+            raise UsageError("SavePolicy: give permanent, ephemeral or both; else nothing is saved")
         if cooldown is not None and ephemeral is None:
-            raise UsageError("SavePolicy: cooldown is about ephemeral saves, and there are none")
+            raise UsageError("SavePolicy: cooldown needs ephemeral saves: give ephemeral, too")
         for name, given in (("permanent", permanent), ("ephemeral", ephemeral)):
             trigger = None if given is None else as_trigger(given, what=name)
             object.__setattr__(self, name, trigger)
@@ -98,11 +98,11 @@ class SavePolicy:
                 _check_intervals(permanents, ephemerals, time)
             _check_cooldown(permanents, time)
         if len(self._autos) > 1:
-            raise UsageError('SavePolicy: "auto" more than once; one of them would do nothing')
+            raise UsageError('SavePolicy: "auto" is given twice; it can be used once')
 
     @property
     def auto(self) -> Auto | None:
-        """The trigger that wants to be told what saves cost, if there is one."""
+        """The `Auto` trigger, which needs measurements of saves, if there is one."""
         return next(iter(self._autos), None)
 
     @property
@@ -111,7 +111,7 @@ class SavePolicy:
         return [p for trigger in triggers for p in parts_of(trigger) if isinstance(p, Auto)]
 
     def resolve(self, max_duration: Time | None) -> SavePolicy:
-        """The same policy, with fractions of the run measured by the run's length.
+        """Return the policy with fractions of the run converted by the run's length.
 
         Raises:
             UsageError: as for the policy itself, or the length is needed and not known.
@@ -132,14 +132,14 @@ class SavePolicy:
         *,
         vetoes: Collection[str] = (),
     ) -> Due | None:
-        """Whether to save at `now`, in which class, and why.
+        """Decide whether to save at `now`, in which class, and why.
 
         After a resume `previous` and `saved` come from the checkpoints. `vetoes` names whoever
         forbids ephemeral saves at present. At a step with an ephemeral save a permanent one may
         still become due, such as the final one.
 
         Raises:
-            UsageError: a trigger looks at a counter that the loop does not tell.
+            UsageError: a trigger needs a counter that the loop does not pass.
         """
         why = self.permanent and self.permanent.due(previous, saved.permanent, now, metrics, event)
         if why and is_elsewhere(saved.permanent, now):
@@ -166,7 +166,7 @@ def _intervals(trigger: Trigger | None) -> Iterator[Every]:
 
 
 def _check_intervals(permanent: Every, ephemeral: Every, cooldown: Time | None) -> None:
-    """Refuse ephemeral saves of which none, or hardly any, would be made."""
+    """Refuse settings under which hardly any ephemeral save would be made."""
     if permanent.unit is not ephemeral.unit:
         return
     if ephemeral.size >= permanent.size:
@@ -177,7 +177,7 @@ def _check_intervals(permanent: Every, ephemeral: Every, cooldown: Time | None) 
     if cooldown is None or cooldown.unit is not Unit.STEP or permanent.unit is not Unit.STEP:
         return
     if isinstance(permanent.size, int) and isinstance(ephemeral.size, int):
-        # Ephemeral saves come that far behind a permanent one at most.
+        # The longest distance of an ephemeral save from the permanent one before it.
         farthest = permanent.size - gcd(permanent.size, ephemeral.size)
         if cooldown.value > farthest:
             raise UsageError(

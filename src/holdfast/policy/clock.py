@@ -1,4 +1,4 @@
-"""Durations with a unit, how they are written, and how far a Timestamp is in a unit.
+"""Durations with a unit, and the count of a Timestamp in such a unit.
 
 Knows nothing of what a duration is used for.
 """
@@ -21,7 +21,7 @@ MAX_COUNT = 2**63 - 1
 
 
 class Unit(Enum):
-    """What is counted. The value is the spelling that `str(Time)` uses."""
+    """Unit of a duration. The value is the spelling that `str(Time)` uses."""
 
     STEP = "step"
     EPOCH = "ep"
@@ -179,15 +179,15 @@ class Time:
         return time
 
     def resolve(self, max_duration: Time | None) -> Time:
-        """What a fraction of the run is in the unit of `max_duration`; any other Time is itself.
+        """Convert a fraction of the run into the unit of `max_duration`; other times stay.
 
-        Counts are rounded up: the first step, say, at which that much of the run is done.
+        Counts are rounded up, to the first step, say, at which that much of the run is done.
 
         >>> str(Time.parse("0.1dur", units=Unit).resolve(Time.parse("1005step")))
         '101step'
 
         Raises:
-            UsageError: a fraction of the run, and its length is not known.
+            UsageError: it is a fraction of the run, whose length is not known.
         """
         if self.unit is not Unit.DURATION:
             return self
@@ -203,7 +203,7 @@ class Time:
 
     @property
     def exact(self) -> Fraction:
-        """The value as it is written: 0.1 is one tenth."""
+        """The value as an exact fraction: 0.1 is one tenth."""
         return Fraction(str(self.value))
 
     def _same_unit(self, other: object, verb: str) -> int | float:
@@ -218,13 +218,13 @@ parse = Time.parse
 
 
 def counted(now: Timestamp, unit: Unit, asker: object) -> int | float:
-    """The value of a counter without which `asker` would never do anything.
+    """Read the counter that `asker` cannot work without.
 
     Raises:
-        UsageError: the loop does not tell it; names the argument.
+        UsageError: the loop does not pass the counter; the message names the argument.
     """
     if unit is Unit.DURATION:
-        raise UsageError(f"'{asker}' is about a fraction of the run, whose length is not known")
+        raise UsageError(f"'{asker}' is a fraction of the run, whose length is not known")
     value = unit.of(now)
     if value is None:
         raise UsageError(f"'{asker}' can never fire: {argument_name(unit)} was not given")
@@ -232,7 +232,7 @@ def counted(now: Timestamp, unit: Unit, asker: object) -> int | float:
 
 
 def argument_name(unit: Unit) -> str:
-    """The argument by which a training loop tells the counter of `unit`."""
+    """Return the name of the argument that passes the counter of `unit`."""
     return _ARGUMENTS[unit]
 
 
@@ -246,12 +246,12 @@ def _read(text: str, units: Collection[Unit]) -> Time:
     if unit is Unit.SECOND:
         return _clock_time(parts)
     if len(parts) > 1:
-        raise UsageError("only hours, minutes and the like can be put together")
+        raise UsageError("only units of time can be combined, as in 1h30m")
     return _fraction(parts[0][0]) if unit is Unit.DURATION else _count(*parts[0])
 
 
 def _split(text: str, units: Collection[Unit]) -> list[tuple[Decimal, str]]:
-    """Every (number, unit) of `text`; the units are known ones."""
+    """Split `text` into (number, unit) pairs; all units are known."""
     parts: list[tuple[Decimal, str]] = []
     rest = text.strip().lower()
     while match := _PART.match(rest):

@@ -1,7 +1,7 @@
-"""What a run has measured of itself: what its saves and resumes cost, and how often it failed.
+"""Measurements of a run: the costs of its saves and resumes, and its failures.
 
-Records and their medians. `holdfast advise` takes them from the manifests, `Auto` also from the
-saves as they are made; both get the same numbers.
+Records and their medians. `holdfast advise` reads them from the manifests, `Auto` also takes them
+from saves as they are made; both get the same numbers.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ MAX_S = 1e10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCost:
-    """What one save took, in seconds. None is what was not measured."""
+    """Cost of one save, in seconds. None where it was not measured."""
 
     stall_s: float
-    """How long training stood still."""
+    """Time that training was stopped."""
     write_s: float | None = None
-    """How long it was written after that."""
+    """Time of writing after the stall."""
     delay_s: float | None = None
-    """By how much a save, while it was written, delayed training."""
+    """Delay of training by the writing of the save."""
     resume_s: float | None = None
-    """How long the resume took after which it was the first save."""
+    """Duration of the resume before it, if it is the first save after one."""
     is_first: bool = False
-    """The first save of a start also pays for the memory of the copy."""
+    """Whether it is the first save of its process, which also allocates memory for the copy."""
 
     @classmethod
     def read(cls, timings: Mapping[str, float], *, is_first: bool) -> SaveCost | None:
-        """What the timings of a manifest say; None where they do not tell the stall."""
+        """Read the timings of a manifest; None where they do not contain the stall."""
         capture_s, stage_s = timing(timings, CAPTURE_S), timing(timings, STAGE_S)
         if capture_s is None or stage_s is None:
             return None
@@ -61,34 +61,34 @@ class SaveCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """What a run has recorded: its saves and its resumes, oldest first, and its failures."""
+    """Recorded saves and resumes of a run, oldest first, and its failures."""
 
     saves: tuple[SaveCost, ...] = ()
     resumes_s: tuple[float, ...] = ()
     num_failures: int = 0
     trained_s: float = 0.0
-    """The training time in which these failures were seen."""
+    """Training time during which these failures happened."""
 
 
 def timing(timings: Mapping[str, float], name: str) -> float | None:
-    """One of the timings of a manifest; None where it is missing, or no time at all."""
+    """Read a timing of a manifest; None where it is missing or not a valid time."""
     seconds = timings.get(name)
     return seconds if seconds is not None and 0 <= seconds < MAX_S else None
 
 
 def recent(saves: Sequence[SaveCost]) -> tuple[SaveCost, ...]:
-    """Those of `saves` that count: the newest that are not the first of a start, if there are any.
+    """Select the newest saves, without the first of each process if there are others.
 
-    What it leaves out never counts again when more saves follow.
+    A save that is left out is never selected later, whatever saves follow.
     """
     warm = [save for save in saves if not save.is_first]
     return tuple((warm or saves)[-NUM_RECENT:])
 
 
 def typical_costs(saves: Sequence[SaveCost], resumes_s: Sequence[float] = ()) -> Costs | None:
-    """Medians over the recent of `saves` and `resumes_s`; None where no save was measured.
+    """Compute median costs of recent saves and resumes; None where no save was measured.
 
-    What was never measured beside a stall counts as nothing, a resume as two minutes. A write
+    A cost beside the stall that was never measured counts as 0, a resume as two minutes. A write
     delays training by no more than its own length.
     """
     counted = recent(saves)
@@ -104,15 +104,15 @@ def typical_costs(saves: Sequence[SaveCost], resumes_s: Sequence[float] = ()) ->
     )
 
 
-class Pace:
-    """Finds out by how much the writing of a save delays training, from the times of the steps.
+class DelayMeter:
+    """Measures by how much the writing of a save delays training, from the times of the steps.
 
     The time of the steps during which a save was written is compared with that of as many steps
     without one. Used from one thread.
     """
 
     _MIN_QUIET = 8
-    """Steps without a save that must have been seen before anything is said."""
+    """Steps without a save that are needed before a delay is computed."""
     _NUM_QUIET = 64
 
     def __init__(self) -> None:
@@ -120,21 +120,22 @@ class Pace:
         self.reset()
 
     def reset(self) -> None:
-        """Forget where training was: the next look is not a step after the one before."""
+        """Forget the last step: the next look does not continue from it."""
         self._last: tuple[int, float] | None = None
         self._stall_s = 0.0
         self._is_writing = False
         self._busy_steps, self._busy_s = 0, 0.0
 
     def save(self, stall_s: float) -> None:
-        """A save has just stopped training for so long, and is being written now."""
+        """Record that a save has stopped training for `stall_s`, and is being written."""
         self._stall_s += stall_s
         self._is_writing = True
 
     def look(self, step: int, wall_s: float, *, is_writing: bool) -> float | None:
-        """Training is at `step` after `wall_s` seconds; is the last save still being written?
+        """Record that training is at `step` after `wall_s` seconds.
 
-        Gives the delay in seconds, at least 0, at the first look after a write.
+        `is_writing`: the last save is still being written. Returns the delay in seconds, at least
+        0, at the first look after a write, else None.
         """
         last, self._last = self._last, (step, wall_s)
         stall_s, self._stall_s = self._stall_s, 0.0
@@ -158,7 +159,7 @@ class Pace:
 
 
 def _trimmed_mean(values: Iterable[float]) -> float:
-    """Without the tenth at each end: steps with an evaluation between them are no measure."""
+    """Compute the mean without a tenth at each end, such as steps with an evaluation between."""
     ordered = sorted(values)
     cut = len(ordered) // 10
     return fmean(ordered[cut : len(ordered) - cut])

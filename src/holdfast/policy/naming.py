@@ -1,6 +1,6 @@
-"""How a checkpoint is called: labels for people, made from a template or by a function.
+"""Labels of checkpoints, made from a template or by a function, and roots from templates.
 
-A label is never parsed, so it may say anything that a folder name allows.
+A label is never parsed, so it may be anything that a folder name allows.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ _TRIALS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """The place of this process among those of the run. The default is the only one.
+    """Ranks and world sizes of this process. The default is a run of one process.
 
     Raises:
-        UsageError: numbers that contradict each other.
+        UsageError: the numbers contradict each other.
     """
 
     rank: int = 0
@@ -86,7 +86,7 @@ _NAME_IN_BRACES = re.compile(r"\{(?:" + _NAMES + r")(?::[^{}]*)?\}")
 
 
 def utc_now() -> datetime:
-    """The time of day, in UTC."""
+    """Return the current date and time, in UTC."""
     return datetime.now(timezone.utc)
 
 
@@ -97,18 +97,18 @@ def compile_label(
     ranks: Ranks = ALONE,
     clock: Callable[[], datetime] = utc_now,
 ) -> LabelFunction:
-    """The function that names a checkpoint from its Timestamp; checked by trial renderings.
+    """Make the function that labels a checkpoint from its Timestamp; checked by trial calls.
 
     `label` is a template or a function of the Timestamp. A template has names in braces, each
     with a format spec if need be: those of `COUNTERS`, `run_name`, the fields of `Ranks`, and
     `date` and `time` from `clock` (`{time:%H%M}`). The result raises `UsageError` when a label is
-    not one (`check_label`) or uses a counter that is not known.
+    invalid (`check_label`) or uses a counter that is not known.
 
     >>> compile_label("ep{epoch}-{step:06d}")(Timestamp(step=1200, epoch=3))
     'ep3-001200'
 
     Raises:
-        UsageError: an unknown name, an attribute or an index, or a trial gave an unusable label.
+        UsageError: an unknown name, an attribute or an index, or a trial gave an invalid label.
     """
     if isinstance(label, str):
         constants: dict[str, object] = {"run_name": run_name, **asdict(ranks)}
@@ -128,17 +128,17 @@ def compile_label(
 def fill_root(
     root: str | Callable[[], str], *, run_name: str | None = None, ranks: Ranks = ALONE
 ) -> str:
-    """The root of a run from a template such as "runs/{run_name}", or from a function.
+    """Make the root of a run from a template such as "runs/{run_name}", or from a function.
 
-    A root is the same for the whole run, so it knows no counters and no time; braces that are
-    meant are doubled.
+    A root is the same for the whole run, so it has no counters and no time. Literal braces are
+    doubled.
 
     >>> fill_root("runs/{run_name}/checkpoints", run_name="gpt")
     'runs/gpt/checkpoints'
 
     Raises:
-        UsageError: an unknown name, an attribute or an index; a run name that is no single part of
-            a path; nothing, or something else than text.
+        UsageError: an unknown name, an attribute or an index; a run name that is not a single part
+            of a path; an empty root, or one that is not text.
     """
     if callable(root):
         text: object = root()
@@ -161,7 +161,7 @@ def expect_filled(root: str) -> None:
     """Check that a root is not a template.
 
     Raises:
-        UsageError: it has a name in braces that a label or `fill_root` would fill.
+        UsageError: the root has a name in braces that a label or `fill_root` would fill.
     """
     match = _NAME_IN_BRACES.search(root)
     if match is not None:
@@ -172,7 +172,7 @@ def expect_filled(root: str) -> None:
 
 
 def _fields(what: str, template: str, *, known: tuple[str, ...]) -> frozenset[str]:
-    """The names that a template uses, each of them known and plain."""
+    """List the names that a template uses; refuse unknown names, attributes and indices."""
     try:
         fields = [part[1:] for part in Formatter().parse(template) if part[1] is not None]
     except ValueError as error:
@@ -238,7 +238,7 @@ def _format(what: str, template: str, values: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """A time of day that a format spec of strftime may follow."""
+    """A time that is formatted with a format spec of strftime."""
 
     at: datetime
     default_spec: str

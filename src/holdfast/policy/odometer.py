@@ -1,4 +1,4 @@
-"""Counts within the present epoch and cycle, out of the totals that a loop tells."""
+"""Counts within the current epoch and cycle, computed from the totals of the training loop."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _START = Timestamp(step=0, samples=0, tokens=0)
 
 @dataclass(slots=True)
 class _Round:
-    """The present epoch, or the present cycle."""
+    """The current epoch, or the current cycle."""
 
     number: int | None = 0
-    """How many have ended before it; None: not known."""
+    """Number of rounds that ended before it; None: not known."""
     began: Timestamp | None = _START
-    """Where it began; None: not known."""
+    """Timestamp at which it began; None: not known."""
     is_told: bool = False
-    """Whether a number was given before, so that another number means that a round begins now."""
+    """Whether a number was passed before, so that another number means a new round."""
 
     def look(self, number: int | None, now: Timestamp) -> Timestamp | None:
-        """Where the present round began; None where that is not known or rounds are not counted."""
+        """Return where the current round began; None if that is unknown or not counted."""
         if number is None:
             return None
         if number != self.number:
@@ -31,9 +31,9 @@ class _Round:
 
 
 class Odometer:
-    """Completes timestamps: knows where the present epoch and the present cycle began.
+    """Adds counts within the current epoch and cycle to timestamps.
 
-    An epoch begins at the look that counts the one before as ended. After a resume it goes on
+    An epoch begins at the look that counts the one before as ended. After a resume it continues
     from what the checkpoint recorded. Where the first look is in a later epoch than the first, the
     counts within that epoch stay unknown.
     """
@@ -45,7 +45,7 @@ class Odometer:
         self._step_wall_s: float | None = None
 
     def stand_on(self, stored: Timestamp) -> None:
-        """Go on from a checkpoint."""
+        """Continue from the timestamp of a checkpoint."""
         self._last = stored
         self._epoch = _Round(stored.epoch, None, is_told=stored.epoch is not None)
         if stored.step_in_epoch is not None:
@@ -61,7 +61,7 @@ class Odometer:
         self._step_wall_s = stored.step_wall_s
 
     def look(self, now: Timestamp) -> Timestamp:
-        """`now`, no earlier than at the look before, with the counts that follow from all looks."""
+        """Complete `now`, which is no earlier than at the last look, with the counts."""
         self._time_the_step(now)
         epoch, cycle = self._epoch.look(now.epoch, now), self._cycle.look(now.cycle, now)
         return Timestamp(
@@ -80,7 +80,7 @@ class Odometer:
         )
 
     def _time_the_step(self, now: Timestamp) -> None:
-        """Where several steps lie between two looks, their mean."""
+        """Update the time of a step: the mean of the steps since the last look."""
         last = self._last if self._last is not None else Timestamp(step=0)
         if now.step > last.step:
             self._step_wall_s = max(now.wall_s - last.wall_s, 0.0) / (now.step - last.step)

@@ -1,4 +1,4 @@
-"""What to keep, and why: a pure function of what the records say.
+"""Retention decisions: which checkpoints to keep, and why. A pure function of the records.
 
 Deciding deletes nothing; a dry run, a report and a deletion share the same decisions. The rules
 themselves are in `holdfast.policy.rules`.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from holdfast.policy.rule import (
     MAIN,
-    AnyOf,
+    AnyRule,
     BySaver,
     Candidate,
     Rule,
@@ -26,7 +26,7 @@ from holdfast.policy.rules import All, Best, Budget, ByClass, Daily, EveryNth, H
 
 __all__ = [
     "All",
-    "AnyOf",
+    "AnyRule",
     "Best",
     "Budget",
     "ByClass",
@@ -51,18 +51,18 @@ _NOTHING: frozenset[str] = frozenset()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What happens to `entry`, and why."""
+    """Decision on one checkpoint: whether `entry` is kept, and why."""
 
     entry: Candidate
     keep: bool
     reason: str
     drop: tuple[str, ...] = ()
-    """Components that go while the rest stays."""
+    """Components that are deleted while the rest stays."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pick:
-    """Why a rule keeps something, and what every rule that keeps it lets go."""
+    """Reason for keeping a checkpoint, and the components that all rules which keep it drop."""
 
     reason: str
     drop: frozenset[str]
@@ -76,18 +76,18 @@ def decide(
     lineage: Collection[_Order] | None = None,
     replaces: bool = False,
 ) -> tuple[Decision, ...]:
-    """One decision for each entry, newest first.
+    """Decide on each entry; returns the decisions newest first.
 
     Whatever the rule says, these stay, and whole: pinned and tagged ones, the newest, the newest
     from which a run can resume, the newest healthy one of these, the same of `lineage` (the orders
     that the run is on; None: all), and the one at `resumed_from`, the order of the checkpoint at
-    which the lineage stands. A rejected one stays until all that
-    the rule keeps is newer; anything else goes only when something newer stays that stands in
-    for it (`stands_in`). With `replaces` the rule does not see what a newer one of the same step
-    stands in for, if it is of the same savers and of no lower class.
+    which the lineage stands. A rejected one stays until all that the rule keeps is newer; any
+    other is deleted only when a newer one stays that stands in for it (`stands_in`).
+    With `replaces` the rule does not see a checkpoint that a newer one of the same step stands in
+    for, if that is of the same savers and of no lower class.
 
     What the main saver wrote before the first of `lineage` belongs to a run that this one did not
-    resume: it goes only when something newer stays that a run can resume from.
+    resume: it is deleted only when a newer one stays that a run can resume from.
     """
     ordered = sorted(entries, key=lambda entry: entry.order, reverse=True)
     replaced = _replaced(ordered) if replaces else frozenset()
@@ -114,16 +114,16 @@ def decide(
             decisions.append(_unpicked(entry, bases, why))
             continue
         reason = join_reasons(protection, pick.reason if pick is not None else None)
-        drop = () if protection or pick is None else _goes(entry, pick.drop)
+        drop = () if protection or pick is None else _components_to_drop(entry, pick.drop)
         decisions.append(Decision(entry=entry, keep=True, reason=reason, drop=drop))
     return tuple(decisions)
 
 
 def unmet(entries: Sequence[Candidate], rule: Rule) -> dict[str, str]:
-    """Needs of a rule that no checkpoint meets, by the text of the part of the rule.
+    """List needs of a rule that no checkpoint meets, by the text of the part of the rule.
 
     Such a part keeps everything that it judges, and whole. For messages to the user, who may have
-    mistyped a metric or passes no counter.
+    mistyped a metric or does not pass a counter.
     """
     return {
         str(part) if saver == MAIN else f"{saver}: {part}": lack
@@ -133,7 +133,7 @@ def unmet(entries: Sequence[Candidate], rule: Rule) -> dict[str, str]:
 
 
 def stands_in(base: Candidate, entry: Candidate, *, drop: Collection[str] = ()) -> bool:
-    """Whether `base`, which stays without `drop`, gives what `entry` gives: so `entry` may go.
+    """Whether `base` without `drop` replaces `entry`, so that `entry` may be deleted.
 
     It does where it is healthy, a run can resume from it, and it lacks the generators only if
     `entry` does. Where `entry` was saved without other components, it is enough that `base` is
@@ -156,24 +156,26 @@ def _newest_of(
     lineage: Collection[_Order] | None,
     picked: Collection[int],
 ) -> dict[int, str]:
-    """See `_newest`: of all, and of the line that the run is on, which a rollback leaves behind
-    newer ones for."""
-    found = _newest(newest_first)
+    """Positions and reasons as in `_newest`, of all checkpoints and of the lineage alone.
+
+    After a rollback the newest of all are not on the lineage.
+    """
+    reasons = _newest(newest_first)
     if lineage is not None:
         own = [p for p, entry in enumerate(newest_first) if entry.order in lineage]
         for position, why in _newest([newest_first[p] for p in own]).items():
-            found.setdefault(own[position], f"{why} of the run's own line")
+            reasons.setdefault(own[position], f"{why} of the run's own line")
         usable = [p for p in own if newest_first[p].is_resumable and newest_first[p].healthy]
         between = range(usable[0], usable[1]) if len(usable) > 1 else range(0)
         left_behind = (p for p in between if p in picked and p not in own)
         if any(newest_first[p].is_resumable for p in left_behind):
             # Quotas are full of what was left behind, and resume does not go back to that.
-            found.setdefault(usable[1], "the one before it on the run's own line")
-    return found
+            reasons.setdefault(usable[1], "the one before it on the run's own line")
+    return reasons
 
 
 def _newest(newest_first: Sequence[Candidate]) -> dict[int, str]:
-    """Positions of the newest of each kind, which stay whatever a rule says."""
+    """Positions and reasons of the newest of each kind, which stay whatever a rule says."""
     usable = [p for p, entry in enumerate(newest_first) if entry.is_usable]
     resumable = [p for p in usable if newest_first[p].is_resumable]
     healthy = [p for p in resumable if newest_first[p].healthy]
@@ -182,18 +184,18 @@ def _newest(newest_first: Sequence[Candidate]) -> dict[int, str]:
         (resumable, "newest to resume from"),
         (healthy, "newest healthy to resume from"),
     )
-    found: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     for positions, reason in kinds:
         for position in positions[:1]:
-            found.setdefault(position, reason)
-    return found
+            reasons.setdefault(position, reason)
+    return reasons
 
 
 def _picks(newest_first: Sequence[Candidate], rule: Rule) -> dict[int, _Pick]:
-    """What the parts of a rule keep; of each only what all of them would drop may go."""
+    """Combine the picks of a rule's parts; only components that all of them drop are dropped."""
     picks: dict[int, _Pick] = {}
     others = {} if rule.is_for_all else picks_of_others(newest_first, savers_of(rule))
-    found = [(others, _NOTHING)]
+    reasons_and_drops = [(others, _NOTHING)]
     for part, saver, drop in _flat(rule):
         spared = {
             position: f"{part} keeps all, as none has {lack}"
@@ -201,9 +203,10 @@ def _picks(newest_first: Sequence[Candidate], rule: Rule) -> dict[int, _Pick]:
             for position in positions
         }
         picked = picks_of(part, saver, newest_first)
-        found.append((spared, _NOTHING))
-        found.append(({p: why for p, why in picked.items() if p not in spared}, drop))
-    for reasons, drop in found:
+        reasons_and_drops.append((spared, _NOTHING))
+        unspared = {p: why for p, why in picked.items() if p not in spared}
+        reasons_and_drops.append((unspared, drop))
+    for reasons, drop in reasons_and_drops:
         suffix = f" without {', '.join(sorted(drop))}" if drop else ""
         for position, why in reasons.items():
             if newest_first[position].retired:
@@ -217,9 +220,9 @@ def _picks(newest_first: Sequence[Candidate], rule: Rule) -> dict[int, _Pick]:
 def _lacking(
     part: Rule, saver: str, entries: Sequence[Candidate]
 ) -> Iterator[tuple[str, list[int]]]:
-    """Groups of checkpoints of which none has what a simple rule needs: that, and their positions.
+    """Yield (need, positions) for groups in which no checkpoint has what a simple rule needs.
 
-    Among whole ones a whole one must have it; for parts it is enough that any of the saver's has.
+    Among whole ones a whole one must have it; for parts any checkpoint of the saver counts.
     """
     whole, *others = groups(entries, saver)
     for positions, asked in ((whole, whole), *((o, [*whole, *o]) for o in others)):
@@ -232,8 +235,8 @@ def _lacking(
 def _flat(
     rule: Rule, saver: str = MAIN, drop: frozenset[str] = _NOTHING
 ) -> Iterator[tuple[Rule, str, frozenset[str]]]:
-    """The simple rules in a rule, each with its saver and with what its picks lose."""
-    if isinstance(rule, AnyOf):
+    """Yield the simple rules in a rule, each with its saver and the components it drops."""
+    if isinstance(rule, AnyRule):
         for part in rule.rules:
             yield from _flat(part, saver, drop)
     elif isinstance(rule, ThenDrop):
@@ -245,17 +248,17 @@ def _flat(
         yield rule, saver, drop
 
 
-def _goes(entry: Candidate, drop: frozenset[str]) -> tuple[str, ...]:
-    """The components that go now: of those that are there never all, and what was begun."""
+def _components_to_drop(entry: Candidate, drop: frozenset[str]) -> tuple[str, ...]:
+    """Components to delete: never all that exist, and those whose deletion has begun."""
     if not entry.is_usable:
         return ()
-    there = set(entry.components)
-    going = there & drop if there - drop else set()
+    existing = set(entry.components)
+    going = existing & drop if existing - drop else set()
     return tuple(sorted(going.union(entry.begun)))
 
 
 def _protection(entry: Candidate, resumed_from: _Order | None) -> str:
-    """Why no rule may drop `entry`, or nothing."""
+    """Reason why no rule may drop `entry`; empty if there is none."""
     return join_reasons(
         "pinned" if entry.pinned else "",
         f"tagged {', '.join(entry.tags)}" if entry.tags else "",
@@ -264,7 +267,7 @@ def _protection(entry: Candidate, resumed_from: _Order | None) -> str:
 
 
 def _replaced(newest_first: Sequence[Candidate]) -> frozenset[int]:
-    """Positions of those in whose place a newer one of the same step is."""
+    """Positions of checkpoints that a newer one of the same step replaces."""
     return frozenset(
         position
         for position, entry in enumerate(newest_first)
@@ -276,8 +279,7 @@ def _replaced(newest_first: Sequence[Candidate]) -> frozenset[int]:
 
 
 def _replaces(newer: Candidate, entry: Candidate) -> bool:
-    """Whether rules need not see `entry`: `newer` gives what it gives, to each of its savers, and
-    is of its class at least."""
+    """Whether `newer` replaces `entry` for each of its savers, in the same class or a higher."""
     savers = set(newer.savers or (MAIN,))
     if not savers.issuperset(entry.savers or (MAIN,)):
         return False
@@ -287,7 +289,7 @@ def _replaces(newer: Candidate, entry: Candidate) -> bool:
 
 
 def _unpicked(entry: Candidate, kept: Sequence[_Order], why: str) -> Decision:
-    """The decision on what neither the rule nor a mark keeps; `kept` are those that stand in."""
+    """Decide on a checkpoint that neither the rule nor a mark keeps; `kept` stand in for it."""
     if entry.retired:
         if any(order > entry.order for order in kept):
             return Decision(entry=entry, keep=False, reason="its deletion was begun")

@@ -1,7 +1,7 @@
-"""What a rule of retention is, and rules that are made of others.
+"""The interface of retention rules, and rules that are made of others.
 
-A rule is a pure function of what the manifests recorded: no clock, no file time and no setting of
-today's run is looked at. Order is the recorded (epoch, sequence) and nothing else.
+A rule is a pure function of what the manifests recorded: it uses no clock, no file time and no
+setting of today's run. Order is the recorded (epoch, sequence) and nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SaveClass: TypeAlias = Literal["permanent", "ephemeral"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What the rules may know of one committed checkpoint, all of it as it was recorded."""
+    """A committed checkpoint as rules see it: only what was recorded."""
 
     order: tuple[int, int]
     """(epoch, sequence) as recorded; decides which one is newer."""
@@ -38,92 +38,92 @@ class Candidate:
     tags: tuple[str, ...] = ()
     pinned: bool = False
     rejected: bool = False
-    """Resume could not use it."""
+    """Whether resume could not use it."""
     retired: bool = False
-    """Its deletion was begun."""
+    """Whether its deletion has begun."""
     components: tuple[str, ...] = ()
-    """Components whose files are all there."""
+    """Components whose files all exist."""
     begun: tuple[str, ...] = ()
-    """Components of which some files were dropped and some are left."""
+    """Components of which some files were deleted and some are left."""
     dropped: tuple[str, ...] = ()
-    """Components that cannot be loaded any more; with any of these, nobody can resume from it."""
+    """Components that cannot be loaded any more; with any of these, no run can resume from it."""
     healthy: bool = True
-    """Nothing was known to be wrong with the state."""
+    """Whether nothing was known to be wrong with the state."""
     savers: tuple[str, ...] = ()
-    """Which savers of the run asked for it; none: `main`."""
+    """Savers of the run that asked for it; empty: `main`."""
     left_out: tuple[str, ...] = ()
     """Components that were not saved; see `lacks`."""
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """Components that were not saved and without which nobody can resume from it."""
+        """Components that were not saved and without which no run can resume from it."""
         return needed_of(self.left_out)
 
     @property
     def is_usable(self) -> bool:
-        """Whether nothing speaks against its bytes."""
+        """Whether it was neither rejected nor retired."""
         return not (self.rejected or self.retired)
 
     @property
     def counts(self) -> bool:
-        """Whether it may fill a quota."""
+        """Whether it counts towards quotas."""
         return self.is_usable and self.healthy
 
     @property
     def is_resumable(self) -> bool:
-        """Whether a run could go on from it, be it healthy or not."""
+        """Whether a run can resume from it, healthy or not."""
         return self.is_usable and not (self.dropped or self.lacks)
 
     @property
     def is_held(self) -> bool:
-        """Whether a person asked to keep it."""
+        """Whether it is pinned or tagged."""
         return self.pinned or bool(self.tags)
 
 
 class Rule(ABC):
-    """Picks checkpoints to keep. `a | b` keeps what either of them picks."""
+    """A retention rule: picks checkpoints to keep. `a | b` keeps what either picks."""
 
     __slots__ = ()
 
     spelled: ClassVar[str] = ""
-    """What it is called in texts such as `last:3`; empty: it cannot be written as a text."""
+    """Name in texts such as `last:3`; empty: it cannot be written as text."""
 
     is_for_all: ClassVar[bool] = False
     """Whether it judges the checkpoints of all savers; otherwise those of other savers stay."""
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """The rule that `text`, what stands behind its name and a colon, makes of it.
+        """Parse a rule from the text after its name and a colon.
 
         Raises:
-            UsageError: it makes none.
+            UsageError: the text is not valid for this rule.
         """
-        raise UsageError(f"{cls.__name__} cannot be written as a text")
+        raise UsageError(f"{cls.__name__} cannot be written as text")
 
     @abstractmethod
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
-        """Position of every pick, with the reason."""
+        """Pick checkpoints to keep: returns position → reason."""
 
     def missing(self, counting: Sequence[Candidate]) -> str:
-        """What the rule needs and none of `counting` has, such as a metric or a counter.
+        """Name what the rule needs and none of `counting` has, such as a metric or a counter.
 
-        Empty: nothing. `counting` is not empty, and all in it may fill a quota. While something is
-        missing, `decide` keeps all that the rule judges and does not call `picks`. For rules made
-        of others it is called on their parts only.
+        Empty if nothing is missing. `counting` is not empty, and all in it count towards quotas.
+        While something is missing, `decide` keeps all that the rule judges and does not call
+        `picks`. For rules made of others it is called on their parts only.
         """
         return ""
 
     def quota(self) -> int | None:
-        """How many checkpoints it keeps at most, as far as one can tell; None: no limit."""
+        """Return the most checkpoints that it keeps, as far as is known; None: no limit."""
         return None
 
     def __or__(self, other: Rule) -> Rule:
         if not isinstance(other, Rule):
             return NotImplemented
-        return AnyOf((*_parts(self), *_parts(other)))
+        return AnyRule((*_parts(self), *_parts(other)))
 
     def then_drop(self, *components: str) -> Rule:
-        """This rule, but what it picks loses `components`, such as `optimizer`, to save room.
+        """Return this rule with `components`, such as `optimizer`, dropped from what it picks.
 
         What another rule picks as well keeps what that rule does not drop.
         """
@@ -131,13 +131,13 @@ class Rule(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class AnyOf(Rule):
+class AnyRule(Rule):
     """Keep what any of `rules` picks."""
 
     rules: tuple[Rule, ...]
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
-        """Every rule's picks, with all their reasons."""
+        """Merge the picks of all rules, with all their reasons."""
         reasons: dict[int, str] = {}
         for rule in self.rules:
             for position, reason in rule.picks(newest_first).items():
@@ -145,7 +145,7 @@ class AnyOf(Rule):
         return reasons
 
     def quota(self) -> int | None:
-        """The sum of theirs."""
+        """Return the sum of the rules' quotas."""
         parts = [rule.quota() for rule in self.rules]
         return None if None in parts else sum(part for part in parts if part is not None)
 
@@ -167,12 +167,12 @@ class ThenDrop(Rule):
             check_component(component, what="then_drop: components: ")
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
-        """The picks of `rule`; what they lose stands in their reasons."""
+        """Return the picks of `rule`, with the dropped components added to their reasons."""
         suffix = f"without {', '.join(self.components)}"
         return {p: f"{reason} {suffix}" for p, reason in self.rule.picks(newest_first).items()}
 
     def quota(self) -> int | None:
-        """That of the rule."""
+        """Return the quota of `rule`."""
         return self.rule.quota()
 
     def __str__(self) -> str:
@@ -181,7 +181,7 @@ class ThenDrop(Rule):
 
 @dataclass(frozen=True, slots=True, init=False)
 class BySaver(Rule):
-    """Each saver of the run has its own rule, which sees what that saver asked for and no more.
+    """Apply to each saver's checkpoints a rule of its own, which sees no others.
 
         BySaver({"main": Last(3), "weights": Last(24)})
 
@@ -203,7 +203,7 @@ class BySaver(Rule):
         object.__setattr__(self, "rules", tuple(rules.items()))
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
-        """What the rule of one of its savers keeps."""
+        """Merge the picks of the savers' rules."""
         reasons = picks_of_others(newest_first, savers_of(self))
         for saver, rule in self.rules:
             for position, reason in picks_of(rule, saver, newest_first).items():
@@ -211,7 +211,7 @@ class BySaver(Rule):
         return reasons
 
     def quota(self) -> int | None:
-        """That of `main`: what others save has another size."""
+        """Return the quota of `main`: checkpoints of other savers have another size."""
         main = dict(self.rules).get(MAIN)
         return main.quota() if main is not None else None
 
@@ -220,14 +220,14 @@ class BySaver(Rule):
 
 
 def positions_of(saver: str, newest_first: Sequence[Candidate]) -> list[int]:
-    """Positions of what a saver asked for."""
+    """Positions of the checkpoints that a saver asked for."""
     return [p for p, entry in enumerate(newest_first) if saver in (entry.savers or (MAIN,))]
 
 
 def picks_of(rule: Rule, saver: str, newest_first: Sequence[Candidate]) -> dict[int, str]:
-    """What a rule picks of one saver's checkpoints; of `main` the partial ones are judged apart.
+    """Pick from one saver's checkpoints; those of `main` that are partial are judged separately.
 
-    So three whole ones stay of the last three, however many beside them cannot be resumed from.
+    So `Last(3)` keeps three whole ones, however many partial ones are among them.
     """
     picks: dict[int, str] = {}
     for positions in groups(newest_first, saver):
@@ -240,7 +240,7 @@ def picks_of(rule: Rule, saver: str, newest_first: Sequence[Candidate]) -> dict[
 
 
 def picks_of_others(newest_first: Sequence[Candidate], savers: frozenset[str]) -> dict[int, str]:
-    """What a saver asked for that has no rule, beside the rules of `savers`."""
+    """Pick all checkpoints of savers other than `savers`, which have no rule."""
     others = (
         (position, [name for name in entry.savers or (MAIN,) if name not in savers])
         for position, entry in enumerate(newest_first)
@@ -249,21 +249,21 @@ def picks_of_others(newest_first: Sequence[Candidate], savers: frozenset[str]) -
 
 
 def savers_of(rule: Rule) -> frozenset[str]:
-    """The savers that a rule speaks for."""
+    """Savers whose checkpoints a rule judges."""
     if isinstance(rule, BySaver):
         return frozenset(saver for saver, _ in rule.rules)
     if isinstance(rule, ThenDrop):
         return savers_of(rule.rule)
-    if isinstance(rule, AnyOf):
+    if isinstance(rule, AnyRule):
         return frozenset().union(*(savers_of(part) for part in rule.rules))
     return frozenset((MAIN,))
 
 
 def named_components(rule: Rule) -> frozenset[str]:
-    """The components that a rule would drop somewhere."""
+    """Components that a rule may drop from some checkpoint."""
     if isinstance(rule, ThenDrop):
         return named_components(rule.rule).union(rule.components)
-    if isinstance(rule, AnyOf):
+    if isinstance(rule, AnyRule):
         return frozenset().union(*(named_components(part) for part in rule.rules))
     if isinstance(rule, BySaver):
         return frozenset().union(*(named_components(part) for _, part in rule.rules))
@@ -271,25 +271,25 @@ def named_components(rule: Rule) -> frozenset[str]:
 
 
 def counting(newest_first: Sequence[Candidate]) -> list[int]:
-    """Positions of those that may fill a quota."""
+    """Positions of checkpoints that count towards quotas."""
     return [position for position, entry in enumerate(newest_first) if entry.counts]
 
 
 def join_reasons(*reasons: str | None) -> str:
-    """The reasons that there are, as one text."""
+    """Join the reasons that are not empty into one text."""
     return ", ".join(reason for reason in reasons if reason)
 
 
 def _names_savers(rule: Rule) -> bool:
     if isinstance(rule, ThenDrop):
         return _names_savers(rule.rule)
-    if isinstance(rule, AnyOf):
+    if isinstance(rule, AnyRule):
         return any(_names_savers(part) for part in rule.rules)
     return isinstance(rule, BySaver)
 
 
 def groups(newest_first: Sequence[Candidate], saver: str) -> Iterator[list[int]]:
-    """Positions of a saver's checkpoints, in the groups that are judged apart; whole ones first."""
+    """Yield positions of a saver's checkpoints by groups judged separately, whole ones first."""
     own = positions_of(saver, newest_first)
     if saver != MAIN:
         yield own
@@ -299,9 +299,9 @@ def groups(newest_first: Sequence[Candidate], saver: str) -> Iterator[list[int]]
 
 
 def _grouped(rule: Rule) -> str:
-    """A rule in words, as one thing beside others."""
-    return f"({rule})" if isinstance(rule, AnyOf | BySaver) else str(rule)
+    """Format a rule as part of a list of rules, in parentheses where needed."""
+    return f"({rule})" if isinstance(rule, AnyRule | BySaver) else str(rule)
 
 
 def _parts(rule: Rule) -> tuple[Rule, ...]:
-    return rule.rules if isinstance(rule, AnyOf) else (rule,)
+    return rule.rules if isinstance(rule, AnyRule) else (rule,)

@@ -1,4 +1,4 @@
-"""The rules of retention: each picks checkpoints to keep, and says why.
+"""The retention rules: each picks checkpoints to keep, and says why.
 
 A new one is a class in this file; its `spelled` and `parse` bring it to the command line.
 """
@@ -30,14 +30,14 @@ class All(Rule):
     spelled: ClassVar[str] = "all"
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
-        """Every position."""
+        """Pick every checkpoint."""
         return dict.fromkeys(range(len(newest_first)), "all are kept")
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """`all`, with nothing behind it."""
+        """Parse `all`, which takes no argument."""
         if text:
-            raise UsageError(f"all:{text}: nothing stands behind 'all'")
+            raise UsageError(f"all:{text}: 'all' takes no argument")
         return cls()
 
     def __str__(self) -> str:
@@ -54,11 +54,11 @@ class Nothing(Rule):
     is_for_all: ClassVar[bool] = True
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
-        """No position."""
+        """Pick no checkpoint."""
         return {}
 
     def quota(self) -> int | None:
-        """The newest."""
+        """Return 1: the newest."""
         return 1
 
     def __str__(self) -> str:
@@ -84,12 +84,12 @@ class Last(Rule):
             raise UsageError(f"Last: save_class={self.save_class!r} must be one of {known}")
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
-        """The first `n` of the class that count."""
+        """Pick the `n` newest of the class that count towards quotas."""
         own = [p for p in counting(newest_first) if self._is_of_class(newest_first[p])]
         return dict.fromkeys(own[: self.n], str(self))
 
     def missing(self, counting: Sequence[Candidate]) -> str:
-        """The class 'ephemeral', if no checkpoint has it.
+        """Name the class 'ephemeral' if no checkpoint has it.
 
         If none is permanent, the rule is right to keep none: it deletes only ephemeral ones.
         """
@@ -98,12 +98,12 @@ class Last(Rule):
         return "the class 'ephemeral'"
 
     def quota(self) -> int | None:
-        """`n`, plus one for the newest, which may be of the other class."""
+        """Return `n`, plus one for the newest, which may be of the other class."""
         return self.n if self.save_class is None else self.n + 1
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """`last:3`, `last:3:permanent`."""
+        """Parse `last:3` or `last:3:permanent`."""
         n, colon, save_class = text.partition(":")
         return cls(whole_number(n), cast(SaveClass, save_class) if colon else None)
 
@@ -138,7 +138,7 @@ class Best(Rule):
         _check_quota("Best", self.n)
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
-        """The `n` best that count."""
+        """Pick the `n` best that count towards quotas."""
         sign = 1 if self.mode == "min" else -1
         scores = [
             (sign * value, newest_first[position].order, position)
@@ -149,7 +149,7 @@ class Best(Rule):
         return {position: str(self) for _, _, position in sorted(scores)[: self.n]}
 
     def missing(self, counting: Sequence[Candidate]) -> str:
-        """A finite value of the metric."""
+        """Name the metric if no checkpoint has a finite value of it."""
         if any(math.isfinite(entry.metrics.get(self.metric, math.nan)) for entry in counting):
             return ""
         known = sorted({name for entry in counting for name in entry.metrics})
@@ -157,12 +157,12 @@ class Best(Rule):
         return f"the metric {self.metric!r}{recorded}"
 
     def quota(self) -> int | None:
-        """`n`."""
+        """Return `n`."""
         return self.n
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """`best:METRIC`, `best:METRIC:max`, `best:METRIC:min:3`."""
+        """Parse `best:METRIC`, `best:METRIC:max` or `best:METRIC:min:3`."""
         match = _BEST.fullmatch(text)
         if match is None:
             raise UsageError(f"best:{text}: expected best:METRIC:min:3, or a part of it")
@@ -190,7 +190,7 @@ class EveryNth(Rule):
         object.__setattr__(self, "interval", parse(interval, what="EveryNth: interval"))
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
-        """The milestones among those that count."""
+        """Pick the milestones among those that count towards quotas."""
         first: dict[int, tuple[int | float, int]] = {}
         for position in counting(newest_first):
             count = self.interval.unit.of(newest_first[position].timestamp)
@@ -201,12 +201,12 @@ class EveryNth(Rule):
         return {position: str(self) for _, position in first.values()}
 
     def missing(self, counting: Sequence[Candidate]) -> str:
-        """The counter of the interval."""
+        """Name the counter of the interval if no checkpoint has it."""
         return _missing_counter(counting, self.interval)
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """`every:1000step`."""
+        """Parse `every:1000step`."""
         return cls(text)
 
     def __str__(self) -> str:
@@ -228,17 +228,17 @@ class Hourly(Rule):
         _check_quota("Hourly", 1 if self.n is None else self.n)
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
-        """One for each hour, among those that count."""
+        """Pick one for each hour, among those that count towards quotas."""
         hours = _first_of_each(newest_first, lambda at: int(at.timestamp() // 3600))
         return dict.fromkeys(hours[: self.n], str(self))
 
     def quota(self) -> int | None:
-        """`n`."""
+        """Return `n`."""
         return self.n
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """`hourly`, `hourly:24`."""
+        """Parse `hourly` or `hourly:24`."""
         return cls(whole_number(text) if text else None)
 
     def __str__(self) -> str:
@@ -260,17 +260,17 @@ class Daily(Rule):
         _check_quota("Daily", 1 if self.n is None else self.n)
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
-        """One for each day, among those that count."""
+        """Pick one for each day, among those that count towards quotas."""
         days = _first_of_each(newest_first, lambda at: at.toordinal())
         return dict.fromkeys(days[: self.n], str(self))
 
     def quota(self) -> int | None:
-        """`n`."""
+        """Return `n`."""
         return self.n
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """`daily`, `daily:7`."""
+        """Parse `daily` or `daily:7`."""
         return cls(whole_number(text) if text else None)
 
     def __str__(self) -> str:
@@ -292,7 +292,7 @@ class Within(Rule):
         object.__setattr__(self, "span", parse(span, what="Within: span"))
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
-        """Those that count, know their count, and are near enough."""
+        """Pick those within the span among those that count towards quotas."""
         counts = {
             position: count
             for position in counting(newest_first)
@@ -305,12 +305,12 @@ class Within(Rule):
         return dict.fromkeys(near, str(self))
 
     def missing(self, counting: Sequence[Candidate]) -> str:
-        """The counter of the span."""
+        """Name the counter of the span if no checkpoint has it."""
         return _missing_counter(counting, self.span)
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """`within:500step`."""
+        """Parse `within:500step`."""
         return cls(text)
 
     def __str__(self) -> str:
@@ -334,7 +334,7 @@ class Budget(Rule):
             raise UsageError(f"Budget: nbytes={self.nbytes!r} must be a whole number, at least 1")
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
-        """What is held, and the others from the newest on, until one does not fit."""
+        """Pick pinned and tagged ones, then others from the newest on while they fit."""
         left = self.nbytes - sum(entry.nbytes for entry in newest_first if entry.is_held)
         chosen: list[int] = []
         for position in counting(newest_first):
@@ -345,7 +345,7 @@ class Budget(Rule):
         return dict.fromkeys(chosen, str(self))
 
     def missing(self, counting: Sequence[Candidate]) -> str:
-        """A size that fits into the budget, if every checkpoint is larger."""
+        """Name a size that fits into the budget, if every checkpoint is larger."""
         smallest = min(entry.nbytes for entry in counting)
         if smallest <= self.nbytes:
             return ""
@@ -353,7 +353,7 @@ class Budget(Rule):
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """`budget:500GB`."""
+        """Parse `budget:500GB`."""
         return cls(number_of_bytes(text))
 
     def __str__(self) -> str:
@@ -362,7 +362,7 @@ class Budget(Rule):
 
 @dataclass(frozen=True, slots=True)
 class ByClass(Rule):
-    """Keep by the class that was recorded at the save, whatever today's intervals are.
+    """Keep checkpoints by the class that was recorded at the save.
 
     `ephemeral_only` keeps the permanent ones and the newest ephemeral one; `all_non_permanent`
     keeps the permanent ones alone; `never` removes none.
@@ -378,7 +378,7 @@ class ByClass(Rule):
             raise UsageError(f"ByClass: remove={self.remove!r} must be one of {known}")
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
-        """The permanent ones that count, and what else is spared."""
+        """Pick the permanent ones that count towards quotas, and the ephemeral ones to keep."""
         if self.remove == "never":
             return dict.fromkeys(range(len(newest_first)), str(self))
         usable = counting(newest_first)
@@ -390,7 +390,7 @@ class ByClass(Rule):
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """`remove:ephemeral_only`."""
+        """Parse `remove:ephemeral_only`."""
         return cls(cast(Removal, text or "ephemeral_only"))
 
     def __str__(self) -> str:
@@ -400,10 +400,10 @@ class ByClass(Rule):
 def _first_of_each(
     newest_first: Sequence[Candidate], bucket: Callable[[datetime], int]
 ) -> list[int]:
-    """Positions of the oldest one of each bucket of the calendar, newest bucket first.
+    """Positions of the oldest one of each calendar bucket, newest bucket first.
 
-    Which bucket is newer is said by the recorded order, so that a clock that was wrong for a day
-    takes nobody's place for ever.
+    Buckets are ordered by the recorded order of saves, so a clock that was wrong for a day does
+    not push out others for ever.
     """
     oldest: dict[int, int] = {}
     for position in counting(newest_first):
@@ -420,7 +420,7 @@ def _missing_counter(counting: Sequence[Candidate], time: Time) -> str:
 
 
 def _recorded_time(created: str) -> datetime | None:
-    """The recorded moment in UTC; None where the record says nothing that can be read."""
+    """Parse the recorded time, in UTC; None where it cannot be parsed."""
     try:
         moment = datetime.fromisoformat(created)
         return moment.astimezone(timezone.utc) if moment.tzinfo is not None else None

@@ -1,4 +1,4 @@
-"""Several savers on one run: each with what it saves, when, and what of it is kept."""
+"""Further savers of a run, each with its components, trigger and retention rule."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from holdfast.policy.triggers import SaveFunction, Trigger
 
 @dataclass(frozen=True, slots=True, init=False)
 class SideSaver:
-    """Saves some components at times of its own, beside the saver of the whole state.
+    """A saver of some components at its own times, beside the saver of the whole state.
 
         SideSaver("weights", every="1h", components=["model"], keep=Last(24))
 
-    A run cannot go on from what it saves, unless that happens to be everything; loading the
+    A run cannot resume from what it saves, unless that happens to be everything; loading the
     components by name works, and so does `load_weights`. Where several savers are due at one
     step, one checkpoint holds what any of them saves.
 
     Raises:
-        UsageError: a name that is taken or none, nothing to save, or a wrong interval or rule.
+        UsageError: the name is taken or invalid, nothing is to be saved, or a wrong interval or
+            rule.
     """
 
     name: str
@@ -47,16 +48,16 @@ class SideSaver:
     ) -> None:
         check_component(name)
         if name == MAIN:
-            raise UsageError(f"SideSaver: name={MAIN!r} is that of the saver of the whole state")
+            raise UsageError(f"SideSaver: name={MAIN!r} is taken by the saver of the whole state")
         are_names = all(isinstance(component, str) for component in components)
         if isinstance(components, str) or not components or not are_names:
-            raise UsageError(f"SideSaver {name}: components={components!r} must be some names")
+            raise UsageError(f"SideSaver {name}: components={components!r} must be a list of names")
         rule = as_rule(keep, what=f"SideSaver {name}: keep")
         policy = every
         if not isinstance(policy, SavePolicy):
             policy = SavePolicy(permanent=as_trigger(policy, what=f"SideSaver {name}: every"))
         if policy.auto is not None:
-            raise UsageError(f'SideSaver {name}: "auto" weighs saves of the whole state only')
+            raise UsageError(f'SideSaver {name}: "auto" is only for saves of the whole state')
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "policy", policy)
         object.__setattr__(self, "components", tuple(dict.fromkeys(components)))
@@ -66,10 +67,10 @@ class SideSaver:
 def combined_rule(
     keep: Rule | str | None, savers: Sequence[SideSaver], components: Collection[str]
 ) -> Rule:
-    """What the main saver and all others keep, in one rule; `components` are those of the state.
+    """Combine the rules of the main saver and all others; `components` are those of the state.
 
     Raises:
-        UsageError: no rule, no saver, or components that the state does not have.
+        UsageError: not a rule, an unknown saver, or components that the state does not have.
     """
     given = as_rule(keep, what="keep")
     if given is not None:
@@ -85,7 +86,7 @@ def combined_rule(
             raise UsageError(f"savers: {saver!r} is not a SideSaver")
         unknown = [name for name in saver.components if name not in components]
         if unknown:
-            raise UsageError(f"savers: {saver.name} is to save {unknown}, which are not there")
+            raise UsageError(f"savers: {saver.name} saves {unknown}, which the state does not have")
     rule: Rule = given if given is not None else All()
     if savers:
         rule = BySaver({MAIN: rule} | {saver.name: saver.keep for saver in savers})

@@ -1,4 +1,4 @@
-"""What is to be saved at a step: the answers of all savers of a run put together into one save."""
+"""Schedule of a run: combines what all savers want at a step into one save."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from holdfast.policy.triggers import (
 )
 
 _ASKED: tuple[Event, ...] = ("signal", "demand")
-"""Events at which somebody waits for a save, whatever the policy says."""
+"""Events at which a save was requested, whatever the policy says."""
 _NEVER = Saved()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """What a committed checkpoint says of its place in the schedule."""
+class ScheduleRecord:
+    """Savers, class and timestamp of a committed checkpoint, for the schedule to resume from."""
 
     savers: tuple[str, ...]
     save_class: SaveClass
@@ -42,7 +42,7 @@ class Record:
 
 
 class Schedule:
-    """When a run saves. Remembers where it was asked last, and where each saver last saved."""
+    """Decides when a run saves; remembers the last look and the last save of each saver."""
 
     def __init__(
         self,
@@ -51,10 +51,10 @@ class Schedule:
         *,
         max_duration: Time | None = None,
     ) -> None:
-        """`every` is about the whole state, `max_duration` what fractions of the run are of.
+        """`every` is for the whole state; `max_duration` is the length that fractions refer to.
 
         Raises:
-            UsageError: two savers of one name, or a fraction without a length.
+            UsageError: two savers have one name, or a fraction has no length to refer to.
         """
         twice = sorted({s.name for s in sides if sum(o.name == s.name for o in sides) > 1})
         if twice:
@@ -79,7 +79,7 @@ class Schedule:
 
     @property
     def auto(self) -> Auto | None:
-        """The main saver's trigger that wants to be told what saves cost, if it has one."""
+        """The main saver's `Auto` trigger, which needs measurements of saves, if it has one."""
         policy = self.policies.get(MAIN)
         return None if policy is None else policy.auto
 
@@ -97,31 +97,31 @@ class Schedule:
         vetoes: Collection[str] = (),
         wanted: Due | None = None,
     ) -> Due | None:
-        """The save to make at `now`, if any: what all savers want at any of the events.
+        """Combine what all savers want at `now` into one save; None if nothing is due.
 
-        `wanted` is to be saved in any case. Counts as a look: a crossing fires once.
+        `wanted` is saved in any case. Each crossing of an interval fires once, at one call.
 
         Raises:
-            UsageError: a trigger looks at a counter that the loop does not tell.
+            UsageError: a trigger needs a counter that the loop does not pass.
         """
         previous = self._before = self._previous
         self._previous = now
-        found = [] if wanted is None else [self._named(wanted)]
+        dues = [] if wanted is None else [self._named(wanted)]
         for name, policy in self.policies.items():
             saved = self._of(name)
             best = highest(
                 [policy.decide(previous, saved, now, metrics, e, vetoes=vetoes) for e in events]
             )
             if best is not None and not (wanted and _is_as_good(wanted, name, best)):
-                found.append(self._by(name, best))
-        if not any(due.components is None for due in found):
-            found += self._asked_for(now, events, vetoes)
-        return together(found) if found else None
+                dues.append(self._by(name, best))
+        if not any(due.components is None for due in dues):
+            dues += self._asked_for(now, events, vetoes)
+        return together(dues) if dues else None
 
     def quiet_until(self, now: Timestamp) -> int:
-        """The first step after `now` at which something may be due at the event `step`.
+        """Return the first step after `now` at which a save may be due at the event `step`.
 
-        The very next one where that cannot be told.
+        The very next one where that cannot be known.
         """
         first: float = inf
         for policy in self.policies.values():
@@ -135,26 +135,23 @@ class Schedule:
         return int(min(first, 2**62))
 
     def began(self, due: Due, now: Timestamp) -> None:
-        """A save was begun. A part that was saved by hand is no saver's own."""
+        """Record that a save was begun. A partial save by hand belongs to no saver."""
         self._undo, self._before = (self._before, dict(self._saved)), self._previous
         for name in _owners(due):
             self._saved[name] = self._of(name).plus(due.save_class, now)
 
     def not_begun(self) -> None:
-        """What was due at the last look could not be begun: it is due at the next one."""
+        """Undo the last look, as its save could not be begun: it is due at the next look."""
         self._previous = self._before
 
     def failed(self) -> None:
-        """The save that was begun last did not commit: what is due is as if it had not been tried.
-
-        To be told twice does no harm.
-        """
+        """Undo the save that was begun last, as it did not commit. A second call is a no-op."""
         if self._undo is not None:
             (self._previous, self._saved), self._undo = self._undo, None
             self._before = self._previous
 
-    def stand_on(self, timestamp: Timestamp, records: Iterable[Record]) -> None:
-        """Go on from a checkpoint; `records` are it and those before it, newest first."""
+    def stand_on(self, timestamp: Timestamp, records: Iterable[ScheduleRecord]) -> None:
+        """Continue from a checkpoint; `records` are its own and earlier ones, newest first."""
         self._previous = self._before = timestamp
         self._saved, self._undo = {}, None
         for record in records:
@@ -164,7 +161,7 @@ class Schedule:
                     self._saved[name] = saved.plus(record.save_class, record.timestamp)
 
     def looks_back(self) -> bool:
-        """Whether it matters what was saved before the checkpoint that is gone on from."""
+        """Whether saves before the checkpoint that the run resumes from matter."""
         return self.has_sides or any(p.ephemeral is not None for p in self.policies.values())
 
     def is_saved(self, now: Timestamp) -> bool:
@@ -173,11 +170,11 @@ class Schedule:
         return latest is not None and latest.step == now.step
 
     def savers_of(self, due: Due) -> tuple[str, ...]:
-        """What a manifest says of who asked for a save; see `began`."""
+        """Savers to name in the manifest of a save."""
         return _owners(due) if self.has_sides else due.savers
 
     def asked_class(self, vetoes: Collection[str] = ()) -> SaveClass:
-        """The class of saves that somebody asks for: the lowest that may be made."""
+        """Return the class of saves on request: the lowest that may be made."""
         policy = self.policies.get(MAIN)
         has_ephemeral = policy is not None and policy.ephemeral is not None
         return "ephemeral" if has_ephemeral and not vetoes else "permanent"
@@ -198,7 +195,7 @@ class Schedule:
     def _asked_for(
         self, now: Timestamp, events: Sequence[Event], vetoes: Collection[str]
     ) -> list[Due]:
-        """A save for those who wait for one, unless the policy has an opinion of its own."""
+        """Make a save of the whole state for a signal or request, unless this step has one."""
         asked = [event for event in events if event in _ASKED]
         if not asked or self.is_saved(now):
             return []
@@ -206,7 +203,7 @@ class Schedule:
 
 
 def together(dues: Sequence[Due]) -> Due | None:
-    """One save for all: of the highest class, with all that any of them holds."""
+    """Merge saves into one: of the highest class, with everything that any of them holds."""
     if not dues:
         return None
     best = highest(dues)
@@ -222,14 +219,13 @@ def together(dues: Sequence[Due]) -> Due | None:
 
 
 def highest(dues: Iterable[Due | None]) -> Due | None:
-    """The first one of the highest class."""
-    found = [due for due in dues if due is not None]
-    return max(found, key=rank) if found else None
+    """Return the first save of the highest class; None if there is none."""
+    given = [due for due in dues if due is not None]
+    return max(given, key=rank) if given else None
 
 
 def covers(done: Due, wanted: Due) -> bool:
-    """Whether one save makes another one needless: it holds as much, in as high a class, and has
-    its tags."""
+    """Whether `done` has all that `wanted` has: its components, its class or a higher, its tags."""
     if rank(done) < rank(wanted) or not set(wanted.tags) <= set(done.tags):
         return False
     if done.components is None:
@@ -238,17 +234,17 @@ def covers(done: Due, wanted: Due) -> bool:
 
 
 def rank(due: Due) -> int:
-    """Higher for the higher class."""
+    """Return the rank of a save's class: higher for permanent."""
     return ("ephemeral", "permanent").index(due.save_class)
 
 
 def _owners(due: Due) -> tuple[str, ...]:
-    """Whose save it is: what names nobody is the main saver's, unless it is a part."""
+    """Savers that a save belongs to; one without savers is `main`'s, unless it is partial."""
     return due.savers or ((MAIN,) if due.components is None else ())
 
 
 def _is_as_good(wanted: Due, name: str, due: Due) -> bool:
-    """Whether a save is one of this saver's own, so that its next one needs no second reason."""
+    """Whether `wanted` belongs to saver `name` and its class is no lower than that of `due`."""
     return name in _owners(wanted) and rank(wanted) >= rank(due)
 
 

@@ -1,6 +1,6 @@
-"""What saving at an interval is worth when training fails now and then: goodput.
+"""Goodput of saving at an interval while training fails now and then.
 
-Plays a trace of failures, or gives the exact mean for failures without memory. Knows nothing of
+Replays a trace of failures, or computes the exact mean for memoryless failures. Knows nothing of
 where the costs come from.
 """
 
@@ -20,23 +20,22 @@ Seconds = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What one save and one failure cost, in seconds.
+    """Costs of one save and of one failure, in seconds.
 
     Raises:
         UsageError: a value that is negative, not finite or not a number.
     """
 
     stall_s: float
-    """How long training stands still for a save."""
+    """Time that training stops for a save."""
     background_s: float = 0.0
-    """How much later training gets where it would have been, because the save is written beside
-    it; beyond the stall."""
+    """Delay of training by the writing of a save in the background, beyond the stall."""
     commit_s: float = 0.0
-    """From the end of the stall to the commit. A failure in between loses that save."""
+    """Time from the end of the stall to the commit. A failure in between loses that save."""
     restart_s: float = 0.0
-    """From the moment when a failure is noticed to the first new step."""
+    """Time from the detection of a failure to the first new step."""
     detection_s: float = 0.0
-    """From a failure to the moment when it is noticed."""
+    """Time from a failure to its detection."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -44,16 +43,16 @@ class Costs:
 
     @property
     def save_s(self) -> float:
-        """What a save costs the training."""
+        """Time that a save costs the training."""
         return self.stall_s + self.background_s
 
     @property
     def down_s(self) -> float:
-        """What a failure costs beside the work that is done again."""
+        """Downtime of a failure: its cost without the work that is done again."""
         return self.restart_s + self.detection_s
 
     def cycle_s(self, interval_s: float) -> float:
-        """From one save to the next, when `interval_s` of work lies between them.
+        """Compute the time from one save to the next, with `interval_s` of work between them.
 
         There is one save at a time: the next one waits until the one before is committed.
         """
@@ -61,8 +60,8 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """Where the time of a run went. The four parts add up to `wall_s`."""
+class SimulatedRun:
+    """Simulated run: how its time was spent. The four parts add up to `wall_s`."""
 
     wall_s: float
     useful_s: float
@@ -72,21 +71,21 @@ class Outcome:
     saving_s: float
     """Stalls, slowdown by the background writes, and waiting for the save before."""
     down_s: float
-    """Between failures and the first step after them."""
+    """Time between failures and the first step after them."""
     num_failures: int
     num_saves: int
-    """Committed ones."""
+    """Committed saves."""
 
     @property
     def goodput(self) -> float:
-        """The useful part of the time, from 0 to 1."""
+        """Share of the time that was useful, from 0 to 1."""
         return self.useful_s / self.wall_s
 
 
 def simulate(
     interval_s: float, costs: Costs, failures: Sequence[float] | Seconds, *, over_s: float
-) -> Outcome:
-    """Plays `failures` (seconds since the start, ascending) against saving every `interval_s`.
+) -> SimulatedRun:
+    """Replay `failures` (seconds since the start, ascending) with a save every `interval_s`.
 
     The interval is seconds of work. A failure while the run is being restarted begins the restart
     anew. Work that was never saved counts when the end at `over_s` comes before a failure does.
@@ -97,7 +96,7 @@ def simulate(
     (0.965, 3, 180.0)
 
     Raises:
-        UsageError: an interval, a length or failures that are none.
+        UsageError: the interval, the length or the failures are invalid.
     """
     check_seconds("interval_s", interval_s, above_zero=True)
     check_seconds("over_s", over_s, above_zero=True)
@@ -113,7 +112,7 @@ def simulate(
     saves = np.floor(np.maximum(ups - _until_commit(interval_s, costs), -cycle_s) / cycle_s) + 1
     useful = np.minimum(saves * interval_s, work)
     useful[-1] = work[-1]
-    return Outcome(
+    return SimulatedRun(
         wall_s=float(over_s),
         useful_s=float(useful.sum()),
         lost_s=float((work - useful).sum()),
@@ -125,10 +124,10 @@ def simulate(
 
 
 def exponential_failures(mtbf_s: float, *, over_s: float, seed: int) -> Seconds:
-    """Times of failures without memory, on average one in `mtbf_s`, before `over_s`.
+    """Draw times of memoryless failures, on average one in `mtbf_s`, before `over_s`.
 
     Raises:
-        UsageError: a time that is not above zero.
+        UsageError: a time is not above zero.
     """
     check_seconds("mtbf_s", mtbf_s, above_zero=True)
     check_seconds("over_s", over_s, above_zero=True)
@@ -142,7 +141,7 @@ def exponential_failures(mtbf_s: float, *, over_s: float, seed: int) -> Seconds:
 
 
 def expected_goodput(interval_s: float, costs: Costs, *, mtbf_s: float) -> float:
-    """The mean goodput of a long run whose failures have no memory.
+    """Compute the mean goodput of a long run with memoryless failures.
 
     Between two failures, on average `mtbf_s` apart, save number k counts when there is time for a
     restart, the cycles before it and its own commit; the sum of these probabilities over k is the
@@ -152,7 +151,7 @@ def expected_goodput(interval_s: float, costs: Costs, *, mtbf_s: float) -> float
     `mtbf e^(down / mtbf) (e^((interval + save) / mtbf) - 1) / interval`.
 
     Raises:
-        UsageError: a time that is not above zero.
+        UsageError: a time is not above zero.
     """
     check_seconds("interval_s", interval_s, above_zero=True)
     check_seconds("mtbf_s", mtbf_s, above_zero=True)
@@ -172,7 +171,7 @@ def check_seconds(name: str, value: float, *, above_zero: bool = False) -> None:
 
 
 def _until_commit(interval_s: float, costs: Costs) -> float:
-    """From the beginning of the work that a save covers to its commit."""
+    """Compute the time from the beginning of the work that a save covers to its commit."""
     return interval_s + costs.stall_s + costs.commit_s
 
 

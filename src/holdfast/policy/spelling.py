@@ -1,4 +1,4 @@
-"""Rules of retention as one text: `last:3,best:loss:min:2,weights=last:24`."""
+"""Parsing of retention rules from one text: `last:3,best:loss:min:2,weights=last:24`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _SAVER = re.compile(r"(?P<saver>[^:= ]*)\s*=(?P<rule>.*)", re.DOTALL)
 
 
 def parse_rule(text: str) -> Rule:
-    """The rule that `text` spells: parts, separated by commas, of which any keeps.
+    """Parse a rule from `text`: parts separated by commas, of which any keeps.
 
     A part is `all`, `last:N[:CLASS]`, `best:METRIC[:min|max][:N]`, `every:INTERVAL`, `hourly[:N]`,
-    `daily[:N]`, `within:SPAN`, `budget:SIZE` or `remove:CLASSES`; and behind it may stand
-    `without COMPONENT+COMPONENT`. Before it may stand `SAVER=`, and then it speaks for that saver;
-    the others speak for `main`.
+    `daily[:N]`, `within:SPAN`, `budget:SIZE` or `remove:CLASSES`. The suffix
+    ` without COMPONENT+COMPONENT` drops components. The prefix `SAVER=` makes it a part of that
+    saver's rule; the others are parts of `main`'s.
 
     >>> str(parse_rule("last:3, every:1000step without optimizer+rng"))
     'last 3 | every 1000step without optimizer, rng'
@@ -33,23 +33,23 @@ def parse_rule(text: str) -> Rule:
         match = _SAVER.fullmatch(part.strip())
         saver, rule = (MAIN, part) if match is None else (match["saver"], match["rule"])
         try:
-            found = _part(rule.strip())
+            parsed = _part(rule.strip())
         except UsageError as error:
             if not any("best:" in before for before in parts[:number]):
                 raise
             raise UsageError(
-                f"{error}. A comma stands between two rules: one in the name of a metric cannot be "
-                "written in a text, only as Best('…') in Python"
+                f"{error}. Commas separate rules: a rule for a metric with a comma in its name is "
+                "written as Best('…') in Python"
             ) from error
-        rules[saver] = rules[saver] | found if saver in rules else found
+        rules[saver] = rules[saver] | parsed if saver in rules else parsed
     return rules[MAIN] if set(rules) == {MAIN} else BySaver(rules)
 
 
 def as_rule(given: Rule | str | None, *, what: str) -> Rule | None:
-    """A rule that somebody gave, be it as a text; `what` names the argument.
+    """Convert an argument to a rule, which may be given as text; `what` names the argument.
 
     Raises:
-        UsageError: it is no rule.
+        UsageError: the argument is not a rule.
     """
     if isinstance(given, str):
         try:
@@ -73,5 +73,5 @@ def _simple(text: str) -> Rule:
     name, colon, value = text.partition(":")
     known = {rule.spelled: rule for rule in Rule.__subclasses__() if rule.spelled}
     if name not in known or (colon and not value):
-        raise UsageError(f"{text!r}: no rule; there are {', '.join(known)}, as in 'last:3'")
+        raise UsageError(f"{text!r}: unknown rule; known: {', '.join(known)}, as in 'last:3'")
     return known[name].parse(value)

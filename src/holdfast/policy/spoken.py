@@ -1,4 +1,4 @@
-"""From what people write for a trigger to the trigger."""
+"""Conversion of intervals, functions and "auto" to triggers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from holdfast.policy.triggers import Every, SaveFunction, Trigger, When
 
 
 def as_trigger(value: str | Time | Trigger | SaveFunction, *, what: str = "every") -> Trigger:
-    """A trigger as it is, "auto" as `Auto`, an interval as `Every`, a function as `When`.
+    """Convert "auto" to `Auto`, an interval to `Every`, a function to `When`; keep a trigger.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: `value` is none of these.
     """
     if isinstance(value, Trigger):
         return value

@@ -1,6 +1,6 @@
-"""When to save: pure functions of where training was, when it last saved, and where it is.
+"""Triggers: when to save, as pure functions of the last look, the last save and the present.
 
-A trigger answers with a reason or None. What is saved, and how, is not known here.
+A trigger returns a reason or None. What is saved, and how, is not known here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from holdfast.policy.clock import ALL_UNITS, Time, Unit, counted, parse
 Event: TypeAlias = Literal[
     "start", "step", "epoch", "cycle", "evaluation", "exception", "signal", "demand", "end"
 ]
-"""What has just happened when a trigger is asked; `step` after each completed step."""
+"""Event at which a trigger is asked; `step` after each completed step."""
 Metrics: TypeAlias = Mapping[str, float]
 SaveFunction: TypeAlias = Callable[[Timestamp, Metrics, Event], bool]
 
@@ -28,7 +28,7 @@ NO_METRICS: Metrics = MappingProxyType({})
 
 
 class Trigger(ABC):
-    """Says when to save. `a | b` saves when either of them says so."""
+    """Decides when to save. `a | b` saves when either of them fires."""
 
     __slots__ = ()
 
@@ -41,14 +41,14 @@ class Trigger(ABC):
         metrics: Metrics = NO_METRICS,
         event: Event = "step",
     ) -> str | None:
-        """Why to save at `now`, or None.
+        """Return the reason to save at `now`, or None.
 
         `previous` is where the trigger was last asked (after a resume: where the checkpoint
         stood), `last_saved` where the last save was begun; None stands for the start of training,
         with nothing loaded. `metrics` are those known at `event`.
 
         Raises:
-            UsageError: the training loop does not tell the counter that the trigger is about.
+            UsageError: the training loop does not pass the counter that the trigger needs.
         """
 
     def progress(
@@ -63,17 +63,17 @@ class Trigger(ABC):
         return (unit.of(previous) if previous else None) or 0, here
 
     def resolve(self, max_duration: Time | None) -> Trigger:
-        """The same trigger, with fractions of the run measured by the run's length.
+        """Return the trigger with fractions of the run converted by the run's length.
 
         Raises:
-            UsageError: there are such fractions, and the length is not known.
+            UsageError: there are fractions, and the length is not known.
         """
         return self
 
     def __or__(self, other: Trigger) -> Trigger:
         if not isinstance(other, Trigger):
             return NotImplemented
-        return AnyOf((*parts_of(self), *parts_of(other)))
+        return AnyTrigger((*parts_of(self), *parts_of(other)))
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -127,7 +127,7 @@ class Every(Trigger):
         metrics: Metrics = NO_METRICS,
         event: Event = "step",
     ) -> str | None:
-        """Fires by the rule that the class describes."""
+        """Fire by the rule that the class describes."""
         before, current = self.progress(self.unit, previous, now)
         if self.unit is Unit.SECOND:
             is_due = current - (last_saved.wall_s if last_saved else 0.0) >= self.size
@@ -136,7 +136,7 @@ class Every(Trigger):
         return str(self) if is_due else None
 
     def resolve(self, max_duration: Time | None) -> Every:
-        """The same, as a fraction of `max_duration` if it is one."""
+        """Return the trigger with a fraction of the run taken of `max_duration`."""
         if self.unit is not Unit.DURATION:
             return self
         self.interval.resolve(max_duration)  # raises when the length is not known
@@ -158,7 +158,7 @@ class At(Trigger):
         given += map(_at_step, steps)
         twice = sorted({str(time) for time in given if given.count(time) > 1})
         if not given or twice:
-            wrong = f"{', '.join(twice)} stands there twice" if twice else "must name a place"
+            wrong = f"{', '.join(twice)} is given twice" if twice else "must name a place"
             raise UsageError(f"At: {wrong}")
         object.__setattr__(self, "times", tuple(given))
 
@@ -173,7 +173,7 @@ class At(Trigger):
         metrics: Metrics = NO_METRICS,
         event: Event = "step",
     ) -> str | None:
-        """Fires at the places that were reached or passed since the look before."""
+        """Fire at the places that were reached or passed since the last look."""
         reached = []
         for time in self.times:
             before, current = self.progress(time.unit, previous, now)
@@ -182,13 +182,13 @@ class At(Trigger):
         return f"at {', '.join(reached)}" if reached else None
 
     def resolve(self, max_duration: Time | None) -> At:
-        """The same, with fractions of the run as places in the unit of `max_duration`."""
+        """Return the trigger with fractions of the run as places in the unit of `max_duration`."""
         return At(*{time.resolve(max_duration): None for time in self.times})
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class WallClock(Trigger):
-    """Save whenever another `interval` of training time is over: after 10 min, 20 min, 30 min, …
+    """Save at each multiple of `interval` in training time: after 10 min, 20 min, 30 min, …
 
     Unlike `Every("10min")` it does not wait longer after a save that something else has caused.
     """
@@ -210,7 +210,7 @@ class WallClock(Trigger):
         metrics: Metrics = NO_METRICS,
         event: Event = "step",
     ) -> str | None:
-        """Fires when a multiple of the interval was reached or passed."""
+        """Fire when a multiple of the interval was reached or passed."""
         before = previous.wall_s if previous else 0.0
         size = self.interval.value
         return str(self) if now.wall_s // size > before // size else None
@@ -243,7 +243,7 @@ class When(Trigger):
         metrics: Metrics = NO_METRICS,
         event: Event = "step",
     ) -> str | None:
-        """Asks the function; its errors are the caller's."""
+        """Call the function; its errors are raised to the caller."""
         answer: object = self.function(now, metrics, event)
         if answer is None:  # a forgotten `return` would mean that nothing is ever saved
             raise UsageError(f"{self.name}() returned None; it must return True or False")
@@ -278,7 +278,7 @@ class On(Trigger):
         metrics: Metrics = NO_METRICS,
         event: Event = "step",
     ) -> str | None:
-        """Fires when there is something new at one of the events."""
+        """Fire at one of the events if training has gone on since the last save."""
         return event if event in self.events and _is_new(last_saved, now) else None
 
 
@@ -301,7 +301,7 @@ class AtStart(Trigger):
         metrics: Metrics = NO_METRICS,
         event: Event = "step",
     ) -> str | None:
-        """Fires at the event `start` of step 0."""
+        """Fire at the event `start` of step 0."""
         is_fresh = last_saved is None and (self.always or previous is None)
         return "initial" if event == "start" and now.step == 0 and is_fresh else None
 
@@ -321,13 +321,13 @@ class AtEnd(Trigger):
         metrics: Metrics = NO_METRICS,
         event: Event = "step",
     ) -> str | None:
-        """Fires at the event `end` when there is something new."""
+        """Fire at the event `end` if training has gone on since the last save."""
         return "final" if event == "end" and _is_new(last_saved, now) else None
 
 
 @dataclass(frozen=True, slots=True)
-class AnyOf(Trigger):
-    """Save when any of `triggers` says so, for all of their reasons."""
+class AnyTrigger(Trigger):
+    """Save when any of `triggers` fires, with all their reasons."""
 
     triggers: tuple[Trigger, ...]
 
@@ -342,22 +342,22 @@ class AnyOf(Trigger):
         metrics: Metrics = NO_METRICS,
         event: Event = "step",
     ) -> str | None:
-        """Asks each of them."""
+        """Ask each trigger; join their reasons."""
         answers = [part.due(previous, last_saved, now, metrics, event) for part in self.triggers]
         return ", ".join(answer for answer in answers if answer) or None
 
-    def resolve(self, max_duration: Time | None) -> AnyOf:
-        """Each of them resolved."""
-        return AnyOf(tuple(part.resolve(max_duration) for part in self.triggers))
+    def resolve(self, max_duration: Time | None) -> AnyTrigger:
+        """Return the trigger with each part resolved."""
+        return AnyTrigger(tuple(part.resolve(max_duration) for part in self.triggers))
 
 
 def parts_of(trigger: Trigger) -> tuple[Trigger, ...]:
-    """Those that `|` has put together; a trigger by itself is the only one."""
-    return trigger.triggers if isinstance(trigger, AnyOf) else (trigger,)
+    """Return the triggers that `|` combined; a single trigger is its only part."""
+    return trigger.triggers if isinstance(trigger, AnyTrigger) else (trigger,)
 
 
 def is_elsewhere(last: Timestamp | None, now: Timestamp) -> bool:
-    """Whether no save was begun at this step."""
+    """Whether the last save was not begun at this step."""
     return last is None or last.step != now.step
 
 
@@ -369,7 +369,7 @@ def _at_step(step: int) -> Time:
 
 
 def _is_new(last_saved: Timestamp | None, now: Timestamp) -> bool:
-    """Whether training has done something since the last save."""
+    """Whether training has gone on since the last save."""
     return now.step > 0 and is_elsewhere(last_saved, now)
 
 

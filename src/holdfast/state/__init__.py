@@ -1,1 +1,1 @@
-"""What is saved: modules, optimizers, generators, trees; and how it is applied."""
+"""The state: how modules, optimizers, generators and trees are captured and loaded."""

@@ -1,4 +1,4 @@
-"""Stored components into live objects: every check first, then everything, generators last."""
+"""Loading of stored components into live objects: all checks first, generators last."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.state import modules, optimizers
 from holdfast.state.components import RNG, check_state, kind_of
 from holdfast.state.merge import Claims
 from holdfast.state.names import ParameterNames, parameter_names
-from holdfast.state.plans import GeneratorPlan, ObjectPlan, Plan, RngPlan, TreePlan
+from holdfast.state.plans import GeneratorPlan, LoadPlan, ObjectPlan, RngPlan, TreePlan
 from holdfast.state.problems import Problems, Rename, Wishes
 from holdfast.state.selection import Selection
 from holdfast.state.trees import decode_skeleton
@@ -22,7 +22,7 @@ from holdfast.state.unread import Stored
 
 
 class OpaqueLoadFailed(HoldfastError):
-    """Applying failed half-way; `component` says where, the cause is chained.
+    """A load failed half-way; `component` is where, the cause is chained.
 
     What was applied before stays applied, so the state is neither the old nor the stored one.
     """
@@ -46,42 +46,41 @@ class StoredComponent:
     """The typed tree."""
 
     tensors: Mapping[str, TensorSpec]
-    """Key -> what the index says about it."""
+    """Key -> dtype and shape from the index."""
 
 
 class Prepared:
-    """A load whose every check has passed. Nothing live has changed yet."""
+    """A load that has passed all checks; nothing live has changed yet."""
 
     def __init__(
         self,
-        plans: Mapping[str, Plan],
+        plans: Mapping[str, LoadPlan],
         protected: Sequence[Tensor],
         notes: tuple[str, ...],
         lost: tuple[str, ...] = (),
     ) -> None:
-        self._plans: Mapping[str, Plan] | None = plans
+        self._plans: Mapping[str, LoadPlan] | None = plans
         self._protected = protected
         self.needed: Mapping[str, tuple[str, ...]] = {
             name: plan.needed for name, plan in plans.items()
         }
-        """Component -> keys of the tensors whose bytes `apply` wants."""
+        """Component -> keys of the tensors that `apply` needs."""
         self.notes = (*notes, *lost)
         self.lost = lost
         """Notes on live values that are removed."""
-        """What is left out, and what cannot be restored exactly; complete after `ready`."""
+        """Notes on what is left out or not restored exactly; complete after `ready`."""
         self._is_ready = False
 
     def ready(self, tensors: Mapping[str, Mapping[str, Stored]]) -> None:
-        """Do all that is left to do before anything changes: make what is new, and ask the objects
-        that can tell whether it fits. Call it once.
+        """Finish the preparation: make new values, and ask objects whether theirs fit. Call once.
 
-        `tensors` holds CPU tensors of the true dtype and shape. They become ours: those that
-        have memory of their own may be kept as they are. Those that are yet to be read come into
-        the live tensors block by block.
+        `tensors` holds CPU tensors of the true dtype and shape. The load takes ownership: those
+        with memory of their own may become live tensors. Unread ones are read into the live
+        tensors block by block.
 
         Raises:
             FormatError: a stored value is not valid.
-            StoreError: what is needed of what was yet to be read cannot be.
+            StoreError: an unread tensor that is needed now cannot be read.
             MismatchError: one live tensor would get two values.
         """
         claims = Claims(self._protected)
@@ -91,25 +90,26 @@ class Prepared:
         self._is_ready = True
 
     def apply(self, tensors: Mapping[str, Mapping[str, Stored]]) -> None:
-        """Put the stored values into the live objects. Call it once; it makes them `ready` first,
-        where nobody has, and raises what that does, before anything is changed.
+        """Put the stored values into the live objects. Call once.
+
+        Calls `ready` first if that was not done, and raises its errors before anything changes.
 
         Raises:
-            OpaqueLoadFailed: something failed when other state was already replaced; what is
-                wrong with what was yet to be read, among it.
+            OpaqueLoadFailed: something failed after other state was already replaced, such as a
+                read of an unread tensor.
         """
         plans = self._unapplied()
         if not self._is_ready:
             self.ready(tensors)
-        self._plans = None  # they hold on to the read buffers, so they go when they are done
+        self._plans = None  # plans hold read buffers, which are freed once applied
         for name, plan in plans.items():
             _run(name, plan.apply)
         for name, plan in sorted(plans.items(), key=lambda item: item[1].turn):
             _run(name, plan.finish)
 
-    def _unapplied(self) -> Mapping[str, Plan]:
+    def _unapplied(self) -> Mapping[str, LoadPlan]:
         if self._plans is None:
-            raise UsageError("this load was applied before; prepare another")
+            raise UsageError("this load was already applied; prepare another one")
         return self._plans
 
 
@@ -150,9 +150,9 @@ def prepare(
             it, or patterns (see `state.selection`). Empty: everything.
         skip: leave these alone, of what `include` names; entries as for `include`.
         rng: False leaves the component `rng` alone.
-        unread: components that the checkpoint has besides `stored`; none of them is wanted.
-        unsaved: components that were left out of it and stay as they are, with a note.
-        one_sided: components that only the state or only the checkpoint has, as is allowed.
+        unread: components that the checkpoint has besides `stored`; none of them is loaded.
+        unsaved: components that were not saved and stay as they are, with a note.
+        one_sided: components that only the state or only the checkpoint may have.
 
     Raises:
         UsageError: an argument names nothing, or a rename makes two names one.
@@ -176,7 +176,7 @@ def prepare(
         for name, value in state.items()
         if has_optimizer and isinstance(value, nn.Module)
     )
-    plans: dict[str, Plan] = {}
+    plans: dict[str, LoadPlan] = {}
     for name in names:
         plan = _plan(name, state, stored[name], parameters, selection, problems)
         if plan is not None:
@@ -219,7 +219,7 @@ def _wanted(
     *,
     rng: bool,
 ) -> list[str]:
-    """The components to load, in the live order, `rng` last."""
+    """List the components to load, in the live order, `rng` last."""
     asked = _checked_components(components, everything)
     omitted = {name for name in everything if selection.omits(name)}
     if not rng:
@@ -249,10 +249,10 @@ def _report_selection(
     everything: Collection[str],
     planned: Collection[str],
 ) -> None:
-    """Say what was left out as asked; refuse, or note, what was asked and is not there.
+    """Note what was left out as asked; refuse, or note, entries that name nothing.
 
     Raises:
-        UsageError: under `strict`, an entry named nothing.
+        UsageError: under `strict`, an entry names nothing.
     """
     unseen = set(everything) - set(planned)
     lost = [*wishes.selection.unmatched(unseen), *wishes.rename.unmatched()]
@@ -284,7 +284,7 @@ def _plan(
     parameters: ParameterNames,
     selection: Selection,
     problems: Problems,
-) -> Plan | None:
+) -> LoadPlan | None:
     kind = kind_of(state[name]) if name in state else RNG
     if stored.kind != kind:
         problems.other.append(f"{name}: stored as {stored.kind[:20]}, live it is a {kind}")

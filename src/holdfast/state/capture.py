@@ -1,4 +1,4 @@
-"""Live objects to named leaves and typed trees. Reads only; the leaves are not yet copied."""
+"""Capture of live objects as named leaves and typed trees. Read only; copies no leaves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.errors import UnsupportedState
-from holdfast.format.objects import Document
+from holdfast.format.objects import TreeDocument
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import held, modules, optimizers
 from holdfast.state.components import RNG, Kind, check_state, kind_of
@@ -28,7 +28,7 @@ __all__ = ["Captured", "CapturedComponent", "Capturer", "capture", "check_state"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedComponent:
-    """One component, ready to be laid out and staged."""
+    """A captured component, ready to be laid out and staged."""
 
     name: str
     kind: Kind
@@ -40,27 +40,27 @@ class CapturedComponent:
     """Key -> live tensor: detached, of any strides, on any device, in the order of the tree."""
 
     specs: tuple[TensorSpec, ...]
-    """One for each tensor, in the same order."""
+    """Specs of the tensors, in the same order."""
 
     may_overlap: frozenset[str] = frozenset()
     """Keys of the tensors that only steps of a torch optimizer change."""
 
     addresses: Sequence[int] | None = None
-    """Of the tensors, in their order, where it is known that each is a run of bytes in host
+    """Addresses of the tensors, in their order; None unless each is known to be contiguous in host
     memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """A whole state. Its tensors are the live ones: stage them before training goes on."""
+    """A captured state. Its tensors are the live ones: stage them before training goes on."""
 
     components: Mapping[str, CapturedComponent]
 
     look_for_not_saved: Callable[[], list[str]]
-    """Looks for `not_saved`."""
+    """Computes `not_saved`."""
 
     look_for_unheld: Callable[[], Mapping[str, Mapping[str, Tensor]]]
-    """Looks for parameters of optimizers that are not captured here, by optimizer and name."""
+    """Finds parameters of optimizers that are not captured, by optimizer and name."""
 
     stepping: Sequence[int] = ()
     """Ids of the parameters that optimizers of the state have."""
@@ -70,7 +70,7 @@ class Captured:
 
     @property
     def not_saved(self) -> tuple[str, ...]:
-        """What the state holds on purpose outside of checkpoints, one line each."""
+        """Lines about buffers and attributes of modules that checkpoints do not hold."""
         return tuple(self.look_for_not_saved())
 
 
@@ -80,7 +80,7 @@ def capture(state: Mapping[str, Any], only: Collection[str] | None = None) -> Ca
 
 
 class Capturer:
-    """Captures one state again and again, and keeps what follows from its structure alone."""
+    """Captures one state repeatedly, and caches what follows from its structure alone."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
@@ -129,7 +129,7 @@ class Capturer:
         if self._offenders:
             raise UnsupportedState(self._offenders)
         if self._has_run_foreign:
-            components = {name: _looked_at_again(one) for name, one in components.items()}
+            components = {name: _without_stale_addresses(one) for name, one in components.items()}
         return Captured(
             components=components,
             look_for_not_saved=partial(_not_saved, self._state),
@@ -138,14 +138,14 @@ class Capturer:
         )
 
     def _name_parameters(self) -> None:
-        found = {name: value for name, value in self._state.items() if isinstance(value, nn.Module)}
-        self._foreseen.update((name, foresee(module)) for name, module in found.items())
+        live = {name: value for name, value in self._state.items() if isinstance(value, nn.Module)}
+        self._foreseen.update((name, foresee(module)) for name, module in live.items())
         structures = {}
-        for name, module in found.items():
+        for name, module in live.items():
             foreseen = self._foreseen[name]
             structures[name] = structure(module) if foreseen is None else foreseen.outline
         if structures != self._structures:
-            self._names = parameter_names(found.items())
+            self._names = parameter_names(live.items())
             self._structures = structures
             self._modules.clear()  # whose parameters they are may have changed
         optimizers_ = (value for value in self._state.values() if isinstance(value, Optimizer))
@@ -159,13 +159,13 @@ class Capturer:
         if kind == "optimizer":
             return self._optimizer(name, value)
         if kind == "object":
-            self._expect_anything()
+            self._distrust_foreseen()
         content = value.state_dict() if kind == "object" else value
         walked = None if kind == "generator" else content
         return self._captured(name, kind, walked, None, partial(encoded, content))
 
     def _module(self, name: str, module: nn.Module) -> CapturedComponent:
-        """A module, without asking it for its `state_dict` where it is known what that gives."""
+        """Capture a module, without a call of `state_dict` where its result is known."""
         if name not in self._foreseen:
             self._foreseen[name] = foresee(module)
         foreseen, known = self._foreseen[name], self._modules.get(name)
@@ -193,7 +193,7 @@ class Capturer:
         may_overlap = self._stepped(component)
         self._modules.pop(name, None)
         if foreseen is None:
-            self._expect_anything()
+            self._distrust_foreseen()
         elif name in self._recollections and foreseen.is_right(tensors):
             self._modules[name] = _KnownModule(
                 outline=foreseen.outline,
@@ -203,22 +203,22 @@ class Capturer:
             )
         return replace(component, may_overlap=may_overlap)
 
-    def _expect_anything(self) -> None:
-        """Code that is not torch's runs: nothing that was seen before need be so any more."""
+    def _distrust_foreseen(self) -> None:
+        """Discard what was foreseen: code that is not torch's may have changed anything."""
         self._has_run_foreign = True
         self._foreseen.clear()
 
     def _stepped(self, component: CapturedComponent) -> frozenset[str]:
-        """Keys of the parameters of a module that an optimizer of the state has."""
-        found = []
+        """Keys of a module's parameters that an optimizer of the state has."""
+        keys = []
         for value in self._state.values():
             for group in value.param_groups if isinstance(value, Optimizer) else ():
                 for parameter in group["params"]:
                     home, key = self._names.home(parameter) or ("", "")
                     captured = component.tensors.get(key) if home == component.name else None
                     if captured is not None and captured.data_ptr() == parameter.data_ptr():
-                        found.append(key)
-        return frozenset(found)
+                        keys.append(key)
+        return frozenset(keys)
 
     def _optimizer(self, name: str, optimizer: Optimizer) -> CapturedComponent:
         live = self._namings.setdefault(name, optimizers.Naming()).of(optimizer, self._names)
@@ -238,15 +238,15 @@ class Capturer:
         kind: Kind,
         walked: Any,
         stamp: Any,
-        encode: Callable[[Leaves], Document | None],
+        encode: Callable[[Leaves], TreeDocument | None],
         *,
         key_of: Callable[[str], str] | None = None,
         stepped: Callable[[Leaves], frozenset[str]] = lambda _: frozenset(),
     ) -> CapturedComponent:
-        """A component, recalled where `walked` and `stamp` are as they were, or encoded."""
-        found = None if walked is None else self._recalled(name, kind, walked, stamp)
-        if found is not None:
-            return found
+        """Capture a component: recalled if `walked` and `stamp` are unchanged, else encoded."""
+        recalled = None if walked is None else self._recalled(name, kind, walked, stamp)
+        if recalled is not None:
+            return recalled
         self._recollections.pop(name, None)
         leaves = Leaves(component=name) if key_of is None else Leaves(component=name, key_of=key_of)
         document = encode(leaves)
@@ -268,17 +268,17 @@ class Capturer:
 
     def _recalled(self, name: str, kind: Kind, walked: Any, stamp: Any) -> CapturedComponent | None:
         known = self._recollections.get(name)
-        found = None if known is None else known.recall(walked, (kind, stamp))
-        if found is None:
+        recalled = None if known is None else known.recall(walked, (kind, stamp))
+        if recalled is None:
             return None
         return CapturedComponent(
             name=name,
             kind=kind,
-            tree=found.tree,
-            tensors=found.tensors,
-            specs=found.specs,
-            may_overlap=found.may_overlap,
-            addresses=found.addresses,
+            tree=recalled.tree,
+            tensors=recalled.tensors,
+            specs=recalled.specs,
+            may_overlap=recalled.may_overlap,
+            addresses=recalled.addresses,
         )
 
     def _rng(self) -> CapturedComponent:
@@ -287,7 +287,7 @@ class Capturer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _KnownModule:
-    """What was found out when a module was asked for its `state_dict`."""
+    """Cached facts about a module from its last `state_dict`."""
 
     outline: list[Any]
     stepping: list[int]
@@ -295,14 +295,14 @@ class _KnownModule:
     may_overlap: frozenset[str]
 
     def fits(self, foreseen: Foreseen, stepping: list[int]) -> bool:
-        """Whether it holds now: names, and which parameters optimizers have, are the same."""
+        """Whether the facts still hold: the same names and the same parameters in optimizers."""
         return self.outline == foreseen.outline and self.stepping == stepping
 
 
-def _looked_at_again(component: CapturedComponent) -> CapturedComponent:
-    """Without addresses that are not true any more."""
-    found = list(map(Tensor.data_ptr, component.tensors.values()))
-    return component if found == component.addresses else replace(component, addresses=None)
+def _without_stale_addresses(component: CapturedComponent) -> CapturedComponent:
+    """Drop the addresses of a component unless they are still those of its tensors."""
+    addresses = list(map(Tensor.data_ptr, component.tensors.values()))
+    return component if addresses == component.addresses else replace(component, addresses=None)
 
 
 def _not_saved(state: Mapping[str, Any]) -> list[str]:
@@ -322,11 +322,11 @@ def _unheld(
 
 
 def unheld_in(state: Mapping[str, Any]) -> Mapping[str, Mapping[str, Tensor]]:
-    """Parameters that optimizers of a state have and no component holds, by optimizer and name.
+    """Find parameters of optimizers that no component holds, by optimizer and name.
 
-    Asks components for their state only where a parameter is in no module of it.
+    Calls `state_dict` of components only if a parameter is in no module of the state.
     """
-    found = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
-    if not held.homeless(state, parameter_names(found.items())):
+    live = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
+    if not held.homeless(state, parameter_names(live.items())):
         return {}
     return capture(state).look_for_unheld()

@@ -1,4 +1,4 @@
-"""What the components of a state are: which object is saved in which way."""
+"""Kinds of components: which object is saved in which way."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ RNG = layout.RNG
 
 
 _OF_AN_OBJECT = (
-    "this is what a state_dict() gives: a resume would refill this dict alone. Give the "
+    "this is the result of a state_dict(): a resume would refill this dict alone. Give the "
     "object itself"
 )
 
 
 def kind_of(value: Any) -> Kind:
-    """How a component is saved.
+    """Return the kind of a component, which decides how it is saved.
 
     Raises:
-        UsageError: it cannot be a component.
+        UsageError: the value cannot be a component.
     """
     if isinstance(value, nn.Module):
         return "module"
@@ -66,7 +66,7 @@ def kind_of(value: Any) -> Kind:
 
 
 def unwrapped(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state with the torch optimizer inside each of accelerate's wrappers.
+    """Replace accelerate's wrappers in a state by the torch optimizers inside.
 
     The wrapper has no state of its own; left in place, it would be saved as an opaque object.
     """

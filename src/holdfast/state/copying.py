@@ -1,8 +1,8 @@
-"""Values into live tensors: large ones on the CPU in pieces on several threads, the rest by torch.
+"""Copies into live tensors: large ones on the CPU by several threads, the rest by torch.
 
-torch's own parallel copy waits at barriers, for threads that a busy machine has taken away. And to
-copy from many small tensors it wants a tensor of each, which costs more than the copy: where the
-bytes lie somewhere in memory, they are copied from there.
+torch's own parallel copy waits at barriers, for threads that a busy machine has descheduled. And to
+copy many small tensors it needs a tensor object of each, which costs more than the copy: bytes that
+are in memory already are copied by address.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from holdfast.errors import UsageError
-from holdfast.state.unread import Source, Stored, Unread
+from holdfast.state.unread import Stored, TensorSource, Unread
 
 T = TypeVar("T")
 Pair: TypeAlias = tuple[Tensor, Tensor]
-"""A live tensor and what goes into it; shape and dtype are equal."""
+"""A live tensor and the tensor to copy into it; shape and dtype are equal."""
 StoredPair: TypeAlias = tuple[Tensor, Stored]
-"""The same, where what goes into it may be yet to be read."""
+"""A live tensor and a stored one to copy into it, which may be unread."""
 
 LARGE_NBYTES = 1 << 20
 """Tensors of this size and more are copied in pieces."""
 PIECE_NBYTES = 4 << 20
-"""What a thread copies at a time."""
+"""Size of the pieces that threads copy."""
 
 _PART_LENGTH = 512
 _TYPES = frozenset({Tensor, Parameter})
@@ -49,13 +49,13 @@ _memmove.restype = None
 
 
 def copy_tensors(pairs: Sequence[StoredPair]) -> None:
-    """Copy the second of each pair into the first. When this returns, devices have it too.
+    """Copy the second of each pair into the first; returns when devices have it, too.
 
     Raises:
-        FormatError, StoreError: what is yet to be read cannot be; what is live is undefined then.
+        FormatError, StoreError: an unread tensor cannot be read; live ones are undefined then.
     """
     in_memory: list[Pair] = []
-    unread: dict[Source, list[tuple[Tensor, Unread]]] = {}
+    unread: dict[TensorSource, list[tuple[Tensor, Unread]]] = {}
     for live, stored in pairs:
         if isinstance(stored, Unread):
             unread.setdefault(stored.source, []).append((live, stored))
@@ -67,19 +67,19 @@ def copy_tensors(pairs: Sequence[StoredPair]) -> None:
 
 
 def read_all(tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
-    """The values of stored tensors, in memory; those that are yet to be read are read together.
+    """Return stored tensors in memory; unread ones are read together.
 
     Raises:
         FormatError, StoreError: they cannot be read.
     """
-    found = {
+    values = {
         key: stored.empty() if isinstance(stored, Unread) else stored
         for key, stored in tensors.items()
     }
     copy_tensors(
-        [(found[key], stored) for key, stored in tensors.items() if found[key] is not stored]
+        [(values[key], stored) for key, stored in tensors.items() if values[key] is not stored]
     )
-    return found
+    return values
 
 
 def _copy_from_memory(pairs: Sequence[Pair]) -> None:
@@ -96,24 +96,24 @@ def _copy_from_memory(pairs: Sequence[Pair]) -> None:
 
 
 class Shared(Iterator[T]):
-    """An iterator that several threads may advance; each item goes to one of them."""
+    """An iterator that several threads may advance; each item is returned to one of them."""
 
     def __init__(self, items: Iterator[T]) -> None:
         self._items = items
         self._lock = threading.Lock()
 
     def __next__(self) -> T:
-        """The next item, for the thread that asks."""
+        """Return the next item to the calling thread."""
         with self._lock:
             return next(self._items)
 
 
 @contextmanager
 def _helped(work: Callable[[], None]) -> Iterator[None]:
-    """Other threads work beside the block; what they leave is done after it.
+    """Run `work` in other threads beside the block, and finish it after the block.
 
-    They start before anything changes, and are done without where there can be none, as while the
-    interpreter exits.
+    Threads start before anything changes. Without any, as while the interpreter exits, all work is
+    done after the block.
     """
     helpers: list[threading.Thread] = []
     with suppress(RuntimeError):
@@ -144,14 +144,14 @@ def _parted(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether its values are the bytes that lie at its address."""
+    """Whether the tensor's values are the bytes at its address, in order."""
     return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether the values of each are the bytes at its address, ready to be written once.
+    """Whether the values of each tensor are the bytes at its address, and writable.
 
-    Not looked at is whether any two share memory.
+    Whether any two share memory is not checked.
     """
     return (
         {*map(type, tensors)} <= _TYPES
@@ -162,12 +162,12 @@ def are_plain(tensors: Sequence[Tensor]) -> bool:
 
 
 def copy_bytes(live: Sequence[Tensor], addresses: list[int], nbytes: list[int]) -> None:
-    """Copy so many bytes from each address into plain tensors of that size.
+    """Copy bytes from each address into a plain tensor of `nbytes` bytes.
 
-    The threads of this process stand still meanwhile.
+    Holds the GIL meanwhile.
 
     Raises:
-        UsageError: one has another size, as when it was resized since; it is left as it is.
+        UsageError: a tensor has another size, as after a resize; it is left as it is.
     """
     for some in in_parts(len(live)):
         targets, counts = live[some], nbytes[some]
@@ -180,13 +180,13 @@ def copy_bytes(live: Sequence[Tensor], addresses: list[int], nbytes: list[int]) 
 def copy_runs(targets: Iterable[int], sources: Iterable[int], nbytes: Iterable[int]) -> None:
     """Copy small runs of bytes from address to address.
 
-    The threads of this process stand still meanwhile: to let them go on takes longer than a copy.
+    Holds the GIL meanwhile: to release it takes longer than a copy.
     """
     deque(map(_memmove, targets, sources, nbytes), maxlen=0)
 
 
 def in_parts(length: int) -> Iterator[slice]:
-    """Parts of many tensors, such that what is asked of each comes from the processor's cache."""
+    """Split a list of tensors into slices short enough for the processor's cache."""
     return (slice(start, start + _PART_LENGTH) for start in range(0, length, _PART_LENGTH))
 
 
@@ -197,7 +197,7 @@ def _pieces(live: Tensor, stored: Tensor) -> Iterator[tuple[Any, Any]]:
 
 
 def bytes_of(tensor: Tensor) -> Any:
-    """The memory of a plain tensor, as a numpy array of bytes."""
+    """View the memory of a plain tensor as a numpy array of bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
@@ -215,7 +215,7 @@ def _copy_by_torch(pairs: Sequence[Pair]) -> None:
 
 
 def _synchronize(devices: Collection[torch.device]) -> None:
-    """Wait for copies to accelerators: what they come from may go now."""
+    """Wait for copies to accelerators, so that their sources may be freed."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

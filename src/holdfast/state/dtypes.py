@@ -1,6 +1,6 @@
-"""The names of element types: torch and numpy on one side, the index of the format on the other.
+"""Names of element types in the index, for the dtypes of torch and numpy.
 
-A type without a name here cannot be saved. Nothing is ever cast.
+A dtype without a name cannot be saved. Nothing is ever cast.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ _BY_PLAIN_NAME = {
 
 
 def plain_name(dtype: torch.dtype) -> str:
-    """`bfloat16` for `torch.bfloat16`: how a dtype that is itself a value is written."""
+    """Return the name of a dtype that is itself a value: `bfloat16` for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def by_plain_name(name: str) -> torch.dtype:
-    """The inverse of `plain_name`.
+    """Return the dtype of a name that `plain_name` gave.
 
     Raises:
         FormatError: this torch has no such type.

@@ -1,7 +1,7 @@
-"""Edits of what is stored, and of what will be applied; the live state is out of reach.
+"""Edits of a state before it is stored or loaded, which cannot reach the live state.
 
-A hook gets a `StateView`. Components that it does not look at cost nothing; those that it does
-not change stay byte for byte what they were.
+A hook gets a `StateView`. Components that it does not read cost nothing; those that it does not
+change stay the same byte for byte.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import Tensor
 from holdfast.errors import UsageError
 from holdfast.state.apply import StoredComponent
 from holdfast.state.capture import Captured, CapturedComponent
-from holdfast.state.views import ComponentView, OptimizerView, Source
+from holdfast.state.views import ComponentView, OptimizerView, ViewSource
 
 __all__ = ["ComponentView", "EditedLoad", "StateView", "edited", "edited_load"]
 
 
 class StateView(Mapping[str, ComponentView]):
-    """Component -> its leaves; `del view["optimizer"]` leaves the whole component out."""
+    """Mapping from components to their leaves; `del view["optimizer"]` leaves one out."""
 
-    def __init__(self, sources: Mapping[str, Source]) -> None:
+    def __init__(self, sources: Mapping[str, ViewSource]) -> None:
         self._sources = dict(sources)
         self._views: dict[str, ComponentView] = {}
         self._left_out: list[str] = []
 
     def __getitem__(self, name: str) -> ComponentView:
-        """The view of one component."""
+        """Return the view of one component."""
         source = self._sources[name]
         if name not in self._views:
             kind = OptimizerView if source.kind == "optimizer" else ComponentView
@@ -46,7 +46,7 @@ class StateView(Mapping[str, ComponentView]):
         return len(self._sources)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Refuse it: a component that the state does not have could never be loaded."""
+        """Raise `UsageError`: a component that the state does not have could never be loaded."""
         raise UsageError(
             f"{name}: assign to the paths of a component, as in view[{name!r}][path] = value; "
             "a new component belongs into the state of the manager"
@@ -62,24 +62,24 @@ class StateView(Mapping[str, ComponentView]):
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Components that were left out, in that order."""
+        """Components that were left out, in the order of the calls."""
         return tuple(self._left_out)
 
     def close(self) -> None:
-        """Make all views unusable, so that nobody edits what was stored already."""
+        """Make all views unusable, as later edits would be lost."""
         for name in self._sources:
             self[name].close()
 
 
 Edit: TypeAlias = Callable[[StateView], None]
-"""What a hook is: it changes the view that it gets."""
+"""Type of a hook: a function that changes the view it gets."""
 
 
 def edited(captured: Captured, edit: Edit) -> Captured:
-    """What will be stored after `edit`; neither the live state nor `captured` changes.
+    """Return the capture after `edit`; neither the live state nor `captured` changes.
 
     Raises:
-        UsageError: an edit that cannot be, or nothing is left.
+        UsageError: an edit is not possible, or nothing is left.
         UnsupportedState: a value that the format cannot hold was assigned.
     """
     view = StateView({name: _captured(part) for name, part in captured.components.items()})
@@ -92,8 +92,8 @@ def edited(captured: Captured, edit: Edit) -> Captured:
     return replace(captured, components=components, left_out=left_out)
 
 
-def _captured(part: CapturedComponent) -> Source:
-    return Source(
+def _captured(part: CapturedComponent) -> ViewSource:
+    return ViewSource(
         name=part.name,
         kind=part.kind,
         tree=part.tree,
@@ -126,10 +126,10 @@ def _either(key: str, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditedLoad:
-    """A stored state after an edit."""
+    """A stored state after an edit, to be loaded."""
 
     components: Mapping[str, StoredComponent]
-    """What is left, for `prepare`."""
+    """Components that are left, for `prepare`."""
 
     tensors: Mapping[str, Mapping[str, Tensor]]
     """By component and key: what was assigned, and what was read for the edit. These need not,
@@ -143,15 +143,15 @@ def edited_load(
     where: str,
     read: Callable[[str], Mapping[str, Tensor]],
 ) -> EditedLoad:
-    """What will be applied after `edit`; called before anything is compared with the live state.
+    """Edit a stored state before it is compared with the live one.
 
     `read(component)` gives all tensors of a component, verified, on the CPU; it is called when
     the first of them is read. `where` names the checkpoint.
 
     Raises:
-        UsageError: an edit that cannot be.
+        UsageError: an edit is not possible.
         UnsupportedState: a value that the format cannot hold was assigned.
-        FormatError: what is stored is damaged.
+        FormatError: the stored state is damaged.
     """
     were_read: dict[str, Mapping[str, Tensor]] = {}
 
@@ -173,8 +173,8 @@ def edited_load(
 
 def _stored(
     part: StoredComponent, where: str, fetch: Callable[[str], Mapping[str, Tensor]]
-) -> Source:
-    return Source(
+) -> ViewSource:
+    return ViewSource(
         name=part.name,
         kind=part.kind,
         tree=part.tree,
@@ -196,6 +196,6 @@ def _restored(
 
 
 def _packed(tensor: Tensor) -> Tensor:
-    """As a reader would give it: on the CPU, row-major, in memory of its own."""
+    """Copy a tensor to the CPU, row-major, in memory of its own, as a reader returns it."""
     with torch.inference_mode(False), torch.no_grad():
         return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)

@@ -1,4 +1,4 @@
-"""Members of enumerations in a stored tree: made from the classes that the live state holds.
+"""Restoring of enumeration members in a stored tree, with the classes of the live state.
 
 No class is ever looked up by the name in a file.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from holdfast.format.objects import EnumValue, join
 from holdfast.state.problems import Problems
-from holdfast.state.trees import Kept, Skeleton, member_of, nodes_in, type_name
+from holdfast.state.trees import LiveValue, Skeleton, member_of, nodes_in, type_name
 
 _ABSENT = object()
 
@@ -19,11 +19,11 @@ _ABSENT = object()
 def revive(
     skeleton: Skeleton, live: Any, component: str, problems: Problems, *, stored: Any = _ABSENT
 ) -> Any:
-    """The tree with members in the place of enumerations, changed in place where that can be.
+    """Replace `EnumValue` nodes of a tree by members, in place where possible.
 
-    Values are wrapped in `Kept`; keys and members of sets stand as they are. Those whose class
-    is nowhere in `live` stay `EnumValue`, with a note for each. `stored` stands for the
-    skeleton's own value, where that was replaced.
+    Values are wrapped in `LiveValue`; keys and members of sets are not. Nodes whose class is
+    nowhere in `live` stay `EnumValue`, with a note for each. `stored` replaces the skeleton's own
+    value, if given.
     """
     tree = skeleton.value if stored is _ABSENT else stored
     if not skeleton.has_enums:
@@ -38,19 +38,19 @@ def revive(
 
 
 def _classes_in(live: Any) -> dict[str, type[Enum]]:
-    """Name -> class of all enumerations; two classes of one name are both left out."""
-    found: dict[str, set[type[Enum]]] = {}
+    """Map names to enumeration classes in `live`; two classes of one name are both left out."""
+    by_name: dict[str, set[type[Enum]]] = {}
     for node in nodes_in(live):
         for value in (node, *node) if isinstance(node, dict) else (node,):
             parts = nodes_in(value) if isinstance(value, tuple | frozenset) else (value,)
             for part in parts:
                 if isinstance(part, Enum):
-                    found.setdefault(type_name(type(part)), set()).add(type(part))
-    return {name: classes.pop() for name, classes in found.items() if len(classes) == 1}
+                    by_name.setdefault(type_name(type(part)), set()).add(type(part))
+    return {name: classes.pop() for name, classes in by_name.items() if len(classes) == 1}
 
 
 class _Reviving:
-    """One pass over a decoded tree; what is shared stays shared."""
+    """Revives the enumerations of a decoded tree; shared containers stay shared."""
 
     def __init__(self, classes: dict[str, type[Enum]]) -> None:
         self.left: list[tuple[str, str]] = []
@@ -59,10 +59,10 @@ class _Reviving:
         self._done: dict[int, tuple[Any, Any]] = {}
 
     def value(self, node: Any, path: str) -> Any:
-        """What stands for `node` where a value stands."""
+        """Return the replacement of `node` in the position of a value."""
         if isinstance(node, EnumValue):
             member = self._member(node, path)
-            return member if member is node else Kept(member)
+            return member if member is node else LiveValue(member)
         if type(node) is not tuple and not isinstance(node, dict | list | set | frozenset):
             return node
         if id(node) not in self._done:

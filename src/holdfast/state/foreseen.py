@@ -1,7 +1,7 @@
-"""What the `state_dict` of a module will give, seen without calling it.
+"""Prediction of a module's `state_dict` without calling it.
 
-It calls two functions of every submodule, which is most of what a capture takes. Where torch's own
-code decides what they give, a look at what it would look at is enough.
+`state_dict` calls two functions of every submodule, which is most of the cost of a capture. Where
+only torch's own code decides the result, reading the same attributes is enough.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ _CONTAINERS = ("_parameters", "_buffers", "_modules")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreseen:
-    """The entries of a module's `state_dict`."""
+    """Predicted entries of a module's `state_dict`."""
 
     outline: list[Any]
-    """Types, names, versions and ids of parameters: what names and versions of the entries follow
-    from. Holds no tensors."""
+    """Types, names, versions and ids of parameters, which decide the names and versions of the
+    entries. Holds no tensors."""
 
     tensors: list[Tensor]
     """Parameters and persistent buffers, in the order of the entries."""
 
     def is_right(self, entries: Sequence[Any]) -> bool:
-        """Whether this is what `state_dict` gave."""
+        """Whether `entries`, from `state_dict`, are the predicted ones."""
         pairs = list(zip(entries, self.tensors, strict=False))
         is_whole = len(entries) == len(self.tensors)
         return is_whole and all(type(a) is Tensor and a.is_set_to(b) for a, b in pairs)
 
 
 def foresee(wrapped: nn.Module) -> Foreseen | None:
-    """What `state_dict` would give; None where something else than torch has a say in it."""
+    """Predict the result of `state_dict`; None where code other than torch's affects it."""
     look = _Look()
     if not look.at(unwrap(wrapped)):
         return None
@@ -64,10 +64,10 @@ class _Look:
         self.outline: list[Any] = []
         self.entries: list[Tensor | None] = []
         self.kinds: dict[type[nn.Module], int] = {}
-        """Types of modules, and the versions of what they save."""
+        """Types of modules -> versions of what they save."""
 
     def at(self, module: nn.Module | None) -> bool:
-        """Note a module and all inside it; False where one of them is not plain."""
+        """Record a module and its submodules; False if one of them is not plain."""
         if module is None:
             self.outline.append(None)
             return True
@@ -91,14 +91,13 @@ class _Look:
     def _note_buffers(
         self, buffers: Mapping[str, Tensor | None], not_kept: Collection[str]
     ) -> None:
-        """Without their ids: others may be put in their place at every step."""
+        """Record buffers without their ids, as a step may replace them by others."""
         kept = {name: value for name, value in buffers.items() if name not in not_kept}
         self.outline += ((name, value is None) for name, value in kept.items())
         self.entries += kept.values()
 
 
 def _is_plain(kind: type[nn.Module]) -> bool:
-    """Whether all that decides is written where torch defines `Module`, and not put in its place
-    by a subclass or by anybody else."""
+    """Whether a class has the methods of `Module` that decide, neither overridden nor patched."""
     deciding = (getattr(kind, name) for name in _DECIDING)
     return all(getattr(one, "__globals__", None) is _TORCHS for one in deciding)

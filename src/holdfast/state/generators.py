@@ -1,7 +1,7 @@
 """Random generators: reading their state, checking a stored one, and setting it.
 
-A stored state is tried on a scratch generator before it touches a live one, because numpy does
-not check the positions inside a state that it is given, and reads out of bounds later.
+A stored state is set on a scratch generator before a live one, because numpy does not check the
+positions inside a state, and reads out of bounds later.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ _BIT_GENERATORS: Mapping[str, Callable[[], Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceGenerator:
-    """The default generator of one accelerator, with the interface of `torch.Generator`."""
+    """Default generator of one accelerator, with the interface of `torch.Generator`."""
 
     type: str
     """Device type: `cuda`, `xpu`, `mps`, …"""
 
     index: int
-    """Which device of that type."""
+    """Index of the device among those of its type."""
 
     @property
     def device(self) -> torch.device:
-        """The device whose generator this is."""
+        """Device of the generator."""
         return torch.device(self.type, self.index)
 
     def get_state(self) -> Tensor:
-        """The state as bytes on the CPU."""
+        """Return the state as bytes on the CPU."""
         state: Tensor = self._module.get_rng_state(*self._which)
         return state
 
@@ -76,7 +76,7 @@ class DeviceGenerator:
 
 
 def device_generators(*, initialise: bool = False) -> dict[str, list[DeviceGenerator]]:
-    """The default generators of the accelerators that are in use, by device type.
+    """Return the default generators of the accelerators in use, by device type.
 
     With `initialise`, also of accelerators that are present and not yet in use.
     """
@@ -95,7 +95,7 @@ def device_generators(*, initialise: bool = False) -> dict[str, list[DeviceGener
 
 
 def global_generators(*, initialise: bool = False) -> dict[str, Any]:
-    """Every global generator of this process, and the versions on which their streams depend."""
+    """Return all global generators of this process, and the versions their streams depend on."""
     return {
         "python": random,
         "numpy": np.random,
@@ -110,10 +110,10 @@ def global_generators(*, initialise: bool = False) -> dict[str, Any]:
 
 
 def kind_of(value: object) -> str | None:
-    """`torch`, `python`, `numpy` or `numpy-legacy`; None when `value` is no generator.
+    """Return `torch`, `python`, `numpy` or `numpy-legacy`; None if `value` is no generator.
 
-    The modules `random` and `numpy.random` stand for their global generators: they have the
-    functions of one.
+    The modules `random` and `numpy.random` count as their global generators, whose functions they
+    have.
     """
     if isinstance(value, torch.Generator | DeviceGenerator):
         return "torch"
@@ -127,15 +127,15 @@ def kind_of(value: object) -> str | None:
 
 
 def is_global(generator: Any) -> bool:
-    """Whether it is one that every checkpoint holds as part of `rng`."""
+    """Whether the generator is a global one, which checkpoints hold as part of `rng`."""
     return generator in (random, np.random, torch.default_generator)
 
 
 def read(generator: Any) -> tuple[str, dict[str, Any]]:
-    """Kind and members of a generator's state; byte states are tensors, the rest plain values.
+    """Read kind and members of a generator's state; byte states are tensors, others plain values.
 
     Raises:
-        ValueError: a kind of generator whose state cannot be read.
+        ValueError: the state of this kind of generator cannot be read.
     """
     kind = kind_of(generator)
     if kind == "torch":
@@ -161,7 +161,7 @@ def _read_python(generator: Any) -> dict[str, Any]:
 
 
 def _read_numpy(bits: Any) -> dict[str, Any]:
-    """The state, and the seed sequence from which `spawn` makes children, where there is one."""
+    """Read the state, and the seed sequence for `spawn`, where there is one."""
     members: dict[str, Any] = {"state": bits.state}
     seeds = bits.seed_seq
     if type(seeds) is np.random.SeedSequence:
@@ -184,18 +184,21 @@ def _seeds_as_plain(entropy: Any) -> Any:
 
 
 def _seeds_wrong(stored: Any) -> str | None:
-    """Why these are no members of a seed sequence, or too many to be mixed at each load."""
+    """Return why these are not valid members of a seed sequence, or None.
+
+    Too many words are refused, as they are mixed at each load.
+    """
     names = {"entropy", "spawn_key", "pool_size", "n_children_spawned"}
     if not isinstance(stored, dict) or stored.keys() != names:
         return "seed_seq: other members"
     entropy, key = stored["entropy"], stored["spawn_key"]
     words = [entropy] if isinstance(entropy, int) else entropy
     if not isinstance(words, list) or not isinstance(key, list):
-        return "seed_seq: its words are no lists"
+        return "seed_seq: its words are not lists"
     if len(words) + len(key) > _MAX_SEED_WORDS:
         return f"seed_seq: more than {_MAX_SEED_WORDS} words"
     if not all(_is_int(word, 0, 1 << _MAX_SEED_BITS) for word in (*words, *key)):
-        return "seed_seq: a word that is none"
+        return "seed_seq: a word is not an integer or too large"
     if not _is_int(stored["pool_size"], _MIN_POOL_SIZE, _MAX_POOL_SIZE):
         return f"seed_seq: pool_size is not in {_MIN_POOL_SIZE}..{_MAX_POOL_SIZE}"
     if not _is_int(stored["n_children_spawned"], 0, 2**32 - 1):
@@ -231,7 +234,7 @@ def _write_numpy(bits: Any, members: Mapping[str, Any]) -> None:
 
 
 def scratch(generator: Any) -> Any:
-    """A new generator of the same kind, on which a stored state can be tried."""
+    """Make a generator of the same kind, on which a stored state can be tried."""
     kind = kind_of(generator)
     if kind == "torch":
         return torch.Generator(device=generator.device)
@@ -244,7 +247,7 @@ def scratch(generator: Any) -> Any:
 
 
 def inexact(generator: Any, node: GeneratorState) -> str | None:
-    """What of a fitting state cannot be restored here, or None."""
+    """Describe what of a fitting state cannot be restored in this process, or None."""
     if node.kind != "numpy" or _TAKES_SEEDS:
         return None
     seeds = node.members.get("seed_seq")
@@ -254,10 +257,10 @@ def inexact(generator: Any, node: GeneratorState) -> str | None:
 
 
 def build(node: GeneratorState) -> Any:
-    """A new generator of the kind that was stored, not yet in its state.
+    """Make a generator of the stored kind, not yet in its state.
 
     Raises:
-        FormatError: a kind, bit generator or device that this program does not have.
+        FormatError: this process does not have the kind, bit generator or device.
     """
     kind, members = node.kind, node.members
     if kind == "torch":
@@ -277,20 +280,22 @@ def _present_device(name: object) -> torch.device:
         device = torch.device(str(name))
         torch.Generator(device=device)
     except RuntimeError as err:
-        raise FormatError(f"a generator of device {str(name)[:40]!r} cannot be made here") from err
+        raise FormatError(
+            f"a generator of device {str(name)[:40]!r} cannot be made on this machine"
+        ) from err
     return device
 
 
 def misfit(generator: Any, node: GeneratorState, specs: Mapping[str, TensorSpec]) -> str | None:
-    """Why the stored state cannot be that of `generator`, or None when it can."""
+    """Return why the stored state does not fit `generator`, or None if it does."""
     kind, live = read(generator)
     if node.kind != kind:
         return f"stored kind {node.kind!r}, live {kind!r}"
     stored = dict(node.members)
     if kind == "torch":
-        where, here = (str(members.pop("device", "")) for members in (stored, live))
-        if where.partition(":")[0] != here.partition(":")[0]:
-            return f"stored for device {where[:40]}, live on {here}"
+        stored_on, live_on = (str(members.pop("device", "")) for members in (stored, live))
+        if stored_on.partition(":")[0] != live_on.partition(":")[0]:
+            return f"stored for device {stored_on[:40]}, live on {live_on}"
     if kind == "python":
         stored_gauss = stored.pop("gauss_next", None)
         live.pop("gauss_next")
@@ -308,8 +313,8 @@ def _differs(live: Any, stored: Any, specs: Mapping[str, TensorSpec], path: str 
     if isinstance(live, dict):
         if not isinstance(stored, Mapping) or live.keys() != stored.keys():
             return f"other members in {path or 'the state'}"
-        found = (_differs(live[k], stored[k], specs, f"{path}.{k}".strip(".")) for k in live)
-        return next((reason for reason in found if reason), None)
+        reasons = (_differs(live[k], stored[k], specs, f"{path}.{k}".strip(".")) for k in live)
+        return next((reason for reason in reasons if reason), None)
     if isinstance(live, Tensor | np.ndarray):
         return _array_differs(live, stored, specs, path)
     if isinstance(live, str) or path == "version":

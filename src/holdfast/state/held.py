@@ -1,4 +1,4 @@
-"""Parameters that optimizers of a state have and no component of it saves.
+"""Search for parameters that optimizers of a state have and no component saves.
 
 Such a parameter is trained, and starts again from its first value after a resume.
 """
@@ -17,42 +17,44 @@ from holdfast.state.names import ParameterNames, parameter_names
 
 
 def homeless(state: Mapping[str, Any], names: ParameterNames) -> dict[str, dict[str, Tensor]]:
-    """Optimizer → name → parameter, for parameters that are in none of the modules of `names`."""
-    found = {}
+    """Find parameters in none of the modules of `names`: optimizer → name → parameter."""
+    by_optimizer = {}
     for component, value in state.items():
         if isinstance(value, Optimizer):
             live = optimizers.inspect(value, names).parameters
             lost = {name: p for name, p in live.items() if names.home(p) is None}
             if lost:
-                found[component] = lost
-    return found
+                by_optimizer[component] = lost
+    return by_optimizer
 
 
 def unheld(
-    found: Mapping[str, Mapping[str, Tensor]], captured: Iterable[Tensor]
+    homeless: Mapping[str, Mapping[str, Tensor]], captured: Iterable[Tensor]
 ) -> dict[str, dict[str, Tensor]]:
-    """Those of `found` whose memory is in none of the captured tensors. It is in one where a dict
-    or an object in the state holds the parameter itself."""
-    if not found:
+    """Select the `homeless` parameters whose memory is in none of the captured tensors.
+
+    It is in one if a dict or an object in the state holds the parameter itself.
+    """
+    if not homeless:
         return {}
     spans = [_span(tensor) for tensor in captured]
     left = {
         component: {
             name: parameter for name, parameter in lost.items() if not _is_within(parameter, spans)
         }
-        for component, lost in found.items()
+        for component, lost in homeless.items()
     }
     return {component: lost for component, lost in left.items() if lost}
 
 
 def describe(
-    found: Mapping[str, Mapping[str, Tensor]], known: Mapping[str, nn.Module] | None = None
+    parameters: Mapping[str, Mapping[str, Tensor]], known: Mapping[str, nn.Module] | None = None
 ) -> str:
-    """The parameters, by their names in the modules `known` or else in their optimizer."""
+    """Format parameters, with their names in the modules `known` or else in their optimizer."""
     names = parameter_names((known or {}).items())
     shown = [
         f"{_called(component, name, names.home(parameter))} {_shape(parameter)}"
-        for component, lost in found.items()
+        for component, lost in parameters.items()
         for name, parameter in lost.items()
     ]
     more = f" and {len(shown) - 10} more" if len(shown) > 10 else ""
@@ -68,7 +70,7 @@ def _shape(parameter: Tensor) -> str:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of its first byte and after its last one."""
+    """Return the addresses of a tensor's first byte and after its last one."""
     if not tensor.numel():
         return 0, 0
     pairs = zip(tensor.shape, tensor.stride(), strict=True)

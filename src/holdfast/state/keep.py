@@ -1,4 +1,4 @@
-"""Parts of plain trees that stay as they are: live values in the place of stored ones."""
+"""Keeping of parts of plain trees that a load leaves alone: live values replace stored ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from holdfast.format.objects import join
 from holdfast.state.selection import Selection, names_of_keys
-from holdfast.state.trees import Kept
+from holdfast.state.trees import LiveValue
 
 _ABSENT: Any = object()
 
@@ -25,13 +25,13 @@ def keep_live(stored: Any, live: Any, component: str, selection: Selection) -> b
 
 
 class _Keeping:
-    """One pass over a stored tree beside the live one."""
+    """Puts live values into a stored tree where a selection leaves them alone."""
 
     def __init__(self, component: str, selection: Selection) -> None:
         self._component = component
         self._choice = selection
         self.num_wanted = 0
-        """Stored values that will be loaded, so far."""
+        """Number of stored values that will be loaded, so far."""
 
     def container(self, stored: Any, live: Any, path: str) -> None:
         """Change `stored` in place."""
@@ -59,7 +59,7 @@ class _Keeping:
         stored[:] = [value for value in values if value is not _ABSENT]
 
     def _chosen(self, value: Any, known: Any, path: str) -> Any:
-        """What shall stand at `path`: the stored value, the live one, or nothing."""
+        """Choose the value at `path`: the stored value, the live one, or none."""
         shown = value if value is not _ABSENT else known
         if isinstance(shown, dict | list) and not self._choice.skips(self._component, path):
             return self._chosen_inside(value, known, path)
@@ -80,7 +80,7 @@ class _Keeping:
 
 
 def _kept(known: Any) -> Any:
-    return known if known is _ABSENT else Kept(known)
+    return known if known is _ABSENT else LiveValue(known)
 
 
 def _empty_like(live: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The tensors of one component on their way out: which can be saved, and under which key.
+"""Collection of a component's tensors: which can be saved, and under which key.
 
 Knows storages, strides and element types; knows nothing of modules, optimizers or trees.
 """
@@ -23,7 +23,7 @@ _ROOT_KEY = "value"
 
 
 def refusal(tensor: Tensor) -> str | None:
-    """Why `tensor` can be neither saved nor loaded into, or None when it can."""
+    """Return why `tensor` can be neither saved nor loaded into, or None if it can."""
     if type(tensor) not in _PLAIN_TYPES:
         return _subclass_refusal(tensor)
     if tensor.is_meta:
@@ -58,7 +58,7 @@ def _has_data(tensor: Tensor) -> bool:
 
 
 def identity(tensor: Tensor) -> Hashable:
-    """Equal for two tensors that are the same memory seen in the same way.
+    """Return a key that is equal for tensors with the same memory, layout and dtype.
 
     Valid only while both are alive. The tensor must have a storage (see `refusal`).
     """
@@ -79,7 +79,7 @@ def _plain(path: str) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Leaves:
-    """Collects the tensors of one component, in the order in which they are met."""
+    """Collects the tensors of one component, in the order of its tree."""
 
     component: str
     """Name of the component, for messages."""
@@ -88,24 +88,24 @@ class Leaves:
     """Path in the typed tree -> wanted tensor key, which is also the path in messages."""
 
     taken: Collection[str] = ()
-    """Keys that are given to other tensors."""
+    """Keys that other tensors have."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """Key -> live tensor, detached; conjugate and negative views are resolved."""
 
     specs: list[TensorSpec] = field(default_factory=list)
-    """One for each tensor, in the same order."""
+    """Specs of the tensors, in the same order."""
 
     offenders: list[tuple[str, str]] = field(default_factory=list)
     """(path with the component's name, reason) of everything that cannot be saved."""
 
     originals: list[Tensor] = field(default_factory=list)
-    """As they were met, one for each of `tensors`, which may be copies of them."""
+    """The original of each of `tensors`, which may be copies."""
 
     _refs: dict[Hashable, TensorRef] = field(default_factory=dict)
 
     def add(self, tensor: Tensor, path: str) -> TensorRef | Refused:
-        """The reference of `tensor`, one for each distinct memory, or why there is none."""
+        """Return a reference to `tensor`, one for each distinct memory, or why it is refused."""
         reason = refusal(tensor)
         if reason is not None:
             return Refused(reason)
@@ -127,7 +127,7 @@ class Leaves:
         return TensorRef(key, _device_name(tensor))
 
     def refuse(self, path: str, reason: str) -> None:
-        """Note that what is at `path` cannot be saved."""
+        """Record that the value at `path` cannot be saved."""
         shown = self.key_of(path)
         self.offenders.append((f"{self.component}.{shown}" if shown else self.component, reason))
 

@@ -1,4 +1,4 @@
-"""Record of modules that a checkpoint was loaded into, which a new training must not reset."""
+"""Record of modules that a checkpoint was loaded into, so that training does not reset them."""
 
 from __future__ import annotations
 

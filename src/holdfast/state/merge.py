@@ -1,7 +1,7 @@
-"""Putting stored values into live containers: worked out first, then done in one go.
+"""Merging of stored values into live containers: planned first, then done in one go.
 
-What is live keeps its identity wherever the stored value fits it: tensors and arrays are copied
-into, containers refilled, generators set. Two stored values never end in one live object.
+A live object keeps its identity wherever the stored value fits it: tensors and arrays are copied
+into, containers refilled, generators set. Two stored values are never put into one live object.
 """
 
 from __future__ import annotations
@@ -34,40 +34,40 @@ from holdfast.state.trees import (
     revived,
     with_flags,
 )
-from holdfast.state.unread import Fetching, Stored, Table, Unread, fetched
+from holdfast.state.unread import Fetching, LazyTensors, Stored, Unread, fetched
 
 _T = TypeVar("_T")
 _Owner = tuple[Tensor, str, str]
-"""A live tensor, the component, and the key of what goes into it."""
+"""A live tensor, and the component and key of the stored one for it."""
 
 
-class Place(Protocol):
-    """Where and how a tensor is made that cannot be copied into a live one."""
+class Placement(Protocol):
+    """Policy for a tensor that cannot be copied into a live one: its device and layout."""
 
     def device(self, ref: TensorRef) -> torch.device:
-        """The device for it; a live tensor elsewhere is not copied into."""
+        """Return the device for it; a live tensor on another one is not copied into."""
         ...
 
     def make(self, ref: TensorRef, stored: Tensor) -> Tensor:
-        """A new tensor with the values of `stored`."""
+        """Make a new tensor with the values of `stored`."""
         ...
 
 
-class StoredPlace:
-    """On the device that the tensor was saved from, or the CPU when that is not present."""
+class StoredPlacement:
+    """Placement on the device that the tensor was saved from, or the CPU if that is absent."""
 
     def device(self, ref: TensorRef) -> torch.device:
-        """The stored device, if it is here."""
+        """Return the stored device, or the CPU if this machine lacks it."""
         return present_device(ref.device)
 
     def make(self, ref: TensorRef, stored: Tensor) -> Tensor:
-        """In memory of its own, as it was laid out."""
+        """Make the tensor in memory of its own, with its saved layout."""
         if ref.grad or ref.parameter or ref.order:
             return with_flags(placed(stored, ref, self.device(ref)), ref)
         return owned(stored, self.device(ref))
 
 
-_STORED_PLACE = StoredPlace()
+_STORED_PLACE = StoredPlacement()
 
 _SHARED = "shared with another name here, but not in the checkpoint: it became one of its own"
 _OVERLAPS = "overlaps other live memory that is loaded, so it got memory of its own"
@@ -80,14 +80,14 @@ _KEY, _SHAPE, _DTYPE, _CDATA = map(attrgetter, ("key", "shape", "dtype", "_cdata
 
 
 class Claims:
-    """What already takes a stored value; shared by all components of one load.
+    """Live objects that already take a stored value; shared by all components of one load.
 
     A plain tree may hold live tensors of the model (`best = model.state_dict()`, before the
     first improvement). Copying the stored tree into them would overwrite the model.
     """
 
     def __init__(self, protected: Iterable[Tensor] = ()) -> None:
-        """`protected`: tensors into whose memory only their own values go."""
+        """`protected`: tensors whose memory may only take their own values."""
         self._taken: set[Any] = set()
         self._first: dict[Hashable, tuple[str, Stored]] = {}
         self._states: dict[int, Any] = {}
@@ -100,14 +100,14 @@ class Claims:
         }
 
     def take(self, who: Any) -> bool:
-        """True the first time that `who` is asked for."""
+        """Claim `who`; False if it was claimed before."""
         if who in self._taken:
             return False
         self._taken.add(who)
         return True
 
     def take_memory(self, tensor: Tensor, component: str, key: str) -> str | None:
-        """As `take`, for the memory of a tensor; says why not. Disjoint views are fine."""
+        """Claim the memory of a tensor; returns why not, or None. Disjoint views are fine."""
         storage = tensor.untyped_storage()._cdata
         if storage in self._protected:
             return _OF_MODULE
@@ -116,8 +116,10 @@ class Claims:
         return None if owner is claim else self._take_part(storage, owner, claim)
 
     def take_memories(self, tensors: Sequence[Tensor], component: str, keys: Sequence[str]) -> bool:
-        """As `take_memory` for plain tensors (see `copying.are_plain`), when each has a storage
-        of its own; else for none."""
+        """Claim the memory of plain tensors (see `copying.are_plain`), all or none.
+
+        False if some have no storage of their own, or one is claimed or protected.
+        """
         storages = [*map(Tensor.untyped_storage, tensors)]
         if not all(map(torch.UntypedStorage.nbytes, storages)):
             return False
@@ -131,7 +133,7 @@ class Claims:
         return True
 
     def _known_owners(self) -> dict[int, _Owner]:
-        """Storage → what has it. Those of many are noted only when somebody asks."""
+        """Map storages to their owners; those claimed in bulk are added on the first call."""
         for owners in self._many:
             self._owners.update(owners)
         self._many.clear()
@@ -151,27 +153,27 @@ class Claims:
         return None
 
     def take_state(self, live: Any, members: Any) -> Any:
-        """The state that the generator `live` takes: the first that is claimed for it."""
+        """Claim a state for the generator `live`; returns the first one that was claimed."""
         return self._states.setdefault(id(live), members)
 
     def remarks(self) -> list[_Remark]:
-        """A new list for what one component has to say; it counts among the `notes`."""
+        """Make a list for the remarks of one component, which become part of `notes`."""
         self._lists.append([])
         return self._lists[-1]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is not restored as it was: sharing that was lost, and moved tensors."""
+        """Notes on what is not restored as it was: lost sharing, and moved tensors."""
         paths: dict[str, list[str]] = {}
         for remark in (remark for remarks in self._lists for remark in remarks):
             paths.setdefault(remark.reason, []).append(join(remark.component, remark.path))
         return tuple(f"{_shown(names)}: {reason}" for reason, names in paths.items())
 
     def agree(self, path: str, live: Tensor, stored: Stored) -> None:
-        """Several names of one live tensor, in several components, must bring the same bits.
+        """Check that all names of one live tensor, in all components, bring the same bits.
 
         Raises:
-            MismatchError: they do not.
+            MismatchError: two names bring different values.
         """
         first, known = self._first.setdefault(identity(live), (path, stored))
         if known is not stored and not _same_bits(fetched(known), fetched(stored)):
@@ -188,7 +190,7 @@ class _Remark:
     reason: str
 
     stored: Any = None
-    """What the path is to be continued from, towards the root."""
+    """The container from which the path is continued towards the root."""
 
 
 def _shown(paths: list[str]) -> str:
@@ -197,7 +199,7 @@ def _shown(paths: list[str]) -> str:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of the storage that the tensor reaches, and the one after the last."""
+    """Return the first byte of the storage that the tensor reaches, and the one after the last."""
     item, start = tensor.element_size(), int(tensor.storage_offset())
     if tensor.is_contiguous():
         extent = tensor.numel()
@@ -215,7 +217,7 @@ def is_writable_in_place(tensor: Tensor) -> bool:
 
 
 class Merge:
-    """Collects what is to be done; `commit` does it. Nothing live changes before."""
+    """A planned merge: collects changes; `commit` makes them. Nothing live changes before."""
 
     def __init__(
         self,
@@ -240,12 +242,12 @@ class Merge:
         self._alive: list[Any] = []
 
     def then(self, edit: Callable[[], None]) -> None:
-        """Do `edit` at the commit, after the tensors were copied."""
+        """Add an edit that `commit` does after the tensors were copied."""
         self._edits.append(edit)
 
     def commit(self) -> None:
         """Copy the tensors, then change the containers."""
-        if isinstance(self._tensors, Table):
+        if isinstance(self._tensors, LazyTensors):
             is_all = not self._copies
             self._copies += self._tensors.copy_into(*self._in_bulk, is_all=is_all)
         copy_tensors(self._copies)
@@ -253,8 +255,8 @@ class Merge:
             for edit in self._edits:
                 edit()
 
-    def merge(self, live: Any, stored: Any, place: Place = _STORED_PLACE) -> Any:
-        """The value that shall stand where `live` stands: `live` itself where it can."""
+    def merge(self, live: Any, stored: Any, place: Placement = _STORED_PLACE) -> Any:
+        """Plan the replacement of `live` by `stored`; returns `live` itself where possible."""
         if isinstance(stored, TensorRef):
             return self._tensor(live, stored, place)
         if isinstance(stored, dict | list):
@@ -271,14 +273,14 @@ class Merge:
             else self._lifting.lift(stored)
         )
 
-    def refill(self, live: Any, stored: Any, place: Place = _STORED_PLACE) -> Any:
-        """As `merge`, for a container that must be refilled even when its class differs."""
+    def refill(self, live: Any, stored: Any, place: Placement = _STORED_PLACE) -> Any:
+        """Plan to refill the container `live`, even if its class differs from the stored one."""
         self._made[id(stored)] = live
         self._claims.take(id(live))
         self._fill(live, live, stored, place)
         return live
 
-    def _container(self, live: Any, stored: Any, place: Place) -> Any:
+    def _container(self, live: Any, stored: Any, place: Placement) -> Any:
         if id(stored) in self._made:
             return self._made[id(stored)]
         same = type(live) is type(stored)
@@ -299,7 +301,7 @@ class Merge:
     def _remark_tensor(self, key: str, reason: str) -> None:
         self._remarks.append(_Remark(component=self._component, path=key, reason=reason))
 
-    def _fill(self, live: Any, target: Any, stored: Any, place: Place) -> None:
+    def _fill(self, live: Any, target: Any, stored: Any, place: Placement) -> None:
         before = len(self._remarks)
         self._fill_items(live, target, stored, place)
         if len(self._remarks) > before:
@@ -314,33 +316,33 @@ class Merge:
                 remark.path = join(name, remark.path) if remark.path else name
                 remark.stored = stored
 
-    def _fill_items(self, live: Any, target: Any, stored: Any, place: Place) -> None:
+    def _fill_items(self, live: Any, target: Any, stored: Any, place: Placement) -> None:
         if isinstance(stored, dict):
-            there = live if isinstance(live, dict) else {}
+            live_items = live if isinstance(live, dict) else {}
             # A defaultdict or Counter must not gain an entry, or answer 0, by being asked.
-            here = [*map(dict.get, repeat(there), stored)]
-            values = self._plain_tensors(here, [*stored.values()], place) or [
-                self.merge(known, value, place)
-                for known, value in zip(here, stored.values(), strict=True)
+            known = [*map(dict.get, repeat(live_items), stored)]
+            values = self._plain_tensors(known, [*stored.values()], place) or [
+                self.merge(item, value, place)
+                for item, value in zip(known, stored.values(), strict=True)
             ]
-            if values is here and _has_names(target, stored):
+            if values is known and _has_names(target, stored):
                 return  # it stays as it is, with other values in its tensors
             items = dict(zip(stored, values, strict=True))
             self._edits.append(lambda: _refill_dict(target, items))
         else:
             known = live[: len(stored)] if isinstance(live, list) else []
-            here = [*known, *[None] * (len(stored) - len(known))]
-            values = self._plain_tensors(here, stored, place) or [
-                self.merge(known, value, place) for known, value in zip(here, stored, strict=True)
+            known = [*known, *[None] * (len(stored) - len(known))]
+            values = self._plain_tensors(known, stored, place) or [
+                self.merge(item, value, place) for item, value in zip(known, stored, strict=True)
             ]
             self._edits.append(lambda: _refill_list(target, values))
 
     def _plain_tensors(
-        self, live: Sequence[Any], stored: Sequence[Any], place: Place
+        self, live: Sequence[Any], stored: Sequence[Any], place: Placement
     ) -> Sequence[Any] | None:
-        """What `merge` gives for many plain tensors that all fit, in a few passes over them.
+        """Plan the merge of many plain tensors at once; returns them if all fit.
 
-        None, and nothing is noted, when there is anything to be decided about any of them.
+        Returns None, and plans nothing, if any of them needs a decision of its own.
         """
         is_worth_it = len(stored) >= _MANY and place is _STORED_PLACE
         if not is_worth_it or {*map(type, stored)} != {TensorRef}:
@@ -355,14 +357,14 @@ class Merge:
         if not self._claims.take_memories(live, self._component, keys):
             return None
         self._made_tensors.update(zip(keys, live, strict=True))
-        if isinstance(self._tensors, Table):
+        if isinstance(self._tensors, LazyTensors):
             self._in_bulk[0].extend(live)
             self._in_bulk[1].extend(keys)
         else:
             self._copies += zip(live, map(self._tensors.__getitem__, keys), strict=True)
         return live
 
-    def _immutable(self, live: Any, stored: Any, place: Place) -> Any:
+    def _immutable(self, live: Any, stored: Any, place: Placement) -> Any:
         if type(stored) not in (tuple, set, frozenset):
             return stored
         if not isinstance(stored, tuple):
@@ -375,7 +377,7 @@ class Merge:
         self._continue_paths(self._remarks[before:], stored)
         return made
 
-    def _tensor(self, live: Any, ref: TensorRef, place: Place) -> Tensor:
+    def _tensor(self, live: Any, ref: TensorRef, place: Placement) -> Tensor:
         made = self._made_tensors.get(ref.key)
         if made is None:
             made = self._made_tensors[ref.key] = self._new_tensor(live, ref, place)
@@ -388,7 +390,7 @@ class Merge:
             return live
         return with_flags(made.detach(), ref)
 
-    def _new_tensor(self, live: Any, ref: TensorRef, place: Place) -> Tensor:
+    def _new_tensor(self, live: Any, ref: TensorRef, place: Placement) -> Tensor:
         stored = self._tensors[ref.key]
         if ref.grad or ref.order:
             check_fit(ref, stored.empty("meta") if isinstance(stored, Unread) else stored)
@@ -399,39 +401,39 @@ class Merge:
             self._edits.append(partial(_require_grad, live))
         return live
 
-    def _made_at(self, place: Place, ref: TensorRef, stored: Stored) -> Tensor:
+    def _made_at(self, place: Placement, ref: TensorRef, stored: Stored) -> Tensor:
         if not isinstance(stored, Unread):
             return place.make(ref, stored)
         made = place.make(ref, stored.empty(place.device(ref)))
         self._copies.append((made.detach(), stored))
         return made
 
-    def _fits(self, live: Tensor, ref: TensorRef, place: Place) -> bool:
+    def _fits(self, live: Tensor, ref: TensorRef, place: Placement) -> bool:
         if not is_writable_in_place(live):
             return False
         spec = self._specs[ref.key]
         if DTYPE_NAMES[live.dtype] != spec.dtype or live.shape != spec.shape:
             self._check_not_trained(live, spec)
             return False
-        is_there = self._is_there(live, ref, place)
-        # Elsewhere the place has a reason: a kernel wants the tensor there.
-        if not is_there and not isinstance(place, StoredPlace):
+        is_on_device = self._is_on_device(live, ref, place)
+        # Other placements have a reason for their device: a kernel needs the tensor on it.
+        if not is_on_device and not isinstance(place, StoredPlacement):
             return False
         lost = self._claims.take_memory(live, self._component, ref.key)
         if lost is not None:
             self._remark_tensor(ref.key, lost)
-        elif not is_there:
+        elif not is_on_device:
             self._remark_tensor(ref.key, _MOVED)
         return lost is None
 
     @staticmethod
-    def _is_there(live: Tensor, ref: TensorRef, place: Place) -> bool:
+    def _is_on_device(live: Tensor, ref: TensorRef, place: Placement) -> bool:
         if place is _STORED_PLACE and ref.device == "cpu" and live.is_cpu:
             return True
         return live.device.type == place.device(ref).type
 
     def _check_not_trained(self, live: Tensor, spec: TensorSpec) -> None:
-        """An optimizer may hold a tensor that requires grad: another in its place is no load."""
+        """Refuse to replace a live tensor that requires grad, as an optimizer may hold it."""
         if live.requires_grad:
             path = join(self._component, spec.key)
             raise MismatchError(
@@ -507,7 +509,7 @@ def _same_state(one: Any, other: Any) -> bool:
 
 
 def _values(of: Mapping[str, _T], keys: Sequence[str]) -> Iterable[_T]:
-    """The values of these keys; most often they are all, in the same order."""
+    """Return the values of these keys, quickly if they are all keys in the same order."""
     return of.values() if [*of] == keys else map(of.__getitem__, keys)
 
 
@@ -522,7 +524,7 @@ def _refill_dict(target: dict[Any, Any], items: dict[Any, Any]) -> None:
 
 
 def _has_names(target: Any, stored: Mapping[Any, Any]) -> bool:
-    """Whether it is a dict with the same texts as keys, in the same order."""
+    """Whether `target` is a dict with the same texts as keys, in the same order."""
     return type(target) is dict and {*map(type, target)} == {str} and [*target] == [*stored]
 
 

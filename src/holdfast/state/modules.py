@@ -1,7 +1,7 @@
-"""Modules: their parameters and persistent buffers, by name, and copying stored ones into them.
+"""Modules: capture of their parameters and persistent buffers by name, and loading them.
 
-`Module.load_state_dict` writes the first layers before it finds the last one wrong, so it is used
-only where a module has its own ideas about saving or loading.
+`Module.load_state_dict` writes the first layers before it checks the last one, so it is used only
+where a module has saving or loading code of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from holdfast.errors import FormatError
-from holdfast.format.objects import Document, TensorRef
+from holdfast.format.objects import TensorRef, TreeDocument
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import enumerations, generators
 from holdfast.state.copying import StoredPair, copy_tensors, read_all
@@ -39,10 +39,10 @@ _COLLISION = "two entries have this name once wrapper prefixes are stripped"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveModule:
-    """What a module's `state_dict` holds, and how each entry is loaded."""
+    """A live module: the entries of its `state_dict`, and how each is loaded."""
 
     module: nn.Module
-    """Without wrappers."""
+    """The module without wrappers."""
 
     entries: Mapping[str, Any]
     """Clean name -> value in the state_dict."""
@@ -60,29 +60,29 @@ class LiveModule:
     """Clean names that two entries share."""
 
     strange_keys: tuple[str, ...]
-    """Keys of the state_dict that are no text."""
+    """Keys of the state_dict that are not text."""
 
     own_loading: frozenset[str]
     """Clean paths of submodules with loading code of their own."""
 
     versions: Mapping[str, int] | None
-    """Clean path of a submodule -> the version that its code writes; None: it writes none."""
+    """Clean path of a submodule -> the version that it saves; None: it saves none."""
 
     raw_paths: tuple[tuple[str, str], ...]
     """(raw, clean) path of every submodule."""
 
     of_torch: frozenset[str]
-    """Clean paths of torch's own submodules that load plainly: their versions say nothing."""
+    """Clean paths of torch's own submodules that load plainly: their versions do not matter."""
 
     @property
     def is_opaque(self) -> bool:
-        """Whether only the module itself knows how to load what it saves."""
+        """Whether the module must be loaded by its own `load_state_dict`."""
         known = self.leaves.keys() | self.extras.keys()
         return bool(self.own_loading) or not self.entries.keys() <= known
 
 
 def inspect(wrapped: nn.Module, state: Mapping[str, Any] | None = None) -> LiveModule:
-    """Look at a live module; changes nothing. `state` is its `state_dict()`, if it was asked."""
+    """Inspect a live module; changes nothing. `state` is its `state_dict()`, if known."""
     module = unwrap(wrapped)
     cleaner = cleaner_of(module)
     state = module.state_dict() if state is None else state
@@ -119,8 +119,8 @@ def _versions(
     if not isinstance(metadata, Mapping):
         return None
     # Of a wrapper and the module in it, which have one path, the inner one comes last.
-    found = ((clean, metadata.get(raw, {}).get("version")) for raw, clean in paths)
-    return {clean: version for clean, version in found if type(version) is int}
+    versions = ((clean, metadata.get(raw, {}).get("version")) for raw, clean in paths)
+    return {clean: version for clean, version in versions if type(version) is int}
 
 
 def _named_tensors(module: nn.Module, cleaner: Cleaner) -> dict[str, Tensor]:
@@ -135,24 +135,24 @@ def _named_tensors(module: nn.Module, cleaner: Cleaner) -> dict[str, Tensor]:
 def _live_leaves(
     module: nn.Module, entries: Mapping[str, Any], cleaner: Cleaner
 ) -> dict[str, Tensor]:
-    """The entries that are the memory of a parameter or buffer, under whatever name."""
+    """Find the entries that share the memory of a parameter or buffer, under any name."""
     named = _named_tensors(module, cleaner)
-    found: dict[str, Tensor] = {}
+    leaves: dict[str, Tensor] = {}
     others: dict[str, Tensor] = {}
     for name, value in entries.items():
         if not isinstance(value, Tensor):
             continue
         live = named.get(name)
         if live is not None and _is_same(live, value):
-            found[name] = live
+            leaves[name] = live
         elif refusal(value) is None:
             others[name] = value
     if others:
         by_memory = {identity(t): t for t in named.values() if refusal(t) is None}
         for name, value in others.items():
             if identity(value) in by_memory:
-                found[name] = by_memory[identity(value)]
-    return {name: found[name] for name in entries if name in found}
+                leaves[name] = by_memory[identity(value)]
+    return {name: leaves[name] for name in entries if name in leaves}
 
 
 def _is_same(live: Tensor, value: Tensor) -> bool:
@@ -194,7 +194,7 @@ def _own_loading(inners: _Inners) -> Iterator[str]:
 
 
 def not_saved(component: str, wrapped: nn.Module, elsewhere: Collection[int] = ()) -> list[str]:
-    """One line for each non-persistent buffer, and each plain attribute that is lost.
+    """List non-persistent buffers and plain attributes that are lost, one line each.
 
     `elsewhere`: ids of objects that are saved as something else.
     """
@@ -229,15 +229,17 @@ def _lost_attributes(inner: nn.Module, elsewhere: Collection[int]) -> Iterator[t
 
 
 def stamp(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a module's tree follows from beside its structure and the values in its state."""
+    """Return what decides a module's tree beside its structure and values: names and versions."""
     metadata = getattr(state, "_metadata", None)
     if not isinstance(metadata, Mapping):
         return (tuple(state), None)
     return (tuple(state), {raw: entry.get("version") for raw, entry in metadata.items()})
 
 
-def capture_module(module: nn.Module, state: Mapping[str, Any], leaves: Leaves) -> Document | None:
-    """The tree of a module: clean name -> tensor or extra state. `state` is its state dict."""
+def capture_module(
+    module: nn.Module, state: Mapping[str, Any], leaves: Leaves
+) -> TreeDocument | None:
+    """Encode a module's tree: clean name -> tensor or extra state. `state` is its state dict."""
     live = inspect(module, state)
     for name in live.collisions:
         leaves.refuse(name, _COLLISION)
@@ -252,7 +254,7 @@ def capture_module(module: nn.Module, state: Mapping[str, Any], leaves: Leaves) 
 
 
 class ModulePlan:
-    """A checked load into one module."""
+    """A load into one module: checks, then copies into its leaves."""
 
     turn = 0
 
@@ -266,7 +268,7 @@ class ModulePlan:
         self._versions: Mapping[str, int] = {}
 
     def check(self, stored: Skeleton, wishes: Wishes, problems: Problems) -> None:
-        """Match stored with live names; note what does not fit."""
+        """Match stored with live names; record what does not fit."""
         component, live = self._component, self._live
         enumerations.revive(stored, list(live.entries.values()), component, problems)
         names = stored.value if isinstance(stored.value, dict) else {None: None}
@@ -283,12 +285,12 @@ class ModulePlan:
             if wishes.selection.leaves(component, name, old_names.get(name, name))
         }
         wanted = {new: stored.value[old] for old, new in renamed.items() if new not in left}
-        here = [name for name in live.entries if name not in left]
-        problems.missing += [f"{component}.{name}" for name in here if name not in wanted]
+        loaded = [name for name in live.entries if name not in left]
+        problems.missing += [f"{component}.{name}" for name in loaded if name not in wanted]
         problems.unexpected += [
             f"{component}.{name}" for name in wanted if name not in live.entries
         ]
-        self._values = {name: wanted[name] for name in here if name in wanted}
+        self._values = {name: wanted[name] for name in loaded if name in wanted}
         self._check_values(problems)
         self._check_ties(problems)
 
@@ -299,7 +301,7 @@ class ModulePlan:
             if isinstance(live, Tensor) and name not in self._live.extras:
                 self._check_tensor(path, name, live, value, problems)
             elif isinstance(value, TensorRef) and name not in self._live.extras:
-                problems.other.append(f"{path}: stored a tensor, live it is none")
+                problems.other.append(f"{path}: the stored value is a tensor, the live one is not")
 
     def _check_tensor(
         self, path: str, name: str, live: Tensor, value: Any, problems: Problems
@@ -308,13 +310,13 @@ class ModulePlan:
         if reason is not None:
             problems.offenders.append((path, reason))
         elif not isinstance(value, TensorRef):
-            problems.other.append(f"{path}: stored no tensor, live it is one")
+            problems.other.append(f"{path}: the live value is a tensor, the stored one is not")
         else:
             resizes = name.rpartition(".")[0] in self._live.own_loading
             problems.compare(path, self._specs[value.key], live, any_shape=resizes)
 
     def _check_ties(self, problems: Problems) -> None:
-        """One live tensor cannot take two stored values."""
+        """Record live tensors that would take two stored values."""
         taken: dict[Any, tuple[str, str]] = {}
         for name, value in self._values.items():
             live = self._live.leaves.get(name)
@@ -333,7 +335,7 @@ class ModulePlan:
         return keys_in(self._values)
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
-        """Bring the bytes to the leaves they are for; nothing live changes."""
+        """Pair stored tensors with live leaves; nothing live changes."""
         lifting = Lifting(read_all(tensors) if self._live.is_opaque else Fetching(tensors))
         for name, value in self._values.items():
             if self._live.is_opaque or name in self._live.extras:
@@ -344,7 +346,7 @@ class ModulePlan:
                 self._pairs.append((live, image))
 
     def apply(self) -> None:
-        """Copy the leaves."""
+        """Copy the stored tensors into the live leaves."""
         easy = [pair for pair in self._pairs if is_writable_in_place(pair[0])]
         copy_tensors(easy)
         for live, stored in self._pairs:
@@ -353,7 +355,7 @@ class ModulePlan:
                 live.data = owned(fetched(stored), live.device)
 
     def finish(self) -> None:
-        """Hand over what only the module's own code can load."""
+        """Load the rest by the module's own code: `load_state_dict` or `set_extra_state`."""
         live = self._live
         if live.is_opaque:
             raw = self._with_versions(
@@ -366,7 +368,7 @@ class ModulePlan:
                 live.extras[name].set_extra_state(value)
 
     def _with_versions(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """The state dict with the versions that a module's code may look at."""
+        """Add the versions that a module's code may read to a state dict."""
         if self._live.versions is None:
             return raw
         known = {path: self._live.versions.get(path, 1) for path in self._live.of_torch}
@@ -379,7 +381,7 @@ class ModulePlan:
 
 
 def _renamed_versions(stored: Mapping[str, int], renamed: Mapping[str, str]) -> dict[str, int]:
-    """Versions under the live paths, for submodules whose leaves were renamed."""
+    """Convert versions to live paths, for submodules whose leaves were renamed."""
     versions = dict(stored)
     for old, new in renamed.items():
         old_home, new_home = old.rpartition(".")[0], new.rpartition(".")[0]

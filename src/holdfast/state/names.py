@@ -1,4 +1,4 @@
-"""What things are called: wrappers taken off modules, and parameters named once for all.
+"""Names of leaves and parameters, without the parts that wrappers of modules add.
 
 torch.compile, activation checkpointing and data parallelism put a part into every name; a
 checkpoint must fit the same model with and without them.
@@ -18,7 +18,7 @@ _PARALLEL = (DataParallel, DistributedDataParallel)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside torch.compile's and data parallelism's wrappers."""
+    """Return the module inside wrappers of torch.compile and data parallelism."""
     while True:
         # Compared by name: importing the class would import all of dynamo.
         if type(module).__name__ == "OptimizedModule":
@@ -31,13 +31,13 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cleaner:
-    """Turns a module's raw names into names without the parts that wrappers add."""
+    """Converts a module's raw names to names without the parts that wrappers add."""
 
     parallel: frozenset[str]
     """Raw paths of the parallel wrappers inside the module; their child is called `module`."""
 
     def clean(self, raw: str) -> str:
-        """The name that the same leaf has in the model without wrappers."""
+        """Return the name of the same leaf in the model without wrappers."""
         if not self.parallel and "_orig_mod" not in raw and "_checkpoint_w" not in raw:
             return raw
         parts = raw.split(".")
@@ -51,7 +51,7 @@ class Cleaner:
 
 
 def cleaner_of(module: nn.Module) -> Cleaner:
-    """The cleaner for the names inside `module`, which was unwrapped before."""
+    """Make the cleaner for the names inside `module`, which was unwrapped before."""
     submodules = module.named_modules(remove_duplicate=False)
     wrappers = (name for name, inner in submodules if isinstance(inner, _PARALLEL))
     return Cleaner(parallel=frozenset(wrappers))
@@ -59,13 +59,13 @@ def cleaner_of(module: nn.Module) -> Cleaner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterNames:
-    """Where each parameter of the state's modules lives."""
+    """Component and name of each parameter of the state's modules."""
 
     homes: Mapping[int, tuple[str, str]]
     """id of the parameter -> (component, name inside it); of several names the first."""
 
     def home(self, parameter: Tensor) -> tuple[str, str] | None:
-        """(component, name) of a parameter, or None when no module of the state has it."""
+        """Return (component, name) of a parameter; None if no module of the state has it."""
         return self.homes.get(id(parameter))
 
 
@@ -81,17 +81,17 @@ def parameter_names(modules: Iterable[tuple[str, nn.Module]]) -> ParameterNames:
 
 
 def structure(wrapped: nn.Module) -> list[Any]:
-    """Submodules with their types and parameters: what the names of parameters follow from.
+    """List submodules with types and parameters, which decide the names of parameters.
 
     Equal for two calls only when all of it is the same. Holds no tensors.
     """
     module = unwrap(wrapped)
     if type(module).named_parameters is not nn.Module.named_parameters:
         return [object()]  # names of its own making
-    found: list[Any] = []
+    outline: list[Any] = []
     for raw, inner in module.named_modules(remove_duplicate=False):
         parameters = inner._parameters
         if not isinstance(parameters, dict):
             return [object()]  # a scripted module's are made anew each time
-        found += (raw, type(inner), *parameters, *map(id, parameters.values()))
-    return found
+        outline += (raw, type(inner), *parameters, *map(id, parameters.values()))
+    return outline

@@ -1,4 +1,4 @@
-"""torch optimizers: state by parameter name, read from and written to `optimizer.state` itself.
+"""Optimizers of torch: state by parameter name, in and out of `optimizer.state` directly.
 
 `Optimizer.load_state_dict` casts moments to the parameter's type and matches by position, so it
 is not used; neither is anything that fires hooks or moves a step.
@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from holdfast.errors import FormatError
-from holdfast.format.objects import Document, TensorRef
+from holdfast.format.objects import TensorRef, TreeDocument
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.state import enumerations
 from holdfast.state.leaves import Leaves, refusal
-from holdfast.state.merge import Claims, Merge, Place
+from holdfast.state.merge import Claims, Merge, Placement
 from holdfast.state.names import ParameterNames
 from holdfast.state.problems import Problems, Wishes
 from holdfast.state.trees import Skeleton, encoded, keys_in, nodes_in, owned
@@ -35,7 +35,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveOptimizer:
-    """An optimizer with its parameters named."""
+    """A live optimizer with its parameters named."""
 
     optimizer: Optimizer
 
@@ -50,7 +50,7 @@ class LiveOptimizer:
 
 
 def inspect(optimizer: Optimizer, names: ParameterNames) -> LiveOptimizer:
-    """Name every parameter of `optimizer`; adds nothing to its state."""
+    """Name every parameter of `optimizer`, without changing its state."""
     homes = [
         [names.home(parameter) for parameter in group["params"]] for group in optimizer.param_groups
     ]
@@ -58,12 +58,12 @@ def inspect(optimizer: Optimizer, names: ParameterNames) -> LiveOptimizer:
     parameters: dict[str, Tensor] = {}
     groups: list[tuple[str, ...]] = []
     for g, group in enumerate(optimizer.param_groups):
-        here = []
+        group_names = []
         for i, parameter in enumerate(group["params"]):
             name = _unique(_name(homes[g][i], g, i, len(modules) > 1), parameters)
             parameters[name] = parameter
-            here.append(name)
-        groups.append(tuple(here))
+            group_names.append(name)
+        groups.append(tuple(group_names))
     return LiveOptimizer(
         optimizer=optimizer, groups=tuple(groups), parameters=parameters, modules=modules
     )
@@ -84,12 +84,12 @@ def _unique(wanted: str, taken: Mapping[str, Any]) -> str:
 
 
 def slot_path(path: str) -> str:
-    """`<parameter>.<slot>` for a path in the optimizer's tree."""
+    """Convert a path in the optimizer's tree to `<parameter>.<slot>`."""
     return path.removeprefix("slots.")
 
 
 class Naming:
-    """Names the parameters of one optimizer again and again."""
+    """Names the parameters of one optimizer repeatedly, with a cache."""
 
     def __init__(self) -> None:
         self._names: ParameterNames | None = None
@@ -99,7 +99,7 @@ class Naming:
         self._modules: tuple[str, ...] = ()
 
     def of(self, optimizer: Optimizer, names: ParameterNames) -> LiveOptimizer:
-        """As `inspect`, with what it found before where the parameters are the same."""
+        """Name the parameters as `inspect` does; cached while they are the same."""
         ids = [list(map(id, group["params"])) for group in optimizer.param_groups]
         if self._names is not names or ids != self._ids:
             live = inspect(optimizer, names)
@@ -119,18 +119,18 @@ _SHAPE_AND_DEVICE = attrgetter("shape", "device")
 
 
 def stamp(live: LiveOptimizer) -> tuple[Any, ...]:
-    """What an optimizer's tree follows from beside its options and slots."""
+    """Return what decides an optimizer's tree beside its options and slots."""
     where = list(map(_SHAPE_AND_DEVICE, live.parameters.values()))
     return (type(live.optimizer).__name__, live.groups, live.modules, where)
 
 
 def options_and_slots(live: LiveOptimizer) -> dict[str, Any] | None:
-    """The two members of the tree that change; None where there is more than slots."""
+    """Return the two members of the tree that change; None if there is state beside slots."""
     state = live.optimizer.state
     # By their ids: torch hashes a tensor in Python, and there are many.
-    found = dict(zip(map(id, state), state.values(), strict=True))
+    by_id = dict(zip(map(id, state), state.values(), strict=True))
     ids = zip(live.parameters, map(id, live.parameters.values()), strict=True)
-    slots = {name: found[number] for name, number in ids if number in found}
+    slots = {name: by_id[number] for name, number in ids if number in by_id}
     if len(slots) != len(state):
         return None
     return {_GROUPS: _options(live.optimizer), "slots": slots}
@@ -143,8 +143,8 @@ def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def capture_optimizer(live: LiveOptimizer, leaves: Leaves) -> Document | None:
-    """The tree of an optimizer (see `_Stored`)."""
+def capture_optimizer(live: LiveOptimizer, leaves: Leaves) -> TreeDocument | None:
+    """Encode the tree of an optimizer (see `_StoredOptimizer`)."""
     slots, extra = _state_by_name(live, leaves)
     tree = {
         "type": type(live.optimizer).__name__,
@@ -160,13 +160,13 @@ def capture_optimizer(live: LiveOptimizer, leaves: Leaves) -> Document | None:
 
 
 def stepped(live: LiveOptimizer, leaves: Leaves) -> frozenset[str]:
-    """Keys of the captured tensors that are slots, and nothing else, of this optimizer."""
+    """Keys of the captured tensors that are only slots of this optimizer."""
     state: dict[Any, Any] = live.optimizer.state
     slots = {
         id(value)
-        for key, found in state.items()
-        if isinstance(key, Tensor) and isinstance(found, dict)
-        for value in found.values()
+        for key, of_parameter in state.items()
+        if isinstance(key, Tensor) and isinstance(of_parameter, dict)
+        for value in of_parameter.values()
         if isinstance(value, Tensor)
     }
     extra = [value for key, value in state.items() if isinstance(key, str)]
@@ -180,23 +180,23 @@ def stepped(live: LiveOptimizer, leaves: Leaves) -> frozenset[str]:
 
 def _state_by_name(live: LiveOptimizer, leaves: Leaves) -> tuple[dict[str, Any], dict[str, Any]]:
     by_id = {id(parameter): name for name, parameter in live.parameters.items()}
-    found: dict[str, Any] = {}
+    slots: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     state: dict[Any, Any] = live.optimizer.state
     for key, value in state.items():
         if isinstance(key, str):
             extra[key] = value
         elif id(key) in by_id:
-            found[by_id[id(key)]] = value
+            slots[by_id[id(key)]] = value
         else:
             shown = f"a tensor {list(key.shape)}" if isinstance(key, Tensor) else repr(key)[:80]
             leaves.refuse("state", f"state of {shown}, which is in no parameter group")
-    return {name: found[name] for name in live.parameters if name in found}, extra
+    return {name: slots[name] for name in live.parameters if name in slots}, extra
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Stored:
-    """The members of a stored optimizer's tree, checked."""
+class _StoredOptimizer:
+    """Checked members of a stored optimizer's tree."""
 
     type: str
     modules: list[str]
@@ -208,7 +208,7 @@ class _Stored:
     extra: dict[str, Any]
 
 
-def _parse(tree: Any, what: str) -> _Stored:
+def _parse(tree: Any, what: str) -> _StoredOptimizer:
     expected = {
         "type": str,
         "modules": list,
@@ -225,7 +225,7 @@ def _parse(tree: Any, what: str) -> _Stored:
     for name, kind in expected.items():
         if not isinstance(members[name], kind):
             raise FormatError(f"{what}: {name} is not a {kind.__name__}")
-    stored = _Stored(**members)
+    stored = _StoredOptimizer(**members)
     names = [name for group in stored.groups for name in _checked_names(group, what)]
     fits = len(set(names)) == len(names) and stored.shapes.keys() == set(names)
     groups_fit = len(stored.param_groups) == len(stored.groups)
@@ -240,7 +240,7 @@ def check_tree(tree: Any, what: str) -> None:
     """Check that a decoded tree is that of an optimizer.
 
     Raises:
-        FormatError: it is not.
+        FormatError: the tree is not that of an optimizer.
     """
     _parse(tree, what)
 
@@ -252,20 +252,20 @@ def _checked_names(group: Any, what: str) -> list[str]:
 
 
 class _Beside:
-    """Like a parameter, where the stored tensor was beside it; else on the CPU."""
+    """Placement on the parameter's device if the stored tensor was beside it; else on the CPU."""
 
     def __init__(self, parameter: Tensor, is_beside: Callable[[TensorRef], bool]) -> None:
         self._parameter = parameter
         self._is_beside = is_beside
 
     def device(self, ref: TensorRef) -> torch.device:
-        """The parameter's device or the CPU."""
+        """Return the parameter's device or the CPU."""
         return self._parameter.device if self._is_beside(ref) else _CPU
 
     def make(self, ref: TensorRef, stored: Tensor) -> Tensor:
-        """With the parameter's strides where the shape is its own.
+        """Make the tensor, with the parameter's strides if it has the parameter's shape.
 
-        Fused kernels pair elements by their place in memory, whatever the strides say.
+        Fused kernels pair elements by their position in memory, whatever the strides say.
         """
         parameter, device = self._parameter, self.device(ref)
         if stored.shape != parameter.shape or parameter.is_contiguous():
@@ -275,7 +275,7 @@ class _Beside:
 
 
 class OptimizerPlan:
-    """A checked load into one optimizer."""
+    """A load into one optimizer: checks, then changes its groups and state."""
 
     turn = 0
 
@@ -285,7 +285,7 @@ class OptimizerPlan:
         self._component = component
         self._live = live
         self._specs = specs
-        self._stored: _Stored
+        self._stored: _StoredOptimizer
         self._wishes: Wishes
         self._new_names: dict[str, str] = {}
         self._common: dict[str, str] = {}
@@ -293,7 +293,7 @@ class OptimizerPlan:
         self._merge: Merge
 
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
-        """Match parameters and groups by name; note what does not fit."""
+        """Match parameters and groups by name; record what does not fit."""
         self._wishes = wishes
         optimizer = self._live.optimizer
         live_values = [optimizer.param_groups, list(optimizer.state.values())]
@@ -304,7 +304,7 @@ class OptimizerPlan:
         self._match_names(problems)
         self._match_groups(problems)
         self._check_options(problems)
-        self._ask_about_all()
+        self._count_all_leaves()
         self._check_fused(problems)
         for name, old in self._common.items():
             live, kept = list(self._live.parameters[name].shape), stored.shapes[old]
@@ -323,7 +323,7 @@ class OptimizerPlan:
         (problems.other if self._wishes.strict else problems.notes).append(sentence)
 
     def _renamed(self, wishes: Wishes) -> dict[str, str]:
-        """Stored name -> live name; a prefix is no part of what is renamed."""
+        """Map stored names to live ones; component prefixes are not renamed."""
         prefixes = self._stored.modules if len(self._stored.modules) > 1 else []
         by_prefix: dict[str, list[str]] = {}
         for name in self._stored.shapes:
@@ -352,19 +352,19 @@ class OptimizerPlan:
                 problems.missing.append(f"{component}.{name}")
 
     def _match_groups(self, problems: Problems) -> None:
-        """Pair the groups that hold the same parameters, of those that both sides have."""
+        """Pair stored and live groups by the parameters that both sides have."""
         both = self._live.parameters.keys() & set(self._new_names.values())
         waiting: dict[frozenset[str], list[int]] = {}
         for g, names in enumerate(self._stored.groups):
-            here = frozenset(self._new_names[name] for name in names) & both
-            if here or not names:
-                waiting.setdefault(here, []).append(g)
+            shared = frozenset(self._new_names[name] for name in names) & both
+            if shared or not names:
+                waiting.setdefault(shared, []).append(g)
         for g, live_names in enumerate(self._live.groups):
-            here = frozenset(live_names) & both
-            same = waiting.get(here) if here or not live_names else None
+            shared = frozenset(live_names) & both
+            same = waiting.get(shared) if shared or not live_names else None
             if same:
                 self._groups.append((g, same.pop(0)))
-            elif here:
+            elif shared:
                 problems.other.append(_regrouped(self._component, g, live_names))
             elif not live_names:
                 problems.other.append(f"{self._component}: live group {g} is not in the checkpoint")
@@ -372,7 +372,7 @@ class OptimizerPlan:
             problems.other.append(f"{self._component}: a stored group without parameters")
 
     def _check_options(self, problems: Problems) -> None:
-        """A tensor option, such as a learning rate, is copied into: it must fit."""
+        """Check tensor options, such as a learning rate, which are copied into and must fit."""
         for live_index, old in self._groups:
             group = self._live.optimizer.param_groups[live_index]
             for key, value in self._stored.param_groups[old].items():
@@ -387,7 +387,7 @@ class OptimizerPlan:
                     problems.other.append(f"{self._component}.{path}: live it is a tensor")
 
     def _check_fused(self, problems: Problems) -> None:
-        """A fused kernel reads and writes as much of a slot as its parameter has, unchecked."""
+        """Check slots of fused kernels, which access them at the parameter's size unchecked."""
         options = self._stored_options()
         live_fused = {
             name
@@ -425,7 +425,7 @@ class OptimizerPlan:
         return keys_in(wanted)
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
-        """Work out every change, and make the tensors that are new; nothing live changes."""
+        """Plan every change, and make new tensors; nothing live changes."""
         merge = self._merge = Merge(tensors, self._specs, claims, self._component)
         options = self._stored_options()
         for name, old in self._common.items():
@@ -435,11 +435,11 @@ class OptimizerPlan:
         self._merge_extra(merge)
 
     def apply(self) -> None:
-        """Do what was worked out."""
+        """Make the planned changes."""
         self._merge.commit()
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """No-op: `apply` has done everything."""
 
     def _stored_options(self) -> dict[str, dict[str, Any]]:
         return {
@@ -474,8 +474,8 @@ class OptimizerPlan:
             return {}
         return {slot: value for slot, value in live.items() if self._leaves_slot(name, old, slot)}
 
-    def _ask_about_all(self) -> None:
-        """Ask about every leaf now, so that an entry that matches nothing is found."""
+    def _count_all_leaves(self) -> None:
+        """Match every leaf with the selection now, so that unmatched entries are known."""
         if not self._wishes.selection.is_partial(self._component):
             return
         for name, old in self._common.items():
@@ -486,14 +486,14 @@ class OptimizerPlan:
                 self._leaves(f"extra.{key}")
 
     def _slots(self, name: str, old: str) -> list[Any]:
-        """The slots of a parameter, stored and live ones."""
+        """Names of a parameter's slots, stored and live ones."""
         stored = self._stored.slots.get(old)
         parameter = self._live.parameters.get(name)
         live = None if parameter is None else self._live.optimizer.state.get(parameter)
         return [slot for slots in (stored, live) if isinstance(slots, dict) for slot in slots]
 
     def _leaves_parameter(self, name: str, old: str) -> bool:
-        """Whether nothing of a parameter's state is wanted."""
+        """Whether the selection leaves all of a parameter's state alone."""
         selection, component = self._wishes.selection, self._component
         is_skipped = selection.skips(component, name) or selection.skips(component, old)
         slots = [] if is_skipped else self._slots(name, old)
@@ -506,11 +506,11 @@ class OptimizerPlan:
     def _leaves(self, *paths: str) -> bool:
         return self._wishes.selection.leaves(self._component, *paths)
 
-    def _place(self, old: str, slot: Any, parameter: Tensor, options: dict[str, Any]) -> Place:
-        """Where a slot is made that does not exist yet.
+    def _place(self, old: str, slot: Any, parameter: Tensor, options: dict[str, Any]) -> Placement:
+        """Return the placement of a slot that does not exist yet.
 
-        Beside its parameter if it was saved from there, else on the CPU. `step` alone has a
-        rule of torch's own: the two flags say that a kernel reads it on the device.
+        On its parameter's device if it was saved from there, else on the CPU. `step` has a rule
+        of torch's own: two flags mean that a kernel reads it on the device.
         """
         home = self._stored.devices.get(old, "cpu")
         if slot != "step":

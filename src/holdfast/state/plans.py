@@ -1,7 +1,7 @@
-"""Checked loads into generators, plain trees and foreign objects.
+"""Loads into generators, plain trees and foreign objects.
 
-Each plan has the same four moments: `check` finds what does not fit, `prepare` makes everything
-new, `apply` changes leaves and cannot fail, `finish` runs what may.
+Each plan has four stages: `check` finds what does not fit, `prepare` makes new objects, `apply`
+changes leaves and cannot fail, `finish` runs code that may.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from holdfast.state.trees import Lifting, Skeleton, keys_in
 from holdfast.state.unread import Fetching, Stored
 
 
-class Plan(Protocol):
-    """One component's load."""
+class LoadPlan(Protocol):
+    """The load of one component, in stages."""
 
     @property
     def turn(self) -> int:
-        """When `finish` runs: 0 foreign code, 1 generators, 2 the global generators."""
+        """Order of `finish`: 0 foreign code, 1 generators, 2 the global generators."""
         ...
 
     @property
@@ -38,11 +38,11 @@ class Plan(Protocol):
         ...
 
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
-        """Note everything that does not fit; nothing live changes."""
+        """Record everything that does not fit; nothing live changes."""
         ...
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
-        """Make everything that is new; nothing live changes."""
+        """Make all new objects; nothing live changes."""
         ...
 
     def apply(self) -> None:
@@ -50,12 +50,12 @@ class Plan(Protocol):
         ...
 
     def finish(self) -> None:
-        """Run what may fail or must come last."""
+        """Run code that may fail or must come last."""
         ...
 
 
 class TreePlan:
-    """A dict or list becomes what was stored, in place."""
+    """A load into a plain dict or list, in place."""
 
     turn = 0
 
@@ -87,20 +87,20 @@ class TreePlan:
         return keys_in(self._stored)
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
-        """Work out every change."""
+        """Plan every change."""
         self._merge = Merge(tensors, self._specs, claims, self._component)
         self._merge.refill(self._live, self._stored)
 
     def apply(self) -> None:
-        """Do what was worked out."""
+        """Make the planned changes."""
         self._merge.commit()
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """No-op: `apply` has done everything."""
 
 
 def _compare_keys(component: str, stored: Any, live: Any, problems: Problems) -> None:
-    """Note keys that only one of two dicts has; an empty live dict takes any."""
+    """Record keys that only one of two dicts has; an empty live dict takes any."""
     if not (isinstance(stored, dict) and isinstance(live, dict) and live):
         return
     if removed := [key for key in live if key not in stored]:
@@ -115,7 +115,7 @@ def _named(keys: list[Any]) -> str:
 
 
 class ObjectPlan:
-    """An object gets its stored state_dict back; only it knows what that does."""
+    """A load into an object by its own `load_state_dict`."""
 
     turn = 0
 
@@ -156,23 +156,23 @@ class ObjectPlan:
         return keys_in(self._stored)
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
-        """Make the whole state_dict; an object that can tell whether it fits is asked now."""
+        """Make the whole state_dict; call the object's `check_state_dict`, if it has one."""
         self._value = Lifting(Fetching(tensors)).lift_tree(self._stored)
         check = getattr(self._live, "check_state_dict", None)
         if self._is_wanted and callable(check):
             check(self._value)
 
     def apply(self) -> None:
-        """Nothing of ours is in there."""
+        """No-op: only the object's own code changes it."""
 
     def finish(self) -> None:
-        """Hand the state over, if anything of it is wanted."""
+        """Call `load_state_dict`, if anything of the state is selected."""
         if self._is_wanted:
             self._live.load_state_dict(self._value)
 
 
 class GeneratorPlan:
-    """One generator gets its stored state."""
+    """A load into one generator."""
 
     def __init__(
         self, component: str, live: Any, specs: Mapping[str, TensorSpec], *, turn: int = 1
@@ -185,7 +185,7 @@ class GeneratorPlan:
         self._members: Any = None
 
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
-        """The stored state must be of the same kind and length."""
+        """Check that the stored state is of the same kind and length."""
         if not isinstance(skeleton.value, GeneratorState):
             raise FormatError(f"{self._component}: not the state of a generator")
         self._node = skeleton.value
@@ -201,7 +201,7 @@ class GeneratorPlan:
         return keys_in(self._node)
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
-        """Try the state on a generator of no consequence."""
+        """Try the state on a scratch generator."""
         self._members = Lifting(Fetching(tensors)).members(self._node.members)
         try:
             generators.write(generators.scratch(self._live), self._members)
@@ -210,7 +210,7 @@ class GeneratorPlan:
             raise FormatError(f"{what}: {err}") from err
 
     def apply(self) -> None:
-        """Generators come last."""
+        """No-op: generators are set in `finish`."""
 
     def finish(self) -> None:
         """Set the state."""
@@ -218,7 +218,7 @@ class GeneratorPlan:
 
 
 class RngPlan:
-    """The global generators: those that were stored and are present here."""
+    """A load into the global generators that were stored and exist in this process."""
 
     turn = 2
 
@@ -227,13 +227,13 @@ class RngPlan:
         self._plans: list[GeneratorPlan] = []
 
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
-        """Check each stored generator; note those that are not here and other versions."""
+        """Check each stored generator; note those that do not exist here and other versions."""
         stored = skeleton.value
         if not isinstance(stored, dict):
             raise FormatError(f"{RNG}: not the tree of the global generators")
         globals_ = generators.global_generators(initialise=bool(stored.get("devices")))
-        live, here = _flat(globals_), _flat(stored)
-        for name, node in here.items():
+        live, nodes = _flat(globals_), _flat(stored)
+        for name, node in nodes.items():
             if wishes.selection.leaves(RNG, name):
                 continue
             if name not in live:
@@ -242,7 +242,7 @@ class RngPlan:
             plan = GeneratorPlan(f"{RNG}.{name}", live[name], self._specs, turn=self.turn)
             plan.check(Skeleton(value=node), wishes, problems)
             self._plans.append(plan)
-        for name in live.keys() - here.keys():
+        for name in live.keys() - nodes.keys():
             if not wishes.selection.leaves(RNG, name):
                 problems.notes.append(f"{RNG}.{name}: not in the checkpoint, left as it is")
         problems.notes += _other_versions(stored.get("versions"), globals_["versions"])
@@ -253,21 +253,21 @@ class RngPlan:
         return tuple(dict.fromkeys(key for plan in self._plans for key in plan.needed))
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
-        """Try every state."""
+        """Try every state on a scratch generator."""
         for plan in self._plans:
             plan.prepare(tensors, claims)
 
     def apply(self) -> None:
-        """Generators come last."""
+        """No-op: generators are set in `finish`."""
 
     def finish(self) -> None:
-        """Set them all."""
+        """Set the states of all generators."""
         for plan in self._plans:
             plan.finish()
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"torch": …, "devices.cuda.0": …}` of a tree of global generators, stored or live."""
+    """Flatten a tree of global generators: `{"torch": …, "devices.cuda.0": …}`."""
     flat = {name: tree[name] for name in ("python", "numpy", "torch") if name in tree}
     devices = tree.get("devices", {})
     for kind, states in devices.items() if isinstance(devices, dict) else ():

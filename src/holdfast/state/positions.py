@@ -1,4 +1,4 @@
-"""Checks for what a training's state may lack: the position in the data, and the optimizer.
+"""Checks for a training state that lacks the position in the data, or the optimizer.
 
 Knows no loader but torch's own; `holdfast.data` is above this package.
 """
@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, default_collate
 
 _NAMES = ("data", "loader", "sampler")
-"""A component with one of these in its name is the user's own way to keep a position."""
+"""Parts of component names that mark the user's own way to keep a position."""
 
 OUTSIDE = (
     "no component of the state is a position in the data: a resumed run gets its data from the "
@@ -33,7 +33,7 @@ NO_OPTIMIZER = (
 
 
 def lacks_optimizer(state: Mapping[str, Any]) -> bool:
-    """Whether a training has this state and nothing in it looks like an optimizer.
+    """Whether a state is that of a training, and nothing in it looks like an optimizer.
 
     A scheduler, a scaler or a position in data shows that it is a training. An object of another
     class that has `state_dict` may hold an optimizer.
@@ -53,10 +53,9 @@ def _is_position(value: Any) -> bool:
 
 
 def is_outside(state: Mapping[str, Any]) -> bool:
-    """Whether a training has this state and nothing in it looks like a position in data.
+    """Whether a state is that of a training, and nothing in it looks like a position in data.
 
-    What can be iterated over and has `state_dict` counts as a position, as does any component whose
-    name says so.
+    An iterable with `state_dict` counts as a position, as does any component whose name says so.
     """
     if not any(isinstance(value, Optimizer) for value in state.values()):
         return False
@@ -68,7 +67,7 @@ def is_outside(state: Mapping[str, Any]) -> bool:
 
 
 def in_place_of(loader: DataLoader[Any]) -> str:
-    """Why torch's own loader is no component, and the line to write instead."""
+    """Explain why torch's own loader is no component, and what to write instead."""
     why = "a torch DataLoader has no position, so a resumed run gets its data from the beginning"
     if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
         return (

@@ -1,4 +1,4 @@
-"""What stands between a stored state and the live one, and what the caller asked for."""
+"""Differences between a stored state and the live one, and the options of a load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 @dataclass(slots=True, kw_only=True)
 class Problems:
-    """Every finding of all components; raised together."""
+    """Problems of all components of a load, which are raised together."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -26,37 +26,37 @@ class Problems:
     wrong_dtype: list[str] = field(default_factory=list)
 
     other: list[str] = field(default_factory=list)
-    """Whole sentences that no leaf's name can say."""
+    """Problems in whole sentences, which are about more than a leaf."""
 
     offenders: list[tuple[str, str]] = field(default_factory=list)
     """Live leaves into which nothing can be loaded, with the reason."""
 
     notes: list[str] = field(default_factory=list)
-    """What was left out or cannot be exact, and is no reason to refuse."""
+    """Notes on what was left out or cannot be exact, and is no reason to refuse."""
 
     lost: list[str] = field(default_factory=list)
-    """Notes on live values that the load removes, of which a user has to be told."""
+    """Notes on live values that the load removes, which are logged as warnings."""
 
     def compare(
         self, path: str, spec: TensorSpec, live: Tensor, *, any_shape: bool = False
     ) -> None:
-        """Note a stored tensor that is of another shape or dtype than the live one."""
+        """Record a stored tensor whose shape or dtype differs from the live one."""
         if spec.shape != tuple(live.shape) and not any_shape:
-            stored, here = list(spec.shape), list(live.shape)
-            self.wrong_shape.append(f"{path}: stored {stored}, live {here}")
+            stored, expected = list(spec.shape), list(live.shape)
+            self.wrong_shape.append(f"{path}: stored {stored}, live {expected}")
         if spec.dtype != DTYPE_NAMES[live.dtype]:
-            here_name = DTYPE_NAMES[live.dtype]
-            self.wrong_dtype.append(f"{path}: stored {spec.dtype}, live {here_name}")
+            live_dtype = DTYPE_NAMES[live.dtype]
+            self.wrong_dtype.append(f"{path}: stored {spec.dtype}, live {live_dtype}")
 
     def tolerate(self) -> None:
-        """Turn what is missing or unexpected into notes."""
+        """Turn missing and unexpected leaves into notes."""
         self.notes += [f"{path}: not in the checkpoint, left as it is" for path in self.missing]
         self.notes += [f"{path}: in the checkpoint only, not loaded" for path in self.unexpected]
         self.missing.clear()
         self.unexpected.clear()
 
     def raise_if_any(self, where: str) -> None:
-        """Raise everything that was found.
+        """Raise all problems as one error, if there are any.
 
         Raises:
             UnsupportedState: live leaves that cannot be written.
@@ -76,7 +76,7 @@ class Problems:
             )
 
     def _hint(self) -> str:
-        """All other problems, and a `rename=` if the paths differ by one prefix only."""
+        """List other problems, and suggest a `rename=` if the paths differ by one prefix only."""
         others = ["and also:\n" + listing(self.other)] if self.other else []
         for prefix in _PREFIXES:
             for longer, shorter, rule in (
@@ -90,13 +90,13 @@ class Problems:
 
 
 def _without(path: str, prefix: str) -> str:
-    """A leaf path whose name, after the component, has lost this prefix."""
+    """Remove a prefix from the name in a leaf path, after the component."""
     component, _, name = path.partition(".")
     return f"{component}.{name.removeprefix(prefix)}"
 
 
 class Rename:
-    """Stored leaf path -> live leaf path, inside a component."""
+    """The `rename` option: stored leaf path -> live leaf path, inside a component."""
 
     def __init__(self, rule: Mapping[str, str] | Callable[[str], str] | None) -> None:
         self._table = rule if isinstance(rule, Mapping) else None
@@ -104,10 +104,10 @@ class Rename:
         self._unused = set(self._table or ())
 
     def apply(self, stored: Iterable[str], component: str) -> dict[str, str]:
-        """Stored name -> live name, for all names of one component.
+        """Map all stored names of one component to live names.
 
         Raises:
-            UsageError: two stored names become one, or the callable gave no text.
+            UsageError: two stored names become one, or the callable did not return text.
         """
         renamed = {name: self._one(name) for name in stored}
         if self._table is None and self._call is None:
@@ -125,7 +125,7 @@ class Rename:
         if self._call is not None:
             new = self._call(name)
             if not isinstance(new, str):
-                raise UsageError(f"rename({name!r}) gave {new!r}, not a name")
+                raise UsageError(f"rename({name!r}) returned {new!r}, not a name")
             return new
         if self._table is None:
             return name
@@ -133,7 +133,7 @@ class Rename:
         return self._table.get(name, name)
 
     def unmatched(self) -> list[str]:
-        """A sentence if entries of the mapping named nothing stored."""
+        """List a message if entries of the mapping match no stored name."""
         if not self._unused:
             return []
         return [f"rename: nothing stored is called {sorted(self._unused)}"]
@@ -141,7 +141,7 @@ class Rename:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """How the caller wants to load."""
+    """Options of the caller for a load."""
 
     strict: bool
     rename: Rename

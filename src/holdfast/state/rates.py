@@ -1,4 +1,4 @@
-"""Keeps the learning rates of new schedulers, which a loaded checkpoint lacks."""
+"""Preservation of the learning rates of new schedulers, which a loaded checkpoint lacks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OPTIONS = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_moment
 
 
 class Rates:
-    """The options of parameter groups that the schedulers of a state have set, as they are now."""
+    """Current options of parameter groups that the schedulers of a state have set."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._schedulers = {
@@ -44,10 +44,10 @@ class Rates:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: group[key] for key in _OPTIONS if key in group}
+    options = {key: group[key] for key in _OPTIONS if key in group}
     return {
         key: value.detach().clone() if isinstance(value, Tensor) else value
-        for key, value in found.items()
+        for key, value in options.items()
     }
 
 

@@ -1,9 +1,9 @@
-"""What the structure of a component decides, kept for as long as the structure stays the same.
+"""Cache of what the structure of a component decides, valid while the structure is the same.
 
 A state is captured many times and changes its structure hardly ever. A walk over the plain
-containers of a component finds its tensors and everything else that its tree says. Where all of
-that is as it was, names, specs and tree are as they were; numbers that changed are put into the
-tree. Anything that the walk does not know is captured anew.
+containers of a component finds its tensors and everything else in its tree. If all of that is
+unchanged, so are names, specs and tree; changed numbers are put into the tree. A component with
+anything that the walk does not support is captured anew.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.parameter import Parameter
 
 from holdfast.errors import UnsupportedState
 from holdfast.format.nodes import WRITERS
-from holdfast.format.objects import Document
+from holdfast.format.objects import TreeDocument
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.leaves import Leaves, identity, refusal
 
@@ -38,19 +38,19 @@ _LAYOUT = attrgetter("layout")
 _SHAPE = attrgetter("shape")
 _PLAIN = frozenset({torch.strided})
 
-_Place: TypeAlias = tuple[Any, Any]
+_NumberPlace: TypeAlias = tuple[Any, Any]
 T = TypeVar("T")
 
 
 class Irregular(Exception):
-    """Something that the walk does not know; it is captured as if for the first time."""
+    """The walk met a value that it does not support, so the component is captured anew."""
 
 
-class Walk:
-    """One pass over dicts, lists, tuples, plain values and tensors, in the order of the tree."""
+class TreeWalk:
+    """A walk over dicts, lists, tuples, plain values and tensors, in the order of the tree."""
 
     def __init__(self, value: Any) -> None:
-        """Raises `Irregular` where there is anything else."""
+        """Walk `value`; raises `Irregular` at any other value."""
         self.outline: list[Any] = []
         """Types, keys and texts; equal for values whose trees differ in numbers at most."""
         self.tensors: list[Tensor] = []
@@ -97,7 +97,7 @@ class Walk:
                 self._visit(value)
 
     def _visit_dicts_of_tensors(self, values: Sequence[dict[Any, Any]]) -> bool:
-        """As if each had been visited; False where there is more to them. Slots are many."""
+        """Visit many dicts of tensors, such as slots, at once; False if they hold other values."""
         ids = list(map(id, values))
         keys = list(map(tuple, values))
         tensors = list(chain.from_iterable(map(dict.values, values)))
@@ -112,7 +112,7 @@ class Walk:
         return True
 
     def _was_seen(self, value: Any) -> bool:
-        """Whether the container was met before, as `{"$same": …}` says in the tree."""
+        """Whether the container was visited before; the tree has `{"$same": …}` for it then."""
         number = self._seen.get(id(value))
         if number is None:
             self._seen[id(value)] = len(self._seen)
@@ -123,35 +123,37 @@ class Walk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recalled:
-    """What a component is now, without its having been captured anew."""
+    """A component as it is now, from the cache."""
 
     tree: bytes
     tensors: dict[str, Tensor]
     specs: tuple[TensorSpec, ...]
     may_overlap: frozenset[str]
     addresses: Sequence[int] | None
-    """See `CapturedComponent.addresses`."""
+    """Addresses as in `CapturedComponent`."""
 
 
 class Recollection:
-    """What one capture of a component found out. Holds none of its tensors."""
+    """Cached result of one capture of a component. Holds none of its tensors."""
 
     def __init__(
         self,
         value: Any,
         stamp: Any,
-        document: Document,
+        document: TreeDocument,
         leaves: Leaves,
         *,
         may_overlap: frozenset[str],
     ) -> None:
-        """`value` is what was walked, all of the tree or members of it in the tree's order, or a
-        list of tensors; `stamp` is whatever else decided the tree.
+        """Cache a capture.
+
+        `value` is what was walked: all of the tree or members of it in the tree's order, or a
+        list of tensors. `stamp` is whatever else decided the tree.
 
         Raises:
-            Irregular: a structure of which nothing can be kept.
+            Irregular: the structure cannot be cached.
         """
-        walk = Walk(value)
+        walk = TreeWalk(value)
         self._outline, self._stamp = _shared(walk.outline), stamp
         if any(tensor.is_complex() for tensor in walk.tensors):
             raise Irregular  # they may be conjugate views, and to ask all others takes its time
@@ -167,11 +169,11 @@ class Recollection:
             raise Irregular
 
     def recall(self, value: Any, stamp: Any) -> Recalled | None:
-        """The component as it is now; None where its structure is another one."""
+        """Return the component as it is now; None if its structure has changed."""
         if stamp != self._stamp:
             return None
         try:
-            walk = Walk(value)
+            walk = TreeWalk(value)
             if walk.outline != self._outline or not self._facts.hold(walk.tensors):
                 return None
             addresses = _addresses(walk.tensors)
@@ -192,13 +194,13 @@ class Recollection:
         )
 
     def _first_of_each(self, tensors: list[T]) -> list[T]:
-        """What belongs to tensors, without those that are the memory of an earlier one."""
+        """Drop items of tensors that share the memory of an earlier one."""
         if self._partition is None:
             return tensors
         return [tensors[i] for i, first in enumerate(self._partition) if i == first]
 
     def _takes(self, numbers: Sequence[bool | int | float]) -> bool:
-        """Put the numbers into the tree; False where they cannot be."""
+        """Put the numbers into the tree; False if the format cannot hold them."""
         # By their texts: -0.0 equals 0.0, and nan is not equal to itself.
         texts = list(map(repr, numbers))
         if texts == self._numbers:
@@ -215,26 +217,28 @@ class Recollection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Facts:
-    """All that a tensor's spec and node are made of, and all that could make it one that is
-    refused, by tensor; but where the tensors are and what is in them."""
+class _TensorFacts:
+    """Facts about tensors that decide their specs and nodes, and whether they are refused.
+
+    Addresses and values are not among them.
+    """
 
     strides: Sequence[Any] | None
-    """None: each is contiguous, so that its shape says it."""
+    """None: each tensor is contiguous, so its shape decides."""
     shapes: Sequence[Any]
     dtypes: Sequence[Any]
     devices: Sequence[Any] | None
-    """None: all are in host memory."""
+    """None: all tensors are in host memory."""
     grads: Sequence[Any] | None
-    """None: nobody asks for any."""
+    """None: no tensor requires grad."""
 
     @property
     def are_runs(self) -> bool:
-        """Whether each is a run of bytes in host memory."""
+        """Whether each tensor is a run of bytes in host memory."""
         return self.devices is None and self.strides is None
 
     def hold(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are those of `tensors`, of which there are as many."""
+        """Whether the facts hold for `tensors`, which are as many."""
         # One after the other, without a list: what is made for one takes the memory of the last,
         # which is in the processor's cache.
         try:
@@ -250,11 +254,11 @@ class _Facts:
             return False
 
 
-def _facts(tensors: Sequence[Tensor]) -> _Facts:
+def _facts(tensors: Sequence[Tensor]) -> _TensorFacts:
     if any(map(Tensor.is_neg, tensors)) or not _PLAIN.issuperset(map(_LAYOUT, tensors)):
         raise Irregular
     are_contiguous = all(map(Tensor.is_contiguous, tensors))
-    return _Facts(
+    return _TensorFacts(
         strides=None if are_contiguous else _shared(map(Tensor.stride, tensors)),
         shapes=_shared(map(_SHAPE, tensors)),
         dtypes=list(map(_DTYPE, tensors)),
@@ -280,7 +284,7 @@ def _grads(tensors: Sequence[Tensor]) -> list[Any] | None:
 
 
 def _shared(values: Iterable[Any]) -> list[Any]:
-    """The values, equal ones once: who compares with them has few to look at."""
+    """Replace equal values by one object, so that comparing them is fast."""
     seen: dict[Any, Any] = {}
     return [seen.setdefault(value, value) for value in values]
 
@@ -290,7 +294,7 @@ def _addresses(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _partition(tensors: Sequence[Tensor], places: Sequence[int]) -> list[int] | None:
-    """For each tensor the position of the first that is the same memory; None: all differ.
+    """Return for each tensor the position of the first with the same memory; None: all differ.
 
     `places` are their addresses.
     """
@@ -302,8 +306,8 @@ def _partition(tensors: Sequence[Tensor], places: Sequence[int]) -> list[int] | 
     return [first.setdefault(identity(tensor), i) for i, tensor in enumerate(tensors)]
 
 
-def _places(value: Any, node: Any, seen: set[int]) -> Iterator[_Place]:
-    """Where in the node the numbers of `value` stand, in the order of the walk."""
+def _places(value: Any, node: Any, seen: set[int]) -> Iterator[_NumberPlace]:
+    """Yield (container, key) of each number of `value` in the node, in the order of the walk."""
     seen.add(id(value))
     home = node["$tuple"] if type(value) is tuple else node
     if "$dict" in home:

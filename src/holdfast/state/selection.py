@@ -1,7 +1,7 @@
-"""Which leaves a caller means by `include` and `skip`: components, paths, prefixes, patterns.
+"""Matching of leaves with `include` and `skip`: components, paths, prefixes, patterns.
 
-A path is cut into segments at its dots. In an entry `*` stands for exactly one segment and `**`
-for any number of them; every other character means itself.
+A path is split into segments at its dots. In an entry `*` matches exactly one segment and `**`
+any number of them; every other character matches itself.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ _MAX_KEY_BITS = 2000
 
 
 def covers(pattern: Sequence[str], path: Sequence[str]) -> bool:
-    """Whether `pattern` names `path` or something above it, both cut into segments."""
-    at = here = 0
+    """Whether `pattern` matches `path` or an ancestor of it; both are lists of segments."""
+    at = position = 0
     resume: tuple[int, int] | None = None
     while at < len(pattern):
         if pattern[at] == _ANY:
             at += 1
-            resume = (at, here)
-        elif here < len(path) and pattern[at] in (_ONE, path[here]):
-            at, here = at + 1, here + 1
+            resume = (at, position)
+        elif position < len(path) and pattern[at] in (_ONE, path[position]):
+            at, position = at + 1, position + 1
         elif resume is not None and resume[1] < len(path):
             # The last `**` takes one segment more.
             resume = (resume[0], resume[1] + 1)
-            at, here = resume
+            at, position = resume
         else:
             return False
     return True
 
 
 def names_of_keys(keys: Iterable[Any]) -> dict[Any, str]:
-    """What the keys of one dict are called in paths, each otherwise than the others.
+    """Map the keys of one dict to unique names in paths.
 
-    Text is called as it is. Another key is called by its value, unless a text key has that name:
-    then by its type too, as `int(0)` beside the text `0`.
+    Text is its own name. The name of another key is its value, unless a text key has that name:
+    then its type is added, as `int(0)` beside the text `0`.
     """
     keys = list(keys)
     texts = {key for key in keys if type(key) is str}
@@ -63,10 +63,10 @@ def _shown(key: Any) -> str:
 
 
 def listed(entries: Iterable[str], argument: str) -> tuple[str, ...]:
-    """The names that a caller gave for `argument`, as a tuple.
+    """Convert the names that a caller gave for `argument` to a tuple.
 
     Raises:
-        UsageError: it is one text, which would count as its letters, or an entry is not text.
+        UsageError: the argument is a single text, or an entry is not text.
     """
     if isinstance(entries, str):
         hint = f"pass a collection of names, e.g. [{entries!r}]"
@@ -78,13 +78,13 @@ def listed(entries: Iterable[str], argument: str) -> tuple[str, ...]:
 
 
 class Entries:
-    """The entries of one argument, and which of them have named something."""
+    """Entries of one argument; remembers which of them have matched something."""
 
     def __init__(self, entries: Collection[str], argument: str) -> None:
-        """`argument`: what the caller calls it.
+        """`argument` is the name of the argument, for messages.
 
         Raises:
-            UsageError: it is one text, or not of text.
+            UsageError: `entries` is a single text, or an entry is not text.
         """
         entries = listed(entries, argument)
         self._argument = argument
@@ -95,31 +95,31 @@ class Entries:
         return bool(self._patterns)
 
     def cover(self, path: str) -> bool:
-        """Whether an entry names `path`, which begins with a component, or what is above it."""
+        """Whether an entry matches `path`, which begins with a component, or an ancestor of it."""
         if not self._patterns:
             return False
         segments = path.split(".")
-        found = [entry for entry, pattern in self._patterns.items() if covers(pattern, segments)]
-        for entry in found:
+        matching = [entry for entry, pattern in self._patterns.items() if covers(pattern, segments)]
+        for entry in matching:
             self._unused.pop(entry, None)
-        return bool(found)
+        return bool(matching)
 
     def reach(self, component: str) -> bool:
-        """Whether an entry may name something of this component, or the whole of it."""
+        """Whether an entry may match something in this component, or the whole of it."""
         return any(pattern[0] in (component, _ONE, _ANY) for pattern in self._patterns.values())
 
     def reach_inside(self, component: str) -> bool:
-        """Whether an entry may name something of this component and not the whole of it."""
+        """Whether an entry may match something in this component and not the whole of it."""
         return any(
             pattern[0] in (component, _ONE, _ANY) and not covers(pattern, [component])
             for pattern in self._patterns.values()
         )
 
     def unmatched(self, unseen: Collection[str]) -> list[str]:
-        """A sentence if there are entries that named nothing.
+        """List a message if there are entries that matched nothing.
 
-        `unseen`: components whose inside nobody looked at, so that nothing is known of entries
-        for them; nor of entries for what lies inside of what another one names.
+        `unseen`: components whose leaves were not matched, so entries for them are not reported;
+        nor are entries for leaves inside of what another entry matches.
         """
         used = [pattern for entry, pattern in self._patterns.items() if entry not in self._unused]
         lost = [
@@ -132,7 +132,7 @@ class Entries:
 
 
 class Selection:
-    """What is loaded: what `include` names, or everything, and of it what `skip` does not."""
+    """Selection of leaves to load: those in `include`, or all, without those in `skip`."""
 
     def __init__(self, *, include: Collection[str] = (), skip: Collection[str] = ()) -> None:
         self._include = Entries(include, "include")
@@ -140,20 +140,20 @@ class Selection:
         self._left: dict[str, dict[str, None]] = defaultdict(dict)
 
     def omits(self, component: str) -> bool:
-        """Whether the whole component is left alone, without a look inside."""
+        """Whether the whole component is left alone, as its name alone shows."""
         is_skipped = self._skip.cover(component)
         return is_skipped or (bool(self._include) and not self._include.reach(component))
 
     def is_partial(self, component: str) -> bool:
-        """Whether each leaf of the component must be asked about."""
+        """Whether each leaf of the component must be matched."""
         within = self._skip.reach_inside(component) or self._include.reach_inside(component)
         return within or not self.includes(component)
 
     def leaves(self, component: str, *names: str) -> bool:
-        """Whether a leaf is left alone; of its `names`, stored and live, any may be meant."""
+        """Whether a leaf is left alone; an entry may match any of its `names`, stored and live."""
         if not (self._include or self._skip):
             return False
-        # All are asked, not only the first that is named: every entry that names one is counted.
+        # All names are matched, not only the first: every entry that matches one is used.
         called = {*names} or {""}
         skipped = [self.skips(component, name) for name in called]
         included = [self.includes(component, name) for name in called]
@@ -163,21 +163,21 @@ class Selection:
         return False
 
     def skips(self, component: str, name: str = "") -> bool:
-        """Whether `skip` names a leaf or a container, or what is above it."""
+        """Whether `skip` matches a leaf or a container, or an ancestor of it."""
         return self._skip.cover(join(component, name) if name else component)
 
     def includes(self, component: str, name: str = "") -> bool:
-        """Whether `include` names a leaf or a container, or what is above it, or is not given."""
+        """Whether `include` is empty, or matches a leaf or a container, or an ancestor of it."""
         if not self._include:
             return True
         return self._include.cover(join(component, name) if name else component)
 
     def note_left(self, component: str, name: str) -> None:
-        """Remember what is left alone, for `notes`."""
+        """Record a leaf that is left alone, for `notes`."""
         self._left[component][name] = None
 
     def notes(self, components: Collection[str]) -> list[str]:
-        """One line for each of the components of which a part is left alone."""
+        """List the components of which a part is left alone, one line each."""
         return [
             f"{component}: left as it is, as asked: {_shortened([name or 'all' for name in left])}"
             for component, left in self._left.items()
@@ -185,7 +185,7 @@ class Selection:
         ]
 
     def unmatched(self, unseen: Collection[str]) -> list[str]:
-        """A sentence for each argument with entries that named nothing; see `Entries`."""
+        """List a message for each argument with entries that matched nothing."""
         return [*self._include.unmatched(unseen), *self._skip.unmatched(unseen)]
 
 

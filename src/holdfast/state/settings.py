@@ -1,4 +1,4 @@
-"""Settings of optimizers and schedulers that a load replaces by those of the checkpoint.
+"""Warnings about settings of optimizers and schedulers that a load replaces.
 
 A script that is run again with another learning rate does not get it, so a warning is logged.
 """
@@ -20,7 +20,7 @@ _PLAIN = (bool, int, float, str, tuple, list, Counter, type(None))
 
 
 class Settings:
-    """Settings of a state as they are now, to be compared after a load."""
+    """Current settings of a state, to be compared after a load."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._made = [
@@ -30,7 +30,7 @@ class Settings:
         ]
 
     def replaced(self) -> tuple[str, ...]:
-        """A sentence for each setting whose value has changed since."""
+        """List a message for each setting whose value has changed since."""
         return tuple(
             f"{path}: {made!r} here, {now!r} in the checkpoint, which is used"
             for path, owner, name, made in self._made
@@ -39,14 +39,14 @@ class Settings:
 
 
 def made_with(scheduler: LRScheduler, *, only_required: bool = False) -> frozenset[str]:
-    """Names of a scheduler's constructor arguments that it keeps as attributes."""
+    """List a scheduler's constructor arguments that it keeps as attributes."""
     arguments = inspect.signature(type(scheduler).__init__).parameters.values()
     names = {a.name for a in arguments if not only_required or a.default is a.empty}
     return frozenset(names.intersection(vars(scheduler)) - _NO_SETTINGS)
 
 
 def _settings(state: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """(path, owner, name) of each setting: `owner[name]` is its value."""
+    """Yield (path, owner, name) of each setting: `owner[name]` is its value."""
     moves_rates = any(isinstance(value, ReduceLROnPlateau) for value in state.values())
     for component, value in state.items():
         if isinstance(value, Optimizer):
@@ -62,7 +62,7 @@ def _settings(state: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
 
 
 def _options(group: Mapping[str, Any], moves_rates: bool) -> set[str]:
-    """Names of the options of a parameter group that no scheduler changes."""
+    """List the options of a parameter group that no scheduler changes."""
     moved = {"lr"} if moves_rates or "initial_lr" in group else set()
     if "max_momentum" in group:
         moved |= {"momentum", "betas"}
@@ -70,7 +70,7 @@ def _options(group: Mapping[str, Any], moves_rates: bool) -> set[str]:
 
 
 def _value(owner: Mapping[str, Any], name: str) -> Any:
-    """The current value of a setting; a copy if a load may change it in place."""
+    """Return the current value of a setting; a copy if a load may change it in place."""
     value = owner.get(name)
     if isinstance(value, Tensor):
         return value.tolist()

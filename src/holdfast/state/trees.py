@@ -1,6 +1,6 @@
-"""Values between the live program and the typed tree: lowering on save, lifting on load.
+"""Conversion between live values and typed trees: lowering on save, lifting on load.
 
-Knows tensors, arrays, dtypes, devices and generators. Containers are `format.objects`' matter.
+Handles tensors, arrays, dtypes, devices and generators. `format.objects` handles containers.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from holdfast.errors import FormatError, UnsupportedState
 from holdfast.format.objects import (
     ArrayRef,
     DeviceName,
-    Document,
     DtypeName,
     EnumValue,
     GeneratorState,
     Refused,
     SizeTuple,
     TensorRef,
+    TreeDocument,
     decode_beside,
     decode_tree,
     document,
@@ -40,18 +40,18 @@ from holdfast.state.positions import in_place_of
 
 
 def encode(tree: Any, leaves: Leaves, *, versions: Mapping[str, int] | None = None) -> bytes:
-    """The typed tree of `tree` as bytes; see `encoded`."""
-    found = encoded(tree, leaves, versions=versions)
-    return b"" if found is None else found.data
+    """Encode `tree` as bytes; empty where something cannot be saved (see `encoded`)."""
+    encoded_tree = encoded(tree, leaves, versions=versions)
+    return b"" if encoded_tree is None else encoded_tree.data
 
 
 def encoded(
     tree: Any, leaves: Leaves, *, versions: Mapping[str, int] | None = None
-) -> Document | None:
-    """The typed tree of `tree`; its tensors, and all that cannot be saved, go into `leaves`.
+) -> TreeDocument | None:
+    """Encode `tree`; its tensors, and values that cannot be saved, are added to `leaves`.
 
-    `versions` stand beside the tree of a module (see `Skeleton`). None where something cannot be
-    saved.
+    `versions` are stored beside the tree of a module (see `Skeleton`). None where something cannot
+    be saved.
     """
     lowering = _Lowering(leaves)
     beside = {_VERSIONS: versions} if versions else {}
@@ -63,14 +63,14 @@ def encoded(
         return None
 
 
-# What `document` calls the root when it has no name.
+# The name of the root in errors of `document`.
 _WHOLE = "the tree"
 _KEY, _DEVICE, _DTYPE = map(attrgetter, ("key", "device", "dtype"))
 _VERSIONS = "versions"
 
 
 class _Lowering:
-    """Maps what torch and numpy own to nodes of the tree."""
+    """Converts values of torch and numpy to nodes of the tree."""
 
     def __init__(self, leaves: Leaves) -> None:
         self._leaves = leaves
@@ -79,7 +79,7 @@ class _Lowering:
         self._alive: list[Any] = []
 
     def lower(self, value: Any, path: str) -> Any:
-        """The node for `value`, why there is none, or NotImplemented where it is not ours."""
+        """Return the node for `value`, why it is refused, or NotImplemented for other types."""
         if isinstance(value, Tensor):
             return _described(self._leaves.add(value, path), value)
         if isinstance(value, np.ndarray):
@@ -126,10 +126,10 @@ class _Lowering:
 
 
 def _described(ref: TensorRef | Refused, tensor: Tensor) -> TensorRef | Refused:
-    """`ref` with what the bytes of `tensor` do not tell."""
+    """Add grad flag, parameter flag and memory order of `tensor` to its reference."""
     if isinstance(ref, Refused):
         return ref
-    # A result with a graph behind it comes back as values: a leaf would be another thing.
+    # A tensor with a graph is restored without one, and must not become a leaf that requires grad.
     grad = tensor.requires_grad and tensor.is_leaf
     parameter = isinstance(tensor, Parameter)
     order = () if tensor.is_contiguous() else _memory_order(tensor)
@@ -139,10 +139,10 @@ def _described(ref: TensorRef | Refused, tensor: Tensor) -> TensorRef | Refused:
 
 
 def _memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """The dimensions by falling stride, where that is all there is to say; else empty."""
+    """Return the dimensions by falling stride, if dense and not row-major; else empty."""
     strides = tensor.stride()
     order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
-    # What has gaps, or repeats itself, comes back row-major.
+    # A tensor with gaps or overlaps is restored row-major.
     is_dense = tensor.permute(order).is_contiguous()
     return order if is_dense and order != tuple(range(tensor.dim())) else ()
 
@@ -172,16 +172,16 @@ class Skeleton:
     value: Any
 
     absent_devices: tuple[str, ...] = ()
-    """Devices that tensors were saved from and that are not here."""
+    """Devices that tensors were saved from and that this machine lacks."""
 
     has_enums: bool = False
-    """Whether there is an enumeration in it, anywhere."""
+    """Whether the tree has an enumeration anywhere."""
 
     versions: Mapping[str, int] = field(default_factory=dict)
     """Path of a submodule -> its `_version` when saved, where it was not 1."""
 
     def notes(self, component: str) -> list[str]:
-        """What a load without a live counterpart cannot restore."""
+        """List what a load without a live counterpart cannot restore."""
         return [
             f"{component}: saved from {device}, which is not here: on the CPU instead"
             for device in self.absent_devices
@@ -192,7 +192,7 @@ def decode_skeleton(data: bytes, specs: Mapping[str, TensorSpec], *, what: str) 
     """Decode a stored tree without its tensors and check every node in it.
 
     Raises:
-        FormatError: a key that is no tensor, or a dtype, device or generator unknown here.
+        FormatError: a key names no tensor, or a dtype, device or generator is unknown here.
     """
     checking = _Checking(specs, what)
     value = decode_tree(data, lift=checking.lift, lift_tensors=checking.lift_tensors, what=what)
@@ -216,7 +216,7 @@ def _versions(data: bytes, what: str) -> dict[str, int]:
 
 
 class _Checking:
-    """Lifts what needs no tensor, and checks the rest."""
+    """Lifts nodes that need no tensor, and checks the others."""
 
     def __init__(self, specs: Mapping[str, TensorSpec], what: str) -> None:
         self._specs = specs
@@ -239,10 +239,10 @@ class _Checking:
         return _lift_plain(node)
 
     def lift_tensors(self, refs: Sequence[TensorRef]) -> Sequence[TensorRef]:
-        """As `lift`, for many tensors."""
+        """Check many tensor nodes at once."""
         keys = [*map(_KEY, refs)]
-        are_there = keys == self._keys or self._specs.keys() >= {*keys}
-        if not (self._has_known_dtypes and are_there) or {*map(_DEVICE, refs)} != {"cpu"}:
+        have_specs = keys == self._keys or self._specs.keys() >= {*keys}
+        if not (self._has_known_dtypes and have_specs) or {*map(_DEVICE, refs)} != {"cpu"}:
             for ref in refs:
                 self.lift(ref)
         return refs
@@ -285,7 +285,7 @@ def _lift_plain(node: Any) -> Any:
 
 
 def revived(live: Any, stored: EnumValue) -> Any:
-    """The member of the live value's own class, or `stored` when that class has none such."""
+    """Return the member of the live value's class, or `stored` if that class has none such."""
     kind = type(live)
     if not isinstance(live, Enum) or type_name(kind) != stored.type:
         return stored
@@ -293,12 +293,12 @@ def revived(live: Any, stored: EnumValue) -> Any:
 
 
 def type_name(kind: type) -> str:
-    """How a class is written."""
+    """Return the name of a class in the format: "module:Name"."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def member_of(kind: type[Enum], stored: EnumValue) -> Any:
-    """The member of `kind` by its name, else by its value, or `stored` when there is none.
+    """Find the member of `kind` by its name, else by its value; `stored` if there is none.
 
     A combination of flags has no name of its own, or one that no table lists.
     """
@@ -330,7 +330,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 def nodes_in(value: Any) -> Iterator[Any]:
-    """Everything in a decoded tree, containers included, each container once."""
+    """Yield everything in a decoded tree, containers included, each container once."""
     seen: set[int] = set()
     waiting: list[Any] = [value]
     for item in waiting:  # which grows meanwhile
@@ -343,7 +343,7 @@ def nodes_in(value: Any) -> Iterator[Any]:
 
 
 def keys_in(value: Any) -> tuple[str, ...]:
-    """Keys of the tensors that a decoded tree names, those of generators too, each once."""
+    """List keys of the tensors of a decoded tree, including those of generators, each once."""
     if type(value) is dict and {*map(type, value.values())} == {TensorRef}:
         return tuple(dict.fromkeys(map(_KEY, value.values())))
     keys: dict[str, None] = {}
@@ -356,8 +356,8 @@ def keys_in(value: Any) -> tuple[str, ...]:
     return tuple(keys)
 
 
-class Kept:
-    """A live value in the place of a stored one, because the caller asked to leave it alone."""
+class LiveValue:
+    """A live value in place of a stored one, as the caller asked to leave it alone."""
 
     __slots__ = ("value",)
 
@@ -366,7 +366,7 @@ class Kept:
 
 
 class Lifting:
-    """Gives the nodes of a stored tree their bytes.
+    """Converts the nodes of a stored tree to live values.
 
     Tensors become new ones on the device they were saved from, or on the CPU where that is not
     present; the same key gives the same object. Generators become new ones in their state.
@@ -377,7 +377,7 @@ class Lifting:
         self._made: dict[str, Any] = {}
 
     def lift(self, node: Any) -> Any:
-        """The live value of a node."""
+        """Convert a node to its live value."""
         if isinstance(node, TensorRef):
             made = self._once(node.key, self._tensor, node)
             if not (node.grad or node.parameter):
@@ -388,10 +388,10 @@ class Lifting:
             return self._once("array:" + node.key, self._array, node)
         if isinstance(node, GeneratorState):
             return self.generator(node)
-        return node.value if isinstance(node, Kept) else _lift_plain(node)
+        return node.value if isinstance(node, LiveValue) else _lift_plain(node)
 
     def lift_tree(self, value: Any) -> Any:
-        """A copy of a decoded tree with every node lifted; what is shared stays shared."""
+        """Copy a decoded tree with every node lifted; shared containers stay shared."""
         is_container = isinstance(value, dict | list | tuple | set | frozenset)
         if is_container and not isinstance(value, Enum):
             return self._once(f"container:{id(value)}", self._container, value)
@@ -408,7 +408,7 @@ class Lifting:
         return type(value)(self.lift_tree(item) for item in value)
 
     def generator(self, node: GeneratorState) -> Any:
-        """A new generator in the stored state."""
+        """Make a new generator in the stored state."""
         made = generators.build(node)
         # Before it is written: NumPy takes positions outside of its state and then reads there.
         why = generators.misfit(made, node, self._specs_of(node))
@@ -430,7 +430,7 @@ class Lifting:
         }
 
     def members(self, value: Any) -> Any:
-        """A generator's members with their tensors and arrays in place."""
+        """Replace tensor and array nodes in a generator's members by their values."""
         if isinstance(value, Mapping):
             return {name: self.members(member) for name, member in value.items()}
         if isinstance(value, TensorRef):
@@ -451,7 +451,7 @@ class Lifting:
 
 
 def placed(stored: Tensor, ref: TensorRef, device: torch.device) -> Tensor:
-    """`stored` on `device` in memory of its own, its dimensions in their order of then.
+    """Copy `stored` to `device` in memory of its own, with the saved order of dimensions.
 
     Raises:
         FormatError: the node does not fit the tensor.
@@ -466,29 +466,31 @@ def placed(stored: Tensor, ref: TensorRef, device: torch.device) -> Tensor:
 
 
 def with_flags(tensor: Tensor, ref: TensorRef) -> Tensor:
-    """`tensor`, or a view of it that requires grad, or is a Parameter, as the stored one was."""
+    """Return `tensor`, or a view that requires grad or is a Parameter, as the saved one was."""
     if ref.parameter:
         return Parameter(tensor, requires_grad=ref.grad)
     return tensor.detach().requires_grad_() if ref.grad else tensor
 
 
 def check_fit(ref: TensorRef, stored: Tensor) -> None:
-    """Check a node against its tensor.
+    """Check the flags and the order of a node against its tensor.
 
     Raises:
-        FormatError: it says of the tensor what cannot be.
+        FormatError: the node does not fit the tensor.
     """
     if ref.grad and not (stored.is_floating_point() or stored.is_complex()):
         raise FormatError(f"{ref.key[:80]!r}: a tensor of {stored.dtype} cannot require grad")
     if ref.order and len(ref.order) != stored.dim():
-        raise FormatError(f"{ref.key[:80]!r}: an order of {len(ref.order)} dimensions is not its")
+        raise FormatError(
+            f"{ref.key[:80]!r}: an order of {len(ref.order)} dimensions does not fit it"
+        )
 
 
 def owned(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` on `device`, in memory of its own that torch would have allocated so.
+    """Copy `tensor` to `device`, unless it has aligned memory of its own there.
 
     A view into a read buffer is copied: it would keep the buffer alive, and kernels may round
-    otherwise on memory that is aligned otherwise.
+    differently on memory of another alignment.
     """
     if device.type != "cpu":
         return tensor.to(device)
@@ -497,10 +499,10 @@ def owned(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def device_named(name: str) -> torch.device:
-    """The torch device of a stored name.
+    """Parse a stored device name.
 
     Raises:
-        FormatError: torch does not know such a device.
+        FormatError: torch has no such device type.
     """
     try:
         return torch.device(name)
@@ -510,10 +512,10 @@ def device_named(name: str) -> torch.device:
 
 @lru_cache(maxsize=64)
 def present_device(name: str) -> torch.device:
-    """The device of that name, or the CPU when this machine does not have it.
+    """Return the device of a stored name, or the CPU if this machine lacks it.
 
     Raises:
-        FormatError: no device, or one that holds no data.
+        FormatError: the name is not a device, or one that holds no data.
     """
     if name == "cpu":
         return _CPU

@@ -1,7 +1,7 @@
-"""Stored tensors whose bytes are still where they were saved.
+"""Stored tensors that are not read yet.
 
-A load that copies into live tensors need not hold them all at once: it works with what is known of
-them, and the bytes come when there is a place for them.
+A load that copies into live tensors need not hold all stored ones at once: it plans with their
+specs, and reads the bytes straight into their destination.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from holdfast.format.tensors import TensorSpec
 from holdfast.state.dtypes import TORCH_DTYPES
 
 
-class Source(Protocol):
-    """Where the bytes of unread tensors come from."""
+class TensorSource(Protocol):
+    """Reader of the bytes of unread tensors."""
 
     def copy(self, pairs: Sequence[tuple[Tensor, Unread]]) -> None:
         """Read the second of each pair into the first, which has its shape and dtype.
 
         Raises:
-            FormatError, StoreError: it cannot be read; the first ones are undefined then.
+            FormatError, StoreError: a tensor cannot be read; the first ones are undefined then.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Unread:
-    """A stored tensor that is yet to be read."""
+    """A stored tensor that is not read yet."""
 
-    source: Source = field(repr=False)
+    source: TensorSource = field(repr=False)
     spec: TensorSpec
     file: str
-    """The tensor file in which it lies."""
+    """The tensor file that holds it."""
     start: int
-    """Its first byte there, as if the file were stored plainly."""
+    """Its first byte in the file, as if that were stored plainly."""
     nbytes: int
 
     def empty(self, device: torch.device | str = "cpu") -> Tensor:
-        """A tensor of its dtype and shape; what is in it is undefined.
+        """Allocate a tensor of its dtype and shape, with undefined values.
 
         Raises:
-            OutOfMemory: the host has not the memory for it.
+            OutOfMemory: the host lacks the memory for it.
         """
         dtype = TORCH_DTYPES[self.spec.dtype]
         try:
@@ -57,15 +57,14 @@ class Unread:
             if torch.device(device).type != "cpu":
                 raise  # torch.OutOfMemoryError, which training loops know
             raise OutOfMemory(
-                f"{self.file}: {self.nbytes} bytes of memory for one tensor are not to be had: "
-                f"{error}"
+                f"{self.file}: {self.nbytes} bytes for one tensor cannot be allocated: {error}"
             ) from error
 
     def read(self) -> Tensor:
-        """Its values, in memory of their own on the CPU.
+        """Read the tensor into new memory on the CPU.
 
         Raises:
-            FormatError, StoreError: they cannot be read.
+            FormatError, StoreError: the tensor cannot be read.
         """
         values = self.empty()
         self.source.copy([(values, self)])
@@ -77,10 +76,10 @@ Stored: TypeAlias = Tensor | Unread
 
 
 def fetched(stored: Stored) -> Tensor:
-    """The values of a stored tensor, read now where they were not.
+    """Return a stored tensor in memory; reads it if it is unread.
 
     Raises:
-        FormatError, StoreError: they cannot be read.
+        FormatError, StoreError: the tensor cannot be read.
     """
     return stored.read() if isinstance(stored, Unread) else stored
 
@@ -88,32 +87,32 @@ def fetched(stored: Stored) -> Tensor:
 S_co = TypeVar("S_co", bound="Tensor | Unread", covariant=True)
 
 
-class Table(Mapping[str, S_co]):
-    """Many stored tensors by key, of which none is made before it is asked for."""
+class LazyTensors(Mapping[str, S_co]):
+    """Stored tensors by key, whose objects are made on access."""
 
     @abstractmethod
     def copy_into(
         self, live: Sequence[Tensor], keys: Sequence[str], *, is_all: bool
     ) -> list[tuple[Tensor, S_co]]:
-        """Copy those of these keys into plain live tensors (see `copying.are_plain`), which have
-        their shapes and dtypes, as far as that is done best for many at once; what is left.
+        """Copy tensors in bulk into plain live ones; returns the pairs that are left to copy.
 
-        `is_all` says that no others of the table are copied besides.
+        The live ones (see `copying.are_plain`) have the shapes and dtypes of those of `keys`.
+        `is_all`: no other tensors are copied in this load.
 
         Raises:
-            FormatError, StoreError: one cannot be read; the live ones are undefined then.
+            FormatError, StoreError: a tensor cannot be read; the live ones are undefined then.
         """
         ...
 
 
 class Fetching(Mapping[str, Tensor]):
-    """Stored tensors by key; each is read when it is asked for."""
+    """Stored tensors by key, each of which is read on access."""
 
     def __init__(self, tensors: Mapping[str, Stored]) -> None:
         self._tensors = tensors
 
     def __getitem__(self, key: str) -> Tensor:
-        """The values of one."""
+        """Return the values of one tensor."""
         return fetched(self._tensors[key])
 
     def __iter__(self) -> Iterator[str]:

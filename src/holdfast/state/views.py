@@ -1,7 +1,7 @@
-"""A stored component as a mapping from paths to values, from which nothing live can be reached.
+"""Views of stored components as mappings from paths to values, without access to live objects.
 
-The tree is decoded when it is first looked at; tensors stay nodes of it. What is read is a copy,
-what is assigned is copied at once.
+The tree is decoded at the first access; tensors stay nodes of it. Values that are read are copies,
+values that are assigned are copied at once.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _SLOTS, _GROUPS, _EXTRA = "slots", "param_groups", "extra"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """One component as it was captured, or as a checkpoint holds it."""
+class ViewSource:
+    """A component to view, as it was captured, or as a checkpoint holds it."""
 
     name: str
     kind: str
@@ -38,10 +38,10 @@ class Source:
     """The typed tree."""
 
     specs: Mapping[str, TensorSpec]
-    """Key -> what the tensor is."""
+    """Key -> dtype and shape of the tensor."""
 
     fetch: Callable[[], Mapping[str, Tensor]]
-    """Gives the tensors by key; called when the first one is read."""
+    """Returns the tensors by key; called when the first one is read."""
 
     what: str
     """The tree's name, for messages."""
@@ -55,21 +55,21 @@ class Changed:
     """The typed tree."""
 
     specs: tuple[TensorSpec, ...]
-    """One for each tensor that the tree names, in its order."""
+    """Specs of the tensors that the tree names, in its order."""
 
     new: Mapping[str, Tensor]
     """The tensors that were assigned, by key; the others are the source's."""
 
 
 class ComponentView(MutableMapping[str, Any]):
-    """Path -> value for the leaves of one component.
+    """Mapping from paths to values of one component's leaves.
 
-    Iterating gives leaves: tensors, numbers, texts, tuples, sets, … A dict or a list can be read,
-    replaced and left out as a whole under its own path. Reading gives a copy. A value that is
-    assigned replaces what is there, or becomes a new key of the dict in which its path ends.
+    Iteration yields leaves: tensors, numbers, texts, tuples, sets, … A dict or a list can be read,
+    replaced and left out as a whole under its own path. Reading returns a copy. Assigning replaces
+    the value at the path, or adds a key to the dict in which the path ends.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ViewSource) -> None:
         self._source = source
         self._specs = dict(source.specs)
         self._new: dict[str, Tensor] = {}
@@ -81,10 +81,10 @@ class ComponentView(MutableMapping[str, Any]):
         self._is_changed = False
         self._is_open = True
 
-    # What a mapping can do
+    # The mapping
 
     def __getitem__(self, path: str) -> Any:
-        """A copy of what is at `path`; tensors are detached, on their device of then."""
+        """Return a copy of the value at `path`; tensors are detached, on their saved device."""
         container, key = self._place(path)
         return self._copy(container[key])
 
@@ -99,11 +99,11 @@ class ComponentView(MutableMapping[str, Any]):
         return path in self._opened()
 
     def __setitem__(self, path: str, value: Any) -> None:
-        """Replace what is at `path`, or add it; tied weights of a module change together.
+        """Replace the value at `path`, or add one; tied weights of a module change together.
 
         Raises:
-            UnsupportedState: the format has no place for such a value.
-            UsageError: nothing can be added there.
+            UnsupportedState: the format cannot hold such a value.
+            UsageError: nothing can be added at this path.
         """
         places = self._opened()
         place = places.get(path) or self._place_for_new(path)
@@ -121,7 +121,7 @@ class ComponentView(MutableMapping[str, Any]):
             self._has_shared = self._has_shared or _has_shared(new)
 
     def _follow(self, old: TensorRef, new: Any) -> None:
-        """Put `new` wherever else the tensor `old` was: one parameter has one value."""
+        """Replace tied uses of the tensor `old` by `new`: one parameter has one value."""
         for box, key in self._opened().values():
             tied = box[key]
             if isinstance(tied, TensorRef) and tied.key == old.key:
@@ -130,10 +130,10 @@ class ComponentView(MutableMapping[str, Any]):
                 self._uses.update(_refs_in({_WHOLE: new}))
 
     def __delitem__(self, path: str) -> None:
-        """Leave out what is at `path`.
+        """Leave out the value at `path`.
 
         Raises:
-            UsageError: it is one item of a list, or all that there is.
+            UsageError: the value is an item of a list, or the whole component.
         """
         container, key = self._place(path)
         if container is self._holder:
@@ -151,7 +151,7 @@ class ComponentView(MutableMapping[str, Any]):
     def __repr__(self) -> str:
         return f"<component {self._source.name}: {self._source.kind}>"
 
-    # What becomes of it
+    # The result
 
     @property
     def is_changed(self) -> bool:
@@ -159,14 +159,14 @@ class ComponentView(MutableMapping[str, Any]):
         return self._is_changed
 
     def close(self) -> None:
-        """Make it unusable: what is assigned from now on would be lost."""
+        """Make the view unusable, as later assignments would be lost."""
         self._is_open = False
 
     def changed(self) -> Changed:
-        """The component as it is now.
+        """Encode the component with all changes.
 
         Raises:
-            UnsupportedState: it became too large or too deep.
+            UnsupportedState: the component became too large or too deep.
         """
         source, (tree, skeleton) = self._source, self._decoded()
         leaves = Leaves(component=source.name)
@@ -187,11 +187,11 @@ class ComponentView(MutableMapping[str, Any]):
             new={key: self._new[key] for key in order if key in self._new},
         )
 
-    # Looking
+    # Decoding
 
     def _decoded(self) -> tuple[dict[str, Any], Skeleton]:
         if not self._is_open:
-            raise UsageError(f"{self._source.name}: a view is of use only inside its hook")
+            raise UsageError(f"{self._source.name}: a view can be used only inside its hook")
         if self._skeleton is None:
             source = self._source
             self._skeleton = decode_skeleton(source.tree, source.specs, what=source.what)
@@ -201,7 +201,7 @@ class ComponentView(MutableMapping[str, Any]):
         return self._holder, self._skeleton
 
     def _opened(self) -> dict[str, tuple[Any, Any]]:
-        """Path -> (container, key) of every leaf and container, in the order of the tree."""
+        """Map paths to (container, key) of every leaf and container, in the order of the tree."""
         holder, _ = self._decoded()
         if self._places is None:
             self._places = {}
@@ -209,7 +209,7 @@ class ComponentView(MutableMapping[str, Any]):
         return self._places
 
     def _look(self, holder: dict[str, Any]) -> None:
-        """Find all places."""
+        """Collect the paths of all leaves and containers."""
         whole = holder[_WHOLE]
         if isinstance(whole, dict | list):
             self._walk(whole, "")
@@ -223,19 +223,19 @@ class ComponentView(MutableMapping[str, Any]):
             else {i: str(i) for i in range(len(container))}
         )
         for key, name in names.items():
-            here = self._add(join(path, name), container, key)
+            unique = self._add(join(path, name), container, key)
             if isinstance(container[key], dict | list):
-                self._walk(container[key], here)
+                self._walk(container[key], unique)
 
     def _add(self, path: str, container: Any, key: Any) -> str:
         assert self._places is not None
-        here, number = path, 1
-        while here in self._places:
+        unique, number = path, 1
+        while unique in self._places:
             # Keys may have dots: {"a.b": 1, "a": {"b": 2}}.
             number += 1
-            here = f"{path}#{number}"
-        self._places[here] = (container, key)
-        return here
+            unique = f"{path}#{number}"
+        self._places[unique] = (container, key)
+        return unique
 
     def _place(self, path: str) -> tuple[Any, Any]:
         place = self._opened().get(path)
@@ -251,13 +251,13 @@ class ComponentView(MutableMapping[str, Any]):
     def _copy(self, value: Any) -> Any:
         keys = keys_in(value)
         tensors = {key: self._tensor(key).detach().clone() for key in keys}
-        return _Copying(tensors).lift_tree(value)
+        return _CopyForReading(tensors).lift_tree(value)
 
     def _tensor(self, key: str) -> Tensor:
         return self._new[key] if key in self._new else self._source.fetch()[key]
 
     def _adopted(self, path: str, value: Any, old: Any) -> Any:
-        """`value` as part of the tree, its tensors copied."""
+        """Convert `value` to a node of the tree, with copies of its tensors."""
         with self._freed(old), torch.no_grad():
             leaves = Leaves(
                 component=self._source.name,
@@ -278,7 +278,7 @@ class ComponentView(MutableMapping[str, Any]):
 
     @contextmanager
     def _freed(self, old: Any) -> Iterator[None]:
-        """For as long as it lasts, the key of a leaf that goes may be given anew."""
+        """Free the key of the replaced leaf `old` for reuse during the block."""
         is_alone = isinstance(old, TensorRef | ArrayRef) and self._uses[old.key] == 1
         kept = {old.key: self._specs.pop(old.key)} if is_alone else {}
         try:
@@ -287,7 +287,7 @@ class ComponentView(MutableMapping[str, Any]):
             self._specs.update(kept)
 
     def _release(self, old: Any) -> None:
-        """Forget a leaf that goes, and its tensor if nothing else names it."""
+        """Forget a leaf that was removed, and its tensor if nothing else names it."""
         if not isinstance(old, TensorRef | ArrayRef):
             return
         self._uses[old.key] -= 1
@@ -296,7 +296,7 @@ class ComponentView(MutableMapping[str, Any]):
             self._new.pop(old.key, None)
 
     def _as_before(self, node: Any, old: Any) -> Any:
-        """A tensor in the place of a tensor: where it was, and a parameter if that was one."""
+        """Give a new tensor the device of the one it replaces, and its flags."""
         if not isinstance(node, TensorRef):
             return node
         if self._source.kind == "module":
@@ -316,10 +316,12 @@ class ComponentView(MutableMapping[str, Any]):
     def _place_for_new(self, path: str) -> tuple[Any, Any]:
         container, name = self._parent(path)
         if not isinstance(container, dict):
-            raise UsageError(f"{self._at(path)}: nothing can be added there; assign the whole")
+            raise UsageError(
+                f"{self._at(path)}: nothing can be added to a list or leaf; assign the whole"
+            )
         if container and not any(type(key) is str for key in container):
             raise UsageError(
-                f"{self._at(path)}: the keys there are not text; assign the whole dict"
+                f"{self._at(path)}: the keys of this dict are not text; assign the whole dict"
             )
         has_dots = self._source.kind == "module" or any("." in str(key) for key in container)
         if "." in name and not has_dots:
@@ -327,7 +329,7 @@ class ComponentView(MutableMapping[str, Any]):
         return container, name
 
     def _parent(self, path: str) -> tuple[Any, str]:
-        """The innermost container on the way to `path`, and what is left of it."""
+        """Find the innermost existing container on `path`, and the rest of the path."""
         whole = self._decoded()[0][_WHOLE]
         if self._source.kind == "module":
             return whole, path
@@ -340,13 +342,13 @@ class ComponentView(MutableMapping[str, Any]):
 
 
 class OptimizerView(ComponentView):
-    """An optimizer: `<parameter>.<slot>`, `param_groups.<n>.<option>`, `extra.<name>`.
+    """View of an optimizer: `<parameter>.<slot>`, `param_groups.<n>.<option>`, `extra.<name>`.
 
     Leaving out a parameter leaves out its name too. A slot of its parameter's shape that gets
     another shape says that the parameter has it; then its other slots must follow.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ViewSource) -> None:
         super().__init__(source)
         self._shapes_before: dict[str, tuple[int, ...]] = {}
         self._is_checked = False
@@ -376,9 +378,10 @@ class OptimizerView(ComponentView):
         self._places = None
 
     def changed(self) -> Changed:
-        """See `ComponentView.changed`.
+        """Encode the component with all changes, checking the shapes of slots.
 
         Raises:
+            UnsupportedState: the component became too large or too deep.
             UsageError: some slots of a parameter got another shape and others did not.
         """
         for parameter, before in self._shapes_before.items():
@@ -415,7 +418,7 @@ class OptimizerView(ComponentView):
         return container, name
 
     def _parameter_of(self, path: str) -> str | None:
-        """The parameter whose slot is at `path`."""
+        """Return the parameter whose slot is at `path`."""
         parts = path.split(".")
         heads = (".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1))
         return next((head for head in heads if head in self._member("shapes")), None)
@@ -433,8 +436,8 @@ class OptimizerView(ComponentView):
         return tree[name]
 
 
-class _Copying(Lifting):
-    """Copies for reading: tensors without a wish for gradients, as they are data here."""
+class _CopyForReading(Lifting):
+    """Copies values for reading; tensors do not require grad."""
 
     def lift(self, node: Any) -> Any:
         if isinstance(node, TensorRef):
@@ -451,7 +454,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _has_shared(value: Any) -> bool:
-    """Whether a dict or list of a decoded tree can be reached in two ways."""
+    """Whether a dict or list of a decoded tree has several paths."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:
@@ -465,7 +468,7 @@ def _has_shared(value: Any) -> bool:
 
 
 def _refs_in(value: Any) -> Iterator[str]:
-    """The key of each tensor of a decoded tree, as often as it is named."""
+    """Yield the key of each tensor of a decoded tree, as often as it is named."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:

@@ -37,7 +37,7 @@ from holdfast.format.records import (
     Alive,
     Process,
     Retired,
-    Writer,
+    WriterRecord,
     encode_alive,
     encode_retired,
     encode_writer,
@@ -54,7 +54,7 @@ QUIET = Emitter(())
 def put_writer(store: Store, epoch: int, process: Process, **members: Any) -> None:
     """A claim by some process."""
     make_folder(store, layout.WRITERS)
-    record = Writer(
+    record = WriterRecord(
         epoch=epoch,
         nonce="0" * 32,
         **{"resumed_from": None, "rollback": False, "takeover": False, "created": ""} | members,

@@ -18,7 +18,7 @@ from holdfast.engine.staging.arena import Arena
 from holdfast.errors import CorruptData, FormatError
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.copying import LARGE_NBYTES
-from holdfast.state.unread import Table, Unread
+from holdfast.state.unread import LazyTensors, Unread
 from holdfast.store.local import LocalStore
 
 FILES = {"a": 4096 * 3, "b": 4096 * 2}
@@ -76,10 +76,10 @@ def parts() -> dict[str, Wanted]:
     }
 
 
-Make = Callable[[Files, dict[str, Wanted]], Table[Any]]
+Make = Callable[[Files, dict[str, Wanted]], LazyTensors[Any]]
 
 
-def read(files: Files, wanted: dict[str, Wanted]) -> Table[Any]:
+def read(files: Files, wanted: dict[str, Wanted]) -> LazyTensors[Any]:
     return ReadTensors([(part, files.arena(name)) for name, part in wanted.items()])
 
 

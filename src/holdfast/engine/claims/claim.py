@@ -39,7 +39,7 @@ from holdfast.format.manifest import Manifest, Reference
 from holdfast.format.records import (
     Alive,
     Closed,
-    Writer,
+    WriterRecord,
     decode_alive,
     decode_closed,
     decode_writer,
@@ -108,7 +108,7 @@ def check_owner(store: Store, *, takeover: bool, emit: Emitter, watch: Wait | No
     return epoch
 
 
-def is_held_here(owner: Writer, *, patience_s: float = 0.0) -> bool:
+def is_held_here(owner: WriterRecord, *, patience_s: float = 0.0) -> bool:
     """Whether a manager of this process, neither closed nor dropped, holds this claim.
 
     Waits `patience_s` seconds for one that may have been dropped.
@@ -123,7 +123,7 @@ def is_held_here(owner: Writer, *, patience_s: float = 0.0) -> bool:
     return owner.nonce in held
 
 
-def is_live(store: Store, owner: Writer, *, emit: Emitter, watch: Wait | None = None) -> bool:
+def is_live(store: Store, owner: WriterRecord, *, emit: Emitter, watch: Wait | None = None) -> bool:
     """Whether the process of a claim still lives and has not closed; ourselves do not count."""
     if is_closed(store, owner.epoch):
         return False
@@ -244,9 +244,9 @@ def _put_claim(store: Store, after: int, choice: Choice, *, takeover: bool) -> C
     return Claim(epoch=epoch, nonce=record.nonce, resumed_from=point)
 
 
-def new_writer(epoch: int, choice: Choice, *, takeover: bool, tiered: bool = False) -> Writer:
+def new_writer(epoch: int, choice: Choice, *, takeover: bool, tiered: bool = False) -> WriterRecord:
     """The record of a claim of this process."""
-    return Writer(
+    return WriterRecord(
         epoch=epoch,
         nonce=os.urandom(16).hex(),
         resumed_from=choice.point,
@@ -428,7 +428,7 @@ class Heartbeat:
                 return
 
 
-def _beat(store: Store, owner: Writer) -> int:
+def _beat(store: Store, owner: WriterRecord) -> int:
     try:
         alive = read_if_there(store, layout.alive_key(owner.epoch), decode_alive)
     except FormatError:

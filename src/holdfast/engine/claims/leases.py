@@ -37,10 +37,10 @@ from holdfast.errors import (
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.blocks import block_digest
+from holdfast.format.checked import MAX_CHECKED_NBYTES
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Manifest
 from holdfast.format.records import Lease, decode_lease, encode_lease
-from holdfast.format.sealed import MAX_SEALED_NBYTES
 from holdfast.store.base import Store, make_folder, refresh_folder
 
 BEAT_S = 10.0
@@ -319,7 +319,7 @@ def _read_lease(store: Store, key: str, name: AttemptName, nonce: str) -> FoundL
     """Read a lease; None when it was given back meanwhile."""
     lease, data = None, b""
     try:
-        data = read_document(store, key, max_nbytes=MAX_SEALED_NBYTES)
+        data = read_document(store, key, max_nbytes=MAX_CHECKED_NBYTES)
         lease = decode_lease(data, what=key)
     except NotFound:
         return None

@@ -30,6 +30,7 @@ from holdfast.errors import (
 )
 from holdfast.events import Emitter
 from holdfast.format import layout
+from holdfast.format.checked import MAX_CHECKED_NBYTES
 from holdfast.format.records import (
     AnswerRecord,
     Process,
@@ -39,7 +40,6 @@ from holdfast.format.records import (
     encode_answer,
     encode_request,
 )
-from holdfast.format.sealed import MAX_SEALED_NBYTES
 from holdfast.store.base import Folders, Store, make_folder
 
 POLL_S = 1.0
@@ -345,7 +345,7 @@ def _keep_looking(tray: _Tray, background: Background, poll_s: float) -> None:
 
 def _read_request(store: Store, name: str) -> Request:
     key = layout.request_key(name)
-    data = read_document(store, key, max_nbytes=MAX_SEALED_NBYTES)
+    data = read_document(store, key, max_nbytes=MAX_CHECKED_NBYTES)
     if not data:
         return Request(name=name)
     record = decode_request(data, what=f"{store.url}/{key}")

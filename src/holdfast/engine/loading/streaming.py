@@ -74,7 +74,7 @@ _PART_NBYTES_MIN = 16 * 1024
 
 
 class Stream:
-    """The tensor files of one checkpoint. `Source` for tensors that are yet to be read."""
+    """The tensor files of one checkpoint. `TensorSource` for tensors that are yet to be read."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Stream:
         )
 
     def copy(self, pairs: Sequence[tuple[Tensor, Unread]]) -> None:
-        """Read the second of each pair into the first; see `Source`.
+        """Read the second of each pair into the first; see `TensorSource`.
 
         Large tensors take their bytes from the blocks themselves, others from memory in which only
         they are kept, many at a time.

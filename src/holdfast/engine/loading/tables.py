@@ -21,7 +21,7 @@ from holdfast.engine.loading.wanted import Wanted
 from holdfast.engine.staging.arena import Arena, check_aligned
 from holdfast.format.index import Column
 from holdfast.state.copying import copy_bytes
-from holdfast.state.unread import S_co, Source, Table, Unread
+from holdfast.state.unread import LazyTensors, S_co, TensorSource, Unread
 
 IMAGE_NBYTES = 64 << 20
 """How much memory tensors take at a time that are not read into their place, but copied there."""
@@ -42,7 +42,7 @@ class Run:
     at: int
 
 
-class Files(Source, Protocol):
+class Files(TensorSource, Protocol):
     """Where the bytes of tensor files come from."""
 
     def read_runs(self, runs: Sequence[Run], memory: Any) -> None:
@@ -54,7 +54,7 @@ class Files(Source, Protocol):
         ...
 
 
-class _Columns(Table[S_co]):
+class _Columns(LazyTensors[S_co]):
     """Tensors of files; the columns have an entry for each tensor, in the order of `parts`."""
 
     def __init__(self, parts: Sequence[Wanted]) -> None:
@@ -133,7 +133,7 @@ class ReadTensors(_Columns[Tensor]):
     def copy_into(
         self, live: Sequence[Tensor], keys: Sequence[str], *, is_all: bool
     ) -> list[tuple[Tensor, Tensor]]:
-        """As in `Table`: the small ones."""
+        """As in `LazyTensors`: the small ones."""
         numbers = self._numbers_of(keys)
         is_small = self._nbytes[numbers] < _SMALL_NBYTES
         small, others = np.flatnonzero(is_small), np.flatnonzero(~is_small)
@@ -174,8 +174,8 @@ class UnreadTensors(_Columns[Unread]):
     def copy_into(
         self, live: Sequence[Tensor], keys: Sequence[str], *, is_all: bool
     ) -> list[tuple[Tensor, Unread]]:
-        """As in `Table`: all of them, where all are small, in the order of the files, so much at a
-        time as an image may hold. Otherwise none: each block is to be read once."""
+        """As in `LazyTensors`: all of them, where all are small, in the order of the files, so much
+        at a time as an image may hold. Otherwise none: each block is to be read once."""
         numbers = self._numbers_of(keys)
         file, start, nbytes = (c[numbers] for c in (self._file, self._start, self._nbytes))
         if not is_all or (nbytes >= DIRECT_NBYTES).any():

@@ -37,7 +37,7 @@ from holdfast.format.manifest import (
 )
 from holdfast.format.records import (
     Notes,
-    Writer,
+    WriterRecord,
     decode_notes,
     decode_rejected,
     decode_writer,
@@ -115,7 +115,7 @@ class Catalog:
     """A reader of one root. Each question looks at the store anew, but for claims that it is given.
     A question begins with a list of the attempts."""
 
-    def __init__(self, store: Store, *, claims: dict[int, Writer] | None = None) -> None:
+    def __init__(self, store: Store, *, claims: dict[int, WriterRecord] | None = None) -> None:
         """`claims` are those that were read before, by epoch, and takes what is read. For whoever
         owns the run, as long as he does: earlier claims do not change until the next one is made,
         and a run that was resumed often has many."""
@@ -283,7 +283,7 @@ class Catalog:
         """The number of the newest of `epochs`; 0 when there is none."""
         return max(self.epochs(), default=0)
 
-    def writer(self, epoch: int) -> Writer | None:
+    def writer(self, epoch: int) -> WriterRecord | None:
         """The claim of an epoch; None when there is none.
 
         Raises:
@@ -518,7 +518,7 @@ class Catalog:
         the next writer did. Claims begin with epoch `first`. (0, None) if no epoch counts.
         """
         self.vanished, self.unread = "", 0
-        later: Writer | None = None
+        later: WriterRecord | None = None
         for epoch in epochs:
             newest = next(filter(self._is_there, attempts.get(epoch, ())), None)
             if newest is not None:
@@ -639,7 +639,7 @@ class Catalog:
         except FormatError:
             return True
 
-    def _claim_or_none(self, epoch: int) -> Writer | None:
+    def _claim_or_none(self, epoch: int) -> WriterRecord | None:
         known = self._known_claims
         if epoch in known:
             return known[epoch]

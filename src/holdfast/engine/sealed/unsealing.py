@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from holdfast.engine.roots.documents import read_document
 from holdfast.errors import CorruptData, FormatError, LimitExceeded, NotFound, Tampered
 from holdfast.format import layout
+from holdfast.format.checked import MAX_CHECKED_NBYTES
 from holdfast.format.envelope import (
     MAX_STRETCHING_KIB,
     Contents,
@@ -16,7 +17,6 @@ from holdfast.format.envelope import (
     decode_visible,
     open_sealed,
 )
-from holdfast.format.sealed import MAX_SEALED_NBYTES
 from holdfast.format.suites import suite_named
 from holdfast.keys import Key, unwrapped
 from holdfast.store.base import Store
@@ -74,7 +74,7 @@ def _boxes(store: Store, folder: str, visible: Visible) -> dict[int, tuple[KeyBo
         for number in sorted(numbers or {1}, reverse=True):
             key = f"{folder}/{layout.keys_name(number)}"
             try:
-                data = read_document(store, key, max_nbytes=MAX_SEALED_NBYTES)
+                data = read_document(store, key, max_nbytes=MAX_CHECKED_NBYTES)
                 box = decode_box(data, what=f"{store.url}/{key}")
             except NotFound:
                 continue

@@ -18,7 +18,7 @@ from holdfast.errors import FormatError, NotSealed, SealError, StoreError, Usage
 from holdfast.events import Emitter
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Manifest
-from holdfast.format.records import Writer
+from holdfast.format.records import WriterRecord
 from holdfast.keys import Encryption
 from holdfast.policy.naming import expect_filled
 from holdfast.store import open_store
@@ -170,9 +170,9 @@ class TieredCatalog(Catalog):
         else:
             self._asked(lambda: self.remote.expect_own(manifest, folder), None)
 
-    def writer(self, epoch: int) -> Writer | None:
+    def writer(self, epoch: int) -> WriterRecord | None:
         """See `Catalog.writer`: the claim of either tier."""
-        here: Writer | None = None
+        here: WriterRecord | None = None
         damage: FormatError | None = None
         try:
             here = self._local.writer(epoch)

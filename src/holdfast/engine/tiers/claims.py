@@ -49,8 +49,8 @@ from holdfast.errors import (
 )
 from holdfast.events import Emitter
 from holdfast.format import layout
+from holdfast.format.checked import MAX_CHECKED_NBYTES
 from holdfast.format.records import encode_writer
-from holdfast.format.sealed import MAX_SEALED_NBYTES
 from holdfast.store.base import Store, make_folder
 
 _MAX_RACES = 100
@@ -448,7 +448,7 @@ def _expect_one_branch(local: Store, remote: Store, unseen: list[int]) -> None:
 
 def _document(store: Store, epoch: int) -> bytes:
     try:
-        return read_document(store, layout.writer_key(epoch), max_nbytes=MAX_SEALED_NBYTES)
+        return read_document(store, layout.writer_key(epoch), max_nbytes=MAX_CHECKED_NBYTES)
     except NotFound:
         return b""
 

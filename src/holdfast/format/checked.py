@@ -1,4 +1,4 @@
-"""Sealed documents: readable JSON whose last line is its own digest (docs/format.md, section 2)."""
+"""Self-checking documents: JSON whose last line is its own digest (docs/format.md, section 2)."""
 
 from __future__ import annotations
 
@@ -14,56 +14,58 @@ from holdfast.format import strictjson
 from holdfast.format.layout import FORMAT_VERSION
 from holdfast.store.base import Buffer
 
-MAX_SEALED_NBYTES = 64 * 1024
+MAX_CHECKED_NBYTES = 64 * 1024
 CODEC = "codec"
 """The requirement of manifests that list files made by a codec."""
 SEALED = "sealed"
-"""The requirement of what is encrypted, and the kind of a manifest that is."""
+"""The requirement of encrypted documents, and the kind of an encrypted manifest."""
 KNOWN_REQUIREMENTS = frozenset({CODEC, SEALED})
 _OWN_NAMES = ("holdfast", "kind", "digest")
-_SEAL = re.compile(rb'"digest": "blake3:([0-9a-f]{64})"\}\n')
-_BEFORE_SEAL = b",\n"
-_SEAL_NBYTES = len('"digest": "blake3:') + 64 + len('"}\n')
+_DIGEST_LINE = re.compile(rb'"digest": "blake3:([0-9a-f]{64})"\}\n')
+_BEFORE_DIGEST = b",\n"
+_DIGEST_LINE_NBYTES = len('"digest": "blake3:') + 64 + len('"}\n')
 
 
-def seal(kind: str, members: Mapping[str, Any], *, max_nbytes: int = MAX_SEALED_NBYTES) -> bytes:
-    """A sealed document of `kind`.
+def encode_checked(
+    kind: str, members: Mapping[str, Any], *, max_nbytes: int = MAX_CHECKED_NBYTES
+) -> bytes:
+    """Encode a self-checking document of `kind`.
 
     Raises:
-        UsageError: larger than a reader accepts, or not expressible as JSON.
+        UsageError: the document is larger than a reader accepts, or not expressible as JSON.
     """
-    assert not set(members) & set(_OWN_NAMES), "these names belong to the seal"
+    assert not set(members) & set(_OWN_NAMES), "these names are the format's own"
     document = {"holdfast": FORMAT_VERSION, "kind": kind, **members}
     try:
         text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
-        body = text.removesuffix("\n}").encode("utf-8") + _BEFORE_SEAL
+        body = text.removesuffix("\n}").encode("utf-8") + _BEFORE_DIGEST
     except (ValueError, TypeError) as err:
         raise UsageError(f"a document of kind {kind!r} cannot hold this: {err}") from err
-    sealed = body + b'"digest": "blake3:%s"}\n' % blake3(body).hexdigest().encode()
-    if len(sealed) > max_nbytes:
+    data = body + b'"digest": "blake3:%s"}\n' % blake3(body).hexdigest().encode()
+    if len(data) > max_nbytes:
         raise UsageError(
-            f"a document of kind {kind!r} would have {len(sealed):,} bytes; "
+            f"a document of kind {kind!r} would have {len(data):,} bytes; "
             f"at most {max_nbytes:,} are allowed"
         )
-    return sealed
+    return data
 
 
-def unseal(
-    data: Buffer, *, what: str, kinds: Collection[str], max_nbytes: int = MAX_SEALED_NBYTES
+def decode_checked(
+    data: Buffer, *, what: str, kinds: Collection[str], max_nbytes: int = MAX_CHECKED_NBYTES
 ) -> dict[str, Any]:
-    """The members of a sealed document, with `kind`, without version, `requires` and digest.
+    """Check a document; returns its members with `kind`, without version, `requires` and digest.
 
     Raises:
         CorruptData: the digest is missing or is not that of the bytes.
         UnsupportedVersion: another version, or a feature that this reader does not know.
-        FormatError: not a sealed document of one of `kinds`.
+        FormatError: not a self-checking document of one of `kinds`.
     """
     if memoryview(data).nbytes > max_nbytes:
         raise LimitExceeded(f"{what}: larger than {max_nbytes:,} bytes")
     text = bytes(data)
-    _check_seal(text, what=what)
-    # Without the seal it is as `json` writes it, which is read most quickly.
-    whole = text[: -_SEAL_NBYTES - len(_BEFORE_SEAL)] + b"\n}"
+    _check_digest(text, what=what)
+    # Without the digest line it is as `json` writes it, which is read most quickly.
+    whole = text[: -_DIGEST_LINE_NBYTES - len(_BEFORE_DIGEST)] + b"\n}"
     num_values = strictjson.MAX_VALUES - 1  # the digest is one
     document: dict[str, Any] = strictjson.loads(
         whole, what=what, max_nbytes=max_nbytes, max_values=num_values
@@ -71,7 +73,7 @@ def unseal(
     check_version(document, what=what)
     names = list(document)
     if names[1:2] != ["kind"] or "digest" in names:
-        raise FormatError(f"{what}: `kind` is not the second member, or `digest` is there twice")
+        raise FormatError(f"{what}: `kind` is not the second member, or `digest` occurs twice")
     if document["kind"] not in tuple(kinds):
         raise FormatError(
             f"{what}: its kind is {str(document['kind'])[:40]!r}, not {' or '.join(kinds)}"
@@ -82,11 +84,11 @@ def unseal(
 
 
 def check_version(document: Any, *, what: str) -> None:
-    """Refuse a document of another version or with requirements that we do not know.
+    """Refuse a document of another version or with unknown requirements.
 
     Raises:
         FormatError: not an object that starts with the version.
-        UnsupportedVersion: as said.
+        UnsupportedVersion: another version, or an unknown requirement.
     """
     if not isinstance(document, dict) or next(iter(document), None) != "holdfast":
         raise FormatError(f"{what}: does not start with the version of the format")
@@ -107,10 +109,12 @@ def check_version(document: Any, *, what: str) -> None:
         )
 
 
-def _check_seal(text: bytes, *, what: str) -> None:
-    body, last_line = text[:-_SEAL_NBYTES], text[-_SEAL_NBYTES:]
-    match = _SEAL.fullmatch(last_line)
-    if match is None or not body.endswith(_BEFORE_SEAL):
-        raise CorruptData(f"{what}: cut short, or no sealed document (no digest in the last line)")
+def _check_digest(text: bytes, *, what: str) -> None:
+    body, last_line = text[:-_DIGEST_LINE_NBYTES], text[-_DIGEST_LINE_NBYTES:]
+    match = _DIGEST_LINE.fullmatch(last_line)
+    if match is None or not body.endswith(_BEFORE_DIGEST):
+        raise CorruptData(
+            f"{what}: cut short, or not one of Holdfast's documents (no digest at its end)"
+        )
     if blake3(body).hexdigest().encode() != match[1]:
         raise CorruptData(f"{what}: its digest does not fit its bytes")
