@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from holdfast.engine.control.stop import Stop
     from holdfast.engine.hooks import StateHooks
     from holdfast.engine.loading.caching import CachedStore
+    from holdfast.engine.options import Checkpoints
     from holdfast.engine.tiers.tiered import Tiered
     from holdfast.format.codec import Compression
     from holdfast.keys import Encryption
@@ -54,6 +55,7 @@ __all__ = [
     "CachedStore",
     "Checkpoint",
     "CheckpointManager",
+    "Checkpoints",
     "Compression",
     "Daily",
     "Encryption",
@@ -97,6 +99,7 @@ _NAMES = {
     "CachedStore": "holdfast.engine.loading.caching",
     "Checkpoint": "holdfast.engine.checkpoint",
     "CheckpointManager": "holdfast.manager",
+    "Checkpoints": "holdfast.engine.options",
     "Compression": "holdfast.format.codec",
     "Daily": "holdfast.policy.retention",
     "Every": "holdfast.policy.triggers",

@@ -17,13 +17,13 @@ from torch import nn
 from holdfast.arguments import shown
 from holdfast.data.foreign import describe_inexact
 from holdfast.data.randomness import preserved
+from holdfast.engine.options import Checkpoints
 from holdfast.engine.staging.overlap import Mode
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import UsageError
 from holdfast.policy.clock import Time, Unit, parse
 from holdfast.state.capture import unheld_in
 from holdfast.state.held import describe
-from holdfast.store.base import Store
 from holdfast.train.asked import check_counted, check_range
 from holdfast.train.callbacks.hooks import Logger
 from holdfast.train.loggers.jsonlines import JsonLines
@@ -208,11 +208,7 @@ def checked_max_time_s(max_time: str | Time | None) -> float:
 
 
 def own_loggers(
-    root: str | os.PathLike[str] | Store | Tiered | None,
-    log: bool | str | os.PathLike[str] | None,
-    progress: bool,
-    *,
-    is_sealed: bool = False,
+    checkpoints: Checkpoints, log: bool | str | os.PathLike[str] | None, progress: bool
 ) -> list[Logger]:
     """The log and the bar that a Trainer has by itself. The log of a sealed run is not beside it,
     where it would say in clear what the checkpoints hide.
@@ -220,10 +216,11 @@ def own_loggers(
     Raises:
         UsageError: the log is to be in a root that is sealed, or no local folder.
     """
+    root = checkpoints.root
     root = root.local if isinstance(root, Tiered) else root
     loggers: list[Logger] = []
     is_local = isinstance(root, str | os.PathLike) and "://" not in os.fspath(root)
-    may_log = is_local and not is_sealed
+    may_log = is_local and checkpoints.encrypt is None
     if log is None:
         log = may_log
     if log is True:
