@@ -73,7 +73,7 @@ def train(root: str, kill_at: int) -> None:
         checkpoints=Checkpoints(root, every="10step", keep=Last(2)),
         accumulate=4,
         precision="fp16",  # "bf16" needs no scaler
-        clip_norm=1.0,  # of the whole step's gradients, after they were unscaled
+        clip=1.0,  # of the whole step's gradients, after they were unscaled
         ema=0.99,
         callbacks=[KillAt(kill_at)] if kill_at else [],
     ).fit(STEPS)

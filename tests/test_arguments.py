@@ -21,7 +21,7 @@ import holdfast
 from holdfast import CheckpointManager, Checkpoints, Last, SideSaver, load_weights
 from holdfast.data import Loader
 from holdfast.errors import UsageError
-from holdfast.train import Trainer
+from holdfast.train import Clip, Counts, Trainer
 
 Wrong = tuple[Any, ...]
 NOT_TRUE_OR_FALSE: Wrong = (3, "yes", None)
@@ -162,16 +162,13 @@ CASES: dict[str, Case] = {
             "skip_steps": (3, None, [5], [range(3)]),
             "accumulate": (0, 1.5, "x", True),
             "precision": (3, None, "fp8"),
-            "clip_norm": (*NO_NUMBER, 0, -1.0),
-            "clip_value": (*NO_NUMBER, 0, -1.0),
+            "clip": (*NO_NUMBER, 0, -1.0),
             "ema": (*NO_NUMBER, 1.5, 0),
             "unhealthy": (3, None, "x"),
             "seed": NO_COUNT,
             "device": (3.5, "gpu", ["cpu"]),
             "callbacks": (3, None, ["x"]),
-            "count_samples": NO_FUNCTION,
-            "count_tokens": NO_FUNCTION,
-            "cycle": NO_INTERVAL,
+            "counts": (3, None, "x", {"samples": len}),
             "log": (3, ["x"]),
             "log_every": (0, *NO_COUNT),
             "progress": NOT_TRUE_OR_FALSE,
@@ -181,6 +178,16 @@ CASES: dict[str, Case] = {
         of=Checkpoints,
         call=lambda folder, **given: Checkpoints(**{"root": folder / "run", **given}),
         wrong=_RECORD,
+    ),
+    "Clip": Case(
+        of=Clip,
+        call=lambda folder, **given: Clip(**given),
+        wrong={"norm": (*NO_NUMBER, 0, -1.0), "value": (*NO_NUMBER, 0, -1.0)},
+    ),
+    "Counts": Case(
+        of=Counts,
+        call=lambda folder, **given: Counts(**given),
+        wrong={"samples": NO_FUNCTION, "tokens": NO_FUNCTION, "cycle": NO_INTERVAL},
     ),
     "Trainer.fit": Case(
         of=Trainer.fit,
@@ -463,5 +470,5 @@ def test_a_record_that_names_no_component_of_a_state_is_refused_there(
 @pytest.mark.parametrize("value", [1, 1.5, np.float32(2), np.float64(2)])
 def test_any_real_number_is_taken_for_a_float(tmp_path: Path, value: Any) -> None:
     """A check of types refuses nothing that worked: a whole number, one of NumPy's."""
-    a_trainer(tmp_path, clip_norm=value)
+    a_trainer(tmp_path, clip=value)
     a_manager(tmp_path, save_timeout_s=value).close()

@@ -6,7 +6,7 @@ import inspect
 import logging
 import os
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from holdfast.errors import UsageError
 from holdfast.policy.clock import Time, Unit, parse
 from holdfast.state.capture import unheld_in
 from holdfast.state.held import describe
-from holdfast.train.asked import check_counted, check_range
+from holdfast.train.asked import check_range
 from holdfast.train.callbacks.hooks import Logger
 from holdfast.train.loggers.jsonlines import JsonLines
 from holdfast.train.loggers.progress import ProgressBar
@@ -176,21 +176,6 @@ def checked_goal(until: str | int) -> Time:
             "to end by the clock, give max_time"
         )
     return goal
-
-
-def checked_cycle(length: str | Time | None, counted: Collection[Unit]) -> Time | None:
-    """How long a cycle is.
-
-    Raises:
-        UsageError: it is no length, or of what is not counted.
-    """
-    if length is None:
-        return None
-    time = parse(length, what="cycle")
-    if time.unit is Unit.SECOND:
-        raise UsageError(f"cycle={length!r}: by the clock it would not be the same after a resume")
-    check_counted(time.unit, f"cycle={str(time)!r}", counted)
-    return time
 
 
 def checked_max_time_s(max_time: str | Time | None) -> float:

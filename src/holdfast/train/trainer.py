@@ -26,7 +26,7 @@ from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import SaveSkipped, UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
-from holdfast.policy.clock import Time, Unit
+from holdfast.policy.clock import Time
 from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.capture import check_state
 from holdfast.state.components import RNG
@@ -34,7 +34,7 @@ from holdfast.state.edits import StateView
 from holdfast.state.selection import listed
 from holdfast.store.base import Store
 from holdfast.train import making
-from holdfast.train.asked import asks_for, check_counted, check_range, checked_every
+from holdfast.train.asked import Counts, asks_for, check_counted, check_range, checked_every
 from holdfast.train.callbacks.calling import Callbacks, HookFailed
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.counters import Counters
@@ -61,8 +61,15 @@ logger = logging.getLogger("holdfast")
 
 _IN_EVERY_RUN = frozenset({"model", "optimizer", "data", "progress"})
 """Components that every checkpoint of a Trainer has."""
-# For one release: what was an argument of the Trainer and is one of its checkpoints now.
-_REMOVED = {"root": "checkpoints=…"} | {
+# For one release: what was an argument of the Trainer and is in a record now.
+_REMOVED = {
+    "root": "checkpoints=…",
+    "clip_norm": "clip=…",
+    "clip_value": "clip=Clip(value=…)",
+    "count_samples": "counts=Counts(samples=…)",
+    "count_tokens": "counts=Counts(tokens=…)",
+    "cycle": "counts=Counts(cycle=…)",
+} | {
     name: f"checkpoints=Checkpoints(root, {name}=…)"
     for name in (
         "every",
@@ -94,7 +101,7 @@ class Trainer:
     a row is raised.
     """
 
-    @checked(but=("model", "optimizer", "cycle"), removed=_REMOVED)
+    @checked(but=("model", "optimizer"), removed=_REMOVED)
     def __init__(
         self,
         model: nn.Module | making.MakeModel,
@@ -110,16 +117,13 @@ class Trainer:
         skip_steps: Iterable[range] = (),
         accumulate: int = 1,
         precision: str | Precision = "fp32",
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
+        clip: float | Clip | None = None,
         ema: float | None = None,
         unhealthy: Policy = "warn",
         seed: int = 0,
         device: str | torch.device | None = None,
         callbacks: Iterable[Callback] = (),
-        count_samples: Callable[[Any], int] | None = None,
-        count_tokens: Callable[[Any], int] | None = None,
-        cycle: str | Time | None = None,
+        counts: Counts = Counts(),
         log: bool | str | os.PathLike[str] | None = None,
         log_every: int = 10,
         progress: bool = True,
@@ -148,14 +152,13 @@ class Trainer:
                 those from 100 to 109; they count, and schedulers step.
             accumulate: batches of a step.
             precision: "fp32", "bf16", "fp16" or a `Precision`.
-            clip_norm, clip_value: largest norm of all gradients together, or value in them.
+            clip: the largest norm of all gradients together, or a `Clip`.
             ema: decay of an average of the weights, which is saved, and used for validation.
             unhealthy: what to do when loss or weights are not finite at a save.
             seed: of the global generators, when training begins afresh.
             device: where the model and batches are moved; None: not at all.
             callbacks: see `Callback`.
-            count_samples, count_tokens: how many a batch has, for goals and triggers in them.
-            cycle: the length of a cycle, such as "2ep", for triggers that count cycles.
+            counts: what is counted beside steps and epochs: samples, tokens, cycles.
             log: write JSON lines to the file named, or to the root's `log/train.jsonl` (True, and
                 None where the root is a local folder).
             log_every: steps between two calls of `log`, each of which may wait for the device.
@@ -184,17 +187,11 @@ class Trainer:
         """The manager while `fit` runs."""
         self._is_running = False
         self.ema = None if ema is None else Average(self.model, ema)
-        self._counted = {
-            unit
-            for unit, count in ((Unit.SAMPLE, count_samples), (Unit.TOKEN, count_tokens))
-            if count is not None
-        }
-        self.counters.cycle_length = making.checked_cycle(cycle, self._counted)
-        if cycle is not None:
-            self._counted.add(Unit.CYCLE)
+        self._counts = counts
+        self.counters.cycle_length = counts.cycle_length
         checked_times = partial(
             checked_every,
-            extra=self._counted,
+            extra=counts.units,
             handles_signals=stop is not None,
             validates=validate is not None,
         )
@@ -207,7 +204,6 @@ class Trainer:
         self._stop = stop
         self._place = Place(self.counters)
         self._numbers = Numbers()
-        self._count_samples = count_samples
         self._gate = HealthGate(unhealthy)
         self._numerics = Numerics(checked_precision(precision), making.device_type(self.model, on))
         self._way_back: WayBack
@@ -216,7 +212,7 @@ class Trainer:
             optimizer=self.optimizer,
             schedulers=tuple(self.schedulers.values()),
             loss=loss,
-            clip=Clip(norm=clip_norm, value=clip_value),
+            clip=clip if isinstance(clip, Clip) else Clip(norm=clip),
             numerics=self._numerics,
             device=on,
             callbacks=self._callbacks,
@@ -250,8 +246,8 @@ class Trainer:
             accumulate=accumulate,
             log_every=log_every,
             seed=seed,
-            count_samples=count_samples,
-            count_tokens=count_tokens,
+            count_samples=counts.samples,
+            count_tokens=counts.tokens,
         )
         self._callbacks.tell(Callback.setup)
 
@@ -300,7 +296,7 @@ class Trainer:
             SystemExit, KeyboardInterrupt: a signal asked to stop, the latter for SIGINT.
         """
         goal = making.checked_goal(until)
-        check_counted(goal.unit, f"until={until!r}", self._counted)
+        check_counted(goal.unit, f"until={until!r}", self._counts.units)
         without = listed(without, "without")
         Sides(without=without).check(self.state)
         start = Start.of(start_from, self.root)
@@ -553,7 +549,7 @@ class Trainer:
                     "validate: this loader is the one that is trained on, whose position would be "
                     "lost; make another Loader of the same dataset"
                 )
-            check_counted(plan.trigger.unit, f"validation every='{plan.every}'", self._counted)
+            check_counted(plan.trigger.unit, f"validation every='{plan.every}'", self._counts.units)
         return Validations(
             [
                 Validator(
@@ -563,7 +559,7 @@ class Trainer:
                     device=self._update.device,
                     callbacks=self._callbacks,
                     numbers=self._numbers,
-                    weigh=plan.weigh or self._count_samples or size_of,
+                    weigh=plan.weigh or self._counts.samples or size_of,
                     waiting=lambda: self._way_back.waiting(),
                 )
                 for plan in plans
