@@ -124,8 +124,8 @@ class CheckpointManager:
             is to be compressed (docs/compression.md).
         hooks: functions to call around saves and loads; see `StateHooks`.
         stop: the signals that end the run; `maybe_save` saves when there was one.
-        encrypt: with which keys checkpoints are sealed and opened (docs/encryption.md). None: they
-            are not sealed.
+        encrypt: the keys that checkpoints are encrypted and read with (docs/encryption.md). None:
+            they are not encrypted.
         counters: gives `epoch`, `cycle`, `samples` and `tokens` where a call does not.
         takeover: claim the run although another live process owns it.
         label: name for people, a template or a function of the Timestamp.

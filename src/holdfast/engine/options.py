@@ -73,7 +73,8 @@ class Checkpoints:
     """How files are compressed: "zstd", "lz4", "blosc2", a `Compression`, "auto", or one of these
     for each component (docs/compression.md). None: not at all, as weights shrink little."""
     encrypt: Encryption | None = None
-    """The keys that checkpoints are sealed and opened with. None: they are not sealed."""
+    """The keys that checkpoints are encrypted and read with (docs/encryption.md). None: they are
+    not encrypted."""
     takeover: bool = False
     """Whether to claim the run although another live process owns it. Off, because two processes
     that save into one run are nearly always a mistake."""
