@@ -25,6 +25,7 @@ from torch.utils.data import TensorDataset
 from bench.command import Bench
 from bench.report import number, results_table, seconds
 from bench.results import Outcome, Results
+from holdfast import Checkpoints
 from holdfast.data import Loader
 from holdfast.train import ProgressBar, Trainer
 
@@ -109,8 +110,7 @@ def trainer(**options: Any) -> Loop:
             optimizer=parts.optimizer,
             data=parts.data,
             loss=loss,
-            root=folder / "run",
-            every=f"{10 * num_steps}step",
+            checkpoints=Checkpoints(folder / "run", every=f"{10 * num_steps}step"),
             **options,
         ).fit(num_steps)
 

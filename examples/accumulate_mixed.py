@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from holdfast import Last, load_weights
+from holdfast import Checkpoints, Last, load_weights
 from holdfast.data import Loader
 from holdfast.train import Callback, Metrics, Trainer, Training
 
@@ -70,12 +70,10 @@ def train(root: str, kill_at: int) -> None:
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),
         data=Loader(TensorDataset(windows), batch_size=16),
         loss=loss,
-        root=root,
-        every="10step",
-        keep=Last(2),
+        checkpoints=Checkpoints(root, every="10step", keep=Last(2)),
         accumulate=4,
         precision="fp16",  # "bf16" needs no scaler
-        clip_norm=1.0,  # of the whole step's gradients, after they were unscaled
+        clip=1.0,  # of the whole step's gradients, after they were unscaled
         ema=0.99,
         callbacks=[KillAt(kill_at)] if kill_at else [],
     ).fit(STEPS)

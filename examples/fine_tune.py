@@ -63,7 +63,7 @@ def train(root: Path, model: nn.Module, text: bytes, steps: int) -> float:
         data=Loader(TensorDataset(windows[:-2000]), batch_size=64),
         loss=loss,
         validate=Loader(TensorDataset(windows[-2000:]), batch_size=500, shuffle=False),
-        root=root,
+        checkpoints=root,
     )
     trainer.fit(steps)
     return trainer.validate()["val/loss"]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from holdfast import Best, Last, load_weights
+from holdfast import Best, Checkpoints, Last, load_weights
 from holdfast.data import Loader
 from holdfast.train import Trainer, Validation
 
@@ -61,9 +61,7 @@ def main() -> None:
             optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=5e-4),
             data=Loader(learning, batch_size=50),
             loss=loss,
-            root=root,
-            every="50step",
-            keep=Last(2) | Best("val/loss", n=1),
+            checkpoints=Checkpoints(root, every="50step", keep=Last(2) | Best("val/loss", n=1)),
             # Validated before the save of the same step, so that the checkpoint has the result.
             validate=Validation(
                 data=Loader(held_out, batch_size=500, shuffle=False), every="50step"

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast import CheckpointManager, load_weights
+from holdfast import CheckpointManager, Checkpoints, Last, SideSaver, load_weights
 from holdfast.data import Loader
 from holdfast.errors import UsageError
-from holdfast.train import Trainer
+from holdfast.train import Clip, Counts, Trainer
 
 Wrong = tuple[Any, ...]
 NOT_TRUE_OR_FALSE: Wrong = (3, "yes", None)
@@ -66,7 +66,7 @@ def mean(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 def a_trainer(folder: Path, **given: Any) -> Trainer:
     made = a_state()
-    options = {"data": a_loader(), "loss": mean, "root": folder / "run", "progress": False}
+    options = {"data": a_loader(), "loss": mean, "checkpoints": folder / "run", "progress": False}
     options = {**made, **options, **given}
     return Trainer(options.pop("model"), **options)
 
@@ -109,7 +109,7 @@ def plain(name: str, /, **right: Any) -> Callable[..., Any]:
     return call
 
 
-_SHARED: dict[str, Wrong] = {
+_RECORD: dict[str, Wrong] = {
     "every": NO_INTERVAL,
     "keep": (3, ["last:3"], "lost:3"),
     "savers": (3, None, ["x"]),
@@ -118,10 +118,17 @@ _SHARED: dict[str, Wrong] = {
     "run_name": NO_TEXT,
     "takeover": NOT_TRUE_OR_FALSE,
     "memory_budget": (1, "x", [3], 1e12),
-    "compress": (3, "zip", {"optimiser": "zstd"}),
+    "compress": (3, "zip"),
     "encrypt": (3, "key"),
+    "root": (3, ["x"]),
+    "overlap": (3, "x"),
+    "sinks": (3, None, [3], "x"),
+    "save_timeout_s": (0, *NO_NUMBER, None),
+    "exit_timeout_s": (0, *NO_NUMBER, None),
+    "preflight": NOT_TRUE_OR_FALSE,
+}
+_LOOP: dict[str, Wrong] = {
     "stop": (3, "SIGTERM"),
-    "root": (3, None, ["x"]),
     "state": (3, ["x"], "x"),
 }
 _COUNTS: dict[str, Wrong] = dict.fromkeys(("epoch", "cycle", "samples", "tokens"), NO_COUNT)
@@ -144,32 +151,43 @@ CASES: dict[str, Case] = {
         of=Trainer,
         call=a_trainer,
         wrong={
-            **_SHARED,
-            "root": (3, ["x"]),
+            **_LOOP,
+            "checkpoints": (3, ["x"]),
             "model": (3, "x", None),
             "optimizer": (3, "adam", None),
             "data": (3, None, ["x"], "x"),
             "loss": (3, None, "mse"),
             "scheduler": (3, "cosine", ["x"]),
-            "overlap": (3, "x"),
             "validate": (3, "x", [holdfast.train.Validation(data=[]), 3]),
             "skip_steps": (3, None, [5], [range(3)]),
             "accumulate": (0, 1.5, "x", True),
             "precision": (3, None, "fp8"),
-            "clip_norm": (*NO_NUMBER, 0, -1.0),
-            "clip_value": (*NO_NUMBER, 0, -1.0),
+            "clip": (*NO_NUMBER, 0, -1.0),
             "ema": (*NO_NUMBER, 1.5, 0),
             "unhealthy": (3, None, "x"),
             "seed": NO_COUNT,
             "device": (3.5, "gpu", ["cpu"]),
             "callbacks": (3, None, ["x"]),
-            "count_samples": NO_FUNCTION,
-            "count_tokens": NO_FUNCTION,
-            "cycle": NO_INTERVAL,
+            "counts": (3, None, "x", {"samples": len}),
             "log": (3, ["x"]),
             "log_every": (0, *NO_COUNT),
             "progress": NOT_TRUE_OR_FALSE,
         },
+    ),
+    "Checkpoints": Case(
+        of=Checkpoints,
+        call=lambda folder, **given: Checkpoints(**{"root": folder / "run", **given}),
+        wrong=_RECORD,
+    ),
+    "Clip": Case(
+        of=Clip,
+        call=lambda folder, **given: Clip(**given),
+        wrong={"norm": (*NO_NUMBER, 0, -1.0), "value": (*NO_NUMBER, 0, -1.0)},
+    ),
+    "Counts": Case(
+        of=Counts,
+        call=lambda folder, **given: Counts(**given),
+        wrong={"samples": NO_FUNCTION, "tokens": NO_FUNCTION, "cycle": NO_INTERVAL},
     ),
     "Trainer.fit": Case(
         of=Trainer.fit,
@@ -185,16 +203,14 @@ CASES: dict[str, Case] = {
         of=CheckpointManager,
         call=a_manager,
         wrong={
-            **_SHARED,
+            **_RECORD,
+            **_LOOP,
+            "root": (3, None, ["x"]),
+            "compress": (*_RECORD["compress"], {"optimiser": "zstd"}),
             "max_duration": NO_INTERVAL,
             "on_failure": ("x", 3, None),
-            "overlap": (3, "x", None),
             "hooks": (3, {"before_save": print}),
             "counters": (3, {"epoch": 3}),
-            "sinks": (3, None, [3], "x"),
-            "save_timeout_s": (0, *NO_NUMBER, None),
-            "exit_timeout_s": (0, *NO_NUMBER, None),
-            "preflight": NOT_TRUE_OR_FALSE,
         },
     ),
     "save": Case(
@@ -424,8 +440,35 @@ def test_an_argument_that_is_given_twice_is_refused_with_the_order() -> None:
         holdfast.Best(1, metric="loss")  # type: ignore[misc]
 
 
+def test_a_removed_argument_is_refused_with_what_to_write_instead(tmp_path: Path) -> None:
+    """Each of them, for one release; nothing else is said before."""
+    with pytest.raises(UsageError, match=r"no root, every .* write checkpoints=…; .* every=…\)"):
+        a_trainer(tmp_path, root="run", every="5step", model=3)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"compress": {"optimiser": "zstd"}},
+        {"savers": [SideSaver("w", every="5step", components=["optimiser"])]},
+        {"keep": Last(1).then_drop("optimiser")},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_a_record_that_names_no_component_of_a_state_is_refused_there(
+    tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    """The record knows no state: a manager and a Trainer compare it with theirs when made."""
+    record = Checkpoints(tmp_path / "run", **wrong)
+    with pytest.raises(UsageError, match=rf"(?s){next(iter(wrong))}.*optimiser"):
+        a_trainer(tmp_path, checkpoints=record)
+    with pytest.raises(UsageError, match=rf"(?s){next(iter(wrong))}.*optimiser"):
+        CheckpointManager(record, a_state())
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize("value", [1, 1.5, np.float32(2), np.float64(2)])
 def test_any_real_number_is_taken_for_a_float(tmp_path: Path, value: Any) -> None:
     """A check of types refuses nothing that worked: a whole number, one of NumPy's."""
-    a_trainer(tmp_path, clip_norm=value)
+    a_trainer(tmp_path, clip=value)
     a_manager(tmp_path, save_timeout_s=value).close()

@@ -15,7 +15,7 @@ import torch
 from holdfast import AtEnd, AtStart, ByClass, CheckpointManager, Every, Last, SavePolicy
 from holdfast.errors import CorruptData, NoUsableCheckpoint, UsageError
 from holdfast.format import layout
-from holdfast.train import Callback
+from holdfast.train import Callback, Counts
 from runs import new_run
 from train.small import make
 
@@ -50,7 +50,7 @@ def test_how_many_saves_an_interval_makes(
 ) -> None:
     """Ten samples in batches of two, so five steps an epoch; the last step is always saved."""
     saved = Saved()
-    make(tmp_path, every=every, callbacks=[saved], count_samples=len).fit(until)
+    make(tmp_path, every=every, callbacks=[saved], counts=Counts(samples=len)).fit(until)
     assert len(saved.steps) == count
     assert sorted(set(saved.steps)) == saved.steps
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from holdfast.engine.control.stop import Stop as Stop
     from holdfast.engine.hooks import StateHooks as StateHooks
     from holdfast.engine.loading.caching import CachedStore as CachedStore
+    from holdfast.engine.options import Checkpoints as Checkpoints
     from holdfast.engine.tiers.tiered import Tiered as Tiered
     from holdfast.format.codec import Compression as Compression
     from holdfast.format.manifest import Timestamp as Timestamp
@@ -87,6 +88,7 @@ _HOMES = {
     "Candidate": "holdfast.policy.rule",
     "Checkpoint": "holdfast.engine.checkpoint",
     "CheckpointManager": "holdfast.manager",
+    "Checkpoints": "holdfast.engine.options",
     "Compression": "holdfast.format.codec",
     "Costs": "holdfast.policy.simulate",
     "Daily": "holdfast.policy.rules",

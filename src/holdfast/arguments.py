@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import MISSING, fields
 from functools import cache, wraps
 from itertools import chain, repeat
 from numbers import Real
@@ -25,24 +26,28 @@ _short = Repr()
 _short.maxstring = _short.maxother = 200
 
 
-def checked(*, but: Collection[str] = ()) -> Callable[[F], F]:
+def checked(
+    *, but: Collection[str] = (), removed: Mapping[str, str] | None = None
+) -> Callable[[F], F]:
     """Decorator that raises `UsageError` when an argument is not of its annotated type.
 
     Of a class, the arguments of `__init__` are checked. An argument given both by position and by
     name is an error, too. The check runs before the function. Arguments in `but` are not checked:
-    the function has a clearer message for them.
+    the function has a clearer message for them. `removed` has arguments of earlier releases, with
+    what to write instead.
     """
+    gone = removed or {}
 
     def decorated(target: F) -> F:
         if isinstance(target, type):
-            target.__init__ = _checking(target.__init__, but)  # type: ignore[misc]
+            target.__init__ = _checking(target.__init__, but, gone)  # type: ignore[misc]
             return target
-        return _checking(target, but)
+        return _checking(target, but, gone)
 
     return decorated
 
 
-def _checking(target: F, but: Collection[str]) -> F:
+def _checking(target: F, but: Collection[str], removed: Mapping[str, str]) -> F:
     @cache
     def hints() -> dict[str, Any]:
         # On the first call: an annotation may name the class that is still being defined.
@@ -64,6 +69,10 @@ def _checking(target: F, but: Collection[str]) -> F:
 
     @wraps(target)
     def checking(*args: Any, **named: Any) -> Any:
+        given = [name for name in named if name in removed]
+        if given:
+            instead = "; ".join(f"instead of {name}= write {removed[name]}" for name in given)
+            raise UsageError(f"{_name(target)} has no {', '.join(given)} any more: {instead}")
         for name, value in zip(chain(names, *map(repeat, others)), args, strict=False):
             if name in named:
                 raise UsageError(
@@ -81,6 +90,22 @@ def _checking(target: F, but: Collection[str]) -> F:
 def shown(value: object) -> str:
     """The `repr` of a value, shortened for an error message."""
     return _short.repr(value)
+
+
+def written(record: Any) -> str:
+    """The call that makes a dataclass, with only what differs from the defaults.
+
+    Values that need a name after a default was left out are given by name.
+    """
+    parts, needs_name = [], False
+    for field in fields(record):
+        value = getattr(record, field.name)
+        needs_name = needs_name or field.kw_only is True
+        if field.default is not MISSING and value == field.default:
+            needs_name = True
+        else:
+            parts.append(f"{field.name}={value!r}" if needs_name else repr(value))
+    return f"{type(record).__qualname__}({', '.join(parts)})"
 
 
 def _check(name: str, value: object, hints: dict[str, Any]) -> None:
@@ -127,4 +152,8 @@ def _positional_names(function: Callable[..., Any]) -> Iterator[str]:
 
 def _signature(function: Callable[..., Any]) -> str:
     names = [name for name in _positional_names(function) if name != "self"]
-    return f"{function.__qualname__.removesuffix('.__init__')}({', '.join(names)})"
+    return f"{_name(function)}({', '.join(names)})"
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return function.__qualname__.removesuffix(".__init__")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from holdfast.arguments import checked
 from holdfast.care.beginning import Beginning
@@ -37,12 +37,7 @@ from holdfast.engine.loading.resume import (
 )
 from holdfast.engine.loading.sides import Sides
 from holdfast.engine.moments import Counters, Moments
-from holdfast.engine.options import (
-    OnExisting,
-    OnFailure,
-    budget_of,
-    check_options,
-)
+from holdfast.engine.options import Checkpoints, OnExisting
 from holdfast.engine.pause import collector_paused
 from holdfast.engine.roots.catalog import Entry
 from holdfast.engine.roots.seen import parse_seen
@@ -99,6 +94,7 @@ class CheckpointManager:
 
     Args:
         root: where this run's checkpoints live: a path, a URL, a Store, or two of them as `Tiered`.
+            Or a `Checkpoints`, which has a root and options; those are then not given here.
         state: the named components: modules, optimizers, schedulers, generators, anything with
             `state_dict` and `load_state_dict`, dicts and lists of plain values and tensors.
             Generator states of Python, NumPy and torch are added as `rng`. The first whole save
@@ -118,6 +114,7 @@ class CheckpointManager:
         overlap: whether `save` returns before parameters and optimizer slots are copied. Call
             `fence` before they are changed other than by a torch optimizer's step
             (docs/saving.md); "check" also looks for such changes where torch does not count them.
+            None: no.
         memory_budget: how much memory a save may take for its copy of the state, in bytes or as
             "256MiB". A larger state is staged in waves: `save` returns when the last of them was
             copied, most of it written; and a load that is not in place reads it twice, to check it
@@ -127,8 +124,8 @@ class CheckpointManager:
             is to be compressed (docs/compression.md).
         hooks: functions to call around saves and loads; see `StateHooks`.
         stop: the signals that end the run; `maybe_save` saves when there was one.
-        encrypt: with which keys checkpoints are sealed and opened (docs/encryption.md). None: they
-            are not sealed.
+        encrypt: the keys that checkpoints are encrypted and read with (docs/encryption.md). None:
+            they are not encrypted.
         counters: gives `epoch`, `cycle`, `samples` and `tokens` where a call does not.
         takeover: claim the run although another live process owns it.
         label: name for people, a template or a function of the Timestamp.
@@ -148,7 +145,7 @@ class CheckpointManager:
     @checked(but=("every", "max_duration", "keep"))
     def __init__(
         self,
-        root: str | os.PathLike[str] | Store | Tiered,
+        root: str | os.PathLike[str] | Store | Tiered | Checkpoints,
         state: Mapping[str, Any],
         *,
         every: str | Time | Trigger | SaveFunction | SavePolicy | None = None,
@@ -156,8 +153,8 @@ class CheckpointManager:
         keep: Rule | str | None = None,
         savers: Sequence[SideSaver] = (),
         on_existing: OnExisting = "keep",
-        on_failure: OnFailure = "raise",
-        overlap: Mode = False,
+        on_failure: Literal["raise", "warn"] = "raise",
+        overlap: Mode | None = None,
         memory_budget: int | str | None = None,
         compress: Compress = None,
         hooks: StateHooks | None = None,
@@ -174,61 +171,69 @@ class CheckpointManager:
     ) -> None:
         check_state(state)
         state = unwrapped(state)
-        check_options(
-            {*state, RNG},
-            keep=keep,
-            savers=savers,
-            label=label,
-            run_name=run_name,
-            memory_budget=memory_budget,
-            compress=compress,
-        )
-        rules = Rules.of(root, keep, savers, {*state, RNG})
-        for name, value in (("save_timeout_s", save_timeout_s), ("exit_timeout_s", exit_timeout_s)):
-            if not value > 0:
-                raise UsageError(f"{name}={value!r} must be a positive number of seconds")
-        receivers = tuple(sinks)
-        if not all(map(callable, receivers)):
-            raise UsageError(f"sinks={sinks!r}: must be functions, each called with an event")
-        self._emit = Emitter(receivers)
-        self._catalog = catalog_of(root, self._emit, encrypt)
+        options = {
+            "every": every,
+            "keep": keep,
+            "savers": savers,
+            "on_existing": on_existing,
+            "overlap": overlap,
+            "memory_budget": memory_budget,
+            "compress": compress,
+            "encrypt": encrypt,
+            "takeover": takeover,
+            "label": label,
+            "run_name": run_name,
+            "sinks": sinks,
+            "save_timeout_s": save_timeout_s,
+            "exit_timeout_s": exit_timeout_s,
+            "preflight": preflight,
+        }
+        checkpoints = Checkpoints.of(root, options)
+        if checkpoints.root is None:
+            raise UsageError("root=None: a CheckpointManager needs a root to save in")
+        rules = Rules.of(checkpoints.root, checkpoints.keep, checkpoints.savers, {*state, RNG})
+        compressions = choices(checkpoints.compress, {*state, RNG})
+        self._emit = Emitter(tuple(checkpoints.sinks))
+        length = None if max_duration is None else parse(max_duration, what="max_duration")
+        self._schedule = Schedule(checkpoints.every, checkpoints.savers, max_duration=length)
+        self._catalog = catalog_of(checkpoints.root, self._emit, checkpoints.encrypt)
         self.store = self._catalog.store
         self.state = state
         self._capturer = Capturer(state)
-        length = None if max_duration is None else parse(max_duration, what="max_duration")
-        self._schedule = Schedule(every, savers, max_duration=length)
         self._hooks = hooks if hooks is not None else StateHooks()
-        self._refuses_existing = on_existing == "error"
+        self._refuses_existing = checkpoints.on_existing == "error"
         self._raises_failures = on_failure == "raise"
-        self._label = compile_label(label, run_name=run_name)
-        self._exit_timeout_s = exit_timeout_s
-        replaces = on_existing == "replace"
+        self._label = compile_label(checkpoints.label, run_name=checkpoints.run_name)
+        self._exit_timeout_s = checkpoints.exit_timeout_s
+        replaces = checkpoints.on_existing == "replace"
         self._owner, self._uploads, self._housekeeper = ownership(
-            root,
+            checkpoints.root,
             self._catalog,
             rules,
             self._emit,
-            takeover=takeover,
+            takeover=checkpoints.takeover,
             replaces=replaces,
-            timeout_s=save_timeout_s,
+            timeout_s=checkpoints.save_timeout_s,
         )
         self._moments = Moments(self._catalog, self._schedule, counters, self._emit)
         self._beginning = Beginning(
-            self._catalog, self._owner, rules, self._emit, preflight=preflight
+            self._catalog, self._owner, rules, self._emit, preflight=checkpoints.preflight
         )
         self._applying = Applying(self.store, self._owner, self._emit)
         self._tuning = Tuning(self.store, self._owner, self._emit, self._schedule.auto)
         self._outside = Outside(Requests(self.store, emit=self._emit), stop, self._promote)
-        self._overlap = Overlap(overlap, state, self._emit, timeout_s=save_timeout_s)
-        self._memory_budget = budget_of(memory_budget)
+        self._overlap = Overlap(
+            checkpoints.overlap or False, state, self._emit, timeout_s=checkpoints.save_timeout_s
+        )
+        self._memory_budget = checkpoints.memory_budget_nbytes
         self._saver = Saver(
             self.store,
             self._owner,
             self._emit,
-            timeout_s=save_timeout_s,
+            timeout_s=checkpoints.save_timeout_s,
             memory_budget=self._memory_budget,
             overlap=self._overlap,
-            compressing=Compressing(choices(compress, {*state, RNG}), self._emit),
+            compressing=Compressing(compressions, self._emit),
             chores=ManagerChores(self, self._owner, self._housekeeper, self._uploads, self._tuning),
         )
         self._pid = os.getpid()

@@ -45,7 +45,7 @@ def trainer(root: Any, device: str, dtype: Any, **options: Any) -> Trainer:
         optimizer=adamw,
         precision=precision,
         ema=0.9,
-        clip_norm=0.5,
+        clip=0.5,
         log=False,
         **options,
     )

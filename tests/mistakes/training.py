@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import holdfast
 from holdfast.data import Loader
-from holdfast.train import Callback, EarlyStopping, Validation
+from holdfast.train import Callback, Counts, EarlyStopping, Validation
 
 THEME = Theme("Trainer")
 case = THEME.case
@@ -38,9 +38,9 @@ def fails(did: str, names: str, until: Any = "2step", **options: Any) -> None:
 
 
 refused("`every=500`", "every=500", every=500)
-refused('`every="1ktok"` without `count_tokens`', "1ktok", every="1ktok")
-refused('`every="1000tok"` without `count_tokens`', "tokens", every="1000tok")
-refused('`every="1cycle"` without `cycle`', "cycle", every="1cycle")
+refused('`every="1ktok"` without tokens in `counts`', "1ktok", every="1ktok")
+refused('`every="1000tok"` without tokens in `counts`', "tokens", every="1000tok")
+refused('`every="1cycle"` without a cycle in `counts`', "cycle", every="1cycle")
 refused(
     '`every=holdfast.On("signal"), stop=None`',
     "signal",
@@ -49,14 +49,14 @@ refused(
 )
 refused('`precision="float16"`', "float16", precision="float16")
 refused("`accumulate=0`", "accumulate=0", accumulate=0)
-refused("`clip_norm=-1`", "-1", clip_norm=-1)
+refused("`clip=-1`", "-1", clip=-1)
 refused("`ema=1.5`", "1.5", ema=1.5)
 refused("`ema=1`", "ema", ema=1)
 refused('`unhealthy="ignore"`', "ignore", unhealthy="ignore")
 refused('`device="gpu"`', "gpu", device="gpu")
 refused("`seed=-1`", "seed=-1", seed=-1)
 refused("`log_every=0`", "log_every=0", log_every=0)
-refused('`cycle="2"`', "'2'", cycle="2")
+refused('`counts=Counts(cycle="2")`', "'2'", counts=lambda: Counts(cycle="2"))
 refused("`skip_steps=[5]`", "5", skip_steps=lambda: [5])
 refused('`keep="last3"`', "last3", keep="last3")
 refused(
@@ -117,7 +117,7 @@ refused(
 
 fails('`fit("1000")`', "1000", until="1000")
 fails('`fit("5iter")`', "iter", until="5iter")
-fails('`fit("1e6tok")` without `count_tokens`', "tokens", until="1e6tok")
+fails('`fit("1e6tok")` without tokens in `counts`', "tokens", until="1e6tok")
 fails("`fit(0)`", "0", until=0)
 fails("`fit(1.5)`", "1.5", until=1.5)
 fails("a loss that is a vector", "loss", loss=lambda: lambda m, b: m(b))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -135,7 +136,10 @@ class User:
             **options,
         }
         model = arguments.pop("model", self.state["model"])
-        return Trainer(model, root=self.new if root is None else root, **arguments)
+        names = {field.name for field in fields(holdfast.Checkpoints)} & arguments.keys()
+        own = {name: arguments.pop(name) for name in names}
+        checkpoints = holdfast.Checkpoints(self.new if root is None else root, **own)
+        return Trainer(model, checkpoints=checkpoints, **arguments)
 
 
 def hold(root: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from holdfast import Checkpoints
 from holdfast.data import Loader
 from holdfast.train import Trainer
 
@@ -52,4 +55,12 @@ def make(root: Any, *, num_workers: int = 0, **options: Any) -> Trainer:
         "log": isinstance(root, Path),
         **options,
     }
-    return Trainer(model, root=root, **options)
+    return Trainer(model, **with_record(root, options))
+
+
+def with_record(root: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a Trainer, of which those of its checkpoints go into a record."""
+    names = {field.name for field in fields(Checkpoints)} & options.keys()
+    record = Checkpoints(root, **{name: options[name] for name in names})
+    others = {name: value for name, value in options.items() if name not in names}
+    return {**others, "checkpoints": record}

@@ -9,7 +9,7 @@ import torch
 
 from holdfast.errors import UsageError
 from holdfast.store.memory import MemoryStore
-from holdfast.train import Counters
+from holdfast.train import Counters, Counts
 from train.small import make
 
 
@@ -61,9 +61,9 @@ def test_a_step_counts_all_batches_of_its_window() -> None:
 
 def test_totals_go_on_where_another_trainer_ended() -> None:
     """D34, D25: and the goal is not passed."""
-    store, counting = MemoryStore(), {"count_samples": len, "count_tokens": torch.numel}
-    make(store, **counting).fit(2)
-    again = make(store, **counting)
+    store, counts = MemoryStore(), Counts(samples=len, tokens=torch.numel)
+    make(store, counts=counts).fit(2)
+    again = make(store, counts=counts)
     again.fit(4)
     found = (again.counters.step, again.counters.samples, again.counters.tokens)
     assert found == (4, 4 * 2, 4 * 2 * 4)

@@ -10,6 +10,7 @@ import pytest
 from holdfast import CheckpointManager, On
 from holdfast.errors import UsageError
 from holdfast.policy.triggers import Trigger
+from holdfast.train import Counts
 from train.small import make
 
 
@@ -29,21 +30,18 @@ def test_saves_follow_cycles_also_over_a_resume(
 ) -> None:
     """Five steps an epoch; a cycle is two epochs."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    make(whole, cycle="2ep", every=every).fit("8ep")
+    make(whole, counts=Counts(cycle="2ep"), every=every).fit("8ep")
     assert saves(whole) == expected
-    make(cut, cycle="2ep", every=every).fit(13)
-    make(cut, cycle="2ep", every=every).fit("8ep")
+    make(cut, counts=Counts(cycle="2ep"), every=every).fit(13)
+    make(cut, counts=Counts(cycle="2ep"), every=every).fit("8ep")
     assert saves(cut) == sorted([*expected, (13, 1, 3)])
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"every": "2cycle"}, "give cycle"),
+        ({"every": "2cycle"}, r"give counts=Counts\(cycle=…\)"),
         ({"every": On("cycle")}, "no event 'cycle'"),
-        ({"cycle": "2h"}, "cycle='2h'"),
-        ({"cycle": "100tok"}, "tokens are not counted"),
-        ({"cycle": "0ep"}, "cycle"),
     ],
 )
 def test_cycles_that_could_not_be_counted_are_refused(
@@ -52,6 +50,16 @@ def test_cycles_that_could_not_be_counted_are_refused(
     """D47."""
     with pytest.raises(UsageError, match=says):
         make(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("cycle", "says"),
+    [("2h", "cycle='2h'"), ("100tok", "tokens are not counted"), ("0ep", "cycle")],
+)
+def test_a_cycle_of_what_is_not_counted_is_refused(cycle: str, says: str) -> None:
+    """D47."""
+    with pytest.raises(UsageError, match=says):
+        Counts(cycle=cycle)
 
 
 def test_the_checkpoints_of_a_trainer_have_the_label_that_is_wanted(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def run(case: Case, root: str, steps: int, report: Report) -> None:
         every="1step",  # so that those before the last are committed at any kill
         accumulate=case.accumulate,
         precision=precision,
-        clip_norm=0.5,
+        clip=0.5,
         ema=0.9,
         callbacks=[Best(), KilledIn(report, case.phase)],
     )

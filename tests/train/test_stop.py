@@ -49,7 +49,7 @@ from holdfast.train import (
 )
 from marks import diagonal, full
 from runs import be_a_script
-from train.small import Noisy, mean_square, network
+from train.small import Noisy, mean_square, network, with_record
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -198,26 +198,28 @@ def trainer(root: Path, pause: Pause | None, /, **options: Any) -> Trainer:
         callbacks.append(Meddling(pause))
     made = Trainer(
         model,
-        **{
-            "root": store,
-            "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01),
-            "scheduler": lambda given: torch.optim.lr_scheduler.StepLR(given, 3),
-            "data": Loader(Data("data", pause), batch_size=2, num_workers=num_workers),
-            "loss": partial(loss, "train"),
-            "accumulate": 2,
-            "validate": Validation(
-                data=Loader(Data("validation data", pause), batch_size=4, seed=3),
-                loss=partial(loss, "evaluation"),
-                every="2step",
-            ),
-            "every": "3step",
-            "ema": 0.9,
-            "callbacks": callbacks,
-            "log": root / "log" / "train.jsonl",
-            "log_every": 3,
-            "progress": False,
-            **options,
-        },
+        **with_record(
+            options.pop("root", store),
+            {
+                "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01),
+                "scheduler": lambda given: torch.optim.lr_scheduler.StepLR(given, 3),
+                "data": Loader(Data("data", pause), batch_size=2, num_workers=num_workers),
+                "loss": partial(loss, "train"),
+                "accumulate": 2,
+                "validate": Validation(
+                    data=Loader(Data("validation data", pause), batch_size=4, seed=3),
+                    loss=partial(loss, "evaluation"),
+                    every="2step",
+                ),
+                "every": "3step",
+                "ema": 0.9,
+                "callbacks": callbacks,
+                "log": root / "log" / "train.jsonl",
+                "log_every": 3,
+                "progress": False,
+                **options,
+            },
+        ),
     )
     if pause is not None:
         pause.counters = made.counters

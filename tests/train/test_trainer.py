@@ -32,6 +32,7 @@ from holdfast.testing.resume import Report, StepReporter, assert_resume_equivale
 from holdfast.train import (
     REQUEUE_EXIT_CODE,
     Callback,
+    Counts,
     HookFailed,
     Logger,
     Metrics,
@@ -142,7 +143,7 @@ def killed_run(root: str, steps: int, report: Report) -> None:
         num_workers=1,
         every="1step",  # so that those before the last are committed at any kill
         accumulate=2,
-        clip_norm=0.1,
+        clip=0.1,
         callbacks=[Total(), named(Total(2.0), "twice"), StepReporter(report)],
         state={"more": {"tensor": torch.ones(2), "list": [1, 2]}},
     )
@@ -320,10 +321,10 @@ def test_an_epoch_may_be_so_many_batches_and_a_resume_is_in_the_same_one(tmp_pat
 
 def test_goals_and_triggers_in_samples_and_tokens(tmp_path: Path) -> None:
     """D34: the counts of earlier processes count."""
-    counting = {"count_samples": len, "count_tokens": lambda batch: batch.numel()}
-    make(tmp_path, every="8sp", **counting).fit("9sp")
+    counts = Counts(samples=len, tokens=lambda batch: batch.numel())
+    make(tmp_path, every="8sp", counts=counts).fit("9sp")
     assert [found.timestamp.samples for found in checkpoints(tmp_path)] == [8, 10]
-    again = make(tmp_path, every="8sp", **counting)
+    again = make(tmp_path, every="8sp", counts=counts)
     again.fit("60tok")
     assert (again.counters.samples, again.counters.tokens, again.counters.step) == (16, 64, 8)
 
@@ -333,7 +334,7 @@ def test_counting_that_begins_later_is_warned_of(
 ) -> None:
     make(tmp_path).fit(2)
     with caplog.at_level(logging.WARNING, logger="holdfast"):
-        make(tmp_path, count_samples=len).fit(3)
+        make(tmp_path, counts=Counts(samples=len)).fit(3)
     assert "samples were not counted before step 2" in caplog.text
 
 
@@ -689,15 +690,15 @@ def test_beginning_an_iteration_leaves_the_global_generators_alone(tmp_path: Pat
         ({"data": [1, 2]}, r"holdfast\.data\.Loader"),
         ({"accumulate": 0}, "accumulate=0"),
         ({"seed": 2**32}, "seed="),
-        ({"clip_norm": 0.0}, "clip_norm"),
+        ({"clip": 0.0}, r"clip: norm=0\.0"),
         ({"callbacks": [object()]}, "not a holdfast"),
         ({"state": {"model": {}}}, "'model'"),
         ({"every": "10"}, "every"),
-        ({"every": "5sp"}, "count_samples"),
-        ({"every": "5tok"}, "count_tokens"),
-        ({"every": Every("5tok") | Every("2step")}, "count_tokens"),
-        ({"every": At("5sp")}, "count_samples"),
-        ({"every": SavePolicy(permanent="9step", ephemeral="2tok")}, "count_tokens"),
+        ({"every": "5sp"}, r"counts=Counts\(samples=…\)"),
+        ({"every": "5tok"}, r"counts=Counts\(tokens=…\)"),
+        ({"every": Every("5tok") | Every("2step")}, r"counts=Counts\(tokens=…\)"),
+        ({"every": At("5sp")}, r"counts=Counts\(samples=…\)"),
+        ({"every": SavePolicy(permanent="9step", ephemeral="2tok")}, r"counts=Counts\(tokens=…\)"),
         ({"every": SavePolicy(permanent="9step", ephemeral="2step", cooldown="1tok")}, "cooldown"),
         ({"every": "2cycle"}, "no cycles"),
         ({"validate": Validation(data=[torch.ones(2, 4)], every="2cycle")}, "no cycles"),
@@ -705,7 +706,10 @@ def test_beginning_an_iteration_leaves_the_global_generators_alone(tmp_path: Pat
         ({"every": SavePolicy(permanent=On("epoch") | On("cycle"))}, "no event 'cycle'"),
         ({"every": On("signal"), "stop": None}, "handles no signals"),
         ({"every": On("evaluation")}, "nothing to validate on"),
-        ({"savers": [SideSaver("w", every="5tok", components=["model"])]}, "'w': .*count_tokens"),
+        (
+            {"savers": [SideSaver("w", every="5tok", components=["model"])]},
+            r"'w': .*counts=Counts\(tokens=…\)",
+        ),
         ({"savers": [SideSaver("w", every="2cycle", components=["model"])]}, "'w': .*no cycles"),
     ],
 )

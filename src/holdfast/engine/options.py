@@ -1,54 +1,160 @@
-"""The options that a manager shares with who makes one, and what they may be."""
+"""Checkpoints: where the checkpoints of a run are and how they are made, in one record."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Literal
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import Any, Literal
 
-from holdfast.engine.saving.compressing import Compress, choices
+from holdfast.arguments import checked, written
+from holdfast.engine.saving.compressing import Compress, check_choices, choices
+from holdfast.engine.staging.overlap import Mode
+from holdfast.engine.tiers.tiered import Rules, Tiered
 from holdfast.errors import UsageError
+from holdfast.events import Sink, log_event
 from holdfast.format.layout import BLOCK_NBYTES
+from holdfast.keys import Encryption
 from holdfast.policy.amounts import number_of_bytes
-from holdfast.policy.naming import LabelFunction, compile_label
+from holdfast.policy.classes import SavePolicy
+from holdfast.policy.clock import Time
+from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction, compile_label
 from holdfast.policy.rule import Rule
-from holdfast.policy.savers import SideSaver, combined_rule
+from holdfast.policy.savers import SideSaver
+from holdfast.policy.schedule import policies_of
+from holdfast.policy.triggers import SaveFunction, Trigger
+from holdfast.store.base import Store
 
 OnExisting = Literal["keep", "replace", "error"]
 MIN_BUDGET = 4 * BLOCK_NBYTES
 """So that some blocks are written while others are copied."""
-OnFailure = Literal["raise", "warn"]
 
 
-def check_options(
-    components: Collection[str],
-    *,
-    keep: Rule | str | None,
-    savers: Sequence[SideSaver],
-    label: str | LabelFunction,
-    run_name: str | None,
-    memory_budget: int | str | None,
-    compress: Compress,
-) -> None:
-    """Let pass what a manager of a state with these components would take.
+@checked(but=("every", "keep"))
+@dataclass(frozen=True, slots=True, repr=False)
+class Checkpoints:
+    """Where the checkpoints of a run are and how they are made.
+
+        Checkpoints("runs/gpt", every="500step", keep=Last(3))
+
+    A `Trainer` takes it as `checkpoints`, a `CheckpointManager` in the place of its root. The
+    fields have the values that were given.
 
     Raises:
-        UsageError: one of them is wrong.
+        UsageError: an argument is wrong.
     """
-    combined_rule(keep, savers, components)
-    compile_label(label, run_name=run_name)
-    budget_of(memory_budget)
-    choices(compress, components)
 
+    root: str | os.PathLike[str] | Store | Tiered | None
+    """The root of the run: a path, a URL, a Store, or two of them as `Tiered`. None: a Trainer
+    saves nothing."""
+    _: KW_ONLY
+    every: str | Time | Trigger | SaveFunction | SavePolicy | None = None
+    """When to save: "500step", "30min", "auto", a trigger, a function, or a `SavePolicy` of
+    permanent and ephemeral saves. None: only when asked to, and a Trainer at the end of `fit`, as
+    no interval suits every run."""
+    keep: Rule | str | None = None
+    """The rule of retention for whole states, or its text as on the command line
+    ("last:3,best:loss"). None: everything is kept, so that nothing is deleted unasked."""
+    savers: Sequence[SideSaver] = ()
+    """Savers of some components at intervals of their own."""
+    on_existing: OnExisting = "keep"
+    """What a save does about older checkpoints of the same step, which exist in a run that went
+    back: "keep" them, "replace" them once the newer one is committed (pinned and tagged ones
+    stay), or refuse the save with an "error". The default deletes nothing and stops nothing."""
+    overlap: Mode | None = None
+    """Whether `save` returns before parameters and optimizer slots are copied; "check" also looks
+    for changes that torch does not count (docs/saving.md). None: off in a `CheckpointManager`,
+    whose loop may have to call `fence`; in a Trainer, which calls it, on where the model is on an
+    accelerator."""
+    memory_budget: int | str | None = None
+    """Memory that a save may take for its copy of the state, in bytes or as "256MiB". None: as
+    much as the state has, which is fastest."""
+    compress: Compress = None
+    """How files are compressed: "zstd", "lz4", "blosc2", a `Compression`, "auto", or one of these
+    for each component (docs/compression.md). None: not at all, as weights shrink little."""
+    encrypt: Encryption | None = None
+    """The keys that checkpoints are encrypted and read with (docs/encryption.md). None: they are
+    not encrypted."""
+    takeover: bool = False
+    """Whether to claim the run although another live process owns it. Off, because two processes
+    that save into one run are nearly always a mistake."""
+    label: str | LabelFunction = DEFAULT_LABEL
+    """The name of a checkpoint for people: a template, or a function of the Timestamp. The default
+    sorts by step."""
+    run_name: str | None = None
+    """The value of `{run_name}` in the label."""
+    sinks: Iterable[Sink] = (log_event,)
+    """Functions that receive each event. The default logs to the logger `holdfast`."""
+    save_timeout_s: float = 1800.0
+    """Longest time to wait for one save, in seconds. Half an hour is far above what a save takes
+    on storage that works."""
+    exit_timeout_s: float = 600.0
+    """Longest time, in seconds, that the interpreter's exit waits for a save under way."""
+    preflight: bool = True
+    """Whether the first save checks space and rights before anything is claimed."""
 
-def budget_of(memory_budget: int | str | None) -> int | None:
-    """The bytes that a save may take for its copy of the state.
+    def __post_init__(self) -> None:
+        Rules.of(self.root, self.keep, self.savers)
+        policies_of(self.every, self.savers)
+        compile_label(self.label, run_name=self.run_name)
+        _ = self.memory_budget_nbytes
+        check_choices(self.compress)
+        for name in ("save_timeout_s", "exit_timeout_s"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise UsageError(f"{name}={value!r} must be a positive number of seconds")
+        sinks = tuple(self.sinks)
+        if not all(map(callable, sinks)):
+            raise UsageError(f"sinks={self.sinks!r}: must be functions, each called with an event")
+        object.__setattr__(self, "sinks", sinks)
+        object.__setattr__(self, "savers", tuple(self.savers))
 
-    Raises:
-        UsageError: it is no size, or less than a save can do with.
-    """
-    nbytes = memory_budget
-    if isinstance(nbytes, str):
-        nbytes = number_of_bytes(nbytes, what="memory_budget=")
-    if nbytes is not None and nbytes < MIN_BUDGET:
-        raise UsageError(f"memory_budget={memory_budget!r}: at least {MIN_BUDGET} bytes are needed")
-    return nbytes
+    @classmethod
+    def of(
+        cls,
+        given: str | os.PathLike[str] | Store | Tiered | Checkpoints | None,
+        options: Mapping[str, Any],
+    ) -> Checkpoints:
+        """The record that was given, or that of a root with `options`.
+
+        Raises:
+            UsageError: an argument is wrong, or options are given beside a record.
+        """
+        if not isinstance(given, Checkpoints):
+            return cls(given, **options)
+        defaults = {field.name: field.default for field in fields(cls)}
+        beside = [name for name, value in options.items() if value != defaults[name]]
+        if beside:
+            raise UsageError(
+                f"{', '.join(beside)}: not beside a Checkpoints; write Checkpoints(root, "
+                f"{', '.join(f'{name}=…' for name in beside)})"
+            )
+        return given
+
+    @property
+    def memory_budget_nbytes(self) -> int | None:
+        """Bytes that a save may take for its copy of the state; None: no limit.
+
+        Raises:
+            UsageError: `memory_budget` is no size, or less than a save needs.
+        """
+        nbytes = self.memory_budget
+        if isinstance(nbytes, str):
+            nbytes = number_of_bytes(nbytes, what="memory_budget=")
+        if nbytes is not None and nbytes < MIN_BUDGET:
+            raise UsageError(
+                f"memory_budget={self.memory_budget!r}: at least {MIN_BUDGET} bytes are needed"
+            )
+        return nbytes
+
+    def check_components(self, components: Collection[str]) -> None:
+        """Check the components that are named against those of a state.
+
+        Raises:
+            UsageError: savers, `keep` or `compress` name others.
+        """
+        Rules.of(self.root, self.keep, self.savers, components)
+        choices(self.compress, components)
+
+    def __repr__(self) -> str:
+        return written(self)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import ClassVar, Literal, TypeAlias
 
+from holdfast.arguments import written
 from holdfast.errors import UsageError
 from holdfast.format.layout import check_component
 from holdfast.format.manifest import Timestamp, needed_of
@@ -117,6 +118,9 @@ class Rule(ABC):
         """Return the most checkpoints that it keeps, as far as is known; None: no limit."""
         return None
 
+    def __repr__(self) -> str:
+        return written(self) if is_dataclass(self) else object.__repr__(self)
+
     def __or__(self, other: Rule) -> Rule:
         if not isinstance(other, Rule):
             return NotImplemented
@@ -130,7 +134,7 @@ class Rule(ABC):
         return ThenDrop(self, tuple(sorted({*components}, key=str)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class AnyRule(Rule):
     """Keep what any of `rules` picks."""
 
@@ -149,11 +153,14 @@ class AnyRule(Rule):
         parts = [rule.quota() for rule in self.rules]
         return None if None in parts else sum(part for part in parts if part is not None)
 
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.rules))
+
     def __str__(self) -> str:
         return " | ".join(str(rule) for rule in self.rules)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ThenDrop(Rule):
     """Keep what `rule` picks, without `components`; made by `Rule.then_drop`."""
 
@@ -175,11 +182,15 @@ class ThenDrop(Rule):
         """Return the quota of `rule`."""
         return self.rule.quota()
 
+    def __repr__(self) -> str:
+        rule = f"({self.rule!r})" if isinstance(self.rule, AnyRule) else repr(self.rule)
+        return f"{rule}.then_drop({', '.join(map(repr, self.components))})"
+
     def __str__(self) -> str:
         return f"{_grouped(self.rule)} without {', '.join(self.components)}"
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class BySaver(Rule):
     """Apply to each saver's checkpoints a rule of its own, which sees no others.
 
@@ -214,6 +225,9 @@ class BySaver(Rule):
         """Return the quota of `main`: checkpoints of other savers have another size."""
         main = dict(self.rules).get(MAIN)
         return main.quota() if main is not None else None
+
+    def __repr__(self) -> str:
+        return f"BySaver({dict(self.rules)!r})"
 
     def __str__(self) -> str:
         return ", ".join(f"{saver}: {_grouped(rule)}" for saver, rule in self.rules)

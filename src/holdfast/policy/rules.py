@@ -23,7 +23,7 @@ Removal = Literal["ephemeral_only", "all_non_permanent", "never"]
 _BEST = re.compile(r"(?P<metric>.+?)(?::(?P<mode>min|max))?(?::(?P<n>[0-9]{1,18}))?")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class All(Rule):
     """Keep every checkpoint, also those that resume rejected."""
 
@@ -44,7 +44,7 @@ class All(Rule):
         return "all"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Nothing(Rule):
     """Keep only what is kept in any case, such as the newest: another tier has the rest.
 
@@ -65,7 +65,7 @@ class Nothing(Rule):
         return "only the newest"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Last(Rule):
     """Keep the `n` newest, or the `n` newest of one class.
 
@@ -115,7 +115,7 @@ class Last(Rule):
 
 
 @checked(but=("metric", "n", "mode"))
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Best(Rule):
     """Keep the `n` with the lowest (or highest) value of a metric; of equal ones the older.
 
@@ -173,7 +173,7 @@ class Best(Rule):
         return f"best {many}{self.metric} ({self.mode})"
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class EveryNth(Rule):
     """Keep, for every multiple of `interval`, the first checkpoint at or after it.
 
@@ -209,11 +209,14 @@ class EveryNth(Rule):
         """Parse `every:1000step`."""
         return cls(text)
 
+    def __repr__(self) -> str:
+        return f"EveryNth('{self.interval}')"
+
     def __str__(self) -> str:
         return f"every {self.interval}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Hourly(Rule):
     """Keep the first checkpoint of each hour (UTC), of the newest `n` hours with any; None: all.
 
@@ -245,7 +248,7 @@ class Hourly(Rule):
         return "hourly" if self.n is None else f"hourly {self.n}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Daily(Rule):
     """Keep the first checkpoint of each day (UTC), of the newest `n` days with any; None: all.
 
@@ -277,7 +280,7 @@ class Daily(Rule):
         return "daily" if self.n is None else f"daily {self.n}"
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Within(Rule):
     """Keep what was saved less than `span` before the newest: steps, tokens, hours of training.
 
@@ -313,11 +316,14 @@ class Within(Rule):
         """Parse `within:500step`."""
         return cls(text)
 
+    def __repr__(self) -> str:
+        return f"Within('{self.span}')"
+
     def __str__(self) -> str:
         return f"within {self.span}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Budget(Rule):
     """Keep the newest, as many as fit into `nbytes` bytes together.
 
@@ -360,7 +366,7 @@ class Budget(Rule):
         return f"budget {self.nbytes} bytes"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ByClass(Rule):
     """Keep checkpoints by the class that was recorded at the save.
 

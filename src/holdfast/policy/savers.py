@@ -65,9 +65,13 @@ class SideSaver:
 
 
 def combined_rule(
-    keep: Rule | str | None, savers: Sequence[SideSaver], components: Collection[str]
+    keep: Rule | str | None,
+    savers: Sequence[SideSaver],
+    components: Collection[str] | None = None,
 ) -> Rule:
-    """Combine the rules of the main saver and all others; `components` are those of the state.
+    """Combine the rules of the main saver and all others.
+
+    `components` are those of the state; None: they are not known yet, and not checked.
 
     Raises:
         UsageError: not a rule, an unknown saver, or components that the state does not have.
@@ -84,13 +88,15 @@ def combined_rule(
     for saver in savers:
         if not isinstance(saver, SideSaver):
             raise UsageError(f"savers: {saver!r} is not a SideSaver")
-        unknown = [name for name in saver.components if name not in components]
+        known_parts = saver.components if components is None else components
+        unknown = [name for name in saver.components if name not in known_parts]
         if unknown:
             raise UsageError(f"savers: {saver.name} saves {unknown}, which the state does not have")
     rule: Rule = given if given is not None else All()
     if savers:
         rule = BySaver({MAIN: rule} | {saver.name: saver.keep for saver in savers})
-    lost = named_components(rule).difference(components)
+    lost = named_components(rule)
+    lost = frozenset() if components is None else lost.difference(components)
     if lost:
         raise UsageError(f"keep={rule}: the state has no {', '.join(sorted(lost))} to drop")
     return rule

@@ -41,6 +41,30 @@ class ScheduleRecord:
     timestamp: Timestamp
 
 
+def policies_of(
+    every: str | Time | Trigger | SaveFunction | SavePolicy | None,
+    sides: Sequence[SideSaver] = (),
+) -> dict[str, SavePolicy]:
+    """The policy of each saver by its name; that of `every`, about the whole state, is first.
+
+    Raises:
+        UsageError: `every` is no interval, or two savers have one name.
+    """
+    twice = sorted({s.name for s in sides if sum(o.name == s.name for o in sides) > 1})
+    if twice:
+        raise UsageError(f"savers: two are named {twice[0]!r}")
+    policies = {side.name: side.policy for side in sides}
+    if isinstance(every, int | float):
+        raise UsageError(
+            f"every={every!r}: an interval has a unit, such as every='{every}step' for steps"
+        )
+    if every is None:
+        return policies
+    if not isinstance(every, SavePolicy):
+        every = SavePolicy(permanent=as_trigger(every))
+    return {MAIN: every, **policies}
+
+
 class Schedule:
     """Decides when a run saves; remembers the last look and the last save of each saver."""
 
@@ -56,20 +80,8 @@ class Schedule:
         Raises:
             UsageError: two savers have one name, or a fraction has no length to refer to.
         """
-        twice = sorted({s.name for s in sides if sum(o.name == s.name for o in sides) > 1})
-        if twice:
-            raise UsageError(f"savers: two are named {twice[0]!r}")
-        policies = {side.name: side.policy for side in sides}
-        if isinstance(every, int | float):
-            raise UsageError(
-                f"every={every!r}: an interval has a unit, such as every='{every}step' for steps"
-            )
-        if every is not None:
-            if not isinstance(every, SavePolicy):
-                every = SavePolicy(permanent=as_trigger(every))
-            policies = {MAIN: every, **policies}
         self.policies: dict[str, SavePolicy] = {
-            name: policy.resolve(max_duration) for name, policy in policies.items()
+            name: policy.resolve(max_duration) for name, policy in policies_of(every, sides).items()
         }
         self._components = {side.name: side.components for side in sides}
         self._previous: Timestamp | None = None

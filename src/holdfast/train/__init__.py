@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from holdfast.engine.control.stop import REQUEUE_EXIT_CODE
+from holdfast.train.asked import Counts
 from holdfast.train.callbacks.calling import HookFailed
 from holdfast.train.callbacks.early import EarlyStopping, StopWhen
 from holdfast.train.callbacks.hooks import HOOKS, Callback, Logger
@@ -19,6 +20,7 @@ from holdfast.train.loggers.tensorboard import TensorBoard
 from holdfast.train.loggers.wandb import WeightsAndBiases
 from holdfast.train.trainer import Trainer
 from holdfast.train.training import Metrics, Training
+from holdfast.train.window.loop import Clip
 from holdfast.train.window.precision import Precision
 from holdfast.train.window.schedulers import for_group
 
@@ -26,7 +28,9 @@ __all__ = [
     "HOOKS",
     "REQUEUE_EXIT_CODE",
     "Callback",
+    "Clip",
     "Counters",
+    "Counts",
     "Downstream",
     "EarlyStopping",
     "HookFailed",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from holdfast.arguments import checked
 from holdfast.errors import UsageError
 from holdfast.policy.classes import SavePolicy
-from holdfast.policy.clock import Time, Unit, argument_name
+from holdfast.policy.clock import Time, Unit, argument_name, parse
 from holdfast.policy.spoken import as_trigger
 from holdfast.policy.triggers import (
     At,
@@ -37,10 +39,54 @@ def check_counted(unit: Unit, what: str, extra: Collection[Unit]) -> None:
         UsageError: it does not.
     """
     if unit is Unit.CYCLE and unit not in extra:
-        raise UsageError(f"{what}: the Trainer has no cycles; give cycle, the length of one")
+        raise UsageError(f"{what}: the Trainer has no cycles; give counts=Counts(cycle=…)")
     if unit in (Unit.SAMPLE, Unit.TOKEN) and unit not in extra:
         name = argument_name(unit)
-        raise UsageError(f"{what}: {name} are not counted; give count_{name}")
+        raise UsageError(f"{what}: {name} are not counted; give counts=Counts({name}=…)")
+
+
+@checked(but=("cycle",))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What a run counts beside steps and epochs, for its goals, intervals and triggers.
+
+        Counts(samples=len, cycle="2ep")
+
+    Raises:
+        UsageError: an argument is wrong, or a cycle is of what is not counted.
+    """
+
+    samples: Callable[[Any], int] | None = None
+    """Gives the number of samples of a batch. None: samples are not counted."""
+    tokens: Callable[[Any], int] | None = None
+    """Gives the number of tokens of a batch. None: tokens are not counted."""
+    cycle: str | Time | None = None
+    """The length of a cycle, such as "2ep". None: there are no cycles."""
+
+    def __post_init__(self) -> None:
+        time = self.cycle_length
+        if time is None:
+            return
+        if time.unit is Unit.SECOND:
+            raise UsageError(
+                f"cycle={self.cycle!r}: by the clock it would not be the same after a resume"
+            )
+        check_counted(time.unit, f"cycle={str(time)!r}", self.units - {Unit.CYCLE})
+
+    @property
+    def cycle_length(self) -> Time | None:
+        """The length of a cycle as a time.
+
+        Raises:
+            UsageError: `cycle` is no time.
+        """
+        return None if self.cycle is None else parse(self.cycle, what="cycle")
+
+    @property
+    def units(self) -> frozenset[Unit]:
+        """The units that are counted."""
+        given = {Unit.SAMPLE: self.samples, Unit.TOKEN: self.tokens, Unit.CYCLE: self.cycle}
+        return frozenset(unit for unit, value in given.items() if value is not None)
 
 
 def checked_every(

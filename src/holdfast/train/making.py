@@ -6,7 +6,7 @@ import inspect
 import logging
 import os
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,14 @@ from torch import nn
 from holdfast.arguments import shown
 from holdfast.data.foreign import describe_inexact
 from holdfast.data.randomness import preserved
+from holdfast.engine.options import Checkpoints
 from holdfast.engine.staging.overlap import Mode
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import UsageError
 from holdfast.policy.clock import Time, Unit, parse
 from holdfast.state.capture import unheld_in
 from holdfast.state.held import describe
-from holdfast.store.base import Store
-from holdfast.train.asked import check_counted, check_range
+from holdfast.train.asked import check_range
 from holdfast.train.callbacks.hooks import Logger
 from holdfast.train.loggers.jsonlines import JsonLines
 from holdfast.train.loggers.progress import ProgressBar
@@ -178,21 +178,6 @@ def checked_goal(until: str | int) -> Time:
     return goal
 
 
-def checked_cycle(length: str | Time | None, counted: Collection[Unit]) -> Time | None:
-    """How long a cycle is.
-
-    Raises:
-        UsageError: it is no length, or of what is not counted.
-    """
-    if length is None:
-        return None
-    time = parse(length, what="cycle")
-    if time.unit is Unit.SECOND:
-        raise UsageError(f"cycle={length!r}: by the clock it would not be the same after a resume")
-    check_counted(time.unit, f"cycle={str(time)!r}", counted)
-    return time
-
-
 def checked_max_time_s(max_time: str | Time | None) -> float:
     """Seconds of a duration by the clock; infinite for None.
 
@@ -208,11 +193,7 @@ def checked_max_time_s(max_time: str | Time | None) -> float:
 
 
 def own_loggers(
-    root: str | os.PathLike[str] | Store | Tiered | None,
-    log: bool | str | os.PathLike[str] | None,
-    progress: bool,
-    *,
-    is_sealed: bool = False,
+    checkpoints: Checkpoints, log: bool | str | os.PathLike[str] | None, progress: bool
 ) -> list[Logger]:
     """The log and the bar that a Trainer has by itself. The log of a sealed run is not beside it,
     where it would say in clear what the checkpoints hide.
@@ -220,10 +201,11 @@ def own_loggers(
     Raises:
         UsageError: the log is to be in a root that is sealed, or no local folder.
     """
+    root = checkpoints.root
     root = root.local if isinstance(root, Tiered) else root
     loggers: list[Logger] = []
     is_local = isinstance(root, str | os.PathLike) and "://" not in os.fspath(root)
-    may_log = is_local and not is_sealed
+    may_log = is_local and checkpoints.encrypt is None
     if log is None:
         log = may_log
     if log is True:

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,21 +21,12 @@ from holdfast.engine.checkpoint import Checkpoint, PendingSave
 from holdfast.engine.control.stop import Stop
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.loading.sides import Sides
-from holdfast.engine.options import OnExisting, check_options
-from holdfast.engine.saving.compressing import Compress
-from holdfast.engine.staging.overlap import Mode
+from holdfast.engine.options import Checkpoints
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import SaveSkipped, UsageError
-from holdfast.events import Sink, log_event
 from holdfast.format.manifest import Timestamp
-from holdfast.keys import Encryption
 from holdfast.manager import CheckpointManager
-from holdfast.policy.classes import SavePolicy
-from holdfast.policy.clock import Time, Unit
-from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction
-from holdfast.policy.retention import Rule
-from holdfast.policy.savers import SideSaver
-from holdfast.policy.triggers import SaveFunction, Trigger
+from holdfast.policy.clock import Time
 from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.capture import check_state
 from holdfast.state.components import RNG
@@ -42,7 +34,7 @@ from holdfast.state.edits import StateView
 from holdfast.state.selection import listed
 from holdfast.store.base import Store
 from holdfast.train import making
-from holdfast.train.asked import asks_for, check_counted, check_range, checked_every
+from holdfast.train.asked import Counts, asks_for, check_counted, check_range, checked_every
 from holdfast.train.callbacks.calling import Callbacks, HookFailed
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.counters import Counters
@@ -69,13 +61,37 @@ logger = logging.getLogger("holdfast")
 
 _IN_EVERY_RUN = frozenset({"model", "optimizer", "data", "progress"})
 """Components that every checkpoint of a Trainer has."""
+# For one release: what was an argument of the Trainer and is in a record now.
+_REMOVED = {
+    "root": "checkpoints=…",
+    "clip_norm": "clip=…",
+    "clip_value": "clip=Clip(value=…)",
+    "count_samples": "counts=Counts(samples=…)",
+    "count_tokens": "counts=Counts(tokens=…)",
+    "cycle": "counts=Counts(cycle=…)",
+} | {
+    name: f"checkpoints=Checkpoints(root, {name}=…)"
+    for name in (
+        "every",
+        "keep",
+        "savers",
+        "on_existing",
+        "label",
+        "run_name",
+        "takeover",
+        "overlap",
+        "memory_budget",
+        "compress",
+        "encrypt",
+    )
+}
 
 
 class Trainer:
     """Trains a model to a goal, over as many processes as it takes.
 
         trainer = Trainer(model, optimizer=optimizer, data=loader, loss=loss,
-                          root="runs/gpt", every="500step", keep=Last(3))
+                          checkpoints=Checkpoints("runs/gpt", every="500step"))
         trainer.fit("10_000step")      # killed? run the script again
 
     A step is one window of `accumulate` batches (fewer where an epoch ends), and saves are made
@@ -85,7 +101,7 @@ class Trainer:
     a row is raised.
     """
 
-    @checked(but=("model", "optimizer", "every", "keep", "cycle"))
+    @checked(but=("model", "optimizer"), removed=_REMOVED)
     def __init__(
         self,
         model: nn.Module | making.MakeModel,
@@ -93,35 +109,21 @@ class Trainer:
         optimizer: torch.optim.Optimizer | making.MakeOptimizer,
         data: Any,
         loss: LossFunction,
-        root: str | os.PathLike[str] | Store | Tiered | None,
+        checkpoints: str | os.PathLike[str] | Store | Tiered | Checkpoints | None,
         scheduler: Any = None,
         state: Mapping[str, Any] | None = None,
-        every: str | Time | Trigger | SaveFunction | SavePolicy | None = None,
-        keep: Rule | str | None = None,
-        savers: Sequence[SideSaver] = (),
-        on_existing: OnExisting = "keep",
-        label: str | LabelFunction = DEFAULT_LABEL,
-        run_name: str | None = None,
-        takeover: bool = False,
-        overlap: Mode | None = None,
-        memory_budget: int | str | None = None,
-        compress: Compress = None,
-        encrypt: Encryption | None = None,
         stop: Stop | None = Stop(),
         validate: Any = None,
         skip_steps: Iterable[range] = (),
         accumulate: int = 1,
         precision: str | Precision = "fp32",
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
+        clip: float | Clip | None = None,
         ema: float | None = None,
         unhealthy: Policy = "warn",
         seed: int = 0,
         device: str | torch.device | None = None,
         callbacks: Iterable[Callback] = (),
-        count_samples: Callable[[Any], int] | None = None,
-        count_tokens: Callable[[Any], int] | None = None,
-        cycle: str | Time | None = None,
+        counts: Counts = Counts(),
         log: bool | str | os.PathLike[str] | None = None,
         log_every: int = 10,
         progress: bool = True,
@@ -138,12 +140,11 @@ class Trainer:
                 (docs/trainer.md).
             loss: called with the model and a batch; gives the batch's mean loss, or that and a
                 dict of metrics.
-            root, every, keep, savers, on_existing, label, run_name, takeover, memory_budget,
-                compress, encrypt: as for `CheckpointManager`; the last step is always saved, and
-                fractions of the run in `every` are those of the goal. With `root=None` nothing is
-                saved or resumed, and arguments about saves have no effect (docs/trainer.md).
-            overlap: as for `CheckpointManager`; None: on accelerators only. `fit` calls `fence`
-                before each update and each validation.
+            checkpoints: the root of the run (a path, a URL, a Store or a `Tiered`), or a
+                `Checkpoints` with a root and options. The last step is always saved, and fractions
+                of the run in `every` are those of the goal. Saves overlap with training on
+                accelerators, where the record does not say otherwise. With None nothing is saved or
+                resumed (docs/trainer.md).
             stop: the signals that end `fit`, or make it save; None: it handles none.
             state: further components to save.
             validate: a loader, loaders by name, or one `Validation` or a list of them.
@@ -151,14 +152,13 @@ class Trainer:
                 those from 100 to 109; they count, and schedulers step.
             accumulate: batches of a step.
             precision: "fp32", "bf16", "fp16" or a `Precision`.
-            clip_norm, clip_value: largest norm of all gradients together, or value in them.
+            clip: the largest norm of all gradients together, or a `Clip`.
             ema: decay of an average of the weights, which is saved, and used for validation.
             unhealthy: what to do when loss or weights are not finite at a save.
             seed: of the global generators, when training begins afresh.
             device: where the model and batches are moved; None: not at all.
             callbacks: see `Callback`.
-            count_samples, count_tokens: how many a batch has, for goals and triggers in them.
-            cycle: the length of a cycle, such as "2ep", for triggers that count cycles.
+            counts: what is counted beside steps and epochs: samples, tokens, cycles.
             log: write JSON lines to the file named, or to the root's `log/train.jsonl` (True, and
                 None where the root is a local folder).
             log_every: steps between two calls of `log`, each of which may wait for the device.
@@ -173,51 +173,37 @@ class Trainer:
         check_range("log_every", log_every, 1, 2**63)
         on = making.checked_device(device)
         self.model = making.make_model(model, seed, on)
-        loggers = making.own_loggers(root, log, progress, is_sealed=encrypt is not None)
+        self.checkpoints = Checkpoints.of(checkpoints, {})
+        """Where checkpoints are and how they are made, as it was given."""
+        loggers = making.own_loggers(self.checkpoints, log, progress)
         self._callbacks = Callbacks([*callbacks, *loggers], self)
         self._callbacks.tell(Callback.model_made)
         self.optimizer = making.make_optimizer(optimizer, self.model, self.model is not model)
         self.schedulers = make_schedulers(scheduler, self.optimizer)
         """By the names of their components."""
         self.data = data
-        self.root = root
-        self._encryption = encrypt
         self.counters = Counters()
         self.manager: CheckpointManager | None = None
         """The manager while `fit` runs."""
         self._is_running = False
         self.ema = None if ema is None else Average(self.model, ema)
-        self._counted = {
-            unit
-            for unit, count in ((Unit.SAMPLE, count_samples), (Unit.TOKEN, count_tokens))
-            if count is not None
-        }
-        self.counters.cycle_length = making.checked_cycle(cycle, self._counted)
-        if cycle is not None:
-            self._counted.add(Unit.CYCLE)
+        self._counts = counts
+        self.counters.cycle_length = counts.cycle_length
         checked_times = partial(
             checked_every,
-            extra=self._counted,
+            extra=counts.units,
             handles_signals=stop is not None,
             validates=validate is not None,
         )
-        self._every = checked_times(every)
-        for saver in (saver for saver in savers if isinstance(saver, SideSaver)):
+        self._every = checked_times(self.checkpoints.every)
+        for saver in self.checkpoints.savers:
             checked_times(saver.policy, what=f"saver {saver.name!r}: every")
-        self._overlap = making.checked_overlap(overlap, making.device_type(self.model, on))
-        options: dict[str, Any] = {
-            "keep": keep,
-            "savers": tuple(savers),
-            "label": label,
-            "run_name": run_name,
-            "memory_budget": memory_budget,
-            "compress": compress,
-        }
-        self._options = {**options, "on_existing": on_existing, "takeover": takeover, "stop": stop}
+        self._overlap = making.checked_overlap(
+            self.checkpoints.overlap, making.device_type(self.model, on)
+        )
         self._stop = stop
         self._place = Place(self.counters)
         self._numbers = Numbers()
-        self._count_samples = count_samples
         self._gate = HealthGate(unhealthy)
         self._numerics = Numerics(checked_precision(precision), making.device_type(self.model, on))
         self._way_back: WayBack
@@ -226,7 +212,7 @@ class Trainer:
             optimizer=self.optimizer,
             schedulers=tuple(self.schedulers.values()),
             loss=loss,
-            clip=Clip(norm=clip_norm, value=clip_value),
+            clip=clip if isinstance(clip, Clip) else Clip(norm=clip),
             numerics=self._numerics,
             device=on,
             callbacks=self._callbacks,
@@ -238,10 +224,10 @@ class Trainer:
         self.state = self._components(state or {})
         check_state(self.state)
         making.check_held(self.state, loss)
-        check_options({*self.state, RNG}, **options)
+        self.checkpoints.check_components({*self.state, RNG})
         self._way_back = WayBack(
             stop=stop,
-            is_exact=root is not None and asks_for(self._every, "exception"),
+            is_exact=self.root is not None and asks_for(self._every, "exception"),
             data=data,
             state=self.state,
             callbacks=self._callbacks,
@@ -260,8 +246,8 @@ class Trainer:
             accumulate=accumulate,
             log_every=log_every,
             seed=seed,
-            count_samples=count_samples,
-            count_tokens=count_tokens,
+            count_samples=counts.samples,
+            count_tokens=counts.tokens,
         )
         self._callbacks.tell(Callback.setup)
 
@@ -310,7 +296,7 @@ class Trainer:
             SystemExit, KeyboardInterrupt: a signal asked to stop, the latter for SIGINT.
         """
         goal = making.checked_goal(until)
-        check_counted(goal.unit, f"until={until!r}", self._counted)
+        check_counted(goal.unit, f"until={until!r}", self._counts.units)
         without = listed(without, "without")
         Sides(without=without).check(self.state)
         start = Start.of(start_from, self.root)
@@ -323,6 +309,11 @@ class Trainer:
         self._place.is_under_way = False
         with self._stop or nullcontext():
             return self._fit_to(ending, without, start)
+
+    @property
+    def root(self) -> str | os.PathLike[str] | Store | Tiered | None:
+        """The root of the run; None: nothing is saved."""
+        return self.checkpoints.root
 
     @property
     def goal(self) -> Time:
@@ -424,36 +415,35 @@ class Trainer:
             one_sided=lambda name: name in may_be_new or name in without,
         )
         with self._closing():
-            manager = self._make_manager(ending.goal, hooks, (log_event, costs))
+            manager = self._make_manager(ending.goal, hooks, costs)
             begin = None if start is None else partial(self._begin_from, start, hooks)
             with manager, self._managed(manager):
                 return Fit(self._gear, ending, manager, begun, begin).run(costs)
 
-    def _make_manager(
-        self, goal: Time, hooks: StateHooks, sinks: Sequence[Sink]
-    ) -> CheckpointManager:
+    def _make_manager(self, goal: Time, hooks: StateHooks, costs: SaveCosts) -> CheckpointManager:
         if self.root is None:
-            logger.warning("root=None: nothing of this training is saved")
+            logger.warning("checkpoints=None: nothing of this training is saved")
             return Unsaved()
         return CheckpointManager(
-            self.root,
+            replace(
+                self.checkpoints,
+                every=self._every,
+                overlap=self._overlap,
+                sinks=(*self.checkpoints.sinks, costs),
+            ),
             self.state,
-            every=self._every,
             max_duration=goal,
             on_failure="warn",
             hooks=hooks,
+            stop=self._stop,
             counters=lambda: self.counters.totals,
-            sinks=sinks,
-            overlap=self._overlap,
-            encrypt=self._encryption,
-            **self._options,
         )
 
     def _begin_from(self, start: Start, hooks: StateHooks) -> Checkpoint:
         """Load the whole state from another root, except that loggers begin new records."""
         own = [(item, item.state_dict()) for item in self._callbacks.recording]
         try:
-            found = start.load(self.state, hooks, self._encryption)
+            found = start.load(self.state, hooks, self.checkpoints.encrypt)
         except (OpaqueLoadFailed, KeyboardInterrupt):
             self._place.has_begun = True  # the state is neither the old nor the stored one
             raise
@@ -469,7 +459,7 @@ class Trainer:
         self._check_validates()
         if self.manager is not None:
             raise UsageError(f"which={which!r}: while fit runs, only its weights can be used")
-        return select(self.root, which, self._encryption)
+        return select(self.root, which, self.checkpoints.encrypt)
 
     def _validate_each(self, targets: Sequence[Target]) -> tuple[Validated, ...]:
         weights = {"model": self.model, **({} if self.ema is None else {"ema": self.ema.model})}
@@ -559,7 +549,7 @@ class Trainer:
                     "validate: this loader is the one that is trained on, whose position would be "
                     "lost; make another Loader of the same dataset"
                 )
-            check_counted(plan.trigger.unit, f"validation every='{plan.every}'", self._counted)
+            check_counted(plan.trigger.unit, f"validation every='{plan.every}'", self._counts.units)
         return Validations(
             [
                 Validator(
@@ -569,7 +559,7 @@ class Trainer:
                     device=self._update.device,
                     callbacks=self._callbacks,
                     numbers=self._numbers,
-                    weigh=plan.weigh or self._count_samples or size_of,
+                    weigh=plan.weigh or self._counts.samples or size_of,
                     waiting=lambda: self._way_back.waiting(),
                 )
                 for plan in plans

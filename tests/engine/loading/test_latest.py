@@ -62,7 +62,7 @@ def validated(root: Path, run: Run) -> object:
         data=Loader([torch.zeros(8)], batch_size=1),
         optimizer=run.optimizer,
         loss=lambda model, batch: model(batch).mean(),
-        root=root.parent / "other",
+        checkpoints=root.parent / "other",
         validate=Validation(data=[torch.zeros(1, 8)]),
     )
     return trainer.validate_all(root)

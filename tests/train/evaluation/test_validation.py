@@ -21,7 +21,7 @@ from holdfast.state.edits import StateView
 from holdfast.store import open_store
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.resume import leaf_digests
-from holdfast.train import Callback, Downstream, HookFailed, Metrics, Training, Validation
+from holdfast.train import Callback, Counts, Downstream, HookFailed, Metrics, Training, Validation
 from train.small import Noisy, make, mean_square
 
 
@@ -44,7 +44,9 @@ def held_out() -> Loader:
 def at_steps(until: str | int, **plan: Any) -> list[int]:
     seen = Seen()
     plan = {"data": held_out(), **plan}
-    make(MemoryStore(), validate=Validation(**plan), callbacks=[seen], count_samples=len).fit(until)
+    make(
+        MemoryStore(), validate=Validation(**plan), callbacks=[seen], counts=Counts(samples=len)
+    ).fit(until)
     return seen.steps
 
 
@@ -243,7 +245,7 @@ def test_data_without_a_batch_or_without_samples_is_an_error() -> None:
     with pytest.raises(UsageError, match="no batch"):
         make(MemoryStore(), validate=[]).validate()
     plan = Validation(data=[{"text": "a"}], loss=lambda model, batch: torch.tensor(1.0))
-    with pytest.raises(UsageError, match="count_samples"):
+    with pytest.raises(UsageError, match=r"counts=Counts\(samples=…\)"):
         make(MemoryStore(), validate=plan).validate()
     with pytest.raises(UsageError, match="nothing to validate"):
         make(MemoryStore()).validate()

@@ -48,7 +48,7 @@ def test_it_trains_as_with_a_root_and_saves_nothing(
     assert '"val/loss"' in (tmp_path / "log.jsonl").read_text()
     assert os.listdir(tmp_path) == ["log.jsonl"]
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
-    assert "root=None" in record.message
+    assert "checkpoints=None" in record.message
     assert unsaved.validate().keys() == {"val/loss", "val/draw"}
 
 
@@ -79,20 +79,20 @@ def test_a_callback_that_saves_is_told_why_it_cannot() -> None:
             assert training.manager.list() == ()
             assert not training.manager.is_owner
             for call in calls:
-                with pytest.raises(UsageError, match="root=None"):
+                with pytest.raises(UsageError, match="checkpoints=None"):
                     call(training.manager)
             training.manager.save(1)
 
-    with pytest.raises(HookFailed, match="root=None"):
+    with pytest.raises(HookFailed, match="checkpoints=None"):
         make(None, callbacks=[Saves()]).fit(2)
 
 
 def test_what_needs_a_root_is_refused() -> None:
     """Line 10."""
     trainer = make(None, validate=VALIDATION)
-    with pytest.raises(UsageError, match="root=None"):
+    with pytest.raises(UsageError, match="checkpoints=None"):
         trainer.validate("latest")
-    with pytest.raises(UsageError, match="root=None"):
+    with pytest.raises(UsageError, match="checkpoints=None"):
         trainer.validate_all()
     with pytest.raises(UsageError, match="name a file"):
         make(None, log=True)

@@ -23,7 +23,7 @@ def shown(store: MemoryStore, *, is_terminal: bool) -> str:
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         data=Loader([torch.ones(2)] * 4, batch_size=1),
         loss=lambda model, batch: model(batch).mean(),
-        root=store,
+        checkpoints=store,
         callbacks=[ProgressBar(console)],
         log=False,
         progress=False,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from holdfast.errors import UsageError
 from holdfast.store.memory import MemoryStore
-from holdfast.train import Callback, HookFailed, Precision, Training
+from holdfast.train import Callback, Clip, HookFailed, Precision, Training
 from train.small import make, network
 
 LOW = Precision(dtype="fp16", loss_scale=8.0)
@@ -97,9 +97,9 @@ def test_the_scale_is_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", LOW])
-@pytest.mark.parametrize("option", ["clip_norm", "clip_value"])
+@pytest.mark.parametrize("clip", [0.001, Clip(norm=0.001), Clip(value=0.001)])
 def test_gradients_are_clipped_after_they_are_unscaled(
-    precision: str | Precision, option: str
+    precision: str | Precision, clip: float | Clip
 ) -> None:
     found: list[float] = []
 
@@ -107,10 +107,10 @@ def test_gradients_are_clipped_after_they_are_unscaled(
         def before_optimizer_step(self, training: Training) -> None:
             gradients = [weight.grad for weight in training.model.parameters()]
             flat = torch.cat([item.flatten() for item in gradients if item is not None])
-            found.append(float(flat.norm() if option == "clip_norm" else flat.abs().max()))
+            found.append(float(flat.norm() if clip != Clip(value=0.001) else flat.abs().max()))
 
     trainer = make(
-        MemoryStore(), precision=precision, callbacks=[Largest()], accumulate=2, **{option: 0.001}
+        MemoryStore(), precision=precision, callbacks=[Largest()], accumulate=2, clip=clip
     )
     trainer.fit(3)
     assert found == [pytest.approx(0.001, rel=1e-2)] * 3
@@ -137,12 +137,12 @@ def test_a_scaled_loss_gives_the_gradients_of_the_loss() -> None:
         {"precision": "fp8"},
         {"precision": 16},
         {"precision": None},
-        {"clip_value": -1.0},
-        {"clip_norm": 1.0, "clip_value": 1.0},
+        {"clip": -1.0},
+        {"clip": "norm"},
     ],
 )
 def test_what_is_no_precision_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=r"precision|clip_"):
+    with pytest.raises(UsageError, match=r"precision|clip"):
         make(MemoryStore(), **options)
 
 

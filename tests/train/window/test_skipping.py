@@ -13,7 +13,7 @@ from holdfast.data import Loader
 from holdfast.errors import UsageError
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.resume import leaf_digests
-from holdfast.train import Callback, Metrics, Training
+from holdfast.train import Callback, Counts, Metrics, Training
 from train.small import make
 
 
@@ -47,7 +47,7 @@ def test_data_and_schedules_go_on_and_weights_stay() -> None:
         data=numbers(),
         skip_steps=[range(1, 2), range(3, 5)],
         callbacks=[watch],
-        count_samples=len,
+        counts=Counts(samples=len),
     )
     first = next(trainer.model.parameters()).detach().clone()
     trainer.fit(6)

@@ -25,6 +25,16 @@ Choice: TypeAlias = Compression | CodecName | Auto | None
 Compress: TypeAlias = Choice | Mapping[str, Choice]
 
 
+def check_choices(asked: Compress) -> None:
+    """Check what can be checked without the components of a state.
+
+    Raises:
+        UsageError: no such codec, or a package is missing.
+    """
+    for choice in asked.values() if isinstance(asked, Mapping) else (asked,):
+        _compression(choice)
+
+
 def choices(asked: Compress, components: Collection[str]) -> dict[str, Compression | Auto]:
     """The compression of each component that is to be compressed.
 

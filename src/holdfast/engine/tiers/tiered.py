@@ -83,9 +83,11 @@ class Rules:
         root: object,
         keep: Rule | str | None,
         savers: Sequence[SideSaver],
-        parts: Collection[str],
+        parts: Collection[str] | None = None,
     ) -> Rules:
         """The rules of a manager with this root and `keep`, for a state of these components.
+
+        None: the components are not known yet, and not checked.
 
         Raises:
             UsageError: no rule, or `keep` where the root has one for its local tier.

@@ -149,8 +149,8 @@ def _meant(own: Catalog | None, item: Which) -> list[Target]:
         return _at_path(os.fspath(item))
     if own is None:
         raise UsageError(
-            f"which={item!r}: a checkpoint of the Trainer's own root, and it has root=None; name "
-            "one by its path, as in other/root@latest"
+            f"which={item!r}: a checkpoint of the Trainer's own root, and it has none "
+            "(checkpoints=None); name one by its path, as in other/root@latest"
         )
     return [_target(own, own.resolve(item))] if isinstance(item, int) else _named(own, item)
 

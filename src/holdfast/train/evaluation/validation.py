@@ -344,7 +344,8 @@ def size_of(batch: Any) -> int:
     tensor = next(_tensors(batch), None)
     if tensor is None:
         raise UsageError(
-            "validation: how many samples a batch has cannot be told; give count_samples or weigh"
+            "validation: how many samples a batch has cannot be told; give "
+            "counts=Counts(samples=…) or weigh"
         )
     return len(tensor)
 

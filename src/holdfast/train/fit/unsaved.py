@@ -25,8 +25,8 @@ class Unsaved(CheckpointManager):
 
     def __getattr__(self, name: str) -> Any:
         raise _NoRoot(
-            "this Trainer has root=None: it saves nothing, so there is nothing to save, load, list "
-            "or mark. Give it a root"
+            "this Trainer has no root (checkpoints=None): it saves nothing, so there is nothing to "
+            "save, load, list or mark. Give it a root"
         )
 
     def resume(self, *_args: Any, **_options: Any) -> None:

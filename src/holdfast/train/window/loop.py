@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from holdfast.arguments import checked
 from holdfast.errors import UsageError
 from holdfast.train.callbacks.calling import Callbacks
 from holdfast.train.callbacks.hooks import Callback
@@ -24,21 +25,22 @@ LossFunction = Callable[[Any, Any], "Tensor | tuple[Tensor, Mapping[str, Any]]"]
 _RESERVED = ("loss", "grad_norm")
 
 
+@checked()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip:
-    """How gradients are clipped; at most one of the two."""
+    """How gradients are clipped, after they were unscaled: by one of the two, or not at all."""
 
     norm: float | None = None
-    """Largest total norm of the gradients."""
+    """Largest norm of all gradients together."""
     value: float | None = None
     """Largest absolute value in them."""
 
     def __post_init__(self) -> None:
-        for name, value in (("clip_norm", self.norm), ("clip_value", self.value)):
+        for name, value in (("norm", self.norm), ("value", self.value)):
             if value is not None and not value > 0:
-                raise UsageError(f"{name}={value!r}: must be above zero, or None")
+                raise UsageError(f"clip: {name}={value!r}: must be above zero, or None")
         if self.norm is not None and self.value is not None:
-            raise UsageError("clip_norm and clip_value: give one of the two")
+            raise UsageError(f"clip: norm={self.norm!r}, value={self.value!r}: give one of the two")
 
     def __call__(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
         """Clip the gradients; gives the norm that they had, if it is known."""
