@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from holdfast import errors
+from holdfast.engine.claims import deletion
 from holdfast.engine.roots import commit as commit_module
 from holdfast.manager import CheckpointManager
 
@@ -24,7 +25,8 @@ def tell(**what: Any) -> None:
 
 def main(root: str, options: dict[str, Any]) -> None:
     if options.get("no_fence"):
-        commit_module.check_fence = lambda *args, **named: None
+        for module in (commit_module, deletion):
+            module.check_fence = lambda *args, **named: None
     tree: dict[str, Any] = {"step": 0, "x": torch.zeros(1000)}
     manager = CheckpointManager(
         root, {"tree": tree}, takeover=options.get("takeover", False), sinks=(), preflight=False

@@ -35,7 +35,7 @@ import storm
 import torch
 
 from holdfast.care.gc import collect
-from holdfast.engine.roots import commit as commit_module
+from holdfast.engine.claims import deletion
 from holdfast.engine.roots.commit import begin
 from holdfast.engine.saving.fingerprint import environment
 from holdfast.engine.workers import Workers
@@ -264,7 +264,7 @@ def leftovers(way: Way, root: Path) -> None:
     scratch = layout.scratch_folder(b"leftover")
     store.make_folder(scratch)
     store.put(f"{scratch}/file", b"probe")
-    commit_module.remove_files = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    deletion.remove_files = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     save_next(manager, state, os.open(os.devnull, os.O_WRONLY))
     raise AssertionError("retention was to kill this process")
 
@@ -293,7 +293,7 @@ SCENARIOS = {
 
 def files_first() -> None:
     """Mutant: a deletion removes files while the manifest still says that they are there."""
-    commit_module._bury = lambda *_: None
+    deletion._bury = lambda *_: None
 
 
 MUTANTS = {**storm.MUTANTS, "files_first": files_first}

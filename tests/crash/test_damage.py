@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from holdfast import errors
-from holdfast.care import housekeeping as housekeeping_module
 from holdfast.care.verify import verify
+from holdfast.engine.loading import applying
 from holdfast.engine.loading import load as load_module
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.format import blocks, checked
@@ -369,7 +369,7 @@ def test_a_resume_that_deletes_what_it_rejects_is_caught(
 ) -> None:
     """R19, D13: the mutant takes the evidence away."""
     monkeypatch.setattr(
-        housekeeping_module,
+        applying,
         "reject",
         lambda store, folder, **named: store.delete(f"{folder}/"),
     )

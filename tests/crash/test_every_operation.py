@@ -21,7 +21,7 @@ from holdfast import errors
 from holdfast.care import gc as gc_module
 from holdfast.care.gc import collect
 from holdfast.care.verify import verify
-from holdfast.engine.roots import commit as commit_module
+from holdfast.engine.claims import deletion
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.saving import save as save_module
 from holdfast.policy.retention import Last
@@ -230,7 +230,7 @@ def delete_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def files_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: a deletion removes files before it has put the tombstone."""
-    monkeypatch.setattr(commit_module, "_bury", no_tombstone)
+    monkeypatch.setattr(deletion, "_bury", no_tombstone)
 
 
 def gc_forgets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ import storm
 import torch
 
 from holdfast.care.gc import collect
+from holdfast.engine.claims import deletion
 from holdfast.engine.roots import commit as commit_module
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.saving import save as save_module
@@ -87,13 +88,13 @@ def no_folder_sync() -> None:
 
 def tombstone_last() -> None:
     """Files go while the manifest still says that they are there."""
-    real = commit_module._bury
+    real = deletion._bury
 
     def bury(store: Any, folder: str, tombstone: Deleted) -> None:
         commit_module.remove_files(store, folder, whole=False)
         real(store, folder, tombstone)
 
-    commit_module._bury = bury
+    deletion._bury = bury
 
 
 def acknowledge_early() -> None:
@@ -115,7 +116,7 @@ def delete_before_commit() -> None:
     def commit(store: Any, attempt: Any, manifest: Any) -> None:
         for entry in Catalog(store).checkpoints():
             gone = Deleted(save_id=entry.manifest.save_id, by="mutant", reason="room")
-            commit_module._bury(store, entry.folder, gone)
+            deletion._bury(store, entry.folder, gone)
         real(store, attempt, manifest)
 
     save_module.commit = commit
