@@ -67,7 +67,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="verify-json-lacks-the-problems",
         promise="R18: `verify --json` names all damage",
         file="cli/verify.py",
-        before='        "problems": [problem_document(problem) for problem in root_report.problems],\n',
+        before='"problems": [problem_document(problem) for problem in root_report.problems],',
         after="",
         near=("tests/cli/test_verify_command.py",),
     ),

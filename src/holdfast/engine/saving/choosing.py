@@ -1,9 +1,9 @@
-"""`compress="auto"`: takes a codec where that makes saves shorter on the store as it was measured.
+"""`compress="auto"`: chooses a codec if that makes saves faster on the measured store.
 
-A save that is written plain tells how fast the store is, and leaves samples of the state. After its
-commit the codecs are tried on the samples, and each component gets the one with which writing takes
-the least time, or none. What was chosen is checked against the save that was plain, and dropped
-where it is slower.
+A save without compression measures the store's speed, and keeps samples of the state. After its
+commit the codecs are tried on the samples, and each component gets the one with the shortest time
+of writing, or none. The choice is compared with the uncompressed save, and dropped where it is
+slower.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SAVES_BETWEEN = 64
 
 
 def candidates() -> list[Compression]:
-    """What is tried: fast codecs only, and those of which the package is installed."""
+    """List the codecs to try: fast ones whose packages are installed."""
     found = [Compression(codec="zstd")]
     if is_installed("lz4"):
         found.append(Compression(codec="lz4"))
@@ -43,7 +43,7 @@ def candidates() -> list[Compression]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A piece of a block, and the size of its items."""
+    """Sample of a block, and the size of its items."""
 
     data: bytes
     item_nbytes: int
@@ -51,19 +51,19 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What a compression did to samples: stored bytes and seconds, each for a plain byte."""
+    """Result of a compression on samples: stored bytes and seconds per plain byte."""
 
     compression: Compression
     ratio: float
     s_per_byte: float
 
     def cost(self, store_s_per_byte: float, num_threads: int) -> float:
-        """Seconds that a plain byte takes on its way: encoding and writing go on side by side."""
+        """Estimate the seconds per plain byte; encoding and writing run in parallel."""
         return max(self.s_per_byte / num_threads, self.ratio * store_s_per_byte)
 
 
 def tried(compression: Compression, samples: Sequence[Sample]) -> Trial:
-    """Encode the samples one after the other."""
+    """Measure a compression by encoding the samples one after the other."""
     stored = plain = 0
     began = time.perf_counter()
     for sample in samples:
@@ -77,9 +77,9 @@ def tried(compression: Compression, samples: Sequence[Sample]) -> Trial:
 def best(
     trials: Sequence[Trial], *, store_s_per_byte: float, plain_s_per_byte: float, num_threads: int
 ) -> Trial | None:
-    """The one with which a save takes the least time; None when none gains enough.
+    """Select the trial with the shortest save; None if none gains enough.
 
-    A codec shortens the store's part of a plain save and nothing else.
+    A codec shortens only the store's part of an uncompressed save.
     """
     costs = [trial.cost(store_s_per_byte, num_threads) for trial in trials]
     least = min(costs, default=0.0)
@@ -90,7 +90,7 @@ def best(
 
 
 class Chooser:
-    """The choice for components whose compression is "auto". One save at a time."""
+    """Chooses codecs for components whose compression is "auto". One save at a time."""
 
     def __init__(self, components: Collection[str], emit: Emitter) -> None:
         self._components = frozenset(components)
@@ -102,18 +102,18 @@ class Chooser:
         self._num_saves = 0
 
     def begin(self) -> None:
-        """A save begins."""
+        """Begin a save: drop the samples of the last one."""
         self._samples.clear()
         self._is_plain = self._num_saves == 0
 
     def compression(self, component: str) -> Compression | None:
-        """How the component's files are stored in this save."""
+        """Return the compression of the component's files in this save."""
         return None if self._is_plain or self._chosen is None else self._chosen.get(component)
 
     def observer(
         self, component: str, item_nbytes: Sequence[int]
     ) -> Callable[[int, memoryview], None] | None:
-        """What is to see the blocks of a file of the component; None: nobody need."""
+        """Return a callback that samples blocks of a component's file; None if none is needed."""
         if not self._is_plain or component not in self._components:
             return None
         samples = self._samples.setdefault(component, [])
@@ -129,7 +129,7 @@ class Chooser:
         return see
 
     def learn(self, nbytes: int, spent_s: float, store: Throughput) -> None:
-        """The save was committed: so many plain bytes were written in so many seconds."""
+        """Choose after a commit of `nbytes` plain bytes, which took `spent_s`."""
         if not self._components or nbytes < MIN_NBYTES:
             return
         s_per_byte = spent_s / nbytes

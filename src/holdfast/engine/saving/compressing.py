@@ -1,4 +1,4 @@
-"""Which files of a save are compressed, and how."""
+"""Compression of the files of a save, by component."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Compress: TypeAlias = Choice | Mapping[str, Choice]
 
 
 def choices(asked: Compress, components: Collection[str]) -> dict[str, Compression | Auto]:
-    """The compression of each component that is to have one.
+    """Convert the `compress` option to a compression for each component that has one.
 
     Raises:
-        UsageError: no such codec or component, or a package is missing.
+        UsageError: an unknown codec or component, or a package is missing.
     """
     if not isinstance(asked, Mapping):
         asked = dict.fromkeys(components, asked)
@@ -37,8 +37,8 @@ def choices(asked: Compress, components: Collection[str]) -> dict[str, Compressi
         raise UsageError(
             f"compress: no component {unknown[0]!r}; there are {', '.join(sorted(components))}"
         )
-    found = {name: _compression(choice) for name, choice in asked.items()}
-    return {name: choice for name, choice in found.items() if choice is not None}
+    compressions = {name: _compression(choice) for name, choice in asked.items()}
+    return {name: choice for name, choice in compressions.items() if choice is not None}
 
 
 def _compression(choice: Choice) -> Compression | Auto | None:
@@ -51,7 +51,7 @@ def _compression(choice: Choice) -> Compression | Auto | None:
 
 
 class Compressing:
-    """The compression of each component's files. One save at a time."""
+    """Compression of each component's files. One save at a time."""
 
     def __init__(self, chosen: Mapping[str, Compression | Auto], emit: Emitter) -> None:
         self._fixed = {
@@ -63,7 +63,7 @@ class Compressing:
         self.begin()
 
     def begin(self) -> None:
-        """A save begins. Memory of one that failed may still be read, and is not used again."""
+        """Begin a save. Memory of a failed one may still be read, and is not reused."""
         self.store = Throughput()
         if not self._is_settled:
             self.pieces = Pieces()
@@ -72,28 +72,28 @@ class Compressing:
         self._chooser.begin()
 
     def of_tensors(self, file: TensorFile) -> Encoding | None:
-        """How a tensor file is stored; None: as it is."""
+        """Return the encoding of a tensor file; None: it is not compressed."""
         compression = self._of(component_of(file.name))
         return None if compression is None else compression.encoding(item_sizes(file))
 
     def of_tree(self, component: str, nbytes: int) -> Encoding | None:
-        """The same for a component's tree."""
+        """Return the encoding of a component's tree; None: it is not compressed."""
         compression = self._of(component)
         if compression is None or nbytes < MIN_TREE_NBYTES:
             return None
         return compression.encoding([1] * num_blocks(nbytes))
 
     def observer(self, file: TensorFile) -> Callable[[int, memoryview], None] | None:
-        """What is to see the blocks of a tensor file that is stored as it is; None: nobody need."""
+        """Return a callback for the blocks of an uncompressed tensor file; None if not needed."""
         return self._chooser.observer(component_of(file.name), item_sizes(file))
 
     def committed(self, nbytes: int, spent_s: float) -> None:
-        """The save was committed: so many plain bytes were written in so many seconds."""
+        """Record that the save was committed: `nbytes` plain bytes in `spent_s`."""
         self._written = (nbytes, spent_s)
         self._is_settled = True
 
     def learn(self) -> None:
-        """After a commit: choose for the saves after it what is "auto". Takes a while."""
+        """Choose codecs for "auto" components after a commit. Takes a while."""
         if self._written is None:
             return
         try:
@@ -107,7 +107,7 @@ class Compressing:
 
 
 def item_sizes(file: TensorFile) -> list[int]:
-    """The size of the items in each block of a tensor file, as its middle has them."""
+    """Return the item size in the middle of each block of a tensor file."""
     middles = range(BLOCK_NBYTES // 2, file.nbytes + BLOCK_NBYTES // 2, BLOCK_NBYTES)
-    found = [bisect_right(file.starts, min(middle, file.nbytes - 1)) - 1 for middle in middles]
-    return [ITEM_NBYTES[file.specs[max(position, 0)].dtype] for position in found]
+    at = [bisect_right(file.starts, min(middle, file.nbytes - 1)) - 1 for middle in middles]
+    return [ITEM_NBYTES[file.specs[max(position, 0)].dtype] for position in at]
