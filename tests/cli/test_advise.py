@@ -217,7 +217,7 @@ def test_a_rate_that_nothing_was_seen_of_is_called_assumed(
     assert document["today"] is None
     assert document["every"].endswith("s")
     out = holdfast("advise", run.store.url).out
-    assert "today's interval cannot be told" in out
+    assert "today's interval is unknown" in out
     assert "in seconds, as no two saves" in out
 
 

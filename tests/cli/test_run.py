@@ -168,7 +168,7 @@ def test_a_root_that_cannot_be_read_is_told_and_is_no_progress(
     options = ("--root", tmp_path / "file", *NO_PAUSE, "--max-failures", 1)
     result = holdfast("run", *options, "false")
     assert result.code == 4
-    assert "cannot see where the run stands" in result.err
+    assert "cannot read the head of the run" in result.err
 
 
 @pytest.mark.parametrize(

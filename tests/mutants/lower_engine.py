@@ -228,8 +228,8 @@ SAVING = (
         name="sizes-not-looked-at-before-the-commit",
         promise="I2: files have the planned size before the manifest is put",
         file="engine/saving/save.py",
-        before="        if there != entry.stored_nbytes:\n",
-        after="        if there is None:\n",
+        before="        if nbytes != entry.stored_nbytes:\n",
+        after="        if nbytes is None:\n",
         near=(COMMIT,),
     ),
     Mutant(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 
 def main() -> None:
-    """Run the command line and leave the process with its exit code.
+    """Run the command line and exit with its exit code.
 
-    What a command needs is imported by that command; none but `demo` imports torch.
+    Commands import what they need when they run; only `demo` imports torch.
     """
     from holdfast.cli.app import run
 

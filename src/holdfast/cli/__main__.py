@@ -1,4 +1,4 @@
-"""`python -m holdfast.cli`, for where scripts are not on the path."""
+"""Entry point of `python -m holdfast.cli`, for use where scripts are not on the path."""
 
 from holdfast.cli import main
 

@@ -1,4 +1,4 @@
-"""`holdfast advise`: how often to save, and the numbers that say so."""
+"""`holdfast advise`: how often to save, with the numbers that the advice follows from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any, Literal, TypeAlias
 
 from holdfast.care.advise import Ending, Measured, RecordedFacts, RecordedStart, gather
-from holdfast.cli.output import Answer, Table, size
+from holdfast.cli.output import Answer, TextTable, size
 from holdfast.cli.target import open_root
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.policy.advisor import (
@@ -64,7 +64,7 @@ _BECAUSE: Mapping[Limit, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a person knows better than the record, as typed; None is unset."""
+    """Options that override the record, as typed; None is unset."""
 
     failures_per_day: float | None = None
     mtbf: str | None = None
@@ -77,7 +77,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Input:
-    """One number that the advice rests on, and where it comes from."""
+    """One number that the advice follows from, and its source."""
 
     name: str
     title: str
@@ -101,7 +101,7 @@ class _Input:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Today:
-    """What is expected of the interval at which the run saves now."""
+    """Expected shares of time at the interval at which the run saves now."""
 
     interval_s: float
     steps: float
@@ -114,11 +114,11 @@ class _Today:
 
 
 def advise_root(root: str, options: Options) -> Answer:
-    """How often the run in `root` should save.
+    """Advise how often the run in `root` should save.
 
     Raises:
-        UsageError: an option says no time, share or rate.
-        NoCheckpoint: not a root, or too little was recorded; says what is missing.
+        UsageError: an option is not a time, share or rate.
+        NoCheckpoint: not a root, or too little was recorded; the message says what is missing.
     """
     inputs = {item.name: item for item in _given(options)}
     store = open_root(root)
@@ -202,7 +202,7 @@ def _share(text: str) -> float:
 
 
 def _costs(facts: RecordedFacts) -> list[_Input]:
-    """What the run recorded, and what has to be assumed beside it; an option goes before both."""
+    """List recorded costs, and assumed ones for those that were not recorded."""
     inputs = []
     costs = typical_costs(facts.saves, facts.history.resumes_s)
     if costs is not None and facts.stall is not None and len(facts.saves) >= MIN_SAVES:
@@ -258,7 +258,7 @@ def _median(measured: Measured, what: str, plural: str = "s") -> str:
 
 
 def _rate(facts: RecordedFacts, inputs: dict[str, _Input]) -> FailureRate:
-    """The failure rate, given or learnt; a learnt one adds what it rests on to `inputs`."""
+    """Return the failure rate, given or learnt; a learnt one is added to `inputs`."""
     if "mtbf_s" in inputs:
         return given_rate(inputs["mtbf_s"].value)
     rate = learnt_rate(facts.num_failures, facts.trained_s)
@@ -288,7 +288,7 @@ def _missing(facts: RecordedFacts) -> str:
 
 
 def _auto(facts: RecordedFacts, inputs: Mapping[str, _Input]) -> IntervalPlan | None:
-    """What `every="auto"` makes of the record, the cap and the failures; other options it lacks."""
+    """Plan what `every="auto"` would choose from the record, the cap and the failures."""
     costs = typical_costs(facts.saves, facts.history.resumes_s)
     rate, cap = inputs["mtbf_s"], inputs["overhead_cap"].value
     mtbf = Time(rate.value, Unit.SECOND) if rate.source == "given" else None
@@ -321,8 +321,8 @@ def _today(facts: RecordedFacts, advice: Advice) -> _Today | None:
     )
 
 
-def _input_table(inputs: Sequence[_Input]) -> Table:
-    return Table(
+def _input_table(inputs: Sequence[_Input]) -> TextTable:
+    return TextTable(
         columns=("input", "value", "", "from"),
         rows=[(item.title, item.text, item.source, item.basis) for item in inputs],
         right=frozenset({1}),
@@ -330,12 +330,12 @@ def _input_table(inputs: Sequence[_Input]) -> Table:
     )
 
 
-def _outcome_table(advice: Advice, today: _Today | None) -> Table:
+def _outcome_table(advice: Advice, today: _Today | None) -> TextTable:
     by_steps = advice.every.unit is Unit.STEP
     rows = [_outcome("advised", advice, float(advice.every.value) if by_steps else None)]
     if today is not None:
         rows.insert(0, _outcome("today", today, today.steps))
-    return Table(
+    return TextTable(
         columns=("", "interval", "", "saves take", "done again", "restarts", "goodput"),
         rows=rows,
         right=frozenset(range(1, 7)),
@@ -343,10 +343,10 @@ def _outcome_table(advice: Advice, today: _Today | None) -> Table:
     )
 
 
-def _outcome(name: str, found: Advice | _Today, steps: float | None) -> tuple[str, ...]:
-    parts = (found.saving, found.lost, found.down, found.goodput)
+def _outcome(name: str, shares: Advice | _Today, steps: float | None) -> tuple[str, ...]:
+    parts = (shares.saving, shares.lost, shares.down, shares.goodput)
     length = "" if steps is None else f"{steps:.10g} steps"
-    return (name, span(found.interval_s), length, *(f"{part:.2%}" for part in parts))
+    return (name, span(shares.interval_s), length, *(f"{part:.2%}" for part in parts))
 
 
 def _notes(facts: RecordedFacts, advice: Advice, today: _Today | None) -> list[str]:
@@ -357,7 +357,7 @@ def _notes(facts: RecordedFacts, advice: Advice, today: _Today | None) -> list[s
             f"{span(advice.shortest_s)} and {span(advice.longest_s)}"
         )
     if today is None:
-        notes.append("today's interval cannot be told: no two saves in a row are there")
+        notes.append("today's interval is unknown: no two consecutive saves were recorded")
     else:
         kind = "interval saves" if today.is_by_interval else "saves of any reason"
         gain = advice.goodput - today.goodput

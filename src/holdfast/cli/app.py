@@ -1,4 +1,4 @@
-"""The commands and their exit codes. Each imports what it needs when it runs."""
+"""The commands of the command line. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run() -> NoReturn:
         code = app.main(prog_name="holdfast", standalone_mode=False)
     except click.Abort as abort:
         if not isinstance(abort.__cause__, KeyboardInterrupt):
-            raise  # click takes EOFError for the end of what somebody types; here nobody does
+            raise  # click takes EOFError for the end of typed input, of which there is none
         code = Code.INTERRUPTED
     except click.ClickException as error:
         error.show()
@@ -79,7 +79,7 @@ def app(
 
 
 def _ending(command: Callable[..., Answer | int]) -> Callable[..., NoReturn]:
-    """The command, with its answer given or its error told, and the exit code set."""
+    """Wrap a command: print its answer or error, and exit with its code."""
 
     @wraps(command)
     def ending(**given: Any) -> NoReturn:
@@ -100,11 +100,11 @@ def _ending(command: Callable[..., Answer | int]) -> Callable[..., NoReturn]:
     return ending
 
 
-def _give(found: Answer | int, *, as_json: bool) -> int:
-    if isinstance(found, int):
-        return found  # the command has said everything
-    give(found, as_json=as_json)
-    return found.code
+def _give(answer: Answer | int, *, as_json: bool) -> int:
+    if isinstance(answer, int):
+        return answer  # the command has printed everything itself
+    give(answer, as_json=as_json)
+    return answer.code
 
 
 @app.command()

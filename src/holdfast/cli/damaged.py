@@ -30,32 +30,32 @@ from holdfast.store.base import Store
 
 
 def remove(root: str, folder: str, *, is_sure: bool) -> Answer:
-    """Show what is known of the checkpoint in `folder`; where `is_sure`, delete it.
+    """Show what is known of a checkpoint with a damaged manifest; delete it if `is_sure`.
 
     Raises:
         NoCheckpoint: not a root, or no such folder.
-        UsageError: its manifest is sound, or the other tier has it.
+        UsageError: the manifest is intact, or the other tier has the checkpoint.
         UnsupportedVersion: a newer Holdfast wrote the manifest, here or in the other tier.
         SealError: a key is needed.
-        StoreError: the other tier cannot be asked.
+        StoreError: the other tier cannot be read.
         OwnedElsewhere: a live process owns the run.
     """
     folder = folder.rstrip("/")
     store = open_root(root)
-    found = examine(store, folder)
+    damaged = examine(store, folder)
     warnings = _other_tier(inner(store), folder)
     why = delete(store, folder, emit=Emitter((_tell,))) if is_sure else None
     has_marker = bool(store.children(folder)) and why == ""
     document = {
         "root": store.url,
         "folder": folder,
-        "why": found.why,
-        "files": [{"name": name, "nbytes": nbytes} for name, nbytes in found.files],
-        "nbytes": found.nbytes,
-        "pinned": found.pinned,
-        "tags": list(found.tags),
-        "is_latest": found.is_latest,
-        "goes_on_from": found.goes_on_from,
+        "why": damaged.why,
+        "files": [{"name": name, "nbytes": nbytes} for name, nbytes in damaged.files],
+        "nbytes": damaged.nbytes,
+        "pinned": damaged.pinned,
+        "tags": list(damaged.tags),
+        "is_latest": damaged.is_latest,
+        "goes_on_from": damaged.goes_on_from,
         "warnings": warnings,
         "deleted": why == "",
         "kept_because": why or None,
@@ -67,14 +67,13 @@ def remove(root: str, folder: str, *, is_sure: bool) -> Answer:
         end = f"kept: {why}"
     else:
         marker = "; a marker stays, as after `holdfast gc`" if has_marker else ""
-        end = f"deleted; {size(found.nbytes)} given back{marker}"
+        end = f"deleted; {size(damaged.nbytes)} given back{marker}"
     code = Code.OK if why == "" else Code.FOUND
-    return Answer(document=document, parts=[*_lines(found), *warnings, end], code=code)
+    return Answer(document=document, parts=[*_lines(damaged), *warnings, end], code=code)
 
 
 def _other_tier(store: Store, folder: str) -> list[str]:
-    """Return warnings for a run with two tiers; raise an error if the other tier has, or may have,
-    the checkpoint whole."""
+    """Return warnings for a run with two tiers; raise if the other may have it undamaged."""
     tiers = read_if_there(store, layout.TIERS, decode_tiers)
     if tiers is None:
         return [_TIERED] if _is_tiered(store) else []
@@ -107,7 +106,7 @@ _TIERED = (
 
 
 def _is_tiered(store: Store) -> bool:
-    """Whether the newest claim that can be read is one of two tiers."""
+    """Whether the newest readable claim is that of a run with two tiers."""
     catalog = Catalog(store)
     for epoch in catalog.claims():
         with suppress(FormatError):
@@ -117,14 +116,14 @@ def _is_tiered(store: Store) -> bool:
     return False
 
 
-def _lines(found: Damaged) -> list[str]:
-    marks = [f"tagged {tag}" for tag in found.tags]
-    marks += ["pinned"] if found.pinned else []
-    marks += ["the latest"] if found.is_latest else []
-    before = found.goes_on_from
+def _lines(damaged: Damaged) -> list[str]:
+    marks = [f"tagged {tag}" for tag in damaged.tags]
+    marks += ["pinned"] if damaged.pinned else []
+    marks += ["the latest"] if damaged.is_latest else []
+    before = damaged.goes_on_from
     return [
-        f"{found.folder}: {'; '.join([found.why, *marks])}",
-        *(f"  {name}  {size(nbytes)}" for name, nbytes in found.files),
+        f"{damaged.folder}: {'; '.join([damaged.why, *marks])}",
+        *(f"  {name}  {size(nbytes)}" for name, nbytes in damaged.files),
         f"without it the run goes on from {before}"
         if before
         else "no other checkpoint is there from which the run could go on",

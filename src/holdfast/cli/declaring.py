@@ -1,6 +1,6 @@
-"""How commands, arguments and options are declared: with click.
+"""Declarations of commands, arguments and options with click.
 
-What each of them is called and means is in `options` and `app`.
+Their names and meanings are in `options` and `app`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Argument(click.Argument):
-    """A positional argument that says what it is for, as options do.
+    """A positional argument with a help text, as options have.
 
-    click knows of that since 8.5 only, and under another heading.
+    click has this only since 8.5, and under another heading.
     """
 
     def __init__(self, *names: Any, about: str, **attributes: Any) -> None:
@@ -25,7 +25,7 @@ class Argument(click.Argument):
 
 
 class Described(click.Command):
-    """A command whose help says what its arguments are for."""
+    """A command whose help describes its arguments."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the arguments, then the options."""
@@ -37,34 +37,34 @@ class Described(click.Command):
 
 
 class Commands(click.Group):
-    """A group of such commands, listed in the order in which they are written."""
+    """A group of commands with described arguments, listed in the order of the source."""
 
     command_class = Described
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Their names."""
+        """Return the names of the commands, in the order of the source."""
         return [*self.commands]
 
 
 def argument(name: str, metavar: str, about: str, **attributes: Any) -> Callable[[F], F]:
-    """One that must be there."""
+    """Declare a required positional argument."""
     return click.argument(
         name, metavar=metavar, about=about, cls=Argument, required=True, **attributes
     )
 
 
 def option(name: str, metavar: str, about: str, **attributes: Any) -> Callable[[F], F]:
-    """An option with a value: text, unless `type` says otherwise."""
+    """Declare an option with a value: text, unless `type` says otherwise."""
     return click.option(name, metavar=metavar, help=about, **attributes)
 
 
 def several(name: str, into: str, metavar: str, about: str, **attributes: Any) -> Callable[[F], F]:
-    """An option that may be given again and again; `into` names the values."""
+    """Declare an option that may be repeated; `into` names the list of values."""
     about = f"{about} Repeatable."
     return click.option(name, into, metavar=metavar, help=about, multiple=True, **attributes)
 
 
 def flag(name: str, about: str, into: str | None = None) -> Callable[[F], F]:
-    """An option without a value."""
+    """Declare an option without a value."""
     names = (name,) if into is None else (name, into)
     return click.option(*names, is_flag=True, help=about)

@@ -1,4 +1,4 @@
-"""The JSON objects that several commands answer with (docs/cli.md)."""
+"""JSON objects in the answers of several commands (docs/cli.md)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def checkpoint_document(store: Store, entry: Entry) -> dict[str, Any]:
-    """A checkpoint as `ls` lists it."""
+    """Describe a checkpoint as `ls` lists it."""
     manifest = entry.manifest
     return {
         "folder": entry.folder,
@@ -47,7 +47,7 @@ def checkpoint_document(store: Store, entry: Entry) -> dict[str, Any]:
 
 
 def origin_document(manifest: Manifest) -> dict[str, Any]:
-    """Who asked for a checkpoint, what it does not hold, and what is wrong with its state."""
+    """Describe a checkpoint's savers, left-out components, and problems of its state."""
     return {
         "savers": list(manifest.savers),
         "left_out": list(manifest.left_out),
@@ -56,7 +56,7 @@ def origin_document(manifest: Manifest) -> dict[str, Any]:
 
 
 def origin_marks(manifest: Manifest) -> list[str]:
-    """The same for people, shortly."""
+    """Describe savers, left-out components and problems in short texts for people."""
     first, others = manifest.unhealthy[:1], len(manifest.unhealthy) - 1
     more = f" and {others} more" if others > 0 else ""
     return [
@@ -67,18 +67,18 @@ def origin_marks(manifest: Manifest) -> list[str]:
 
 
 def codecs(manifest: Manifest) -> list[str]:
-    """The codecs that made files of a checkpoint, by name."""
-    found = {entry.stored.codec for entry in manifest.files.values() if entry.stored is not None}
-    return sorted(found)
+    """List the names of the codecs that made files of a checkpoint."""
+    stored = [entry.stored for entry in manifest.files.values() if entry.stored is not None]
+    return sorted({entry.codec for entry in stored})
 
 
 def nbytes_left(store: Store, entry: Entry) -> int:
-    """Bytes of the files that are there: retention may have dropped some."""
+    """Sum the bytes of the files that exist: retention may have dropped some."""
     return parts_of(store, entry.folder, entry.manifest, entry.marks).nbytes
 
 
 def details_document(store: Store, entry: Entry) -> dict[str, Any]:
-    """A checkpoint as `show` shows it: all that its manifest says."""
+    """Describe a checkpoint as `show` shows it: all of its manifest."""
     manifest = entry.manifest
     return {
         **checkpoint_document(store, entry),
@@ -95,7 +95,7 @@ def details_document(store: Store, entry: Entry) -> dict[str, Any]:
 def unread_documents(
     unread: Sequence[tuple[str, HoldfastError]],
 ) -> dict[str, list[dict[str, str]]]:
-    """Manifests that cannot be read: `damaged` ones, and those that the keys do not open."""
+    """Describe manifests that cannot be read: `damaged` ones, and those the keys do not open."""
     damaged = [item for item in unread if not isinstance(item[1], SealError)]
     return {
         "damaged": [{"folder": folder, "reason": str(error)} for folder, error in damaged],
@@ -108,22 +108,21 @@ def unread_documents(
 
 
 def unread_line(folder: str, error: HoldfastError) -> str:
-    """The same of one, for people."""
+    """Describe a manifest that cannot be read, for people."""
     if isinstance(error, SealError):
         return f"not opened ({type(error).__name__}): {folder}: {error}"
     return f"cannot be read: {folder}: {error}"
 
 
 def expect_something_opened(opened: Sized, unread: Sequence[tuple[str, HoldfastError]]) -> None:
-    """Raise the newest `SealError` where the keys open nothing at all: then it is they that are
-    wrong, or missing."""
+    """Raise the newest `SealError` if the keys open nothing: they are wrong or missing."""
     sealed = [error for _, error in unread if isinstance(error, SealError)]
     if sealed and not opened:
         raise sealed[0]
 
 
 def report_document(report: VerifyReport) -> dict[str, Any]:
-    """What verifying one checkpoint found."""
+    """Describe the result of verifying one checkpoint."""
     return {
         "folder": report.folder,
         "step": report.step,
@@ -137,7 +136,7 @@ def report_document(report: VerifyReport) -> dict[str, Any]:
 
 
 def problem_document(problem: Problem) -> Mapping[str, Any]:
-    """One problem that verifying found."""
+    """Describe one problem that verifying found."""
     return {
         "file": problem.file,
         "message": problem.message,

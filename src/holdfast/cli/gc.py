@@ -1,4 +1,4 @@
-"""`holdfast gc`: remove what no manifest lists."""
+"""`holdfast gc`: remove files that no manifest lists."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from holdfast.store.base import Store
 
 
 def clean(root: str, *, dry_run: bool, dead_epochs: Collection[int]) -> Answer:
-    """Remove uncommitted attempts and what deletions left behind.
+    """Remove uncommitted attempts and leftovers of deletions.
 
     Raises:
         NoCheckpoint: not a root.
-        UsageError: an epoch was named dead whose process lives on this host, or that never was.
+        UsageError: an epoch named as dead is alive on this host, or never existed.
     """
     store = inner(open_root(root))  # no key is needed to see what is not committed
     for epoch in dead_epochs:
@@ -77,7 +77,7 @@ def _lines(report: GcReport, root: str, dry_run: bool) -> list[str]:
 
 
 def _marker_lines(report: GcReport, root: str) -> list[str]:
-    """What stays until somebody knows what nothing here can prove."""
+    """List attempts that stay because their writer's end cannot be proved."""
     if not report.markers:
         return []
     epochs = sorted(report.markers)

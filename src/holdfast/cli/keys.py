@@ -1,4 +1,4 @@
-"""`holdfast keys`: make keys, and say and change who can open sealed checkpoints."""
+"""`holdfast keys`: make keys, and list and change the keys that open sealed checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def generate(path: Path, *, pair: bool) -> Answer:
     """Write a new key into a new file.
 
     Raises:
-        UsageError: the file is there, or cannot be made.
+        UsageError: the file exists, or cannot be made.
     """
     key = new_key("private" if pair else "secret")
     _write(path, key.text, mode=0o600)
@@ -35,23 +35,23 @@ def generate(path: Path, *, pair: bool) -> Answer:
 
 
 def list_recipients(root: str) -> Answer:
-    """Which keys open each sealed checkpoint.
+    """List which keys open each sealed checkpoint.
 
     Raises:
         NoCheckpoint: not a root.
     """
     store = inner(open_root(root))
-    found = [*sealed_in(store)]
+    items = [*sealed_in(store)]
     lines = [
         f"{item.folder}  {item.visible.suite}  {', '.join(item.recipients)}"
         if isinstance(item, Sealed)
         else f"UNREADABLE  {item.folder}: {item.reason}"
-        for item in found
+        for item in items
     ]
     document = {
         "root": store.url,
-        "checkpoints": [_described(item) for item in found if isinstance(item, Sealed)],
-        "failed": [_outcome(item) for item in found if isinstance(item, Rekeyed)],
+        "checkpoints": [_described(item) for item in items if isinstance(item, Sealed)],
+        "failed": [_outcome(item) for item in items if isinstance(item, Rekeyed)],
     }
     code = Code.FOUND if document["failed"] else Code.OK
     return Answer(document=document, parts=lines or ["nothing here is sealed"], code=code)
@@ -62,7 +62,7 @@ def rotate(root: str, to: KeySources, *, keep_old: bool) -> Answer:
 
     Raises:
         UsageError: no keys were named, old or new.
-        KeyUnavailable: a key cannot be had.
+        KeyUnavailable: a key cannot be obtained.
         NoCheckpoint: not a root.
     """
     old, new = given_keys(), keys_of(to)

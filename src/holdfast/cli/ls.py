@@ -1,4 +1,4 @@
-"""`holdfast ls`: what is in a root."""
+"""`holdfast ls`: list the checkpoints of a root."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.cli.documents import (
     unread_documents,
     unread_line,
 )
-from holdfast.cli.output import Answer, Code, Table, number, size
+from holdfast.cli.output import Answer, Code, TextTable, number, size
 from holdfast.cli.target import open_root
 from holdfast.cli.unlocking import inner
 from holdfast.engine.claims.claim import is_closed
@@ -30,8 +30,8 @@ _STATES: Mapping[str, str] = {"ours": "alive"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Contents:
-    """What the root holds, newest first."""
+class _RootContents:
+    """Contents of a root, newest first."""
 
     entries: Sequence[Entry]
     unread: Sequence[tuple[str, HoldfastError]]
@@ -46,10 +46,10 @@ class _Contents:
 
 @collector_paused()
 def list_root(root: str) -> Answer:
-    """The checkpoints of a root, newest first, and who writes there.
+    """List the checkpoints of a root, newest first, and its owner and readers.
 
     Raises:
-        NoCheckpoint: there are none.
+        NoCheckpoint: the root has none.
         SealError: the keys open none of them.
     """
     store = open_root(root)
@@ -61,7 +61,7 @@ def list_root(root: str) -> Answer:
         "root": store.url,
         "head": contents.head,
         "owner": contents.owner,
-        "readers": [_reader(found) for found in contents.readers],
+        "readers": [_reader(lease) for lease in contents.readers],
         "checkpoints": [
             {
                 **checkpoint_document(store, entry),
@@ -78,7 +78,7 @@ def list_root(root: str) -> Answer:
     return Answer(document=document, parts=_parts(store, contents), code=code)
 
 
-def _read(store: Store) -> _Contents:
+def _read(store: Store) -> _RootContents:
     catalog = Catalog(store)
     entries, unread = catalog.survey()
     lineage = [str(name) for name in catalog.lineage()]
@@ -86,7 +86,7 @@ def _read(store: Store) -> _Contents:
     latest = catalog.latest(known[folder] for folder in lineage if folder in known)
     others = [str(name) for name in catalog.attempts()]
     committed = {*known, *(folder for folder, _ in unread)}
-    return _Contents(
+    return _RootContents(
         entries=entries,
         unread=unread,
         lineage=frozenset(lineage),
@@ -95,31 +95,31 @@ def _read(store: Store) -> _Contents:
             name for name in others if name not in committed and catalog.read(name) is None
         ],
         owner=_owner(store, catalog),
-        readers=[found for found in find_leases(store) if found.state != "dead"],
+        readers=[lease for lease in find_leases(store) if lease.state != "dead"],
         missing={entry.folder: _missing(store, entry) for entry in entries},
     )
 
 
 def _missing(store: Store, entry: Entry) -> list[str]:
-    """Files of a checkpoint that are missing or have the wrong length. No file is read.
+    """List files of a checkpoint that are missing or have the wrong length. Reads no file.
 
     Empty for a checkpoint that is being deleted, and for an encrypted one, which `verify` checks.
     Components that retention dropped are left out.
     """
     if entry.marks.retired or inner(store) is not store:
         return []
-    there = {info.key.rpartition("/")[2]: info.nbytes for info in store.list(f"{entry.folder}/")}
+    nbytes = {info.key.rpartition("/")[2]: info.nbytes for info in store.list(f"{entry.folder}/")}
     files = entry.manifest.files
     return sorted(
         name
         for component, part in entry.manifest.components.items()
         for name in part.files
-        if component not in entry.marks.thinned and there.get(name) != files[name].stored_nbytes
+        if component not in entry.marks.thinned and nbytes.get(name) != files[name].stored_nbytes
     )
 
 
 def _owner(store: Store, catalog: Catalog) -> Mapping[str, Any] | None:
-    """The newest claim, and whether its process is `alive`, `dead`, `closed` or `unknown`."""
+    """Describe the newest claim, and whether its process is alive, dead, closed or unknown."""
     epoch = catalog.highest_epoch()
     try:
         writer = catalog.writer(epoch) if epoch else None
@@ -138,7 +138,7 @@ def _owner(store: Store, catalog: Catalog) -> Mapping[str, Any] | None:
 
 
 def _reader(found: FoundLease) -> Mapping[str, Any]:
-    """Who reads what; of a lease that cannot be read only the folder is known."""
+    """Describe a reader; of a lease that cannot be read only the folder is known."""
     lease = found.lease
     return {
         "folder": found.folder,
@@ -149,11 +149,11 @@ def _reader(found: FoundLease) -> Mapping[str, Any]:
     }
 
 
-def _parts(store: Store, contents: _Contents) -> list[str | Table]:
-    parts: list[str | Table] = []
+def _parts(store: Store, contents: _RootContents) -> list[str | TextTable]:
+    parts: list[str | TextTable] = []
     if contents.entries:
         parts.append(
-            Table(
+            TextTable(
                 columns=("step", "folder", "size", "created (UTC)", "metrics", "marks"),
                 rows=[_row(store, entry, contents) for entry in contents.entries],
                 right=frozenset({0, 2}),
@@ -169,11 +169,11 @@ def _parts(store: Store, contents: _Contents) -> list[str | Table]:
             f"writer {owner['epoch']}: process {owner['pid']} on {owner['host']} "
             f"since {owner['since']} ({owner['state']})"
         )
-    parts += [f"{found.folder} is read by {found.who}" for found in contents.readers]
+    parts += [f"{lease.folder} is read by {lease.who}" for lease in contents.readers]
     return parts
 
 
-def _row(store: Store, entry: Entry, contents: _Contents) -> tuple[str, ...]:
+def _row(store: Store, entry: Entry, contents: _RootContents) -> tuple[str, ...]:
     metrics = ", ".join(
         f"{name} {number(value)}" for name, value in sorted(entry.manifest.metrics.items())
     )
@@ -203,7 +203,7 @@ def _row(store: Store, entry: Entry, contents: _Contents) -> tuple[str, ...]:
     )
 
 
-def _aside(contents: _Contents) -> str:
+def _aside(contents: _RootContents) -> str:
     if not contents.unfinished:
         return ""
     return f" ({len(contents.unfinished)} not committed: under way, or left for gc)"

@@ -1,4 +1,4 @@
-"""Arguments and options of the commands: what each is called, takes and is for."""
+"""Arguments and options of the commands: names, types and help texts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a command answers, and how it gets on the screen or into a program.
+"""Output of commands: answers, errors and tables, for terminals and as JSON.
 
-Text from a root was written by others: nothing of it reaches a terminal unescaped.
+Text from a root was written by others: it is escaped before it is printed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Code(IntEnum):
     """Damage was found, or the command failed."""
     USAGE = 2
     NOTHING = 3
-    """Nothing there, or not a root."""
+    """No checkpoint, or not a root."""
     GAVE_UP = 4
     """`run`: the training ended again and again without progress. `save`: no answer in time."""
     INTERRUPTED = 130
@@ -38,8 +38,8 @@ class Code(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """Rows of text under headings."""
+class TextTable:
+    """A table of text with headings."""
 
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
@@ -51,11 +51,11 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a command found: for programs, for people, and the exit code."""
+    """Answer of a command: for programs, for people, and the exit code."""
 
     document: Mapping[str, Any]
     """Members of the JSON answer beside `holdfast`."""
-    parts: Sequence[str | Table]
+    parts: Sequence[str | TextTable]
     """Lines and tables, in order."""
     code: Code = Code.OK
 
@@ -81,7 +81,7 @@ def give_line(document: Mapping[str, Any]) -> None:
 
 
 def give_error(error: HoldfastError, *, as_json: bool) -> Code:
-    """Write an error to standard error, or as JSON to standard output; its exit code."""
+    """Write an error to standard error, or as JSON to standard output; returns its exit code."""
     if as_json:
         _write_json({"error": {"kind": type(error).__name__, "message": str(error)}})
     else:
@@ -94,7 +94,7 @@ def give_error(error: HoldfastError, *, as_json: bool) -> Code:
 
 
 def printable(text: str) -> str:
-    """The text with everything escaped that could steer a terminal; line breaks stay."""
+    """Escape control characters that a terminal would interpret, except line breaks."""
     return "".join(
         character if character.isprintable() or character == "\n" else f"\\x{ord(character):02x}"
         for character in text
@@ -102,7 +102,7 @@ def printable(text: str) -> str:
 
 
 def json_safe(value: Any) -> Any:
-    """The value with floats that JSON has no number for as `"nan"`, `"inf"` and `"-inf"`."""
+    """Replace floats that JSON cannot hold by `"nan"`, `"inf"` and `"-inf"`."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -113,7 +113,7 @@ def json_safe(value: Any) -> Any:
 
 
 def size(nbytes: int) -> str:
-    """Bytes for people, in binary units."""
+    """Format a number of bytes for people, in binary units."""
     value, unit = float(nbytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
@@ -123,12 +123,12 @@ def size(nbytes: int) -> str:
 
 
 def number(value: float) -> str:
-    """A metric for people."""
+    """Format a metric for people."""
     return f"{value:.6g}"
 
 
-def aligned(table: Table) -> Iterator[str]:
-    """The lines of a table, in columns of spaces."""
+def aligned(table: TextTable) -> Iterator[str]:
+    """Format the lines of a table, with columns aligned by spaces."""
     rows = [table.columns, *(tuple(map(printable, row)) for row in table.rows)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -141,7 +141,7 @@ def aligned(table: Table) -> Iterator[str]:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
-    """A reporter of (what, done bytes, all bytes) that draws on a terminal; None elsewhere."""
+    """Yield a callback (what, done bytes, all bytes) that draws on a terminal; None elsewhere."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -166,12 +166,12 @@ def _write_json(document: Mapping[str, Any]) -> None:
     click.echo(json.dumps(whole, indent=2, allow_nan=False))
 
 
-def _print_aligned(table: Table) -> None:
+def _print_aligned(table: TextTable) -> None:
     for line in aligned(table):
         click.echo(line)
 
 
-def _print_rich(table: Table) -> None:
+def _print_rich(table: TextTable) -> None:
     from rich.console import Console
     from rich.table import Table as RichTable
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""`holdfast pin`, `unpin` and `tag`: what people say about a checkpoint."""
+"""`holdfast pin`, `unpin` and `tag`: pins and tags of a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pin(target: str, *, pinned: bool) -> Answer:
 
     Raises:
         UsageError: `target` names no single checkpoint.
-        NoCheckpoint: nothing answers, or its deletion has begun.
+        NoCheckpoint: no checkpoint matches, or its deletion has begun.
     """
     store, entry = _named(target)
     annotate(store, entry, pinned=pinned)
@@ -30,7 +30,7 @@ def tag(target: str, tags: Sequence[str]) -> Answer:
 
     Raises:
         UsageError: `target` names no single checkpoint, or a tag is not allowed.
-        NoCheckpoint: nothing answers, or its deletion has begun.
+        NoCheckpoint: no checkpoint matches, or its deletion has begun.
     """
     store, entry = _named(target)
     annotate(store, entry, add_tags=tags)

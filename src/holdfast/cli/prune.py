@@ -1,4 +1,4 @@
-"""`holdfast prune`: what a retention rule keeps, what it does not, and why."""
+"""`holdfast prune`: apply a retention rule, and report what it keeps, and why."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.cli.documents import (
     unread_documents,
     unread_line,
 )
-from holdfast.cli.output import Answer, Code, Table, printable, size
+from holdfast.cli.output import Answer, Code, TextTable, printable, size
 from holdfast.cli.target import open_root
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import NoCheckpoint
@@ -29,12 +29,12 @@ _OTHER_RUN = "copied here from another run, which this one does not judge"
 
 
 def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
-    """Carry out the rule that `keep` spells, or only say what it would do.
+    """Apply the retention rule in `keep`, or only report what it would do.
 
     Raises:
-        UsageError: `keep` spells no rule, or one that needs what no checkpoint has.
-        NoCheckpoint: not a root, or nothing in it.
-        SealError: the keys open none of them, or not where the run stands.
+        UsageError: `keep` is not a rule, or needs something that no checkpoint has.
+        NoCheckpoint: not a root, or an empty one.
+        SealError: the keys open no checkpoint, or not the head of the run.
         OwnedElsewhere: a live process owns the run.
     """
     rule = parse_rule(keep)
@@ -66,7 +66,7 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
         **unread_documents(unread),
         "nbytes": nbytes,
     }
-    table = Table(
+    table = TextTable(
         columns=("step", "folder", "size", "what", "why"),
         rows=[
             *(_row(item, _action(item, report, dry_run=dry_run)) for item in report.planned),
@@ -88,7 +88,7 @@ def _is_done(item: Planned, report: Pruned) -> bool:
 
 
 def _action(item: Planned, report: Pruned, *, dry_run: bool) -> str:
-    """What was done, or would be; "kept" says that what was decided did not happen."""
+    """Return what was done, or would be; "kept" also if a decided deletion did not happen."""
     if item.decision.keep and not item.decision.drop:
         return "keep"
     if not dry_run and not _is_done(item, report):

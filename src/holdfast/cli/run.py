@@ -1,4 +1,4 @@
-"""`holdfast run`: start a training again when it crashes, as long as it makes progress."""
+"""`holdfast run`: restart a training when it crashes, as long as it makes progress."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.care.supervise import (
     signal_name,
     supervise,
 )
-from holdfast.cli.output import Code, Table, aligned, give_line, printable
+from holdfast.cli.output import Code, TextTable, aligned, give_line, printable
 from holdfast.cli.unlocking import inner, unlocked
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.sources import split_source
@@ -39,14 +39,14 @@ def run_command(
     grace: str,
     as_json: bool,
 ) -> int:
-    """Run the command until it succeeds, is asked to stop, or makes no progress; the exit code.
+    """Run the command until it succeeds, is stopped, or makes no progress; returns the exit code.
 
     Raises:
-        UsageError: an option cannot be read or would do nothing, or there is no such command.
+        UsageError: an option is invalid or would do nothing, or the command does not exist.
     """
     if root is not None and progress_after is not None:
         raise UsageError(
-            "--progress-after: with --root, checkpoints tell whether there is progress"
+            "--progress-after: not with --root, where checkpoints show whether there is progress"
         )
     limits = Limits(
         max_failures=max_failures,
@@ -74,7 +74,7 @@ def _seconds(text: str, option: str) -> float:
 
 
 def _open(root: str) -> Store:
-    """The store of a root, which the first life may still have to make."""
+    """Open the store of a root, which the first life may still have to make."""
     name, which = split_source(root)
     if which is not None:
         raise UsageError(f"--root {root!r}: must be a whole root, without @{which}")
@@ -89,7 +89,7 @@ def _head_of(store: Store) -> Callable[[], int | None]:
         try:
             entry = Catalog(store).latest()
         except (StoreError, FormatError, SealError) as error:
-            _say(f"cannot see where the run stands: {error}")
+            _say(f"cannot read the head of the run: {error}")
             return None
         return None if entry is None else entry.step
 
@@ -149,7 +149,7 @@ def _summary(result: Supervised, code: int) -> dict[str, Any]:
 
 
 def _show(result: Supervised) -> None:
-    table = Table(
+    table = TextTable(
         columns=("life", "ended with", "seconds", "from step", "to step", "progress"),
         rows=[_row(life) for life in result.lives],
         right=frozenset({0, 2, 3, 4}),

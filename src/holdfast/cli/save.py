@@ -50,7 +50,7 @@ def save(root: str, *, tags: Sequence[str], reason: str, timeout: str) -> Answer
     """
     timeout_s = float(parse(timeout, what="--timeout", units={Unit.SECOND}).value)
     store = open_root(root)
-    owner = _Owner(store)
+    owner = _RunOwner(store)
     owner.look()
     began = time.monotonic()
     request_id = new_id()
@@ -63,7 +63,7 @@ def save(root: str, *, tags: Sequence[str], reason: str, timeout: str) -> Answer
         _say("the request is withdrawn; a save that has begun goes on")
         raise
     finally:
-        # However the waiting ended: nobody waits any more.
+        # However the wait ended, nobody needs an answer any more.
         with suppress(StoreError):
             withdraw(store, name)
     if answer.folder is None:
@@ -85,7 +85,7 @@ def _saved(store: Store, folder: str, tags: Sequence[str], *, waited_s: float) -
 
 
 def _step(store: Store, folder: str) -> int | None:
-    """The step of the new checkpoint; None where retention was faster than we are."""
+    """Return the step of the new checkpoint; None if retention has already deleted it."""
     with suppress(FormatError, SealError, StoreError):
         register = Catalog(store).read(folder)
         if isinstance(register, Manifest):
@@ -93,12 +93,12 @@ def _step(store: Store, folder: str) -> int | None:
     return None
 
 
-def _wait(store: Store, name: str, owner: _Owner, *, timeout_s: float) -> AnswerRecord:
+def _wait(store: Store, name: str, owner: _RunOwner, *, timeout_s: float) -> AnswerRecord:
     deadline = time.monotonic() + timeout_s
     next_look = time.monotonic() + _OWNER_S
     pause = threading.Event()
     while True:
-        # First whether it is open: who answers puts the answer before removing the request.
+        # In this order: the owner puts the answer before it removes the request.
         was_open = is_open(store, name)
         answer = _answer(store, name)
         if answer is not None:
@@ -119,8 +119,8 @@ def _wait(store: Store, name: str, owner: _Owner, *, timeout_s: float) -> Answer
         pause.wait(min(_LOOK_S, deadline - now))
 
 
-def _look_at_owner(store: Store, name: str, owner: _Owner) -> AnswerRecord | None:
-    """The answer that came just before the owner ended; None while the owner may live."""
+def _look_at_owner(store: Store, name: str, owner: _RunOwner) -> AnswerRecord | None:
+    """Return an answer from just before the owner's end; None while the owner may live."""
     with suppress(TransientStoreError):
         refresh_folder(store, layout.REQUESTS)
     try:
@@ -140,8 +140,8 @@ def _answer(store: Store, name: str) -> AnswerRecord | None:
         raise RequestFailed(f"the answer cannot be read: {error}") from error
 
 
-class _Owner:
-    """What is known of the process that owns the run; a later owner takes over requests, too."""
+class _RunOwner:
+    """State of the process that owns the run; a later owner takes over requests, too."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -149,15 +149,15 @@ class _Owner:
         self._beat = 0
         self._beat_seen = 0.0
         self.text = ""
-        """Who it is."""
+        """Description of the process, for messages."""
 
     def look(self) -> None:
-        """Raise `NotOwned` when it is known that no live process owns the run."""
+        """Check the owner; raise `NotOwned` if it is known that no live process owns the run."""
         epoch = Catalog(self._store).highest_epoch()
         try:
             writer = Catalog(self._store).writer(epoch) if epoch else None
         except FormatError as error:
-            raise NotOwned(f"nobody can be asked to save: {error}") from error
+            raise NotOwned(f"the owner of the run is unknown: {error}") from error
         if writer is None:
             raise NotOwned(f"{self._store.url}: no process owns this run, so none can save it")
         is_new, self._epoch = epoch != self._epoch, epoch
@@ -172,7 +172,7 @@ class _Owner:
             self._watch(writer, is_new=is_new)
 
     def _watch(self, writer: WriterRecord, *, is_new: bool) -> None:
-        """Of a process on another host only the heartbeat is known."""
+        """Check the heartbeat of an owner on another host."""
         now = time.monotonic()
         beat = _beat(self._store, writer.epoch)
         if is_new or beat != self._beat:
@@ -180,7 +180,7 @@ class _Owner:
         elif now - self._beat_seen > WATCH_S:
             raise self._gone(writer, f"has shown no sign of life for {WATCH_S:.0f} s")
         if is_new:
-            _say(f"{self.text}: whether it lives cannot be seen from here; asking it all the same")
+            _say(f"{self.text}: on another host, so it may have ended; asking it all the same")
 
     def _gone(self, writer: WriterRecord, what: str) -> NotOwned:
         return NotOwned(
@@ -198,8 +198,8 @@ def _beat(store: Store, epoch: int) -> int:
 
 
 @contextmanager
-def _waiting(owner: _Owner) -> Iterator[None]:
-    """Show on a terminal that and for what the command waits."""
+def _waiting(owner: _RunOwner) -> Iterator[None]:
+    """Show on a terminal what the command waits for."""
     text = f"asked {owner.text}; Ctrl-C withdraws"
     if not sys.stderr.isatty():
         yield

@@ -1,4 +1,4 @@
-"""`holdfast show`: all that one checkpoint says of itself."""
+"""`holdfast show`: the manifest and the tensors of one checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.cli.documents import codecs, details_document, nbytes_left
-from holdfast.cli.output import Answer, Table, number, size
+from holdfast.cli.output import Answer, TextTable, number, size
 from holdfast.cli.target import open_target, read_entry
 from holdfast.engine.roots.catalog import Entry
 from holdfast.engine.roots.documents import read_document
@@ -19,11 +19,11 @@ from holdfast.store.base import Store
 
 
 def show(target: str, *, tensors: bool) -> Answer:
-    """The manifest of a checkpoint for people, and its tensors when asked for.
+    """Show the manifest of a checkpoint, and on request its tensors.
 
     Raises:
-        NoCheckpoint: nothing answers.
-        FormatError: it is damaged.
+        NoCheckpoint: no checkpoint matches `target`.
+        FormatError: the checkpoint is damaged.
     """
     store, folder = open_target(target)
     entry = read_entry(store, folder)
@@ -42,13 +42,13 @@ def show(target: str, *, tensors: bool) -> Answer:
 def _read_index(store: Store, folder: str, entry: Entry) -> Index:
     key = f"{folder}/{layout.INDEX}"
     data = read_document(store, key, max_nbytes=MAX_INDEX_NBYTES)
-    found = file_digest(len(data), digest_blocks(data, entry.manifest.block_nbytes))
-    if found != entry.manifest.files[layout.INDEX].digest:
+    digest = file_digest(len(data), digest_blocks(data, entry.manifest.block_nbytes))
+    if digest != entry.manifest.files[layout.INDEX].digest:
         raise CorruptData(f"{store.url}/{key}: other bytes than written; see holdfast verify")
     return decode_index(data, files=entry.manifest.files, what=f"{store.url}/{key}")
 
 
-def _parts(store: Store, entry: Entry, folder: str) -> list[str | Table]:
+def _parts(store: Store, entry: Entry, folder: str) -> list[str | TextTable]:
     manifest = entry.manifest
     facts = {
         "folder": folder,
@@ -71,7 +71,9 @@ def _parts(store: Store, entry: Entry, folder: str) -> list[str | Table]:
         "took": ", ".join(f"{k} {v:.3f}" for k, v in manifest.timings.items()),
     }
     width = max(map(len, facts))
-    lines: list[str | Table] = [f"{name:<{width}}  {text}" for name, text in facts.items() if text]
+    lines: list[str | TextTable] = [
+        f"{name:<{width}}  {text}" for name, text in facts.items() if text
+    ]
     return [*lines, _component_table(entry)]
 
 
@@ -95,9 +97,9 @@ def _pairs(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items() if value is not None)
 
 
-def _component_table(entry: Entry) -> Table:
+def _component_table(entry: Entry) -> TextTable:
     files = entry.manifest.files
-    return Table(
+    return TextTable(
         columns=("component", "kind", "tensors", "size", "stored", "files"),
         rows=[
             (
@@ -131,8 +133,8 @@ def _tensor_documents(index: Index) -> list[dict[str, Any]]:
     ]
 
 
-def _tensor_table(index: Index) -> Table:
-    return Table(
+def _tensor_table(index: Index) -> TextTable:
+    return TextTable(
         columns=("tensor", "dtype", "shape", "size", "file"),
         rows=[
             (

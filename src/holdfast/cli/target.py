@@ -1,4 +1,4 @@
-"""From what a person typed to a store and a checkpoint: `ROOT`, `ROOT@which`, a folder."""
+"""Resolution of typed targets to a store and a checkpoint: `ROOT`, `ROOT@which`, a folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def opened(root: str) -> Store:
     """Open the store of a root; an object store has to answer a first request within `--timeout`.
 
     Raises:
-        UsageError: `--timeout` is not a time, or no such store is known.
+        UsageError: `--timeout` is not a time, or the kind of store is unknown.
         StoreError: the object store does not answer.
     """
     store = open_store(root)
@@ -44,11 +44,11 @@ def opened(root: str) -> Store:
 
 
 def open_root(text: str) -> Store:
-    """The store of a root that exists; for commands that take no `@`.
+    """Open the store of an existing root; for commands that take no `@`.
 
     Raises:
-        UsageError: it names a checkpoint, not a root.
-        NoCheckpoint: there is nothing of ours.
+        UsageError: `text` names a checkpoint, not a root.
+        NoCheckpoint: the root has no checkpoint or other record of a run.
     """
     root, which = split_source(text)
     if which is not None:
@@ -66,13 +66,13 @@ def open_root(text: str) -> Store:
 
 
 def open_target(text: str) -> tuple[Store, str]:
-    """The store, and the folder of the checkpoint that is meant; without `@` the latest.
+    """Open a store and find the folder of the named checkpoint; without `@` the latest.
 
     The manifest may still be damaged when a folder was named.
 
     Raises:
-        NoCheckpoint: nothing there answers.
-        FormatError: what answers is damaged.
+        NoCheckpoint: no checkpoint matches.
+        FormatError: the matching checkpoint is damaged.
     """
     root, which = split_source(text)
     parent, folder = split_folder(root) if which is None else ("", "")
@@ -85,11 +85,11 @@ def open_target(text: str) -> tuple[Store, str]:
 
 
 def read_entry(store: Store, folder: str) -> Entry:
-    """The checkpoint in a folder, which a person may have renamed.
+    """Read the checkpoint in a folder, which a person may have renamed.
 
     Raises:
-        NoCheckpoint: it is not committed.
-        FormatError: its manifest is damaged.
+        NoCheckpoint: the folder has no committed checkpoint.
+        FormatError: the manifest is damaged.
     """
     name = layout.parse_attempt(folder)
     if name is None:

@@ -1,4 +1,4 @@
-"""The keys that were named before the command, for every root that it opens."""
+"""Keys that were named before the command, for every root that it opens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeySources:
-    """Where keys come from, as they were named; none of them is opened before it is needed."""
+    """Named sources of keys; none of them is read before it is needed."""
 
     files: Sequence[str] = ()
     variables: Sequence[str] = ()
@@ -24,7 +24,7 @@ class KeySources:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was named."""
+        """Whether no source was named."""
         return not (self.files or self.variables or self.commands)
 
 
@@ -33,10 +33,10 @@ NAMED: ContextVar[KeySources] = ContextVar("named keys")
 
 
 def unlocked(store: Store) -> Store:
-    """`store`, opened with the keys that were named; itself where none were.
+    """Return `store` with the named keys for decryption; itself if none were named.
 
     Raises:
-        KeyUnavailable: a key cannot be had.
+        KeyUnavailable: a key cannot be obtained.
     """
     sources = NAMED.get(KeySources())
     if sources.is_empty:
@@ -48,30 +48,30 @@ def unlocked(store: Store) -> Store:
 
 
 def given_keys() -> tuple[Key, ...]:
-    """The keys that were named before the command; none when none were.
+    """Return the keys that were named before the command.
 
     Raises:
-        KeyUnavailable: a key cannot be had.
+        KeyUnavailable: a key cannot be obtained.
     """
     return keys_of(NAMED.get(KeySources()))
 
 
 def keys_of(sources: KeySources) -> tuple[Key, ...]:
-    """All keys of some sources.
+    """Read all keys of some sources.
 
     Raises:
-        KeyUnavailable: a key cannot be had.
+        KeyUnavailable: a key cannot be obtained.
     """
     from holdfast.keys import from_command, from_environment, from_file
 
-    found = [from_file(path) for path in sources.files]
-    found += [from_environment(name) for name in sources.variables]
-    found += [from_command(command) for command in sources.commands]
-    return tuple(key for keys in found for key in keys)
+    groups = [from_file(path) for path in sources.files]
+    groups += [from_environment(name) for name in sources.variables]
+    groups += [from_command(command) for command in sources.commands]
+    return tuple(key for keys in groups for key in keys)
 
 
 def inner(store: Store) -> Store:
-    """The store under one that is unlocked."""
+    """Return the store under the decrypting one."""
     from holdfast.engine.sealed.sealing import bare
 
     return bare(store)

@@ -1,6 +1,6 @@
-"""`holdfast uploads`: what a local root has, what of it the remote one has, and what waits.
+"""`holdfast uploads`: the state of the upload of each checkpoint of a local root.
 
-Needs no key: of sealed checkpoints it says what anybody can see.
+Needs no key: of sealed checkpoints it uses the plain part of the manifest.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.cli.output import Answer, Code, Table, size
+from holdfast.cli.output import Answer, Code, TextTable, size
 from holdfast.cli.target import open_root, opened
 from holdfast.cli.unlocking import inner
 from holdfast.engine.roots.catalog import Catalog
@@ -24,19 +24,19 @@ from holdfast.store.base import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
-    """One checkpoint of the local root."""
+    """Upload state of one checkpoint of the local root."""
 
     folder: str
     step: int | None
-    """None: that is sealed."""
+    """None for a sealed checkpoint, whose step is encrypted."""
     nbytes: int
     state: str
-    """`uploaded`, `deleted` (there), `unwanted`, `unknown`, or what its note says."""
+    """`uploaded`, `deleted` (remotely), `unwanted`, `unknown`, or the state in its note."""
     note: UploadRecord | None
 
 
 def show_uploads(root: str) -> Answer:
-    """The checkpoints of a local root, newest first, and how far each is on its way.
+    """List the checkpoints of a local root, newest first, with their upload state.
 
     Raises:
         NoCheckpoint: not a root, or not one that is mirrored to another.
@@ -70,7 +70,7 @@ def show_uploads(root: str) -> Answer:
 
 
 def _remote(tiers: TiersRecord) -> tuple[Store | None, str | None]:
-    """The remote root, or why it cannot be looked at from here."""
+    """Open the remote root; returns None and the reason if it cannot be read."""
     try:
         remote = opened(tiers.remote)
         remote.children()
@@ -86,7 +86,7 @@ def _lines(
         try:
             listing = read_listing(store, folder)
         except FormatError:
-            continue  # `holdfast verify` says what is wrong with it
+            continue  # `holdfast verify` reports the damage
         if not isinstance(listing, Manifest | Visible):
             continue
         note = notes.get(folder)
@@ -95,13 +95,13 @@ def _lines(
             folder=folder,
             step=listing.timestamp.step if isinstance(listing, Manifest) else None,
             nbytes=sum(map(length, listing.files.values())),
-            state=_state_there(folder, remote, noted) or noted or "unknown",
+            state=_remote_state(folder, remote, noted) or noted or "unknown",
             note=note,
         )
 
 
-def _state_there(folder: str, remote: Store | None, noted: str) -> str:
-    """What the remote tier says of it; nothing where it cannot be asked."""
+def _remote_state(folder: str, remote: Store | None, noted: str) -> str:
+    """Return the state of a checkpoint in the remote tier; empty if that cannot be read."""
     if remote is None:
         return ""
     try:
@@ -150,9 +150,9 @@ _WORDS: Mapping[str, str] = {
 }
 
 
-def _parts(document: Mapping[str, Any], lines: list[_Line]) -> list[str | Table]:
-    parts: list[str | Table] = [
-        Table(
+def _parts(document: Mapping[str, Any], lines: list[_Line]) -> list[str | TextTable]:
+    parts: list[str | TextTable] = [
+        TextTable(
             columns=("step", "folder", "size", "upload", "sent", "tries"),
             rows=[_row(line) for line in lines],
             right=frozenset({0, 2, 4, 5}),

@@ -1,4 +1,4 @@
-"""`holdfast verify`: read every byte again."""
+"""`holdfast verify`: read checkpoints and compare every byte with its digest."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from holdfast.store.base import Store
 def check(target: str, *, seen: str | None = None, decode: bool = True) -> Answer:
     """Verify one checkpoint, or with a root every committed one.
 
-    Without `decode`, files that codecs made are compared as they lie there, and no more.
+    Without `decode`, compressed files are compared as stored, and not decompressed.
 
     Raises:
-        NoCheckpoint: there is none.
-        SealError: the keys open none.
-        RolledBack: the newest is older than the one that was `seen`.
+        NoCheckpoint: the root has no checkpoint.
+        SealError: the keys open no checkpoint.
+        RolledBack: the newest checkpoint is older than the one that was `seen`.
     """
     known = parse_seen(seen)
     root, which = split_source(target)
     if which is None and not split_folder(root)[1]:
         store = open_root(root)
         with progress_bar() as progress:
-            found = verify_root(store, progress=progress, keeps=True, decode=decode)
+            root_report = verify_root(store, progress=progress, keeps=True, decode=decode)
         if known is not None:
             known.expect(Catalog(store).latest(), where=store.url)
-        return _answer(store, found)
+        return _answer(store, root_report)
     if known is not None:
         raise UsageError("--seen: takes a whole root, not one checkpoint")
     store, folder = open_target(target)
@@ -48,36 +48,38 @@ def check(target: str, *, seen: str | None = None, decode: bool = True) -> Answe
     return _answer(store, RootReport(checkpoints=(report,), problems=(), notes=()))
 
 
-def _answer(store: Store, found: RootReport) -> Answer:
-    expect_something_opened(found.checkpoints, found.unopened)
-    if not found.checkpoints and not found.problems:
-        aside = f" ({len(found.notes)} not committed)" if found.notes else ""
+def _answer(store: Store, root_report: RootReport) -> Answer:
+    expect_something_opened(root_report.checkpoints, root_report.unopened)
+    if not root_report.checkpoints and not root_report.problems:
+        aside = f" ({len(root_report.notes)} not committed)" if root_report.notes else ""
         raise NoCheckpoint(f"{store.url}: no checkpoints{aside}")
-    lines = [line for report in found.checkpoints for line in _lines(report)]
-    lines += [unread_line(folder, error) for folder, error in found.unopened]
-    lines += [f"UNREADABLE  {problem}" for problem in found.problems]
-    lines += [f"note: {note}" for note in found.notes]
-    failed = [report.problems for report in found.checkpoints if not report.ok]
-    num_bad = sum(any(p.is_damage for p in problems) for problems in failed) + len(found.problems)
-    num_unread = len(failed) + len(found.problems) - num_bad
+    lines = [line for report in root_report.checkpoints for line in _lines(report)]
+    lines += [unread_line(folder, error) for folder, error in root_report.unopened]
+    lines += [f"UNREADABLE  {problem}" for problem in root_report.problems]
+    lines += [f"note: {note}" for note in root_report.notes]
+    failed = [report.problems for report in root_report.checkpoints if not report.ok]
+    num_bad = sum(any(p.is_damage for p in problems) for problems in failed) + len(
+        root_report.problems
+    )
+    num_unread = len(failed) + len(root_report.problems) - num_bad
     verdict = f"{num_bad} bad" if num_bad else "every byte is as it was written"
     if num_unread:
         verdict = f"{num_bad} bad, {num_unread} could not be read"
-    nbytes = size(sum(report.nbytes for report in found.checkpoints))
+    nbytes = size(sum(report.nbytes for report in root_report.checkpoints))
     lines.append(
-        f"{len(found.checkpoints)} verified, {nbytes}: "
+        f"{len(root_report.checkpoints)} verified, {nbytes}: "
         + verdict
-        + (f"; {len(found.unopened)} not opened" if found.unopened else "")
+        + (f"; {len(root_report.unopened)} not opened" if root_report.unopened else "")
     )
     document = {
         "root": store.url,
-        "ok": found.ok,
-        "checkpoints": [report_document(report) for report in found.checkpoints],
-        "unopened": unread_documents(found.unopened)["unopened"],
-        "problems": [problem_document(problem) for problem in found.problems],
-        "notes": list(found.notes),
+        "ok": root_report.ok,
+        "checkpoints": [report_document(report) for report in root_report.checkpoints],
+        "unopened": unread_documents(root_report.unopened)["unopened"],
+        "problems": [problem_document(problem) for problem in root_report.problems],
+        "notes": list(root_report.notes),
     }
-    return Answer(document=document, parts=lines, code=Code.OK if found.ok else Code.FOUND)
+    return Answer(document=document, parts=lines, code=Code.OK if root_report.ok else Code.FOUND)
 
 
 def _lines(report: VerifyReport) -> list[str]:

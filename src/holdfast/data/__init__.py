@@ -1,4 +1,4 @@
-"""The exact data position: which batches the loop has taken, and how to give it the next ones."""
+"""Data loading with an exact position: which batches the loop has taken, and which come next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loaders and iterables that are not ours: what is known to be inexact, and skipping.
+"""Other libraries' loaders and iterables: known inexactness, and skipping of items.
 
 Looks at type names only; imports none of the packages that it names.
 """
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def describe_inexact(loader: object) -> str | None:
-    """What is known not to come back exactly when `loader` is resumed, or None.
+    """Describe what is known not to resume exactly with `loader`, or None.
 
     None means that nothing is known, not that everything is exact.
     """
@@ -29,7 +29,7 @@ def describe_inexact(loader: object) -> str | None:
 def skip(
     iterable: Iterable[T], n: int, *, progress: Callable[[int, int], None] | None = None
 ) -> Iterator[T]:
-    """The iterator of `iterable` after its first `n` items, which are fetched and thrown away.
+    """Iterate over `iterable` after its first `n` items, which are fetched and discarded.
 
     For data without a position of its own. It costs the time of `n` fetches, and a resume is exact
     where the iterable gives the same items again. `progress(done, n)` is called after each skipped
@@ -67,6 +67,6 @@ def _sampler(loader: object) -> Any:
 
 
 def _type_name(value: object) -> str:
-    """`<top package>.<class>`. A subclass of somebody else's may have mended its base."""
+    """Return `<top package>.<class>`, as a subclass may have mended its base."""
     own = type(value)
     return f"{own.__module__.split('.')[0]}.{own.__qualname__}"

@@ -36,7 +36,7 @@ _begun: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 class Loader:
-    """Batches of a map-style dataset, in an order and with a position that resume exactly.
+    """Loader of a map-style dataset whose order and position resume exactly.
 
     `for batch in loader` gives the rest of the current epoch, then stops; the next loop gives
     the next epoch: one lap through the data, or `batches_per_epoch` batches of it. An epoch ends
@@ -77,7 +77,7 @@ class Loader:
         prefetch_factor: int | None = None,
         multiprocessing_context: Any = None,
     ) -> None:
-        """Options from `num_workers` on mean what they mean for torch's DataLoader.
+        """Options from `num_workers` on are those of torch's DataLoader.
 
         Args:
             dataset: has `__len__`, and `__getitem__` or `__getitems__`.
@@ -113,7 +113,7 @@ class Loader:
         self._turn = 0
         self._begun = -1
         """The epoch that has had an iterator since the position was loaded."""
-        self._plan = _Plan()
+        self._plan = _PlannedBatches()
         try:
             self._batches: DataLoader[Any] = DataLoader(
                 _Fetcher(dataset, collate_fn or default_collate),
@@ -134,12 +134,12 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """Epochs that have ended."""
+        """Number of epochs that have ended."""
         return self._epoch
 
     @property
     def batch(self) -> int:
-        """Batches of this epoch that the loop has taken."""
+        """Number of batches of this epoch that the loop has taken."""
         return self._batch
 
     @property
@@ -153,18 +153,18 @@ class Loader:
         return self._seed
 
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """Return the number of batches of an epoch."""
         return self._batches_per_epoch or self._batches_per_lap
 
     def __iter__(self) -> Iterator[Any]:
-        """The rest of this epoch; the next epoch, if this one is at its end and had an iterator."""
+        """Iterate over the rest of this epoch, or the next one if this one is at its end."""
         if self.at_epoch_end and self._begun == self._epoch:
             self._end_epoch()
         self._begun = self._epoch
         return self._rest()
 
     def until(self, step: int, *, start: int = 0, batches_per_step: int = 1) -> Iterator[Any]:
-        """Batches, over the ends of epochs, until `step` steps are done.
+        """Iterate over batches, across epochs, until `step` steps are done.
 
         Args:
             step: steps that are done in the end.
@@ -172,7 +172,7 @@ class Loader:
             batches_per_step: batches of an accumulation window.
 
         Raises:
-            UsageError: an argument is not a whole number, or too small.
+            UsageError: an argument is not a whole number, or is too small.
         """
         _check_whole("step", step, at_least=0)
         _check_whole("start", start, at_least=0)
@@ -186,7 +186,7 @@ class Loader:
         return self._take(max(0, step - start) * batches_per_step)
 
     def state_dict(self) -> dict[str, int | bool]:
-        """The position, and what gives it its meaning."""
+        """Return the position, with the settings that it depends on."""
         return {
             "epoch": self._epoch,
             "batch": self._batch,
@@ -195,7 +195,7 @@ class Loader:
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise what `load_state_dict` would; a load asks before it changes anything."""
+        """Raise the errors of `load_state_dict`; a load calls it before it changes anything."""
         self._translated(_checked(state))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -279,7 +279,7 @@ class Loader:
         return shape
 
     def _translated(self, stored: Mapping[str, int]) -> int:
-        """The stored batch in this loader's terms: begin and end of a lap are those of any."""
+        """Convert a stored batch to this loader's settings, where it is at a lap's begin or end."""
         batch, shape = stored["batch"], self._shape()
         differing = [
             f"{name}: stored {stored.get(name)}, here {shape.get(name)}"
@@ -308,8 +308,8 @@ class Loader:
             )
 
 
-class _Plan:
-    """What torch's DataLoader takes for a sampler: the batches that are to come."""
+class _PlannedBatches:
+    """Batch sampler for torch's DataLoader: yields the batches that were planned."""
 
     def __init__(self) -> None:
         self.specs: Iterator[tuple[bytes, _Spec]] = iter(())
@@ -319,7 +319,7 @@ class _Plan:
 
 
 class _Fetcher(torch.utils.data.Dataset[Any]):
-    """What torch's DataLoader takes for a dataset: one item is one batch. It goes to workers."""
+    """Dataset for torch's DataLoader, each item of which is a batch. It is sent to workers."""
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
         self._dataset = dataset
@@ -343,9 +343,9 @@ def _begin_worker(worker: int) -> None:
 
 
 def _end_with_training() -> None:
-    """End this worker when the process that asked for it has ended, however that was.
+    """End this worker when the training process has ended, in whatever way.
 
-    torch's workers watch their parent, which with a fork server is another process, and do so only
+    torch's workers watch their parent, which with a fork server is another process, and only
     between two fetches.
     """
     training = multiprocessing.parent_process()
@@ -355,10 +355,10 @@ def _end_with_training() -> None:
 
 
 def _outlive_signals() -> None:
-    """Let a worker live when its whole process group is signalled, as supervisors do.
+    """Let a worker ignore signals to its whole process group, as supervisors send.
 
-    The signals are for the training, which ends its workers itself. One that is ended by them is an
-    error there, in whatever line the training is.
+    The signals are for the training, which ends its workers itself. A worker that a signal ended
+    would raise an error in the training, in any line.
     """
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, _ignore)
@@ -369,7 +369,7 @@ def _outlive_signals() -> None:
 def _end_workers() -> None:
     """Kill the workers of this process at its exit.
 
-    multiprocessing would send them a single SIGTERM, which they ignore because it may be one to the
+    multiprocessing would send them a single SIGTERM, which they ignore as it may be one to the
     whole process group, and then wait for them for ever.
     """
     ours = [batches for batches, pid in _begun.items() if pid == os.getpid()]  # not a parent's
@@ -385,7 +385,7 @@ atexit.register(_end_workers)
 
 
 def _ignore(number: int, frame: Any) -> None:
-    """Not SIG_IGN, which what a worker starts would inherit."""
+    """Ignore a signal, but not with SIG_IGN, which the worker's own children would inherit."""
 
 
 def _ignore_once(number: int, frame: Any) -> None:
@@ -426,7 +426,7 @@ def _check_whole(name: str, value: Any, *, at_least: int) -> None:
 
 
 def _checked(state: Mapping[str, Any]) -> dict[str, int]:
-    """The members of a stored position, each of its type and possible."""
+    """Check types and ranges of the members of a stored position."""
     least = {"epoch": 0, "batch": 0, "seed": 0, "num_samples": 1, "batch_size": 1}
     if _PER_EPOCH in state:
         least[_PER_EPOCH] = 1

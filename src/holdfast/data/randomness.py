@@ -1,4 +1,4 @@
-"""The global generators of this process: derive seeds for them, borrow them, give them back.
+"""Global generators of this process: deriving seeds for them, and their temporary use.
 
 Owns nothing of its own. It knows the CPU generators only: what a fetch draws from an
 accelerator's generator is drawn in the order of the loop, and a checkpoint holds that generator.
@@ -16,18 +16,18 @@ import torch
 
 
 def derive(seed: int, purpose: str, *numbers: int) -> bytes:
-    """32 bytes that depend on nothing but the arguments, on any machine and in any process."""
+    """Derive 32 bytes that depend only on the arguments, on any machine and in any process."""
     text = "\0".join(["holdfast 1 data", purpose, str(seed), *map(str, numbers)])
     return hashlib.sha256(text.encode()).digest()
 
 
 def generator(entropy: bytes) -> torch.Generator:
-    """A CPU generator of its own, seeded with the first bytes of `entropy`."""
+    """Make a separate CPU generator, seeded with the first bytes of `entropy`."""
     return torch.Generator().manual_seed(_torch_seed(entropy))
 
 
-class _Before:
-    """The generators as they are now."""
+class _GeneratorStates:
+    """Snapshot of the global generators' states."""
 
     def __init__(self) -> None:
         self._python, self._cpu = random.getstate(), torch.default_generator.get_state()
@@ -39,32 +39,32 @@ class _Before:
         torch.default_generator.set_state(self._cpu)
 
 
-_open: list[_Before] = []
-"""What the blocks of `preserved` that have not ended are to put back, outermost first."""
+_open: list[_GeneratorStates] = []
+"""Snapshots of the blocks of `preserved` that have not ended, outermost first."""
 
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """After the block, Python's, NumPy's and torch's global generators are as before it."""
-    before = _Before()
+    """Restore Python's, NumPy's and torch's global generators after the block."""
+    before = _GeneratorStates()
     _open.append(before)
     try:
         yield
     finally:
-        if before in _open:  # or somebody has ended the block already
+        if before in _open:  # unless `end_blocks` has ended the block already
             before.put_back()
             _open.remove(before)
 
 
 def depth() -> int:
-    """How many blocks of `preserved` have not ended."""
+    """Return the number of blocks of `preserved` that have not ended."""
     return len(_open)
 
 
 def end_blocks(depth: int) -> None:
     """End all blocks of `preserved` but the outermost `depth`.
 
-    For who interrupts a fetch: the exception may have come in the middle of a block's own end.
+    For callers that interrupt a fetch: the exception may have come in the middle of a block's end.
     """
     if len(_open) > depth:
         _open[depth].put_back()
@@ -73,7 +73,7 @@ def end_blocks(depth: int) -> None:
 
 @contextmanager
 def seeded(entropy: bytes) -> Iterator[None]:
-    """The block draws from global generators seeded with `entropy`; afterwards they are as before.
+    """Seed the global generators with `entropy` for the block, and restore them after it.
 
     It also runs with one intra-op thread, as torch's data workers do: sums of floats depend on
     the number of threads, and a batch must not depend on the process that fetches it.

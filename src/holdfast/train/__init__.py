@@ -1,4 +1,4 @@
-"""Who drives: the Trainer, its callbacks and its loggers."""
+"""Training loops: the Trainer, its callbacks and its loggers."""
 
 from __future__ import annotations
 

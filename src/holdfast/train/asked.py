@@ -27,16 +27,16 @@ if it has cycles."""
 
 
 def check_range(name: str, value: Any, lowest: int, beyond: int) -> None:
-    """Raise `UsageError` unless it is a whole number from `lowest` to before `beyond`."""
+    """Raise `UsageError` unless `value` is a whole number, at least `lowest`, below `beyond`."""
     if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value < beyond:
         raise UsageError(f"{name}={value!r}: must be a whole number, at least {lowest}")
 
 
 def check_counted(unit: Unit, what: str, extra: Collection[Unit]) -> None:
-    """Let a unit pass that a Trainer counts; `extra` are those beside steps and epochs.
+    """Check that a Trainer counts a unit; `extra` are those beside steps and epochs.
 
     Raises:
-        UsageError: it does not.
+        UsageError: the Trainer does not count it.
     """
     if unit is Unit.CYCLE and unit not in extra:
         raise UsageError(f"{what}: the Trainer has no cycles; give counts=Counts(cycle=…)")
@@ -97,10 +97,10 @@ def checked_every(
     validates: bool = True,
     what: str = "every",
 ) -> Trigger | SavePolicy | None:
-    """When to save, if all of it can happen; `what` names the argument in errors.
+    """Convert `every` to a trigger or policy, and check that it can fire; `what` is its name.
 
     Raises:
-        UsageError: a trigger is about what is not counted, or about events that do not occur.
+        UsageError: a trigger needs a unit that is not counted, or an event that does not occur.
     """
     if every is None:
         return None
@@ -117,7 +117,7 @@ def checked_every(
 
 
 def asks_for(wanted: Trigger | SavePolicy | None, event: Event) -> bool:
-    """Whether a trigger `On` that event is among them."""
+    """Whether a trigger `On` the event is among the parts of `wanted`."""
     parts = () if wanted is None else _parts(wanted)
     return any(isinstance(part, On) and event in part.events for part in parts)
 

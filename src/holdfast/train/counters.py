@@ -1,4 +1,4 @@
-"""Where training is: the counters that a checkpoint holds and a resume restores."""
+"""Counters of a training's progress, which checkpoints hold and a resume restores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.policy.clock import Time, argument_name
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
-    """Totals of the run over all resumes. The Trainer changes them, everybody else reads."""
+    """Totals of the run over all resumes. Only the Trainer changes them."""
 
     step: int = 0
     """Completed optimizer windows."""
@@ -34,7 +34,7 @@ class Counters:
 
     @property
     def cycle(self) -> int | None:
-        """Cycles that have ended; None when the training has none."""
+        """Number of cycles that have ended; None when the training has no cycles."""
         if self.cycle_length is None:
             return None
         count: int | None = getattr(self, argument_name(self.cycle_length.unit))
@@ -53,7 +53,7 @@ class Counters:
 
     @property
     def totals(self) -> dict[str, int | None]:
-        """What a save records beside its step."""
+        """Totals that a save records beside its step."""
         return {
             "epoch": self.epoch,
             "cycle": self.cycle,
@@ -62,7 +62,7 @@ class Counters:
         }
 
     def add_step(self, num_batches: int, samples: int | None, tokens: int | None) -> None:
-        """Count a step that is done. A count that is not None adds to a total that is not None."""
+        """Count a completed step. Counts are added unless they or their total are None."""
         self.step += 1
         self.batch += num_batches
         if self.samples is not None and samples is not None:
@@ -71,16 +71,16 @@ class Counters:
             self.tokens += tokens
 
     def end_epoch(self) -> None:
-        """Count an epoch whose data has come to its end."""
+        """Count a completed epoch."""
         self.epoch, self.batch = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Every counter by its name."""
+        """Return all counters by name."""
         state: dict[str, Any] = {name: getattr(self, name) for name in _STORED}
         return {**state, "unvalidated": list(self.unvalidated)} if self.unvalidated else state
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise `UsageError` where a stored counter is missing, unknown or not a count."""
+        """Raise `UsageError` if a stored counter is missing, unknown or not a count."""
         if set(state) - {"unvalidated"} != set(_STORED):
             raise UsageError(f"not the counters of a Trainer: {sorted(state)}")
         unvalidated = state.get("unvalidated", [])
@@ -93,10 +93,10 @@ class Counters:
                 raise UsageError(f"stored {name}={value!r}: must be a whole number, 0 or above")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over stored counters.
+        """Restore stored counters.
 
         Raises:
-            UsageError: they are none; nothing is changed then.
+            UsageError: a counter is missing, unknown or not a count; nothing is changed then.
         """
         self.check_state_dict(state)
         for name, value in {**state, "unvalidated": [*state.get("unvalidated", [])]}.items():

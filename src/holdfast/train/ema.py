@@ -1,4 +1,4 @@
-"""The exponential moving average of the weights, as a component of the run."""
+"""Exponential moving average of the weights, as a component of the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.errors import UsageError
 
 
 class Average:
-    """A copy of a model whose weights follow the model's, a little each step.
+    """Exponential moving average of a model's weights, in a copy of the model.
 
     `average = decay * average + (1 - decay) * weight`, for parameters and buffers of floating
     point; other buffers are copied. The copy is the component `ema`, so that `load_weights` with
@@ -20,7 +20,7 @@ class Average:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        """`model` is copied as it is, and never changed.
+        """Copy `model`, which is never changed.
 
         Raises:
             UsageError: `decay` is not between 0 and 1.
@@ -33,13 +33,13 @@ class Average:
 
     @torch.no_grad()
     def begin(self, model: nn.Module) -> None:
-        """Take over the weights as they are."""
+        """Start the average from the current weights of the model."""
         for average, live in self._pairs(model):
             average.copy_(live)
 
     @torch.no_grad()
     def follow(self, model: nn.Module) -> None:
-        """Take one step's worth of the live weights."""
+        """Update the average with the current weights of the model."""
         averages, weights = [], []
         for average, live in self._pairs(model):
             if average.is_floating_point() or average.is_complex():

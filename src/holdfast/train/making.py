@@ -1,4 +1,4 @@
-"""From the Trainer's arguments to the objects that it trains with, each checked."""
+"""Making and checking of the objects that a Trainer trains with, from its arguments."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def checked_device(given: str | torch.device | None) -> torch.device | None:
-    """The device that an argument names.
+    """Parse a device argument.
 
     Raises:
-        UsageError: there is no such device on this machine.
+        UsageError: this machine has no such device.
     """
     if given is None:
         return None
@@ -53,10 +53,10 @@ def checked_device(given: str | torch.device | None) -> torch.device | None:
 
 
 def make_model(given: nn.Module | MakeModel, seed: int, device: torch.device | None) -> nn.Module:
-    """The model on its device; a factory makes it under generators seeded with `seed`.
+    """Return the model on its device; a factory is called with generators seeded by `seed`.
 
     Raises:
-        UsageError: it is neither a module nor a factory of one.
+        UsageError: `given` is neither a module nor a factory of one.
     """
     model = given
     if not isinstance(model, nn.Module):
@@ -75,11 +75,11 @@ def make_model(given: nn.Module | MakeModel, seed: int, device: torch.device | N
 def make_optimizer(
     given: torch.optim.Optimizer | MakeOptimizer, model: nn.Module, model_was_made: bool
 ) -> torch.optim.Optimizer:
-    """The optimizer of the model.
+    """Return the optimizer of the model, made by a factory if one is given.
 
     Raises:
-        UsageError: it is neither an optimizer nor a factory of one, it was made before the model,
-            or its step needs a function that computes the loss again.
+        UsageError: `given` is neither an optimizer nor a factory of one, was made before the
+            model, or its step needs a closure.
     """
     if not isinstance(given, torch.optim.Optimizer):
         if not callable(given):
@@ -107,7 +107,7 @@ def _with_plain_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def device_type(model: nn.Module, device: torch.device | None) -> str:
-    """The kind of device that a model trains on; `device` is where it was moved."""
+    """Return the type of the device that a model trains on; `device` is where it was moved."""
     if device is not None:
         return device.type
     first = next(model.parameters(), None)
@@ -115,7 +115,7 @@ def device_type(model: nn.Module, device: torch.device | None) -> str:
 
 
 def checked_overlap(given: Mode | None, device_type: str) -> Mode:
-    """Whether saves overlap with training on this type of device: `given`, or by default."""
+    """Return the overlap mode: `given`, or the default for this type of device."""
     if given is None:
         # On a CPU the copy would take the cores and the memory from the training beside it.
         return device_type != "cpu"
@@ -123,10 +123,10 @@ def checked_overlap(given: Mode | None, device_type: str) -> Mode:
 
 
 def check_data(data: Any) -> None:
-    """Warn of data whose position is not exact.
+    """Log a warning for data whose position is not exact.
 
     Raises:
-        UsageError: it has no position at all.
+        UsageError: the data has no position at all.
     """
     missing = [
         name for name in ("__iter__", "state_dict", "load_state_dict") if not hasattr(data, name)
@@ -145,8 +145,8 @@ def check_held(state: Mapping[str, Any], loss: Any) -> None:
     """Check that the checkpoints hold every parameter that an optimizer of the state steps.
 
     Raises:
-        UsageError: they do not; it names the parameters, by their names in a loss that is a module
-            where they are in it.
+        UsageError: some are in no component; the message names them, by their names in a loss
+            that is a module if they are in it.
     """
     unheld = unheld_in(state)
     if unheld:
@@ -161,10 +161,10 @@ def check_held(state: Mapping[str, Any], loss: Any) -> None:
 
 
 def checked_goal(until: str | int) -> Time:
-    """Where a `fit` is to go.
+    """Parse the goal of a `fit`.
 
     Raises:
-        UsageError: it is no goal.
+        UsageError: `until` is not a goal.
     """
     if isinstance(until, int):
         check_range("until", until, 1, 2**63)
@@ -179,10 +179,10 @@ def checked_goal(until: str | int) -> Time:
 
 
 def checked_max_time_s(max_time: str | Time | None) -> float:
-    """Seconds of a duration by the clock; infinite for None.
+    """Parse a duration into seconds; infinite for None.
 
     Raises:
-        UsageError: it is none.
+        UsageError: `max_time` is not a duration.
     """
     if max_time is None:
         return float("inf")
@@ -195,11 +195,12 @@ def checked_max_time_s(max_time: str | Time | None) -> float:
 def own_loggers(
     checkpoints: Checkpoints, log: bool | str | os.PathLike[str] | None, progress: bool
 ) -> list[Logger]:
-    """The log and the bar that a Trainer has by itself. The log of a sealed run is not beside it,
-    where it would say in clear what the checkpoints hide.
+    """Make a Trainer's default log and progress bar.
+
+    The log of a sealed run is not put into its root, where it would be unencrypted.
 
     Raises:
-        UsageError: the log is to be in a root that is sealed, or no local folder.
+        UsageError: the log is to be in a root that is sealed, or not a local folder.
     """
     root = checkpoints.root
     root = root.local if isinstance(root, Tiered) else root

@@ -40,14 +40,20 @@ from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.counters import Counters
 from holdfast.train.ema import Average
 from holdfast.train.evaluation.targets import Target, Validated, Which, borrowed, kept_all, select
-from holdfast.train.evaluation.validation import Part, Validations, Validator, plans_of, size_of
-from holdfast.train.fit.ending import Ending
+from holdfast.train.evaluation.validation import (
+    ValidationPart,
+    Validations,
+    Validator,
+    plans_of,
+    size_of,
+)
+from holdfast.train.fit.ending import FitEnding
 from holdfast.train.fit.fitting import Fit, Gear
 from holdfast.train.fit.health import HealthGate, Policy, UnhealthyState
 from holdfast.train.fit.outcome import Outcome
-from holdfast.train.fit.place import Place
+from holdfast.train.fit.place import StepPosition
 from holdfast.train.fit.saving import SaveCosts
-from holdfast.train.fit.starting import Start
+from holdfast.train.fit.starting import StartingPoint
 from holdfast.train.fit.unsaved import Unsaved
 from holdfast.train.training import Metrics, Training
 from holdfast.train.window.loop import Clip, LossFunction, Update
@@ -202,7 +208,7 @@ class Trainer:
             self.checkpoints.overlap, making.device_type(self.model, on)
         )
         self._stop = stop
-        self._place = Place(self.counters)
+        self._place = StepPosition(self.counters)
         self._numbers = Numbers()
         self._gate = HealthGate(unhealthy)
         self._numerics = Numerics(checked_precision(precision), making.device_type(self.model, on))
@@ -220,7 +226,7 @@ class Trainer:
             begin_update=self._begin_update,
         )
         self._validations = self._make_validations(validate)
-        self._ending: Ending | None = None
+        self._ending: FitEnding | None = None
         self.state = self._components(state or {})
         check_state(self.state)
         making.check_held(self.state, loss)
@@ -299,8 +305,8 @@ class Trainer:
         check_counted(goal.unit, f"until={until!r}", self._counts.units)
         without = listed(without, "without")
         Sides(without=without).check(self.state)
-        start = Start.of(start_from, self.root)
-        self._ending = ending = Ending(
+        start = StartingPoint.of(start_from, self.root)
+        self._ending = ending = FitEnding(
             goal,
             self.counters,
             stop=self._stop,
@@ -404,7 +410,9 @@ class Trainer:
         """
         self._callbacks.tell_loggers(LazyMetrics(self._numbers(metrics)), to)
 
-    def _fit_to(self, ending: Ending, without: Collection[str], start: Start | None) -> Outcome:
+    def _fit_to(
+        self, ending: FitEnding, without: Collection[str], start: StartingPoint | None
+    ) -> Outcome:
         costs, begun = SaveCosts(), list[PendingSave]()
         may_be_new = self.state.keys() - _IN_EVERY_RUN
         hooks = StateHooks(
@@ -439,7 +447,7 @@ class Trainer:
             counters=lambda: self.counters.totals,
         )
 
-    def _begin_from(self, start: Start, hooks: StateHooks) -> Checkpoint:
+    def _begin_from(self, start: StartingPoint, hooks: StateHooks) -> Checkpoint:
         """Load the whole state from another root, except that loggers begin new records."""
         own = [(item, item.state_dict()) for item in self._callbacks.recording]
         try:
@@ -471,7 +479,7 @@ class Trainer:
                 found.append(Validated(checkpoint=checkpoint, metrics=metrics))
         return tuple(found)
 
-    def _validated(self, parts: Iterable[Part]) -> dict[str, float]:
+    def _validated(self, parts: Iterable[ValidationPart]) -> dict[str, float]:
         """The metrics of each part, of the weights that it is to validate."""
         found: dict[str, float] = {}
         if self.manager is not None:

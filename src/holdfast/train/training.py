@@ -1,4 +1,4 @@
-"""What callbacks see of the training that they hook into."""
+"""The interface of a training for its callbacks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Metrics = Mapping[str, float]
 
 
 class Training(Protocol):
-    """A training as its callbacks see it; the `Trainer` is one."""
+    """A training as its callbacks see it, such as the `Trainer`."""
 
     @property
     def model(self) -> nn.Module:
@@ -31,15 +31,15 @@ class Training(Protocol):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """What steps it."""
+        """The optimizer of the model."""
 
     @property
     def data(self) -> Any:
-        """Where the batches come from."""
+        """The data that the batches come from."""
 
     @property
     def counters(self) -> Counters:
-        """Where training is."""
+        """The counters of the training's progress."""
 
     @property
     def present_step(self) -> int:

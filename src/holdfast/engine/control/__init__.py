@@ -1,1 +1,1 @@
-"""What others ask of a training that runs, and what its end waits for."""
+"""Control of a running training from outside: signals, requests, and its exit."""

@@ -1,8 +1,8 @@
-"""What happens to saves under way when the interpreter exits (docs/decisions/0002).
+"""Completion of saves under way when the interpreter exits (docs/decisions/0002).
 
-Managers that were not closed are closed here, with a deadline. What became of a save under way is
-said on standard error. When a save failed and nobody was told, the process ends with status 1:
-a scheduler must not take the run for complete.
+Managers that were not closed are closed at exit, with a deadline. The outcome of a save under way
+is written to standard error. If a save failed and its error was never raised, the process ends
+with status 1: a scheduler must not take the run for complete.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from holdfast.errors import HoldfastError
 
 
 class Finishes(Protocol):
-    """A manager, as far as this module knows it."""
+    """The interface of a manager that is finished at exit."""
 
     def finish_at_exit(self) -> str | None:
-        """End what is under way; says what became of it. Raises what nobody was told."""
+        """Finish the save under way; returns its outcome. Raises an error not raised before."""
         ...
 
 
@@ -30,23 +30,23 @@ _failed: set[Finishes] = set()
 
 
 def register(manager: Finishes) -> None:
-    """Close this manager at exit unless it is closed before."""
+    """Register a manager to be closed at exit."""
     _open.add(manager)
 
 
 def forget(manager: Finishes) -> None:
-    """This manager was closed."""
+    """Unregister a manager that was closed."""
     _open.discard(manager)
     _failed.discard(manager)
 
 
 def told(manager: Finishes) -> None:
-    """Somebody was told of this manager's failure."""
+    """Record that the error of a manager's failed save was raised."""
     _failed.discard(manager)
 
 
 def hold(manager: Finishes) -> None:
-    """A save of this manager failed: keep it until somebody is told, also when nobody has it."""
+    """Keep a manager whose save failed alive until its error is raised."""
     _failed.add(manager)
 
 
@@ -65,10 +65,10 @@ def _finish_all() -> None:
 
 
 class _EndWithStatus1:
-    """Ends the process when the interpreter takes its modules apart.
+    """Ends the process with status 1 when the interpreter clears its modules.
 
-    An exit handler cannot change the status, and ending inside one would rob the others of their
-    turn. By the time that modules go, all handlers have run and the streams are flushed.
+    An exit handler cannot change the status, and exiting inside one would skip the others. When
+    modules are cleared, all handlers have run and the streams are flushed.
     """
 
     def __del__(self, end: Callable[[int], NoReturn] = os._exit) -> None:

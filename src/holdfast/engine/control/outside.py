@@ -1,4 +1,4 @@
-"""What others ask of a training that runs: signals, and requests for a save."""
+"""Events from outside a running training: signals, and requests for a save."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from holdfast.policy.triggers import Event
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Saves that people wait for."""
+    """New requests for a save."""
 
     requests: tuple[Request, ...] = ()
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Tags that they want on the checkpoint."""
+        """Tags that the requests want on the checkpoint."""
         return tuple(tag for request in self.requests for tag in request.tags)
 
     def added_to(self, due: Due) -> Due:
-        """The save with the reasons and tags of those who asked for it."""
+        """Add the reasons and tags of the requests to a save."""
         reasons = dict.fromkeys((due.reason, *(request.reason for request in self.requests)))
         if len(reasons) > 1:
             reasons.pop("demand", None)
@@ -41,10 +41,10 @@ _BY_NOBODY = Asked()
 
 
 class Outside:
-    """The signals and the requests of one manager."""
+    """Signals and requests of one manager."""
 
     def __init__(self, requests: Requests, stop: Stop | None, promote: Promote) -> None:
-        """`promote` finishes the save under way when a stop has no more time."""
+        """`promote` finishes the save under way when the grace of a stop is nearly over."""
         self._requests = requests
         self._stop = stop
         self._promote = promote
@@ -53,13 +53,13 @@ class Outside:
 
     @property
     def has_signal(self) -> bool:
-        """Whether a signal waits for an answer."""
+        """Whether a signal has come that was not handled yet."""
         return self._stop is not None and self._stop.is_asked
 
     def look(self, event: Event | Sequence[Event], *, is_owner: bool) -> tuple[list[Event], Asked]:
-        """Collect the events that triggers are to look at, `event` among them, and new requests.
+        """Collect events for triggers, including `event`, and new requests.
 
-        Only the owner looks for requests: nobody else can do what they ask for.
+        Only the owner reads requests: no other process can save the run.
 
         Raises:
             UsageError: `event` is not a known event.
@@ -78,17 +78,17 @@ class Outside:
         return events, Asked(requests=requests) if requests else _BY_NOBODY
 
     def tell(self, asked: Asked, outcome: Future[Checkpoint]) -> None:
-        """Tell those who asked what became of the save, when that is known."""
+        """Answer the requests with the outcome of the save, once it is known."""
         if asked.requests:
             outcome.add_done_callback(lambda ended: self._tell(asked, ended))
 
     def refuse(self, asked: Asked, error: BaseException) -> None:
-        """Tell those who asked that there is no save."""
+        """Answer the requests with an error."""
         for request in asked.requests:
             self._requests.answer(request, error=str(error) or repr(error))
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop looking for requests and signals."""
         if self._stop is not None:
             self._stop.forget(self._promote)
         self._requests.close()

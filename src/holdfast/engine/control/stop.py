@@ -1,7 +1,7 @@
-"""Signals that ask a training to stop, or to save: noted at once, obeyed at the next boundary.
+"""Signals that ask a training to stop, or to save: recorded at once, handled between steps.
 
-Owns handlers of signals and the deadline after the first of them. Knows nothing of states and
-checkpoints: who saves asks here whether it is time. Without torch.
+Owns signal handlers and the deadline after the first signal. Knows nothing of states and
+checkpoints: the manager and the loop ask whether a signal has come. Without torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _active: Stop | None = None
 
 
 class Interrupted(BaseException):
-    """A stop was requested inside `Stop.interruptible()`; never leaves the code that waits."""
+    """A stop was requested inside `Stop.interruptible()`; always caught by the waiting code."""
 
 
 class Stop:
@@ -97,7 +97,7 @@ class Stop:
         self._promotes: list[Promote] = []
         self._depth = 0
         self._pid = self._thread = -1
-        self._watch: _Watch | None = None
+        self._watch: _GraceWatch | None = None
         self._has_said = False
         self._begin()
 
@@ -108,12 +108,12 @@ class Stop:
 
     @property
     def requested(self) -> str | None:
-        """The signal that asked to stop first, such as "SIGTERM"; after the block, too."""
+        """Name of the first signal that asked to stop, such as "SIGTERM"; also after the block."""
         return None if self._requested is None else signal.Signals(self._requested).name
 
     @property
     def exit_code(self) -> int:
-        """What the program is to end with: 75 (run it again), 130 after SIGINT, 0 if not asked."""
+        """Exit code for the program: 75 (run it again), 130 after SIGINT, 0 without a request."""
         return 0 if self._requested is None else _exit_code(self._requested)
 
     @property
@@ -124,11 +124,11 @@ class Stop:
 
     @property
     def is_asked(self) -> bool:
-        """Whether a signal came that nobody has answered yet."""
+        """Whether a signal has come that was not handled yet."""
         return self._is_save_asked or self._requested is not None
 
     def take_save_request(self) -> bool:
-        """Whether one of `save_signals` came since the last call."""
+        """Return whether one of `save_signals` has come since the last call."""
         # Not read and cleared in any case: a signal in between would be lost.
         if not self._is_save_asked:
             return False
@@ -136,10 +136,10 @@ class Stop:
         return True
 
     def interruptible(self) -> _Interruptible:
-        """A block in which a stop raises `Interrupted`, also one that was requested before it.
+        """Return a context in which a stop raises `Interrupted`, also one requested before.
 
-        For waits that can be given up: whatever was begun in the block is to be thrown away,
-        also when its last line was done. Not to be nested. It never raises in other threads.
+        For waits that can be given up: the result of the block is to be discarded, even if its
+        last line was reached. Not to be nested. Never raises in other threads.
         """
         return _Interruptible(self)
 
@@ -148,7 +148,7 @@ class Stop:
         self._promotes.append(promote)
 
     def forget(self, promote: Promote) -> None:
-        """Take back a `register`."""
+        """Unregister a `promote` callback."""
         if promote in self._promotes:
             self._promotes.remove(promote)
 
@@ -179,7 +179,7 @@ class Stop:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Put the former handlers back, and end the program if that was asked for.
+        """Restore the former handlers, and end the program after a request to stop.
 
         Raises:
             SystemExit: with status 75, after a request.
@@ -208,7 +208,7 @@ class Stop:
             self._former[number] = former
         _active = self
         if self._grace_s is not None:
-            self._watch = _Watch(self._stops, self._grace_s, self._promotes)
+            self._watch = _GraceWatch(self._stops, self._grace_s, self._promotes)
         for number in self._former:
             signal.signal(number, self._handle)
 
@@ -226,7 +226,7 @@ class Stop:
         self._former = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Runs in the main thread, between any two of its instructions: it takes no lock."""
+        """Handle a signal in the main thread, between any two instructions: takes no lock."""
         if os.getpid() != self._pid:
             self._pass_on(number, frame)
         elif number in self._saves:
@@ -253,7 +253,7 @@ class Stop:
 
 
 class _Interruptible:
-    """The block of `Stop.interruptible`; no generator, whose frame could be left hanging."""
+    """Context of `Stop.interruptible`; not a generator, whose frame could be left suspended."""
 
     def __init__(self, stop: Stop) -> None:
         self._stop = stop
@@ -272,11 +272,11 @@ class _Interruptible:
             self._stop._is_armed = False
 
 
-class _Watch:
-    """Ends the process when the grace is nearly over.
+class _GraceWatch:
+    """Thread that ends the process when the grace is nearly over.
 
-    It learns of signals from the pipe into which the C level writes their numbers, because
-    Python's own handlers wait until the main thread leaves the call in which it may hang.
+    It reads signals from the pipe into which the C level writes their numbers, because Python's
+    own handlers wait until the main thread leaves the call in which it may hang.
     """
 
     def __init__(self, stops: Iterable[int], grace_s: float, promotes: list[Promote]) -> None:
@@ -292,7 +292,7 @@ class _Watch:
         self._watching = self._workers.submit(self._run)
 
     def end(self) -> None:
-        """The run has ended by itself. Waits for the watcher, which may be about to end it."""
+        """Stop watching, as the run has ended; waits for the thread."""
         signal.set_wakeup_fd(self._former)
         os.write(self._writer, b"\0")
         os.close(self._writer)
@@ -309,7 +309,7 @@ class _Watch:
             os.close(self._reader)
 
     def _first_stop(self) -> int | None:
-        """The first signal that asks to stop; None when the run ends without."""
+        """Wait for the first signal that asks to stop; None if the run ends without one."""
         while True:
             numbers = self._read()
             if 0 in numbers:
@@ -319,7 +319,7 @@ class _Watch:
                     return number
 
     def _has_ended(self, timeout_s: float) -> bool:
-        """Whether the run ends by itself within the time."""
+        """Whether the run ends by itself within `timeout_s`."""
         until = time.monotonic() + timeout_s
         waiting = select.poll()  # `select` itself takes no descriptor above 1023
         waiting.register(self._reader, select.POLLIN)
@@ -338,10 +338,10 @@ class _Watch:
     def _end_by_force(self, number: int) -> None:
         began = time.monotonic()
         until = began + 0.9 * self._reserve_s
-        found = [_promoted(promote, until - time.monotonic()) for promote in [*self._promotes]]
+        outcomes = [_promoted(promote, until - time.monotonic()) for promote in [*self._promotes]]
         # A run that has just saved by itself also gives its claim back, if it is let.
         if not self._has_ended(began + 0.5 * self._reserve_s - time.monotonic()):
-            _exit(number, self._grace_s, found)
+            _exit(number, self._grace_s, outcomes)
 
 
 def _promoted(promote: Promote, timeout_s: float) -> str:
@@ -351,10 +351,10 @@ def _promoted(promote: Promote, timeout_s: float) -> str:
         return f"the newest checkpoint is not known: {error!r}"
 
 
-def _exit(number: int, grace_s: float, found: list[str]) -> NoReturn:
+def _exit(number: int, grace_s: float, outcomes: list[str]) -> NoReturn:
     said = (
         f"holdfast: {signal.Signals(number).name}: the grace of {grace_s:g} s is nearly over and "
-        f"the program has not ended; {'; '.join(found) or 'nothing is known of checkpoints'}\n"
+        f"the program has not ended; {'; '.join(outcomes) or 'nothing is known of checkpoints'}\n"
     )
     # Not through sys.stderr: the main thread may hang while it holds its lock.
     with contextlib.suppress(OSError):
@@ -397,7 +397,7 @@ def _seconds(grace: str | Time | None) -> float | None:
 
 
 def _leave_children_alone() -> None:
-    """In a forked child: signals do there what they did before the block."""
+    """Restore the former signal handlers in a forked child."""
     global _active
     stop, _active = _active, None
     if stop is not None:

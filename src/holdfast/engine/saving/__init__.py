@@ -1,1 +1,1 @@
-"""From a staged state to a committed checkpoint: encoded, written, linked."""
+"""Saving: from a staged state to a committed checkpoint."""

@@ -61,7 +61,7 @@ class Trial:
 
 
 def tried(compression: Compression, samples: Sequence[Sample]) -> Trial:
-    """Encode the samples one after the other."""
+    """Measure a compression by encoding the samples one after the other."""
     stored = plain = 0
     began = time.perf_counter()
     for sample in samples:
@@ -77,7 +77,7 @@ def best(
 ) -> Trial | None:
     """The trial with which a save takes the least time; None when none gains enough.
 
-    A codec shortens the store's part of a plain save and nothing else.
+    A codec shortens only the store's part of an uncompressed save.
     """
     costs = [trial.cost(store_s_per_byte, num_threads) for trial in trials]
     least = min(costs, default=0.0)
@@ -105,7 +105,7 @@ class Chooser:
         self._is_plain = self._num_saves == 0
 
     def compression(self, component: str) -> Compression | None:
-        """How the component's files are stored in this save."""
+        """Return the compression of the component's files in this save."""
         return None if self._is_plain or self._chosen is None else self._chosen.get(component)
 
     def observer(

@@ -39,7 +39,7 @@ def choices(asked: Compress, components: Collection[str]) -> dict[str, Compressi
     """The compression of each component that is to be compressed.
 
     Raises:
-        UsageError: no such codec or component, or a package is missing.
+        UsageError: an unknown codec or component, or a package is missing.
     """
     if not isinstance(asked, Mapping):
         asked = dict.fromkeys(components, asked)
@@ -47,8 +47,8 @@ def choices(asked: Compress, components: Collection[str]) -> dict[str, Compressi
         raise UsageError(
             f"compress: no component {unknown[0]!r}; there are {', '.join(sorted(components))}"
         )
-    found = {name: _compression(choice) for name, choice in asked.items()}
-    return {name: choice for name, choice in found.items() if choice is not None}
+    compressions = {name: _compression(choice) for name, choice in asked.items()}
+    return {name: choice for name, choice in compressions.items() if choice is not None}
 
 
 def _compression(choice: Choice) -> Compression | Auto | None:
@@ -61,7 +61,7 @@ def _compression(choice: Choice) -> Compression | Auto | None:
 
 
 class Compressing:
-    """The compression of each component's files. One save at a time."""
+    """Compression of each component's files. One save at a time."""
 
     def __init__(self, chosen: Mapping[str, Compression | Auto], emit: Emitter) -> None:
         self._fixed = {
@@ -117,7 +117,7 @@ class Compressing:
 
 
 def item_sizes(file: TensorFile) -> list[int]:
-    """The size of the items in each block of a tensor file, as its middle has them."""
+    """Return the item size in the middle of each block of a tensor file."""
     middles = range(BLOCK_NBYTES // 2, file.nbytes + BLOCK_NBYTES // 2, BLOCK_NBYTES)
-    found = [bisect_right(file.starts, min(middle, file.nbytes - 1)) - 1 for middle in middles]
-    return [ITEM_NBYTES[file.specs[max(position, 0)].dtype] for position in found]
+    at = [bisect_right(file.starts, min(middle, file.nbytes - 1)) - 1 for middle in middles]
+    return [ITEM_NBYTES[file.specs[max(position, 0)].dtype] for position in at]

@@ -1,4 +1,4 @@
-"""What bit-exactness depends on, and where a checkpoint was made."""
+"""Fingerprint of numeric settings and environment, which checkpoints record."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch
 
 
 def numerics() -> dict[str, Any]:
-    """The numerics fingerprint: with other values here, bits may differ (invariant 7).
+    """Read the settings that bit-exact results depend on (invariant 7).
 
-    Looks only; it never initialises a device.
+    Never initialises a device.
     """
     found: dict[str, Any] = {
         "torch": str(torch.__version__),
@@ -50,7 +50,7 @@ def _cuda() -> dict[str, Any]:
 
 
 def _setting(read: Callable[[], Any]) -> Any:
-    """A setting that torch refuses to tell when it was set through its newer names."""
+    """Read a setting; torch refuses to read one that was set through its newer names."""
     try:
         return read()
     except RuntimeError:
@@ -58,7 +58,7 @@ def _setting(read: Callable[[], Any]) -> Any:
 
 
 def differences(stored: Mapping[str, Any], live: Mapping[str, Any]) -> tuple[str, ...]:
-    """One line for each entry that differs; such a resume may not be exact to the bit."""
+    """List entries that differ, one line each; such a resume may not be bit-exact."""
     return tuple(
         f"numerics differ: {name} was {stored.get(name)!r}, is {live.get(name)!r}"
         for name in sorted(set(stored) | set(live))
@@ -68,7 +68,7 @@ def differences(stored: Mapping[str, Any], live: Mapping[str, Any]) -> tuple[str
 
 @lru_cache(maxsize=1)
 def environment() -> Mapping[str, Any]:
-    """Where this process runs: Python, libraries, host and the program's git commit."""
+    """Describe this process: Python, libraries, host and the program's git commit."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -80,7 +80,7 @@ def environment() -> Mapping[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """The commit of the working folder, when it is a git checkout and git is there."""
+    """Return the commit of the working folder; None if git or a checkout is missing."""
     try:
         done = subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False

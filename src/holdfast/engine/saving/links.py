@@ -1,4 +1,4 @@
-"""Files of an earlier checkpoint that a new one can share (docs/decisions/0014)."""
+"""Sharing of unchanged files with an earlier checkpoint (docs/decisions/0014)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _MOST_REMEMBERED = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Origin:
-    """A committed file, and where it is."""
+    """A committed file and its folder."""
 
     folder: str
     name: str
-    """As it lies there."""
+    """Its stored name."""
     entry: FileEntry
     stored: StoredBlocks | None
     is_verified: bool
@@ -46,7 +46,7 @@ class _Commit:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Checkpoints that can stand in for each other; only these share files."""
+    """Checkpoints that can replace each other; only these share files."""
 
     components: frozenset[str]
     is_healthy: bool
@@ -54,7 +54,7 @@ class _Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linked:
-    """A file that is shared: its name as it lies there, and how it is stored."""
+    """A shared file: its stored name and its stored form."""
 
     name: str
     entry: FileEntry
@@ -84,8 +84,7 @@ class Links:
     def begin(
         self, components: Iterable[str], *, is_healthy: bool, resumed_from: str | None
     ) -> None:
-        """A save of these components begins, in a run that went on from the folder
-        `resumed_from`."""
+        """Begin a save of these components, in a run that resumed from folder `resumed_from`."""
         self._linked.clear()
         self._source, self._apart = {}, [] if resumed_from is None else [resumed_from]
         if not isinstance(self._store, LinksFiles):
@@ -105,13 +104,13 @@ class Links:
         return origin is not None and origin.entry.nbytes == nbytes and self._is_worth(origin)
 
     def link(self, name: str, folder: str, entry: FileEntry, digests: bytes) -> Linked | None:
-        """Give the file before a second name in `folder`, if its plain bytes are those of `entry`
-        and it is sound. It stays stored as it was, whatever would be chosen for it now.
+        """Link the earlier file into `folder`, if its plain bytes are those of `entry`.
 
-        Otherwise the file has to be written, and nothing is left of it.
+        It is verified first, and keeps its compression. If the result is None, the file has to be
+        written, and no link is left.
 
         Raises:
-            StoreError: what was begun did not become durable.
+            StoreError: the link did not become durable.
         """
         origin = self._source.get(name)
         if origin is None or msgspec.structs.replace(origin.entry, stored=None) != entry:
@@ -128,8 +127,10 @@ class Links:
         return Linked(name=origin.name, entry=origin.entry, stored=origin.stored)
 
     def look_ahead(self, digests: Mapping[str, bytes]) -> None:
-        """Read files back that were just committed, by plain name, because a later save may share
-        them. Does nothing while only one commit stands, as where retention keeps just one."""
+        """Verify just committed files, by plain name, that a later save may share.
+
+        No-op while only one commit exists, as where retention keeps just one.
+        """
         if self._newest is None or not digests or not isinstance(self._store, LinksFiles):
             return
         try:
@@ -146,7 +147,7 @@ class Links:
     def committed(
         self, folder: str, manifest: Manifest, stored: Mapping[str, StoredBlocks]
     ) -> None:
-        """A save was committed: its files are what a later one may share."""
+        """Record the files of a committed save, which a later one may share."""
         files: dict[str, _Origin] = {}
         for name, entry in manifest.files.items():
             written = _Origin(
@@ -164,11 +165,12 @@ class Links:
         return origin.entry.nbytes >= MIN_NBYTES
 
     def _standing(self, kind: _Kind) -> list[_Commit]:
-        """The newest two commits of a kind that stand whole, older first: nothing of them is
-        deleted, and they are not rejected. Forgets newer ones that do not.
+        """Return the newest two commits of a kind that are complete and not rejected, older first.
+
+        Forgets newer ones that are not.
 
         Raises:
-            StoreError: one of them cannot be read now.
+            StoreError: a commit cannot be read now.
         """
         commits = self._commits.get(kind, [])
         found: list[_Commit] = []
@@ -191,7 +193,7 @@ class Links:
         return isinstance(register, Manifest) and not is_marked
 
     def _is_one_file(self, origin: _Origin, folder: str) -> bool:
-        """Whether the file of that name in a folder is the same on the disk, or may be."""
+        """Whether the file of that name in a folder is, or may be, the same file on disk."""
         keys = (f"{origin.folder}/{origin.name}", f"{folder}/{origin.name}")
         try:
             return is_one_file(self._store, *keys)
@@ -199,8 +201,7 @@ class Links:
             return True
 
     def _verified(self, files: dict[str, _Origin], name: str, digests: bytes) -> _Origin | None:
-        """The file of this name, after one read against its digests; None if it is damaged, and
-        the file is forgotten."""
+        """Verify the file of this name; if it is damaged, forget it and return None."""
         origin = files[name]
         if not origin.is_verified:
             if not self._is_sound(origin, digests):
@@ -210,7 +211,7 @@ class Links:
         return origin
 
     def _is_sound(self, origin: _Origin, digests: bytes) -> bool:
-        """Read the file that would be shared, against the digests of the staged bytes."""
+        """Read the file to share, and compare it with the digests of the staged bytes."""
         where = f"{self._store.url}/{origin.folder}/{origin.name}"
         try:
             fault = self._fault(origin, digests)
@@ -224,7 +225,7 @@ class Links:
         return not fault
 
     def _fault(self, origin: _Origin, digests: bytes) -> str:
-        """What is wrong with the first block that is not as it was staged."""
+        """Describe the first block that differs from the staged bytes."""
         file = FileBlocks(
             key=f"{origin.folder}/{origin.name}", block_nbytes=BLOCK_NBYTES, digests=digests
         )

@@ -1,7 +1,7 @@
-"""Encoded blocks on their way out: packed in order into pieces, as stores want them.
+"""Packing of encoded blocks, in order, into pieces of the size that stores need.
 
-Stored blocks are of any length; a store takes pieces of 8 MiB at multiples of that, from memory on
-pages, so that direct writes stay direct and an upload has equal parts.
+Stored blocks have any length. A store takes pieces of 8 MiB at multiples of that, from page-aligned
+memory, so that direct writes stay direct and an upload has equal parts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_PIECES = 9
 
 
 class Pieces:
-    """Memory for pieces; taken when it is first needed. Whoever takes one gives it back."""
+    """Pool of memory for pieces, allocated at first use."""
 
     def __init__(self, num_pieces: int = NUM_PIECES) -> None:
         self._free: SimpleQueue[memoryview | None] = SimpleQueue()
@@ -33,11 +33,11 @@ class Pieces:
             self._free.put(None)
 
     def take(self, timeout_s: float) -> memoryview:
-        """A free piece, on a page.
+        """Take a free, page-aligned piece; the caller gives it back.
 
         Raises:
-            OutOfMemory: the system refuses.
-            DeadlineExceeded: none was given back in time.
+            OutOfMemory: the system refuses the memory.
+            DeadlineExceeded: no piece was given back in time.
         """
         try:
             return self._free.get(timeout=timeout_s) or memoryview(take(BLOCK_NBYTES))
@@ -47,13 +47,13 @@ class Pieces:
             ) from None
 
     def give_back(self, piece: memoryview) -> None:
-        """The piece is not used any more."""
+        """Return a piece to the pool."""
         self._free.put(piece)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """A stored block and its digest."""
+    """An encoded block and its digest."""
 
     data: Buffer
     digest: bytes
@@ -71,8 +71,8 @@ class Packer:
     def __init__(
         self, pieces: Pieces, send: Callable[[int, memoryview, int], None], timeout_s: float
     ) -> None:
-        """`send` is called with the first byte of a piece, the piece, and how much of it is used;
-        the piece is then no longer the packer's."""
+        """`send` is called with the offset of a piece, the piece, and its used bytes; it then owns
+        the piece."""
         self._pieces = pieces
         self._send = send
         self._timeout_s = timeout_s
@@ -98,12 +98,12 @@ class Packer:
                 self._flush()
 
     def end(self) -> None:
-        """There are no more blocks."""
+        """Send the last piece."""
         self._flush()
 
     @property
     def blocks(self) -> StoredBlocks:
-        """What was packed."""
+        """Lengths and digests of the packed blocks."""
         return StoredBlocks(tuple(self._lengths), b"".join(self._digests))
 
     def _flush(self) -> None:

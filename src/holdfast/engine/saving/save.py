@@ -1,4 +1,4 @@
-"""Writing one staged state: blocks in parallel, then the index, then the commit.
+"""Writing of one staged state: blocks in parallel, then the index, then the commit.
 
 The order is invariant 2: every file durable and of its planned size before the manifest is put.
 """
@@ -40,7 +40,7 @@ from holdfast.store.base import Store, abort_uploads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """What a save records beside the state: everything but bytes and identity."""
+    """Metadata of a save: all that the manifest records beside bytes and identity."""
 
     label: str
     claim: Claim
@@ -60,19 +60,19 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Files of an attempt that are durable."""
+    """Durable files of an attempt."""
 
     entries: Mapping[str, FileEntry]
     stored: Mapping[str, StoredBlocks]
     """Of those that a codec made."""
     names: Mapping[str, str]
-    """Plain name → the name under which the file lies there."""
+    """Plain name → stored name."""
     nbytes_written: int
     """Plain bytes of those that were not shared."""
 
 
 def digest_staged(staged: Staged, workers: Workers, *, timeout_s: float) -> dict[str, bytes]:
-    """Block digests of every file that a save of `staged` would write, but the index."""
+    """Compute the block digests of every file of a save, without the index."""
     digests = {
         known.file.name: staged.digest(known, workers, timeout_s) for known in staged.all_files
     }
@@ -98,11 +98,11 @@ def write(
     """Write and commit one checkpoint.
 
     The end of an `overlapped` copy is awaited before the commit.
-    The folder is added to `unclear` when a copy of the manifest's put may still arrive, also where
+    The folder is added to `unclear` if a repeated put of the manifest may still arrive, also when
     the save fails.
 
-    A failure before the manifest put removes what was written; after it, the outcome is known or
-    the error says that it is not.
+    A failure before the put of the manifest removes the written files; after it, the outcome is
+    known or the error says that it is not.
 
     Raises:
         Superseded, CommitConflict, OutcomeUnknown: as `engine.roots.commit.commit`.
@@ -122,7 +122,7 @@ def write(
             is_healthy=not request.unhealthy,
             resumed_from=None if point is None else point.folder,
         )
-        files = _Files(attempt, staged, compressing, links, workers, timeout_s)
+        files = _AttemptFiles(attempt, staged, compressing, links, workers, timeout_s)
         written = _write_files(store, files, writers, phase, compressing)
         request.timings["write_s"] = time.perf_counter() - began
         request.timings["stage_s"] += staged.now_s
@@ -147,7 +147,7 @@ def write(
 
 
 def _clean_up(store: Store, attempt: SaveAttempt, error: BaseException) -> None:
-    """Give the space back; a failure here must not hide why the save failed."""
+    """Remove the files of a failed attempt; errors here do not hide why the save failed."""
     if not isinstance(error, Exception):
         return  # the process is being taken down: gc finds the folder
     try:
@@ -156,8 +156,8 @@ def _clean_up(store: Store, attempt: SaveAttempt, error: BaseException) -> None:
         error.__context__ = leftover
 
 
-class _Files:
-    """The files of one attempt: which are to be written, and what became of the others."""
+class _AttemptFiles:
+    """The files of one attempt: those to write, and those that are shared."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class _Files:
         self.workers = workers
         self.timeout_s = timeout_s
         self.names: dict[str, str] = {}
-        """Plain name → the name under which a file will lie there."""
+        """Plain name → future stored name."""
         self.entries: dict[str, FileEntry] = {}
         self.stored: dict[str, StoredBlocks] = {}
         self.digests: dict[str, bytes] = {}
@@ -184,7 +184,7 @@ class _Files:
         """Plain bytes of the files that were not shared."""
 
     def to_write(self) -> Iterator[FileToWrite]:
-        """What is to be written; a file of which not one byte has changed is shared instead."""
+        """Yield the files to write; a file without any changed byte is shared instead."""
         for component, tree in self.staged.trees.items():
             encoding = self._compressing.of_tree(component, len(tree))
             yield self._file(layout.tree_file(component), BytesContent(tree), encoding)
@@ -224,12 +224,12 @@ class _Files:
         self._add(linked.name, linked.entry, digests, linked.stored)
         return True
 
-    def written(self, found: Mapping[str, WrittenFile]) -> None:
-        """The files that were to be written are durable."""
+    def written(self, durable: Mapping[str, WrittenFile]) -> None:
+        """Record files that are written and durable."""
         sizes, linked = self.staged.sizes, self.digests
         plain_names = {name: plain for plain, name in self.names.items()}
         self.digests = {}
-        for key, file in found.items():
+        for key, file in durable.items():
             name = key.rpartition("/")[2]
             nbytes = sizes[plain_names[name]]
             self.nbytes_written += nbytes
@@ -249,7 +249,7 @@ class _Files:
             self.stored[name] = stored
 
     def index(self) -> bytes:
-        """The index of all of them."""
+        """Encode the index of all files."""
         plans = {
             component: [
                 msgspec.structs.replace(known.file, name=self.names[known.file.name])
@@ -261,7 +261,7 @@ class _Files:
 
 
 def _write_files(
-    store: Store, files: _Files, writers: Workers, phase: Phase, compressing: Compressing
+    store: Store, files: _AttemptFiles, writers: Workers, phase: Phase, compressing: Compressing
 ) -> Written:
     folder = files.attempt.folder
     found = write_files(
@@ -293,13 +293,13 @@ def _write_files(
 
 
 def _check_sizes(store: Store, attempt: SaveAttempt, entries: Mapping[str, FileEntry]) -> None:
-    found = {info.key: info.nbytes for info in store.list(f"{attempt.folder}/")}
+    sizes = {info.key: info.nbytes for info in store.list(f"{attempt.folder}/")}
     for name, entry in entries.items():
-        there = found.get(f"{attempt.folder}/{name}")
-        if there != entry.stored_nbytes:
+        nbytes = sizes.get(f"{attempt.folder}/{name}")
+        if nbytes != entry.stored_nbytes:
             raise StoreError(
                 f"{store.url}/{attempt.folder}/{name}: {entry.stored_nbytes} bytes were written "
-                f"and the store now has {there}; this save is not committed"
+                f"and the store now has {nbytes}; this save is not committed"
             )
 
 

@@ -1,4 +1,4 @@
-"""How fast a store takes bytes, over the times in which it had any to take."""
+"""Throughput of a store, measured over the time in which calls were in progress."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class Throughput:
-    """Adds up bytes, and the time in which at least one call to the store was under way."""
+    """Sums bytes, and the time in which at least one call to the store was in progress."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -20,7 +20,7 @@ class Throughput:
 
     @contextmanager
     def taking(self, nbytes: int = 0) -> Iterator[None]:
-        """The store takes these bytes, or makes those before durable."""
+        """Measure a call to the store that takes `nbytes`, or makes earlier ones durable."""
         with self._lock:
             if self._num_calls == 0:
                 self._began_s = time.perf_counter()
@@ -36,5 +36,5 @@ class Throughput:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """None before anything was measured."""
+        """Bytes per second; None before anything was measured."""
         return self.nbytes / self.busy_s if self.busy_s > 0 and self.nbytes else None

@@ -1,9 +1,9 @@
-"""Writing the files of an attempt: many blocks on their way to the disk while others are hashed.
+"""Writing of an attempt's files: some blocks are written while others are hashed.
 
-Digests and writes are separate jobs for separate threads. Neither waits for the other, so the
-disk always has something to do, and a disk that is slower than the hash leaves cores idle rather
-than the other way round. Blocks of files that a codec makes are encoded by the threads that hash,
-and packed and written in order. Knows keys and bytes, nothing of a state.
+Digests and writes are separate jobs for separate threads. Neither waits for the other, so the disk
+is always busy: if it is slower than hashing, cores are idle, not the disk. Blocks of compressed
+files are encoded by the threads that hash, and packed and written in order. Knows keys and bytes,
+nothing of a state.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ memory that a codec takes to about 140 MiB."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileToWrite:
-    """One file of an attempt."""
+    """A file of an attempt to be written."""
 
     key: str
     content: Content | BytesContent
@@ -50,8 +50,7 @@ class FileToWrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenFile:
-    """A file that is durable: the digests of its blocks, and its stored blocks where it is
-    compressed."""
+    """A durable file: the digests of its blocks, and its stored blocks if it is compressed."""
 
     digests: bytes
     stored: StoredBlocks | None = None
@@ -68,29 +67,29 @@ def write_files(
     throughput: Throughput | None = None,
     pieces: Pieces | None = None,
 ) -> dict[str, WrittenFile]:
-    """Write `files`, which are durable when this returns; gives what they became by key.
+    """Write `files` and wait until they are durable; returns digests and blocks by key.
 
-    The next file is asked for while those before it are under way. `workers` hash and encode,
+    The next file is taken while earlier ones are being written. `workers` hash and encode,
     `writers` write; `throughput` measures the store, and `pieces` is memory for stored blocks.
-    After an error nobody writes any more, unless the error is that some call would not end; what
-    was written is for the caller to remove.
+    After an error no thread writes any more, unless a call did not end in time. The caller removes
+    the written files.
 
     Raises:
         StoreError: a file could not be written; a sync that failed is not tried again.
-        DeadlineExceeded: some file was not done after `timeout_s` seconds.
+        DeadlineExceeded: a file was not done after `timeout_s` seconds.
     """
     written: dict[str, WrittenFile] = {}
     rest, pieces, measured = iter(files), pieces or Pieces(), throughput or Throughput()
     while True:
         batch = _Batch(store, workers, writers, pieces, measured, phase, timeout_s)
-        found = batch.write(islice(rest, FILES_AT_ONCE))
-        written |= found
-        if len(found) < FILES_AT_ONCE:
+        of_batch = batch.write(islice(rest, FILES_AT_ONCE))
+        written |= of_batch
+        if len(of_batch) < FILES_AT_ONCE:
             return written
 
 
 class _Batch:
-    """Files that are written at once."""
+    """Writes several files in parallel."""
 
     def __init__(
         self,
@@ -119,7 +118,7 @@ class _Batch:
         self._failed = False
 
     def write(self, files: Iterable[FileToWrite]) -> dict[str, WrittenFile]:
-        """Everything, or nothing."""
+        """Write all files; on an error, stop all writes."""
         try:
             for file in files:
                 self._phase.text = f"writing {file.key}"
@@ -185,7 +184,7 @@ class _Batch:
         self._encoding.append((packer, None))
 
     def _pack(self, *, leave: int) -> None:
-        """Pack the oldest of the encoded blocks, until so many are left."""
+        """Pack the oldest of the encoded blocks, until `leave` are left."""
         while len(self._encoding) > leave and not self._failed:
             packer, block = self._encoding[0]
             if block is None:
@@ -250,7 +249,7 @@ def _writer(store: Store, key: str, nbytes: int, *, at_most: bool = False) -> Bl
 
 
 class _Gathered:
-    """The `BlockWriter` of a store that takes only whole objects."""
+    """`BlockWriter` for a store that takes only whole objects."""
 
     def __init__(self, store: Store, key: str, nbytes: int, *, at_most: bool) -> None:
         self._store = store
@@ -259,14 +258,14 @@ class _Gathered:
         self._at_most = at_most
 
     def write(self, start: int, data: memoryview) -> None:
-        """Keep a piece."""
+        """Buffer a piece."""
         self._data[start : start + data.nbytes] = data
 
     def finish(self, nbytes: int | None = None) -> None:
-        """Send them all."""
+        """Put the whole object."""
         planned = len(self._data)
         length = final_nbytes(nbytes, planned, at_most=self._at_most, what=self._key)
         self._store.put(self._key, memoryview(self._data)[:length])
 
     def abort(self) -> None:
-        """Nothing was sent."""
+        """No-op: bytes are only buffered."""

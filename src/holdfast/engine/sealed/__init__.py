@@ -1,1 +1,1 @@
-"""Roots whose checkpoints are encrypted."""
+"""Encryption of checkpoints: a store that encrypts and decrypts."""

@@ -1,5 +1,7 @@
-"""What is stored in clear beside sealed checkpoints: without the words of errors and reasons, which
-may name parts of the state."""
+"""Removal of error texts and reasons from unencrypted records beside sealed checkpoints.
+
+Such texts may name parts of the state.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ NOT_TOLD = "not told: the checkpoints here are sealed"
 
 
 def blank(name: str, data: bytes) -> bytes:
-    """A mark beside a checkpoint that cannot be opened, or is deleted: without the words."""
+    """Remove the texts from a mark of a checkpoint that cannot be opened, or is deleted."""
     if name == layout.REJECTED:
         rejected = decode_rejected(data, what=name)
         return encode_rejected(Rejected(by=rejected.by, reasons=(NOT_TOLD,)))
@@ -40,7 +42,7 @@ def blank(name: str, data: bytes) -> bytes:
 
 
 def blank_beside_plain(name: str, data: bytes) -> bytes:
-    """A sidecar of a checkpoint that is not sealed, without the words of reasons."""
+    """Remove the texts of reasons from a sidecar of a checkpoint that is not sealed."""
     if layout.parse_notes(name) is not None:
         return data
     if layout.parse_thinned(name) is not None:
@@ -50,7 +52,7 @@ def blank_beside_plain(name: str, data: bytes) -> bytes:
 
 
 def discreet(key: str, data: Buffer) -> Buffer:
-    """What is passed through, without the words of an error, which may name parts of the state."""
+    """Remove the text of an error from a record that is stored unencrypted."""
     if key.startswith(f"{layout.REQUESTS}/") and layout.is_answer(key):
         answer = decode_answer(data, what=key)
         if answer.error is None:

@@ -23,7 +23,7 @@ from holdfast.store.base import BlockWriter, ReadsInto, Store, final_nbytes, ign
 
 
 class SealedFile:
-    """Opens ranges of one sealed file. Thread-safe."""
+    """Reads and decrypts ranges of one sealed file. Thread-safe."""
 
     def __init__(self, inner: Store, key: str, seal: FileSeal, suite: Suite, what: str) -> None:
         self._inner = inner
@@ -34,7 +34,7 @@ class SealedFile:
         self.seal = seal
 
     def get(self, start: int, nbytes: int, *, afresh: bool = False) -> bytes:
-        """Plain bytes, as `read` fills them in."""
+        """Return the plain bytes at `start`, as `read` does."""
         plain = bytearray(nbytes)
         self.read(start, memoryview(plain), afresh=afresh)
         return bytes(plain)
@@ -47,11 +47,11 @@ class SealedFile:
         seen: Callable[[memoryview], object] = ignore,
         afresh: bool = False,
     ) -> None:
-        """Fill `out` with the plain bytes at `start`; nothing that was not vouched for is in it.
+        """Fill `out` with the plain bytes at `start`; only authenticated bytes are in it.
 
         Raises:
             CorruptData: the file is shorter.
-            Tampered: a segment is not as it was sealed; it and its tag were read twice.
+            Tampered: a segment was changed; it and its tag were read twice.
         """
         stop = start + out.nbytes
         if start < 0 or stop > self.seal.nbytes:
@@ -75,7 +75,7 @@ class SealedFile:
         seen: Callable[[memoryview], object],
         afresh: bool,
     ) -> None:
-        """At most a block, with what its first and last segments have beside it."""
+        """Read and decrypt at most a block, with the rest of its first and last segments."""
         stop = start + out.nbytes
         base = start - start % SEGMENT_NBYTES
         end = min(-(-stop // SEGMENT_NBYTES) * SEGMENT_NBYTES, self.seal.nbytes)
@@ -122,7 +122,7 @@ class SealedFile:
             out[:] = self._inner.get(self.key, start, out.nbytes)
 
     def _closing_tags(self, *, afresh: bool) -> bytes:
-        """The tags of the file, which say where it ends."""
+        """Read the tags of the file, and check that they fit its length."""
         if self._tags is None or afresh:
             try:
                 self._tags = self._read_tags(afresh=afresh)
@@ -140,7 +140,7 @@ class SealedFile:
 
 
 class SealedWriter:
-    """The `BlockWriter` of a sealed file: blocks are sealed on their way to the inner one."""
+    """`BlockWriter` of a sealed file: encrypts blocks and passes them to the inner one."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class SealedWriter:
         at_most: bool,
         done: Callable[[int, FileEntry], None],
     ) -> None:
-        """`done` gets the length of the file, and what is stored of it."""
+        """`done` is called with the length of the file, and its stored length and digest."""
         self._inner = inner
         self._cipher = cipher
         self._nbytes = nbytes
@@ -162,7 +162,7 @@ class SealedWriter:
         """The ciphertext of the last block, where that is shorter; the tags come behind it."""
 
     def write(self, start: int, data: memoryview) -> None:
-        """See `BlockWriter.write`; takes whole blocks, and the end of the file."""
+        """Encrypt and write a piece: whole blocks, or the end of the file."""
         plain = memoryview(data).cast("B")
         if start % BLOCK_NBYTES:
             raise UsageError(f"sealed files are written in blocks of {BLOCK_NBYTES} bytes")
@@ -176,7 +176,7 @@ class SealedWriter:
             self._inner.write(start + low, ciphertext)
 
     def _seal(self, start: int, plain: memoryview) -> tuple[memoryview, bytes]:
-        """The ciphertext of a block and its digest, taken while it is in the processor's cache."""
+        """Encrypt a block, and digest it while it is in the processor's cache."""
         sealed, hasher = _scratch(plain.nbytes + TAG_NBYTES), blocks.block_hasher()
         for low in range(0, plain.nbytes, SEGMENT_NBYTES):
             high = min(low + SEGMENT_NBYTES, plain.nbytes)
@@ -185,7 +185,7 @@ class SealedWriter:
         return sealed[: plain.nbytes], hasher.digest()
 
     def finish(self, nbytes: int | None = None) -> None:
-        """See `BlockWriter.finish`."""
+        """Write the tags, finish the inner file, and call `done`."""
         length = final_nbytes(nbytes, self._nbytes, at_most=self._at_most, what="a sealed file")
         num_blocks = length // BLOCK_NBYTES
         if len(self._end) != length % BLOCK_NBYTES or len(self._digests) != num_blocks:
@@ -201,21 +201,21 @@ class SealedWriter:
         self._done(length, FileEntry(nbytes=stored, digest=digest))
 
     def abort(self) -> None:
-        """See `BlockWriter.abort`."""
+        """Abort the inner writer."""
         self._inner.abort()
 
 
-def plain_nbytes(found: int, seal: FileSeal) -> int:
-    """The length to report of a stored file: the plain one exactly if the stored one is right."""
+def plain_nbytes(nbytes: int, seal: FileSeal) -> int:
+    """Return the length to report: the plain one exactly if the stored one is right."""
     expected = stored_nbytes(seal.nbytes)
-    if found == expected:
+    if nbytes == expected:
         return seal.nbytes
-    guess = found - (expected - seal.nbytes)
+    guess = nbytes - (expected - seal.nbytes)
     return guess if guess >= 0 and guess != seal.nbytes else seal.nbytes + 1
 
 
 class _Scratch(threading.local):
-    """Memory on a page, as direct writes want it; one a thread, because it is used at once."""
+    """Page-aligned memory for direct writes, one buffer for each thread."""
 
     def __init__(self) -> None:
         self.memory = take(BLOCK_NBYTES + SEGMENT_NBYTES + mmap.PAGESIZE)

@@ -1,4 +1,4 @@
-"""Opening a sealed checkpoint of a store with a person's keys."""
+"""Decryption of a sealed checkpoint's manifest with a user's keys."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _LOOKS = 3
 
 
 def opened(store: Store, folder: str, document: bytes, keys: Sequence[Key]) -> Contents:
-    """The sealed checkpoint whose sealed manifest is `document`.
+    """Decrypt the sealed manifest `document`.
 
     Raises:
-        WrongKey, KeyUnavailable: none of the keys opens it.
-        CorruptData: its keys are gone or damaged.
-        Tampered: it is not as it was sealed.
+        WrongKey, KeyUnavailable: none of the keys decrypts it.
+        CorruptData: its boxes of keys are missing or damaged.
+        Tampered: it was changed.
     """
     what = f"{store.url}/{folder}/{layout.MANIFEST}"
     visible = decode_visible(document, what=what)
@@ -45,22 +45,22 @@ def opened(store: Store, folder: str, document: bytes, keys: Sequence[Key]) -> C
 
 
 def boxes_of(store: Store, folder: str, visible: Visible) -> dict[int, KeyBox]:
-    """The boxes of keys by number, newest first; those that cannot be read are passed over.
+    """Read the boxes of keys by number, newest first; unreadable ones are skipped.
 
     Raises:
-        CorruptData: there is none that can be read.
+        CorruptData: no box can be read.
     """
     return {number: box for number, (box, _) in _boxes(store, folder, visible).items()}
 
 
 def box_documents(store: Store, folder: str, visible: Visible) -> dict[str, bytes]:
-    """The same as they are stored, by their names.
+    """Read the boxes of keys as they are stored, by their names.
 
     Raises:
-        CorruptData: there is none that can be read.
+        CorruptData: no box can be read.
     """
-    found = _boxes(store, folder, visible)
-    return {layout.keys_name(number): data for number, (_, data) in found.items()}
+    boxes = _boxes(store, folder, visible)
+    return {layout.keys_name(number): data for number, (_, data) in boxes.items()}
 
 
 def _boxes(store: Store, folder: str, visible: Visible) -> dict[int, tuple[KeyBox, bytes]]:

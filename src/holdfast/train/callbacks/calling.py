@@ -1,4 +1,4 @@
-"""Callbacks of one training: checked when they are registered, told in order."""
+"""Registry of a training's callbacks: checks them, and calls their hooks in order."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Callbacks:
     """All callbacks of a training: by priority, then as they were given; loggers last.
 
     Raises:
-        UsageError: what is no callback, one given twice, two of one name, or methods that look
-            like hooks and are none; all of it at once.
+        UsageError: lists items that are not callbacks or are given twice, names used twice, and
+            methods that look like hooks and are not.
     """
 
     def __init__(self, callbacks: Iterable[Callback], training: Training) -> None:
@@ -51,7 +51,7 @@ class Callbacks:
 
     @property
     def components(self) -> dict[str, Any]:
-        """Those with a state, by the name of their component."""
+        """Callbacks with a state, by the name of their component."""
         return {
             f"callback-{name}": callback
             for name, callback in self._names.items()
@@ -60,20 +60,20 @@ class Callbacks:
 
     @property
     def recording(self) -> list[Any]:
-        """The loggers that have state, such as the id of the record to which they append."""
+        """Loggers with a state, such as the id of the record to which they append."""
         return [item for item in self._all if isinstance(item, Logger) and _is_stateful(item)]
 
     @property
     def vetoes(self) -> list[str]:
-        """The names of those that want no ephemeral checkpoint at present."""
+        """Names of callbacks that currently veto ephemeral checkpoints."""
         return [name for name, callback in self._names.items() if callback.vetoes_ephemeral]
 
     def listens(self, hook: Callable[..., None]) -> bool:
-        """Whether anybody has this hook."""
+        """Whether any callback has this hook."""
         return bool(self._told[hook.__name__])
 
     def are_told(self, *hooks: str) -> bool:
-        """Whether any of them, beside those that only record, has one of these hooks."""
+        """Whether any callback that is not a logger has one of these hooks."""
         told = (callback for hook in hooks for callback in self._told[hook])
         return any(not isinstance(callback, Logger) for callback in told)
 
@@ -86,17 +86,17 @@ class Callbacks:
         """Call a hook, such as `Callback.step_end`, of all callbacks.
 
         Raises:
-            HookFailed: one raised; those after it were not called.
+            HookFailed: a callback raised; later ones were not called.
         """
         name = hook.__name__
         for callback in self._told[name]:
             self._run(callback, name, *arguments, **named)
 
     def tell_loggers(self, metrics: Any, to: Collection[str] | None) -> None:
-        """Call `log` of everybody that has it, or of those who are named.
+        """Call `log` of all callbacks that have it, or of those named in `to`.
 
         Raises:
-            HookFailed: one raised.
+            HookFailed: a callback raised.
             UsageError: a name that no callback has.
         """
         unknown = [name for name in to or () if name not in self._names]
@@ -108,7 +108,7 @@ class Callbacks:
                 self._run(callback, "log", metrics)
 
     def tell_exception(self, error: BaseException) -> None:
-        """Call `exception` of all; what they raise is logged, as `error` is what counts."""
+        """Call `exception` of all callbacks; their own errors are only logged."""
         for callback in self._told["exception"]:
             try:
                 callback.exception(self._training, error)
@@ -116,10 +116,10 @@ class Callbacks:
                 logger.exception("%s failed in its exception hook", type(callback).__name__)
 
     def close(self) -> None:
-        """Call `close` of all, whatever the ones before did.
+        """Call `close` of all callbacks, even if earlier ones raised.
 
         Raises:
-            HookFailed: the first that failed.
+            HookFailed: the first callback that raised.
         """
         failures: list[HookFailed] = []
         for callback in self._told["close"]:
@@ -191,7 +191,7 @@ def _takes(method: Callable[..., Any], hook: str) -> bool:
 
 
 def _names(given: list[Callback]) -> dict[str, Callback]:
-    """Every callback by its name: the one it has, or one after its class."""
+    """Map names to callbacks: a callback's own name, or one after its class."""
     names: dict[str, Callback] = {}
     for callback in given:
         if callback.name is None:

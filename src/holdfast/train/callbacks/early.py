@@ -1,4 +1,4 @@
-"""Ends of a training before its goal: by a condition, or as a metric gets no better."""
+"""Callbacks that end a training before its goal: by a condition, or without improvement."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StopWhen(Callback):
 
         StopWhen(lambda training, metrics: metrics.get("val/loss", 1.0) < 0.01)
 
-    The condition is asked after each step, with the metrics of the step, and after each
+    The condition is called after each step, with the metrics of the step, and after each
     validation, with those of the validation. Looking at a metric of a step waits for the
     accelerator. A rerun asks it about the checkpoint, with all metrics of its step: what was
     stopped stays so, unless the condition is another one by then.
@@ -45,16 +45,16 @@ class StopWhen(Callback):
         self._reason = reason
 
     def resumed(self, training: Training, checkpoint: Checkpoint) -> None:
-        """Ask about the step from which training would go on, if anything is known of it."""
+        """Check the condition for the step of the checkpoint, if its metrics are known."""
         if checkpoint.metrics:
             self._ask(training, checkpoint.metrics)
 
     def step_end(self, training: Training, metrics: Metrics) -> None:
-        """Ask about the step."""
+        """Check the condition after the step."""
         self._ask(training, metrics)
 
     def validation_end(self, training: Training, name: str, metrics: Metrics) -> None:
-        """Ask about the validation."""
+        """Check the condition after the validation."""
         self._ask(training, metrics)
 
     def _ask(self, training: Training, metrics: Metrics) -> None:
@@ -63,7 +63,7 @@ class StopWhen(Callback):
 
 
 class EarlyStopping(Callback):
-    """Ends `fit` when a metric of validations has become no better for a while.
+    """Ends `fit` when a metric of validations has stopped improving.
 
     Its best value and the count are in the checkpoints: a run that is resumed ends where one that
     was never killed does, and a rerun of a run that was ended trains nothing, unless `patience`
@@ -108,12 +108,12 @@ class EarlyStopping(Callback):
         self._seen: set[str] = set()
 
     def fit_start(self, training: Training) -> None:
-        """End at once what was ended before."""
+        """End at once if patience was already exhausted."""
         self._seen.clear()
         self._stop_if_over(training)
 
     def validation_end(self, training: Training, name: str, metrics: Metrics) -> None:
-        """Look at the metric, if it is one of these."""
+        """Compare the metric with the best value, if the validation has it."""
         self._seen |= set(metrics)
         if training.manager is None or self.metric not in metrics:
             return  # a validation outside of `fit` says nothing about its course
@@ -125,7 +125,7 @@ class EarlyStopping(Callback):
         self._stop_if_over(training)
 
     def fit_end(self, training: Training) -> None:
-        """Warn of a metric that was in no validation."""
+        """Log a warning if no validation had the metric."""
         if self._seen and self.metric not in self._seen:
             logger.warning(
                 "EarlyStopping: no validation gave %r; there were %s",
@@ -134,14 +134,14 @@ class EarlyStopping(Callback):
             )
 
     def state_dict(self) -> dict[str, float | None]:
-        """The best value and how many validations had none that was better."""
+        """Return the best value, and the number of validations without a better one."""
         return {"best": self.best, "num_waited": self.num_waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what an earlier process had seen.
+        """Restore the best value and the count of an earlier process.
 
         Raises:
-            UsageError: this is no such state.
+            UsageError: the members are not those of this state.
         """
         if set(state) != {"best", "num_waited"}:
             raise UsageError(f"not the state of EarlyStopping: {sorted(state)}")

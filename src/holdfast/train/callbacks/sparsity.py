@@ -1,4 +1,4 @@
-"""Sparse training through `torch.nn.utils.prune`: what is pruned, and when."""
+"""Sparse training: a callback that prunes weights by `torch.nn.utils.prune`."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ class Pruning(Callback):
         self._pruned: list[str] = []
 
     def model_made(self, training: Training) -> None:
-        """Give every module that will be pruned its mask, of ones.
+        """Give every module that will be pruned a mask of ones.
 
         Raises:
-            UsageError: there is nothing to prune, or a name is not that of a module with a weight.
+            UsageError: nothing can be pruned, or a name is not that of a module with a weight.
         """
         self._pruned = self._chosen(training.model)
         with torch.no_grad():  # a weight that is part of a graph could not be copied
@@ -76,12 +76,12 @@ class Pruning(Callback):
                     prune.identity(module, _WEIGHT)  # type: ignore[no-untyped-call]
 
     def fit_start(self, training: Training) -> None:
-        """Prune what is to be pruned before the first step."""
+        """Prune before the first step, if `amounts` has an entry for step 0."""
         if training.counters.step == 0:
             self._prune(training)
 
     def step_end(self, training: Training, metrics: Metrics) -> None:
-        """Prune, if it is the step for it."""
+        """Prune, if `amounts` has an entry for the step."""
         self._prune(training)
 
     def _prune(self, training: Training) -> None:
@@ -125,7 +125,7 @@ class Pruning(Callback):
 
 
 def sparsity(model: nn.Module) -> float:
-    """The part of all weights with a mask that is pruned; 0 when there are none.
+    """Compute the pruned part of all weights that have a mask; 0 if none have.
 
     Waits for the accelerator.
     """
@@ -135,7 +135,7 @@ def sparsity(model: nn.Module) -> float:
 
 
 def _prune(module: nn.Module, method: Method, num_more: int) -> None:
-    """Prune so many weights, or outputs, that are not pruned yet."""
+    """Prune `num_more` weights, or outputs, that are not pruned yet."""
     options = {"dim": 0} if method.endswith("_structured") else {}
     if method == "ln_structured":
         options["n"] = 2

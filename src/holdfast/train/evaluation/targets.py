@@ -1,4 +1,4 @@
-"""Which checkpoints are meant by names and patterns, and their weights in a model for a while."""
+"""Checkpoints to validate: selection by names and patterns, and temporary loading."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ READ_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validated:
-    """What a validation of a checkpoint gave."""
+    """Metrics of one validated checkpoint."""
 
     checkpoint: Checkpoint
     metrics: Mapping[str, float]
@@ -45,24 +45,24 @@ class Validated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """One checkpoint, and where it is."""
+    """A checkpoint to validate, with its store."""
 
     store: Store
     entry: Entry
 
     @property
     def order(self) -> tuple[int, tuple[int, int], str]:
-        """By step, then as they were made."""
+        """Sort key: by step, then in the order of commits."""
         return (self.entry.step, self.entry.order, self.store.url)
 
     def load(self, weights: Mapping[str, nn.Module], edit: Edit | None) -> Checkpoint:
         """Load modules by the names of their components, verified; claims nothing.
 
-        `edit` may change what is stored before it is compared with the modules.
+        `edit` may change the stored state before it is compared with the modules.
 
         Raises:
             FormatError: the checkpoint is damaged.
-            MismatchError: it does not fit; nothing was changed.
+            MismatchError: the checkpoint does not fit; nothing was changed.
         """
         threads = Threads()
         reader = Reader(
@@ -73,11 +73,11 @@ class Target:
         )
         options = LoadOptions(components=tuple(weights), rng=False, edit=edit)
         try:
-            found = reader.read(self.entry, options)
+            loaded = reader.read(self.entry, options)
         finally:
             threads.close()
-        found.prepared.apply(found.tensors)
-        return describe(self.store, self.entry, notes=found.prepared.notes)
+        loaded.prepared.apply(loaded.tensors)
+        return describe(self.store, self.entry, notes=loaded.prepared.notes)
 
 
 def select(
@@ -85,18 +85,18 @@ def select(
     which: Which | Iterable[Which] | None,
     encryption: Encryption | None = None,
 ) -> list[Target]:
-    """The checkpoints that are meant, by step and then as they were made, each of them once.
+    """Select checkpoints, each once, sorted by step and then in the order of commits.
 
     Each of `which` (None: the newest of `root`) is what `CheckpointManager.load` takes: "latest",
     a step, a folder, a tag or a label of `root`; or a path (a `Path`, or a text with a slash or an
     @ in it): `other/root`, `other/root@which`, the folder of one checkpoint. Names may be patterns
     of `fnmatch`, which are matched with folder, label, tags and `step=<n>`; every part of a path
-    may be one, and roots in which nothing fits are passed over then.
+    may be one, and roots in which nothing matches are skipped then.
 
     Raises:
-        NoCheckpoint: nothing answers one of them.
-        FormatError: the manifest of one that was named is damaged.
-        UsageError: `which` is none of this.
+        NoCheckpoint: an item matches no checkpoint.
+        FormatError: the manifest of a named checkpoint is damaged.
+        UsageError: an item of `which` has another type.
     """
     if which is None:
         which = "latest"
@@ -115,10 +115,10 @@ def select(
 
 @contextmanager
 def kept_all(targets: Iterable[Target]) -> Iterator[None]:
-    """Keep all of them from being deleted while the block lasts.
+    """Hold leases on all checkpoints during the block, so that none is deleted.
 
     Raises:
-        NoCheckpoint: the deletion of one has begun.
+        NoCheckpoint: the deletion of a checkpoint has begun.
     """
     with ExitStack() as leases:
         for target in targets:
@@ -128,7 +128,7 @@ def kept_all(targets: Iterable[Target]) -> Iterator[None]:
 
 @contextmanager
 def borrowed(weights: Mapping[str, nn.Module]) -> Iterator[None]:
-    """After the block, the modules have the weights of before it, kept in the host's memory."""
+    """Restore the weights of the modules after the block, from a copy in host memory."""
     before = {name: _copied(module) for name, module in weights.items()}
     try:
         yield

@@ -1,6 +1,6 @@
-"""Validation: when it is due, on what, and the mean of its metrics.
+"""Validation during training: its schedule, its loaders and checks, and its metrics.
 
-It leaves the training as it was: modes of modules, random generators, and its own loaders at
+It restores the training's state: modes of modules, random generators, and its own loaders at
 their beginning.
 """
 
@@ -37,7 +37,7 @@ _NONE = object()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Downstream:
-    """A check of the weights that is no loss on a loader: how well they generate, or export.
+    """A check of the weights without a loader, such as the quality of generated text.
 
     It runs after the loaders of the `Validation` that it is given to, in eval mode and without
     gradients. Its metrics are `val/<name>/<metric>`, in the log and in the checkpoint of the step.
@@ -61,7 +61,7 @@ class Downstream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """What to validate on, and when."""
+    """Plan of validation: loaders, checks and interval."""
 
     data: Any
     """A loader, or several by name; each is iterated from its beginning every time."""
@@ -100,10 +100,10 @@ class Validation:
 
     @property
     def trigger(self) -> Every:
-        """When it is due.
+        """Trigger of the validation.
 
         Raises:
-            UsageError: `every` is neither a time nor a part.
+            UsageError: `every` is neither a time nor a fraction of the run.
         """
         if not isinstance(self.every, float):
             return Every(parse(self.every, what="validation every", units=ALL_UNITS))
@@ -113,8 +113,8 @@ class Validation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What runs as one: all loaders of a `Validation`, or one of its checks."""
+class ValidationPart:
+    """A unit of validation: all loaders of a `Validation`, or one of its checks."""
 
     plan: Validation
     names: tuple[str, ...]
@@ -124,14 +124,14 @@ class Part:
 
     @property
     def name(self) -> str:
-        """The first of its scopes, which no other part has."""
+        """The first of its metric scopes, which no other part has."""
         return self.names[0]
 
     def on(self, model: nn.Module, live: nn.Module) -> dict[str, float]:
-        """The metrics of `model`; `live` is the module whose mode hooks may see.
+        """Compute the metrics of `model`; `live` is the module whose mode hooks may see.
 
         Raises:
-            UsageError: a loader gives no batch, or what should be a number is none.
+            UsageError: a loader gives no batch, or a metric is not a number.
             HookFailed: a callback raised.
         """
         with undisturbed(), _evaluating(live, model), torch.no_grad():
@@ -140,7 +140,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validator:
-    """Carries a `Validation` out."""
+    """Runs a `Validation`."""
 
     plan: Validation
     loss: LossFunction
@@ -162,13 +162,13 @@ class Validator:
         object.__setattr__(self, "_loaders", loaders)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        """Its loaders, and then its checks."""
-        loaders = Part(
+    def parts(self) -> tuple[ValidationPart, ...]:
+        """Parts of the validation: its loaders, then its checks."""
+        loaders = ValidationPart(
             plan=self.plan, names=tuple(self._loaders), every_n_vals=1, run=self._on_loaders
         )
         checks = [
-            Part(
+            ValidationPart(
                 plan=self.plan,
                 names=(self._name(check.name),),
                 every_n_vals=check.every_n_vals,
@@ -196,7 +196,7 @@ class Validator:
         return self._told(self._name(check.name), run)
 
     def _told(self, name: str, run: Callable[[], Mapping[str, Any]]) -> dict[str, float]:
-        """The metrics that `run` gives, under their full names; hooks are told of both ends."""
+        """Call `run` between its hooks; returns its metrics under their full names."""
         self.callbacks.tell(Callback.validation_start, name)
         values = LazyMetrics(run())
         if not values:
@@ -227,10 +227,10 @@ class Validator:
 
 
 def plans_of(given: Any) -> list[Validation]:
-    """The plans that an argument means: a loader, loaders by name, or one `Validation` or more.
+    """Convert an argument to plans: a loader, loaders by name, or one `Validation` or more.
 
     Raises:
-        UsageError: something else among several of them.
+        UsageError: an item of a list is not a `Validation`.
     """
     if given is None:
         return []
@@ -249,10 +249,10 @@ def plans_of(given: Any) -> list[Validation]:
 
 
 class Validations:
-    """All that a Trainer validates on: what of it is due, and what is known already."""
+    """All validations of a Trainer; decides which are due and not yet known."""
 
     def __init__(self, validators: Sequence[Validator]) -> None:
-        """Raises `UsageError` where metrics of two of them would have the same names."""
+        """Raises `UsageError` if metrics of two validators would have the same names."""
         self.parts = tuple(part for validator in validators for part in validator.parts)
         counts = Counter(name for part in self.parts for name in part.names)
         twice = [name for name, count in counts.items() if count > 1]
@@ -268,32 +268,32 @@ class Validations:
         return bool(self.parts)
 
     def begin(self, goal: Time, step: int, known: Metrics) -> None:
-        """Training goes to `goal` from `step`, of which the metrics `known` are there already."""
+        """Start from `step`, whose metrics `known` exist; `goal` is the length of the run."""
         resolved = [part.plan.trigger.resolve(goal) for part in self.parts]
         self._intervals = {at: (every.unit, every.size) for at, every in enumerate(resolved)}
         owners = {self._owner(name) for name in known if name.startswith("val/")}
         self._done = {at: step for at in owners if at is not None}
 
-    def due(self, before: Timestamp, now: Timestamp, *, is_last: bool) -> list[Part]:
-        """What is to run now and was not given for this step before; once, it is not given again.
+    def due(self, before: Timestamp, now: Timestamp, *, is_last: bool) -> list[ValidationPart]:
+        """Return the parts to run now; each is returned once for a step.
 
         A part is due when a multiple of its interval was reached or passed since `before`.
         """
-        found = self._found(before, now, is_last)
-        self._done.update(dict.fromkeys(found, now.step))
-        return [self.parts[at] for at in found]
+        due = self._due_numbers(before, now, is_last)
+        self._done.update(dict.fromkeys(due, now.step))
+        return [self.parts[at] for at in due]
 
     def names_due(self, before: Timestamp, now: Timestamp, *, is_last: bool) -> list[str]:
-        """The names of what `due` would give."""
-        return [self.parts[at].name for at in self._found(before, now, is_last)]
+        """Return the names of the parts that `due` would return."""
+        return [self.parts[at].name for at in self._due_numbers(before, now, is_last)]
 
-    def made_up(self, names: Sequence[str], step: int) -> list[Part]:
-        """The parts of these names, as `due` would give them at `step`."""
-        found = [at for at, part in enumerate(self.parts) if part.name in names]
-        self._done.update(dict.fromkeys(found, step))
-        return [self.parts[at] for at in found]
+    def made_up(self, names: Sequence[str], step: int) -> list[ValidationPart]:
+        """Return the parts of these names, and count them as done at `step`."""
+        missed = [at for at, part in enumerate(self.parts) if part.name in names]
+        self._done.update(dict.fromkeys(missed, step))
+        return [self.parts[at] for at in missed]
 
-    def _found(self, before: Timestamp, now: Timestamp, is_last: bool) -> list[int]:
+    def _due_numbers(self, before: Timestamp, now: Timestamp, is_last: bool) -> list[int]:
         return [
             at
             for at in range(len(self.parts))
@@ -309,7 +309,7 @@ class Validations:
         return bool(passed[0] < passed[1])
 
     def _owner(self, metric: str) -> int | None:
-        """Which part gives this metric: the one with the longest scope that it is in."""
+        """Find the part that computes this metric: the one with the longest matching scope."""
         scopes = [(_scope(name), at) for at, part in enumerate(self.parts) for name in part.names]
         fitting = [(len(scope), at) for scope, at in scopes if metric.startswith(scope)]
         return max(fitting)[1] if fitting else None
@@ -320,7 +320,7 @@ def _scope(name: str) -> str:
 
 
 class _Restarting:
-    """A loader that begins anew each time, if it has a position."""
+    """A loader that restarts each time, if it has a position."""
 
     def __init__(self, loader: Any) -> None:
         if isinstance(loader, str) or not hasattr(loader, "__iter__"):
@@ -336,10 +336,10 @@ class _Restarting:
 
 
 def size_of(batch: Any) -> int:
-    """Samples in a batch: the first dimension of its first tensor.
+    """Count the samples of a batch: the first dimension of its first tensor.
 
     Raises:
-        UsageError: there is no tensor with a dimension.
+        UsageError: the batch has no tensor with a dimension.
     """
     tensor = next(_tensors(batch), None)
     if tensor is None:
@@ -352,7 +352,7 @@ def size_of(batch: Any) -> int:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """After the block, the global generators of all devices are as before it."""
+    """Restore the global generators of all devices after the block."""
     devices = [item for several in device_generators().values() for item in several]
     states = [item.get_state() for item in devices]
     with preserved():
@@ -365,7 +365,7 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def _evaluating(*models: nn.Module) -> Iterator[None]:
-    """Eval mode; afterwards every module has the mode it had, also those frozen by hand."""
+    """Set eval mode for the block; restore the mode of each module after it."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     for model in models:
         model.eval()

@@ -1,1 +1,1 @@
-"""One fit: from the resume to the last checkpoint."""
+"""One call of `fit`: from the resume to the last checkpoint."""

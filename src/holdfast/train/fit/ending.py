@@ -1,4 +1,4 @@
-"""Whether a fit is over, and why."""
+"""End of a fit: its conditions and its reason."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from holdfast.train.counters import Counters
 from holdfast.train.fit.outcome import EndReason, Outcome
 
 
-class Ending:
-    """What ends one fit: its goal, a signal, a request, or the clock."""
+class FitEnding:
+    """Decides when a fit ends: at its goal, by a signal, a request, or the time limit."""
 
     def __init__(
         self, goal: Time, counters: Counters, *, stop: Stop | None, max_time_s: float
@@ -26,11 +26,11 @@ class Ending:
         self._request: str | None = None
 
     def ask(self, reason: str) -> None:
-        """Ask for the end after the present step."""
+        """Request the end after the current step."""
         self._request = self._request or reason or "a request"
 
     def is_at_goal(self) -> bool:
-        """Whether what was asked for is done."""
+        """Whether training has reached the goal."""
         value: int | None = getattr(self._counters, self._counter)
         return value is not None and value >= self.goal.value
 
@@ -40,7 +40,7 @@ class Ending:
         return value is not None and value > self.goal.value
 
     def is_here(self) -> bool:
-        """Whether training ends here; once it does, it stays so, whatever the clock says."""
+        """Whether training ends at this step; once True, it stays so."""
         if self.reason is None:
             if self.is_at_goal():
                 self.reason = "goal"
@@ -53,7 +53,7 @@ class Ending:
         return self.reason is not None
 
     def outcome(self, notes: tuple[str, ...]) -> Outcome:
-        """How it ended; `notes` are those of the resume."""
+        """Make the outcome of the fit; `notes` are those of the resume."""
         reason = self.reason if self.reason is not None else "goal"
         details = {"stopped": self._request, "signal": self._stop and self._stop.requested}
         detail = details.get(reason) or ""

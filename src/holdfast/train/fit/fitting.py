@@ -1,6 +1,6 @@
-"""One fit: from the resume to the last checkpoint, in the order that docs/trainer.md tells.
+"""One call of `fit`: from the resume to the last checkpoint, in the order of docs/trainer.md.
 
-What a step does is in `loop`, when to save in `saving`, when to end in `ending`.
+`loop` does a step, `saving` decides when to save, `ending` when to end.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from holdfast.train.callbacks.calling import Callbacks, HookFailed
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.counters import Counters
 from holdfast.train.ema import Average
-from holdfast.train.evaluation.validation import Part, Validations
-from holdfast.train.fit.ending import Ending
+from holdfast.train.evaluation.validation import ValidationPart, Validations
+from holdfast.train.fit.ending import FitEnding
 from holdfast.train.fit.outcome import Outcome
-from holdfast.train.fit.place import Place
-from holdfast.train.fit.saving import SaveCosts, Saver
+from holdfast.train.fit.place import StepPosition
+from holdfast.train.fit.saving import SaveCosts, StepSaver
 from holdfast.train.training import Metrics
 from holdfast.train.window.batches import Batches
 from holdfast.train.window.metrics import LazyMetrics
@@ -43,17 +43,17 @@ logger = logging.getLogger("holdfast")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gear:
-    """What every fit of a Trainer uses."""
+    """Parts of a Trainer that all its fits use."""
 
     model: nn.Module
     ema: Average | None
     data: Any
     counters: Counters
-    place: Place
+    place: StepPosition
     callbacks: Callbacks
     train_on: Train
     validations: Validations
-    validated: Callable[[Sequence[Part]], dict[str, float]]
+    validated: Callable[[Sequence[ValidationPart]], dict[str, float]]
     """Validates, and gives the metrics."""
     way_back: WayBack
     accumulate: int
@@ -66,12 +66,12 @@ class Gear:
 
 
 class Fit:
-    """Trains with a manager until the end. Used once."""
+    """One fit: trains with a manager until the end. Used once."""
 
     def __init__(
         self,
         gear: Gear,
-        ending: Ending,
+        ending: FitEnding,
         manager: CheckpointManager,
         begun: list[PendingSave],
         start: Callable[[], Checkpoint] | None = None,
@@ -101,7 +101,7 @@ class Fit:
         """What is known of the last step that was done."""
 
     def run(self, costs: SaveCosts) -> Outcome:
-        """Resume, train and save; see `Trainer.fit`. `costs` hears of the manager's events."""
+        """Resume, train and save, as `Trainer.fit` does. `costs` receives the manager's events."""
         self._tell(Callback.before_load)
         began_s = time.monotonic()
         found = self._manager.resume()
@@ -130,7 +130,7 @@ class Fit:
             if is_complete:
                 self._tell(Callback.already_done)
                 return self._ending.outcome(notes)
-        saver = Saver(
+        saver = StepSaver(
             self._manager,
             self._begun_saves,
             self._place,
@@ -158,7 +158,7 @@ class Fit:
         return self._ending.outcome(notes)
 
     def _begun_elsewhere(self) -> Checkpoint | None:
-        """Load the checkpoint of another root that this run is to begin with, if any."""
+        """Load the checkpoint of another root that this run starts from, if any."""
         if self._place.has_begun:
             raise UsageError(
                 f"this Trainer has trained before, to step {self._counters.step}, and nothing of "
@@ -198,10 +198,10 @@ class Fit:
         now.samples = None if gear.count_samples is None else now.samples or 0
         now.tokens = None if gear.count_tokens is None else now.tokens or 0
 
-    def _train(self, saver: Saver, found: Checkpoint | None) -> None:
-        """Do the steps up to the goal, and after each of them what it is time for.
+    def _train(self, saver: StepSaver, found: Checkpoint | None) -> None:
+        """Do the steps up to the goal, with validations, logs and saves after each.
 
-        `found` is the checkpoint from which training goes on.
+        `found` is the checkpoint that training resumed from.
         """
         metrics, is_over = LazyMetrics({}), False
         self._before = self._now = self._counters.timestamp
@@ -233,7 +233,7 @@ class Fit:
         saver.settle(metrics)  # what was saved in that hook
 
     def _steps(self) -> Iterator[LazyMetrics]:
-        """Do the steps up to the goal; gives the metrics of each when it is done and counted."""
+        """Do the steps up to the goal; yields the metrics of each when it is done and counted."""
         tell = self._tell
         while not self._ending.is_here():
             begun_at = self._counters.batch
@@ -303,7 +303,7 @@ class Fit:
         return metrics
 
     def _looked(self, metrics: LazyMetrics, before: Timestamp, is_over: bool) -> LazyMetrics:
-        """Validate and log what is due at this step; gives all its metrics."""
+        """Validate and log as is due at this step; returns all its metrics."""
         step, due = self._counters.step, []
         self._looked_step = step
         if self._gear.validations:
@@ -320,8 +320,8 @@ class Fit:
             self._tell(Callback.log, metrics)
         return metrics
 
-    def _joined(self, metrics: LazyMetrics, parts: Sequence[Part]) -> LazyMetrics:
-        """The metrics with those of these validations, or without when a signal cuts them short."""
+    def _joined(self, metrics: LazyMetrics, parts: Sequence[ValidationPart]) -> LazyMetrics:
+        """Add the metrics of these validations, unless a signal interrupts them."""
         names = [*self._counters.unvalidated, *(part.name for part in parts)]
         self._counters.unvalidated = list(dict.fromkeys(names))
         try:
@@ -335,10 +335,10 @@ class Fit:
         self._metrics = metrics.joined(found)
         return self._metrics
 
-    def _made_up(self, saver: Saver, found: Checkpoint) -> Metrics:
-        """Do the validation that a signal or an error kept from the checkpoint's step.
+    def _made_up(self, saver: StepSaver, found: Checkpoint) -> Metrics:
+        """Do the validation that a signal or an error prevented at the checkpoint's step.
 
-        The checkpoint is then made once more, for those who look for the best one.
+        The checkpoint is then saved again with its metrics, for selecting the best one.
         """
         step = self._counters.step
         parts = self._gear.validations.made_up(self._counters.unvalidated, step)
@@ -352,8 +352,8 @@ class Fit:
             saver.again(Due(save_class, found.reason), metrics)
         return metrics
 
-    def _save_after(self, error: Exception, saver: Saver) -> None:
-        """Save the state of the last boundary; the error is raised whatever becomes of it."""
+    def _save_after(self, error: Exception, saver: StepSaver) -> None:
+        """Save the state of the last boundary; the error is raised in any case."""
         try:
             lost = "" if self._place.is_between else self._lost()
             if lost:
@@ -372,7 +372,7 @@ class Fit:
             logger.exception("after %r the state could not be saved: %s", error, failure)
 
     def _lost(self) -> str:
-        """Go back to the boundary before the step that failed; gives why that fails, or ""."""
+        """Go back to the boundary before the failed step; returns why that is impossible, or ""."""
         if not self._way_back.go():
             return "in its update"
         changed = ", ".join(self._way_back.changed())
@@ -382,7 +382,7 @@ class Fit:
         )
 
     def _log_after_error(self) -> None:
-        """Log the last step, if it is due and the error came before; nobody does it later."""
+        """Log the last step, if it is due and the error prevented it."""
         step = self._counters.step
         is_new = self._now.step > self._before.step and self._looked_step != step
         if is_new and step % self._gear.log_every == 0 and not self._counters.unvalidated:
@@ -392,7 +392,7 @@ class Fit:
                 logger.error("%s", failure)
 
     def _events(self) -> list[Event]:
-        """What has happened at this step, for triggers."""
+        """List the events at this step, for triggers."""
         before, now = self._before, self._now
         events: list[Event] = ["step"]
         if now.epoch != before.epoch:

@@ -1,4 +1,4 @@
-"""Whether a state is worth saving: its loss and its weights are finite numbers."""
+"""Health of a state before a save: its loss and its weights must be finite."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ _MAX_REASONS = 10
 
 
 class UnhealthyState(HoldfastError):
-    """What was to be saved is not finite; nothing was saved."""
+    """The loss or the weights to be saved are not finite; nothing was saved."""
 
 
 class HealthGate:
-    """Looks at the state before each save; between saves it costs nothing.
+    """Checks the state before each save; between saves it costs nothing.
 
-    A look reads every weight once, and waits for the accelerator.
+    A check reads every weight once, and waits for the accelerator.
     """
 
     def __init__(self, policy: Policy) -> None:
-        """`warn` saves all the same, `skip` leaves the save out, `raise` ends the training.
+        """`warn` saves all the same, `skip` skips the save, `raise` ends the training.
 
         Raises:
-            UsageError: another policy.
+            UsageError: `policy` is none of these.
         """
         if policy not in get_args(Policy):
             raise UsageError(f"unhealthy={policy!r}: must be one of {get_args(Policy)}")
         self.policy: Policy = policy
 
     def check(self, step: int, model: nn.Module, metrics: Mapping[str, float]) -> tuple[str, ...]:
-        """Let a healthy state pass; gives the reasons why it is not, for the record.
+        """Check a state; returns the reasons why it is unhealthy, for the manifest.
 
         Raises:
-            UnhealthyState: it is not, and the policy is not `warn`.
+            UnhealthyState: the state is unhealthy, and the policy is not `warn`.
         """
-        found = (*_wrong_loss(metrics), *_wrong_weights(model))
-        if not found:
+        reasons = (*_wrong_loss(metrics), *_wrong_weights(model))
+        if not reasons:
             return ()
-        error = UnhealthyState(f"step {step} is not healthy:\n{listing(found)}")
+        error = UnhealthyState(f"step {step} is not healthy:\n{listing(reasons)}")
         if self.policy != "warn":
             raise error
         logger.warning("%s", error)
-        more = (f"and {len(found) - _MAX_REASONS} more",) if len(found) > _MAX_REASONS else ()
-        return found[:_MAX_REASONS] + more
+        more = (f"and {len(reasons) - _MAX_REASONS} more",) if len(reasons) > _MAX_REASONS else ()
+        return reasons[:_MAX_REASONS] + more
 
 
 def _wrong_loss(metrics: Mapping[str, float]) -> list[str]:

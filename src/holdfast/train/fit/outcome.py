@@ -1,4 +1,4 @@
-"""How a `fit` ended, and what a batch system is to be told."""
+"""Result of a `fit`, and the exit code for a batch system."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EndReason = Literal["goal", "max_time", "signal", "stopped"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a `fit` ended."""
+    """Result of a `fit`: the reason of its end and the step."""
 
     reason: EndReason
     """The goal was reached, the time was over, a signal came, or a callback asked to stop.
@@ -27,5 +27,5 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        """For `sys.exit`: 75 where running the script again goes on, else 0."""
+        """Exit code for `sys.exit`: 75 if running the script again would continue, else 0."""
         return REQUEUE_EXIT_CODE if self.reason in ("max_time", "signal") else 0

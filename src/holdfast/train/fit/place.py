@@ -1,4 +1,4 @@
-"""Where a training is between its steps, for saves and for the stamps of logs."""
+"""Position of a training relative to its steps, for saves and for the step of logs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from holdfast.errors import UsageError
 from holdfast.train.counters import Counters
 
 
-class Place:
-    """Whether training stands between two steps, where all parts of the state belong together."""
+class StepPosition:
+    """Whether training is between two steps, where the state is consistent."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
@@ -23,20 +23,20 @@ class Place:
 
     @property
     def present_step(self) -> int:
-        """The step that is under way, or between steps the last one that was done."""
+        """The step under way, or between steps the last completed one."""
         return self._counters.step + self.is_under_way
 
     def enter_step(self) -> None:
-        """A step is under way."""
+        """Record that a step has begun."""
         self.is_between, self.is_under_way = False, True
 
     def leave_step(self) -> None:
-        """All parts of the state belong to the step that is counted."""
+        """Record that the step is complete and counted, and the state consistent."""
         self.is_between, self.is_under_way = True, False
 
     @contextmanager
     def left(self) -> Iterator[None]:
-        """No save can be begun in the block."""
+        """Refuse saves during the block."""
         before, self.is_between = self.is_between, False
         try:
             yield
@@ -44,10 +44,10 @@ class Place:
             self.is_between = before
 
     def check(self, step: int) -> None:
-        """Let a save of the present step pass.
+        """Check that a save of `step` may begin.
 
         Raises:
-            UsageError: it is within a step, a validation or a save, or of another step.
+            UsageError: within a step, a validation or a save, or of another step.
         """
         if not self.is_between:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""When the Trainer saves, and what it does when a save fails (docs/design.md, invariant 8)."""
+"""Saves of the Trainer, and handling of failed ones (docs/design.md, invariant 8)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.policy.triggers import Event
 from holdfast.train.callbacks.calling import Callbacks
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.counters import Counters
-from holdfast.train.fit.place import Place
+from holdfast.train.fit.place import StepPosition
 from holdfast.train.training import Metrics
 
 logger = logging.getLogger("holdfast")
@@ -26,18 +26,18 @@ _PLAIN: Sequence[Event] = ["step"]
 
 
 class SaveCosts:
-    """What saves cost: a sink that remembers how long they took in the background."""
+    """Sink that records how long saves took in the background."""
 
     def __init__(self) -> None:
         self._durations_s: dict[int, float] = {}
 
     def __call__(self, event: Told) -> None:
-        """Receive an event of the manager, on whatever thread."""
+        """Receive an event of the manager, on any thread."""
         if event.kind == "committed" and event.step is not None:
             self._durations_s[event.step] = event.fields["save_s"]
 
     def of(self, pending: PendingSave, nbytes: int) -> dict[str, float]:
-        """The metrics of a save that is durable; forgets those of earlier steps."""
+        """Return the cost metrics of a durable save; forgets those of earlier steps."""
         for step in list(self._durations_s):
             if step < pending.step:
                 del self._durations_s[step]
@@ -48,23 +48,26 @@ class SaveCosts:
         }
 
 
-class Saver:
-    """Saves at the ends of steps: warns when a save failed, whoever began it, tries again at the
-    next step, and raises at the third failure in a row."""
+class StepSaver:
+    """Saves at the ends of steps.
+
+    Logs a warning when a save failed, tries again at the next step, and raises at the third
+    failure in a row.
+    """
 
     def __init__(
         self,
         manager: CheckpointManager,
         begun: list[PendingSave],
-        place: Place,
+        place: StepPosition,
         counters: Counters,
         callbacks: Callbacks,
         costs: SaveCosts,
         *,
         saved_step: int | None,
     ) -> None:
-        """`begun` gets every save of the manager, in order; `saved_step` is the step of which
-        there is a permanent checkpoint already."""
+        """`begun` receives every save of the manager, in order; `saved_step` is the step that has
+        a permanent checkpoint already."""
         self._manager = manager
         self._begun = begun
         self._place = place
@@ -79,11 +82,11 @@ class Saver:
         self._failed_step: int | None = None
 
     def at(self, events: Sequence[Event], metrics: Metrics) -> None:
-        """Tell how earlier saves ended, and begin one if one of the events asks for it.
+        """Report how earlier saves ended, and begin one if it is due at any of the events.
 
         Raises:
             SaveFailed: the third save in a row failed.
-            UnhealthyState: the state is not to be saved, and not to be passed over either.
+            UnhealthyState: the state is unhealthy, and the policy is `raise`.
         """
         is_plain = events == _PLAIN and not self._begun and self._retry is None
         if is_plain and self._manager.is_quiet(self._counters.step):
@@ -94,7 +97,7 @@ class Saver:
         self._look()
 
     def finish(self, events: Sequence[Event], metrics: Metrics, reason: str) -> None:
-        """Return when the present step is durable. It is saved once, also when a trigger was due.
+        """Save the current step, and wait until it is durable. It is saved only once.
 
         Raises:
             SaveFailed, UnhealthyState: as for `at`.
@@ -106,7 +109,7 @@ class Saver:
             self._await()
 
     def stop(self, events: Sequence[Event], metrics: Metrics) -> None:
-        """Return when the present step is durable, in whatever class, after a signal.
+        """Save after a signal, in any class, and wait until the current step is durable.
 
         Raises:
             SaveFailed, UnhealthyState: as for `at`.
@@ -115,7 +118,7 @@ class Saver:
         self.settle(metrics)
 
     def again(self, due: Due, metrics: Metrics) -> None:
-        """Save the present step once more, because more is known of it now.
+        """Save the current step again, with metrics that were not known before.
 
         Raises:
             SaveFailed, UnhealthyState: as for `at`.
@@ -124,13 +127,13 @@ class Saver:
         self._look()
 
     def newest(self) -> str | None:
-        """The newest checkpoint, when the save under way has ended."""
+        """Wait for the save under way, and return the newest checkpoint's folder."""
         with suppress(SaveFailed):
             self._manager.wait()
         return next((checkpoint.folder for checkpoint in self._manager.list()), None)
 
     def settle(self, metrics: Metrics) -> None:
-        """Return when no save is under way, and none is to be made up for.
+        """Wait until no save is under way, and retry failed ones.
 
         Raises:
             SaveFailed, UnhealthyState: as for `at`.
@@ -146,7 +149,7 @@ class Saver:
         wanted: Due | None,
         vetoes: Collection[str] = (),
     ) -> bool:
-        """Whether a save was begun; it is not when the state is to be passed over."""
+        """Begin a save if one is due; False if none is, or the state is to be skipped."""
         pending = self._manager.maybe_save(
             self._counters.step, metrics=metrics, event=events, vetoes=vetoes, wanted=wanted
         )
@@ -154,7 +157,7 @@ class Saver:
         return pending is not None and not isinstance(pending.failure(), SaveSkipped)
 
     def _due_again(self, vetoes: Collection[str]) -> Due | None:
-        """What failed at an earlier step, unless a save under way makes up for it."""
+        """Return the save that failed at an earlier step, unless one under way replaces it."""
         again = self._retry
         if again is None or self._failed_step == self._counters.step:
             return None
@@ -169,7 +172,7 @@ class Saver:
         self._look()
 
     def _look(self) -> None:
-        """Tell of the saves that have ended; an owner's error is raised as it is."""
+        """Report saves that have ended; ownership errors are raised."""
         while self._begun and self._begun[0].done():
             begun = self._begun.pop(0)
             try:

@@ -1,4 +1,4 @@
-"""The checkpoint of another root that a new run starts from: `start_from="old@step=3"`."""
+"""StartingPoint of a new run from a checkpoint of another root: `start_from="old@step=3"`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast.store.base import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class StartingPoint:
     """A checkpoint of another root, to start a run from. Nothing is read before `load`."""
 
     store: Store
@@ -31,8 +31,8 @@ class Start:
         cls,
         source: str | os.PathLike[str] | None,
         root: str | os.PathLike[str] | Store | Tiered | None,
-    ) -> Start | None:
-        """The checkpoint that `source` names, for a run in `root`; None without a source.
+    ) -> StartingPoint | None:
+        """Resolve the checkpoint that `source` names, for a run in `root`; None without a source.
 
         Raises:
             UsageError: `source` is neither a path nor a URL, or it is in `root` itself.
@@ -59,7 +59,7 @@ class Start:
     def load(
         self, state: Mapping[str, Any], hooks: StateHooks, encryption: Encryption | None
     ) -> Checkpoint:
-        """Load the whole state in place. Claims nothing.
+        """Load the whole state in place; claims nothing.
 
         Raises:
             HoldfastError: as for `CheckpointManager.load`.

@@ -1,4 +1,4 @@
-"""Optional libraries: imported when they are needed, with an error that names the extra."""
+"""Import of optional libraries, with an error that names the extra to install."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from holdfast.errors import UsageError
 
 
 def import_extra(module: str, extra: str) -> Any:
-    """The module, which the extra of Holdfast installs.
+    """Import a module that an extra of Holdfast installs.
 
     Raises:
-        UsageError: it is not installed.
+        UsageError: the module is not installed.
     """
     try:
         return import_module(module)

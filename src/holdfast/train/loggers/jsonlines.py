@@ -1,4 +1,4 @@
-"""Records of a run for people and plots."""
+"""Log of metrics as JSON lines."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class JsonLines(Logger):
-    """One JSON object for each step that is logged: one consistent history of the run.
+    """Writes one JSON object for each logged step: one consistent history of the run.
 
-    When training begins or goes on, lines of steps beyond the one it goes on from are dropped:
-    those steps will be done again. A line is with the system before its step's checkpoint is
+    When training begins or resumes, lines of steps after the checkpoint are dropped: those steps
+    will be done again. A line is written to the system before its step's checkpoint is
     begun, so a kill loses none that a resume needs; a power cut may lose the last ones.
 
     Members: `step` (within a step the one under way), `epoch`, `samples`, `tokens`, `time` (ISO
@@ -44,28 +44,28 @@ class JsonLines(Logger):
         self._next_flush_s = 0.0
 
     def fit_start(self, training: Training) -> None:
-        """Drop what will be done again, and open the file."""
+        """Drop lines of steps that will be done again, and open the file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         now = training.counters
         drop_beyond(self.path, now.step, is_validated=not now.unvalidated)
         self._file = self.path.open("ab")
 
     def log(self, training: Training, metrics: Metrics) -> None:
-        """Write the line of the step; outside of `fit` there is no history to add to."""
+        """Write the line of the step; no-op outside of `fit`."""
         if self._file is None:
             return
         self._write(training.present_step, training.counters.timestamp, metrics)
 
     def before_save(self, training: Training) -> None:
-        """Let no checkpoint be made before the lines of its steps have left this process."""
+        """Flush the lines of all steps before the checkpoint is made."""
         self._flush()
 
     def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
-        """Write what the load took."""
+        """Write the cost of the load."""
         self._write(checkpoint.step, checkpoint.timestamp, cost)
 
     def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
-        """Write what the save took, and bring all to stable storage, as the checkpoint is."""
+        """Write the cost of the save, and sync the file, as the checkpoint is durable."""
         assert self._file is not None
         self._write(checkpoint.step, checkpoint.timestamp, cost)
         self._flush()
@@ -98,11 +98,11 @@ class JsonLines(Logger):
 
 
 def drop_beyond(path: Path, step: int, *, is_validated: bool = True) -> int:
-    """Leave out the lines of steps beyond `step`, and what is no line; gives how many there were.
+    """Remove lines of steps after `step`, and invalid lines; returns how many there were.
 
     A validation of `step` that is still to be done (not `is_validated`) was logged already where
     a process was killed between this and its save; it will be logged again.
-    The file is replaced as a whole, or stays as it is when there is nothing to leave out.
+    The file is replaced as a whole, or not changed if nothing is to be removed.
     """
     if not path.exists():
         return 0

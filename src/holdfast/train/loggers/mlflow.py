@@ -1,4 +1,4 @@
-"""Metrics for MLflow (the extra `mlflow`)."""
+"""Logger for MLflow (the extra `mlflow`)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _POSITION = "holdfast.position"
 
 
 class MLflow(Logger):
-    """Logs to one run of MLflow, and goes on in it after a resume.
+    """Logs to one run of MLflow, and continues it after a resume.
 
-    Its id is in the checkpoints. How far it was logged is in a tag of the run, which is written
-    together with the metrics, so that steps which are done again are there once. Each record is
-    one call of the tracking server, which training waits for.
+    The run's id is in the checkpoints. The position of the log is in a tag of the run, written
+    together with the metrics, so that steps done again are logged once. Each record is one call
+    of the tracking server, which training waits for.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class MLflow(Logger):
         self._replays = Replays()
 
     def fit_start(self, training: Training) -> None:
-        """Begin the run, or go on with it."""
+        """Begin the run, or continue it."""
         with preserved():
             self._client = self._library.MlflowClient(tracking_uri=self._tracking_uri)
             if self._id is None:
@@ -71,32 +71,32 @@ class MLflow(Logger):
             self._log(metrics, step, tags=[tag])
 
     def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
-        """Log what the load cost."""
+        """Log the cost of the load."""
         self._log(cost, checkpoint.step)
 
     def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
-        """Log what the save cost."""
+        """Log the cost of the save."""
         self._log(cost, checkpoint.step)
 
     def exception(self, training: Training, error: BaseException) -> None:
-        """Remember how the run ends."""
+        """Record the status with which the run ends."""
         self._status = "FAILED" if isinstance(error, Exception) else "KILLED"
 
     def close(self, training: Training) -> None:
-        """End the run for now."""
+        """End the run; a resume continues it."""
         if self._client is not None:
             self._client.set_terminated(self._id, self._status)
             self._client = None
 
     def state_dict(self) -> dict[str, str | None]:
-        """The id of the run."""
+        """Return the id of the run."""
         return {"id": self._id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the id of a run.
+        """Restore the id of a run.
 
         Raises:
-            UsageError: it is none.
+            UsageError: the members are not those of this state.
         """
         if set(state) != {"id"} or not isinstance(state["id"], str | None):
             raise UsageError(f"not the state of MLflow: {sorted(state)}")

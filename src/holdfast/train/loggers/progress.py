@@ -1,4 +1,4 @@
-"""A progress bar for whoever sits at a terminal."""
+"""Progress bar for terminals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ProgressBar(Logger):
-    """Shows how far training is. Silent where the console is not a terminal."""
+    """Shows the progress of training. No-op where the console is not a terminal."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
@@ -23,11 +23,11 @@ class ProgressBar(Logger):
         self._loss = ""
 
     def resumed(self, training: Training, checkpoint: Checkpoint) -> None:
-        """Say from where training goes on."""
+        """Print the checkpoint that training resumes from."""
         self._say(f"resumed {checkpoint.folder} at step {checkpoint.step}")
 
     def already_done(self, training: Training) -> None:
-        """Say that there is nothing to do."""
+        """Print that the goal is reached already."""
         self._say(f"{training.goal} is reached already, at step {training.counters.step}")
 
     def fit_start(self, training: Training) -> None:
@@ -48,11 +48,11 @@ class ProgressBar(Logger):
         self._show(training)
 
     def step_end(self, training: Training, metrics: Metrics) -> None:
-        """Move the bar; the metrics are not looked at, as that may wait for the device."""
+        """Move the bar, without reading metrics, which may wait for the device."""
         self._show(training)
 
     def log(self, training: Training, metrics: Metrics) -> None:
-        """Show the loss, and that of a validation."""
+        """Show the loss of training and of validation."""
         if self._bar is None:
             return
         self._loss = " ".join(
@@ -61,7 +61,7 @@ class ProgressBar(Logger):
         self._show(training)
 
     def close(self, training: Training) -> None:
-        """Leave the terminal as it was."""
+        """Remove the bar and restore the terminal."""
         self._stop()
 
     def _show(self, training: Training) -> None:

@@ -1,4 +1,4 @@
-"""Scalars for TensorBoard (the extra `tensorboard`)."""
+"""Logger for TensorBoard (the extra `tensorboard`)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Logger):
-    """Writes what is logged, and what saves and loads cost, as scalars of their steps.
+    """Writes metrics, and the costs of saves and loads, as scalars of their steps.
 
-    When training begins or goes on, TensorBoard is told to forget what it was shown of later
-    steps, which will be done again.
+    When training begins or resumes, TensorBoard is told to purge later steps, which will be done
+    again.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """`folder` is what `tensorboard --logdir` is given, or a folder in it.
+        """`folder` is the argument of `tensorboard --logdir`, or a folder in it.
 
         Raises:
             UsageError: the extra is not installed.
@@ -40,11 +40,11 @@ class TensorBoard(Logger):
         self._write(metrics, training.present_step)
 
     def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
-        """Write what the load took."""
+        """Write the cost of the load."""
         self._write(cost, checkpoint.step)
 
     def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
-        """Write what the save cost, and have the file written out."""
+        """Write the cost of the save, and flush the file."""
         self._write(cost, checkpoint.step)
         self._writer.flush()
 

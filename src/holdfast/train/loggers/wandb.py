@@ -1,4 +1,4 @@
-"""Metrics for Weights & Biases (the extra `wandb`)."""
+"""Logger for Weights & Biases (the extra `wandb`)."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 class WeightsAndBiases(Logger):
-    """Logs to one run of Weights & Biases, and goes on in it after a resume.
+    """Logs to one run of Weights & Biases, and continues it after a resume.
 
-    Its id is in the checkpoints. Every value is logged with the `step` that it belongs to, which
-    is the axis of all charts. Steps that are done again are left out: how far the run was logged
-    is in a file in its `wandb` folder. Where a resume does not find that folder, as on another
-    machine, they are there twice.
+    The run's id is in the checkpoints. Every value is logged with its `step`, which is the axis
+    of all charts. Steps that are done again are skipped: the position of the log is in a file in
+    the run's `wandb` folder. Where a resume does not find that folder, as on another machine,
+    they are logged twice.
     """
 
     def __init__(self, **settings: Any) -> None:
         """`settings` are those of `wandb.init`, such as `project` and `mode="offline"`.
 
         Raises:
-            UsageError: the extra is not installed, or a setting that is decided here.
+            UsageError: the extra is not installed, or a setting is one that this class decides.
         """
         taken = [name for name in ("id", "resume") if name in settings]
         if taken:
@@ -43,7 +43,7 @@ class WeightsAndBiases(Logger):
         self._id: str | None = None
 
     def fit_start(self, training: Training) -> None:
-        """Begin the run, or go on with it."""
+        """Begin the run, or continue it."""
         self._id = self._id or uuid.uuid4().hex[:12]
         with preserved():
             self._run = self._library.init(**self._settings, id=self._id, resume="allow")
@@ -60,28 +60,28 @@ class WeightsAndBiases(Logger):
             self._write_position()
 
     def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
-        """Log what the load cost."""
+        """Log the cost of the load."""
         self._log(cost, checkpoint.step)
 
     def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
-        """Log what the save cost."""
+        """Log the cost of the save."""
         self._log(cost, checkpoint.step)
 
     def close(self, training: Training) -> None:
-        """End the run for now."""
+        """End the run; a resume continues it."""
         if self._run is not None:
             self._run.finish()
             self._run = None
 
     def state_dict(self) -> dict[str, str | None]:
-        """The id of the run."""
+        """Return the id of the run."""
         return {"id": self._id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the id of a run.
+        """Restore the id of a run.
 
         Raises:
-            UsageError: it is none.
+            UsageError: the members are not those of this state.
         """
         if set(state) != {"id"} or not isinstance(state["id"], str | None):
             raise UsageError(f"not the state of WeightsAndBiases: {sorted(state)}")

@@ -1,7 +1,7 @@
-"""The batches of one epoch after the other, and whether an epoch is over.
+"""Batches of consecutive epochs, and detection of the end of an epoch.
 
-What is saved after an epoch's last step must say that the epoch is over, so its end must be known
-as soon as its last batch was taken.
+A checkpoint after an epoch's last step must say that the epoch is over, so its end must be known as
+soon as its last batch was taken.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _END = object()
 
 
 class Batches:
-    """The batches of data whose iteration gives the rest of an epoch."""
+    """Batches of data whose iteration gives the rest of an epoch."""
 
     def __init__(self, data: Any) -> None:
         self._data = data
@@ -29,22 +29,23 @@ class Batches:
         self._is_warned = False
 
     def begin(self) -> None:
-        """Go on with the rest of the present epoch, or with the next one."""
+        """Begin an iteration of the rest of the current epoch, or of the next one."""
         with preserved():
             # Beginning an iteration of torch's own loaders draws from the global generator.
             self._rest = iter(self._data)
 
     def drop(self) -> None:
-        """Forget the iteration, which may take long to end its workers."""
+        """Drop the iteration; ending its workers may take long."""
         self._rest = iter(())
 
     def window(self, size: int) -> list[Any]:
-        """See `next_window`."""
+        """Take the next `size` batches: fewer at the end of an epoch, none after it."""
         return next_window(self._rest, size)
 
     def are_over(self, num_taken: int) -> bool:
-        """Whether the last batch of the epoch was taken; if so, the data is asked for one more, so
-        that it ends the epoch.
+        """Whether the last batch of the epoch was taken.
+
+        If so, the data is asked for one more, so that it ends the epoch.
 
         `at_epoch_end` of the data says so, or else its length, compared with the `num_taken`
         batches that were taken. Where there is one more batch after all, the data's position is put
@@ -67,8 +68,9 @@ class Batches:
         return False
 
     def ended_late(self, num_taken: int, step: int) -> None:
-        """Warn, once, where an epoch's end is noticed only after its last step, because the data
-        could not tell it. `num_taken` batches of the epoch were taken."""
+        """Log a warning, once, if an epoch's end is detected only after its last step.
+
+        `num_taken` batches of the epoch were taken."""
         if not self._is_warned and not self._could_tell(num_taken):
             self._is_warned = True
             logger.warning(

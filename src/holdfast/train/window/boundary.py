@@ -1,8 +1,8 @@
-"""The state between two steps, kept while something may change it before its next save.
+"""Snapshot of the state between two steps, kept while something may change it.
 
-What is given up half-way (a fetch, a validation, a step that failed before its update) leaves
-traces: the data has moved on, generators too, callbacks have counted, buffers were updated.
-Putting the boundary back makes the state that of the last step again, so that it can be saved.
+Work that is given up half-way (a fetch, a validation, a step that failed before its update) leaves
+traces: the data and generators have moved on, callbacks have counted, buffers were updated.
+Restoring the snapshot makes the state that of the last step again, so that it can be saved.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.state.capture import capture
 
 
 class Boundary:
-    """What `put_back` restores. Parameters and optimizers are not in it: an update changes them."""
+    """Snapshot that `put_back` restores, without parameters and optimizers."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Boundary:
         components: Mapping[str, Any] | None = None,
         modules: Iterable[nn.Module] = (),
     ) -> None:
-        """Keep the position of `data`, all of the small `components` and with them the global
+        """Copy the position of `data`, all of the small `components` and with them the global
         generators, and the buffers of `modules`."""
         self._depth, self._num_threads = randomness.depth(), torch.get_num_threads()
         self._data = data
@@ -40,7 +40,7 @@ class Boundary:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Make all of it what it was."""
+        """Restore the snapshot."""
         randomness.end_blocks(self._depth)
         if torch.get_num_threads() != self._num_threads:  # a fetch runs with one
             torch.set_num_threads(self._num_threads)
@@ -53,7 +53,7 @@ class Boundary:
 
 
 class _Components:
-    """Components as a checkpoint would hold them, in memory."""
+    """Snapshot of components in memory, as a checkpoint would hold them."""
 
     def __init__(self, components: Mapping[str, Any]) -> None:
         components = components or {"nothing": {}}  # generators come with any component
@@ -79,7 +79,7 @@ class _Components:
 
 
 def small(state: Mapping[str, Any], *without: str) -> dict[str, Any]:
-    """The components that are neither modules nor optimizers, such as callbacks and schedules."""
+    """Select the components that are neither modules nor optimizers, such as callbacks."""
     large = (nn.Module, torch.optim.Optimizer)
     return {
         name: value

@@ -28,7 +28,7 @@ _RESERVED = ("loss", "grad_norm")
 @checked()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip:
-    """How gradients are clipped, after they were unscaled: by one of the two, or not at all."""
+    """Gradient clipping by norm or by value; at most one of the two."""
 
     norm: float | None = None
     """Largest norm of all gradients together."""
@@ -43,7 +43,7 @@ class Clip:
             raise UsageError(f"clip: norm={self.norm!r}, value={self.value!r}: give one of the two")
 
     def __call__(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
-        """Clip the gradients; gives the norm that they had, if it is known."""
+        """Clip the gradients; returns the norm that they had, if it is known."""
         if self.norm is not None:
             return nn.utils.clip_grad_norm_(_parameters(optimizer), self.norm)
         if self.value is not None:
@@ -53,7 +53,7 @@ class Clip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What one step of the optimizer consists of."""
+    """One step of the optimizer: forward, backward, clipping and update."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -71,13 +71,13 @@ class Update:
     """Called right before anything changes that cannot be put back."""
 
     def __call__(self, window: Sequence[Any]) -> LazyMetrics:
-        """Train on the batches of a window, each with the same weight; gives their mean metrics.
+        """Train on the batches of a window, each with the same weight; returns mean metrics.
 
         Metrics beside `loss` are those of the loss function, and `grad_norm` (before clipping)
         when gradients are clipped by their norm.
 
         Raises:
-            UsageError: the loss is no single number, or a metric has a reserved name.
+            UsageError: the loss is not a single number, or a metric has a reserved name.
         """
         tell = self.callbacks.tell
         if any(weight.grad is not None for weight in _parameters(self.optimizer)):
@@ -99,7 +99,7 @@ class Update:
         return LazyMetrics({**mean.result(), **extra})
 
     def leave_out(self) -> LazyMetrics:
-        """The step without its training: schedulers step, and there are no metrics."""
+        """Skip the training of a step: only schedulers step; returns no metrics."""
         self.begin_update()
         self._step_schedulers(may_be_early=True)
         return LazyMetrics({})
@@ -134,20 +134,20 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _step_without_warning(scheduler: Any) -> None:
-    """Torch takes an update that was left out for calls in the wrong order."""
+    """Step a scheduler without torch's warning about the order, which a skipped update causes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         scheduler.step()
 
 
 def evaluate(loss: LossFunction, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
-    """The loss of a batch, and metrics beside it.
+    """Compute the loss of a batch, and further metrics.
 
     Raises:
-        UsageError: the loss is no single number, or a metric has a reserved name.
+        UsageError: the loss is not a single number, or a metric has a reserved name.
     """
-    found = loss(model, batch)
-    value, extra = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+    result = loss(model, batch)
+    value, extra = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     is_loss = isinstance(value, Tensor) and value.numel() == 1
     if not is_loss or not isinstance(extra, Mapping):
         raise UsageError("loss must give a tensor of one number, or that and a dict of metrics")
@@ -158,7 +158,7 @@ def evaluate(loss: LossFunction, model: nn.Module, batch: Any) -> tuple[Tensor, 
 
 
 def next_window(batches: Iterator[Any], size: int) -> list[Any]:
-    """The next `size` batches, fewer at the end of an epoch, none after it.
+    """Take the next `size` batches: fewer at the end of an epoch, none after it.
 
     They are taken before the first one is trained on, so that the position of the data is at a
     window's end whenever a step is.
@@ -167,7 +167,7 @@ def next_window(batches: Iterator[Any], size: int) -> list[Any]:
 
 
 def moved(batch: Any, device: torch.device | None) -> Any:
-    """A batch with its tensors on `device`, in any container; None leaves them where they are.
+    """Move a batch's tensors to `device`, in any container; None leaves them where they are.
 
     An object with a `to` method is moved by that.
     """
@@ -176,8 +176,8 @@ def moved(batch: Any, device: torch.device | None) -> Any:
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if callable(to := getattr(batch, "to", None)):
-        there = to(device)
-        return batch if there is None else there  # it was moved in place
+        moved_batch = to(device)
+        return batch if moved_batch is None else moved_batch  # None: it was moved in place
     if isinstance(batch, Mapping):
         return {key: moved(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

@@ -1,4 +1,4 @@
-"""Metrics of a step that stay on their device until somebody looks."""
+"""Metrics of a step that stay on their device until they are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("holdfast")
 
 
 class LazyMetrics(Mapping[str, float]):
-    """Numbers by name. The first look at one of them waits for the accelerator, if it is there."""
+    """Metrics by name. The first read of one on an accelerator waits for it."""
 
     def __init__(self, values: Mapping[str, Tensor | float]) -> None:
         self._values: dict[str, Tensor | float] = dict(values)
@@ -34,7 +34,7 @@ class LazyMetrics(Mapping[str, float]):
         return len(self._values)
 
     def joined(self, others: Mapping[str, float]) -> LazyMetrics:
-        """These and `others`, without looking at any."""
+        """Merge with `others`, without reading any."""
         return LazyMetrics({**self._values, **others})
 
     def __repr__(self) -> str:
@@ -42,7 +42,7 @@ class LazyMetrics(Mapping[str, float]):
 
 
 class Numbers:
-    """Converts metrics to numbers, as `number` does, and leaves out those that are none.
+    """Converts metrics to numbers, as `number` does, and drops those that are not numbers.
 
     A bad metric must not end the training, so a warning is logged, once for each name.
     """
@@ -51,7 +51,7 @@ class Numbers:
         self._left_out: set[Any] = set()
 
     def __call__(self, values: Mapping[str, Any]) -> dict[str, Tensor | float]:
-        """The metrics that are numbers, by name."""
+        """Return the metrics that are numbers, by name."""
         found: dict[str, Tensor | float] = {}
         for name, value in values.items():
             try:
@@ -64,14 +64,14 @@ class Numbers:
 
 
 class Mean:
-    """The weighted mean of metrics, added up where they are, without waiting for them."""
+    """Weighted mean of metrics, summed on their devices, without waiting for them."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor | float] = {}
         self._weights: dict[str, float] = {}
 
     def add(self, values: Mapping[str, Tensor | float], weight: float) -> None:
-        """Add the values of one batch, as `Numbers` gives them."""
+        """Add the values of one batch, as `Numbers` returns them."""
         for name, value in values.items():
             weighted = value if weight == 1 else value * weight
             known = self._sums.get(name)
@@ -79,7 +79,7 @@ class Mean:
             self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def result(self) -> dict[str, Tensor | float]:
-        """The means; one that was not given with every batch is over those that had it."""
+        """Return the means, each over the batches that had the metric."""
         return {
             name: total if self._weights[name] == 1 else total / self._weights[name]
             for name, total in self._sums.items()
@@ -87,15 +87,15 @@ class Mean:
 
 
 def is_at_hand(value: Tensor) -> bool:
-    """Whether a number can be taken out of a tensor without waiting for a device."""
+    """Whether a tensor's value can be read without waiting for a device."""
     return value.is_cpu
 
 
 def number(name: str, value: Any) -> Tensor | float:
-    """A metric as a number of its own: of double precision where the device has it.
+    """Convert a metric to a separate number, in double precision where the device has it.
 
     Raises:
-        UsageError: it is not one number, or its name is not text.
+        UsageError: the value is not one number, or its name is not text.
     """
     if not isinstance(name, str):
         raise UsageError(f"metric {name!r}: its name must be text")

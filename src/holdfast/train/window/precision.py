@@ -1,4 +1,4 @@
-"""In which numbers a step computes: autocast, and the scale of the loss."""
+"""Numeric precision of a step: autocast, and the scaling of the loss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AS_IT_IS = nullcontext()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """The weights stay as they are; forward passes run under torch's autocast."""
+    """Precision setting: forward passes run under torch's autocast; weights are not converted."""
 
     dtype: Name = "fp32"
     """`fp32` is as the model is, without autocast."""
@@ -40,10 +40,10 @@ class Precision:
 
 
 class Numerics:
-    """The precision of a training on one kind of device.
+    """Precision of a training on one type of device.
 
-    An update whose gradients are not finite is left out by the scaler of fp16, and is a step
-    like any other for counters and schedulers.
+    The scaler of fp16 skips an update whose gradients are not finite; for counters and schedulers
+    it is a step like any other.
     """
 
     def __init__(self, precision: Precision, device_type: str) -> None:
@@ -61,18 +61,18 @@ class Numerics:
         self._is_unscaled = False
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """What a forward pass runs in."""
+        """Return the context manager for a forward pass."""
         if self._dtype is None:
             return _AS_IT_IS
         return torch.autocast(self._device_type, dtype=self._dtype)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a loss, scaled if there is a scaler."""
+        """Run the backward pass of a loss, scaled if there is a scaler."""
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
         scaled.backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the gradients those of the loss itself."""
+        """Divide the gradients by the loss scale, if there is a scaler."""
         if self.scaler is None:
             return
         if self._is_unscaled:  # an error cut that update short, and the scaler remembers it
@@ -91,10 +91,10 @@ class Numerics:
 
 
 def checked_precision(value: str | Precision) -> Precision:
-    """The `Precision` that an argument means.
+    """Convert an argument to a `Precision`.
 
     Raises:
-        UsageError: it is none.
+        UsageError: `value` is not a precision.
     """
     if isinstance(value, Precision):
         return value

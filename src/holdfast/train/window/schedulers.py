@@ -1,4 +1,4 @@
-"""Several schedulers of one optimizer, also one for each group of parameters."""
+"""Making of schedulers, several for one optimizer or one for each parameter group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Make = Callable[[torch.optim.Optimizer], Any]
 
 
 def for_group(group: int, make: Make) -> Make:
-    """A factory for a scheduler that sees only one group of the optimizer's parameters.
+    """Make a factory for a scheduler that sees only one group of the optimizer's parameters.
 
         Trainer(…, scheduler=[
             for_group(0, lambda optimizer: CosineAnnealingLR(optimizer, T_max=1000)),
@@ -22,7 +22,7 @@ def for_group(group: int, make: Make) -> Make:
         ])
 
     Args:
-        group: its place in `optimizer.param_groups`.
+        group: index in `optimizer.param_groups`.
         make: makes the scheduler from an optimizer.
     """
 
@@ -41,11 +41,11 @@ def for_group(group: int, make: Make) -> Make:
 
 
 def make_schedulers(given: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The schedulers that an argument means, by the names of their components.
+    """Make the schedulers of an argument, by the names of their components.
 
     Raises:
-        UsageError: one has no `step`, or steps on a metric, or two set the learning rate of the
-            same group of parameters.
+        UsageError: a scheduler has no `step`, or steps on a metric, or two set the learning rate
+            of the same group of parameters.
     """
     if given is None:
         return {}
@@ -70,7 +70,7 @@ def _make(item: Any, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _check_apart(schedulers: list[Any], num_groups: int) -> None:
-    """What has torch's base class sets the learning rate of all groups that it sees."""
+    """Check that no two schedulers of torch set the learning rate of the same group."""
     taken: dict[int, int] = {}
     for number, scheduler in enumerate(schedulers):
         if not isinstance(scheduler, LRScheduler):
@@ -86,7 +86,7 @@ def _check_apart(schedulers: list[Any], num_groups: int) -> None:
 
 
 class _OneGroup(torch.optim.Optimizer):
-    """An optimizer as schedulers see it, with one group of another's."""
+    """View of an optimizer with only one of its parameter groups, for schedulers."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: int) -> None:
         # Not the base's: it would take the group over, and this one only looks at it.
@@ -96,8 +96,8 @@ class _OneGroup(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Asked for each time: a load may put new groups into the optimizer."""
+        """The group, read each time, as a load may put new groups into the optimizer."""
         return [self._optimizer.param_groups[self.group]]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing: the optimizer itself steps."""
+        """No-op: the optimizer itself steps."""

@@ -1,4 +1,4 @@
-"""Steps that are not trained on: their batches are taken and counted, and that is all."""
+"""Skipping of steps: their batches are taken and counted, but not trained on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Train = Callable[[Sequence[Any]], LazyMetrics]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithoutSteps:
-    """An update that leaves some steps out, such as those whose data made the loss jump."""
+    """An update that skips some steps, such as those whose data made the loss jump."""
 
     update: Update
     training: Training
@@ -25,10 +25,10 @@ class WithoutSteps:
 
     @staticmethod
     def of(given: Iterable[range], update: Update, training: Training) -> Train:
-        """The update itself where there is nothing to leave out.
+        """Wrap `update`; returns it unchanged if no steps are to be skipped.
 
         Raises:
-            UsageError: something else than ranges of steps.
+            UsageError: an item is not a range of steps.
         """
         ranges = tuple(given)
         for item in ranges:
@@ -39,7 +39,7 @@ class WithoutSteps:
         return WithoutSteps(update=update, training=training, ranges=ranges)
 
     def __call__(self, window: Sequence[Any]) -> LazyMetrics:
-        """Train on the batches, or leave them out."""
+        """Train on the batches, or skip them."""
         step = self.training.present_step
         if any(step in item for item in self.ranges):
             return self.update.leave_out()

@@ -1,4 +1,4 @@
-"""Where a training can be given up in its middle, and how its state goes back to the boundary."""
+"""Return to the last boundary after an interrupted fetch or validation, or a failed step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
 class WayBack:
-    """Keeps the last boundary between steps for as long as the state can go back to it."""
+    """Keeps the last boundary between steps while the state can go back to it."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class WayBack:
         state: Mapping[str, Any],
         callbacks: Callbacks,
     ) -> None:
-        """`is_exact` is for errors: whatever a step may change before its update can go back."""
+        """`is_exact`: keep all that a step may change before its update, for errors."""
         self.is_exact = is_exact
         self._stop = stop
         self._data = data
@@ -51,7 +51,7 @@ class WayBack:
         )
 
     def begin_step(self) -> None:
-        """The state is that of a boundary, and does not stay so."""
+        """Keep the boundary, as the step that begins will change the state."""
         if self.is_exact:
             self._boundary = Boundary(
                 data=self._data, components=self._small, modules=self._modules
@@ -62,32 +62,34 @@ class WayBack:
             self._boundary = Boundary(data=self._data, components=components)
 
     def begin_update(self) -> None:
-        """From here on there is no way back."""
+        """Drop the boundary, as the update that begins cannot be undone."""
         self._boundary = self._weights = None
 
     def changed(self) -> list[str]:
-        """Names of components that differ from the boundary after `go`, because their weights are
-        not kept. For errors."""
+        """Names of components whose weights, which are not kept, differ from the boundary.
+
+        For errors, after `go`.
+        """
         return [] if self._weights is None else self._weights.changed()
 
     def go(self) -> bool:
-        """Go back to the boundary; False where there is no way to it."""
+        """Go back to the boundary; False if none is kept."""
         boundary, self._boundary = self._boundary, None
         if boundary is not None:
             boundary.put_back()
         return boundary is not None
 
     def fetching(self) -> AbstractContextManager[None]:
-        """A block around a fetch, which a stop interrupts if the data can go back."""
+        """Return a context for a fetch, which a stop interrupts if the data can go back."""
         return self._interruptible if self._can_interrupt else _AS_IT_IS
 
     def waiting(self) -> AbstractContextManager[None]:
-        """A block around a part of a validation, which a stop interrupts in `validating`."""
+        """Return a context for a part of a validation, which a stop interrupts in `validating`."""
         return self._interruptible if self._is_validating else _AS_IT_IS
 
     @contextmanager
     def validating(self) -> Iterator[None]:
-        """A block that leaves the state as it was when it is given up.
+        """Restore the state after the block if it is interrupted.
 
         Raises:
             Interrupted: a stop was requested.
@@ -110,7 +112,7 @@ class WayBack:
             self._is_validating = False
 
     def _after_error(self, kept: Boundary, weights: Weights) -> None:
-        """Put the state back where it will be saved; the error is raised whatever becomes of it."""
+        """Restore the state after an error, if it will be saved; the error is raised anyway."""
         if not self.is_exact:
             return
         try:

@@ -21,10 +21,10 @@ _SMALL_NBYTES = 2**20
 
 
 class Weights:
-    """The modules and optimizers of a state at one moment, but for the buffers of modules."""
+    """Fingerprint of a state's modules and optimizers, without the buffers of modules."""
 
     def __init__(self, components: Mapping[str, Any]) -> None:
-        """Components that are neither are not looked at."""
+        """Take the fingerprint; other components are ignored."""
         self._components = {
             name: value
             for name, value in components.items()
@@ -33,7 +33,7 @@ class Weights:
         self._marks = {name: _mark(value) for name, value in self._components.items()}
 
     def changed(self) -> list[str]:
-        """The names of those that have changed since. Waits for their devices."""
+        """List the components that have changed since. Waits for their devices."""
         return [
             name
             for name, value in self._components.items()
@@ -46,12 +46,12 @@ def _mark(value: nn.Module | Optimizer) -> list[Any]:
 
 
 def _of_module(module: nn.Module) -> list[Any]:
-    found = [] if _is_plain(module) else [capture({"module": module}).components["module"].tree]
-    return [*found, *_sums(module.parameters())]
+    trees = [] if _is_plain(module) else [capture({"module": module}).components["module"].tree]
+    return [*trees, *_sums(module.parameters())]
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether its state has nothing but tensors."""
+    """Whether a module's state has only tensors."""
     own = nn.Module.get_extra_state
     return all(type(inner).get_extra_state is own for inner in module.modules())
 
@@ -61,7 +61,7 @@ def _of_optimizer(optimizer: Optimizer) -> list[Any]:
 
 
 def _noted(value: Any) -> Any:
-    """A value that is equal in two calls only if no slot and no option has changed between."""
+    """Return a value that stays equal only while no slot and no option changes."""
     if isinstance(value, Tensor):
         version = None if value.is_inference() else value._version
         return (id(value), value.data_ptr(), version)
@@ -78,7 +78,7 @@ def _noted(value: Any) -> Any:
 
 @torch.no_grad()
 def _sums(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Sums of all bytes, as whole numbers of 64 bits that overflow: exact, whatever the values."""
+    """Sum all bytes as 64-bit integers that overflow: exact for any values."""
     sums: list[Tensor] = []
     small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
@@ -94,7 +94,7 @@ def _sums(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _sum(flat: Tensor) -> list[Tensor]:
-    """The sum of its words of 8 bytes, and that of the bytes that are left."""
+    """Sum the words of 8 bytes, and the remaining bytes."""
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
     if flat.data_ptr() % 8 or flat.storage_offset() * flat.element_size() % 8:
