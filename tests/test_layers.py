@@ -35,7 +35,7 @@ LAYERS = (
 # The same inside folders that have many parts.
 INNER: dict[str, tuple[tuple[str, ...], ...]] = {
     "store": (
-        ("base", "remoteerrors", "throttle", "wrapping"),
+        ("base", "remoteerrors", "throttle"),
         ("memory", "oserrors", "remoteopen"),
         ("localfolders", "remoteapi", "remotesweep", "syscalls"),
         ("localfiles",),

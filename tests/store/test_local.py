@@ -21,15 +21,7 @@ from holdfast.errors import (
     UnsupportedStore,
     UsageError,
 )
-from holdfast.store.base import (
-    Folders,
-    Points,
-    Probes,
-    ReadsInto,
-    Store,
-    TellsSpace,
-    WritesBlocks,
-)
+from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.testing.store_contract import StoreContract
 
@@ -99,9 +91,11 @@ def dot_names(root):
     return [name for _, dirs, files in os.walk(root) for name in dirs + files if name[0] == "."]
 
 
-def test_it_offers_every_optional_protocol(store):
-    for protocol in (Store, Folders, ReadsInto, WritesBlocks, Points, Probes, TellsSpace):
-        assert isinstance(store, protocol)
+def test_it_does_itself_what_others_leave_to_the_defaults(store):
+    for name in ("make_folder", "read_into", "cached", "create", "link", "point", "probe"):
+        assert getattr(type(store), name) is not getattr(Store, name)
+    assert store.has_folders
+    assert store.has_links
 
 
 # what it touches

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 
+from typing_extensions import override
+
 from holdfast.errors import CorruptData, InvalidKey, NotFound, UsageError
 from holdfast.store import localfiles, localreads, oserrors
 from holdfast.store.base import (
@@ -23,6 +25,7 @@ from holdfast.store.base import (
     FillCached,
     FreeSpace,
     ObjectInfo,
+    Store,
     check_key,
     ignore,
 )
@@ -41,7 +44,7 @@ from holdfast.store.oserrors import Reporting
 from holdfast.store.syscalls import is_network
 
 
-class LocalStore:
+class LocalStore(Store):
     """Keys are paths below `root`, objects are regular files that nobody may write.
 
     Args:
@@ -54,7 +57,9 @@ class LocalStore:
     """
 
     reads_origin = True
-    """See `ReadsOrigin`."""
+    has_folders = True
+    has_links = True
+    writes_in_place = True
 
     def __init__(self, root: str | os.PathLike[str], *, direct_io: bool | None = None) -> None:
         path = os.fspath(root)
@@ -72,12 +77,14 @@ class LocalStore:
         return f"LocalStore({self._root!r})"
 
     @property
+    @override
     def url(self) -> str:
         """The absolute path of the root."""
         return self._root
 
+    @override
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
-        """See `Store.put`. The file is written aside, synced, and then gets its name."""
+        """The file is written aside, synced, and then gets its name."""
         folder, name = _split(key)
         content = localfiles.flat(data)
         report = Reporting("put", self._path(key), nbytes=len(content))
@@ -89,8 +96,9 @@ class LocalStore:
                 self._put_over(folder_fd, name, content, report)
             sync_folder_fd(folder_fd)
 
+    @override
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        """See `Store.get`. The length is checked before memory is taken."""
+        """The length is checked before memory is taken."""
         if start < 0 or (nbytes is not None and nbytes < 0):
             raise UsageError(f"get {key}: start {start} and nbytes {nbytes} must not be negative")
         with self._reading(key) as (file, file_nbytes):
@@ -104,6 +112,7 @@ class LocalStore:
             localfiles.read_exactly(file.fd, memoryview(rest), at, what=self._path(key))
             return data + rest
 
+    @override
     def read_into(
         self,
         key: str,
@@ -113,7 +122,6 @@ class LocalStore:
         seen: Callable[[memoryview], object] = ignore,
         afresh: bool = False,
     ) -> None:
-        """See `ReadsInto.read_into`."""
         if start < 0:
             raise UsageError(f"read_into {key}: start {start} must not be negative")
         if afresh:
@@ -131,8 +139,9 @@ class LocalStore:
                     afresh=afresh,
                 )
 
+    @override
     def cached(self, key: str, start: int, nbytes: int) -> FillCached | None:
-        """See `ReadsCached.cached`. A class whose `read_into` is another one sees all reads."""
+        """None for a subclass that overrides `read_into`, so that it sees all reads."""
         if start < 0 or nbytes < 0:
             raise UsageError(f"cached {key}: {nbytes} bytes from {start} on")
         check_key(key)
@@ -143,12 +152,12 @@ class LocalStore:
             is_at_hand = localreads.is_at_hand(file, start, nbytes)
         return partial(localreads.fill_cached, file, start) if is_at_hand and file.is_open else None
 
+    @override
     def keeping_open(self) -> AbstractContextManager[None]:
-        """See `KeepsOpen.keeping_open`."""
         return self._files.kept()
 
+    @override
     def head(self, key: str) -> ObjectInfo:
-        """See `Store.head`."""
         folder, name = _split(key)
         path = self._path(key)
         with Reporting("head", path), self._opened(folder) as folder_fd:
@@ -156,28 +165,31 @@ class LocalStore:
             nbytes = localfiles.regular_nbytes(found, what=path)
             return ObjectInfo(key=key, nbytes=nbytes, identity=f"{found.st_dev}-{found.st_ino}")
 
+    @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See `Store.list`. Folders are read as the iteration comes to them."""
+        """Objects below `prefix`; folders are read as the iteration comes to them."""
         if prefix:
             check_key(prefix.removesuffix("/"))
         return self._walk(prefix)
 
+    @override
     def children(self, folder: str = "") -> tuple[str, ...]:
-        """See `Store.children`. A symbolic link that leads out of `folder` is listed as a folder,
-        but reading through it is an error."""
+        """Names in a folder. A symbolic link that leads out of it is listed as a folder, but
+        reading through it is an error."""
         _check_folder(folder)
         return tuple(sorted(name for name, _ in self._entries(folder, sizes=False)))
 
+    @override
     def delete(self, key: str) -> None:
-        """See `Store.delete`. Symbolic links are removed, never followed."""
+        """Symbolic links are removed, never followed."""
         if key.endswith("/"):
             check_key(key[:-1])
             self._delete_tree(key[:-1])
         else:
             self._delete_file(key)
 
+    @override
     def make_folder(self, folder: str, *, exclusive: bool = False) -> None:
-        """See `Folders.make_folder`."""
         _check_folder(folder)
         segments = _segments(folder)
         with Reporting("make folder", self._path(folder)) as report:
@@ -189,14 +201,15 @@ class LocalStore:
                 with opened_folder(self._root, segments[:depth]) as outer_fd:
                     make_folder_in(outer_fd, name, report, exclusive=exclusive and is_last)
 
+    @override
     def sync_folder(self, folder: str) -> None:
-        """See `Folders.sync_folder`."""
         _check_folder(folder)
         with Reporting("sync folder", self._path(folder)), self._opened(folder) as folder_fd:
             sync_folder_fd(folder_fd)
 
+    @override
     def refresh_folder(self, folder: str) -> None:
-        """See `Folders.refresh_folder`. On NFS a change of a folder makes the client look anew."""
+        """Make names visible: on NFS a change of a folder makes the client look anew."""
         _check_folder(folder)
         report = Reporting("refresh folder", self._path(folder))
         with suppress(NotFound), report, self._opened(folder) as folder_fd:
@@ -205,8 +218,9 @@ class LocalStore:
                 os.close(os.open(name, localfiles.NEW_FILE, localfiles.FILE_MODE, dir_fd=folder_fd))
                 os.unlink(name, dir_fd=folder_fd)
 
+    @override
     def sweep(self, folder: str) -> int:
-        """See `Folders.sweep`. Only for folders in which no put is under way."""
+        """Remove leftovers; only for folders in which no put is under way."""
         _check_folder(folder)
         num_removed = 0
         report = Reporting("sweep", self._path(folder))
@@ -218,8 +232,9 @@ class LocalStore:
                         num_removed += 1
         return num_removed
 
+    @override
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
-        """See `WritesBlocks.create`. Takes the room at once, where the file system can."""
+        """Begin a file, and take its room at once where the file system can."""
         folder, name = _split(key)
         if nbytes < 0:
             raise UsageError(f"create {key}: nbytes {nbytes} must not be negative")
@@ -245,8 +260,9 @@ class LocalStore:
                 undo.pop_all()
             return writer
 
+    @override
     def link(self, source: str, key: str) -> bool:
-        """See `LinksFiles.link`: a hard link."""
+        """Make a hard link."""
         (source_folder, source_name), (folder, name) = _split(source), _split(key)
         report = Reporting("link", self._path(key))
         with report, self._opened(folder) as folder_fd:
@@ -264,8 +280,9 @@ class LocalStore:
             sync_folder_fd(folder_fd)
         return True
 
+    @override
     def point(self, name: str, target: str) -> None:
-        """See `Points.point`. A relative symbolic link, or a text file where there are none."""
+        """Make a relative symbolic link, or a text file where there are none."""
         check_key(name)
         check_key(target)
         if "/" in name:
@@ -283,8 +300,8 @@ class LocalStore:
             report.effect = "done"
             sync_folder_fd(root_fd)
 
+    @override
     def pointed(self, name: str) -> str | None:
-        """See `Points.pointed`."""
         check_key(name)
         with suppress(NotFound), Reporting("read", self._path(name)), self._opened("") as root_fd:
             try:
@@ -295,13 +312,15 @@ class LocalStore:
             return self.get(name).decode(errors="replace").strip()  # a text file
         return None
 
+    @override
     def free_space(self) -> FreeSpace:
-        """See `TellsSpace.free_space`. The root need not exist yet."""
+        """Room on the file system; the root need not exist yet."""
         with Reporting("free space of", self._root):
             return oserrors.free_space(self._root)
 
+    @override
     def probe(self) -> str:
-        """See `Probes.probe`: a commit, and a direct write beside an unaligned tail.
+        """Try a commit, and a direct write beside an unaligned tail.
 
         Raises:
             StoreError: it cannot be tried, for instance because the root does not exist.
