@@ -65,8 +65,8 @@ def test_seven_members_are_to_be_written():
 
 def test_a_store_that_writes_nothing_more_offers_nothing_more():
     store = Least()
-    assert not (store.has_folders or store.has_links or store.writes_in_place)
-    assert not store.reads_origin
+    for name in ("has_folders", "has_links", "writes_in_place", "reads_origin"):
+        assert not getattr(store, name)
     assert store.uncached() is store
     assert store.free_space() == FreeSpace(None, None)
     assert store.probe() == ""

@@ -44,6 +44,13 @@ class ObjectInfo:
     one is damage to both. Empty: the key has a file of its own, as far as the store can tell."""
 
 
+def flat(data: Buffer) -> memoryview:
+    """The bytes of a contiguous buffer, whatever its shape and item type."""
+    view = memoryview(data)
+    # A view with a zero in its shape cannot be cast.
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
 def ignore(piece: memoryview) -> None:
     """Default callback for pieces: does nothing."""
 

@@ -19,7 +19,7 @@ from holdfast.format.suites import TAG_NBYTES
 from holdfast.keys import PrivateKey, SecretKey
 from holdfast.store.base import Store, WrappedStore
 from holdfast.store.local import LocalStore
-from holdfast.store.localpieces import PIECE_NBYTES
+from holdfast.store.local.pieces import PIECE_NBYTES
 from holdfast.store.memory import MemoryStore
 from holdfast.store.remote import RemoteOptions, RemoteStore
 from holdfast.testing.faulty import Fault, FaultyStore

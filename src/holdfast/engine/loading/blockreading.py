@@ -62,7 +62,8 @@ Check: TypeAlias = Callable[[], str]
 
 _CACHED_NBYTES = 1 << 20
 """Bytes that are still in the cache of the processor that brought them. Stores show no larger
-pieces (`localreads.PIECE_NBYTES`), but of direct reads, which bring nothing into that cache."""
+pieces (`PIECE_NBYTES` in store/local/reads.py), but of direct reads, which bring nothing into that
+cache."""
 
 
 def read_block(

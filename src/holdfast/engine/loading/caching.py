@@ -28,7 +28,7 @@ from holdfast.store.base import (
     WrappedStore,
     ignore,
 )
-from holdfast.store.localpieces import PIECE_NBYTES, LocalPieces, Piece
+from holdfast.store.local.pieces import PIECE_NBYTES, LocalPieces, Piece
 
 _MAX_LENGTHS = 10_000
 

@@ -28,14 +28,14 @@ from holdfast.errors import (
     UnsupportedStore,
 )
 from holdfast.events import logger
-from holdfast.store import remoteapi
 from holdfast.store.remote import RemoteStore
-from holdfast.store.remoteopen import RemoteOptions
-from holdfast.store.throttle import Pace
+from holdfast.store.remote import api as remoteapi
+from holdfast.store.remote.opening import RemoteOptions
+from holdfast.store.remote.throttle import Pace
 from holdfast.testing.store_contract import noise
 from marks import full
 from servers.fixtures import on
-from store.answers import RESET, Answer, answering, refusal
+from store.remote.answers import RESET, Answer, answering, refusal
 
 LENGTH = 20 * 1024 * 1024 + 3
 """More than two reads of blocks."""
@@ -76,7 +76,7 @@ import os, sys, threading
 from contextlib import suppress
 from holdfast.errors import NotFound, UnsupportedStore
 from holdfast.store.remote import RemoteOptions, RemoteStore
-from holdfast.store.remotewrites import PART_NBYTES
+from holdfast.store.remote.writes import PART_NBYTES
 patient = RemoteOptions(max_concurrency=1, timeout_s=3600, retry_s=3600)
 store = RemoteStore("s3://b-1/run", endpoint=sys.argv[1], options=patient)
 writer = store.create("new", 2 * PART_NBYTES)

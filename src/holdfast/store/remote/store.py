@@ -24,21 +24,19 @@ from holdfast.errors import (
     UnsupportedStore,
     UsageError,
 )
-from holdfast.store import remotesweep
 from holdfast.store.base import (
     BlockWriter,
     Buffer,
     ObjectInfo,
     Store,
     check_key,
+    flat,
     ignore,
 )
-from holdfast.store.localfiles import flat
-from holdfast.store.remoteapi import Api
-from holdfast.store.remoteopen import RemoteOptions, parse_place
-from holdfast.store.remotewrites import PART_NBYTES, Uploads, copy_bytes
-
-__all__ = ["RemoteOptions", "RemoteStore"]
+from holdfast.store.remote import sweep
+from holdfast.store.remote.api import Api
+from holdfast.store.remote.opening import RemoteOptions, parse_place
+from holdfast.store.remote.writes import PART_NBYTES, Uploads, copy_bytes
 
 _READ_NBYTES = 8 * 1024 * 1024
 """One request reads at most so much."""
@@ -195,16 +193,16 @@ class RemoteStore(Store):
         if folder:
             check_key(folder)
         inside = f"{folder}/" if folder else ""
-        found = remotesweep.uploads(self._place, self._api.clients(), inside)
+        found = sweep.uploads(self._place, self._api.clients(), inside)
         return (upload.key for upload in found)
 
     @override
     def abort_uploads(self, folder: str) -> int:
         check_key(folder)
         clients = self._api.clients()
-        found = tuple(remotesweep.uploads(self._place, clients, f"{folder}/"))
+        found = tuple(sweep.uploads(self._place, clients, f"{folder}/"))
         for upload in found:
-            remotesweep.abort(self._place, clients, upload)
+            sweep.abort(self._place, clients, upload)
         return len(found)
 
     @override

@@ -367,7 +367,7 @@ def test_without_hard_links_renames_do(store, root, monkeypatch, number, if_abse
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_without_links_and_exclusive_renames_the_store_is_refused(store, root, monkeypatch, number):
     monkeypatch.setattr(os, "link", refusing(errno.EPERM))
-    monkeypatch.setattr("holdfast.store.localfiles.rename_noreplace", refusing(number))
+    monkeypatch.setattr("holdfast.store.local.files.rename_noreplace", refusing(number))
     with pytest.raises(UnsupportedStore, match="hard links"):
         store.put("a", b"x", if_absent=True)
     with pytest.raises(UnsupportedStore, match="hard links"):
@@ -376,7 +376,7 @@ def test_without_links_and_exclusive_renames_the_store_is_refused(store, root, m
 
 
 def test_without_proc_files_get_a_temporary_name(store, root, monkeypatch):
-    monkeypatch.setattr("holdfast.store.localfiles.OWN_FDS", "/nowhere")
+    monkeypatch.setattr("holdfast.store.local.files.OWN_FDS", "/nowhere")
     store.put("a", b"x", if_absent=True)
     store.put("a", b"y")
     assert store.get("a") == b"y"
@@ -660,7 +660,7 @@ def test_a_network_folder_is_refreshed_by_a_file_that_comes_and_goes(
     monkeypatch.setattr(os, "open", watched)
     store.refresh_folder("writers")
     assert opened == []
-    monkeypatch.setattr("holdfast.store.local.is_network", lambda fd: True)
+    monkeypatch.setattr("holdfast.store.local.store.is_network", lambda fd: True)
     store.refresh_folder("writers")
     assert len(opened) == 1
     assert opened[0].startswith(".")

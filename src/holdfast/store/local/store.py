@@ -17,7 +17,6 @@ from functools import partial
 from typing_extensions import override
 
 from holdfast.errors import CorruptData, InvalidKey, NotFound, UsageError
-from holdfast.store import localfiles, localreads, oserrors
 from holdfast.store.base import (
     MAX_KEY_BYTES,
     BlockWriter,
@@ -27,11 +26,13 @@ from holdfast.store.base import (
     ObjectInfo,
     Store,
     check_key,
+    flat,
     ignore,
 )
-from holdfast.store.localblocks import DirectWrites, LocalBlockWriter, create_file
-from holdfast.store.localfiles import TEMPORARY_PREFIX, drafted
-from holdfast.store.localfolders import (
+from holdfast.store.local import files, oserrors, reads
+from holdfast.store.local.blocks import DirectWrites, LocalBlockWriter, create_file
+from holdfast.store.local.files import TEMPORARY_PREFIX, drafted
+from holdfast.store.local.folders import (
     make_folder_in,
     make_root,
     opened_folder,
@@ -39,9 +40,9 @@ from holdfast.store.localfolders import (
     scan,
     sync_folder_fd,
 )
-from holdfast.store.localreads import OpenFile, OpenFiles
-from holdfast.store.oserrors import Reporting
-from holdfast.store.syscalls import is_network
+from holdfast.store.local.oserrors import Reporting
+from holdfast.store.local.reads import OpenFile, OpenFiles
+from holdfast.store.local.syscalls import is_network
 
 
 class LocalStore(Store):
@@ -86,7 +87,7 @@ class LocalStore(Store):
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         """The file is written aside, synced, and then gets its name."""
         folder, name = _split(key)
-        content = localfiles.flat(data)
+        content = flat(data)
         report = Reporting("put", self._path(key), nbytes=len(content))
         with report, self._opened(folder) as folder_fd:
             self._check_folder_syncs(folder_fd)
@@ -109,7 +110,7 @@ class LocalStore(Store):
                 return data
             rest = bytearray(wanted - len(data))
             at = start + len(data)
-            localfiles.read_exactly(file.fd, memoryview(rest), at, what=self._path(key))
+            files.read_exactly(file.fd, memoryview(rest), at, what=self._path(key))
             return data + rest
 
     @override
@@ -129,7 +130,7 @@ class LocalStore(Store):
         with self._reading(key) as (file, file_nbytes):
             self._check_range(key, start, buffer.nbytes, file_nbytes)
             if buffer.nbytes:
-                localreads.fill(
+                reads.fill(
                     file,
                     buffer.cast("B"),
                     start,
@@ -149,8 +150,8 @@ class LocalStore(Store):
             return None
         with self._reading(key) as (file, file_nbytes):
             self._check_range(key, start, nbytes, file_nbytes)
-            is_at_hand = localreads.is_at_hand(file, start, nbytes)
-        return partial(localreads.fill_cached, file, start) if is_at_hand and file.is_open else None
+            is_at_hand = reads.is_at_hand(file, start, nbytes)
+        return partial(reads.fill_cached, file, start) if is_at_hand and file.is_open else None
 
     @override
     def keeping_open(self) -> AbstractContextManager[None]:
@@ -162,7 +163,7 @@ class LocalStore(Store):
         path = self._path(key)
         with Reporting("head", path), self._opened(folder) as folder_fd:
             found = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
-            nbytes = localfiles.regular_nbytes(found, what=path)
+            nbytes = files.regular_nbytes(found, what=path)
             return ObjectInfo(key=key, nbytes=nbytes, identity=f"{found.st_dev}-{found.st_ino}")
 
     @override
@@ -214,8 +215,8 @@ class LocalStore(Store):
         report = Reporting("refresh folder", self._path(folder))
         with suppress(NotFound), report, self._opened(folder) as folder_fd:
             if is_network(folder_fd):
-                name = localfiles.temporary_name()
-                os.close(os.open(name, localfiles.NEW_FILE, localfiles.FILE_MODE, dir_fd=folder_fd))
+                name = files.temporary_name()
+                os.close(os.open(name, files.NEW_FILE, files.FILE_MODE, dir_fd=folder_fd))
                 os.unlink(name, dir_fd=folder_fd)
 
     @override
@@ -243,7 +244,7 @@ class LocalStore(Store):
             self._check_folder_syncs(folder_fd)
             with ExitStack() as undo:
                 fd = create_file(folder_fd, name, nbytes)
-                undo.callback(localfiles.remove_quietly, folder_fd, name)
+                undo.callback(files.remove_quietly, folder_fd, name)
                 undo.callback(os.close, fd)
                 own_folder_fd = os.dup(folder_fd)
                 undo.callback(os.close, own_folder_fd)
@@ -269,11 +270,11 @@ class LocalStore(Store):
             self._check_folder_syncs(folder_fd)
             try:
                 with self._opened(source_folder) as source_fd:
-                    localfiles.link_file(source_fd, source_name, folder_fd, name)
+                    files.link_file(source_fd, source_name, folder_fd, name)
             except FileNotFoundError:
                 return False
             except OSError as err:
-                if err.errno in localfiles.NO_LINKS:
+                if err.errno in files.NO_LINKS:
                     return False
                 raise
             report.effect = "done"
@@ -287,16 +288,16 @@ class LocalStore(Store):
         check_key(target)
         if "/" in name:
             raise UsageError(f"point {name}: the pointer must be in the root itself")
-        aside = localfiles.temporary_name()
+        aside = files.temporary_name()
         with Reporting("point", self._path(name)) as report, self._opened("") as root_fd:
             try:
                 os.symlink(target, aside, dir_fd=root_fd)
             except OSError as err:
-                if err.errno not in localfiles.NO_LINKS:
+                if err.errno not in files.NO_LINKS:
                     raise
                 self.put(name, f"{target}\n".encode())
                 return
-            localfiles.replace_with(root_fd, aside, name)
+            files.replace_with(root_fd, aside, name)
             report.effect = "done"
             sync_folder_fd(root_fd)
 
@@ -328,12 +329,12 @@ class LocalStore(Store):
         report = Reporting("probe", self._root)
         with report, self._opened("") as root_fd:
             sync_folder_fd(root_fd)
-            name = localfiles.temporary_name()
+            name = files.temporary_name()
             try:
                 self._put_new(root_fd, name, memoryview(b"probe"), report)
                 report.effect = "none"
             finally:
-                localfiles.remove_quietly(root_fd, name)
+                files.remove_quietly(root_fd, name)
             return self._direct.choose(root_fd)
 
     def _path(self, key: str) -> str:
@@ -359,7 +360,7 @@ class LocalStore(Store):
                 file = self._open(key)
             is_kept = False
             try:
-                file_nbytes = localfiles.regular_nbytes(os.fstat(file.fd), what=path)
+                file_nbytes = files.regular_nbytes(os.fstat(file.fd), what=path)
                 is_kept = self._files.keep(path, file)
                 yield file, file_nbytes
             finally:
@@ -369,7 +370,7 @@ class LocalStore(Store):
     def _open(self, key: str) -> OpenFile:
         folder, name = _split(key)
         with self._opened(folder) as folder_fd:
-            return OpenFile(localfiles.open_file(folder_fd, name))
+            return OpenFile(files.open_file(folder_fd, name))
 
     def _put_new(self, folder_fd: int, name: str, content: memoryview, report: Reporting) -> None:
         if self._has_links:
