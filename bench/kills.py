@@ -48,7 +48,6 @@ class Counting(FaultyStore):
     _num_more_pages = 0
 
     def children(self, folder: str = "") -> tuple[str, ...]:
-        """See `Store.children`."""
         found = super().children(folder)
         self._num_more_pages += max(0, len(found) - 1) // _PAGE
         return found

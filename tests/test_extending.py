@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from holdfast import CheckpointManager
+from holdfast import CheckpointManager, Store
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
@@ -26,6 +26,7 @@ from holdfast.policy import retention
 from holdfast.policy.retention import Candidate, Last, decide
 from holdfast.policy.triggers import At
 from holdfast.store.local import LocalStore
+from holdfast.testing import StoreContract
 from holdfast.train import Callback
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -146,6 +147,30 @@ def test_the_logger_drops_what_will_be_done_again(
     assert path.read_text().startswith(before)
     assert steps.count(30) == 1
     assert steps == sorted(steps)
+
+
+class TestTheStore(StoreContract):
+    @pytest.fixture
+    def store(self, page: dict[str, Any], tmp_path: Path) -> Store:
+        store: Store = page["SqliteStore"](str(tmp_path / "run.sqlite"))
+        return store
+
+
+def test_a_training_goes_on_in_the_store(page: dict[str, Any], tmp_path: Path) -> None:
+    path = str(tmp_path / "run.sqlite")
+    state = torch.arange(10.0)
+    with CheckpointManager(page["SqliteStore"](path), {"x": {"t": state}}, sinks=()) as manager:
+        for step in (1, 2):
+            manager.save(step).wait()
+    found = torch.zeros(10)
+    store = page["SqliteStore"](path)
+    with CheckpointManager(store, {"x": {"t": found}}, sinks=()) as manager:
+        resumed = manager.resume()
+    assert resumed is not None
+    assert resumed.step == 2
+    assert torch.equal(found, state)
+    assert [entry.step for entry in Catalog(store).checkpoints()] == [2, 1]
+    assert [*tmp_path.iterdir()] == [tmp_path / "run.sqlite"]
 
 
 def patched(source: str, patch: str) -> str:

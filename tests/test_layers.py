@@ -35,12 +35,8 @@ LAYERS = (
 # The same inside folders that have many parts.
 INNER: dict[str, tuple[tuple[str, ...], ...]] = {
     "store": (
-        ("base", "remoteerrors", "throttle", "wrapping"),
-        ("memory", "oserrors", "remoteopen"),
-        ("localfolders", "remoteapi", "remotesweep", "syscalls"),
-        ("localfiles",),
-        ("localblocks", "localreads", "remotewrites"),
-        ("local", "localpieces", "remote"),
+        ("base",),
+        ("local", "memory", "remote"),
     ),
     "engine": (
         ("memory", "pause", "roots", "workers"),
@@ -340,15 +336,15 @@ def _planted(tmp_path: Path, files: dict[str, str]) -> Tree:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("store/local.py", "from holdfast.engine import save"),
-        ("store/local.py", "def f():\n    import holdfast.manager"),
-        ("store/local.py", "from holdfast import manager"),
-        ("store/local.py", "import holdfast"),
+        ("store/local/store.py", "from holdfast.engine import save"),
+        ("store/local/store.py", "def f():\n    import holdfast.manager"),
+        ("store/local/store.py", "from holdfast import manager"),
+        ("store/local/store.py", "import holdfast"),
         (
-            "store/local.py",
+            "store/local/store.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import holdfast.cli",
         ),
-        ("store/local.py", "from . import memory"),
+        ("store/local/store.py", "from . import memory"),
         ("state/capture.py", "from holdfast.policy import clock"),
         ("manager.py", "import holdfast.data.loader"),
         ("cli/app.py", "from holdfast.demo import story"),

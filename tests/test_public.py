@@ -90,8 +90,9 @@ def _run(code: str) -> str:
 def undocumented(tree: ast.Module, documented_by_protocols: frozenset[str]) -> Iterator[str]:
     """Public classes, functions and methods of a module that say nothing about themselves.
 
-    A method needs no words where a base class in the same module, or a Protocol of the package,
-    has them; nor does a test in a class that is shipped, whose name is its claim.
+    A method needs no words where it is marked with `@override`, or a base class in the same module
+    or a Protocol of the package has them; nor does a test in a class that is shipped, whose name is
+    its claim.
     """
     if not ast.get_docstring(tree):
         yield "the module"
@@ -151,5 +152,6 @@ def test_a_missing_docstring_is_noticed() -> None:
     """The check itself can fail."""
     tree = ast.parse(
         "class A:\n  def put(self): ...\n  def b(self): ...\n  def _c(self): ...\ndef d(): ...\n"
+        "class E(A):\n  'E'\n  @override\n  def b(self): ...\n"
     )
     assert list(undocumented(tree, frozenset({"put"}))) == ["the module", "A", "A.b", "d"]

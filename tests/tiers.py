@@ -95,27 +95,22 @@ class Switch(MemoryStore):
             raise self.error
 
     def put(self, key: str, data: Any, *, if_absent: bool = False) -> None:
-        """See `Store.put`."""
         self._up()
         super().put(key, data, if_absent=if_absent)
 
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        """See `Store.get`."""
         self._up()
         return super().get(key, start, nbytes)
 
     def head(self, key: str) -> Any:
-        """See `Store.head`."""
         self._up()
         return super().head(key)
 
     def list(self, prefix: str = "") -> Any:
-        """See `Store.list`."""
         self._up()
         return super().list(prefix)
 
     def create(self, key: str, nbytes: int) -> Any:
-        """See `WritesBlocks.create`."""
         self._up()
         return super().create(key, nbytes)
 

@@ -19,7 +19,7 @@ from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import Last
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
-from holdfast.store.localblocks import LocalBlockWriter
+from holdfast.store.local.blocks import LocalBlockWriter
 from holdfast.testing.faulty import Stopped
 
 FROZEN = 7.0

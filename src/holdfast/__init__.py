@@ -69,7 +69,10 @@ if TYPE_CHECKING:
     from holdfast.policy.triggers import Trigger as Trigger
     from holdfast.policy.triggers import WallClock as WallClock
     from holdfast.policy.triggers import When as When
+    from holdfast.store.base import Store as Store
+    from holdfast.store.local.store import LocalStore as LocalStore
     from holdfast.store.memory import MemoryStore as MemoryStore
+    from holdfast.store.remote.store import RemoteStore as RemoteStore
     from holdfast.weights import load_weights as load_weights
 
     __version__: str
@@ -99,9 +102,11 @@ _HOMES = {
     "History": "holdfast.policy.measured",
     "Hourly": "holdfast.policy.rules",
     "Last": "holdfast.policy.rules",
+    "LocalStore": "holdfast.store.local.store",
     "MemoryStore": "holdfast.store.memory",
     "On": "holdfast.policy.triggers",
     "PendingSave": "holdfast.engine.checkpoint",
+    "RemoteStore": "holdfast.store.remote.store",
     "Rule": "holdfast.policy.rule",
     "SaveCost": "holdfast.policy.measured",
     "SavePolicy": "holdfast.policy.classes",
@@ -109,6 +114,7 @@ _HOMES = {
     "SideSaver": "holdfast.policy.savers",
     "StateHooks": "holdfast.engine.hooks",
     "Stop": "holdfast.engine.control.stop",
+    "Store": "holdfast.store.base",
     "Tiered": "holdfast.engine.tiers.tiered",
     "Time": "holdfast.policy.clock",
     "Timestamp": "holdfast.format.manifest",

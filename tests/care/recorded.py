@@ -19,7 +19,7 @@ from holdfast.format.manifest import (
     encode_manifest,
 )
 from holdfast.format.records import Closed, Process, WriterRecord, encode_closed, encode_writer
-from holdfast.store.base import Store, make_folder
+from holdfast.store.base import Store
 
 BEGIN = datetime(2026, 11, 20, 12, tzinfo=timezone.utc)
 # Above the highest pid that Linux gives: there is no such process, and never was.
@@ -50,7 +50,7 @@ class RecordedRun:
         self.epoch = 0
         self.sequence = 0
         self.point: Reference | None = None
-        make_folder(store, layout.WRITERS)
+        store.make_folder(layout.WRITERS)
 
     def start(
         self,
@@ -129,7 +129,7 @@ class RecordedRun:
         folder = str(
             layout.attempt_name(manifest.label, manifest.epoch, manifest.sequence, save_id)
         )
-        make_folder(self.store, folder)
+        self.store.make_folder(folder)
         self.store.put(f"{folder}/{layout.MANIFEST}", encode_manifest(manifest))
         return manifest.reference(folder)
 

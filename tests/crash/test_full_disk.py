@@ -15,7 +15,7 @@ from holdfast.engine.saving import save as save_module
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import Last
 from holdfast.store.local import LocalStore
-from holdfast.store.localblocks import LocalBlockWriter
+from holdfast.store.local.blocks import LocalBlockWriter
 
 MIB = 1 << 20
 

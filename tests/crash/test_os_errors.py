@@ -27,9 +27,9 @@ from holdfast.care.verify import verify
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import Last
-from holdfast.store import localfiles
 from holdfast.store.local import LocalStore
-from holdfast.store.localblocks import LocalBlockWriter
+from holdfast.store.local import files as localfiles
+from holdfast.store.local.blocks import LocalBlockWriter
 from marks import full
 from ways import Way, save_and_go_on
 

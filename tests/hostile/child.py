@@ -41,7 +41,7 @@ from holdfast.cli.verify import check
 from holdfast.engine.claims import claim
 from holdfast.errors import HoldfastError
 from holdfast.format.records import Rejected, decode_rejected, encode_rejected
-from holdfast.store.syscalls import is_cached
+from holdfast.store.local.syscalls import is_cached
 from holdfast.weights import load_weights
 
 MIB = 2**20

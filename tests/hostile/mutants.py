@@ -14,7 +14,9 @@ from holdfast.format import layout
 from holdfast.format.nodes import EnumValue
 from holdfast.state import merge, plans
 from holdfast.state import trees as state_trees
-from holdfast.store import local, localfiles, localfolders
+from holdfast.store.local import files as localfiles
+from holdfast.store.local import folders as localfolders
+from holdfast.store.local import store as localstore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +38,7 @@ def _no_name_checks() -> None:
     layout.check_file_name = lambda name: None
     layout.check_component = lambda name: None
     layout.tensor_file = lambda name, number: f"{name}/../../../outside/canary"
-    local.check_key = lambda key: None
+    localstore.check_key = lambda key: None
     localfiles._READ &= ~os.O_NOFOLLOW
 
 

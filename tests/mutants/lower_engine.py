@@ -35,8 +35,8 @@ ROOTS = (
         name="fence-of-the-own-epoch",
         promise="R10: a later claim fences earlier writers off",
         file="engine/roots/commit.py",
-        before="    key = layout.writer_key(epoch + 1)\n    refresh_folder",
-        after="    key = layout.writer_key(epoch + 2)\n    refresh_folder",
+        before="    key = layout.writer_key(epoch + 1)\n    store.refresh_folder",
+        after="    key = layout.writer_key(epoch + 2)\n    store.refresh_folder",
         near=(CLAIM, MANAGER),
     ),
     Mutant(

@@ -242,7 +242,7 @@ class _Scheduler:
         return "lose" if drawn < self.faults.lose_reply else "delay"
 
 
-class ScheduledStore:
+class ScheduledStore(Store):
     """One actor's view of the store. Each operation waits for its turn."""
 
     def __init__(self, scheduler: _Scheduler, thread: _Thread) -> None:
@@ -252,11 +252,10 @@ class ScheduledStore:
 
     @property
     def url(self) -> str:
-        """See `Store.url`."""
         return self._inner.url
 
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
-        """See `Store.put`; its reply may be lost, or it may stay in flight."""
+        """Put an object; the reply may be lost, or the put may stay in flight."""
         self._step("put", key)
         trouble = self._scheduler.trouble(key)
         if trouble == "delay":
@@ -270,27 +269,23 @@ class ScheduledStore:
             raise OutcomeUnknown(f"put {key}: no reply")
 
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        """See `Store.get`."""
         self._step("get", key)
         return self._inner.get(key, start, nbytes)
 
     def head(self, key: str) -> ObjectInfo:
-        """See `Store.head`."""
         self._step("head", key)
         return self._inner.head(key)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See `Store.list`."""
         self._step("list", prefix)
         return self._inner.list(prefix)
 
     def children(self, folder: str = "") -> tuple[str, ...]:
-        """See `Store.children`."""
         self._step("children", folder)
         return self._inner.children(folder)
 
     def delete(self, key: str) -> None:
-        """See `Store.delete`; a folder goes one object at a time, in an order of the seed."""
+        """Remove an object; a folder goes one object at a time, in an order of the seed."""
         inside = [key]
         if key.endswith("/"):
             self._step("list", key)

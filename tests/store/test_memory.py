@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.store.base import Folders, Points, ReadsInto, TellsSpace, WritesBlocks
+from holdfast.store.base import FreeSpace
 from holdfast.store.memory import MemoryStore, memory_store
 from holdfast.testing.store_contract import StoreContract
 
@@ -15,9 +15,15 @@ class TestMemoryStore(StoreContract):
 
 def test_it_has_no_folders_like_an_object_store():
     store = MemoryStore()
-    assert not isinstance(store, (Folders, Points, TellsSpace))
-    assert isinstance(store, ReadsInto)
-    assert isinstance(store, WritesBlocks)
+    assert not store.has_folders
+    store.make_folder("a", exclusive=True)
+    store.make_folder("a", exclusive=True)
+    store.sync_folder("a")
+    assert store.sweep("a") == 0
+    assert store.children() == ()
+    assert store.free_space() == FreeSpace(None, None)
+    store.point("latest", "a")
+    assert store.get("latest") == b"a"
 
 
 def test_stores_of_one_name_are_one_store():

@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.errors import UsageError
 from holdfast.store import open_store
-from holdfast.store.base import Store, make_folder
+from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.store.remote import RemoteStore
@@ -58,7 +58,7 @@ def test_anything_else_is_a_usage_error(where):
 @pytest.mark.parametrize("kind", ["local", "memory"])
 def test_two_names_of_one_file_have_one_identity(tmp_path, kind):
     store = LocalStore(tmp_path) if kind == "local" else MemoryStore()
-    make_folder(store, "f")
+    store.make_folder("f")
     for key in ("f/a", "f/b"):
         store.put(key, b"the same")
     assert store.link("f/a", "f/c")

@@ -12,7 +12,7 @@ from children import Child
 from holdfast import CachedStore, CheckpointManager, load_weights
 from holdfast.store import open_store
 from holdfast.store.base import Store
-from holdfast.store.localpieces import PIECE_NBYTES
+from holdfast.store.local.pieces import PIECE_NBYTES
 from holdfast.testing.store_contract import StoreContract
 from servers.faults import FaultProxy, Rule
 from servers.fixtures import Servers, on, use

@@ -18,7 +18,7 @@ from holdfast.errors import StoreError, UsageError
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.policy.retention import Rule
-from holdfast.store.base import Folders, Store
+from holdfast.store.base import Store
 
 if TYPE_CHECKING:
     from holdfast.state.capture import Captured
@@ -100,7 +100,7 @@ class Beginning:
 
     def look_around(self) -> None:
         """Warn if the root has no checkpoint, but a folder directly in it is the root of a run."""
-        if not isinstance(self._store, Folders):
+        if not self._store.has_folders:
             return
         folders = [name[:-1] for name in self._store.children() if name.endswith("/")]
         for name in folders:

@@ -7,7 +7,7 @@ marker, if absent, so that a paused writer can no longer commit it (docs/design.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,13 +18,20 @@ from holdfast.engine.roots.catalog import Catalog, Register
 from holdfast.engine.roots.commit import mark_aborted, remove_files
 from holdfast.engine.roots.documents import read_if_there
 from holdfast.engine.roots.ended import EndedAttempts, known_ended
-from holdfast.errors import FormatError, SealError, StoreError, UnsupportedVersion
+from holdfast.errors import (
+    AccessDenied,
+    FormatError,
+    SealError,
+    StoreError,
+    UnsupportedStore,
+    UnsupportedVersion,
+)
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Deleted, Manifest
 from holdfast.format.records import decode_answer
-from holdfast.store.base import AbortsUploads, Folders, Store, abort_uploads, delete_many
+from holdfast.store.base import Store
 
 Outcome = Literal["remove", "mark", "keep"]
 
@@ -81,7 +88,8 @@ def collect(
             has_uploads = name in broken_off
             _visit(store, name, judge, report, has_uploads=has_uploads, dry_run=dry_run)
             if has_uploads and not dry_run and _is_committed(store, folder):
-                abort_uploads(store, folder)  # all of its files are there
+                with suppress(AccessDenied, UnsupportedStore):
+                    store.abort_uploads(folder)  # all of its files are there
             if ended.is_listed(folder) and not dry_run:
                 _check_listed(store, folder, ended, report)
         except (StoreError, FormatError) as error:
@@ -113,8 +121,6 @@ def _told(what: str, report: GcReport) -> Iterator[None]:
 
 def _broken_off(store: Store, report: GcReport) -> tuple[AttemptName, ...]:
     """The attempts with uploads, which may be all that there is of them."""
-    if not isinstance(store, AbortsUploads):
-        return ()
     try:
         folders = {key.partition("/")[0] for key in store.uploads()}
     except StoreError as error:
@@ -258,7 +264,7 @@ def _sweep_heartbeats(store: Store, own_epoch: int) -> None:
     names = store.children(layout.WRITERS)
     epochs = (layout.parse_alive(name) for name in names)
     old = [layout.alive_key(epoch) for epoch in epochs if epoch is not None and epoch < own_epoch]
-    delete_many(store, old)
+    store.delete_many(old)
 
 
 def _sweep_answers(
@@ -337,7 +343,7 @@ def _sweep(
             store.delete(key)
             what = "a preflight" if layout.is_preflight(name) else "an upload"
             report.removed.append((name, f"{what} that did not end"))
-    if not isinstance(store, Folders):
+    if not store.has_folders:
         return
     # An owner's own heartbeat may be under way among the claims, and requests of others to it.
     claims = [layout.WRITERS, layout.REQUESTS] if own_epoch is None else []

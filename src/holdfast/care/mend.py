@@ -29,7 +29,7 @@ from holdfast.format import layout
 from holdfast.format.blocks import block_digest, check_block, digest_blocks, file_digest, split
 from holdfast.format.envelope import Visible
 from holdfast.format.manifest import MAX_JSON_FILE_NBYTES, FileEntry, Manifest
-from holdfast.store.base import LinksFiles, Store, WritesBlocks, make_folder
+from holdfast.store.base import Store
 
 
 def mend(local: Store, remote: Store, folder: str, *, epoch: int) -> tuple[str, ...]:
@@ -150,11 +150,11 @@ def _replace(
         check_fence(local, epoch, committed=True)
         local.put(key, content)
         return
-    if not (isinstance(local, WritesBlocks) and isinstance(local, LinksFiles)):
+    if not local.has_links:
         raise StoreError(f"{local.url}/{key}: this store cannot replace a large file")
     scratch = layout.sending_folder(os.urandom(8))
     aside = f"{scratch}/{key.rpartition('/')[2]}"
-    make_folder(local, scratch, exclusive=True)
+    local.make_folder(scratch, exclusive=True)
     try:
         writer = local.create(aside, nbytes)
         try:

@@ -25,7 +25,7 @@ from holdfast.errors import (
     StoreError,
 )
 from holdfast.format import layout
-from holdfast.store.base import Folders, Probes, Store, TellsSpace, WritesBlocks, make_folder
+from holdfast.store.base import FreeSpace, Store
 
 _FIRST, _SECOND = b"first", b"second"
 _PIECE = b"holdfast" * 512
@@ -58,24 +58,24 @@ def preflight(
     ]
     if isinstance(store, SealedStore):
         problems += (f"keys: {problem}" for problem in store.useless_keys())
-    chosen = None
-    if isinstance(store, Probes) and not problems:
+    chosen = ""
+    if not problems:
         try:
             chosen = store.probe()
         except StoreError as error:
             problems.append(f"trying how to write: {error}")
     if problems:
         raise PreflightFailed(problems)
-    return chosen
+    return chosen or None
 
 
 def _lack_of_room(
     store: Store, nbytes_per_save: int, saves_kept: int | None, num_files: int
 ) -> Iterator[str]:
-    if not isinstance(store, TellsSpace):
-        return
     try:
         free = store.free_space()
+        if free == FreeSpace(None, None):
+            return
         held_nbytes, held_files = _held(store)
     except StoreError as error:
         yield f"room: {error}"
@@ -108,13 +108,13 @@ def _refusals(store: Store) -> Iterator[str]:
     """Go through the operations of a save, a load and a deletion in a scratch folder."""
     folder = layout.scratch_folder(os.urandom(8))
     try:
-        make_folder(store, folder, exclusive=True)
+        store.make_folder(folder, exclusive=True)
     except StoreError as error:
         yield f"making a folder: {error}"
         return
     try:
         refusals = [*_register_refusals(store, f"{folder}/register")]
-        if not refusals and not isinstance(store, Folders):
+        if not refusals and not store.has_folders:
             refusals += _race_refusals(store, folder)
         yield from refusals
         yield from _file_refusals(store, f"{folder}/file")
@@ -193,8 +193,6 @@ def _wins(store: Store, key: str, racer: int) -> bool:
 
 def _file_refusals(store: Store, key: str) -> Iterator[str]:
     """A large file is written in pieces, in any order."""
-    if not isinstance(store, WritesBlocks):
-        return
     try:
         writer = store.create(key, 2 * len(_PIECE))
     except StoreError as error:

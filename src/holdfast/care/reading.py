@@ -40,7 +40,7 @@ from holdfast.format.manifest import (
     decode_register,
 )
 from holdfast.format.tensors import header_nbytes
-from holdfast.store.base import Store, read_into
+from holdfast.store.base import Store
 
 T = TypeVar("T")
 Progress: TypeAlias = Callable[[str, int, int], None]
@@ -164,7 +164,7 @@ class FolderReader:
         nbytes = min(nbytes, listed.nbytes)
         if made_by is None:
             data = bytearray(nbytes)
-            read_into(self._store, f"{self._folder}/{file}", 0, memoryview(data), afresh=True)
+            self._store.read_into(f"{self._folder}/{file}", 0, memoryview(data), afresh=True)
             return bytes(data)
         size = made_by.block_nbytes
         data = bytearray(min(-(-nbytes // size) * size, listed.nbytes))
@@ -186,7 +186,7 @@ class FolderReader:
         def read() -> HoldfastError | None:
             key = f"{self._folder}/{block.file}"
             try:
-                read_into(self._store, key, start - skipped, memory, afresh=True)
+                self._store.read_into(key, start - skipped, memory, afresh=True)
             except (StoreError, FormatError) as error:
                 return error
             return None

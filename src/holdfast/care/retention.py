@@ -27,7 +27,7 @@ from holdfast.errors import (
 from holdfast.format.manifest import Deleted, Manifest, encode_manifest
 from holdfast.format.records import WriterRecord
 from holdfast.policy.retention import Candidate, Decision, Rule, decide, stands_in, unmet
-from holdfast.store.base import LinksFiles, Store, is_one_file
+from holdfast.store.base import Store, is_one_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ def _is_whole(entry: Candidate) -> bool:
 
 def _share_files(store: Store, one: Entry, other: Entry) -> bool:
     """Whether the two have one file on the disk in common: its damage would be in both."""
-    if not isinstance(store, LinksFiles):
+    if not store.has_links:
         return False
     files = other.manifest.files
     same = (name for name, entry in one.manifest.files.items() if files.get(name) == entry)

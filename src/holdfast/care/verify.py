@@ -62,7 +62,7 @@ from holdfast.format.records import (
     decode_writer,
 )
 from holdfast.format.tensors import parse_header
-from holdfast.store.base import Store, uncached
+from holdfast.store.base import Store
 
 _MAX_RECORD_NBYTES = 65536
 # Types without a safetensors name lie in the file as another one, with a last dimension of 2.
@@ -104,7 +104,7 @@ def verify(
         SealError: the store's keys do not open it.
         DeadlineExceeded: the storage did not answer for `READ_TIMEOUT_S`.
     """
-    store = uncached(store)  # a copy nearer by says nothing of what is there
+    store = store.uncached()  # a copy nearer by says nothing of what is there
     while True:
         inspection = _Inspection(store, folder, progress, decode=decode)
         try:

@@ -30,7 +30,7 @@ from holdfast.format import layout
 from holdfast.format.manifest import Manifest
 from holdfast.format.records import AnswerRecord, WriterRecord, decode_alive
 from holdfast.policy.clock import Unit, parse
-from holdfast.store.base import Store, refresh_folder
+from holdfast.store.base import Store
 
 _LOOK_S = 0.2
 """Seconds between two looks for the answer."""
@@ -122,7 +122,7 @@ def _wait(store: Store, name: str, owner: _RunOwner, *, timeout_s: float) -> Ans
 def _look_at_owner(store: Store, name: str, owner: _RunOwner) -> AnswerRecord | None:
     """Return an answer from just before the owner's end; None while the owner may live."""
     with suppress(TransientStoreError):
-        refresh_folder(store, layout.REQUESTS)
+        store.refresh_folder(layout.REQUESTS)
     try:
         owner.look()
     except NotOwned as error:

@@ -16,7 +16,7 @@ from holdfast.policy.clock import Unit, parse
 from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
-from holdfast.store.remoteopen import SCHEMES, RemoteOptions
+from holdfast.store.remote.opening import SCHEMES, RemoteOptions
 
 PATIENCE: ContextVar[str] = ContextVar("patience", default="20s")
 """Value of `--timeout`: how long an object store may leave requests unanswered."""

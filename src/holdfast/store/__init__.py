@@ -31,7 +31,10 @@ def open_store(where: str | os.PathLike[str] | Store) -> Store:
         return _open_named(os.fspath(where))
     if isinstance(where, Store):
         return where
-    raise UsageError(f"root {where!r}: must be a path, a URL or a store")
+    raise UsageError(
+        f"root {where!r}: must be a path, a URL or a store. The class of a store of your own "
+        "subclasses holdfast.Store"
+    )
 
 
 def _open_named(where: str) -> Store:

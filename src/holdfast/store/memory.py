@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from holdfast.errors import AlreadyExists, CorruptData, NotFound, StoreError, UsageError
-from holdfast.store.base import BlockWriter, Buffer, ObjectInfo, check_key, final_nbytes, ignore
+from typing_extensions import override
+
+from holdfast.errors import AlreadyExists, CorruptData, NotFound, UsageError
+from holdfast.store.base import (
+    BlockWriter,
+    Buffer,
+    GatheringWriter,
+    ObjectInfo,
+    Store,
+    check_key,
+)
 
 
-class MemoryStore:
+class MemoryStore(Store):
     """Keys and bytes in a dict. For tests, and for trying things out.
 
     Thread-safe. Folders are mere prefixes of keys here, as in object stores: nothing makes them,
@@ -17,7 +26,8 @@ class MemoryStore:
     """
 
     reads_origin = True
-    """See `ReadsOrigin`."""
+    has_links = True
+    writes_in_place = True
 
     def __init__(self, name: str = "") -> None:
         self._name = name
@@ -28,12 +38,13 @@ class MemoryStore:
         return f"MemoryStore({self._name!r})"
 
     @property
+    @override
     def url(self) -> str:
         """`memory://` and the name."""
         return f"memory://{self._name}"
 
+    @override
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
-        """See `Store.put`."""
         check_key(key)
         content = memoryview(data).tobytes()
         with self._lock:
@@ -41,8 +52,8 @@ class MemoryStore:
                 raise AlreadyExists(f"put {self._path(key)}: the key is taken")
             self._objects[key] = content
 
+    @override
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        """See `Store.get`."""
         check_key(key)
         if start < 0 or (nbytes is not None and nbytes < 0):
             raise UsageError(f"get {key}: start {start} and nbytes {nbytes} must not be negative")
@@ -55,30 +66,16 @@ class MemoryStore:
                 )
             return bytes(memoryview(found)[start:stop])
 
-    def read_into(
-        self,
-        key: str,
-        start: int,
-        buffer: memoryview,
-        *,
-        seen: Callable[[memoryview], object] = ignore,
-        afresh: bool = False,
-    ) -> None:
-        """See `ReadsInto.read_into`. There is no cache on the way."""
-        data = self.get(key, start, buffer.nbytes)
-        if data:
-            buffer.cast("B")[:] = data
-            seen(buffer.cast("B"))
-
+    @override
     def head(self, key: str) -> ObjectInfo:
-        """See `Store.head`."""
         check_key(key)
         with self._lock:
             found = self._found("head", key)
             return ObjectInfo(key=key, nbytes=len(found), identity=str(id(found)))
 
+    @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See `Store.list`. The state of one moment."""
+        """The state of one moment."""
         if prefix:
             check_key(prefix.removesuffix("/"))
         with self._lock:
@@ -89,8 +86,8 @@ class MemoryStore:
             ]
         return iter(found)
 
+    @override
     def children(self, folder: str = "") -> tuple[str, ...]:
-        """See `Store.children`."""
         if folder:
             check_key(folder)
         inside = f"{folder}/" if folder else ""
@@ -100,8 +97,8 @@ class MemoryStore:
             names.add(name + slash)
         return tuple(sorted(names))
 
+    @override
     def delete(self, key: str) -> None:
-        """See `Store.delete`."""
         check_key(key.removesuffix("/"))
         with self._lock:
             if not key.endswith("/"):
@@ -110,8 +107,8 @@ class MemoryStore:
             for inside in [name for name in self._objects if name.startswith(key)]:
                 del self._objects[inside]
 
+    @override
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
-        """See `WritesBlocks.create`."""
         check_key(key)
         if nbytes < 0:
             raise UsageError(f"create {key}: nbytes {nbytes} must not be negative")
@@ -120,10 +117,10 @@ class MemoryStore:
             if key in self._objects:
                 raise AlreadyExists(f"create {self._path(key)}: the key is taken")
             self._objects[key] = content
-        return _MemoryBlockWriter(self, key, content, at_most=at_most)
+        return _WriterInPlace(self, key, content, at_most=at_most)
 
+    @override
     def link(self, source: str, key: str) -> bool:
-        """See `LinksFiles.link`."""
         check_key(source)
         check_key(key)
         with self._lock:
@@ -143,50 +140,16 @@ class MemoryStore:
         return found
 
 
-class _MemoryBlockWriter:
-    def __init__(self, store: MemoryStore, key: str, content: bytearray, *, at_most: bool) -> None:
-        self._store = store
-        self._key = key
-        self._content = content
-        self._at_most = at_most
-        self._lock = threading.Lock()
-        self._is_open = True
-        self._written_nbytes = 0
+class _WriterInPlace(GatheringWriter):
+    """Writes into an object that can be seen already."""
 
-    def write(self, start: int, data: memoryview) -> None:
-        stop = start + data.nbytes
-        if start < 0 or stop > len(self._content):
-            raise UsageError(
-                f"write {self._key}: bytes {start} to {stop} are not inside "
-                f"the {len(self._content)} that were planned"
-            )
-        with self._lock:
-            self._check_open("write")
-            self._content[start:stop] = data.tobytes()
-            self._written_nbytes += data.nbytes
+    @override
+    def keep(self, content: bytearray) -> None:
+        pass
 
-    def finish(self, nbytes: int | None = None) -> None:
-        planned = len(self._content)
-        length = final_nbytes(nbytes, planned, at_most=self._at_most, what=self._key)
-        with self._lock:
-            self._check_open("finish")
-            if length != self._written_nbytes:
-                raise StoreError(
-                    f"finish {self._key}: {length - self._written_nbytes} of {length} bytes "
-                    f"were not written"
-                )
-            del self._content[length:]
-            self._is_open = False
-
-    def abort(self) -> None:
-        with self._lock:
-            if self._is_open:
-                self._is_open = False
-                self._store.delete(self._key)
-
-    def _check_open(self, operation: str) -> None:
-        if not self._is_open:
-            raise StoreError(f"{operation} {self._key}: this was finished or given up before")
+    @override
+    def drop(self) -> None:
+        self._store.delete(self._key)
 
 
 _named: dict[str, MemoryStore] = {}

@@ -17,32 +17,25 @@ holdfast.errors.TransientStoreError: injected: put a failed
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeVar, cast, get_args
+from functools import partial
+from typing import Literal, TypeVar, get_args
+
+from typing_extensions import override
 
 from holdfast.errors import OutcomeUnknown, StoreError, TransientStoreError, UsageError
 from holdfast.store.base import (
-    AbortsUploads,
     BlockWriter,
     Buffer,
-    Folders,
     FreeSpace,
-    KeepsOpen,
-    LinksFiles,
     ObjectInfo,
-    Points,
-    Probes,
-    ReadsInto,
     Store,
-    TellsSpace,
-    WritesBlocks,
+    WrappedStore,
     ignore,
-    reads_origin,
 )
 
 T = TypeVar("T")
@@ -142,21 +135,18 @@ class Fault:
         return self.kind in ("truncate", "flip")
 
 
-class FaultyStore:
-    """`inner` with faults. Offers the same optional protocols as `inner`, but `ReadsWhole` and
-    `DeletesMany`, so that each of their parts is an operation; thread-safe.
+class FaultyStore(WrappedStore):
+    """`inner` with faults; thread-safe.
+
+    Each part of `get_whole` and `delete_many` is an operation. `keeping_open`, which only makes
+    others faster, is none, nor are folders where `inner` has none.
 
     The methods of a block writer from `create` are operations too, with the key of their object.
     An injected failure of `abort` is silent, since `abort` never raises.
     """
 
-    def __new__(cls, inner: Store, faults: Iterable[Fault] = ()) -> FaultyStore:
-        """An instance of a subclass that has what `inner` has."""
-        offered = tuple(mixin for protocol, mixin in _MIXINS if isinstance(inner, protocol))
-        return object.__new__(_with_mixins(cls, offered))
-
     def __init__(self, inner: Store, faults: Iterable[Fault] = ()) -> None:
-        self.inner: Any = inner
+        super().__init__(inner)
         self._faults = tuple(faults)
         self._num_matched = [0] * len(self._faults)
         self._ops: list[tuple[str, str]] = []
@@ -164,48 +154,131 @@ class FaultyStore:
         self._lock = threading.Lock()
 
     @property
-    def url(self) -> str:
-        """See `Store.url`: that of `inner`."""
-        return cast(str, self.inner.url)
-
-    @property
-    def reads_origin(self) -> bool:
-        """See `ReadsOrigin`."""
-        return reads_origin(self.inner)
-
-    @property
     def ops(self) -> tuple[tuple[str, str], ...]:
         """Name and key of every operation so far, in the order in which they began."""
         with self._lock:
             return tuple(self._ops)
 
+    @property
+    @override
+    def reads_origin(self) -> bool:
+        return self.inner.reads_origin
+
+    @property
+    @override
+    def has_links(self) -> bool:
+        return self.inner.has_links
+
+    @property
+    @override
+    def writes_in_place(self) -> bool:
+        return self.inner.writes_in_place
+
+    @override
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
-        """See `Store.put`."""
         with _Operation(self, "put", key) as op:
             stored = op.damaged(memoryview(data).tobytes()) if op.damages else data
             self.inner.put(key, stored, if_absent=if_absent)
 
+    @override
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        """See `Store.get`; not exact under `truncate`."""
+        """Bytes of an object; not exact under `truncate`."""
         with _Operation(self, "get", key) as op:
             data = self.inner.get(key, start, nbytes)
         return op.damaged(data)
 
+    @override
     def head(self, key: str) -> ObjectInfo:
-        """See `Store.head`."""
-        return self._do("head", key, lambda: cast(ObjectInfo, self.inner.head(key)))
+        return self._do("head", key, lambda: self.inner.head(key))
 
+    @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See `Store.list`; one operation, at the call."""
+        """Objects, found by one operation at the call."""
         return self._do("list", prefix, lambda: iter(tuple(self.inner.list(prefix))))
 
+    @override
     def children(self, folder: str = "") -> tuple[str, ...]:
-        """See `Store.children`."""
         return self._do("children", folder, lambda: self.inner.children(folder))
 
+    @override
     def delete(self, key: str) -> None:
-        """See `Store.delete`."""
         self._do("delete", key, lambda: self.inner.delete(key))
+
+    @override
+    def make_folder(self, folder: str, *, exclusive: bool = False) -> None:
+        if self.has_folders:
+            action = partial(self.inner.make_folder, folder, exclusive=exclusive)
+            self._do("make_folder", folder, action)
+
+    @override
+    def sync_folder(self, folder: str) -> None:
+        if self.has_folders:
+            self._do("sync_folder", folder, lambda: self.inner.sync_folder(folder))
+
+    @override
+    def refresh_folder(self, folder: str) -> None:
+        if self.has_folders:
+            self._do("refresh_folder", folder, lambda: self.inner.refresh_folder(folder))
+
+    @override
+    def sweep(self, folder: str) -> int:
+        if not self.has_folders:
+            return 0
+        return self._do("sweep", folder, lambda: self.inner.sweep(folder))
+
+    @override
+    def read_into(
+        self,
+        key: str,
+        start: int,
+        buffer: memoryview,
+        *,
+        seen: Callable[[memoryview], object] = ignore,
+        afresh: bool = False,
+    ) -> None:
+        """Fill `buffer`; not exact under `truncate`."""
+        data = bytearray(buffer.nbytes)
+        with _Operation(self, "read_into", key) as op:
+            self.inner.read_into(key, start, memoryview(data), afresh=afresh)
+        damaged = op.damaged(bytes(data))
+        if damaged:
+            buffer.cast("B")[: len(damaged)] = damaged
+        if data:
+            seen(buffer.cast("B"))
+
+    @override
+    def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
+        writer = self._do("create", key, lambda: self.inner.create(key, nbytes, at_most=at_most))
+        return _FaultyBlockWriter(self, key, writer)
+
+    @override
+    def link(self, source: str, key: str) -> bool:
+        return self._do("link", key, lambda: self.inner.link(source, key))
+
+    @override
+    def uploads(self, folder: str = "") -> Iterator[str]:
+        """Keys of uploads, found by one operation at the call."""
+        return self._do("uploads", folder, lambda: iter(tuple(self.inner.uploads(folder))))
+
+    @override
+    def abort_uploads(self, folder: str) -> int:
+        return self._do("abort_uploads", folder, lambda: self.inner.abort_uploads(folder))
+
+    @override
+    def point(self, name: str, target: str) -> None:
+        self._do("point", name, lambda: self.inner.point(name, target))
+
+    @override
+    def pointed(self, name: str) -> str | None:
+        return self._do("pointed", name, lambda: self.inner.pointed(name))
+
+    @override
+    def free_space(self) -> FreeSpace:
+        return self._do("free_space", "", self.inner.free_space)
+
+    @override
+    def probe(self) -> str:
+        return self._do("probe", "", self.inner.probe)
 
     def _do(self, op: OpName, key: str, action: Callable[[], T]) -> T:
         with _Operation(self, op, key):
@@ -277,99 +350,6 @@ class _Operation:
         return data
 
 
-class _FaultyFolders(FaultyStore):
-    def make_folder(self, folder: str, *, exclusive: bool = False) -> None:
-        """See `Folders.make_folder`."""
-        action = functools.partial(self.inner.make_folder, folder, exclusive=exclusive)
-        self._do("make_folder", folder, action)
-
-    def sync_folder(self, folder: str) -> None:
-        """See `Folders.sync_folder`."""
-        self._do("sync_folder", folder, lambda: self.inner.sync_folder(folder))
-
-    def refresh_folder(self, folder: str) -> None:
-        """See `Folders.refresh_folder`."""
-        self._do("refresh_folder", folder, lambda: self.inner.refresh_folder(folder))
-
-    def sweep(self, folder: str) -> int:
-        """See `Folders.sweep`."""
-        return self._do("sweep", folder, lambda: cast(int, self.inner.sweep(folder)))
-
-
-class _FaultyReadsInto(FaultyStore):
-    def read_into(
-        self,
-        key: str,
-        start: int,
-        buffer: memoryview,
-        *,
-        seen: Callable[[memoryview], object] = ignore,
-        afresh: bool = False,
-    ) -> None:
-        """See `ReadsInto.read_into`; not exact under `truncate`."""
-        data = bytearray(buffer.nbytes)
-        with _Operation(self, "read_into", key) as op:
-            self.inner.read_into(key, start, memoryview(data), afresh=afresh)
-        damaged = op.damaged(bytes(data))
-        if damaged:
-            buffer.cast("B")[: len(damaged)] = damaged
-        if data:
-            seen(buffer.cast("B"))
-
-
-class _FaultyWritesBlocks(FaultyStore):
-    def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
-        """See `WritesBlocks.create`."""
-        writer = self._do("create", key, lambda: self.inner.create(key, nbytes, at_most=at_most))
-        return _FaultyBlockWriter(self, key, cast(BlockWriter, writer))
-
-
-class _FaultyLinksFiles(FaultyStore):
-    def link(self, source: str, key: str) -> bool:
-        """See `LinksFiles.link`."""
-        return self._do("link", key, lambda: cast(bool, self.inner.link(source, key)))
-
-
-class _FaultyKeepsOpen(FaultyStore):
-    def keeping_open(self) -> AbstractContextManager[None]:
-        """See `KeepsOpen.keeping_open`; not an operation, since it only makes others faster."""
-        return cast(AbstractContextManager[None], self.inner.keeping_open())
-
-
-class _FaultyPoints(FaultyStore):
-    def point(self, name: str, target: str) -> None:
-        """See `Points.point`."""
-        self._do("point", name, lambda: self.inner.point(name, target))
-
-    def pointed(self, name: str) -> str | None:
-        """See `Points.pointed`."""
-        return self._do("pointed", name, lambda: cast("str | None", self.inner.pointed(name)))
-
-
-class _FaultyTellsSpace(FaultyStore):
-    def free_space(self) -> FreeSpace:
-        """See `TellsSpace.free_space`."""
-        return self._do("free_space", "", lambda: cast(FreeSpace, self.inner.free_space()))
-
-
-class _FaultyProbes(FaultyStore):
-    def probe(self) -> str:
-        """See `Probes.probe`."""
-        return self._do("probe", "", lambda: cast(str, self.inner.probe()))
-
-
-class _FaultyAbortsUploads(FaultyStore):
-    def uploads(self, folder: str = "") -> Iterator[str]:
-        """See `AbortsUploads.uploads`; one operation, at the call."""
-        return self._do("uploads", folder, lambda: iter(tuple(self.inner.uploads(folder))))
-
-    def abort_uploads(self, folder: str) -> int:
-        """See `AbortsUploads.abort_uploads`."""
-        return self._do(
-            "abort_uploads", folder, lambda: cast(int, self.inner.abort_uploads(folder))
-        )
-
-
 class _FaultyBlockWriter:
     def __init__(self, store: FaultyStore, key: str, inner: BlockWriter) -> None:
         self._store = store
@@ -389,22 +369,3 @@ class _FaultyBlockWriter:
     def abort(self) -> None:
         with suppress(StoreError), _Operation(self._store, "abort", self._key):
             self._inner.abort()
-
-
-_MIXINS: tuple[tuple[Any, type[FaultyStore]], ...] = (
-    (Folders, _FaultyFolders),
-    (ReadsInto, _FaultyReadsInto),
-    (WritesBlocks, _FaultyWritesBlocks),
-    (KeepsOpen, _FaultyKeepsOpen),
-    (LinksFiles, _FaultyLinksFiles),
-    (Points, _FaultyPoints),
-    (TellsSpace, _FaultyTellsSpace),
-    (Probes, _FaultyProbes),
-    (AbortsUploads, _FaultyAbortsUploads),
-)
-
-
-def _with_mixins(
-    cls: type[FaultyStore], mixins: tuple[type[FaultyStore], ...]
-) -> type[FaultyStore]:
-    return type(cls.__name__, (*mixins, cls), {"__doc__": cls.__doc__})

@@ -7,8 +7,7 @@ A store's own tests subclass `StoreContract` and give it a fixture:
         def store(self):
             return MyStore(...)
 
-Every test gets a store that is empty. Tests of optional protocols skip themselves where the
-store does not offer them.
+Every test gets a store that is empty. Tests of folders skip themselves where the store has none.
 """
 
 from __future__ import annotations
@@ -31,23 +30,7 @@ from holdfast.errors import (
     StoreError,
     UsageError,
 )
-from holdfast.store.base import (
-    Folders,
-    FreeSpace,
-    ObjectInfo,
-    Points,
-    ReadsCached,
-    ReadsInto,
-    Store,
-    TellsSpace,
-    WritesBlocks,
-    delete_many,
-    get_whole,
-    keeping_open,
-    make_folder,
-    read_into,
-    sync_folder,
-)
+from holdfast.store.base import FreeSpace, ObjectInfo, Store
 
 GOOD_KEYS = (
     "a",
@@ -148,6 +131,10 @@ def _offenders(
     return found
 
 
+def _has_at_hand(store: Store) -> bool:
+    return type(store).cached is not Store.cached
+
+
 class StoreContract:
     """Subclass it, with a fixture `store` that returns an empty store."""
 
@@ -158,7 +145,7 @@ class StoreContract:
 
     @pytest.fixture(autouse=True)
     def _root(self, store: Store) -> None:
-        make_folder(store, "")
+        store.make_folder("")
 
     # put and get
 
@@ -176,7 +163,7 @@ class StoreContract:
         assert {key: store.head(key) for key in GOOD_KEYS} == infos
 
     def test_keys_may_have_many_segments(self, store: Store) -> None:
-        make_folder(store, "a/b/c")
+        store.make_folder("a/b/c")
         store.put("a/b/c/d", b"deep")
         assert store.get("a/b/c/d") == b"deep"
 
@@ -227,7 +214,7 @@ class StoreContract:
         assert store.get("a") == b"second"
 
     def test_a_missing_object_is_not_found(self, store: Store) -> None:
-        make_folder(store, "folder")
+        store.make_folder("folder")
         for key in ("a", "folder/a", "no-folder/a", "folder"):
             with pytest.raises(NotFound):
                 store.get(key)
@@ -265,13 +252,12 @@ class StoreContract:
         assert _offenders(calls, CorruptData) == {}
 
     def test_an_object_may_become_shorter_than_planned(self, store: Store) -> None:
-        blocks = self.writes_blocks(store)
         lengths = (0, 1, 4096, PIECE_NBYTES, 2 * PIECE_NBYTES + 4097)
         all_data = memoryview(noise(max(lengths)))
         wrong = []
         for nbytes in lengths:
             key, data = f"a-{nbytes}", all_data[:nbytes]
-            writer = blocks.create(key, nbytes + 100_000, at_most=True)
+            writer = store.create(key, nbytes + 100_000, at_most=True)
             for start in reversed(range(0, nbytes, PIECE_NBYTES)):
                 writer.write(start, data[start : start + PIECE_NBYTES])
             writer.finish(nbytes)
@@ -281,19 +267,18 @@ class StoreContract:
 
     def test_the_length_of_a_shorter_object_is_that_of_its_bytes(self, store: Store) -> None:
         """Invariant 2: what was not written is not durable."""
-        blocks = self.writes_blocks(store)
         for key, told in (("a", None), ("b", 11)):
-            writer = blocks.create(key, 10, at_most=True)
+            writer = store.create(key, 10, at_most=True)
             writer.write(0, memoryview(b"12345"))
             with pytest.raises(UsageError, match="10"):
                 writer.finish(told)
             writer.abort()
-        writer = blocks.create("c", 10, at_most=True)
+        writer = store.create("c", 10, at_most=True)
         writer.write(0, memoryview(b"12345"))
         with pytest.raises(StoreError, match="1 of 6"):
             writer.finish(6)
         writer.abort()
-        writer = blocks.create("d", 10)
+        writer = store.create("d", 10)
         writer.write(0, memoryview(b"1234567890"))
         with pytest.raises(UsageError, match="10"):
             writer.finish(9)
@@ -359,7 +344,7 @@ class StoreContract:
         assert all(value in values for value in seen)
 
     def test_concurrent_puts_of_different_keys_all_arrive(self, store: Store) -> None:
-        make_folder(store, "many")
+        store.make_folder("many")
         keys = [f"many/{number:04d}" for number in range(100)]
 
         def put(number: int) -> None:
@@ -376,7 +361,7 @@ class StoreContract:
     def fill(self, store: Store, *keys: str) -> None:
         """Put objects, each with its key as its bytes, and make their folders."""
         for key in keys:
-            make_folder(store, key.rpartition("/")[0])
+            store.make_folder(key.rpartition("/")[0])
             store.put(key, key.encode())
 
     def test_an_empty_store_lists_nothing(self, store: Store) -> None:
@@ -433,16 +418,16 @@ class StoreContract:
         for nbytes in (0, 1, 100_000):
             data = noise(nbytes)
             store.put("a", data)
-            assert get_whole(store, "a", max_nbytes=nbytes) == data
-            assert get_whole(store, "a", max_nbytes=nbytes + 1) == data
+            assert store.get_whole("a", max_nbytes=nbytes) == data
+            assert store.get_whole("a", max_nbytes=nbytes + 1) == data
 
     def test_an_object_that_is_larger_than_allowed_is_not_read(self, store: Store) -> None:
         """R28: what should be a small document may be of any length."""
         store.put("a", noise(100_000))
         with pytest.raises(LimitExceeded, match="100000 bytes, at most 99999"):
-            get_whole(store, "a", max_nbytes=99_999)
+            store.get_whole("a", max_nbytes=99_999)
         with pytest.raises(NotFound):
-            get_whole(store, "x", max_nbytes=100_000)
+            store.get_whole("x", max_nbytes=100_000)
 
     # delete
 
@@ -450,10 +435,10 @@ class StoreContract:
         """Those that are missing are fine, and do not keep the others."""
         keys = [f"a/{number:04d}" for number in range(40)]
         self.fill(store, *keys, "a/b/c", "b")
-        delete_many(store, ["a/x", *keys[:20], "x/y", keys[0], *keys[20:]])
+        store.delete_many(["a/x", *keys[:20], "x/y", keys[0], *keys[20:]])
         assert [info.key for info in store.list()] == ["a/b/c", "b"]
-        delete_many(store, [])
-        delete_many(store, keys)
+        store.delete_many([])
+        store.delete_many(keys)
         assert [info.key for info in store.list()] == ["a/b/c", "b"]
 
     def test_a_deleted_object_is_gone(self, store: Store) -> None:
@@ -475,7 +460,7 @@ class StoreContract:
         store.delete("a/")
         assert [info.key for info in store.list()] == ["a-b", "ab", "b/a/c"]
         assert store.children() == ("a-b", "ab", "b/")
-        make_folder(store, "a", exclusive=True)
+        store.make_folder("a", exclusive=True)
 
     def test_a_folder_may_be_deleted_by_several_at_once(self, store: Store) -> None:
         self.fill(store, "b", *(f"a/{number}/{inner}" for number in range(5) for inner in "xyz"))
@@ -501,8 +486,13 @@ class StoreContract:
             "put if absent": lambda: store.put(key, b"x", if_absent=True),
             "get": lambda: store.get(key),
             "head": lambda: store.head(key),
-            "get_whole": lambda: get_whole(store, key, max_nbytes=9),
-            "delete_many": lambda: delete_many(store, [key]),
+            "get_whole": lambda: store.get_whole(key, max_nbytes=9),
+            "read_into": lambda: store.read_into(key, 0, memoryview(bytearray(1))),
+            "create": lambda: store.create(key, 1),
+            "point": lambda: store.point(key, "target"),
+            "point at": lambda: store.point("name", key),
+            "pointed": lambda: store.pointed(key),
+            "delete_many": lambda: store.delete_many([key]),
             "delete": lambda: store.delete(key),
             "delete a folder": lambda: store.delete(key + "/"),
             "list a folder": lambda: store.list(f"{key}/"),
@@ -511,17 +501,9 @@ class StoreContract:
             calls["children"] = lambda: store.children(key)
             calls["children of a folder"] = lambda: store.children(key + "/")
             calls["list"] = lambda: store.list(key)
-        if isinstance(store, ReadsInto):
-            calls["read_into"] = lambda: store.read_into(key, 0, memoryview(bytearray(1)))
-        if isinstance(store, ReadsCached):
+        if _has_at_hand(store):
             calls["cached"] = lambda: store.cached(key, 0, 1)
-        if isinstance(store, WritesBlocks):
-            calls["create"] = lambda: store.create(key, 1)
-        if isinstance(store, Points):
-            calls["point"] = lambda: store.point(key, "target")
-            calls["point at"] = lambda: store.point("name", key)
-            calls["pointed"] = lambda: store.pointed(key)
-        if isinstance(store, Folders) and key:
+        if store.has_folders and key:
             calls["make_folder"] = lambda: store.make_folder(key)
             calls["sync_folder"] = lambda: store.sync_folder(key)
             calls["sweep"] = lambda: store.sweep(key)
@@ -529,47 +511,43 @@ class StoreContract:
 
     # folders
 
-    def folders(self, store: Store) -> Folders:
+    @pytest.fixture
+    def folders(self, store: Store) -> Store:
         """The store, if it has folders; otherwise the test is skipped."""
-        if not isinstance(store, Folders):
+        if not store.has_folders:
             pytest.skip("the store has no folders")
         return store
 
-    def test_a_put_never_makes_a_folder(self, store: Store) -> None:
+    def test_a_put_never_makes_a_folder(self, folders: Store) -> None:
         """Rule 5: the folder of a put must exist."""
-        self.folders(store)
         for if_absent in (False, True):
             with pytest.raises(NotFound, match="missing"):
-                store.put("missing/a", b"x", if_absent=if_absent)
-        assert store.children() == ()
+                folders.put("missing/a", b"x", if_absent=if_absent)
+        assert folders.children() == ()
 
-    def test_make_folder_makes_the_ancestors(self, store: Store) -> None:
-        folders = self.folders(store)
+    def test_make_folder_makes_the_ancestors(self, folders: Store) -> None:
         folders.make_folder("a/b/c")
-        assert store.children() == ("a/",)
-        assert store.children("a/b") == ("c/",)
-        assert list(store.list()) == []
+        assert folders.children() == ("a/",)
+        assert folders.children("a/b") == ("c/",)
+        assert list(folders.list()) == []
 
-    def test_make_folder_accepts_an_existing_one(self, store: Store) -> None:
-        folders = self.folders(store)
+    def test_make_folder_accepts_an_existing_one(self, folders: Store) -> None:
         folders.make_folder("a")
-        store.put("a/b", b"x")
+        folders.put("a/b", b"x")
         folders.make_folder("a")
         folders.make_folder("")
-        assert store.get("a/b") == b"x"
+        assert folders.get("a/b") == b"x"
 
-    def test_an_exclusive_folder_must_be_new(self, store: Store) -> None:
-        folders = self.folders(store)
+    def test_an_exclusive_folder_must_be_new(self, folders: Store) -> None:
         folders.make_folder("a/b", exclusive=True)
         for folder in ("a/b", "a", ""):
             with pytest.raises(AlreadyExists):
                 folders.make_folder(folder, exclusive=True)
-        store.put("file", b"x")
+        folders.put("file", b"x")
         with pytest.raises(AlreadyExists):
             folders.make_folder("file", exclusive=True)
 
-    def test_of_16_exclusive_makers_exactly_one_wins(self, store: Store) -> None:
-        folders = self.folders(store)
+    def test_of_16_exclusive_makers_exactly_one_wins(self, folders: Store) -> None:
         start = threading.Barrier(16)
 
         def race(_: int) -> bool:
@@ -583,62 +561,50 @@ class StoreContract:
         with ThreadPoolExecutor(16) as pool:
             assert list(pool.map(race, range(16))).count(True) == 1
 
-    def test_sync_folder_needs_the_folder(self, store: Store) -> None:
-        folders = self.folders(store)
+    def test_sync_folder_needs_the_folder(self, folders: Store) -> None:
         folders.make_folder("a")
         folders.sync_folder("a")
         folders.sync_folder("")
         with pytest.raises(NotFound):
             folders.sync_folder("missing")
 
-    def test_sweep_removes_no_object(self, store: Store) -> None:
-        folders = self.folders(store)
-        self.fill(store, "a/b", "a/c/d")
+    def test_sweep_removes_no_object(self, folders: Store) -> None:
+        self.fill(folders, "a/b", "a/c/d")
         assert folders.sweep("a") == 0
         assert folders.sweep("") == 0
         assert folders.sweep("missing") == 0
-        assert [info.key for info in store.list()] == ["a/b", "a/c/d"]
+        assert [info.key for info in folders.list()] == ["a/b", "a/c/d"]
 
     # reading into memory
 
-    def reads_into(self, store: Store) -> ReadsInto:
-        """The store, if it reads into memory; otherwise the test is skipped."""
-        if not isinstance(store, ReadsInto):
-            pytest.skip("the store does not read into memory")
-        return store
-
     def test_read_into_fills_the_buffer(self, store: Store) -> None:
-        reader = self.reads_into(store)
         data = noise(100_000)
         store.put("a", data)
         for start, nbytes in ((0, 100_000), (0, 0), (100_000, 0), (1, 99_999), (777, 4096)):
             buffer = bytearray(b"#" * (nbytes + 2))
-            reader.read_into("a", start, memoryview(buffer)[1:-1])
+            store.read_into("a", start, memoryview(buffer)[1:-1])
             assert buffer == b"#" + data[start : start + nbytes] + b"#"
 
     def test_read_into_is_exact(self, store: Store) -> None:
-        reader = self.reads_into(store)
         store.put("a", noise(10))
         calls = {
-            (start, nbytes): partial(reader.read_into, "a", start, memoryview(bytearray(nbytes)))
+            (start, nbytes): partial(store.read_into, "a", start, memoryview(bytearray(nbytes)))
             for start, nbytes in ((0, 11), (10, 1), (11, 0), (5, 6))
         }
         assert _offenders(calls, CorruptData) == {}
 
     def test_read_into_needs_the_object(self, store: Store) -> None:
-        reader = self.reads_into(store)
         with pytest.raises(NotFound):
-            reader.read_into("a", 0, memoryview(bytearray(1)))
+            store.read_into("a", 0, memoryview(bytearray(1)))
 
     def test_read_into_shows_each_byte_once_and_in_order(self, store: Store) -> None:
-        reader = self.reads_into(store)
         wrong = []
         for nbytes in (0, 1, 3_000_001):
             data = noise(nbytes)
             store.put(f"a-{nbytes}", data)
             for afresh in (False, True):
                 buffer, seen = bytearray(nbytes), bytearray()
-                reader.read_into(
+                store.read_into(
                     f"a-{nbytes}", 0, memoryview(buffer), seen=seen.extend, afresh=afresh
                 )
                 if not buffer == seen == data:
@@ -646,14 +612,13 @@ class StoreContract:
         assert wrong == []
 
     def test_read_into_works_from_many_threads(self, store: Store) -> None:
-        reader = self.reads_into(store)
         data = noise(1_000_000)
         store.put("a", data)
         buffer = bytearray(len(data))
         view = memoryview(buffer)
 
         def read(start: int) -> None:
-            reader.read_into("a", start, view[start : start + 12_345])
+            store.read_into("a", start, view[start : start + 12_345])
 
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(read, range(0, len(data), 12_345)))
@@ -662,30 +627,29 @@ class StoreContract:
     def test_what_stays_open_is_what_is_there(self, store: Store) -> None:
         """Reads are answered by what the key holds now, whatever was read before."""
         memory = bytearray(4)
-        with keeping_open(store):
+        with store.keeping_open():
             for data in (b"1234", b"5678"):
                 store.put("a", data)
                 for _ in range(2):
-                    read_into(store, "a", 0, memoryview(memory))
+                    store.read_into("a", 0, memoryview(memory))
                     assert bytes(memory) == data == store.get("a")
             store.delete("a")
             with pytest.raises(NotFound):
-                read_into(store, "a", 0, memoryview(memory))
+                store.read_into("a", 0, memoryview(memory))
 
     def test_what_is_at_hand_is_what_is_there(self, store: Store) -> None:
-        if not isinstance(store, ReadsCached):
+        if not _has_at_hand(store):
             pytest.skip("the store has nothing at hand")
         for start in (0, 777, 99_999, 100_000):
             self._check_at_hand(store, start)
 
     def _check_at_hand(self, store: Store, start: int) -> None:
         """Reads from `start` to the end are answered by what the key holds now."""
-        assert isinstance(store, ReadsCached)
         data, seen = noise(100_000), bytearray()
         nbytes = len(data) - start
         store.put("a", data)
         assert store.cached("a", start, nbytes) is None
-        with keeping_open(store):
+        with store.keeping_open():
             fill = store.cached("a", start, nbytes)
             view = memoryview(bytearray(nbytes))
             if fill is not None and fill(
@@ -704,18 +668,11 @@ class StoreContract:
 
     # writing in pieces
 
-    def writes_blocks(self, store: Store) -> WritesBlocks:
-        """The store, if it takes pieces; otherwise the test is skipped."""
-        if not isinstance(store, WritesBlocks):
-            pytest.skip("the store does not take objects in pieces")
-        return store
-
     def test_pieces_in_any_order_make_the_object(self, store: Store) -> None:
-        blocks = self.writes_blocks(store)
         wrong = []
         for nbytes in (0, 1, 4095, 4096, 4097, 1_000_003):
             key, data = f"a-{nbytes}", memoryview(noise(nbytes))
-            writer = blocks.create(key, nbytes)
+            writer = store.create(key, nbytes)
             starts = list(range(0, nbytes, 100_001))
             random.Random(1).shuffle(starts)
             for start in starts:
@@ -726,9 +683,8 @@ class StoreContract:
         assert wrong == []
 
     def test_pieces_may_come_from_many_threads(self, store: Store) -> None:
-        blocks = self.writes_blocks(store)
         data = memoryview(noise(LARGE_NBYTES))
-        writer = blocks.create("a", len(data))
+        writer = store.create("a", len(data))
 
         def write(start: int) -> None:
             writer.write(start, data[start : start + 1_000_000])
@@ -739,21 +695,17 @@ class StoreContract:
         assert store.get("a") == data
 
     def test_create_refuses_a_key_that_is_taken(self, store: Store) -> None:
-        blocks = self.writes_blocks(store)
         store.put("a", b"first")
         with pytest.raises(AlreadyExists):
-            blocks.create("a", 10)
+            store.create("a", 10)
         assert store.get("a") == b"first"
 
-    def test_create_needs_the_folder(self, store: Store) -> None:
-        blocks = self.writes_blocks(store)
-        self.folders(store)
+    def test_create_needs_the_folder(self, folders: Store) -> None:
         with pytest.raises(NotFound, match="missing"):
-            blocks.create("missing/a", 10)
+            folders.create("missing/a", 0).finish()
 
     def test_a_finished_object_has_its_key(self, store: Store) -> None:
-        blocks = self.writes_blocks(store)
-        writer = blocks.create("a", 1)
+        writer = store.create("a", 1)
         writer.write(0, memoryview(b"x"))
         writer.finish()
         with pytest.raises(AlreadyExists):
@@ -761,15 +713,14 @@ class StoreContract:
 
     def test_an_object_with_holes_is_never_finished(self, store: Store) -> None:
         """Invariant 2: what was not written is not durable."""
-        blocks = self.writes_blocks(store)
-        writer = blocks.create("a", 10)
+        writer = store.create("a", 10)
         writer.write(0, memoryview(b"12345"))
         with pytest.raises(StoreError, match="5 of 10"):
             writer.finish()
         writer.abort()
 
     def test_a_piece_outside_the_object_is_refused(self, store: Store) -> None:
-        writer = self.writes_blocks(store).create("a", 10)
+        writer = store.create("a", 10)
         calls = {
             (start, nbytes): partial(writer.write, start, memoryview(bytes(nbytes)))
             for start, nbytes in ((-1, 1), (10, 1), (9, 2), (0, 11))
@@ -778,17 +729,16 @@ class StoreContract:
         writer.abort()
 
     def test_abort_may_come_at_any_time_and_twice(self, store: Store) -> None:
-        blocks = self.writes_blocks(store)
-        writer = blocks.create("a", 10)
+        writer = store.create("a", 10)
         writer.write(0, memoryview(b"12345"))
         writer.abort()
         writer.abort()
         with pytest.raises(StoreError):
             writer.write(5, memoryview(b"67890"))
-        blocks.create("b", 0).abort()
+        store.create("b", 0).abort()
 
     def test_abort_after_finish_keeps_the_object(self, store: Store) -> None:
-        writer = self.writes_blocks(store).create("a", 3)
+        writer = store.create("a", 3)
         writer.write(0, memoryview(b"abc"))
         writer.finish()
         writer.abort()
@@ -797,8 +747,6 @@ class StoreContract:
     # the rest
 
     def test_a_pointer_is_no_object_and_can_be_moved(self, store: Store) -> None:
-        if not isinstance(store, Points):
-            pytest.skip("the store holds no pointers")
         self.fill(store, "a/x", "b/x")
         assert store.pointed("latest") is None
         store.point("latest", "a")
@@ -807,8 +755,6 @@ class StoreContract:
         assert {info.key for info in store.list()} - {"latest"} == {"a/x", "b/x"}
 
     def test_free_space_is_told_in_bytes_and_inodes(self, store: Store) -> None:
-        if not isinstance(store, TellsSpace):
-            pytest.skip("the store does not know its space")
         free = store.free_space()
         assert isinstance(free, FreeSpace)
         assert free.nbytes is None or free.nbytes > 0
@@ -816,5 +762,5 @@ class StoreContract:
 
     def test_syncing_a_folder_is_harmless_everywhere(self, store: Store) -> None:
         self.fill(store, "a/b")
-        sync_folder(store, "a")
+        store.sync_folder("a")
         assert store.get("a/b") == b"a/b"

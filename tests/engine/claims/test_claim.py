@@ -43,7 +43,7 @@ from holdfast.format.records import (
     encode_writer,
 )
 from holdfast.policy.retention import Last
-from holdfast.store.base import Store, make_folder
+from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from runs import new_run
@@ -53,7 +53,7 @@ QUIET = Emitter(())
 
 def put_writer(store: Store, epoch: int, process: Process, **members: Any) -> None:
     """A claim by some process."""
-    make_folder(store, layout.WRITERS)
+    store.make_folder(layout.WRITERS)
     record = WriterRecord(
         epoch=epoch,
         nonce="0" * 32,

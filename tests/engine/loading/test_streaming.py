@@ -37,9 +37,9 @@ from holdfast.manager import CheckpointManager
 from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.modules import ModulePlan
 from holdfast.state.unread import Unread
-from holdfast.store import localreads
 from holdfast.store.local import LocalStore
-from holdfast.store.localreads import OpenFile, Seen, fill_cached, is_at_hand
+from holdfast.store.local import reads as localreads
+from holdfast.store.local.reads import OpenFile, Seen, fill_cached, is_at_hand
 from holdfast.weights import load_weights
 from marks import diagonal
 from runs import Recorder

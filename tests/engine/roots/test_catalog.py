@@ -178,7 +178,6 @@ class LaggingStore(MemoryStore):
     """A store whose lists of a folder end with the first name."""
 
     def children(self, folder: str = "") -> tuple[str, ...]:
-        """See `Store.children`."""
         return super().children(folder)[:1]
 
 

@@ -20,7 +20,7 @@ from holdfast.engine.staging.content import BytesContent
 from holdfast.engine.workers import Workers
 from holdfast.format.blocks import block_digest, digest_blocks, num_blocks, split
 from holdfast.format.layout import BLOCK_NBYTES
-from holdfast.store.base import Store
+from holdfast.store.base import Store, WrappedStore
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
@@ -131,7 +131,7 @@ def test_encoded_blocks_lie_one_behind_the_other(
     if isinstance(store, LocalStore):
         store.make_folder("f")
     if kind == "whole":
-        store = Whole(store)
+        store = WrappedStore(store)  # takes only whole objects
     encoding = Reversing()
     plain, document = files_of()[2], FileToWrite(key="f/d", content=BytesContent(b"{}"))
     files = [
@@ -160,18 +160,6 @@ def test_encoded_blocks_lie_one_behind_the_other(
             assert stored.digests == b"".join(map(block_digest, blocks))
             assert store.get(file.key) == b"".join(blocks)
         assert getattr(file.content, "unwritten", set()) == set()
-
-
-class Whole:
-    """A store that takes only whole objects."""
-
-    def __init__(self, inner: Store) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> object:
-        if name in ("create", "read_into", "link"):
-            raise AttributeError(name)
-        return getattr(self._inner, name)
 
 
 class Counting:

@@ -33,7 +33,6 @@ from holdfast.format.records import AnswerRecord, Notes, encode_answer, encode_n
 from holdfast.format.segments import SEGMENT_NBYTES
 from holdfast.keys import Encryption, Passphrase, SecretKey, ServiceKey, generate
 from holdfast.policy.retention import All
-from holdfast.store.base import delete_many, get_whole
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
@@ -740,16 +739,16 @@ def test_a_document_is_fetched_and_opened_once() -> None:
     saved(store, 1)
     (folder,) = folders(store)
     noted = FaultyStore(store)
-    document = get_whole(SealedStore(noted, SEALS), f"{folder}/manifest.json", max_nbytes=1 << 20)
+    document = SealedStore(noted, SEALS).get_whole(f"{folder}/manifest.json", max_nbytes=1 << 20)
     assert document == SealedStore(store, SEALS).get(f"{folder}/manifest.json")
     assert noted.ops.count(("get", f"{folder}/manifest.json")) == 1
     sealed = SealedStore(store, SEALS)
     for name in ("manifest.json", "tiny-00000.json"):
         nbytes = sealed.head(f"{folder}/{name}").nbytes
-        whole = get_whole(sealed, f"{folder}/{name}", max_nbytes=nbytes)
+        whole = sealed.get_whole(f"{folder}/{name}", max_nbytes=nbytes)
         assert whole == sealed.get(f"{folder}/{name}")
         with pytest.raises(errors.LimitExceeded):
-            get_whole(sealed, f"{folder}/{name}", max_nbytes=nbytes - 1)
+            sealed.get_whole(f"{folder}/{name}", max_nbytes=nbytes - 1)
 
 
 def test_a_file_that_has_another_length_than_was_sealed_is_not_read() -> None:
@@ -768,7 +767,7 @@ def test_a_file_that_has_another_length_than_was_sealed_is_not_read() -> None:
     )
     store.put(stored_key, store.get(stored_key)[:-1])
     with pytest.raises(errors.CorruptData, match=f"has {nbytes - 1} bytes, expected {nbytes}"):
-        get_whole(sealed, key, max_nbytes=nbytes)
+        sealed.get_whole(key, max_nbytes=nbytes)
 
 
 def test_files_are_deleted_by_the_names_that_they_are_stored_under() -> None:
@@ -778,7 +777,7 @@ def test_files_are_deleted_by_the_names_that_they_are_stored_under() -> None:
     before = stored(store)
     sealed = SealedStore(store, SEALS)
     names = [name for name in sealed.children(folder) if name.startswith("tiny")]
-    delete_many(sealed, [*(f"{folder}/{name}" for name in names), "writers/00000001.closed.json"])
+    sealed.delete_many([*(f"{folder}/{name}" for name in names), "writers/00000001.closed.json"])
     assert names
     assert {*sealed.children(folder)}.isdisjoint(names)
     assert len(before) - len(stored(store)) == len(names) + 1

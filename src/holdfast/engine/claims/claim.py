@@ -47,7 +47,7 @@ from holdfast.format.records import (
     encode_closed,
     encode_writer,
 )
-from holdfast.store.base import Folders, Store, make_folder
+from holdfast.store.base import Store
 
 HEARTBEAT_S = 10.0
 """Seconds between heartbeats; only a claimer that cannot see the process ever looks at them."""
@@ -162,7 +162,7 @@ def nothing_in_flight(store: Store, epoch: int) -> bool:
     """
     if is_closed(store, epoch):
         return True
-    if not isinstance(store, Folders):
+    if not store.has_folders:
         return False
     try:
         writer = Catalog(store).writer(epoch)
@@ -185,7 +185,7 @@ def ends_with_its_put(store: Store, *, is_sent_to: bool) -> bool:
     """Whether nothing can arrive in an attempt whose manifest was once there, because it is put
     once, by a call of the kernel. `is_sent_to`: whether the root may be the remote tier of a run,
     where senders put it again."""
-    return isinstance(store, Folders) and not is_sent_to
+    return store.has_folders and not is_sent_to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +233,7 @@ def _put_claim(store: Store, after: int, choice: Choice, *, takeover: bool) -> C
     """Put the claim that follows epoch `after`; None: the choice is to be made again."""
     point = choice.point
     epoch = epoch_after(Catalog(store), after, point)
-    make_folder(store, layout.WRITERS)
+    store.make_folder(layout.WRITERS)
     if epoch is None or not is_settled(Catalog(store), point):
         return None
     record = new_writer(epoch, choice, takeover=takeover)

@@ -18,7 +18,7 @@ from holdfast.errors import AlreadyExists, FormatError, NotFound, SealError, Uns
 from holdfast.format import layout
 from holdfast.format.manifest import Deleted, Manifest, encode_deleted
 from holdfast.format.records import Retired, Thinned, encode_retired, encode_thinned
-from holdfast.store.base import Store, delete_many
+from holdfast.store.base import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +166,7 @@ def thin(
     if leases := readers.of(folder):
         return Removal(is_done=False, leases=leases)
     files = [file for component in components for file in register.components[component].files]
-    delete_many(store, [f"{folder}/{file}" for file in files])
+    store.delete_many([f"{folder}/{file}" for file in files])
     return Removal(is_done=True)
 
 

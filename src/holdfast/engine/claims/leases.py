@@ -41,7 +41,7 @@ from holdfast.format.checked import MAX_CHECKED_NBYTES
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Manifest
 from holdfast.format.records import Lease, decode_lease, encode_lease
-from holdfast.store.base import Store, make_folder, refresh_folder
+from holdfast.store.base import Store
 
 BEAT_S = 10.0
 """Seconds between the beats of a lease; only deleters on another host look at them."""
@@ -186,7 +186,7 @@ class _HeldLease:
             if refused:
                 return refused
             # What others put is looked for next, and must not be hidden by a cache of names.
-            refresh_folder(self._store, self._folder)
+            self._store.refresh_folder(self._folder)
         except (AccessDenied, StoreFull, UnsupportedStore) as error:
             self._remove_quietly()
             return self._refused(error)
@@ -232,7 +232,7 @@ class _HeldLease:
             # its place.
             pass
         try:
-            make_folder(self._store, layout.READERS)
+            self._store.make_folder(layout.READERS)
         except TransientStoreError:
             raise
         except StoreError as error:
@@ -305,7 +305,7 @@ def find_leases(store: Store, *, folder: str | None = None) -> Iterator[FoundLea
 
 def _names(store: Store) -> tuple[str, ...]:
     try:
-        refresh_folder(store, layout.READERS)
+        store.refresh_folder(layout.READERS)
         return store.children(layout.READERS)
     except StoreError as error:
         # No store follows a link, so nobody can have put a lease behind one.

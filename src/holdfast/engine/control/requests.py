@@ -40,7 +40,7 @@ from holdfast.format.records import (
     encode_answer,
     encode_request,
 )
-from holdfast.store.base import Folders, Store, make_folder
+from holdfast.store.base import Store
 
 POLL_S = 1.0
 """Seconds between two looks of the training process into a folder."""
@@ -88,7 +88,7 @@ class Requests:
     def __init__(
         self, store: Store, *, poll_s: float | None = None, emit: Emitter | None = None
     ) -> None:
-        self._is_local = isinstance(store, Folders)
+        self._is_local = store.has_folders
         default_s = POLL_S if self._is_local else REMOTE_POLL_S
         self._poll_s = poll_s if poll_s is not None else default_s
         num_threads = 1 if self._is_local else 2
@@ -233,10 +233,10 @@ class _Tray:
         return fresh
 
     def _names(self) -> list[str]:
-        if isinstance(self._store, Folders):
+        if self._store.has_folders:
             if not self._has_folder and f"{layout.WRITERS}/" in self._store.children():
                 # So that `touch` works. Before the first claim nothing is written.
-                make_folder(self._store, layout.REQUESTS)
+                self._store.make_folder(layout.REQUESTS)
                 self._has_folder = True
             names: Iterable[str] = self._store.children(layout.REQUESTS)
         else:
@@ -301,7 +301,7 @@ def ask(
     )
     _check(record)
     data = encode_request(record)
-    make_folder(store, layout.REQUESTS)
+    store.make_folder(layout.REQUESTS)
     name = layout.request_name(request_id)
     store.put(layout.request_key(name), data, if_absent=True)
     return name

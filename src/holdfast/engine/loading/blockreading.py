@@ -14,7 +14,7 @@ from holdfast.format.blocks import DIGEST_NBYTES
 from holdfast.format.codec import Decode, decoder
 from holdfast.format.index import Index, StoredBlocks
 from holdfast.format.manifest import FileEntry
-from holdfast.store.base import ReadsCached, Store, ignore, read_into
+from holdfast.store.base import Store, ignore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,8 @@ Check: TypeAlias = Callable[[], str]
 
 _CACHED_NBYTES = 1 << 20
 """Bytes that are still in the cache of the processor that brought them. Stores show no larger
-pieces (`localreads.PIECE_NBYTES`), but of direct reads, which bring nothing into that cache."""
+pieces (`PIECE_NBYTES` in store/local/reads.py), but of direct reads, which bring nothing into that
+cache."""
 
 
 def read_block(
@@ -105,7 +106,7 @@ def begin_block(
     buffer = buffers.take(max(file.block_nbytes, skipped + stop - start))
     memory = buffer[: skipped + stop - start]
     try:
-        read_into(store, file.key, start - skipped, memory)
+        store.read_into(file.key, start - skipped, memory)
     except BaseException:
         buffers.give_back(buffer)
         raise
@@ -114,7 +115,7 @@ def begin_block(
         try:
             stored = memory[skipped:]
             if verify and not _is_block(stored, file.stored_digests, number):
-                read_into(store, file.key, start - skipped, memory, afresh=True)
+                store.read_into(file.key, start - skipped, memory, afresh=True)
                 if not _is_block(stored, file.stored_digests, number):
                     return "is not what was written"
             return decode_block(file, number, stored, plain, verify=verify)
@@ -135,7 +136,7 @@ def cached_block(
         StoreError: the file cannot be opened.
         CorruptData: it is too short.
     """
-    if file.decoder is not None or not isinstance(store, ReadsCached):
+    if file.decoder is not None:
         return None
     fill = store.cached(file.key, number * file.block_nbytes, nbytes)
     if fill is None:
@@ -169,7 +170,7 @@ def _begin_plain(
 ) -> Check:
     start = number * file.block_nbytes
     if not verify:
-        read_into(store, file.key, start, plain)
+        store.read_into(file.key, start, plain)
         return lambda: ""
     hasher = blocks.block_hasher()
     is_behind, done = False, 0
@@ -185,10 +186,10 @@ def _begin_plain(
         hasher.update(plain[done:])
         if hasher.digest() == _digest(file.digests, number):
             return ""
-        read_into(store, file.key, start, plain, afresh=True)
+        store.read_into(file.key, start, plain, afresh=True)
         return "" if _is_block(plain, file.digests, number) else "is not what was written"
 
-    read_into(store, file.key, start, plain, seen=see)
+    store.read_into(file.key, start, plain, seen=see)
     return check
 
 

@@ -14,48 +14,26 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, cast
+
+from typing_extensions import override
 
 from holdfast.errors import FormatError, UsageError
 from holdfast.format import layout
 from holdfast.store import open_store
 from holdfast.store.base import (
-    AbortsUploads,
+    BlockWriter,
     Buffer,
-    Folders,
-    KeepsOpen,
-    LinksFiles,
     ObjectInfo,
-    Points,
-    Probes,
-    ReadsWhole,
     Store,
-    TellsSpace,
-    WritesBlocks,
-    delete_many,
+    WrappedStore,
     ignore,
-    read_into,
-    uncached,
 )
-from holdfast.store.localpieces import PIECE_NBYTES, LocalPieces, Piece
-from holdfast.store.wrapping import handing_on
+from holdfast.store.local.pieces import PIECE_NBYTES, LocalPieces, Piece
 
-_PASSED_ON = (
-    Folders,
-    WritesBlocks,
-    LinksFiles,
-    Points,
-    TellsSpace,
-    Probes,
-    AbortsUploads,
-    KeepsOpen,
-    ReadsWhole,
-)
 _MAX_LENGTHS = 10_000
 
 
-class CachedStore:
+class CachedStore(WrappedStore):
     """`inner`, with copies of what is read of checkpoints in a folder of this host.
 
     Args:
@@ -71,22 +49,6 @@ class CachedStore:
     makes it read without copies, which is told once; it never makes a read fail.
     """
 
-    def __new__(
-        cls, inner: str | os.PathLike[str] | Store, *_: object, **__: object
-    ) -> CachedStore:
-        """An instance of a subclass that has what `inner` has."""
-        store = open_store(inner)
-        offered = tuple(
-            handing_on(protocol) for protocol in _PASSED_ON if isinstance(store, protocol)
-        )
-        kind = type(cls.__name__, (cls, *offered), {"__doc__": cls.__doc__})
-        made = cast(CachedStore, object.__new__(kind))
-        made.inner = store
-        return made
-
-    inner: Any
-    """The store without copies."""
-
     def __init__(
         self,
         inner: str | os.PathLike[str] | Store,
@@ -99,7 +61,7 @@ class CachedStore:
             raise UsageError(f"max_nbytes={max_nbytes!r}: must be at least {PIECE_NBYTES} bytes")
         if not 0 <= wait_s <= 3600:
             raise UsageError(f"wait_s={wait_s!r}: must be from 0 to 3600 seconds")
-        self._given = (folder, max_nbytes, wait_s)
+        super().__init__(open_store(inner))
         self._pieces = LocalPieces(folder, max_nbytes=max_nbytes, wait_s=wait_s)
         self._place = hashlib.sha256(self.url.encode()).hexdigest()[:16]
         self._lengths: dict[str, int] = {}
@@ -108,30 +70,20 @@ class CachedStore:
     def __repr__(self) -> str:
         return f"CachedStore({self.inner!r})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled, it is what it was made from: its class is there only in this process."""
-        folder, max_nbytes, wait_s = self._given
-        made = partial(CachedStore, max_nbytes=max_nbytes, wait_s=wait_s)
-        return made, (self.inner, folder)
-
-    @property
-    def url(self) -> str:
-        """See `Store.url`: that of `inner`."""
-        return cast(str, self.inner.url)
-
+    @override
     def uncached(self) -> Store:
-        """See `Caches.uncached`."""
-        return uncached(self.inner)
+        return self.inner.uncached()
 
+    @override
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
-        """See `Store.put`."""
         self.inner.put(key, data, if_absent=if_absent)
         self._forget(key)
 
-    def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        """See `Store.get`; never from a copy."""
-        return cast(bytes, self.inner.get(key, start, nbytes))
+    @override
+    def get_whole(self, key: str, *, max_nbytes: int, afresh: bool = False) -> bytes:
+        return self.inner.get_whole(key, max_nbytes=max_nbytes, afresh=afresh)
 
+    @override
     def read_into(
         self,
         key: str,
@@ -141,10 +93,10 @@ class CachedStore:
         seen: Callable[[memoryview], object] = ignore,
         afresh: bool = False,
     ) -> None:
-        """See `ReadsInto.read_into`; from copies, unless `afresh`, which drops them."""
+        """Read from copies, unless `afresh`, which drops them."""
         memory = memoryview(buffer).cast("B")
         if not _is_lasting(key) or start < 0 or not memory:
-            read_into(self.inner, key, start, memory, seen=seen, afresh=afresh)
+            self.inner.read_into(key, start, memory, seen=seen, afresh=afresh)
             return
         length = self._lengths.get(key)
         if length is None:
@@ -154,42 +106,52 @@ class CachedStore:
             for piece in pieces:
                 self._pieces.forget(piece.place)
         if afresh or start + len(memory) > length:
-            read_into(self.inner, key, start, memory, seen=seen, afresh=afresh)
+            self.inner.read_into(key, start, memory, seen=seen, afresh=afresh)
             return
 
         def fetch(at: int, part: memoryview, shown: Callable[[memoryview], object]) -> None:
-            read_into(self.inner, key, at, part, seen=shown)
+            self.inner.read_into(key, at, part, seen=shown)
 
         for piece in pieces:
             first = max(piece.start, start)
             part = memory[first - start : piece.start + piece.nbytes - start]
             self._pieces.read(piece, first, part, fetch, seen=seen)
 
+    @override
     def head(self, key: str) -> ObjectInfo:
-        """See `Store.head`."""
-        info = cast(ObjectInfo, self.inner.head(key))
+        info = self.inner.head(key)
         if _is_lasting(key):
             if len(self._lengths) >= _MAX_LENGTHS:
                 self._lengths.clear()
             self._lengths[key] = info.nbytes
         return info
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See `Store.list`."""
-        return cast("Iterator[ObjectInfo]", self.inner.list(prefix))
+    @property
+    @override
+    def writes_in_place(self) -> bool:
+        return self.inner.writes_in_place
 
-    def children(self, folder: str = "") -> tuple[str, ...]:
-        """See `Store.children`."""
-        return cast("tuple[str, ...]", self.inner.children(folder))
+    @override
+    def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
+        return self.inner.create(key, nbytes, at_most=at_most)
 
+    @property
+    @override
+    def has_links(self) -> bool:
+        return self.inner.has_links
+
+    @override
+    def link(self, source: str, key: str) -> bool:
+        return self.inner.link(source, key)
+
+    @override
     def delete(self, key: str) -> None:
-        """See `Store.delete`; copies go, too."""
         self.inner.delete(key)
         self._forget(key)
 
+    @override
     def delete_many(self, keys: Sequence[str]) -> None:
-        """See `DeletesMany.delete_many`; copies go, too."""
-        delete_many(self.inner, keys)
+        self.inner.delete_many(keys)
         for key in keys:
             self._forget(key)
 

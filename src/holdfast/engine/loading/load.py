@@ -24,7 +24,7 @@ from holdfast.format import blocks, layout
 from holdfast.format.index import Index, decode_index
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.state.apply import StoredComponent
-from holdfast.store.base import Store, keeping_open, read_into
+from holdfast.store.base import Store
 
 MAX_DOCUMENT_NBYTES = 64 * 1024 * 1024
 """The largest index and the largest tree (docs/format.md, section 2)."""
@@ -89,7 +89,7 @@ def _read_file(store: Store, folder: str, name: str, manifest: Manifest, *, veri
     key, entry = f"{folder}/{name}", _document_entry(store, folder, name, manifest)
     data, digest = bytearray(entry.nbytes), ""
     for afresh in (False, True):
-        read_into(store, key, 0, memoryview(data), afresh=afresh)
+        store.read_into(key, 0, memoryview(data), afresh=afresh)
         digest = blocks.file_digest(len(data), blocks.digest_blocks(data, manifest.block_nbytes))
         if digest == entry.digest or not verify:
             return bytes(data)
@@ -162,7 +162,7 @@ def read_tensors(
         for file, wanted in by_file.items()
         for number in wanted.blocks(opened.index.block_nbytes)
     ]
-    with keeping_open(store):
+    with store.keeping_open():
         what = f"reading {store.url}/{opened.folder}"
         threads.read_all(reads, timeout_s=timeout_s, what=what)
     parts: dict[str, list[tuple[Wanted, Arena]]] = {component: [] for component in needed}

@@ -45,7 +45,7 @@ from holdfast.state.apply import OpaqueLoadFailed, Prepared, prepare
 from holdfast.state.edits import Edit, EditedLoad, edited_load
 from holdfast.state.selection import Selection
 from holdfast.state.unread import Stored
-from holdfast.store.base import Store, reads_origin, uncached
+from holdfast.store.base import Store
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 Unhealthy = Literal["avoid", "accept"]
@@ -232,7 +232,7 @@ class Reader:
         one_sided: OneSided,
     ) -> Candidate:
         if not options.verify:
-            store = uncached(store)  # nothing would tell a damaged copy
+            store = store.uncached()  # nothing would tell a damaged copy
         opened = open_checkpoint(
             store, entry.folder, entry.manifest, components=components, verify=options.verify
         )
@@ -265,7 +265,7 @@ class Reader:
             tensors=tensors,
             stream=stream,
             one_sided=one_sided,
-            is_proof=has_read_all and reads_origin(store) and store is self.catalog.store,
+            is_proof=has_read_all and store.reads_origin and store is self.catalog.store,
         )
 
     def _lacks(self, entry: Entry, *, but: Collection[str] = ()) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from holdfast.engine.staging.device import pin
 from holdfast.engine.threads import Threads, Use
 from holdfast.state.copying import bytes_of, copy_tensors, is_plain
 from holdfast.state.unread import Unread
-from holdfast.store.base import Store, keeping_open
+from holdfast.store.base import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ class Stream:
         is_alone = len(places) <= _NUM_ALONE
         what = f"reading {self._store.url}/{self._opened.folder}"
         try:
-            with keeping_open(self._store):
+            with self._store.keeping_open():
                 self._threads.read_all(
                     [
                         partial(self._begin_block, place, blocks[place], given_up, keeps=is_alone)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.documents import read_document, read_if_there
 from holdfast.errors import (
+    AccessDenied,
     AlreadyExists,
     CommitConflict,
     FormatError,
@@ -22,6 +24,7 @@ from holdfast.errors import (
     StoreError,
     Superseded,
     TransientStoreError,
+    UnsupportedStore,
 )
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
@@ -35,17 +38,7 @@ from holdfast.format.manifest import (
     encode_manifest,
 )
 from holdfast.format.records import decode_writer
-from holdfast.store.base import (
-    Folders,
-    Points,
-    Store,
-    abort_uploads,
-    delete_many,
-    is_key,
-    make_folder,
-    refresh_folder,
-    sync_folder,
-)
+from holdfast.store.base import Store, is_key
 
 _MAX_PUTS = 5
 _PAUSE_S = 0.1
@@ -79,7 +72,7 @@ def begin(store: Store, *, label: str, epoch: int, sequence: int) -> SaveAttempt
     """Make a new attempt's folder. The save id comes from the operating system's randomness."""
     save_id = os.urandom(16).hex()
     name = layout.attempt_name(label, epoch, sequence, save_id)
-    make_folder(store, str(name), exclusive=True)
+    store.make_folder(str(name), exclusive=True)
     return SaveAttempt(name=name, save_id=save_id)
 
 
@@ -160,7 +153,7 @@ def put_once(store: Store, key: str, data: bytes) -> bool:
             _expect_ours(store, key, data, error)
             return True
         except (OutcomeUnknown, TransientStoreError) as error:
-            if isinstance(store, Folders):
+            if store.has_folders:
                 # A sync that failed: the name may be seen now and be gone after a crash.
                 raise
             try:
@@ -186,7 +179,7 @@ class _NotThere(OutcomeUnknown):
 def _expect_ours(store: Store, key: str, data: bytes, error: StoreError) -> None:
     try:
         # Whoever put it, perhaps an earlier try of ours, may not have synced the folder.
-        sync_folder(store, key.rpartition("/")[0])
+        store.sync_folder(key.rpartition("/")[0])
         found = read_document(store, key, max_nbytes=MAX_MANIFEST_NBYTES)
     except NotFound:
         folder, _, name = key.rpartition("/")
@@ -224,7 +217,7 @@ def check_fence(store: Store, epoch: int, *, committed: bool | None) -> None:
     The error says whether this save was committed; None: that is not known.
     """
     key = layout.writer_key(epoch + 1)
-    refresh_folder(store, layout.WRITERS)
+    store.refresh_folder(layout.WRITERS)
     try:
         store.head(key)
     except NotFound:
@@ -280,26 +273,24 @@ def remove_files(store: Store, folder: str, *, whole: bool) -> None:
     marks = [name for name in names if layout.is_sidecar(name)]
     files = [name for name in names if name not in {*marks, layout.MANIFEST}]
     for some in (files, marks):
-        delete_many(store, [f"{folder}/{name}" for name in some])
+        store.delete_many([f"{folder}/{name}" for name in some])
     if whole:
         store.delete(f"{folder}/")
-    elif isinstance(store, Folders):
-        store.sweep(folder)
     else:
-        abort_uploads(store, folder)
+        store.sweep(folder)
+        with suppress(AccessDenied, UnsupportedStore):
+            store.abort_uploads(folder)
 
 
 def name_latest(store: Store, folder: str | None) -> None:
     """Let `latest` name this folder; None: nothing."""
     if folder is None:
         store.delete(layout.LATEST)
-    elif isinstance(store, Points):
-        store.point(layout.LATEST, folder)
     else:
-        store.put(layout.LATEST, folder.encode())
+        store.point(layout.LATEST, folder)
 
 
 def settle(store: Store, folder: str) -> None:
     """Put a checkpoint's names on stable storage before anything relies on it (rule 5)."""
-    sync_folder(store, folder)
-    sync_folder(store, "")
+    store.sync_folder(folder)
+    store.sync_folder("")

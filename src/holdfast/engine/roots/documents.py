@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from holdfast.errors import CorruptData, NotFound, StoreError
-from holdfast.store.base import Buffer, Store, get_whole
+from holdfast.store.base import Buffer, Store
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ def read_document(store: Store, key: str, *, max_nbytes: int, afresh: bool = Fal
         CorruptData: what is there is no file, or the storage cannot read it.
     """
     try:
-        return get_whole(store, key, max_nbytes=max_nbytes, afresh=afresh)
+        return store.get_whole(key, max_nbytes=max_nbytes, afresh=afresh)
     except StoreError as error:
         if type(error) is StoreError:
             raise CorruptData(str(error)) from error

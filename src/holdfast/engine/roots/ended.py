@@ -15,7 +15,7 @@ from holdfast.errors import FormatError, StoreError
 from holdfast.format import layout
 from holdfast.format.manifest import Aborted, Deleted
 from holdfast.format.records import MAX_ENDED_NBYTES, Ended, decode_ended, encode_ended
-from holdfast.store.base import Store, sync_folder
+from holdfast.store.base import Store
 
 _WORTH_A_RECORD = 4
 """Fewer new ones are not recorded: the next process reads their registers again."""
@@ -71,7 +71,7 @@ class EndedAttempts:
         if len(self._new(here)) < _WORTH_A_RECORD:
             return
         for folder in self._new(here):
-            sync_folder(store, folder)
+            store.sync_folder(folder)
         aborted, deleted = sorted(self.aborted & here), sorted(self.deleted & here)
         record = Ended(
             epoch=epoch, aborted=(*aborted[-_MOST_LISTED:],), deleted=(*deleted[-_MOST_LISTED:],)

@@ -14,7 +14,7 @@ from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES, Manifest, Reference, decode_register
 from holdfast.format.records import decode_writer
-from holdfast.store.base import Points, Store
+from holdfast.store.base import Store
 
 
 class Records:
@@ -142,9 +142,7 @@ class Records:
 
 def latest_of(store: Store) -> str:
     """Name of the folder to which the pointer `latest` points; empty if there is none."""
-    if isinstance(store, Points):
-        return store.pointed(layout.LATEST) or ""
     try:
-        return read_document(store, layout.LATEST, max_nbytes=1024).decode(errors="replace").strip()
-    except (FormatError, NotFound):
+        return store.pointed(layout.LATEST) or ""
+    except FormatError:
         return ""

@@ -17,7 +17,7 @@ from holdfast.format import blocks
 from holdfast.format.index import StoredBlocks
 from holdfast.format.layout import BLOCK_NBYTES, plain_file
 from holdfast.format.manifest import FileEntry, Manifest
-from holdfast.store.base import LinksFiles, Store, is_one_file, uncached
+from holdfast.store.base import Store, is_one_file
 
 MIN_NBYTES = 1 << 20
 """What is smaller is written sooner than looked for."""
@@ -87,7 +87,7 @@ class Links:
         """Begin a save of these components, in a run that resumed from folder `resumed_from`."""
         self._linked.clear()
         self._source, self._apart = {}, [] if resumed_from is None else [resumed_from]
-        if not isinstance(self._store, LinksFiles):
+        if not self._store.has_links:
             return
         try:
             for kind in self._commits:
@@ -120,7 +120,6 @@ class Links:
         origin = self._verified(self._source, name, digests)
         if origin is None:
             return None
-        assert isinstance(self._store, LinksFiles)
         if not self._store.link(f"{origin.folder}/{origin.name}", f"{folder}/{origin.name}"):
             return None
         self._linked[name] = replace(origin, folder=folder)
@@ -131,7 +130,7 @@ class Links:
 
         No-op while only one commit exists, as where retention keeps just one.
         """
-        if self._newest is None or not digests or not isinstance(self._store, LinksFiles):
+        if self._newest is None or not digests or not self._store.has_links:
             return
         try:
             standing = self._standing(self._newest)
@@ -231,7 +230,7 @@ class Links:
         )
         if origin.stored is not None:
             file = file.made_by(origin.entry, origin.stored)
-        store, nbytes = uncached(self._store), origin.entry.nbytes
+        store, nbytes = self._store.uncached(), origin.entry.nbytes
         buffer = Arena(min(nbytes, BLOCK_NBYTES)).memory  # on a page, as direct reads want it
         for number, (start, stop) in enumerate(blocks.split(nbytes)):
             fault = read_block(store, file, number, buffer[: stop - start])

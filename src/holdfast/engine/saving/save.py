@@ -35,7 +35,7 @@ from holdfast.format.manifest import (
     Manifest,
     Timestamp,
 )
-from holdfast.store.base import Store, abort_uploads
+from holdfast.store.base import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +281,7 @@ def _write_files(
     digest = blocks.file_digest(len(index), blocks.digest_blocks(index))
     entries = {**files.entries, layout.INDEX: FileEntry(nbytes=len(index), digest=digest)}
     with suppress(StoreError):  # a try whose reply was lost; gc finds what this leaves
-        abort_uploads(store, folder)
+        store.abort_uploads(folder)
     phase.text = f"checking sizes in {folder}"
     _check_sizes(store, files.attempt, entries)
     return Written(

@@ -26,7 +26,7 @@ from holdfast.format import blocks
 from holdfast.format.codec import Encoding
 from holdfast.format.index import StoredBlocks
 from holdfast.format.layout import BLOCK_NBYTES
-from holdfast.store.base import BlockWriter, Store, WritesBlocks, final_nbytes
+from holdfast.store.base import BlockWriter, Store
 
 FILES_AT_ONCE = 64
 """Each holds up to three descriptors until it is on stable storage."""
@@ -152,7 +152,7 @@ class _Batch:
             numbers = range(blocks.num_blocks(content.nbytes))
             hashes += [self._workers.submit(partial(content.digest, number)) for number in numbers]
             return
-        writer = self._open[file.key] = _writer(self._store, file.key, content.nbytes)
+        writer = self._open[file.key] = self._store.create(file.key, content.nbytes)
         for number in range(blocks.num_blocks(content.nbytes)):
             memory = content.block(number, self._timeout_s)
             if file.observer is not None:
@@ -165,7 +165,7 @@ class _Batch:
 
     def _begin_encoded(self, key: str, content: Content | BytesContent, encoding: Encoding) -> None:
         nbytes = blocks.max_file_nbytes(content.nbytes)
-        writer = self._open[key] = _writer(self._store, key, nbytes, at_most=True)
+        writer = self._open[key] = self._store.create(key, nbytes, at_most=True)
 
         def send(start: int, piece: memoryview, used: int) -> None:
             job = partial(self._write, writer, start, piece[:used])
@@ -240,32 +240,3 @@ def _encode(
         return encode(encoding, number, memory)
     finally:
         content.written(number)
-
-
-def _writer(store: Store, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
-    if not isinstance(store, WritesBlocks):
-        return _Gathered(store, key, nbytes, at_most=at_most)
-    return store.create(key, nbytes, at_most=at_most)
-
-
-class _Gathered:
-    """`BlockWriter` for a store that takes only whole objects."""
-
-    def __init__(self, store: Store, key: str, nbytes: int, *, at_most: bool) -> None:
-        self._store = store
-        self._key = key
-        self._data = bytearray(nbytes)
-        self._at_most = at_most
-
-    def write(self, start: int, data: memoryview) -> None:
-        """Buffer a piece."""
-        self._data[start : start + data.nbytes] = data
-
-    def finish(self, nbytes: int | None = None) -> None:
-        """Put the whole object."""
-        planned = len(self._data)
-        length = final_nbytes(nbytes, planned, at_most=self._at_most, what=self._key)
-        self._store.put(self._key, memoryview(self._data)[:length])
-
-    def abort(self) -> None:
-        """No-op: bytes are only buffered."""

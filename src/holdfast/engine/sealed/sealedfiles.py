@@ -19,7 +19,7 @@ from holdfast.format.segments import (
     tags_nbytes,
 )
 from holdfast.format.suites import TAG_NBYTES, Suite
-from holdfast.store.base import BlockWriter, ReadsInto, Store, final_nbytes, ignore
+from holdfast.store.base import BlockWriter, Store, final_nbytes, ignore
 
 
 class SealedFile:
@@ -81,7 +81,7 @@ class SealedFile:
         end = min(-(-stop // SEGMENT_NBYTES) * SEGMENT_NBYTES, self.seal.nbytes)
         # The tag of a segment takes the place of what is behind it while that is opened.
         sealed = _scratch(end - base + TAG_NBYTES)
-        self._fetch(base, sealed[: end - base], afresh=afresh)
+        self._inner.read_into(self.key, base, sealed[: end - base], afresh=afresh)
         # One more read of each: a passing error on the way must not condemn a sound checkpoint.
         left = ["tags", "bytes"]
         for first in range(base, end, SEGMENT_NBYTES):
@@ -93,7 +93,8 @@ class SealedFile:
             segment = sealed[first - base : last - base + TAG_NBYTES]
             while not self._is_opened(number, segment, tags, plain, or_raise=not left):
                 if left.pop() == "bytes":
-                    self._fetch(first, sealed[first - base : end - base], afresh=True)
+                    piece = sealed[first - base : end - base]
+                    self._inner.read_into(self.key, first, piece, afresh=True)
                 else:
                     tags = self._closing_tags(afresh=True)
             if not is_whole:
@@ -115,12 +116,6 @@ class SealedFile:
             segment[-TAG_NBYTES:] = held
         return True
 
-    def _fetch(self, start: int, out: memoryview, *, afresh: bool) -> None:
-        if isinstance(self._inner, ReadsInto):
-            self._inner.read_into(self.key, start, out, afresh=afresh)
-        else:
-            out[:] = self._inner.get(self.key, start, out.nbytes)
-
     def _closing_tags(self, *, afresh: bool) -> bytes:
         """Read the tags of the file, and check that they fit its length."""
         if self._tags is None or afresh:
@@ -134,7 +129,7 @@ class SealedFile:
     def _read_tags(self, *, afresh: bool) -> bytes:
         nbytes = self.seal.nbytes
         tags = memoryview(bytearray(tags_nbytes(nbytes)))
-        self._fetch(nbytes, tags, afresh=afresh)
+        self._inner.read_into(self.key, nbytes, tags, afresh=afresh)
         self._cipher.check_closed(nbytes, bytes(tags), what=f"{self._what}, the end of it")
         return bytes(tags)
 

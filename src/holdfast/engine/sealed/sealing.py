@@ -1,6 +1,6 @@
 """A store that seals: whoever uses it sees plain checkpoints, and what it stores is sealed.
 
-It wraps any store and offers the same optional protocols. In the folders of checkpoints it maps
+It wraps any store. In the folders of checkpoints it maps
 names, lengths and bytes (docs/format.md, section 10); claims, leases, requests and notes on uploads
 pass through.
 The protocol's order of puts stays that of its user, with one put more: a box of keys right before
@@ -12,9 +12,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
 
 import msgspec
+from typing_extensions import override
 
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.documents import read_document
@@ -59,27 +59,14 @@ from holdfast.format.segments import FileCipher, seal_whole, stored_nbytes
 from holdfast.format.suites import Suite, fresh_secret
 from holdfast.keys import Encryption, try_key, wrapped
 from holdfast.store.base import (
-    AbortsUploads,
     BlockWriter,
     Buffer,
-    Folders,
-    KeepsOpen,
-    LinksFiles,
     ObjectInfo,
-    Points,
-    Probes,
-    ReadsInto,
     Store,
-    TellsSpace,
-    WritesBlocks,
-    delete_many,
+    WrappedStore,
     expect_at_most,
-    get_whole,
     ignore,
-    reads_origin,
-    uncached,
 )
-from holdfast.store.wrapping import handing_on
 
 _PASSED_THROUGH = frozenset({layout.WRITERS, layout.READERS, layout.REQUESTS, layout.UPLOADS})
 
@@ -101,7 +88,7 @@ def sealing(store: Store, encryption: Encryption | None, *, twin: Store | None =
 
 def bare(store: Store) -> Store:
     """The store under one that seals, where everything is as it lies there; else `store`."""
-    return cast(Store, store.inner) if isinstance(store, SealedStore) else store
+    return store.inner if isinstance(store, SealedStore) else store
 
 
 def vouched(store: Store, folder: str) -> bytes:
@@ -130,25 +117,16 @@ class _Attempt:
     num_files: int = 0
 
 
-class SealedStore:
+class SealedStore(WrappedStore):
     """`inner`, with every checkpoint sealed. Thread-safe; what one process writes it commits."""
-
-    def __new__(
-        cls, inner: Store, encryption: Encryption, *, twin: SealedStore | None = None
-    ) -> SealedStore:
-        """An instance of a subclass that has what `inner` has."""
-        offered = tuple(mixin for protocol, mixin in _MIXINS if isinstance(inner, protocol))
-        made = type(cls.__name__, (*offered, cls), {"__doc__": cls.__doc__})
-        return cast(SealedStore, object.__new__(made))
 
     def __init__(
         self, inner: Store, encryption: Encryption, *, twin: SealedStore | None = None
     ) -> None:
         """`twin` has checkpoints with the same bytes: what it has opened need not be opened again,
         which a process that has only public keys could not."""
+        super().__init__(inner)
         self._twin = twin
-        self.inner: Any = inner
-        """The store as others see it."""
         self._encryption = encryption
         self._suite = Suite(name=encryption.suite)
         self._attempts: dict[str, _Attempt] = {}
@@ -157,18 +135,14 @@ class SealedStore:
         self._lock = threading.Lock()
 
     @property
-    def url(self) -> str:
-        """See `Store.url`: that of `inner`."""
-        return cast(str, self.inner.url)
-
-    @property
+    @override
     def reads_origin(self) -> bool:
-        """See `ReadsOrigin`."""
-        return reads_origin(self.inner)
+        return self.inner.reads_origin
 
+    @override
     def uncached(self) -> SealedStore:
-        """See `Caches.uncached`; what was begun or opened here is known there, too."""
-        inner = uncached(self.inner)
+        """The same place without copies; what was begun or opened here is known there, too."""
+        inner = self.inner.uncached()
         if inner is self.inner:
             return self
         twin = SealedStore(inner, self._encryption, twin=self._twin)
@@ -184,10 +158,10 @@ class SealedStore:
             except (KeyUnavailable, Tampered) as error:
                 yield f"{key.name} does not open what it wraps: {error}"
 
-    # The six operations
+    # Operations
 
+    @override
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
-        """See `Store.put`."""
         place = _place(key)
         if place is None:
             self.inner.put(key, discreet(key, data), if_absent=if_absent)
@@ -203,8 +177,9 @@ class SealedStore:
         else:
             self._put_file(folder, name, data)
 
+    @override
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        """See `Store.get`.
+        """Plain bytes.
 
         Raises:
             SealError: the checkpoint is not for our keys, or not sealed.
@@ -213,25 +188,27 @@ class SealedStore:
         document = self._document(key)
         if document is not None:
             return _cut(document, start, nbytes, what=f"{self.url}/{key}")
-        reader = self.uncached()._reader(key)  # as `Caches` has it: copies never answer
+        reader = self.uncached()._reader(key)  # copies never answer `get`
         if reader is None:
-            return cast(bytes, self.inner.get(key, start, nbytes))
+            return self.inner.get(key, start, nbytes)
         stop = reader.seal.nbytes if nbytes is None else start + nbytes
         return reader.get(start, max(stop - start, 0))
 
+    @override
     def head(self, key: str) -> ObjectInfo:
-        """See `Store.head`: the length is that of the plain object."""
+        """Length of the plain object."""
         document = self._document(key)
         if document is not None:
             return ObjectInfo(key, len(document))
         reader = self._reader(key)
         if reader is None:
-            return cast(ObjectInfo, self.inner.head(key))
-        info = cast(ObjectInfo, self.inner.head(reader.key))
+            return self.inner.head(key)
+        info = self.inner.head(reader.key)
         return replace(info, key=key, nbytes=plain_nbytes(info.nbytes, reader.seal))
 
+    @override
     def get_whole(self, key: str, *, max_nbytes: int, afresh: bool = False) -> bytes:
-        """See `ReadsWhole.get_whole`: a document is opened once."""
+        """All plain bytes of an object; a document is opened once."""
         document = self._document(key, afresh=afresh)
         what = f"{self.url}/{key}"
         if document is not None:
@@ -239,15 +216,16 @@ class SealedStore:
             return document
         reader = self.uncached()._reader(key)  # as for `get`
         if reader is None:
-            return get_whole(self.inner, key, max_nbytes=max_nbytes, afresh=afresh)
+            return self.inner.get_whole(key, max_nbytes=max_nbytes, afresh=afresh)
         nbytes = self.head(key).nbytes
         expect_at_most(nbytes, max_nbytes, what=what)
         if nbytes != reader.seal.nbytes:  # which is a number that somebody wrote
             raise CorruptData(f"{what}: has {nbytes} bytes, expected {reader.seal.nbytes}")
         return reader.get(0, nbytes, afresh=afresh)
 
+    @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See `Store.list`; of files the lengths are plain, of all else as stored."""
+        """Objects by plain names; of files the lengths are plain, of all else as stored."""
         found: Iterable[ObjectInfo] = self.inner.list(prefix)
         folder, slash, _ = prefix.partition("/")
         if not slash or _place(f"{folder}/x") is None:
@@ -260,15 +238,15 @@ class SealedStore:
             nbytes = plain_nbytes(info.nbytes, seals[name]) if name in seals else info.nbytes
             yield ObjectInfo(f"{folder}/{names(name)}", nbytes)
 
+    @override
     def children(self, folder: str = "") -> tuple[str, ...]:
-        """See `Store.children`."""
-        found: tuple[str, ...] = self.inner.children(folder)
+        found = self.inner.children(folder)
         if not folder or "/" in folder or _place(f"{folder}/x") is None:
             return found
         return tuple(sorted(map(self._plain_names(folder), found)))
 
+    @override
     def delete(self, key: str) -> None:
-        """See `Store.delete`."""
         place = None if key.endswith("/") else _place(key)
         if place is not None:
             folder, name = place
@@ -277,13 +255,75 @@ class SealedStore:
         self.inner.delete(key)
         self._forget(key.rstrip("/"))
 
+    @override
     def delete_many(self, keys: Sequence[str]) -> None:
-        """See `DeletesMany.delete_many`."""
         places = [(key, _place(key)) for key in keys]
-        delete_many(
-            self.inner,
-            [key if at is None else f"{at[0]}/{self._stored_name(*at)}" for key, at in places],
+        self.inner.delete_many(
+            [key if at is None else f"{at[0]}/{self._stored_name(*at)}" for key, at in places]
         )
+
+    @override
+    def read_into(
+        self,
+        key: str,
+        start: int,
+        buffer: memoryview,
+        *,
+        seen: Callable[[memoryview], object] = ignore,
+        afresh: bool = False,
+    ) -> None:
+        reader = self._reader(key)
+        if reader is None:
+            self.inner.read_into(key, start, buffer, seen=seen, afresh=afresh)
+        else:
+            reader.read(start, memoryview(buffer).cast("B"), seen=seen, afresh=afresh)
+
+    @property
+    @override
+    def writes_in_place(self) -> bool:
+        return self.inner.writes_in_place
+
+    @override
+    def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
+        """Begin a sealed file; pieces come as with `at_most` in either case."""
+        place = _place(key)
+        if place is None:
+            return self.inner.create(key, nbytes, at_most=at_most)
+        folder, name = place
+        attempt, seal = self._new_file(folder, name, nbytes)
+        stored = f"{folder}/{seal.name}"
+        inner = self.inner.create(stored, stored_nbytes(nbytes), at_most=at_most)
+
+        def done(length: int, entry: FileEntry) -> None:
+            attempt.stored[seal.name] = entry
+            attempt.seals[name] = msgspec.structs.replace(seal, nbytes=length)
+
+        cipher = FileCipher(self._suite, bytes.fromhex(seal.secret))
+        return SealedWriter(inner, cipher, nbytes, at_most=at_most, done=done)
+
+    @property
+    @override
+    def has_links(self) -> bool:
+        return self.inner.has_links
+
+    @override
+    def link(self, source: str, key: str) -> bool:
+        """Give the sealed file a second key; its secret goes into the new manifest."""
+        from_folder, from_name = source.split("/")
+        folder, name = key.split("/")
+        contents = self._contents(from_folder)
+        seal = contents.files.get(from_name) if contents is not None else None
+        if contents is None or seal is None or contents.suite != self._suite:
+            return False
+        attempt = self._attempt(folder)
+        with self._lock:
+            stored = layout.stored_name(attempt.num_files)
+            attempt.num_files += 1
+        if not self.inner.link(f"{from_folder}/{seal.name}", f"{folder}/{stored}"):
+            return False
+        attempt.stored[stored] = contents.visible.files[seal.name]
+        attempt.seals[name] = FileSeal(name=stored, nbytes=seal.nbytes, secret=seal.secret)
+        return True
 
     # Manifests
 
@@ -582,72 +622,6 @@ class SealedStore:
         with self._lock:
             self._readers.setdefault(folder, {})[name] = reader
         return reader
-
-
-class _SealedReadsInto(SealedStore):
-    def read_into(
-        self,
-        key: str,
-        start: int,
-        buffer: memoryview,
-        *,
-        seen: Callable[[memoryview], object] = ignore,
-        afresh: bool = False,
-    ) -> None:
-        """See `ReadsInto.read_into`."""
-        reader = self._reader(key)
-        if reader is None:
-            self.inner.read_into(key, start, buffer, seen=seen, afresh=afresh)
-        else:
-            reader.read(start, memoryview(buffer).cast("B"), seen=seen, afresh=afresh)
-
-
-class _SealedWritesBlocks(SealedStore):
-    def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
-        """See `WritesBlocks.create`; pieces come as with `at_most` in either case."""
-        place = _place(key)
-        if place is None:
-            return cast(BlockWriter, self.inner.create(key, nbytes, at_most=at_most))
-        folder, name = place
-        attempt, seal = self._new_file(folder, name, nbytes)
-        stored = f"{folder}/{seal.name}"
-        inner = self.inner.create(stored, stored_nbytes(nbytes), at_most=at_most)
-
-        def done(length: int, entry: FileEntry) -> None:
-            attempt.stored[seal.name] = entry
-            attempt.seals[name] = msgspec.structs.replace(seal, nbytes=length)
-
-        cipher = FileCipher(self._suite, bytes.fromhex(seal.secret))
-        return SealedWriter(inner, cipher, nbytes, at_most=at_most, done=done)
-
-
-class _SealedLinksFiles(SealedStore):
-    def link(self, source: str, key: str) -> bool:
-        """See `LinksFiles.link`: the same sealed file, whose secret goes into the new manifest."""
-        from_folder, from_name = source.split("/")
-        folder, name = key.split("/")
-        contents = self._contents(from_folder)
-        seal = contents.files.get(from_name) if contents is not None else None
-        if contents is None or seal is None or contents.suite != self._suite:
-            return False
-        attempt = self._attempt(folder)
-        with self._lock:
-            stored = layout.stored_name(attempt.num_files)
-            attempt.num_files += 1
-        if not self.inner.link(f"{from_folder}/{seal.name}", f"{folder}/{stored}"):
-            return False
-        attempt.stored[stored] = contents.visible.files[seal.name]
-        attempt.seals[name] = FileSeal(name=stored, nbytes=seal.nbytes, secret=seal.secret)
-        return True
-
-
-_MIXINS: tuple[tuple[Any, type], ...] = (
-    (ReadsInto, _SealedReadsInto),
-    (WritesBlocks, _SealedWritesBlocks),
-    (LinksFiles, _SealedLinksFiles),
-    # The keys of these are folders, or those under which the files lie.
-    *((p, handing_on(p)) for p in (Folders, AbortsUploads, Points, TellsSpace, Probes, KeepsOpen)),
-)
 
 
 def _place(key: str) -> tuple[str, str] | None:

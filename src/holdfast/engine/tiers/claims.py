@@ -51,7 +51,7 @@ from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.checked import MAX_CHECKED_NBYTES
 from holdfast.format.records import encode_writer
-from holdfast.store.base import Store, make_folder
+from holdfast.store.base import Store
 
 _MAX_RACES = 100
 _SCRATCH_TIMEOUT_S = 600.0
@@ -218,7 +218,7 @@ class TieredOwnership(Ownership):
         data = encode_writer(record)
         try:
             stands = is_reachable and self._put_remote(epoch, data)
-            make_folder(self._store, layout.WRITERS)
+            self._store.make_folder(layout.WRITERS)
             put_once(self._store, layout.writer_key(epoch), data)
         except CommitConflict:
             return None
@@ -229,7 +229,7 @@ class TieredOwnership(Ownership):
         """Put a claim into the remote tier. False when that is not known to have worked: the same
         claim is tried again before the first upload."""
         try:
-            make_folder(self._remote, layout.WRITERS)
+            self._remote.make_folder(layout.WRITERS)
             put_once(self._remote, layout.writer_key(epoch), data)
         except StoreError as error:
             self._go_without(error)
@@ -370,7 +370,7 @@ def share_claims(local: Store, remote: Store, *, emit: Emitter = Emitter(())) ->
     _expect_one_branch(local, remote, unseen)
     for epoch in sorted({*ours} ^ {*theirs}):
         source, target = (local, remote) if epoch in ours else (remote, local)
-        make_folder(target, layout.WRITERS)
+        target.make_folder(layout.WRITERS)
         try:
             put_once(target, layout.writer_key(epoch), _document(source, epoch))
         except CommitConflict:

@@ -19,7 +19,7 @@ from holdfast.format.records import (
     encode_tiers,
     encode_upload,
 )
-from holdfast.store.base import Store, make_folder
+from holdfast.store.base import Store
 
 MAX_ERROR_CHARS = 2000
 
@@ -62,7 +62,7 @@ class Ledger:
         self._put(layout.TIERS, encode_tiers(record))
 
     def _put(self, key: str, data: bytes) -> None:
-        make_folder(self._local, layout.UPLOADS)
+        self._local.make_folder(layout.UPLOADS)
         self._local.put(key, data)
 
     def _read(self, folder: str) -> tuple[bool, UploadRecord | None]:

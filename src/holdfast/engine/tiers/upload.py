@@ -61,14 +61,7 @@ from holdfast.format.manifest import (
     FileEntry,
     Manifest,
 )
-from holdfast.store.base import (
-    AbortsUploads,
-    BlockWriter,
-    LinksFiles,
-    Store,
-    WritesBlocks,
-    make_folder,
-)
+from holdfast.store.base import BlockWriter, Store
 
 T = TypeVar("T")
 
@@ -208,7 +201,7 @@ class Sender:
     # Files
 
     def _send_files(self, folder: str, listing: Listing) -> None:
-        make_folder(self._remote, folder)
+        self._remote.make_folder(folder)
         pieces_of_file = self._pieces(folder, listing)
         sizes = self._sizes_there(folder)
         num_whole = 0
@@ -268,7 +261,7 @@ class Sender:
     def _send_file(
         self, key: str, nbytes: int, pieces: tuple[FilePiece, ...], *, is_there: bool
     ) -> None:
-        if len(pieces) <= 1 or not isinstance(self._remote, WritesBlocks):
+        if len(pieces) <= 1:
             self._put(key, b"".join(self._read(key, piece) for piece in pieces))
             self._expect_right(key, pieces)
         elif is_there:
@@ -276,26 +269,24 @@ class Sender:
                 f"{self._remote.url}/{key}: not what is in {self._local.url}, though nobody but an "
                 "upload of this run writes there; it is left as it is"
             )
-        elif isinstance(self._remote, LinksFiles):
-            self._send_aside(self._remote, key, nbytes, pieces)
+        elif self._remote.has_links:
+            self._send_aside(key, nbytes, pieces)
         else:
             with suppress(AlreadyExists):  # whole, for it has its name when it is finished
                 self._send_pieces(key, key, nbytes, pieces)
             self._expect_right(key, pieces)
 
-    def _send_aside(
-        self, remote: LinksFiles, key: str, nbytes: int, pieces: tuple[FilePiece, ...]
-    ) -> None:
+    def _send_aside(self, key: str, nbytes: int, pieces: tuple[FilePiece, ...]) -> None:
         """Write a file where nobody looks for it, and give it its name when it is whole."""
         scratch = layout.sending_folder(os.urandom(8))
         aside = f"{scratch}/{key.rpartition('/')[2]}"
-        make_folder(self._remote, scratch, exclusive=True)
+        self._remote.make_folder(scratch, exclusive=True)
         try:
             self._send_pieces(key, aside, nbytes, pieces)
             self._expect_right(aside, pieces)
             self._count()
             with suppress(AlreadyExists):
-                if not remote.link(aside, key):
+                if not self._remote.link(aside, key):
                     raise UnsupportedStore(
                         f"{self._remote.url}/{aside}: cannot be given its name {key}; without two "
                         "names for a file, a half-sent one could be taken for whole"
@@ -307,7 +298,6 @@ class Sender:
     def _send_pieces(
         self, source: str, key: str, nbytes: int, pieces: tuple[FilePiece, ...]
     ) -> None:
-        assert isinstance(self._remote, WritesBlocks)
         self._count()
         writer = self._remote.create(key, nbytes)
         waiting: deque[Future[None]] = deque()
@@ -461,7 +451,7 @@ class Sender:
 
 def _shows_whole_files(remote: Store) -> bool:
     """Whether a file that is there with its length is whole, as far as is known of this store."""
-    return not isinstance(remote, WritesBlocks) or isinstance(remote, LinksFiles | AbortsUploads)
+    return remote.has_links or not remote.writes_in_place
 
 
 _nice = threading.local()

@@ -14,8 +14,8 @@ from urllib.parse import quote
 from xml.etree import ElementTree
 
 from holdfast.errors import HoldfastError
-from holdfast.store.remoteerrors import as_store_error, read_failure_of_python
-from holdfast.store.remoteopen import Clients, GcsUploads, Place
+from holdfast.store.remote.errors import as_store_error, read_failure_of_python
+from holdfast.store.remote.opening import Clients, GcsUploads, Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,8 @@ from holdfast.errors import (
     is_damage,
 )
 from holdfast.store.remote import RemoteStore
-from holdfast.store.remoteopen import RemoteOptions
-from store.answers import RESET, Answer, Answers, answering, refusal
+from holdfast.store.remote.opening import RemoteOptions
+from store.remote.answers import RESET, Answer, Answers, answering, refusal
 
 TWICE = RemoteOptions(max_retries=1, retry_s=60, timeout_s=60, connect_timeout_s=60)
 

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 from holdfast.errors import CorruptData
 from holdfast.events import logger
-from holdfast.store import localreads
-from holdfast.store.localfiles import write_all
-from holdfast.store.localreads import OpenFile, Seen
+from holdfast.store.local import reads
+from holdfast.store.local.files import write_all
+from holdfast.store.local.reads import OpenFile, Seen
 
 Fetch = Callable[[int, memoryview, Seen], None]
 """Fills the memory from that byte of the object on, and shows it as it comes."""
@@ -134,7 +134,7 @@ class LocalPieces:
         try:
             with suppress(OSError):
                 os.utime(file.fd)  # so that it is among the last to go
-            localreads.fill(
+            reads.fill(
                 file, memory, start - piece.start, what=path, seen=count, direct=True, afresh=False
             )
         except (OSError, CorruptData):

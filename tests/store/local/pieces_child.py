@@ -13,7 +13,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from holdfast.store.base import ignore
-from holdfast.store.localpieces import LocalPieces, Piece
+from holdfast.store.local.pieces import LocalPieces, Piece
 
 NBYTES = 300_000
 

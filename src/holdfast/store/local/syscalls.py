@@ -11,7 +11,7 @@ import struct
 import sys
 from dataclasses import dataclass
 
-from holdfast.store.oserrors import UNSUPPORTED
+from holdfast.store.local.oserrors import UNSUPPORTED
 
 _RENAME_NOREPLACE = 1
 _AT_EMPTY_PATH = 0x1000

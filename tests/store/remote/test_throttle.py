@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from holdfast.store.throttle import Pace
+from holdfast.store.remote.throttle import Pace
 
 
 class Clock:

@@ -17,9 +17,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from holdfast.store.localfiles import OWN_FDS, address_of, read_exactly
-from holdfast.store.oserrors import UNSUPPORTED
-from holdfast.store.syscalls import DirectAlignment, direct_alignment, is_all_cached, is_cached
+from holdfast.store.local.files import OWN_FDS, address_of, read_exactly
+from holdfast.store.local.oserrors import UNSUPPORTED
+from holdfast.store.local.syscalls import (
+    DirectAlignment,
+    direct_alignment,
+    is_all_cached,
+    is_cached,
+)
 
 Seen = Callable[[memoryview], object]
 """Called with each piece of the memory once its bytes are there, in order."""

@@ -19,19 +19,18 @@ from dataclasses import dataclass
 
 from holdfast.errors import NotFound, StoreError, UnsupportedStore, UsageError
 from holdfast.events import logger
-from holdfast.store.base import final_nbytes
-from holdfast.store.localfiles import (
+from holdfast.store.base import final_nbytes, flat
+from holdfast.store.local.files import (
     FILE_MODE,
     NEW_FILE,
     address_of,
-    flat,
     remove_quietly,
     temporary_name,
     write_all,
 )
-from holdfast.store.localfolders import sync_folder_fd
-from holdfast.store.oserrors import UNSUPPORTED, Reporting
-from holdfast.store.syscalls import DirectAlignment, direct_alignment, preallocate
+from holdfast.store.local.folders import sync_folder_fd
+from holdfast.store.local.oserrors import UNSUPPORTED, Reporting
+from holdfast.store.local.syscalls import DirectAlignment, direct_alignment, preallocate
 
 _PAGE = mmap.PAGESIZE
 _REFUSED = "direct_io=True: this file system refuses O_DIRECT"

@@ -13,7 +13,10 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from typing_extensions import override
+
 from holdfast.errors import (
+    AccessDenied,
     AlreadyExists,
     CorruptData,
     NotFound,
@@ -21,21 +24,19 @@ from holdfast.errors import (
     UnsupportedStore,
     UsageError,
 )
-from holdfast.store import remotesweep
 from holdfast.store.base import (
     BlockWriter,
     Buffer,
     ObjectInfo,
-    abort_uploads,
+    Store,
     check_key,
+    flat,
     ignore,
 )
-from holdfast.store.localfiles import flat
-from holdfast.store.remoteapi import Api
-from holdfast.store.remoteopen import RemoteOptions, parse_place
-from holdfast.store.remotewrites import PART_NBYTES, Uploads, copy_bytes
-
-__all__ = ["RemoteOptions", "RemoteStore"]
+from holdfast.store.remote import sweep
+from holdfast.store.remote.api import Api
+from holdfast.store.remote.opening import RemoteOptions, parse_place
+from holdfast.store.remote.writes import PART_NBYTES, Uploads, copy_bytes
 
 _READ_NBYTES = 8 * 1024 * 1024
 """One request reads at most so much."""
@@ -43,7 +44,7 @@ _SEEN_NBYTES = 1024 * 1024
 _DELETED_AT_ONCE = 1000
 
 
-class RemoteStore:
+class RemoteStore(Store):
     """Keys and bytes in a bucket, below a prefix.
 
     Args:
@@ -59,7 +60,6 @@ class RemoteStore:
     """
 
     reads_origin = True
-    """See `ReadsOrigin`."""
 
     def __init__(
         self, url: str, *, endpoint: str | None = None, options: RemoteOptions | None = None
@@ -78,12 +78,14 @@ class RemoteStore:
         return partial(RemoteStore, url, endpoint=endpoint, options=options), ()
 
     @property
+    @override
     def url(self) -> str:
         """The URL, without a slash at its end."""
         return self._place.url
 
+    @override
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
-        """See `Store.put`: one request.
+        """Send one request.
 
         A plain put is repeated after a failure. One with `if_absent` is repeated only after a
         reply that says that it had no effect; after any other failure it is `OutcomeUnknown`, and
@@ -92,8 +94,9 @@ class RemoteStore:
         check_key(key)
         (self._api.put_new if if_absent else self._api.put)(key, flat(data))
 
+    @override
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        """See `Store.get`. The length is checked before memory is taken."""
+        """The length is checked before memory is taken."""
         check_key(key)
         if start < 0 or (nbytes is not None and nbytes < 0):
             raise UsageError(f"get {key}: start {start} and nbytes {nbytes} must not be negative")
@@ -106,11 +109,13 @@ class RemoteStore:
         self._fill(key, start, memoryview(data), ignore)
         return bytes(data)
 
+    @override
     def get_whole(self, key: str, *, max_nbytes: int, afresh: bool = False) -> bytes:
-        """See `ReadsWhole.get_whole`: one request, and afresh as far as that can be had."""
+        """Read in one request, and afresh as far as that can be had."""
         check_key(key)
         return self._api.whole(key, max_nbytes=max_nbytes)
 
+    @override
     def read_into(
         self,
         key: str,
@@ -120,7 +125,7 @@ class RemoteStore:
         seen: Callable[[memoryview], object] = ignore,
         afresh: bool = False,
     ) -> None:
-        """See `ReadsInto.read_into`. There is no cache on the way."""
+        """Read in requests of 8 MiB at most; there is no cache on the way."""
         check_key(key)
         if start < 0:
             raise UsageError(f"read_into {key}: start {start} must not be negative")
@@ -129,36 +134,40 @@ class RemoteStore:
         if buffer.nbytes:
             self._fill(key, start, buffer.cast("B"), seen)
 
+    @override
     def head(self, key: str) -> ObjectInfo:
-        """See `Store.head`."""
         check_key(key)
         return ObjectInfo(key=key, nbytes=self._api.nbytes(key))
 
+    @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See `Store.list`. Streams where the service lists in order; Azure's is sorted here."""
+        """Stream where the service lists in order; Azure's is sorted here."""
         if prefix:
             check_key(prefix.removesuffix("/"))
         if self._place.scheme == "az":
             return iter(sorted(self._found(prefix), key=lambda info: info.key))
         return self._in_order(prefix)
 
+    @override
     def children(self, folder: str = "") -> tuple[str, ...]:
-        """See `Store.children`."""
         if folder:
             check_key(folder)
         return tuple(sorted(name for name in self._api.names(folder) if name not in ("", "/")))
 
+    @override
     def delete(self, key: str) -> None:
-        """See `Store.delete`. Of a folder also the uploads in it that nobody completed."""
+        """Remove an object, or a folder with the uploads in it that nobody completed."""
         check_key(key.removesuffix("/"))
         if not key.endswith("/"):
             self._api.delete([key])
             return
         self._delete_all(info.key for info in self._found(key))
-        abort_uploads(self, key.removesuffix("/"))
+        with suppress(AccessDenied, UnsupportedStore):
+            self.abort_uploads(key.removesuffix("/"))
 
+    @override
     def delete_many(self, keys: Sequence[str]) -> None:
-        """See `DeletesMany.delete_many`: a request a thousand, where the service has that."""
+        """Send one request for a thousand keys, where the service has that."""
         for key in keys:
             check_key(key)
         self._delete_all(iter(keys))
@@ -167,8 +176,9 @@ class RemoteStore:
         while some := [*islice(keys, _DELETED_AT_ONCE)]:
             self._api.delete(some)
 
+    @override
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
-        """See `WritesBlocks.create`: one request, or a multipart upload when it is long."""
+        """Begin an object that goes in one request, or a multipart upload when it is long."""
         check_key(key)
         if nbytes < 0:
             raise UsageError(f"create {key}: nbytes {nbytes} must not be negative")
@@ -177,25 +187,27 @@ class RemoteStore:
             raise AlreadyExists(f"create {self._api.url(key)}: the key is taken")
         return self._uploads.create(key, nbytes, at_most=at_most)
 
+    @override
     def uploads(self, folder: str = "") -> Iterator[str]:
-        """See `AbortsUploads.uploads`. Azure has none."""
+        """Keys of multipart uploads that were not completed; Azure has none."""
         if folder:
             check_key(folder)
         inside = f"{folder}/" if folder else ""
-        found = remotesweep.uploads(self._place, self._api.clients(), inside)
+        found = sweep.uploads(self._place, self._api.clients(), inside)
         return (upload.key for upload in found)
 
+    @override
     def abort_uploads(self, folder: str) -> int:
-        """See `AbortsUploads.abort_uploads`."""
         check_key(folder)
         clients = self._api.clients()
-        found = tuple(remotesweep.uploads(self._place, clients, f"{folder}/"))
+        found = tuple(sweep.uploads(self._place, clients, f"{folder}/"))
         for upload in found:
-            remotesweep.abort(self._place, clients, upload)
+            sweep.abort(self._place, clients, upload)
         return len(found)
 
+    @override
     def probe(self) -> str:
-        """See `Probes.probe`: whether broken uploads can be found; writes nothing."""
+        """Find out whether broken uploads can be listed; writes nothing."""
         self._api.expect_own_process()
         options = self._api.options
         size = f"{PART_NBYTES >> 20} MiB"

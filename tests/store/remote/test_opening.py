@@ -13,7 +13,7 @@ from tests.each import each
 from holdfast.errors import AccessDenied, UsageError
 from holdfast.store import open_store
 from holdfast.store.remote import RemoteStore
-from holdfast.store.remoteopen import RemoteOptions, open_clients, parse_place
+from holdfast.store.remote.opening import RemoteOptions, open_clients, parse_place
 
 
 @pytest.fixture(autouse=True)

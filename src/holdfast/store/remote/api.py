@@ -25,9 +25,9 @@ from holdfast.errors import (
 )
 from holdfast.events import logger
 from holdfast.store.base import ObjectInfo, expect_at_most
-from holdfast.store.remoteerrors import Failure, as_store_error, read_failure
-from holdfast.store.remoteopen import Clients, Place, RemoteOptions, needed, open_clients
-from holdfast.store.throttle import Pace
+from holdfast.store.remote.errors import Failure, as_store_error, read_failure
+from holdfast.store.remote.opening import Clients, Place, RemoteOptions, needed, open_clients
+from holdfast.store.remote.throttle import Pace
 
 T = TypeVar("T")
 

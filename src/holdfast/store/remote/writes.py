@@ -21,11 +21,10 @@ from contextlib import suppress
 from typing import Any
 
 from holdfast.errors import HoldfastError, StoreError, TransientStoreError, UsageError
-from holdfast.store.base import BlockWriter
-from holdfast.store.localfiles import flat
-from holdfast.store.remoteapi import Api, is_own_process
-from holdfast.store.remoteopen import RemoteOptions
-from holdfast.store.throttle import Pace
+from holdfast.store.base import BlockWriter, flat
+from holdfast.store.remote.api import Api, is_own_process
+from holdfast.store.remote.opening import RemoteOptions
+from holdfast.store.remote.throttle import Pace
 
 PART_NBYTES = 16 * 1024 * 1024
 """Objects up to this length go in one request, longer ones in parts of it."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from holdfast.errors import StoreError, UnsupportedStore
-from holdfast.store.oserrors import UNSUPPORTED, Reporting
+from holdfast.store.local.oserrors import UNSUPPORTED, Reporting
 
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)

@@ -21,15 +21,7 @@ from holdfast.errors import (
     UnsupportedStore,
     UsageError,
 )
-from holdfast.store.base import (
-    Folders,
-    Points,
-    Probes,
-    ReadsInto,
-    Store,
-    TellsSpace,
-    WritesBlocks,
-)
+from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.testing.store_contract import StoreContract
 
@@ -99,9 +91,11 @@ def dot_names(root):
     return [name for _, dirs, files in os.walk(root) for name in dirs + files if name[0] == "."]
 
 
-def test_it_offers_every_optional_protocol(store):
-    for protocol in (Store, Folders, ReadsInto, WritesBlocks, Points, Probes, TellsSpace):
-        assert isinstance(store, protocol)
+def test_it_does_itself_what_others_leave_to_the_defaults(store):
+    for name in ("make_folder", "read_into", "cached", "create", "link", "point", "probe"):
+        assert getattr(type(store), name) is not getattr(Store, name)
+    assert store.has_folders
+    assert store.has_links
 
 
 # what it touches
@@ -373,7 +367,7 @@ def test_without_hard_links_renames_do(store, root, monkeypatch, number, if_abse
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_without_links_and_exclusive_renames_the_store_is_refused(store, root, monkeypatch, number):
     monkeypatch.setattr(os, "link", refusing(errno.EPERM))
-    monkeypatch.setattr("holdfast.store.localfiles.rename_noreplace", refusing(number))
+    monkeypatch.setattr("holdfast.store.local.files.rename_noreplace", refusing(number))
     with pytest.raises(UnsupportedStore, match="hard links"):
         store.put("a", b"x", if_absent=True)
     with pytest.raises(UnsupportedStore, match="hard links"):
@@ -382,7 +376,7 @@ def test_without_links_and_exclusive_renames_the_store_is_refused(store, root, m
 
 
 def test_without_proc_files_get_a_temporary_name(store, root, monkeypatch):
-    monkeypatch.setattr("holdfast.store.localfiles.OWN_FDS", "/nowhere")
+    monkeypatch.setattr("holdfast.store.local.files.OWN_FDS", "/nowhere")
     store.put("a", b"x", if_absent=True)
     store.put("a", b"y")
     assert store.get("a") == b"y"
@@ -666,7 +660,7 @@ def test_a_network_folder_is_refreshed_by_a_file_that_comes_and_goes(
     monkeypatch.setattr(os, "open", watched)
     store.refresh_folder("writers")
     assert opened == []
-    monkeypatch.setattr("holdfast.store.local.is_network", lambda fd: True)
+    monkeypatch.setattr("holdfast.store.local.store.is_network", lambda fd: True)
     store.refresh_folder("writers")
     assert len(opened) == 1
     assert opened[0].startswith(".")

@@ -12,14 +12,14 @@ import pytest
 
 from holdfast.errors import StoreError, TransientStoreError
 from holdfast.store.remote import RemoteStore
-from holdfast.store.remoteopen import RemoteOptions
-from holdfast.store.remotewrites import COPY_NBYTES, PART_NBYTES
+from holdfast.store.remote.opening import RemoteOptions
+from holdfast.store.remote.writes import COPY_NBYTES, PART_NBYTES
 from holdfast.testing.store_contract import noise
 from marks import full
 from servers.client import uploads
 from servers.fixtures import on
 from servers.program import Service
-from store.answers import Answer, answering, refusal
+from store.remote.answers import Answer, answering, refusal
 
 LENGTH = 3 * PART_NBYTES + 12_345
 IMPATIENT = RemoteOptions(max_concurrency=1, max_retries=0, timeout_s=0.5, retry_s=0.5)

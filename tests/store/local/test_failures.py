@@ -18,10 +18,9 @@ from holdfast.errors import (
     StoreFull,
     TransientStoreError,
 )
-from holdfast.store import oserrors
-from holdfast.store.local import LocalStore
-from holdfast.store.localfiles import drafted
-from holdfast.store.oserrors import Reporting
+from holdfast.store.local import LocalStore, oserrors
+from holdfast.store.local.files import drafted
+from holdfast.store.local.oserrors import Reporting
 from holdfast.testing.store_contract import noise
 
 CALLS = (
@@ -373,7 +372,7 @@ def test_a_disk_that_fills_at_any_write_fails_the_whole(tmp_path, monkeypatch, n
     """R8: here the room was not reserved, so it is the write that finds out."""
     really_write = os.pwrite
     allowed = random.Random(0).sample(range(NBYTES), 30)
-    monkeypatch.setattr("holdfast.store.localblocks.preallocate", lambda fd, nbytes: None)
+    monkeypatch.setattr("holdfast.store.local.blocks.preallocate", lambda fd, nbytes: None)
     store = prepared(tmp_path)
     for left_nbytes in allowed:
         left = [left_nbytes]

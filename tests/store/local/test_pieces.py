@@ -17,8 +17,8 @@ import pytest
 from children import Child
 from holdfast.errors import TransientStoreError
 from holdfast.store.base import ignore
-from holdfast.store.localpieces import LocalPieces
-from store.pieces_child import NBYTES, content, piece
+from holdfast.store.local.pieces import LocalPieces
+from store.local.pieces_child import NBYTES, content, piece
 
 CHILD = Path(__file__).with_name("pieces_child.py")
 ON_DISK = -(-NBYTES // 4096) * 4096
@@ -307,11 +307,11 @@ def test_a_process_that_stops_while_it_counts_delays_one_read_only(
     reader = Reader(tmp_path)
     reader(1)
     (path,) = tmp_path.rglob("count")
-    monkeypatch.setattr("holdfast.store.localpieces._COUNT_WAIT_S", 0)
+    monkeypatch.setattr("holdfast.store.local.pieces._COUNT_WAIT_S", 0)
     with path.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         reader(2)
-        monkeypatch.setattr("holdfast.store.localpieces._COUNT_WAIT_S", 10_000)
+        monkeypatch.setattr("holdfast.store.local.pieces._COUNT_WAIT_S", 10_000)
         reader(3)
         reader(1)
     assert reader.fetched == Counter([1, 2, 3])

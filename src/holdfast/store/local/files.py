@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from holdfast.errors import CorruptData, StoreError, TransientStoreError, UnsupportedStore
-from holdfast.store.base import Buffer
-from holdfast.store.oserrors import UNSUPPORTED
-from holdfast.store.syscalls import rename_noreplace
+from holdfast.store.local.oserrors import UNSUPPORTED
+from holdfast.store.local.syscalls import rename_noreplace
 
 TEMPORARY_PREFIX = ".tmp-"
 FILE_MODE = 0o444
@@ -74,13 +73,6 @@ def link_file(source_fd: int, source: str, folder_fd: int, name: str) -> None:
     if not stat.S_ISREG(os.stat(name, dir_fd=folder_fd, follow_symlinks=False).st_mode):
         os.unlink(name, dir_fd=folder_fd)
         raise FileNotFoundError(errno.ENOENT, "not a regular file", source)
-
-
-def flat(data: Buffer) -> memoryview:
-    """The bytes of a contiguous buffer, whatever its shape and item type."""
-    view = memoryview(data)
-    # A view with a zero in its shape cannot be cast.
-    return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 def address_of(data: memoryview) -> int:

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from holdfast.errors import NotFound, StoreError, StoreFull, UnsupportedStore
-from holdfast.store import localblocks, syscalls
-from holdfast.store.local import LocalStore
+from holdfast.store.local import LocalStore, syscalls
+from holdfast.store.local import blocks as localblocks
 from holdfast.testing.store_contract import noise
 from ways import takes_direct
 

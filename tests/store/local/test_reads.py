@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from holdfast.errors import CorruptData, NotFound, StoreError
-from holdfast.store import localreads, syscalls
-from holdfast.store.local import LocalStore
-from holdfast.store.localreads import DIRECT_NBYTES_MIN, PIECE_NBYTES, OpenFile, OpenFiles, Seen
-from holdfast.store.syscalls import DirectAlignment, is_cached
+from holdfast.store.local import LocalStore, syscalls
+from holdfast.store.local import reads as localreads
+from holdfast.store.local.reads import DIRECT_NBYTES_MIN, PIECE_NBYTES, OpenFile, OpenFiles, Seen
+from holdfast.store.local.syscalls import DirectAlignment, is_cached
 from holdfast.testing.store_contract import noise
 
 MIB = 1024 * 1024

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 
+from typing_extensions import override
+
 from holdfast.errors import CorruptData, InvalidKey, NotFound, UsageError
-from holdfast.store import localfiles, localreads, oserrors
 from holdfast.store.base import (
     MAX_KEY_BYTES,
     BlockWriter,
@@ -23,12 +24,15 @@ from holdfast.store.base import (
     FillCached,
     FreeSpace,
     ObjectInfo,
+    Store,
     check_key,
+    flat,
     ignore,
 )
-from holdfast.store.localblocks import DirectWrites, LocalBlockWriter, create_file
-from holdfast.store.localfiles import TEMPORARY_PREFIX, drafted
-from holdfast.store.localfolders import (
+from holdfast.store.local import files, oserrors, reads
+from holdfast.store.local.blocks import DirectWrites, LocalBlockWriter, create_file
+from holdfast.store.local.files import TEMPORARY_PREFIX, drafted
+from holdfast.store.local.folders import (
     make_folder_in,
     make_root,
     opened_folder,
@@ -36,12 +40,12 @@ from holdfast.store.localfolders import (
     scan,
     sync_folder_fd,
 )
-from holdfast.store.localreads import OpenFile, OpenFiles
-from holdfast.store.oserrors import Reporting
-from holdfast.store.syscalls import is_network
+from holdfast.store.local.oserrors import Reporting
+from holdfast.store.local.reads import OpenFile, OpenFiles
+from holdfast.store.local.syscalls import is_network
 
 
-class LocalStore:
+class LocalStore(Store):
     """Keys are paths below `root`, objects are regular files that nobody may write.
 
     Args:
@@ -54,7 +58,9 @@ class LocalStore:
     """
 
     reads_origin = True
-    """See `ReadsOrigin`."""
+    has_folders = True
+    has_links = True
+    writes_in_place = True
 
     def __init__(self, root: str | os.PathLike[str], *, direct_io: bool | None = None) -> None:
         path = os.fspath(root)
@@ -72,14 +78,16 @@ class LocalStore:
         return f"LocalStore({self._root!r})"
 
     @property
+    @override
     def url(self) -> str:
         """The absolute path of the root."""
         return self._root
 
+    @override
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
-        """See `Store.put`. The file is written aside, synced, and then gets its name."""
+        """The file is written aside, synced, and then gets its name."""
         folder, name = _split(key)
-        content = localfiles.flat(data)
+        content = flat(data)
         report = Reporting("put", self._path(key), nbytes=len(content))
         with report, self._opened(folder) as folder_fd:
             self._check_folder_syncs(folder_fd)
@@ -89,8 +97,9 @@ class LocalStore:
                 self._put_over(folder_fd, name, content, report)
             sync_folder_fd(folder_fd)
 
+    @override
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        """See `Store.get`. The length is checked before memory is taken."""
+        """The length is checked before memory is taken."""
         if start < 0 or (nbytes is not None and nbytes < 0):
             raise UsageError(f"get {key}: start {start} and nbytes {nbytes} must not be negative")
         with self._reading(key) as (file, file_nbytes):
@@ -101,9 +110,10 @@ class LocalStore:
                 return data
             rest = bytearray(wanted - len(data))
             at = start + len(data)
-            localfiles.read_exactly(file.fd, memoryview(rest), at, what=self._path(key))
+            files.read_exactly(file.fd, memoryview(rest), at, what=self._path(key))
             return data + rest
 
+    @override
     def read_into(
         self,
         key: str,
@@ -113,7 +123,6 @@ class LocalStore:
         seen: Callable[[memoryview], object] = ignore,
         afresh: bool = False,
     ) -> None:
-        """See `ReadsInto.read_into`."""
         if start < 0:
             raise UsageError(f"read_into {key}: start {start} must not be negative")
         if afresh:
@@ -121,7 +130,7 @@ class LocalStore:
         with self._reading(key) as (file, file_nbytes):
             self._check_range(key, start, buffer.nbytes, file_nbytes)
             if buffer.nbytes:
-                localreads.fill(
+                reads.fill(
                     file,
                     buffer.cast("B"),
                     start,
@@ -131,8 +140,9 @@ class LocalStore:
                     afresh=afresh,
                 )
 
+    @override
     def cached(self, key: str, start: int, nbytes: int) -> FillCached | None:
-        """See `ReadsCached.cached`. A class whose `read_into` is another one sees all reads."""
+        """None for a subclass that overrides `read_into`, so that it sees all reads."""
         if start < 0 or nbytes < 0:
             raise UsageError(f"cached {key}: {nbytes} bytes from {start} on")
         check_key(key)
@@ -140,44 +150,47 @@ class LocalStore:
             return None
         with self._reading(key) as (file, file_nbytes):
             self._check_range(key, start, nbytes, file_nbytes)
-            is_at_hand = localreads.is_at_hand(file, start, nbytes)
-        return partial(localreads.fill_cached, file, start) if is_at_hand and file.is_open else None
+            is_at_hand = reads.is_at_hand(file, start, nbytes)
+        return partial(reads.fill_cached, file, start) if is_at_hand and file.is_open else None
 
+    @override
     def keeping_open(self) -> AbstractContextManager[None]:
-        """See `KeepsOpen.keeping_open`."""
         return self._files.kept()
 
+    @override
     def head(self, key: str) -> ObjectInfo:
-        """See `Store.head`."""
         folder, name = _split(key)
         path = self._path(key)
         with Reporting("head", path), self._opened(folder) as folder_fd:
             found = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
-            nbytes = localfiles.regular_nbytes(found, what=path)
+            nbytes = files.regular_nbytes(found, what=path)
             return ObjectInfo(key=key, nbytes=nbytes, identity=f"{found.st_dev}-{found.st_ino}")
 
+    @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See `Store.list`. Folders are read as the iteration comes to them."""
+        """Objects below `prefix`; folders are read as the iteration comes to them."""
         if prefix:
             check_key(prefix.removesuffix("/"))
         return self._walk(prefix)
 
+    @override
     def children(self, folder: str = "") -> tuple[str, ...]:
-        """See `Store.children`. A symbolic link that leads out of `folder` is listed as a folder,
-        but reading through it is an error."""
+        """Names in a folder. A symbolic link that leads out of it is listed as a folder, but
+        reading through it is an error."""
         _check_folder(folder)
         return tuple(sorted(name for name, _ in self._entries(folder, sizes=False)))
 
+    @override
     def delete(self, key: str) -> None:
-        """See `Store.delete`. Symbolic links are removed, never followed."""
+        """Symbolic links are removed, never followed."""
         if key.endswith("/"):
             check_key(key[:-1])
             self._delete_tree(key[:-1])
         else:
             self._delete_file(key)
 
+    @override
     def make_folder(self, folder: str, *, exclusive: bool = False) -> None:
-        """See `Folders.make_folder`."""
         _check_folder(folder)
         segments = _segments(folder)
         with Reporting("make folder", self._path(folder)) as report:
@@ -189,24 +202,26 @@ class LocalStore:
                 with opened_folder(self._root, segments[:depth]) as outer_fd:
                     make_folder_in(outer_fd, name, report, exclusive=exclusive and is_last)
 
+    @override
     def sync_folder(self, folder: str) -> None:
-        """See `Folders.sync_folder`."""
         _check_folder(folder)
         with Reporting("sync folder", self._path(folder)), self._opened(folder) as folder_fd:
             sync_folder_fd(folder_fd)
 
+    @override
     def refresh_folder(self, folder: str) -> None:
-        """See `Folders.refresh_folder`. On NFS a change of a folder makes the client look anew."""
+        """Make names visible: on NFS a change of a folder makes the client look anew."""
         _check_folder(folder)
         report = Reporting("refresh folder", self._path(folder))
         with suppress(NotFound), report, self._opened(folder) as folder_fd:
             if is_network(folder_fd):
-                name = localfiles.temporary_name()
-                os.close(os.open(name, localfiles.NEW_FILE, localfiles.FILE_MODE, dir_fd=folder_fd))
+                name = files.temporary_name()
+                os.close(os.open(name, files.NEW_FILE, files.FILE_MODE, dir_fd=folder_fd))
                 os.unlink(name, dir_fd=folder_fd)
 
+    @override
     def sweep(self, folder: str) -> int:
-        """See `Folders.sweep`. Only for folders in which no put is under way."""
+        """Remove leftovers; only for folders in which no put is under way."""
         _check_folder(folder)
         num_removed = 0
         report = Reporting("sweep", self._path(folder))
@@ -218,8 +233,9 @@ class LocalStore:
                         num_removed += 1
         return num_removed
 
+    @override
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
-        """See `WritesBlocks.create`. Takes the room at once, where the file system can."""
+        """Begin a file, and take its room at once where the file system can."""
         folder, name = _split(key)
         if nbytes < 0:
             raise UsageError(f"create {key}: nbytes {nbytes} must not be negative")
@@ -228,7 +244,7 @@ class LocalStore:
             self._check_folder_syncs(folder_fd)
             with ExitStack() as undo:
                 fd = create_file(folder_fd, name, nbytes)
-                undo.callback(localfiles.remove_quietly, folder_fd, name)
+                undo.callback(files.remove_quietly, folder_fd, name)
                 undo.callback(os.close, fd)
                 own_folder_fd = os.dup(folder_fd)
                 undo.callback(os.close, own_folder_fd)
@@ -245,46 +261,48 @@ class LocalStore:
                 undo.pop_all()
             return writer
 
+    @override
     def link(self, source: str, key: str) -> bool:
-        """See `LinksFiles.link`: a hard link."""
+        """Make a hard link."""
         (source_folder, source_name), (folder, name) = _split(source), _split(key)
         report = Reporting("link", self._path(key))
         with report, self._opened(folder) as folder_fd:
             self._check_folder_syncs(folder_fd)
             try:
                 with self._opened(source_folder) as source_fd:
-                    localfiles.link_file(source_fd, source_name, folder_fd, name)
+                    files.link_file(source_fd, source_name, folder_fd, name)
             except FileNotFoundError:
                 return False
             except OSError as err:
-                if err.errno in localfiles.NO_LINKS:
+                if err.errno in files.NO_LINKS:
                     return False
                 raise
             report.effect = "done"
             sync_folder_fd(folder_fd)
         return True
 
+    @override
     def point(self, name: str, target: str) -> None:
-        """See `Points.point`. A relative symbolic link, or a text file where there are none."""
+        """Make a relative symbolic link, or a text file where there are none."""
         check_key(name)
         check_key(target)
         if "/" in name:
             raise UsageError(f"point {name}: the pointer must be in the root itself")
-        aside = localfiles.temporary_name()
+        aside = files.temporary_name()
         with Reporting("point", self._path(name)) as report, self._opened("") as root_fd:
             try:
                 os.symlink(target, aside, dir_fd=root_fd)
             except OSError as err:
-                if err.errno not in localfiles.NO_LINKS:
+                if err.errno not in files.NO_LINKS:
                     raise
                 self.put(name, f"{target}\n".encode())
                 return
-            localfiles.replace_with(root_fd, aside, name)
+            files.replace_with(root_fd, aside, name)
             report.effect = "done"
             sync_folder_fd(root_fd)
 
+    @override
     def pointed(self, name: str) -> str | None:
-        """See `Points.pointed`."""
         check_key(name)
         with suppress(NotFound), Reporting("read", self._path(name)), self._opened("") as root_fd:
             try:
@@ -295,13 +313,15 @@ class LocalStore:
             return self.get(name).decode(errors="replace").strip()  # a text file
         return None
 
+    @override
     def free_space(self) -> FreeSpace:
-        """See `TellsSpace.free_space`. The root need not exist yet."""
+        """Room on the file system; the root need not exist yet."""
         with Reporting("free space of", self._root):
             return oserrors.free_space(self._root)
 
+    @override
     def probe(self) -> str:
-        """See `Probes.probe`: a commit, and a direct write beside an unaligned tail.
+        """Try a commit, and a direct write beside an unaligned tail.
 
         Raises:
             StoreError: it cannot be tried, for instance because the root does not exist.
@@ -309,12 +329,12 @@ class LocalStore:
         report = Reporting("probe", self._root)
         with report, self._opened("") as root_fd:
             sync_folder_fd(root_fd)
-            name = localfiles.temporary_name()
+            name = files.temporary_name()
             try:
                 self._put_new(root_fd, name, memoryview(b"probe"), report)
                 report.effect = "none"
             finally:
-                localfiles.remove_quietly(root_fd, name)
+                files.remove_quietly(root_fd, name)
             return self._direct.choose(root_fd)
 
     def _path(self, key: str) -> str:
@@ -340,7 +360,7 @@ class LocalStore:
                 file = self._open(key)
             is_kept = False
             try:
-                file_nbytes = localfiles.regular_nbytes(os.fstat(file.fd), what=path)
+                file_nbytes = files.regular_nbytes(os.fstat(file.fd), what=path)
                 is_kept = self._files.keep(path, file)
                 yield file, file_nbytes
             finally:
@@ -350,7 +370,7 @@ class LocalStore:
     def _open(self, key: str) -> OpenFile:
         folder, name = _split(key)
         with self._opened(folder) as folder_fd:
-            return OpenFile(localfiles.open_file(folder_fd, name))
+            return OpenFile(files.open_file(folder_fd, name))
 
     def _put_new(self, folder_fd: int, name: str, content: memoryview, report: Reporting) -> None:
         if self._has_links:

@@ -1,0 +1,141 @@
+"""The defaults of Store do what the contract says, and a wrapper is never bypassed."""
+
+import pytest
+
+from holdfast.errors import UsageError
+from holdfast.store import open_store
+from holdfast.store.base import FreeSpace, Store, WrappedStore
+from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
+from holdfast.testing.store_contract import StoreContract
+
+SEVEN = ("url", "put", "get", "head", "list", "children", "delete")
+
+
+class Least(Store):
+    """The seven members that a store must write, and nothing else."""
+
+    url = "least://"
+
+    def __init__(self):
+        self._inner = MemoryStore()
+
+    def put(self, key, data, *, if_absent=False):
+        self._inner.put(key, data, if_absent=if_absent)
+
+    def get(self, key, start=0, nbytes=None):
+        return self._inner.get(key, start, nbytes)
+
+    def head(self, key):
+        return self._inner.head(key)
+
+    def list(self, prefix=""):
+        return self._inner.list(prefix)
+
+    def children(self, folder=""):
+        return self._inner.children(folder)
+
+    def delete(self, key):
+        self._inner.delete(key)
+
+
+class TestLeast(StoreContract):
+    @pytest.fixture
+    def store(self):
+        return Least()
+
+
+@pytest.mark.full
+class TestWrappedMemory(StoreContract):
+    @pytest.fixture
+    def store(self):
+        return WrappedStore(MemoryStore())
+
+
+@pytest.mark.full
+class TestWrappedFolder(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path):
+        return WrappedStore(LocalStore(tmp_path / "root"))
+
+
+def test_seven_members_are_to_be_written():
+    assert {*Store.__abstractmethods__} == {*SEVEN}
+
+
+def test_a_store_that_writes_nothing_more_offers_nothing_more():
+    store = Least()
+    for name in ("has_folders", "has_links", "writes_in_place", "reads_origin"):
+        assert not getattr(store, name)
+    assert store.uncached() is store
+    assert store.free_space() == FreeSpace(None, None)
+    assert store.probe() == ""
+    assert [*store.uploads()] == []
+    assert store.abort_uploads("a") == 0
+    store.put("a", b"x")
+    assert store.link("a", "b") is False
+
+
+def test_an_object_in_pieces_is_seen_when_it_is_whole():
+    store = Least()
+    writer = store.create("a", 4)
+    writer.write(2, memoryview(b"34"))
+    writer.write(0, memoryview(b"12"))
+    assert store.children() == ()
+    writer.finish()
+    assert store.get("a") == b"1234"
+
+
+class Noting(WrappedStore):
+    """Writes down what it is asked for."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.seen = []
+
+    def put(self, key, data, *, if_absent=False):
+        self.seen.append(f"put {key}")
+        super().put(key, data, if_absent=if_absent)
+
+    def get(self, key, start=0, nbytes=None):
+        self.seen.append(f"get {key}")
+        return super().get(key, start, nbytes)
+
+    def delete(self, key):
+        self.seen.append(f"delete {key}")
+        super().delete(key)
+
+
+def test_a_wrapper_sees_all_bytes_and_all_removals(tmp_path):
+    """The faster ways of the store in it would pass it by."""
+    inner = LocalStore(tmp_path)
+    store = Noting(inner)
+    writer = store.create("a", 1)
+    writer.write(0, memoryview(b"x"))
+    writer.finish()
+    with store.keeping_open():
+        assert store.cached("a", 0, 1) is None
+        store.read_into("a", 0, memoryview(bytearray(1)))
+    store.uncached().read_into("a", 0, memoryview(bytearray(1)))
+    assert store.get_whole("a", max_nbytes=1) == b"x"
+    store.delete_many(["a"])
+    assert store.seen == ["put a", "get a", "get a", "get a", "delete a"]
+    assert inner.children() == ()
+
+
+def test_a_store_whose_copies_may_answer_is_read_by_get_alone():
+    class Copying(WrappedStore):
+        def read_into(self, key, start, buffer, **options):
+            buffer[:] = b"?"
+
+    store = Copying(MemoryStore())
+    store.put("a", b"x")
+    memory = bytearray(1)
+    for found, data in ((store, b"?"), (store.uncached(), b"x")):
+        found.read_into("a", 0, memoryview(memory))
+        assert memory == data
+
+
+def test_what_is_no_store_is_refused_with_what_to_do():
+    with pytest.raises(UsageError, match=r"subclasses holdfast\.Store"):
+        open_store({})
