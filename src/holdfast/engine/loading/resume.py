@@ -17,11 +17,13 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
+from torch import Tensor
+
 from holdfast.engine.claims.claim import Choice, dropped
 from holdfast.engine.claims.leases import BeingDeleted, expect_kept, kept
-from holdfast.engine.loading.load import Opened, Tensors, open_checkpoint, read_tensors
+from holdfast.engine.loading.load import Opened, open_checkpoint
 from holdfast.engine.loading.sides import OneSided, Sides, with_hint
-from holdfast.engine.loading.streaming import Stream
+from holdfast.engine.loading.tensors import TensorReader
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.roots.seen import Seen
 from holdfast.engine.threads import Threads
@@ -140,7 +142,7 @@ class Candidate:
     options: LoadOptions
     prepared: Prepared
     tensors: StoredTensors
-    stream: Stream
+    reader: TensorReader
     """Reads those of the tensors that were not read yet."""
     one_sided: OneSided
     """Components that are not loaded, because only the state or only the checkpoint has them."""
@@ -151,7 +153,7 @@ class Candidate:
     def cause_of(self, error: Exception) -> StoreError | CorruptData | None:
         """What was wrong with the checkpoint or its storage, when `apply` failed for that."""
         cause = error.__cause__ if isinstance(error, OpaqueLoadFailed) else error
-        is_ours = cause is self.stream.failure  # not that of an object which reads its own files
+        is_ours = cause is self.reader.failure  # not that of an object which reads its own files
         return cause if is_ours and isinstance(cause, StoreError | CorruptData) else None
 
 
@@ -218,7 +220,7 @@ class Reader:
             try:
                 options.sides.expect(entry.manifest, gone, where=self._place(entry))
             except UsageError:
-                found.stream.verify_all()  # raises if damaged: then it is passed over
+                found.reader.verify_all()  # raises if damaged: then it is passed over
                 raise
         return found
 
@@ -236,8 +238,10 @@ class Reader:
         opened = open_checkpoint(
             store, entry.folder, entry.manifest, components=components, verify=options.verify
         )
-        read = partial(self._read_tensors, store, opened, verify=options.verify)
-        found = _edited(opened, options.edit, read)
+        reader = TensorReader(
+            store, opened, threads=self.threads, timeout_s=self.timeout_s, verify=options.verify
+        )
+        found = _edited(opened, options.edit, reader)
         prepared = prepare(
             self.state,
             found.components,
@@ -252,10 +256,7 @@ class Reader:
             unsaved=unsaved,
             one_sided=one_sided.names,
         )
-        stream = Stream(
-            store, opened, threads=self.threads, timeout_s=self.timeout_s, verify=options.verify
-        )
-        rest = partial(self._read_rest, store, opened, stream, options)
+        rest = partial(self._read_rest, opened, reader, options)
         tensors = _completed(found.tensors, prepared.needed, rest)
         has_read_all = options.proves_whole and not one_sided.without
         return Candidate(
@@ -263,7 +264,7 @@ class Reader:
             options=options,
             prepared=prepared,
             tensors=tensors,
-            stream=stream,
+            reader=reader,
             one_sided=one_sided,
             is_proof=has_read_all and reads_origin(store) and store is self.catalog.store,
         )
@@ -283,23 +284,10 @@ class Reader:
                 there=entry.manifest.components,
             )
 
-    def _read_tensors(
-        self, store: Store, opened: Opened, needed: Mapping[str, Iterable[str]], *, verify: bool
-    ) -> Tensors:
-        return read_tensors(
-            store,
-            opened,
-            needed,
-            threads=self.threads,
-            timeout_s=self.timeout_s,
-            verify=verify,
-        )
-
     def _read_rest(
         self,
-        store: Store,
         opened: Opened,
-        stream: Stream,
+        reader: TensorReader,
         options: LoadOptions,
         needed: Mapping[str, Iterable[str]],
     ) -> StoredTensors:
@@ -307,12 +295,12 @@ class Reader:
         kinds = {name: opened.components[name].kind for name in needed}
         streamed = {name: keys for name, keys in needed.items() if kinds[name] in _STREAMED}
         if not options.in_place and not self._is_too_large(opened, streamed):
-            return self._read_tensors(store, opened, needed, verify=options.verify)
-        unread = stream.tensors(streamed)
+            return reader.read(needed)
+        unread = reader.unread(streamed)
         if options.verify and not options.in_place:
-            stream.verify_all()
+            reader.verify_all()
         others = {name: keys for name, keys in needed.items() if name not in streamed}
-        return {**self._read_tensors(store, opened, others, verify=options.verify), **unread}
+        return {**reader.read(others), **unread}
 
     def _is_too_large(self, opened: Opened, needed: Mapping[str, Iterable[str]]) -> bool:
         if self.memory_budget is None:
@@ -497,21 +485,19 @@ def _goes_without(manifest: Manifest, options: LoadOptions) -> tuple[str, ...]:
     return (RNG,)
 
 
-def _edited(
-    opened: Opened, edit: Edit | None, read: Callable[[Mapping[str, Iterable[str]]], Tensors]
-) -> EditedLoad:
+def _edited(opened: Opened, edit: Edit | None, reader: TensorReader) -> EditedLoad:
     if edit is None:
         return EditedLoad(components=opened.components, tensors={})
     return edited_load(
         opened.components,
         edit,
         where=opened.folder,
-        read=lambda name: read({name: opened.components[name].tensors})[name],
+        read=lambda name: reader.read({name: opened.components[name].tensors})[name],
     )
 
 
 def _completed(
-    found: Tensors,
+    found: Mapping[str, Mapping[str, Tensor]],
     needed: Mapping[str, Iterable[str]],
     read: Callable[[Mapping[str, Iterable[str]]], StoredTensors],
 ) -> StoredTensors:
