@@ -24,7 +24,6 @@ from holdfast.engine.memory import Buffers
 from holdfast.engine.staging.device import pin
 from holdfast.engine.threads import Threads, Use
 from holdfast.errors import CorruptData, Tampered
-from holdfast.format.index import Index
 from holdfast.store.base import Store, keeping_open
 
 
@@ -136,10 +135,12 @@ class ReadPipeline:
         if read.memory is not None:
             # Not seen by anybody before the whole plan succeeded, so a late read does no harm.
             return self._begin_checked(block, read.memory)
+        file, number = block
+        left = self._opened.manifest.files[file].nbytes - number * self._block_nbytes
         buffer = self._buffer()
+        memory = buffer[: min(self._block_nbytes, left)]
         use: Use | None = None
         try:
-            memory = buffer[: self._length(block)]
             if keeps or not self._is_read_in_place(block, read, memory, given_up):
                 fill = self._begin_checked(block, memory)
                 use = partial(self._use, block, read, given_up, buffer, fill, keeps=keeps)
@@ -213,11 +214,6 @@ class ReadPipeline:
 
         return fill
 
-    def _length(self, block: BlockId) -> int:
-        file, number = block
-        left = self._opened.manifest.files[file].nbytes - number * self._block_nbytes
-        return min(self._block_nbytes, left)
-
     def _buffer(self) -> memoryview:
         """Memory for a block, from which a device may copy while other blocks are read."""
         buffer = self._buffers.take(self._block_nbytes)
@@ -235,20 +231,15 @@ class ReadPipeline:
 
     def _contents(self, file: str, start: int, stop: int) -> str:
         """The tensors in a stretch of a file, for messages."""
-        names = _tensors_in(self._opened.index, file, start, stop)
+        names = [
+            f"{component}.{key}"
+            for component, entries in self._opened.index.components.items()
+            for key, entry in entries.items()
+            for shard in entry.shards
+            if shard.file == file and shard.start < stop and shard.start + shard.nbytes > start
+        ]
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         return f"it holds {', '.join(names[:5]) or 'the header'}{more}"
-
-
-def _tensors_in(index: Index, file: str, start: int, stop: int) -> list[str]:
-    """`component.key` of every tensor with bytes in [start, stop) of a file."""
-    return [
-        f"{component}.{key}"
-        for component, entries in index.components.items()
-        for key, entry in entries.items()
-        for shard in entry.shards
-        if shard.file == file and shard.start < stop and shard.start + shard.nbytes > start
-    ]
 
 
 def _targets(segments: Sequence[Segment], memory: memoryview) -> list[memoryview] | None:
