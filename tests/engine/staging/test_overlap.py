@@ -20,9 +20,9 @@ from torch import Tensor, nn
 import warm
 from holdfast.engine.checkpoint import PendingSave
 from holdfast.engine.saving import saver as saver_module
-from holdfast.engine.staging import copying, fence, image
+from holdfast.engine.staging import fence, image, inmemory
+from holdfast.engine.staging.inmemory import ImageTransfer
 from holdfast.engine.staging.overlap import Mode
-from holdfast.engine.staging.staged import StagedInMemory
 from holdfast.errors import DeadlineExceeded, SaveFailed, UsageError
 from holdfast.manager import CheckpointManager
 from marks import full
@@ -55,9 +55,9 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """A closed gate; every tensor of some bytes counts as large."""
-    made, run_later, wait = Gate(), copying.Copying.run_later, fence.Fence.wait
+    made, run_later, wait = Gate(), inmemory.ImageTransfer.run_later, fence.Fence.wait
 
-    def held(self: copying.Copying) -> None:
+    def held(self: inmemory.ImageTransfer) -> None:
         made.pass_by()
         run_later(self)
 
@@ -66,7 +66,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
             made.was_asked.set()
         wait(self, who)
 
-    monkeypatch.setattr(copying.Copying, "run_later", held)
+    monkeypatch.setattr(inmemory.ImageTransfer, "run_later", held)
     monkeypatch.setattr(fence.Fence, "wait", noted)
     monkeypatch.setattr(image, "LARGE_NBYTES", 64)
     monkeypatch.setattr("holdfast.engine.staging.overlap.LARGE_NBYTES", 64)
@@ -532,7 +532,7 @@ def test_whoever_waits_for_a_save_that_cannot_begin_hears_why(
     with CheckpointManager(tmp_path, state, overlap=overlap, on_failure="warn") as manager:
         with monkeypatch.context() as breaking:
             if broken == "copy":
-                breaking.setattr(StagedInMemory, "copy", refuse)
+                breaking.setattr(ImageTransfer, "copy", refuse)
             else:
                 breaking.setattr(threading.Thread, "start", all_but("holdfast-save-0"))
             with pytest.raises((OSError, RuntimeError), match=r"no space|no thread"):
@@ -750,19 +750,19 @@ def test_a_slot_that_is_given_other_memory_while_it_is_copied_fails_the_save_alo
     """Its old memory stays until then: who reads there by address would end the process."""
     code = f"""
 import threading, torch
-from holdfast.engine.staging import copying
+from holdfast.engine.staging import inmemory
 from holdfast.errors import SaveFailed
 from holdfast.manager import CheckpointManager
 
 model = torch.nn.Linear(2000, 4000)
 optimizer = torch.optim.Adam(model.parameters())
-go, run_later = threading.Event(), copying.Copying.run_later
+go, run_later = threading.Event(), inmemory.ImageTransfer.run_later
 
 def held(self):
     go.wait(60)
     run_later(self)
 
-copying.Copying.run_later = held
+inmemory.ImageTransfer.run_later = held
 state = {{"model": model, "optimizer": optimizer}}
 manager = CheckpointManager({str(tmp_path)!r}, state, overlap=True)
 for step in (1, 2):

@@ -33,6 +33,18 @@ class Content(Protocol):
         ...
 
 
+class StagedContent(Content, Protocol):
+    """The bytes of a staged tensor file."""
+
+    def is_unchanged(self, timeout_s: float) -> bool:
+        """Whether no block was seen to differ from what the last commit had.
+
+        Raises:
+            DeadlineExceeded: a block was not staged in time.
+        """
+        ...
+
+
 class BytesContent:
     """A small file held in memory; without an encoder it is put as a whole."""
 

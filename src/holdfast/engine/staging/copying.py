@@ -1,24 +1,17 @@
-"""The copies of one staging, made in order by one or several threads; others wait for blocks.
-
-What overlaps with training is written block by block while others are still being copied.
-"""
+"""The copies of one staging: of runs of bytes, of tensors in other forms, and by devices."""
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from torch import Tensor, UntypedStorage
 
 from holdfast.engine.staging.device import DeviceCopy, begin_copies
 from holdfast.engine.staging.image import Image
-from holdfast.errors import DeadlineExceeded
 from holdfast.format.layout import BLOCK_NBYTES
-from holdfast.state.copying import Shared, copy_runs, is_plain
+from holdfast.state.copying import copy_runs, is_plain
 
 AT_ONCE_NBYTES = 1 << 20
 AT_ONCE = 1024
@@ -224,138 +217,3 @@ def arrivals_of(image: Image, sources: Mapping[int, Tensor]) -> list[Arrival]:
     blocks = sorted({number for position in sources for number in image.blocks_of(position)})
     begun = begin_copies(image.overwritten_by_device(*pair) for pair in sources.items())
     return [Arrival(image, blocks, device_copy) for device_copy in begun]
-
-
-class Copying:
-    """Copies to be made at once, and such that may be made `later`, beside the training.
-
-    Whoever has the later ones made holds their tensors until then.
-    """
-
-    def __init__(
-        self, now: Sequence[Work], later: Sequence[Work], *, held: Sequence[object] = ()
-    ) -> None:
-        """`held` is the memory from which the first are made by address, and what a device copies.
-        It is let go when they are made; when not all are, a thread may still be at one."""
-        self._held = held
-        pieces = list(_cut(now))
-        self._num_now = len(pieces)
-        self._now: Iterator[Piece] = iter(pieces)
-        # Cut by those who copy, and counted by the first of them: there are many, and training
-        # waits for whoever makes this.
-        self._later: Iterator[Piece] = Shared(_cut(later))
-        self._works: Sequence[Work] = (*now, *later)
-        self._left: dict[_Block, int] | None = None
-        self._changed = threading.Condition()
-        self._error: BaseException | None = None
-        self._is_staged = threading.Event()
-        self.now_s = 0.0
-        """Seconds that training waited for copies."""
-
-    @property
-    def num_now(self) -> int:
-        """How many of those that training waits for are not made yet."""
-        return self._num_now
-
-    def run_now(self, timeout_s: float) -> None:
-        """Make the copies that training waits for, or what nobody else has made of them.
-
-        Raises:
-            DeadlineExceeded: another thread is still copying. Otherwise what a copy failed with.
-        """
-        began = time.perf_counter()
-        self._run(self._now)
-        with self._changed:
-            self._changed.wait_for(lambda: self._error or not self._num_now, timeout_s)
-            if self._error is not None:
-                raise self._error
-        if self._num_now:
-            late = DeadlineExceeded(f"staging: not done after {timeout_s:.0f} s")
-            self.fail(late)
-            raise late
-        self._held = ()
-        self.now_s = time.perf_counter() - began
-        self._is_staged.set()
-
-    def help_now(self) -> None:
-        """Take part in them from another thread."""
-        self._run(self._now)
-
-    def wait_staged(self, timeout_s: float) -> None:
-        """Block until training goes on.
-
-        Raises:
-            DeadlineExceeded: it was not in time.
-        """
-        if not self._is_staged.wait(timeout_s):
-            raise DeadlineExceeded(f"staging: not done after {timeout_s:.0f} s")
-
-    def run_later(self) -> None:
-        """Take part in the others."""
-        self._run(self._later, is_later=True)
-
-    def fail(self, error: BaseException) -> None:
-        """Nobody is to wait for blocks any more."""
-        with self._changed:
-            self._error = self._error or error
-            self._is_staged.set()
-            self._changed.notify_all()
-
-    def wait(self, image: Image, number: int, timeout_s: float) -> None:
-        """Block until a block is staged.
-
-        Raises:
-            DeadlineExceeded: it was not in time. Otherwise what a copy failed with.
-        """
-        place = (image.file.name, number)
-        with self._changed:
-            is_known = self._changed.wait_for(
-                lambda: self._error is not None or not self._pieces_left().get(place), timeout_s
-            )
-            if self._error is not None:
-                raise self._error
-        if not is_known:
-            raise DeadlineExceeded(
-                f"staging block {number} of {image.file.name}: not done after {timeout_s:.0f} s"
-            )
-
-    def _run(self, pieces: Iterator[Piece], *, is_later: bool = False) -> None:
-        try:
-            for piece in pieces:
-                if self._error is not None:
-                    raise self._error
-                piece.copy()
-                self._made(piece, is_later=is_later)
-        except BaseException as error:
-            self.fail(error)
-            raise
-
-    def _made(self, piece: Piece, *, is_later: bool) -> None:
-        name = piece.image.file.name
-        with self._changed:
-            left = self._pieces_left()
-            for number in piece.blocks:
-                left[name, number] -= 1
-            self._num_now -= not is_later
-            # Many wait, and each wants a whole block, or all of them.
-            if not self._num_now or not all(left[name, number] for number in piece.blocks):
-                self._changed.notify_all()
-
-    def _pieces_left(self) -> dict[_Block, int]:
-        """How many pieces each block still waits for; for who holds the lock."""
-        if self._left is None:
-            self._left = {}
-            for work in self._works:
-                for number in work.blocks:
-                    block = (work.image.file.name, number)
-                    self._left[block] = self._left.get(block, 0) + 1
-            self._works = ()
-        return self._left
-
-
-_Block: TypeAlias = tuple[str, int]
-"""Name of a file and number of the block in it."""
-
-
-def _cut(works: Sequence[Work]) -> Iterator[Piece]:
-    return chain.from_iterable(work.pieces() for work in works)

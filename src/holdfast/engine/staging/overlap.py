@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 
 from holdfast.engine.staging.fence import Fence, Guarded, Overlapped, guard
 from holdfast.engine.staging.image import Image
+from holdfast.engine.staging.inmemory import ImageTransfer
 from holdfast.engine.staging.known import LARGE_NBYTES
-from holdfast.engine.staging.staged import Staged, StagedInMemory
+from holdfast.engine.staging.staged import Staged
 from holdfast.events import Emitter
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.capture import Captured, CapturedComponent
@@ -131,13 +132,14 @@ class Overlap:
         """The copy of the guarded tensors, which is to be started; the fence is up until it is
         done, and `tell` is called then. None where nothing is guarded.
         """
-        if not guarded.tensors or not isinstance(staged, StagedInMemory):
+        transfer = staged.transfer
+        if not guarded.tensors or not isinstance(transfer, ImageTransfer):
             return None
         overlapped = Overlapped(
             guarded,
-            staged.copying,
+            transfer,
             step=step,
-            on_device=staged.on_device,
+            on_device=transfer.on_device,
             places=_places(staged) if self._mode == "check" else None,
             tell=tell,
         )

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from holdfast.engine.staging.copying import (
-    Arrival,
-    Copying,
     Runs,
     SmallCopy,
     SmallRuns,
@@ -27,9 +25,10 @@ from holdfast.engine.staging.copying import (
 )
 from holdfast.engine.staging.grouping import Grouping
 from holdfast.engine.staging.image import Image
+from holdfast.engine.staging.inmemory import ImageTransfer
 from holdfast.engine.staging.known import KnownFile
-from holdfast.engine.staging.staged import Staged, StagedInMemory
-from holdfast.engine.staging.waves import Pool, StagedInWaves, WaveFile
+from holdfast.engine.staging.staged import Staged, Transfer
+from holdfast.engine.staging.waves import Pool, WaveTransfer
 from holdfast.format.tensors import TensorSpec, lay_out
 from holdfast.state.capture import Captured, CapturedComponent
 
@@ -108,13 +107,15 @@ class Stager:
         held += (work.storage for work in now if isinstance(work, Source))
         for works in (now, later):
             works.sort(key=_is_apart)
-        return StagedInMemory(
+        is_early = is_awaited or _any_apart(self._files[name] for name in components)
+        return self._staged(components, ImageTransfer(now, later, held=held, is_early=is_early))
+
+    def _staged(self, components: Mapping[str, CapturedComponent], transfer: Transfer) -> Staged:
+        return Staged(
             files={name: self._files[name] for name in components},
             trees={name: component.tree for name, component in components.items()},
             kinds={name: component.kind for name, component in components.items()},
-            is_early=is_awaited or _any_apart(self._files[name] for name in components),
-            copying=Copying(now, later, held=held),
-            on_device=tuple(one.device_copy for one in later if isinstance(one, Arrival)),
+            transfer=transfer,
         )
 
     def _turns_of(
@@ -136,15 +137,13 @@ class Stager:
             self._pool = Pool(self._budget)
         components = captured.components
         for component in components.values():
-            self._fit(component, WaveFile)
-        return StagedInWaves(
-            files={name: self._files[name] for name in components},
-            trees={name: component.tree for name, component in components.items()},
-            kinds={name: component.kind for name, component in components.items()},
-            is_early=True,
-            tensors={name: component.tensors for name, component in components.items()},
-            pool=self._pool,
-        )
+            self._fit(component, KnownFile)
+        tensors = {
+            known.file.name: component.tensors
+            for name, component in components.items()
+            for known in self._files[name]
+        }
+        return self._staged(components, WaveTransfer(tensors, self._pool))
 
     def failed(self, staged: Staged) -> None:
         """A save failed: what its threads may still use is not used again."""

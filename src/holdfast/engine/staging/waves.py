@@ -12,7 +12,6 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from holdfast.engine.staging.arena import Arena
 from holdfast.engine.staging.known import KnownFile
-from holdfast.engine.staging.staged import Staged
 from holdfast.engine.workers import Workers
 from holdfast.errors import DeadlineExceeded
 from holdfast.format.blocks import block_digest
@@ -68,99 +66,67 @@ class Pool:
         return self._bytes[buffer * BLOCK_NBYTES + start : buffer * BLOCK_NBYTES + stop]
 
 
-class WaveFile(KnownFile):
-    """A tensor file that is never in memory as a whole."""
+class WaveTransfer:
+    """The transfer of a state block by block, as it is written: its memory is used again."""
 
-    def note_versions(self, tensors: Mapping[str, Tensor]) -> None:
-        """A save begins."""
-        self.forget_versions()
-        for position in self.large:
-            self.note_version(position, tensors[self.file.specs[position].key])
+    is_early = True
 
-
-class LiveState:
-    """Says whether the state still stands still; a copy of it is one or none."""
-
-    def __init__(self) -> None:
+    def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], pool: Pool) -> None:
+        """`tensors`: name of a file → the live tensors of its component."""
+        self.pool = pool
+        self.waited_s = 0.0
+        self._tensors = tensors
+        self._is_finished = threading.Event()
         self._lock = threading.Lock()
         self._left: BaseException | None = None
 
-    def leave(self, error: BaseException) -> None:
-        """Training goes on, now that nobody copies."""
+    def copy(self, workers: Workers, num_helpers: int, timeout_s: float) -> None:
+        """See `Transfer.copy`: the save copies what it needs meanwhile."""
+        began = time.perf_counter()
+        if not self._is_finished.wait(timeout_s):
+            raise DeadlineExceeded(f"staging in waves: not done after {timeout_s:.0f} s")
+        self.waited_s = time.perf_counter() - began
+
+    def content(self, known: KnownFile) -> WaveContent:
+        """See `Transfer.content`."""
+        tensors = self._tensors[known.file.name]
+        known.forget_versions()
+        for position in known.large:
+            known.note_version(position, tensors[known.file.specs[position].key])
+        return WaveContent(known, tensors, self)
+
+    def fail(self, error: BaseException) -> None:
+        """See `Transfer.fail`."""
         with self._lock:
             self._left = error
 
+    def settle(self, timeout_s: float) -> None:
+        """No-op: only the save itself copies."""
+
+    def finish(self) -> None:
+        """See `Transfer.finish`."""
+        self._is_finished.set()
+
     @contextmanager
     def held(self) -> Iterator[None]:
-        """The state does not change inside; raises what made training go on."""
+        """Inside, the state does not change; raises the error for which training went on."""
         with self._lock:
             if self._left is not None:
                 raise self._left
             yield
 
 
-@dataclass(frozen=True, kw_only=True)
-class StagedInWaves(Staged):
-    """The live state itself, which is copied block by block as it is written."""
-
-    tensors: Mapping[str, Mapping[str, Tensor]]
-    """The live tensors of each component."""
-    pool: Pool
-    live: LiveState = field(default_factory=LiveState)
-    _asked: threading.Event = field(default_factory=threading.Event)
-    _waited_s: list[float] = field(default_factory=list)
-
-    @property
-    def now_s(self) -> float:
-        """See `Staged.now_s`."""
-        return sum(self._waited_s)
-
-    def copy(self, workers: Workers, num_helpers: int, timeout_s: float) -> None:
-        """See `Staged.copy`: the save copies what it needs meanwhile."""
-        began = time.perf_counter()
-        if not self._asked.wait(timeout_s):
-            raise DeadlineExceeded(f"staging in waves: not done after {timeout_s:.0f} s")
-        self._waited_s.append(time.perf_counter() - began)
-
-    def content(self, known: KnownFile, timeout_s: float) -> WaveContent:
-        """See `Staged.content`."""
-        tensors = next(self.tensors[name] for name, files in self.files.items() if known in files)
-        assert isinstance(known, WaveFile)
-        known.note_versions(tensors)
-        return WaveContent(known, tensors, self.pool, self.live)
-
-    def is_unchanged(self, known: KnownFile, timeout_s: float) -> bool:
-        """See `Staged.is_unchanged`: every block is hashed, up to the first that differs."""
-        return self.content(known, timeout_s).matches(timeout_s)
-
-    def digest(self, known: KnownFile, workers: Workers, timeout_s: float) -> bytes:
-        """See `Staged.digest`."""
-        self.content(known, timeout_s).digest_all(timeout_s)
-        return known.all_digests()
-
-    def fail(self, error: BaseException) -> None:
-        """See `Staged.fail`."""
-        self.live.leave(error)
-
-    def settle(self, timeout_s: float) -> None:
-        """See `Staged.settle`; only the save itself copies."""
-
-    def finish(self) -> None:
-        """See `Staged.finish`."""
-        self._asked.set()
-
-
 class WaveContent:
     """Blocks of a file, each copied when it is asked for (`content.Content`)."""
 
     def __init__(
-        self, known: KnownFile, tensors: Mapping[str, Tensor], pool: Pool, live: LiveState
+        self, known: KnownFile, tensors: Mapping[str, Tensor], transfer: WaveTransfer
     ) -> None:
         self._known = known
         self._file = known.file
         self._tensors = tensors
-        self._pool = pool
-        self._live = live
+        self._transfer = transfer
+        self._pool = transfer.pool
         self._buffers: dict[int, int] = {}
         self._done: set[int] = set()
         self._lock = threading.Lock()
@@ -190,24 +156,15 @@ class WaveContent:
         """See `Content.written`."""
         self._let_go(number)
 
-    def matches(self, timeout_s: float) -> bool:
-        """Whether every block has the digest that is known; ends at the first that has not."""
-        return all(
-            self._hashed(number, timeout_s) == digest
-            for number, digest in enumerate(self._known.digests)
-        )
-
-    def digest_all(self, timeout_s: float) -> None:
-        """Make all digests known."""
-        for number in range(len(self._known.digests)):
-            self._known.digests[number] = self._hashed(number, timeout_s)
-
-    def _hashed(self, number: int, timeout_s: float) -> bytes:
-        buffer = self._pool.take(timeout_s)
-        try:
-            return block_digest(self._fill(buffer, number))
-        finally:
-            self._pool.give_back(buffer)
+    def is_unchanged(self, timeout_s: float) -> bool:
+        """See `StagedContent.is_unchanged`; hashes every block, up to the first that differs."""
+        for number, committed in enumerate([*self._known.digests]):
+            self.block(number, timeout_s)
+            digest = self.digest(number)
+            self.written(number)
+            if digest != committed:
+                return False
+        return True
 
     def _let_go(self, number: int) -> None:
         """A block is hashed, or written; after both its memory is free."""
@@ -229,7 +186,7 @@ class WaveContent:
         memory[: len(header)] = header
         stop, starts = start + len(memory), self._file.starts
         position = max(bisect_right(starts, start) - 1, 0)
-        with self._live.held(), torch.inference_mode(False), torch.no_grad():
+        with self._transfer.held(), torch.inference_mode(False), torch.no_grad():
             while position < len(starts) and starts[position] < stop:
                 first = starts[position]
                 last = first + self._file.specs[position].nbytes
