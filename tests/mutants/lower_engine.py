@@ -294,18 +294,18 @@ STAGING = (
     Mutant(
         name="torn-tensor-is-saved",
         promise="R14: a tensor that changed while it was copied fails the save",
-        file="engine/staging/fence.py",
+        file="engine/staging/guard.py",
         before="            self._changed += self._guarded.changes()\n",
         after="            self._guarded.changes()\n",
-        near=("tests/engine/staging/test_fence.py", OVERLAP),
+        near=("tests/engine/staging/test_guard.py", OVERLAP),
     ),
     Mutant(
         name="optimizer-not-held-back",
         promise="R14: training changes nothing that is being copied",
-        file="engine/staging/fence.py",
-        before="        overlapped.pass_by(who, self._timeout_s)\n",
+        file="engine/staging/guard.py",
+        before="        overlapped.hold(who, self._timeout_s)\n",
         after="        overlapped.copied.done()\n",
-        near=("tests/engine/staging/test_fence.py", OVERLAP),
+        near=("tests/engine/staging/test_guard.py", OVERLAP),
     ),
     Mutant(
         name="memory-taken-again-while-it-is-written",

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from holdfast.engine.staging import copying
-from holdfast.engine.staging.copying import Bytes, Source
+from holdfast.engine.staging.copying import Bytes, TensorCopy
 from holdfast.engine.staging.image import Image
 from holdfast.engine.staging.inmemory import ImageTransfer
 from holdfast.engine.staging.known import LARGE_NBYTES
@@ -31,9 +31,9 @@ def image_of(tensors: dict[str, torch.Tensor]) -> Image:
     return Image(file)
 
 
-def sources(image: Image, tensors: dict[str, torch.Tensor]) -> list[Source]:
+def sources(image: Image, tensors: dict[str, torch.Tensor]) -> list[TensorCopy]:
     """All of the large ones."""
-    return [Source(image, position, tensors[key]) for position, key in image.large_keys]
+    return [TensorCopy(image, position, tensors[key]) for position, key in image.large_keys]
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ class Held:
         self.blocks = (number,)
         self.may_go = threading.Event()
 
-    def pieces(self) -> tuple[Held]:
+    def tasks(self) -> tuple[Held]:
         return (self,)
 
     def copy(self) -> None:
@@ -143,7 +143,7 @@ def test_a_copy_is_of_the_memory_that_a_tensor_had_when_it_was_planned(
     (planned,) = (s for s in sources(image, tensors) if s._tensor is tensor)
     before = tensor.data
     tensor.data = torch.zeros_like(before)
-    first = next(iter(planned.pieces()))
+    first = next(iter(planned.tasks()))
     assert isinstance(first, Bytes)
     assert first.source == address
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import warm
 from holdfast.engine.checkpoint import PendingSave
 from holdfast.engine.saving import saver as saver_module
-from holdfast.engine.staging import fence, image, inmemory
+from holdfast.engine.staging import guard, image, inmemory
 from holdfast.engine.staging.inmemory import ImageTransfer
 from holdfast.engine.staging.overlap import Mode
 from holdfast.errors import DeadlineExceeded, SaveFailed, UsageError
@@ -47,7 +47,7 @@ class Gate:
         """Hold them back again."""
         self._opened.clear()
 
-    def pass_by(self) -> None:
+    def go_through(self) -> None:
         """Wait for it to open."""
         assert self._opened.wait(60), "the gate was never opened"
 
@@ -55,19 +55,19 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """A closed gate; every tensor of some bytes counts as large."""
-    made, run_later, wait = Gate(), inmemory.ImageTransfer.run_later, fence.Fence.wait
+    made, run_later, wait = Gate(), inmemory.ImageTransfer.run_later, guard.StepGuard.wait
 
     def held(self: inmemory.ImageTransfer) -> None:
-        made.pass_by()
+        made.go_through()
         run_later(self)
 
-    def noted(self: fence.Fence, who: str = "fence()") -> None:
+    def noted(self: guard.StepGuard, who: str = "fence()") -> None:
         if self._overlapped is not None:
             made.was_asked.set()
         wait(self, who)
 
     monkeypatch.setattr(inmemory.ImageTransfer, "run_later", held)
-    monkeypatch.setattr(fence.Fence, "wait", noted)
+    monkeypatch.setattr(guard.StepGuard, "wait", noted)
     monkeypatch.setattr(image, "LARGE_NBYTES", 64)
     monkeypatch.setattr("holdfast.engine.staging.overlap.LARGE_NBYTES", 64)
     yield made
@@ -794,7 +794,7 @@ def test_an_interrupt_while_a_save_is_handed_over_leaves_each_save_its_own_state
     model = new_model()
     optimizer = adam(model)
     state = {"model": model, "optimizer": optimizer}
-    hand_over, write = fence.hand_over, saver_module.write
+    hand_over, write = guard.hand_over, saver_module.write
     is_writing, may_write = threading.Event(), threading.Event()
 
     def interrupted(*jobs: Any) -> Any:
@@ -814,7 +814,7 @@ def test_an_interrupt_while_a_save_is_handed_over_leaves_each_save_its_own_state
     with CheckpointManager(tmp_path, state, overlap=True) as manager:
         train(model, optimizer)
         with monkeypatch.context() as patch:
-            patch.setattr(fence, "hand_over", interrupted)
+            patch.setattr(guard, "hand_over", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 manager.save(1)
         pending = manager._saver.pending

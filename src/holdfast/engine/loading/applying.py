@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from holdfast.engine.claims.claim import Settled
 from holdfast.engine.claims.owner import Ownership
-from holdfast.engine.loading.resume import Candidate, Search
+from holdfast.engine.loading.resume import LoadCandidate, Search
 from holdfast.errors import ManagerUnusable, MismatchError
 from holdfast.events import Emitter
 from holdfast.state.apply import OpaqueLoadFailed
@@ -44,7 +44,7 @@ class Applying:
                 "resume() or load() a whole checkpoint first"
             )
 
-    def resume(self, search: Search) -> Candidate | None:
+    def resume(self, search: Search) -> LoadCandidate | None:
         """Claim the run from what is found on, and apply it; None for a fresh start.
 
         Raises:
@@ -60,7 +60,7 @@ class Applying:
 
         return self._apply_first(search, choose)
 
-    def load(self, search: Search) -> Candidate | None:
+    def load(self, search: Search) -> LoadCandidate | None:
         """Apply what is found; where the run is owned, and all of it is wanted, the run goes on
         from there. Raises as `resume` does."""
 
@@ -72,7 +72,7 @@ class Applying:
 
         return self._apply_first(search, choose)
 
-    def _apply_first(self, search: Search, choose: Callable[[], None]) -> Candidate | None:
+    def _apply_first(self, search: Search, choose: Callable[[], None]) -> LoadCandidate | None:
         """Apply what is chosen, until something can be applied whole."""
         try:
             while True:
@@ -84,7 +84,7 @@ class Applying:
                 raise
             raise error.beside(self.half_loaded) from error
 
-    def _has_applied(self, found: Candidate, search: Search) -> bool:
+    def _has_applied(self, found: LoadCandidate, search: Search) -> bool:
         """Whether it was applied; False where another choice may serve."""
         try:
             self._apply(found)
@@ -96,7 +96,7 @@ class Applying:
             return False
         return True
 
-    def _apply(self, found: Candidate) -> None:
+    def _apply(self, found: LoadCandidate) -> None:
         left = sorted(self._touched.intersection(found.one_sided.new))
         if left:
             raise MismatchError(

@@ -134,7 +134,7 @@ class Avoided(PassedOver):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class LoadCandidate:
     """A checkpoint that fits: what is left is to apply it. It was read whole, unless its options
     say that it is read in place."""
 
@@ -186,7 +186,7 @@ class Reader:
         """(folder, reason) of what the walk passed over, newest first."""
         return tuple((folder, str(error)) for folder, error in self.passed_over.items())
 
-    def read(self, entry: Entry, options: LoadOptions) -> Candidate:
+    def read(self, entry: Entry, options: LoadOptions) -> LoadCandidate:
         """Read and check one checkpoint.
 
         Raises:
@@ -232,7 +232,7 @@ class Reader:
         components: list[str],
         unsaved: Collection[str],
         one_sided: OneSided,
-    ) -> Candidate:
+    ) -> LoadCandidate:
         if not options.verify:
             store = uncached(store)  # nothing would tell a damaged copy
         opened = open_checkpoint(
@@ -259,7 +259,7 @@ class Reader:
         rest = partial(self._read_rest, opened, reader, options)
         tensors = _completed(found.tensors, prepared.needed, rest)
         has_read_all = options.proves_whole and not one_sided.without
-        return Candidate(
+        return LoadCandidate(
             entry=entry,
             options=options,
             prepared=prepared,
@@ -323,7 +323,7 @@ class Reader:
     def _place(self, entry: Entry) -> str:
         return f"{self.catalog.home(entry.folder).url}/{entry.folder}"
 
-    def named(self, which: str | int, options: LoadOptions) -> Candidate:
+    def named(self, which: str | int, options: LoadOptions) -> LoadCandidate:
         """Read what is named; when it is deleted meanwhile, what the name means by then.
 
         Raises:
@@ -352,7 +352,7 @@ class Reader:
                         raise
         raise NoCheckpoint(f"{catalog.store.url}: {which!r} was deleted while it was read")
 
-    def turns(self, found: Candidate, error: Exception) -> bool:
+    def turns(self, found: LoadCandidate, error: Exception) -> bool:
         """Whether what could not be read into its place for this error is read in the other tier
         from now on."""
         cause = found.cause_of(error)
@@ -369,7 +369,7 @@ class Reader:
             yield found.entry
             self.holding.push(stack.pop_all())
 
-    def walk(self, options: LoadOptions, *, unhealthy: Unhealthy = "avoid") -> Candidate | None:
+    def walk(self, options: LoadOptions, *, unhealthy: Unhealthy = "avoid") -> LoadCandidate | None:
         """The newest usable checkpoint of the lineage; None when nothing was committed yet but
         parts that side savers saved before the first whole one.
 
@@ -423,7 +423,7 @@ class Reader:
         unhealthy: Unhealthy,
         *,
         seen: list[tuple[AttemptName, str]] | None = None,
-    ) -> Candidate | None:
+    ) -> LoadCandidate | None:
         """The first that can be used; those before it are noted in `passed_over`.
 
         `seen` gets the state of each register before it is looked at any closer.
@@ -448,7 +448,7 @@ class Reader:
 
     def _read_twice(
         self, catalog: Catalog, name: AttemptName, options: LoadOptions, unhealthy: Unhealthy
-    ) -> Candidate | None:
+    ) -> LoadCandidate | None:
         """Read a candidate, once more when the first time fails: errors may pass, and where there
         is another tier it may be whole there."""
         try:
@@ -461,7 +461,7 @@ class Reader:
 
     def _read_candidate(
         self, catalog: Catalog, name: AttemptName, options: LoadOptions, unhealthy: Unhealthy
-    ) -> Candidate | None:
+    ) -> LoadCandidate | None:
         entry = catalog.entry(name)
         if entry is None:
             return None
@@ -561,7 +561,7 @@ class Search:
         self._failed: set[str] = set()
         self.is_rollback = which != "latest"
         """Whether a person chose it, so that the run goes back."""
-        self.found: Candidate | None = None
+        self.found: LoadCandidate | None = None
         """What was chosen last; None for a fresh start."""
 
     def __call__(self) -> Choice:

@@ -21,7 +21,7 @@ from holdfast.engine.roots.commit import check_fence
 from holdfast.engine.saving.compressing import Compressing
 from holdfast.engine.saving.links import Links
 from holdfast.engine.saving.save import SaveRequest, digest_staged, write
-from holdfast.engine.staging.fence import Guarded, Overlapped
+from holdfast.engine.staging.guard import Guarded, Overlapped
 from holdfast.engine.staging.overlap import NUM_THREADS, Overlap
 from holdfast.engine.staging.stage import Stager
 from holdfast.engine.staging.staged import Staged

@@ -13,9 +13,13 @@ from concurrent.futures import Future, wait
 from itertools import chain
 from typing import TypeAlias, cast
 
-from holdfast.engine.staging.copying import Arrival, Piece, Work
+from typing_extensions import override
+
+from holdfast.engine.staging.content import StagedContent
+from holdfast.engine.staging.copying import Arrival, CopyTask, Work
 from holdfast.engine.staging.image import Image
 from holdfast.engine.staging.known import KnownFile
+from holdfast.engine.staging.staged import Transfer
 from holdfast.engine.workers import Workers
 from holdfast.errors import DeadlineExceeded
 from holdfast.state.copying import Shared
@@ -24,10 +28,10 @@ _Block: TypeAlias = tuple[str, int]
 """Name of a file and number of the block in it."""
 
 
-class ImageTransfer:
-    """Copies to be made at once, and such that may be made `later`, beside the training.
+class ImageTransfer(Transfer):
+    """Copies into images: some that training waits for, others `later`, beside training.
 
-    Whoever has the later ones made holds their tensors until then.
+    The caller keeps the tensors of the later ones alive until they are made.
     """
 
     def __init__(
@@ -38,15 +42,16 @@ class ImageTransfer:
         held: Sequence[object] = (),
         is_early: bool = False,
     ) -> None:
-        """`held` is the memory from which the first are made by address, and what a device copies.
-        It is let go when they are made; when not all are, a thread may still be at one."""
+        """`held`: the memory that `now` copies from by address, and what a device copies."""
+        # Let go when all are made, and kept after a failure: a thread may still be at one then.
         self._held = held
-        pieces = list(_cut(now))
-        self._num_now = len(pieces)
-        self._now: Iterator[Piece] = iter(pieces)
-        # Cut by those who copy, and counted by the first of them: there are many, and training
-        # waits for whoever makes this.
-        self._later: Iterator[Piece] = Shared(_cut(later))
+        tasks = list(_tasks(now))
+        self._num_now = len(tasks)
+        # A list iterator gives each item to one thread, under the lock of the interpreter.
+        self._now: Iterator[CopyTask] = iter(tasks)
+        # Made and counted by the threads that copy: there are many, and training waits for this
+        # constructor.
+        self._later: Iterator[CopyTask] = Shared(_tasks(later))
         self._works: Sequence[Work] = (*now, *later)
         self._left: dict[_Block, int] | None = None
         self._changed = threading.Condition()
@@ -55,30 +60,31 @@ class ImageTransfer:
         self._helpers: list[Future[None]] = []
         """Threads that take part in `copy`."""
         self.on_device = tuple(work.device_copy for work in later if isinstance(work, Arrival))
-        """Those of the later copies that a device makes."""
+        """The later copies that devices make."""
         self.is_early = is_early
         self.waited_s = 0.0
 
+    @override
     def copy(self, workers: Workers, num_helpers: int, timeout_s: float) -> None:
-        """See `Transfer.copy`."""
         for _ in range(min(num_helpers, self._num_now - 1)):
             self._helpers.append(workers.submit(self.help_now))
         self.run_now(timeout_s)
 
+    @override
     def content(self, known: KnownFile) -> ImageContent:
-        """See `Transfer.content`."""
         return ImageContent(cast(Image, known), self)
 
+    @override
     def settle(self, timeout_s: float) -> None:
-        """See `Transfer.settle`."""
         if wait(self._helpers, timeout=timeout_s).not_done:
             raise DeadlineExceeded(f"staging: a thread still copies after {timeout_s:.0f} s")
 
+    @override
     def finish(self) -> None:
         """No-op: the copies themselves say when they are done."""
 
     def run_now(self, timeout_s: float) -> None:
-        """Make the copies that training waits for, or what nobody else has made of them.
+        """Make the copies that training waits for, as far as no other thread makes them.
 
         Raises:
             DeadlineExceeded: another thread is still copying. Otherwise what a copy failed with.
@@ -98,7 +104,7 @@ class ImageTransfer:
         self._is_staged.set()
 
     def help_now(self) -> None:
-        """Take part in them from another thread."""
+        """Take part in the copies that training waits for, from another thread."""
         self._run(self._now)
 
     def wait_staged(self, timeout_s: float) -> None:
@@ -111,11 +117,11 @@ class ImageTransfer:
             raise DeadlineExceeded(f"staging: not done after {timeout_s:.0f} s")
 
     def run_later(self) -> None:
-        """Take part in the others."""
+        """Take part in the later copies, beside training."""
         self._run(self._later, is_later=True)
 
+    @override
     def fail(self, error: BaseException) -> None:
-        """See `Transfer.fail`; whoever waits for a block gets the error."""
         with self._changed:
             self._error = self._error or error
             self._is_staged.set()
@@ -130,7 +136,7 @@ class ImageTransfer:
         place = (image.file.name, number)
         with self._changed:
             is_known = self._changed.wait_for(
-                lambda: self._error is not None or not self._pieces_left().get(place), timeout_s
+                lambda: self._error is not None or not self._tasks_left().get(place), timeout_s
             )
             if self._error is not None:
                 raise self._error
@@ -139,30 +145,31 @@ class ImageTransfer:
                 f"staging block {number} of {image.file.name}: not done after {timeout_s:.0f} s"
             )
 
-    def _run(self, pieces: Iterator[Piece], *, is_later: bool = False) -> None:
+    def _run(self, tasks: Iterator[CopyTask], *, is_later: bool = False) -> None:
         try:
-            for piece in pieces:
+            for task in tasks:
                 if self._error is not None:
                     raise self._error
-                piece.copy()
-                self._made(piece, is_later=is_later)
+                task.copy()
+                self._made(task, is_later=is_later)
         except BaseException as error:
             self.fail(error)
             raise
 
-    def _made(self, piece: Piece, *, is_later: bool) -> None:
-        name = piece.image.file.name
+    def _made(self, task: CopyTask, *, is_later: bool) -> None:
+        name = task.image.file.name
         with self._changed:
-            left = self._pieces_left()
-            for number in piece.blocks:
+            left = self._tasks_left()
+            for number in task.blocks:
                 left[name, number] -= 1
             self._num_now -= not is_later
-            # Many wait, and each wants a whole block, or all of them.
-            if not self._num_now or not all(left[name, number] for number in piece.blocks):
+            # Woken only for a whole block, or for all: many threads wait, and each that wakes up
+            # for nothing takes the lock from those that copy.
+            if not self._num_now or not all(left[name, number] for number in task.blocks):
                 self._changed.notify_all()
 
-    def _pieces_left(self) -> dict[_Block, int]:
-        """How many pieces each block still waits for; for who holds the lock."""
+    def _tasks_left(self) -> dict[_Block, int]:
+        """The number of copies that each block waits for. The caller holds the lock."""
         if self._left is None:
             self._left = {}
             for work in self._works:
@@ -173,40 +180,39 @@ class ImageTransfer:
         return self._left
 
 
-class ImageContent:
-    """An image as the content of a file that is written while it is staged.
-
-    Writing and hashing take memory and cores, so they come after the copy that training waits
-    for; beside a copy that overlaps with training they take the blocks as they come, and so do they
-    where the transfer is early: where training waits for the commit too, or where most of the copy
-    is a comparison and there is little to write.
-    """
+class ImageContent(StagedContent):
+    """An image as the content of a file that is written while it is staged."""
 
     def __init__(self, image: Image, transfer: ImageTransfer) -> None:
         self._image = image
         self._transfer = transfer
 
     @property
+    @override
     def nbytes(self) -> int:
-        """See `Content.nbytes`."""
         return self._image.file.nbytes
 
+    @override
     def block(self, number: int, timeout_s: float) -> memoryview:
-        """See `Content.block`."""
+        # Writing and hashing take memory bandwidth and cores, so they come after the copy that
+        # training waits for. They do not where training waits for the commit too, nor where most of
+        # the copy is a comparison and there is little to write.
         if not self._transfer.is_early:
             self._transfer.wait_staged(timeout_s)
         self._transfer.wait(self._image, number, timeout_s)
         return self._image.block(number)
 
+    @override
     def digest(self, number: int) -> bytes:
-        """See `Content.digest`."""
         return self._image.digest(number)
 
+    @override
     def written(self, number: int) -> None:
         """No-op: the memory stays."""
 
+    @override
     def is_unchanged(self, timeout_s: float) -> bool:
-        """See `StagedContent.is_unchanged`; the answer may come before the copy is done."""
+        # Without `wait_staged`: the first block that differs is answer enough.
         for number in range(len(self._image.digests)):
             self._transfer.wait(self._image, number, timeout_s)
             if self._image.differs:
@@ -214,5 +220,5 @@ class ImageContent:
         return True
 
 
-def _cut(works: Sequence[Work]) -> Iterator[Piece]:
-    return chain.from_iterable(work.pieces() for work in works)
+def _tasks(works: Sequence[Work]) -> Iterator[CopyTask]:
+    return chain.from_iterable(work.tasks() for work in works)

@@ -19,10 +19,8 @@ class Transfer(Protocol):
     is_early: bool
     """Whether blocks are written beside the copies that training waits for."""
 
-    @property
-    def waited_s(self) -> float:
-        """Seconds that training waited for copies."""
-        ...
+    waited_s: float
+    """Seconds that training waited for copies."""
 
     def copy(self, workers: Workers, num_helpers: int, timeout_s: float) -> None:
         """Return when training may go on.
@@ -87,6 +85,8 @@ class Staged:
         """The digests of all blocks of a file, without writing it."""
         content = self.transfer.content(known)
         jobs = []
+        # Hashed while the next block is copied; in waves each block's memory is needed for others,
+        # and so is released by the thread that has hashed it.
         for number in range(len(known.digests)):
             content.block(number, timeout_s)
             jobs.append(workers.submit(partial(_digest_and_release, content, number)))
