@@ -1,7 +1,7 @@
-"""From a search to a live state that is as a checkpoint says: claimed, applied, and whole.
+"""Applies the checkpoint that a search chose to the live state, under a claim of the run.
 
-Knows whether the live state is whole, which it is not after a load that failed half-way; what is
-found, and how it is read, is the search's.
+Knows whether the live state is whole, which it is not after a load that failed half-way. Which
+checkpoint is chosen, and how it is read, is up to the search.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast.state.apply import OpaqueLoadFailed
 
 
 class Applying:
-    """Fills the live state of one manager.
+    """Applies checkpoints to the live state of one manager.
 
     Args:
         owner: claims the run for what is applied.
@@ -32,7 +32,7 @@ class Applying:
         self._emit = emit
         self._reject = reject
         self._touched: set[str] = set()
-        """Components that a load which failed may have filled in part."""
+        """Components that a failed load may have filled in part."""
         self.half_loaded: str | None = None
         """Why the live state is neither the old one nor a stored one; None: it is whole."""
 
@@ -45,7 +45,7 @@ class Applying:
             )
 
     def resume(self, search: Search) -> LoadCandidate | None:
-        """Claim the run from what is found on, and apply it; None for a fresh start.
+        """Claim the run from the chosen checkpoint on, and apply it; None for a fresh start.
 
         Raises:
             MismatchError: it does not fit, which was found before anything was changed.
@@ -61,33 +61,39 @@ class Applying:
         return self._apply_first(search, choose)
 
     def load(self, search: Search) -> LoadCandidate | None:
-        """Apply what is found; where the run is owned, and all of it is wanted, the run goes on
-        from there. Raises as `resume` does."""
+        """Apply the chosen checkpoint; the run goes on from it where it is owned and all is loaded.
+
+        Raises as `resume` does.
+        """
 
         def choose() -> None:
             search()
-            found = search.found
-            if found is not None and found.options.is_full and self._owner.claim is not None:
-                self._owner.take(Settled(found.entry, is_rollback=search.is_rollback))
+            candidate = search.candidate
+            if (
+                candidate is not None
+                and candidate.options.is_full
+                and self._owner.claim is not None
+            ):
+                self._owner.take(Settled(candidate.entry, is_rollback=search.is_rollback))
 
         return self._apply_first(search, choose)
 
     def _apply_first(self, search: Search, choose: Callable[[], None]) -> LoadCandidate | None:
-        """Apply what is chosen, until something can be applied whole."""
+        """Choose and apply, until a checkpoint was applied whole."""
         try:
             while True:
                 choose()
-                if search.found is None or self._has_applied(search.found, search):
-                    return search.found
+                if search.candidate is None or self._has_applied(search.candidate, search):
+                    return search.candidate
         except MismatchError as error:
             if self.half_loaded is None:
                 raise
             raise error.beside(self.half_loaded) from error
 
-    def _has_applied(self, found: LoadCandidate, search: Search) -> bool:
-        """Whether it was applied; False where another choice may serve."""
+    def _has_applied(self, candidate: LoadCandidate, search: Search) -> bool:
+        """Apply a checkpoint; False where that failed and another choice may serve."""
         try:
-            self._apply(found)
+            self._apply(candidate)
         except OpaqueLoadFailed as error:
             goes_on = search.goes_on_after(error)
             search.announce(self._emit, reject=self._reject)  # under the claim that found it
@@ -96,19 +102,20 @@ class Applying:
             return False
         return True
 
-    def _apply(self, found: LoadCandidate) -> None:
-        left = sorted(self._touched.intersection(found.one_sided.new))
+    def _apply(self, candidate: LoadCandidate) -> None:
+        left = sorted(self._touched.intersection(candidate.one_sided.new))
         if left:
             raise MismatchError(
-                f"{found.entry.folder} lacks {', '.join(left)}, which a damaged checkpoint has "
+                f"{candidate.entry.folder} lacks {', '.join(left)}, which a damaged checkpoint has "
                 "filled in part: it"
             )
         try:
-            found.prepared.apply(found.tensors)
+            candidate.prepared.apply(candidate.tensors)
         except BaseException as error:
-            self._touched |= {*found.prepared.needed}
-            self.half_loaded = f"loading {found.entry.folder} was cut short by {error!r}"
+            # Of any kind, an interrupt too: some tensors may be new, others old.
+            self._touched |= {*candidate.prepared.needed}
+            self.half_loaded = f"loading {candidate.entry.folder} was cut short by {error!r}"
             raise
-        if found.options.is_full:
+        if candidate.options.is_full:
             self._touched.clear()
             self.half_loaded = None

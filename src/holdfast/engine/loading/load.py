@@ -22,7 +22,7 @@ MAX_DOCUMENT_NBYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A checkpoint whose documents were read and found sound."""
+    """A checkpoint whose documents were read and checked."""
 
     folder: str
     manifest: Manifest
@@ -72,9 +72,9 @@ def _stored(
 
 
 def _read_file(store: Store, folder: str, name: str, manifest: Manifest, *, verify: bool) -> bytes:
-    """A whole small file, checked against the digest that the manifest has for it.
+    """A small file, whole, checked against its digest in the manifest.
 
-    One that is wrong is read once more, as blocks are.
+    It is read once more where that differs, as blocks are.
     """
     key, entry = f"{folder}/{name}", _document_entry(store, folder, name, manifest)
     data, digest = bytearray(entry.nbytes), ""
@@ -89,7 +89,7 @@ def _read_file(store: Store, folder: str, name: str, manifest: Manifest, *, veri
 def _decode_file(
     store: Store, folder: str, name: str, manifest: Manifest, index: Index, *, verify: bool
 ) -> bytes:
-    """The same of a file that a codec made."""
+    """The plain bytes of a small file that a codec made, checked block by block."""
     entry = _document_entry(store, folder, name, manifest)
     file = FileBlocks.of(folder, name, entry, index)
     data = bytearray(entry.nbytes)
@@ -101,21 +101,22 @@ def _decode_file(
 
 
 def _document_entry(store: Store, folder: str, name: str, manifest: Manifest) -> FileEntry:
-    """What the manifest says of a document; its length was looked at, and is not too large."""
+    """The entry of a document in the manifest, once its length was checked."""
     key, entry = f"{folder}/{name}", manifest.files.get(name)
     if entry is None:
         raise CorruptData(f"{store.url}/{folder}: the manifest lists no {name}")
     if entry.nbytes > MAX_DOCUMENT_NBYTES:
         raise LimitExceeded(f"{store.url}/{key}: {entry.nbytes} bytes are too many for a document")
+    # Before memory is taken for so many bytes: a manifest may claim any number.
     check_size(store, key, entry)
     return entry
 
 
 def check_size(store: Store, key: str, entry: FileEntry) -> None:
-    """Raise `CorruptData` unless the object is there with the recorded length."""
+    """Raise `CorruptData` unless the object exists with the recorded length."""
     try:
-        found = store.head(key).nbytes
+        nbytes = store.head(key).nbytes
     except NotFound as error:
         raise CorruptData(f"{store.url}/{key}: the file is missing") from error
-    if found != entry.stored_nbytes:
-        raise CorruptData(f"{store.url}/{key}: {found} bytes, expected {entry.stored_nbytes}")
+    if nbytes != entry.stored_nbytes:
+        raise CorruptData(f"{store.url}/{key}: {nbytes} bytes, expected {entry.stored_nbytes}")

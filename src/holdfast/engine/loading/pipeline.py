@@ -165,6 +165,7 @@ class ReadPipeline:
             with read.copying:
                 if not given_up.is_set():
                     _copy(buffer, read.segments)
+                    # A component that reads its tensors one by one comes back for this block.
                     if keeps:
                         self._kept[block], is_kept = buffer, True
         finally:
@@ -216,6 +217,7 @@ class ReadPipeline:
 
     def _buffer(self) -> memoryview:
         """Memory for a block, from which a device may copy while other blocks are read."""
+        # Pinning is slow, so it is done once for each buffer, however often that is used.
         buffer = self._buffers.take(self._block_nbytes)
         if self._device is not None and id(buffer) not in self._pinned:
             self._pinned[id(buffer)] = _PinnedBuffer(buffer, self._device)
@@ -252,6 +254,7 @@ def _targets(segments: Sequence[Segment], memory: memoryview) -> list[memoryview
     targets: list[memoryview] = []
     done = 0
     for segment in sorted(segments, key=attrgetter("start")):
+        # The cached copy runs through the block once; what it cannot serve is copied from a buffer.
         if segment.start < done or isinstance(segment.target, Tensor):
             return None
         targets += [memory[done : segment.start], memoryview(segment.target)]

@@ -1,8 +1,8 @@
-"""Finding a checkpoint that can be used, and reading it, without changing anything.
+"""Finds a checkpoint that can be used, and reads it, without changing anything.
 
-Where its tensors are kept until they are applied is decided here: in memory of their own; or
-nowhere, because the caller wants each byte copied as it is checked, or because memory is
-bounded, and then all of them were checked once before.
+Decides where its tensors are kept until they are applied: in fresh memory; or nowhere, because the
+caller wants each byte copied as it is checked, or because memory is bounded, and then all of them
+were checked once before.
 
 `resume` walks back along the lineage over damaged candidates and says why each was passed over;
 a checkpoint that was named explicitly is taken or the damage is raised.
@@ -55,15 +55,15 @@ Unhealthy = Literal["avoid", "accept"]
 StoredTensors = Mapping[str, Mapping[str, Stored]]
 """By component and key."""
 _STREAMED = frozenset({"module", "optimizer", "tree"})
-"""Kinds whose tensors mostly have live ones to be copied into. The others take a few bytes, or
-hand them to code that wants them in memory."""
+"""Kinds of components whose tensors are mostly copied into live ones. The others have a few bytes,
+or hand them to code that wants them in memory."""
 _MAX_RELISTS = 10
 _MAX_LOOKS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """What part of a checkpoint goes where."""
+    """Options of a load: the part of a checkpoint that is loaded, and how."""
 
     components: Collection[str] | None = None
     """Names to load; None: all."""
@@ -109,16 +109,16 @@ class LoadOptions:
 
     @property
     def selection(self) -> Selection:
-        """What `include` and `skip` leave."""
+        """The selection that `include` and `skip` describe."""
         return Selection(include=self.include, skip=self.skip)
 
 
 class PassedOver(NoCheckpoint):
-    """Nothing of it is damaged, and yet a run does not go on from it."""
+    """Error: a checkpoint is sound, and yet a run does not go on from it."""
 
 
 class Dropped(PassedOver):
-    """Components that are asked for were not saved, or were dropped; what is there is sound."""
+    """Error: components that are asked for were not saved, or were dropped; others are sound."""
 
     def __init__(self, message: str, *, folder: str, there: Collection[str]) -> None:
         super().__init__(message)
@@ -130,20 +130,22 @@ class Dropped(PassedOver):
 
 
 class Avoided(PassedOver):
-    """The state was not healthy when it was saved."""
+    """Error: the state was not healthy when it was saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCandidate:
-    """A checkpoint that fits: what is left is to apply it. It was read whole, unless its options
-    say that it is read in place."""
+    """A checkpoint that fits the live state, ready to be applied.
+
+    It was read whole, unless its options say that it is read in place.
+    """
 
     entry: Entry
     options: LoadOptions
     prepared: Prepared
     tensors: StoredTensors
     reader: TensorReader
-    """Reads those of the tensors that were not read yet."""
+    """Reads the tensors that were not read yet."""
     one_sided: OneSided
     """Components that are not loaded, because only the state or only the checkpoint has them."""
     is_proof: bool
@@ -151,7 +153,7 @@ class LoadCandidate:
     it, and found right: not from copies of a host, and not in the other tier."""
 
     def cause_of(self, error: Exception) -> StoreError | CorruptData | None:
-        """What was wrong with the checkpoint or its storage, when `apply` failed for that."""
+        """The error of the checkpoint or its storage for which `apply` failed, if it was one."""
         cause = error.__cause__ if isinstance(error, OpaqueLoadFailed) else error
         is_ours = cause is self.reader.failure  # not that of an object which reads its own files
         return cause if is_ours and isinstance(cause, StoreError | CorruptData) else None
@@ -172,10 +174,10 @@ class Reader:
     unusable: dict[str, HoldfastError] = field(default_factory=dict)
     """Folder → what was found wrong with it after it had been taken; the walk leaves it alone."""
     holding: ExitStack | None = None
-    """Gets the lease that keeps what is named: for who reads it until it is applied. None: what is
-    named is read at once, and by the owner of the run, who needs no lease."""
+    """Gets the lease that keeps a named checkpoint until it is applied. None: it is read at once,
+    and by the owner of the run, who needs no lease."""
     notes: tuple[str, ...] = ()
-    """Why what is read is not kept."""
+    """Why there is no lease, where one was wanted."""
     doubles: tuple[tuple[str, str], ...] = ()
     """Pairs of folders in the lineage with the same epoch and sequence: one of them is a copy."""
     is_mixed: bool = False
@@ -195,6 +197,7 @@ class Reader:
             MismatchError: it does not fit the live state.
         """
         store = self.catalog.home(entry.folder)
+        # Told by marks, before anything is read: a missing file alone would look like damage.
         gone = dropped(store, entry.folder, entry.manifest, entry.marks)
         unsaved = _goes_without(entry.manifest, options)
         everything = (*entry.manifest.components, *self._lacks(entry, but=unsaved))
@@ -204,10 +207,10 @@ class Reader:
         if options.strict:
             self._expect_saved(entry, wanted)
             self._expect_there(entry, wanted, gone)
-        one_sided = options.sides.found(self.state, entry.manifest, gone, options.is_asked)
+        one_sided = options.sides.one_sided(self.state, entry.manifest, gone, options.is_asked)
         try:
             components = [name for name in wanted if name not in {*gone, *one_sided.without}]
-            found = self._read(store, entry, options, components, unsaved, one_sided)
+            candidate = self._read(store, entry, options, components, unsaved, one_sided)
         except MismatchError as error:
             raise with_hint(error, entry.manifest) from error
         except (FormatError, StoreError):
@@ -220,9 +223,9 @@ class Reader:
             try:
                 options.sides.expect(entry.manifest, gone, where=self._place(entry))
             except UsageError:
-                found.reader.verify_all()  # raises if damaged: then it is passed over
+                candidate.reader.verify_all()  # raises if damaged: then it is passed over
                 raise
-        return found
+        return candidate
 
     def _read(
         self,
@@ -241,10 +244,10 @@ class Reader:
         reader = TensorReader(
             store, opened, threads=self.threads, timeout_s=self.timeout_s, verify=options.verify
         )
-        found = _edited(opened, options.edit, reader)
+        edited = _edited(opened, options.edit, reader)
         prepared = prepare(
             self.state,
-            found.components,
+            edited.components,
             where=entry.folder,
             components=one_sided.without_them(options.components),
             strict=options.strict,
@@ -257,7 +260,7 @@ class Reader:
             one_sided=one_sided.names,
         )
         rest = partial(self._read_rest, opened, reader, options)
-        tensors = _completed(found.tensors, prepared.needed, rest)
+        tensors = _completed(edited.tensors, prepared.needed, rest)
         has_read_all = options.proves_whole and not one_sided.without
         return LoadCandidate(
             entry=entry,
@@ -291,13 +294,15 @@ class Reader:
         options: LoadOptions,
         needed: Mapping[str, Iterable[str]],
     ) -> StoredTensors:
-        """The tensors that will be applied: read now, or while they are applied."""
+        """The tensors that will be applied: read now, or later while they are applied."""
         kinds = {name: opened.components[name].kind for name in needed}
         streamed = {name: keys for name, keys in needed.items() if kinds[name] in _STREAMED}
         if not options.in_place and not self._is_too_large(opened, streamed):
             return reader.read(needed)
         unread = reader.unread(streamed)
         if options.verify and not options.in_place:
+            # Later each block is copied as it is read, so damage has to show now: two reads of all
+            # are the price of bounded memory.
             reader.verify_all()
         others = {name: keys for name, keys in needed.items() if name not in streamed}
         return {**reader.read(others), **unread}
@@ -324,7 +329,7 @@ class Reader:
         return f"{self.catalog.home(entry.folder).url}/{entry.folder}"
 
     def named(self, which: str | int, options: LoadOptions) -> LoadCandidate:
-        """Read what is named; when it is deleted meanwhile, what the name means by then.
+        """Read a named checkpoint; if it is deleted meanwhile, the one that the name means by then.
 
         Raises:
             NoCheckpoint: nothing answers, or it is always gone before it is read.
@@ -352,11 +357,10 @@ class Reader:
                         raise
         raise NoCheckpoint(f"{catalog.store.url}: {which!r} was deleted while it was read")
 
-    def turns(self, found: LoadCandidate, error: Exception) -> bool:
-        """Whether what could not be read into its place for this error is read in the other tier
-        from now on."""
-        cause = found.cause_of(error)
-        return cause is not None and is_damage(cause) and self.catalog.turn(found.entry.folder)
+    def turns(self, candidate: LoadCandidate, error: Exception) -> bool:
+        """Turn to the other tier after an error of reading in place; whether that was possible."""
+        cause = candidate.cause_of(error)
+        return cause is not None and is_damage(cause) and self.catalog.turn(candidate.entry.folder)
 
     @contextmanager
     def _kept(self, which: str | int) -> Iterator[Entry]:
@@ -364,9 +368,9 @@ class Reader:
             yield self.catalog.resolve(which)
             return
         with ExitStack() as stack:
-            found = stack.enter_context(kept(self.catalog, which))
-            self.notes = found.notes
-            yield found.entry
+            leased = stack.enter_context(kept(self.catalog, which))
+            self.notes = leased.notes
+            yield leased.entry
             self.holding.push(stack.pop_all())
 
     def walk(self, options: LoadOptions, *, unhealthy: Unhealthy = "avoid") -> LoadCandidate | None:
@@ -386,12 +390,12 @@ class Reader:
             names = [*catalog.lineage()]
             self.doubles = _doubles(names)
             before: list[tuple[AttemptName, str]] = []
-            found = self._first(catalog, names, options, unhealthy, seen=before)
-            if found is None and _registers(catalog) == before:
+            candidate = self._first(catalog, names, options, unhealthy, seen=before)
+            if candidate is None and _registers(catalog) == before:
                 avoided = [n for n in names if isinstance(self.passed_over.get(str(n)), Avoided)]
-                found = self._first(catalog, avoided, options, "accept")
-            if found is not None:
-                return found
+                candidate = self._first(catalog, avoided, options, "accept")
+            if candidate is not None:
+                return candidate
             # Read before the second look at the registers, so that a commit in between leads to
             # another round and not to NoUsableCheckpoint.
             is_new = not catalog.ever_committed(by_main=True)
@@ -410,10 +414,10 @@ class Reader:
         )
 
     def _expect_sealed(self) -> None:
-        """Raise `NotSealed` where nothing else was passed over: the call may be mended."""
-        found = [*self.passed_over.values()]
-        if found and all(isinstance(error, NotSealed) for error in found):
-            raise found[0]
+        """Raise `NotSealed` where nothing else was passed over: the caller can fix that."""
+        errors = [*self.passed_over.values()]
+        if errors and all(isinstance(error, NotSealed) for error in errors):
+            raise errors[0]
 
     def _first(
         self,
@@ -424,7 +428,7 @@ class Reader:
         *,
         seen: list[tuple[AttemptName, str]] | None = None,
     ) -> LoadCandidate | None:
-        """The first that can be used; those before it are noted in `passed_over`.
+        """The first checkpoint that can be used; those before it are noted in `passed_over`.
 
         `seen` gets the state of each register before it is looked at any closer.
         """
@@ -449,8 +453,8 @@ class Reader:
     def _read_twice(
         self, catalog: Catalog, name: AttemptName, options: LoadOptions, unhealthy: Unhealthy
     ) -> LoadCandidate | None:
-        """Read a candidate, once more when the first time fails: errors may pass, and where there
-        is another tier it may be whole there."""
+        """Read a candidate, and once more when that fails, from the other tier if there is one."""
+        # Errors may pass, and what is damaged in one tier may be whole in the other.
         try:
             return self._read_candidate(catalog, name, options, unhealthy)
         except (StoreError, FormatError) as error:
@@ -478,7 +482,7 @@ class Reader:
 
 
 def _goes_without(manifest: Manifest, options: LoadOptions) -> tuple[str, ...]:
-    """The component that was left out and that a load of everything may do without: `rng`."""
+    """The component that was left out and that a load of everything may lack: `rng`."""
     is_asked_for = options.components is not None or options.include
     if RNG not in manifest.left_out or is_asked_for or options.selection.omits(RNG):
         return ()
@@ -497,21 +501,21 @@ def _edited(opened: Opened, edit: Edit | None, reader: TensorReader) -> EditedLo
 
 
 def _completed(
-    found: Mapping[str, Mapping[str, Tensor]],
+    edited: Mapping[str, Mapping[str, Tensor]],
     needed: Mapping[str, Iterable[str]],
     read: Callable[[Mapping[str, Iterable[str]]], StoredTensors],
 ) -> StoredTensors:
     """The needed tensors: those that an edit has brought, and the rest from the checkpoint."""
-    if not found:
+    if not edited:
         return read(needed)
-    there = {
-        name: {key: found[name][key] for key in keys if key in found.get(name, {})}
+    brought = {
+        name: {key: edited[name][key] for key in keys if key in edited.get(name, {})}
         for name, keys in needed.items()
     }
     rest = read(
-        {name: [key for key in keys if key not in there[name]] for name, keys in needed.items()}
+        {name: [key for key in keys if key not in brought[name]] for name, keys in needed.items()}
     )
-    return {name: {**there[name], **rest[name]} for name in needed}
+    return {name: {**brought[name], **rest[name]} for name in needed}
 
 
 def _registers(catalog: Catalog) -> list[tuple[AttemptName, str]]:
@@ -535,10 +539,10 @@ def _register_state(catalog: Catalog, name: AttemptName) -> str:
 
 
 class Search:
-    """The choice that a load makes: read anew each time that it is asked for, as a claim does.
+    """Chooses the checkpoint of a load, anew each time that a claim calls it.
 
-    Of "latest", one that `walks` takes an older one where the newest cannot be used, as a resume
-    does; else what is named is taken, or what is wrong with it is raised.
+    For "latest", a search that `walks` takes an older checkpoint where the newest cannot be used,
+    as a resume does; any other takes the named one, or raises its error.
     """
 
     def __init__(
@@ -560,35 +564,34 @@ class Search:
         self._announced: dict[str, str] = {}
         self._failed: set[str] = set()
         self.is_rollback = which != "latest"
-        """Whether a person chose it, so that the run goes back."""
-        self.found: LoadCandidate | None = None
-        """What was chosen last; None for a fresh start."""
+        """Whether a person chose the checkpoint by name, so that the run goes back to it."""
+        self.candidate: LoadCandidate | None = None
+        """The last choice; None for a fresh start."""
 
     def __call__(self) -> Choice:
-        """See `engine.claims.claim.claim_run`."""
-        while not self._has_found():
+        """Choose; the point from which a claim goes on (`engine.claims.claim.claim_run`)."""
+        while not self._has_chosen():
             pass
         if self._walks and self._seen is not None:
-            entry = self.found.entry if self.found is not None else None
+            entry = self.candidate.entry if self.candidate is not None else None
             self._seen.expect(entry, where=self._reader.catalog.store.url)
         return Choice(
-            point=self.found.entry.reference if self.found is not None else None,
+            point=self.candidate.entry.reference if self.candidate is not None else None,
             passed_over=frozenset(self._reader.passed_over),
             is_rollback=self.is_rollback,
         )
 
-    def _has_found(self) -> bool:
-        """Whether there is a choice that only has to be applied, or none at all; False where
-        another one may serve."""
-        self.found = (
+    def _has_chosen(self) -> bool:
+        """Choose and prepare a candidate; False where that failed and another choice may serve."""
+        self.candidate = (
             self._reader.walk(self._options, unhealthy=self._unhealthy)
             if self._walks
             else self._reader.named(self._which, self._options)
         )
-        if self.found is not None:
+        if self.candidate is not None:
             try:
                 # Here, because a claim must not go on from what an object refuses.
-                self.found.prepared.ready(self.found.tensors)
+                self.candidate.prepared.ready(self.candidate.tensors)
             except (FormatError, StoreError) as error:
                 if not self.goes_on_after(error):
                     raise
@@ -596,15 +599,18 @@ class Search:
         return True
 
     def goes_on_after(self, error: Exception) -> bool:
-        """Whether another choice may serve, since what was chosen could not be read into its place:
-        itself, for errors may pass, then an older one. Until one does the state may be mixed."""
-        if self.found is None:
+        """Whether another choice may serve after the chosen one could not be read in place.
+
+        First the same one, for errors may pass, then an older one. Until one is applied the state
+        may be mixed.
+        """
+        if self.candidate is None:
             return False
         self._reader.is_mixed |= isinstance(error, OpaqueLoadFailed)
-        cause, folder = self.found.cause_of(error), self.found.entry.folder
+        cause, folder = self.candidate.cause_of(error), self.candidate.entry.folder
         is_first = folder not in self._failed
         self._failed.add(folder)
-        if cause is None or self._reader.turns(self.found, error):
+        if cause is None or self._reader.turns(self.candidate, error):
             return cause is not None
         if not self._walks or not (is_first or is_damage(cause)):
             return False
@@ -613,7 +619,7 @@ class Search:
         return True
 
     def announce(self, emit: Emitter, *, reject: Callable[[str, str], None]) -> None:
-        """Say what was not taken and why; `reject(folder, reason)` gets the damaged ones."""
+        """Emit what was passed over and why; `reject(folder, reason)` gets the damaged ones."""
         for folder, error in self._reader.passed_over.items():
             if self._announced.get(folder) == str(error):
                 continue
@@ -625,7 +631,7 @@ class Search:
             emit(kind, f"passed over {folder}: {error}", folder=folder, reason=str(error))
 
     def warn(self, emit: Emitter) -> None:
-        """Say what is wrong with what was taken, where anything is known."""
+        """Warn of everything that is known to be wrong with the choice."""
         for one, other in self._reader.doubles:
             emit(
                 "warning",
@@ -633,7 +639,7 @@ class Search:
                 "one of them was copied here. Move it out of the root",
             )
         if self._walks:
-            catalog, entry = self._reader.catalog, self.found.entry if self.found else None
+            catalog, entry = self._reader.catalog, self.candidate.entry if self.candidate else None
             removed = catalog.removed_latest(entry)
             if removed:
                 way = f"goes on from {entry.folder}" if entry is not None else "begins afresh"
@@ -644,8 +650,8 @@ class Search:
                     "gone, put it back under its name first",
                     folder=removed,
                 )
-        if self.found is not None and self.found.entry.manifest.unhealthy:
-            entry = self.found.entry
+        if self.candidate is not None and self.candidate.entry.manifest.unhealthy:
+            entry = self.candidate.entry
             reasons = ", ".join(entry.manifest.unhealthy)
             emit(
                 "warning",
@@ -655,7 +661,7 @@ class Search:
         unread = self._reader.catalog.unread
         if self._walks and unread:
             key = f"{self._reader.catalog.store.url}/{writer_key(unread)}"
-            stands = self.found.entry.folder if self.found is not None else "the beginning"
+            stands = self.candidate.entry.folder if self.candidate is not None else "the beginning"
             emit(
                 "warning",
                 f"{key} is damaged or missing. If that process had resumed an older checkpoint by "

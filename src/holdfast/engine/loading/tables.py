@@ -1,8 +1,8 @@
-"""The stored tensors of one component as columns: many small ones are copied without making any.
+"""The stored tensors of one component as columns, from which many small ones are copied in bulk.
 
-A tensor object, or a record of where one lies, costs several times what its few bytes do. So both
-are made only for who asks for a tensor by its key; what is copied into plain live tensors is
-copied from its place in memory.
+A tensor object, or a record of the place of one, costs several times what its few bytes do. So both
+are made only when a tensor is asked for by its key; plain live tensors are filled from addresses
+(docs/decisions/0024).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 from torch import Tensor
+from typing_extensions import override
 
 from holdfast.engine.loading.plan import DIRECT_NBYTES, Packed, batches
 from holdfast.engine.loading.wanted import Wanted
@@ -25,7 +26,7 @@ from holdfast.state.copying import copy_bytes
 from holdfast.state.unread import S_co, Source, Table, Unread
 
 _SMALL_NBYTES = 128 << 10
-"""Of this size and more torch copies tensors on several threads."""
+"""Tensors of this size and more are copied on several threads, by `state.copying`."""
 _key = attrgetter("key")
 
 
@@ -42,7 +43,7 @@ class PackedSource(Source, Protocol):
 
 
 class _Columns(Table[S_co]):
-    """Tensors of files; the columns have an entry for each tensor, in the order of `parts`."""
+    """Stored tensors as columns, with an entry for each tensor in the order of `parts`."""
 
     def __init__(self, parts: Mapping[str, Wanted]) -> None:
         for part in parts.values():
@@ -71,6 +72,7 @@ class _Columns(Table[S_co]):
         return dict(zip(self._keys, self._make(np.arange(len(self))), strict=True))
 
     def _numbers_of(self, keys: Sequence[str]) -> Column:
+        # All keys in their order is what a load of a whole container asks for.
         if keys == self._keys:
             return np.arange(len(keys))
         numbers = {key: number for number, key in enumerate(self._keys)}
@@ -111,6 +113,7 @@ class FreshTensors(_Columns[Tensor]):
         first = 0
         for part, arena in zip(self._parts, self._arenas, strict=True):
             stop = first + len(part.specs)
+            # Sorted, since adjacent tensors are made by one call.
             of_part = np.sort(numbers[(numbers >= first) & (numbers < stop)]) - first
             specs = [part.specs[number] for number in of_part.tolist()]
             views = arena.tensors(specs, part.start[of_part], part.nbytes[of_part])
@@ -118,10 +121,11 @@ class FreshTensors(_Columns[Tensor]):
             first = stop
         return [*map(made.__getitem__, numbers.tolist())]
 
+    @override
     def copy_into(
         self, live: Sequence[Tensor], keys: Sequence[str], *, is_all: bool
     ) -> list[tuple[Tensor, Tensor]]:
-        """As in `Table`: the small ones."""
+        # The small ones here, in bulk; the others are left to `state.copying`, and its threads.
         numbers = self._numbers_of(keys)
         is_small = self._places.nbytes[numbers] < _SMALL_NBYTES
         small, others = np.flatnonzero(is_small), np.flatnonzero(~is_small)
@@ -161,13 +165,12 @@ class UnreadTensors(_Columns[Unread]):
             for spec, file, start, nbytes in zip(specs, *columns, strict=True)
         ]
 
+    @override
     def copy_into(
         self, live: Sequence[Tensor], keys: Sequence[str], *, is_all: bool
     ) -> list[tuple[Tensor, Unread]]:
-        """As in `Table`: all of them where all are small, packed; otherwise none.
-
-        With a large tensor all are left for `Source.copy`, so that each block is read once.
-        """
+        # All where all are small. Beside large tensors or other containers none: `Source.copy` then
+        # gets all of them at once, and so reads each block once.
         numbers = self._numbers_of(keys)
         places = self._places.of(numbers)
         if not is_all or (places.nbytes >= DIRECT_NBYTES).any():

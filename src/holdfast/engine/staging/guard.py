@@ -234,6 +234,7 @@ class Overlapped:
                 "or optimizer state other than by a torch optimizer's step:\n"
                 + listing(self._changed)
             )
+        # Dropped before anybody wakes up: training may need the memory of old tensors at once.
         self._guarded = Guarded(keys={})
         if self._error is None:
             self._tell()
@@ -325,6 +326,7 @@ class StepGuard:
         if overlapped is None or os.getpid() != self._pid:
             return
         overlapped.hold(who, self._timeout_s)
+        # A device may still be copying: then each further step has to hold its stream as well.
         if overlapped.copied.done() and self._overlapped is overlapped:
             self._overlapped = None
 

@@ -77,6 +77,7 @@ class Image(KnownFile):
 
     def expect(self) -> None:
         """Begin a staging, in which all small tensors are copied without being compared."""
+        # A compare of each small tensor would take longer than the copy of all of them.
         self.forget_versions()
         self.forget(self._small_blocks)
 

@@ -175,6 +175,7 @@ class WaveContent(StagedContent):
 
     def _let_go(self, number: int) -> None:
         """Free the memory of a block on the second call: it is hashed and written, in any order."""
+        # Called by the thread that hashes and by the one that writes.
         with self._lock:
             if number not in self._done:
                 self._done.add(number)
