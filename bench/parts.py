@@ -52,7 +52,7 @@ PARTS: Mapping[str, str] = {
 
 def _places() -> Mapping[str, tuple[Any, str]]:
     """By part: the class and the name of its function."""
-    from holdfast.engine.staging.fence import Overlapped
+    from holdfast.engine.staging.guard import Overlapped
     from holdfast.engine.staging.overlap import Overlap
     from holdfast.engine.staging.stage import Stager
     from holdfast.state.capture import Capturer

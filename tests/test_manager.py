@@ -24,8 +24,7 @@ from holdfast.engine.hooks import StateHooks
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.saving import save as save_module
 from holdfast.engine.staging.arena import Arena
-from holdfast.engine.staging.copying import Copying
-from holdfast.engine.staging.staged import StagedInMemory
+from holdfast.engine.staging.inmemory import ImageTransfer
 from holdfast.engine.staging.waves import Pool
 from holdfast.format import layout
 from holdfast.format.records import Retired, encode_retired
@@ -420,14 +419,14 @@ def test_nothing_is_written_beside_a_copy_that_training_waits_for(
 ) -> None:
     """It would take the memory's bandwidth, and cores; the copy comes first."""
     manager = new_run().manager(tmp_path)
-    copy = StagedInMemory.copy
+    copy = ImageTransfer.copy
 
-    def copied(self: StagedInMemory, *args: Any) -> None:
+    def copied(self: ImageTransfer, *args: Any) -> None:
         # The background does one thing after the other, so it has nothing else to do.
         manager._saver._background.submit(int).result(60)
         copy(self, *args)
 
-    monkeypatch.setattr(StagedInMemory, "copy", copied)
+    monkeypatch.setattr(ImageTransfer, "copy", copied)
     manager.save(1).wait()
     manager.close()
     assert folders(tmp_path) == [found.folder for found in manager.list()]
@@ -442,7 +441,7 @@ def test_a_copy_that_fails_is_told_at_once_and_costs_nothing_else(
     with run.manager(tmp_path) as manager:
         manager.save(1).wait()
         with monkeypatch.context() as patch:
-            patch.setattr(Copying, "run_now", _fail)
+            patch.setattr(ImageTransfer, "run_now", _fail)
             with pytest.raises(MemoryError):
                 manager.save(2, wait=waits)
         manager.save(3, wait=True)

@@ -13,8 +13,8 @@ from torch import nn
 
 from holdfast import errors
 from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.staging.copying import Copying
-from holdfast.engine.staging.waves import StagedInWaves
+from holdfast.engine.staging.inmemory import ImageTransfer
+from holdfast.engine.staging.waves import WaveTransfer
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import Last
 from holdfast.store.base import Store
@@ -109,11 +109,11 @@ class Way:
 
 
 _WAYS = (
-    Way(name="overlap", shown_by=(Copying, "run_later"), options={"overlap": True}),
+    Way(name="overlap", shown_by=(ImageTransfer, "run_later"), options={"overlap": True}),
     # 38 MiB, in waves of at most 32.
     Way(
         name="waves",
-        shown_by=(StagedInWaves, "content"),
+        shown_by=(WaveTransfer, "content"),
         options={"memory_budget": "32MiB"},
         num_elements=3 << 20,
     ),

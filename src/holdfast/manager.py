@@ -28,7 +28,7 @@ from holdfast.engine.control.stop import Stop
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.loading.applying import Applying
 from holdfast.engine.loading.resume import (
-    Candidate,
+    LoadCandidate,
     LoadOptions,
     Reader,
     Rename,
@@ -392,7 +392,7 @@ class CheckpointManager:
         Raises:
             DeadlineExceeded: the copy of a save under way hangs.
         """
-        self._overlap.fence.wait()
+        self._overlap.step_guard.wait()
 
     # Loading
 
@@ -663,7 +663,7 @@ class CheckpointManager:
             self._closed = True
             self._outside.close()
             exits.forget(self)
-            self._overlap.fence.close()
+            self._overlap.step_guard.close()
             upload_failure = self._end_uploads(left_s(end))
             self._saver.close()
             self._owner.release(left_s(end))
@@ -863,7 +863,7 @@ class CheckpointManager:
         sides.check(self.state)
         return sides
 
-    def _went_on_from(self, found: Candidate, before: _Before, *, is_rollback: bool) -> None:
+    def _went_on_from(self, found: LoadCandidate, before: _Before, *, is_rollback: bool) -> None:
         """Log notes of a successful load; after a full one the run goes on from its checkpoint."""
         note_loaded(self.state.get(name) for name in found.prepared.needed)
         before.rates.put_back(found.one_sided.new)
@@ -904,7 +904,7 @@ class CheckpointManager:
             )
         self._first_look_due = False
 
-    def _notes(self, found: Candidate) -> tuple[str, ...]:
+    def _notes(self, found: LoadCandidate) -> tuple[str, ...]:
         manifest = found.entry.manifest
         unhealthy = (f"the state was not healthy: {why}" for why in manifest.unhealthy)
         notes = (*found.one_sided.notes, *found.prepared.notes)

@@ -11,7 +11,7 @@ OVERLAP = "tests/engine/staging/test_overlap.py"
 UPLOAD = "tests/engine/tiers/test_upload.py"
 MANAGER = "tests/test_manager.py"
 SEALING = "tests/engine/sealed/test_sealing.py"
-STREAMING = "tests/engine/loading/test_streaming.py"
+TENSORS = "tests/engine/loading/test_tensors.py"
 DAMAGE = "tests/crash/test_damage.py"
 
 ROOTS = (
@@ -294,18 +294,18 @@ STAGING = (
     Mutant(
         name="torn-tensor-is-saved",
         promise="R14: a tensor that changed while it was copied fails the save",
-        file="engine/staging/fence.py",
+        file="engine/staging/guard.py",
         before="            self._changed += self._guarded.changes()\n",
         after="            self._guarded.changes()\n",
-        near=("tests/engine/staging/test_fence.py", OVERLAP),
+        near=("tests/engine/staging/test_guard.py", OVERLAP),
     ),
     Mutant(
         name="optimizer-not-held-back",
         promise="R14: training changes nothing that is being copied",
-        file="engine/staging/fence.py",
-        before="        overlapped.pass_by(who, self._timeout_s)\n",
+        file="engine/staging/guard.py",
+        before="        overlapped.hold(who, self._timeout_s)\n",
         after="        overlapped.copied.done()\n",
-        near=("tests/engine/staging/test_fence.py", OVERLAP),
+        near=("tests/engine/staging/test_guard.py", OVERLAP),
     ),
     Mutant(
         name="memory-taken-again-while-it-is-written",
@@ -370,7 +370,7 @@ LOADING = (
         file="engine/loading/blockreading.py",
         before="        return not verify or hasher.digest() == _digest(file.digests, number)\n",
         after="        return not verify or len(hasher.digest()) == blocks.DIGEST_NBYTES\n",
-        near=(STREAMING,),
+        near=(TENSORS,),
     ),
     Mutant(
         name="plain-bytes-of-a-codec-not-compared",
@@ -391,10 +391,10 @@ LOADING = (
     Mutant(
         name="part-of-a-block-from-its-begin",
         promise="R15: each tensor gets its own bytes",
-        file="engine/loading/streaming.py",
-        before="        values = source[part.start : part.start + len(part.target)]\n",
-        after="        values = source[: len(part.target)]\n",
-        near=(STREAMING,),
+        file="engine/loading/pipeline.py",
+        before="        values = source[segment.start : segment.start + len(segment.target)]\n",
+        after="        values = source[: len(segment.target)]\n",
+        near=(TENSORS,),
     ),
     Mutant(
         name="what-is-damaged-is-not-passed-over",

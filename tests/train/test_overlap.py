@@ -11,7 +11,7 @@ import torch
 
 from holdfast.data import Loader
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.staging import copying, fence, image
+from holdfast.engine.staging import guard, image, inmemory
 from holdfast.store import open_store
 from holdfast.train import Callback, Training, Validation
 from holdfast.train.making import checked_overlap
@@ -22,20 +22,20 @@ from train.small import Noisy, make
 def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Copies beside training are made when somebody waits for them, and not before."""
     opened = threading.Event()
-    run_later, wait = copying.Copying.run_later, fence.Fence.wait
+    run_later, wait = inmemory.ImageTransfer.run_later, guard.StepGuard.wait
 
-    def copy_late(self: copying.Copying) -> None:
+    def copy_late(self: inmemory.ImageTransfer) -> None:
         assert opened.wait(60)
         run_later(self)
 
-    def wait_and_open(self: fence.Fence, who: str = "fence()") -> None:
+    def wait_and_open(self: guard.StepGuard, who: str = "fence()") -> None:
         if self._overlapped is not None:
             opened.set()
         wait(self, who)
         opened.clear()
 
-    monkeypatch.setattr(copying.Copying, "run_later", copy_late)
-    monkeypatch.setattr(fence.Fence, "wait", wait_and_open)
+    monkeypatch.setattr(inmemory.ImageTransfer, "run_later", copy_late)
+    monkeypatch.setattr(guard.StepGuard, "wait", wait_and_open)
     monkeypatch.setattr(image, "LARGE_NBYTES", 4)
     monkeypatch.setattr("holdfast.engine.staging.overlap.LARGE_NBYTES", 4)
     return opened

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from holdfast import CheckpointManager
-from holdfast.engine.loading.tables import ReadTensors, Run, UnreadTensors
+from holdfast.engine.loading.plan import Packed
+from holdfast.engine.loading.tables import FreshTensors, UnreadTensors
 from holdfast.engine.loading.wanted import Wanted
 from holdfast.engine.staging.arena import Arena
 from holdfast.errors import CorruptData, FormatError
@@ -40,10 +41,11 @@ class Files:
             found = self.bytes[unread.file][unread.start :][: unread.nbytes]
             as_bytes(live).copy_(torch.from_numpy(found))
 
-    def read_runs(self, runs: Sequence[Run], memory: Any) -> None:
+    def read_packed(self, packed: Packed) -> None:
         """Stretches of them."""
-        for run in runs:
-            memory[run.at : run.at + run.nbytes] = self.bytes[run.file][run.start :][: run.nbytes]
+        for extent in packed.extents:
+            found = self.bytes[extent.file][extent.start :][: extent.nbytes]
+            packed.arena.memory[extent.at : extent.at + extent.nbytes] = found.tobytes()
 
     def arena(self, name: str) -> Arena:
         """A file as it was read."""
@@ -80,7 +82,7 @@ Make = Callable[[Files, dict[str, Wanted]], LazyTensors[Any]]
 
 
 def read(files: Files, wanted: dict[str, Wanted]) -> LazyTensors[Any]:
-    return ReadTensors([(part, files.arena(name)) for name, part in wanted.items()])
+    return FreshTensors(wanted, [files.arena(name) for name in wanted])
 
 
 @pytest.fixture(params=[read, UnreadTensors])

@@ -49,8 +49,8 @@ def test_a_resume_decides_on_the_newest_manifest_alone() -> None:
     )
     claim_run(store, search.choices(), takeover=False, emit=Emitter(()))
     threads.close()
-    assert search.found is not None
-    assert search.found.entry.folder == folders[0]
+    assert search.candidate is not None
+    assert search.candidate.entry.folder == folders[0]
     assert set(store.manifests()) == {folders[0]}
 
 

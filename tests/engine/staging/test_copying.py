@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from holdfast.engine.staging import copying
-from holdfast.engine.staging.copying import Bytes, Copying, Source
+from holdfast.engine.staging.copying import Bytes, TensorCopy
 from holdfast.engine.staging.image import Image
+from holdfast.engine.staging.inmemory import ImageTransfer
 from holdfast.engine.staging.known import LARGE_NBYTES
 from holdfast.engine.staging.stage import Stager
-from holdfast.engine.staging.staged import Staged, StagedInMemory
+from holdfast.engine.staging.staged import Staged
 from holdfast.engine.workers import Workers
 from holdfast.errors import DeadlineExceeded
 from holdfast.format.layout import BLOCK_NBYTES
@@ -30,9 +31,9 @@ def image_of(tensors: dict[str, torch.Tensor]) -> Image:
     return Image(file)
 
 
-def sources(image: Image, tensors: dict[str, torch.Tensor]) -> list[Source]:
+def sources(image: Image, tensors: dict[str, torch.Tensor]) -> list[TensorCopy]:
     """All of the large ones."""
-    return [Source(image, position, tensors[key]) for position, key in image.large_keys]
+    return [TensorCopy(image, position, tensors[key]) for position, key in image.large_keys]
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 def test_each_copy_is_made_once_by_several_threads(tensors: dict[str, torch.Tensor]) -> None:
     image = image_of(tensors)
-    copying = Copying([], sources(image, tensors))
+    copying = ImageTransfer([], sources(image, tensors))
     threads = [threading.Thread(target=copying.run_later) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -58,7 +59,7 @@ def test_each_copy_is_made_once_by_several_threads(tensors: dict[str, torch.Tens
 
 def test_a_block_is_not_staged_before_anybody_has_copied(tensors: dict[str, torch.Tensor]) -> None:
     image = image_of(tensors)
-    copying = Copying([], sources(image, tensors))
+    copying = ImageTransfer([], sources(image, tensors))
     with pytest.raises(DeadlineExceeded, match="staging block 0"):
         copying.wait(image, 0, timeout_s=0.001)
 
@@ -71,7 +72,7 @@ class Held:
         self.blocks = (number,)
         self.may_go = threading.Event()
 
-    def pieces(self) -> tuple[Held]:
+    def tasks(self) -> tuple[Held]:
         return (self,)
 
     def copy(self) -> None:
@@ -80,8 +81,8 @@ class Held:
 
 def memory_held(staged: Staged) -> set[int]:
     """Addresses of the memory that is kept for the copies that training waits for."""
-    assert isinstance(staged, StagedInMemory)
-    held = cast("list[torch.UntypedStorage | None]", staged.copying._held)
+    assert isinstance(staged.transfer, ImageTransfer)
+    held = cast("list[torch.UntypedStorage | None]", staged.transfer._held)
     return {storage.data_ptr() for storage in held if storage is not None}
 
 
@@ -98,13 +99,13 @@ def test_memory_that_is_copied_from_by_address_stays_until_nobody_copies_from_it
     captured = capturer.capture()
     assert (captured.components["tree"].addresses is not None) == is_known
     staged = stager.prepare(captured)
-    staged.fail(MemoryError("test"))
+    staged.transfer.fail(MemoryError("test"))
     with pytest.raises(MemoryError):
-        staged.copy(workers, 1, timeout_s=60)
+        staged.transfer.copy(workers, 1, timeout_s=60)
     assert memory_held(staged) == {tree["a"].data_ptr()}
     staged = stager.prepare(capturer.capture())
     assert memory_held(staged) == {tree["a"].data_ptr()}
-    staged.copy(workers, 1, timeout_s=60)
+    staged.transfer.copy(workers, 1, timeout_s=60)
     assert memory_held(staged) == set()
     workers.close()
 
@@ -115,7 +116,7 @@ def test_who_waits_for_a_block_is_woken_when_that_is_staged(
     """And not before: it is two copies that fill it."""
     image = image_of(tensors)
     held = [Held(image, number) for number in (1, 0, 1, 2)]
-    copying, woken = Copying([], held), [threading.Event() for _ in range(2)]
+    copying, woken = ImageTransfer([], held), [threading.Event() for _ in range(2)]
 
     def wait(number: int) -> None:
         copying.wait(image, number, timeout_s=60)
@@ -142,7 +143,7 @@ def test_a_copy_is_of_the_memory_that_a_tensor_had_when_it_was_planned(
     (planned,) = (s for s in sources(image, tensors) if s._tensor is tensor)
     before = tensor.data
     tensor.data = torch.zeros_like(before)
-    first = next(iter(planned.pieces()))
+    first = next(iter(planned.tasks()))
     assert isinstance(first, Bytes)
     assert first.source == address
 
@@ -169,8 +170,8 @@ def test_small_tensors_are_copied_from_their_addresses(
     for _ in range(3):
         captured = capturer.capture()
         staged = stager.prepare(captured, overlapped={"tree": later})
-        assert isinstance(staged, StagedInMemory)
-        staged.copy(workers, 1, timeout_s=60)
+        assert isinstance(staged.transfer, ImageTransfer)
+        staged.transfer.copy(workers, 1, timeout_s=60)
         there = {
             spec.key: view
             for known in staged.files["tree"]
@@ -179,7 +180,7 @@ def test_small_tensors_are_copied_from_their_addresses(
         if captured.components["tree"].addresses is not None:
             behind = {key for key, view in there.items() if not torch.equal(view, tree[key])}
             assert behind == {*later} - {"none"}
-        staged.copying.run_later()
+        staged.transfer.run_later()
         for key, view in there.items():
             assert torch.equal(view, tree[key]), key
         for name in ("step", "half", "large"):

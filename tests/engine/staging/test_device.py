@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.engine.staging.copying import Arrival, Copying
+from holdfast.engine.staging.copying import Arrival
 from holdfast.engine.staging.device import DeviceCopy, begin_copies, is_capturing, pin
 from holdfast.engine.staging.image import Image
+from holdfast.engine.staging.inmemory import ImageTransfer
 from holdfast.errors import DeadlineExceeded
 from holdfast.format.tensors import TensorSpec, lay_out
 
@@ -50,7 +51,7 @@ def test_nothing_is_captured_and_nothing_begun_without_a_device_tensor() -> None
 
 def test_blocks_are_there_when_the_copy_has_arrived() -> None:
     image, copy = new_image(), device_copy()
-    copying = Copying([], [Arrival(image, [0], copy)])
+    copying = ImageTransfer([], [Arrival(image, [0], copy)])
     with pytest.raises(DeadlineExceeded):
         copying.wait(image, 0, 0.01)
     copying.run_later()
@@ -60,7 +61,7 @@ def test_blocks_are_there_when_the_copy_has_arrived() -> None:
 
 def test_who_waits_for_blocks_gets_the_error_of_the_copy() -> None:
     image = new_image()
-    copying = Copying([Arrival(image, [0], device_copy(RuntimeError("device lost")))], [])
+    copying = ImageTransfer([Arrival(image, [0], device_copy(RuntimeError("device lost")))], [])
     with pytest.raises(RuntimeError, match="device lost"):
         copying.run_now(1.0)
     with pytest.raises(RuntimeError, match="device lost"):

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 import warm
 from holdfast.engine.checkpoint import PendingSave
 from holdfast.engine.saving import saver as saver_module
-from holdfast.engine.staging import copying, fence, image
+from holdfast.engine.staging import guard, image, inmemory
+from holdfast.engine.staging.inmemory import ImageTransfer
 from holdfast.engine.staging.overlap import Mode
-from holdfast.engine.staging.staged import StagedInMemory
 from holdfast.errors import DeadlineExceeded, SaveFailed, UsageError
 from holdfast.manager import CheckpointManager
 from marks import full
@@ -47,7 +47,7 @@ class Gate:
         """Hold them back again."""
         self._opened.clear()
 
-    def pass_by(self) -> None:
+    def go_through(self) -> None:
         """Wait for it to open."""
         assert self._opened.wait(60), "the gate was never opened"
 
@@ -55,19 +55,19 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """A closed gate; every tensor of some bytes counts as large."""
-    made, run_later, wait = Gate(), copying.Copying.run_later, fence.Fence.wait
+    made, run_later, wait = Gate(), inmemory.ImageTransfer.run_later, guard.StepGuard.wait
 
-    def held(self: copying.Copying) -> None:
-        made.pass_by()
+    def held(self: inmemory.ImageTransfer) -> None:
+        made.go_through()
         run_later(self)
 
-    def noted(self: fence.Fence, who: str = "fence()") -> None:
+    def noted(self: guard.StepGuard, who: str = "fence()") -> None:
         if self._overlapped is not None:
             made.was_asked.set()
         wait(self, who)
 
-    monkeypatch.setattr(copying.Copying, "run_later", held)
-    monkeypatch.setattr(fence.Fence, "wait", noted)
+    monkeypatch.setattr(inmemory.ImageTransfer, "run_later", held)
+    monkeypatch.setattr(guard.StepGuard, "wait", noted)
     monkeypatch.setattr(image, "LARGE_NBYTES", 64)
     monkeypatch.setattr("holdfast.engine.staging.overlap.LARGE_NBYTES", 64)
     yield made
@@ -532,7 +532,7 @@ def test_whoever_waits_for_a_save_that_cannot_begin_hears_why(
     with CheckpointManager(tmp_path, state, overlap=overlap, on_failure="warn") as manager:
         with monkeypatch.context() as breaking:
             if broken == "copy":
-                breaking.setattr(StagedInMemory, "copy", refuse)
+                breaking.setattr(ImageTransfer, "copy", refuse)
             else:
                 breaking.setattr(threading.Thread, "start", all_but("holdfast-save-0"))
             with pytest.raises((OSError, RuntimeError), match=r"no space|no thread"):
@@ -750,19 +750,19 @@ def test_a_slot_that_is_given_other_memory_while_it_is_copied_fails_the_save_alo
     """Its old memory stays until then: who reads there by address would end the process."""
     code = f"""
 import threading, torch
-from holdfast.engine.staging import copying
+from holdfast.engine.staging import inmemory
 from holdfast.errors import SaveFailed
 from holdfast.manager import CheckpointManager
 
 model = torch.nn.Linear(2000, 4000)
 optimizer = torch.optim.Adam(model.parameters())
-go, run_later = threading.Event(), copying.Copying.run_later
+go, run_later = threading.Event(), inmemory.ImageTransfer.run_later
 
 def held(self):
     go.wait(60)
     run_later(self)
 
-copying.Copying.run_later = held
+inmemory.ImageTransfer.run_later = held
 state = {{"model": model, "optimizer": optimizer}}
 manager = CheckpointManager({str(tmp_path)!r}, state, overlap=True)
 for step in (1, 2):
@@ -794,7 +794,7 @@ def test_an_interrupt_while_a_save_is_handed_over_leaves_each_save_its_own_state
     model = new_model()
     optimizer = adam(model)
     state = {"model": model, "optimizer": optimizer}
-    hand_over, write = fence.hand_over, saver_module.write
+    hand_over, write = guard.hand_over, saver_module.write
     is_writing, may_write = threading.Event(), threading.Event()
 
     def interrupted(*jobs: Any) -> Any:
@@ -814,7 +814,7 @@ def test_an_interrupt_while_a_save_is_handed_over_leaves_each_save_its_own_state
     with CheckpointManager(tmp_path, state, overlap=True) as manager:
         train(model, optimizer)
         with monkeypatch.context() as patch:
-            patch.setattr(fence, "hand_over", interrupted)
+            patch.setattr(guard, "hand_over", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 manager.save(1)
         pending = manager._saver.pending

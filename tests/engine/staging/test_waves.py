@@ -14,7 +14,7 @@ from children import environment
 from holdfast import CheckpointManager
 from holdfast.engine.staging import waves
 from holdfast.engine.staging.image import Image
-from holdfast.engine.staging.waves import StagedInWaves
+from holdfast.engine.staging.waves import WaveTransfer
 from holdfast.errors import DeadlineExceeded, OutOfMemory, SaveFailed, StoreFull, UsageError
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.store import open_store
@@ -170,13 +170,13 @@ def test_who_leaves_a_save_before_its_last_wave_gets_no_torn_checkpoint(
     state = {"x": torch.zeros(12, BLOCK_NBYTES // 4)}
     store = FaultyStore(open_store(tmp_path), [hangs])
 
-    def leave(staged: StagedInWaves, *_: Any) -> None:
+    def leave(staged: WaveTransfer, *_: Any) -> None:
         assert hangs.reached.wait(60)
         raise error("left")
 
     with CheckpointManager(store, {"s": state}, memory_budget=BUDGET, preflight=False) as manager:
         with monkeypatch.context() as patched:
-            patched.setattr(StagedInWaves, "copy", leave)
+            patched.setattr(WaveTransfer, "copy", leave)
             with pytest.raises(error):
                 manager.save(1)
         state["x"].fill_(1)

@@ -1,1 +1,1 @@
-"""From a checkpoint that can be used to a state: found, read, verified."""
+"""Loads checkpoints: finds one that can be used, reads it, verifies it, applies it."""

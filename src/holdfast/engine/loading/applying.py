@@ -1,7 +1,7 @@
-"""From a search to a live state that is as a checkpoint says: claimed, applied, and whole.
+"""Applies the checkpoint that a search chose to the live state, under a claim of the run.
 
-Knows whether the live state is whole, which it is not after a load that failed half-way; what is
-found, and how it is read, is the search's.
+Knows whether the live state is whole, which it is not after a load that failed half-way. Which
+checkpoint is chosen, and how it is read, is up to the search.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from holdfast.engine.claims.claim import settled_choice
 from holdfast.engine.claims.notes import reject
 from holdfast.engine.claims.owner import Ownership
-from holdfast.engine.loading.resume import Avoided, Candidate, PassedOver, Search
+from holdfast.engine.loading.resume import Avoided, LoadCandidate, PassedOver, Search
 from holdfast.errors import ManagerUnusable, MismatchError, NotSealed
 from holdfast.events import Emitter, Kind
 from holdfast.state.apply import OpaqueLoadFailed
@@ -17,7 +17,7 @@ from holdfast.store.base import Store
 
 
 class Applying:
-    """Fills the live state of one manager.
+    """Applies checkpoints to the live state of one manager.
 
     Args:
         store: where marks are left on checkpoints that could not be used.
@@ -30,7 +30,7 @@ class Applying:
         self._owner = owner
         self._emit = emit
         self._touched: set[str] = set()
-        """Components that a load which failed may have filled in part."""
+        """Components that a failed load may have filled in part."""
         self.half_loaded: str | None = None
         """Why the live state is neither the old one nor a stored one; None: it is whole."""
 
@@ -42,8 +42,8 @@ class Applying:
                 "resume() or load() a whole checkpoint first"
             )
 
-    def resume(self, search: Search) -> Candidate | None:
-        """Claim the run from what is found on, and apply it; None for a fresh start.
+    def resume(self, search: Search) -> LoadCandidate | None:
+        """Claim the run from the chosen checkpoint on, and apply it; None for a fresh start.
 
         Raises:
             MismatchError: it does not fit, which was found before anything was changed.
@@ -52,13 +52,15 @@ class Applying:
         """
         return self._apply_first(search, is_resume=True)
 
-    def load(self, search: Search) -> Candidate | None:
-        """Apply what is found; where the run is owned, and all of it is wanted, the run goes on
-        from there. Raises as `resume` does."""
+    def load(self, search: Search) -> LoadCandidate | None:
+        """Apply the chosen checkpoint; the run goes on from it where it is owned and all is loaded.
+
+        Raises as `resume` does.
+        """
         return self._apply_first(search, is_resume=False)
 
-    def _apply_first(self, search: Search, *, is_resume: bool) -> Candidate | None:
-        """Apply what is chosen, until something can be applied whole."""
+    def _apply_first(self, search: Search, *, is_resume: bool) -> LoadCandidate | None:
+        """Choose and apply, until a checkpoint was applied whole."""
         try:
             while True:
                 if is_resume:
@@ -67,8 +69,8 @@ class Applying:
                     search.warn(self._emit)
                 else:
                     self._choose_named(search)
-                if search.found is None or self._has_applied(search.found, search):
-                    return search.found
+                if search.candidate is None or self._has_applied(search.candidate, search):
+                    return search.candidate
         except MismatchError as error:
             if self.half_loaded is None:
                 raise
@@ -76,9 +78,9 @@ class Applying:
 
     def _choose_named(self, search: Search) -> None:
         search.choose()
-        found = search.found
-        if found is not None and found.options.is_full and self._owner.claim is not None:
-            self._owner.take(settled_choice(found.entry, is_rollback=search.is_rollback))
+        chosen = search.candidate
+        if chosen is not None and chosen.options.is_full and self._owner.claim is not None:
+            self._owner.take(settled_choice(chosen.entry, is_rollback=search.is_rollback))
 
     def _announce(self, search: Search) -> None:
         """Log what was passed over and why, and mark what is damaged."""
@@ -100,10 +102,10 @@ class Applying:
         except Exception as error:  # noqa: BLE001 - a mark that cannot be left stops no resume
             self._emit("housekeeping_failed", f"rejected mark: {error!r}")
 
-    def _has_applied(self, found: Candidate, search: Search) -> bool:
-        """Whether it was applied; False where another choice may serve."""
+    def _has_applied(self, candidate: LoadCandidate, search: Search) -> bool:
+        """Apply a checkpoint; False where that failed and another choice may serve."""
         try:
-            self._apply(found)
+            self._apply(candidate)
         except OpaqueLoadFailed as error:
             goes_on = search.goes_on_after(error)
             self._announce(search)  # under the claim that found it
@@ -112,19 +114,20 @@ class Applying:
             return False
         return True
 
-    def _apply(self, found: Candidate) -> None:
-        left = sorted(self._touched.intersection(found.one_sided.new))
+    def _apply(self, candidate: LoadCandidate) -> None:
+        left = sorted(self._touched.intersection(candidate.one_sided.new))
         if left:
             raise MismatchError(
-                f"{found.entry.folder} lacks {', '.join(left)}, which a damaged checkpoint has "
+                f"{candidate.entry.folder} lacks {', '.join(left)}, which a damaged checkpoint has "
                 "filled in part: it"
             )
         try:
-            found.prepared.apply(found.tensors)
+            candidate.prepared.apply(candidate.tensors)
         except BaseException as error:
-            self._touched |= {*found.prepared.needed}
-            self.half_loaded = f"loading {found.entry.folder} was cut short by {error!r}"
+            # Of any kind, an interrupt too: some tensors may be new, others old.
+            self._touched |= {*candidate.prepared.needed}
+            self.half_loaded = f"loading {candidate.entry.folder} was cut short by {error!r}"
             raise
-        if found.options.is_full:
+        if candidate.options.is_full:
             self._touched.clear()
             self.half_loaded = None

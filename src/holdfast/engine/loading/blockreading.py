@@ -1,4 +1,4 @@
-"""Plain blocks of a file, read and checked, however they are stored."""
+"""Reads and checks blocks of a file, stored plainly or by a codec, and gives the plain bytes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from holdfast.store.base import Store, ignore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileBlocks:
-    """The blocks of one file of a checkpoint: where they lie, and what they must be."""
+    """The blocks of one file of a checkpoint, with their places and digests."""
 
     key: str
     block_nbytes: int
     digests: bytes
-    """Of the plain blocks."""
+    """Digests of the plain blocks."""
     stored_digests: bytes = b""
-    """Of the stored blocks, where a codec made them."""
+    """Digests of the stored blocks, where a codec made them."""
     spans: Sequence[tuple[int, int]] = ()
     """(start, stop) of the stored blocks."""
     decoder: Decode | None = None
@@ -34,15 +34,15 @@ class FileBlocks:
 
     @classmethod
     def of(cls, folder: str, name: str, entry: FileEntry, index: Index) -> FileBlocks:
-        """Those of a file that manifest and index list.
+        """The blocks of a file that manifest and index list.
 
         Raises:
             UnsupportedVersion: the package that decodes them is not installed.
         """
-        found = cls(
+        plain = cls(
             key=f"{folder}/{name}", block_nbytes=index.block_nbytes, digests=index.blocks[name]
         )
-        return found if entry.stored is None else found.made_by(entry, index.stored[name])
+        return plain if entry.stored is None else plain.made_by(entry, index.stored[name])
 
     def made_by(self, entry: FileEntry, stored: StoredBlocks) -> FileBlocks:
         """The same file, stored as blocks of a codec."""
@@ -58,18 +58,18 @@ class FileBlocks:
 
 
 Check: TypeAlias = Callable[[], str]
-"""Looks at a block that was read; gives what is wrong with it, or nothing. To be called once."""
+"""Checks a block that was read; returns the fault, or "". Called once."""
 
 _CACHED_NBYTES = 1 << 20
-"""Bytes that are still in the cache of the processor that brought them. Stores show no larger
-pieces (`PIECE_NBYTES` in store/local/reads.py), but of direct reads, which bring nothing into that
-cache."""
+"""The most bytes that are hashed as they come, while they are in the cache of the processor that
+copied them. Stores show larger pieces (`PIECE_NBYTES` in store/local/reads.py) only of direct
+reads, which bring nothing into that cache."""
 
 
 def read_block(
     store: Store, file: FileBlocks, number: int, plain: memoryview, *, verify: bool = True
 ) -> str:
-    """Fill `plain`, which has the length of the block; says what is wrong with it, or nothing.
+    """Fill `plain`, which has the length of the block; returns its fault, or "".
 
     Raises:
         StoreError: it cannot be read.
@@ -87,16 +87,15 @@ def begin_block(
     verify: bool,
     buffers: Buffers,
 ) -> Check:
-    """Wait for what is stored of a block; what this gives fills `plain`, which has its length, or
-    the rest of it.
+    """Wait for the stored bytes of a block; the returned check completes `plain`, of its length.
 
-    A block that is not what was written is read once more: a transient error on the way must not
-    condemn a sound checkpoint. `buffers` is where memory for stored blocks comes from.
+    A block with a wrong digest is read once more: a transient error on the way must not condemn a
+    sound checkpoint. `buffers` gives memory for stored blocks.
 
     Raises:
         StoreError: it cannot be read.
         CorruptData: the file is too short, or was tampered with.
-        What this gives raises the same, because it may have to read once more.
+        The check raises the same, because it may have to read once more.
     """
     if file.decoder is None:
         return _begin_plain(store, file, number, plain, verify=verify)
@@ -128,9 +127,10 @@ def begin_block(
 def cached_block(
     store: Store, file: FileBlocks, number: int, nbytes: int
 ) -> Callable[[Sequence[memoryview], bool], bool] | None:
-    """What fills one target after the other with a block of `nbytes`, without any waiting, where
-    its bytes are at hand; with True it checks them, too. It gives whether they are there, and
-    right; if not, any bytes may be.
+    """A call that copies a block of `nbytes` from the page cache to targets, without waiting.
+
+    None where the store has none. The call gets the targets, in order, and whether to check. It
+    returns whether all bytes were cached and right; if not, the targets hold any bytes.
 
     Raises:
         StoreError: the file cannot be opened.
@@ -154,7 +154,7 @@ def cached_block(
 def decode_block(
     file: FileBlocks, number: int, stored: memoryview, plain: memoryview, *, verify: bool = True
 ) -> str:
-    """Fill `plain` from a stored block; says what is wrong with it, or nothing."""
+    """Fill `plain` from a stored block; returns its fault, or ""."""
     assert file.decoder is not None
     try:
         file.decoder(stored, plain)
@@ -172,6 +172,7 @@ def _begin_plain(
     if not verify:
         store.read_into(file.key, start, plain)
         return lambda: ""
+    # A digest wants the bytes in order: after a piece that is left out, the rest is hashed later.
     hasher = blocks.block_hasher()
     is_behind, done = False, 0
 

@@ -1,8 +1,8 @@
-"""Finding a checkpoint that can be used, and reading it, without changing anything.
+"""Finds a checkpoint that can be used, and reads it, without changing anything.
 
-Where its tensors are kept until they are applied is decided here: in memory of their own; or
-nowhere, because the caller wants each byte copied as it is checked, or because memory is
-bounded, and then all of them were checked once before.
+Decides where its tensors are kept until they are applied: in fresh memory; or nowhere, because the
+caller wants each byte copied as it is checked, or because memory is bounded, and then all of them
+were checked once before.
 
 `resume` walks back along the lineage over damaged candidates and says why each was passed over;
 a checkpoint that was named explicitly is taken or the damage is raised.
@@ -17,11 +17,13 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
+from torch import Tensor
+
 from holdfast.engine.claims.claim import Choice, dropped
 from holdfast.engine.claims.leases import BeingDeleted, expect_kept, kept
-from holdfast.engine.loading.load import Opened, Tensors, open_checkpoint, read_tensors
+from holdfast.engine.loading.load import Opened, open_checkpoint
 from holdfast.engine.loading.sides import OneSided, Sides, with_hint
-from holdfast.engine.loading.streaming import Stream
+from holdfast.engine.loading.tensors import TensorReader
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.roots.seen import Seen
 from holdfast.engine.threads import Threads
@@ -53,15 +55,15 @@ Unhealthy = Literal["avoid", "accept"]
 StoredTensors = Mapping[str, Mapping[str, Stored]]
 """By component and key."""
 _STREAMED = frozenset({"module", "optimizer", "tree"})
-"""Kinds whose tensors mostly have live ones to be copied into. The others take a few bytes, or
-hand them to code that wants them in memory."""
+"""Kinds of components whose tensors are mostly copied into live ones. The others have a few bytes,
+or hand them to code that wants them in memory."""
 _MAX_RELISTS = 10
 _MAX_LOOKS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """What part of a checkpoint goes where."""
+    """Options of a load: the part of a checkpoint that is loaded, and how."""
 
     components: Collection[str] | None = None
     """Names to load; None: all."""
@@ -107,16 +109,16 @@ class LoadOptions:
 
     @property
     def selection(self) -> Selection:
-        """What `include` and `skip` leave."""
+        """The selection that `include` and `skip` describe."""
         return Selection(include=self.include, skip=self.skip)
 
 
 class PassedOver(NoCheckpoint):
-    """Nothing of it is damaged, and yet a run does not go on from it."""
+    """Error: a checkpoint is sound, and yet a run does not go on from it."""
 
 
 class Dropped(PassedOver):
-    """Components that are asked for were not saved, or were dropped; what is there is sound."""
+    """Error: components that are asked for were not saved, or were dropped; others are sound."""
 
     def __init__(self, message: str, *, folder: str, there: Collection[str]) -> None:
         super().__init__(message)
@@ -128,20 +130,22 @@ class Dropped(PassedOver):
 
 
 class Avoided(PassedOver):
-    """The state was not healthy when it was saved."""
+    """Error: the state was not healthy when it was saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A checkpoint that fits: what is left is to apply it. It was read whole, unless its options
-    say that it is read in place."""
+class LoadCandidate:
+    """A checkpoint that fits the live state, ready to be applied.
+
+    It was read whole, unless its options say that it is read in place.
+    """
 
     entry: Entry
     options: LoadOptions
     prepared: Prepared
     tensors: StoredTensors
-    stream: Stream
-    """Reads those of the tensors that were not read yet."""
+    reader: TensorReader
+    """Reads the tensors that were not read yet."""
     one_sided: OneSided
     """Components that are not loaded, because only the state or only the checkpoint has them."""
     is_proof: bool
@@ -149,9 +153,9 @@ class Candidate:
     it, and found right: not from copies of a host, and not in the other tier."""
 
     def cause_of(self, error: Exception) -> StoreError | CorruptData | None:
-        """What was wrong with the checkpoint or its storage, when `apply` failed for that."""
+        """The error of the checkpoint or its storage for which `apply` failed, if it was one."""
         cause = error.__cause__ if isinstance(error, OpaqueLoadFailed) else error
-        is_ours = cause is self.stream.failure  # not that of an object which reads its own files
+        is_ours = cause is self.reader.failure  # not that of an object which reads its own files
         return cause if is_ours and isinstance(cause, StoreError | CorruptData) else None
 
 
@@ -170,10 +174,10 @@ class Reader:
     unusable: dict[str, HoldfastError] = field(default_factory=dict)
     """Folder → what was found wrong with it after it had been taken; the walk leaves it alone."""
     holding: ExitStack | None = None
-    """Gets the lease that keeps what is named: for who reads it until it is applied. None: what is
-    named is read at once, and by the owner of the run, who needs no lease."""
+    """Gets the lease that keeps a named checkpoint until it is applied. None: it is read at once,
+    and by the owner of the run, who needs no lease."""
     notes: tuple[str, ...] = ()
-    """Why what is read is not kept."""
+    """Why there is no lease, where one was wanted."""
     doubles: tuple[tuple[str, str], ...] = ()
     """Pairs of folders in the lineage with the same epoch and sequence: one of them is a copy."""
     is_mixed: bool = False
@@ -184,7 +188,7 @@ class Reader:
         """(folder, reason) of what the walk passed over, newest first."""
         return tuple((folder, str(error)) for folder, error in self.passed_over.items())
 
-    def read(self, entry: Entry, options: LoadOptions) -> Candidate:
+    def read(self, entry: Entry, options: LoadOptions) -> LoadCandidate:
         """Read and check one checkpoint.
 
         Raises:
@@ -193,6 +197,7 @@ class Reader:
             MismatchError: it does not fit the live state.
         """
         store = self.catalog.home(entry.folder)
+        # Told by marks, before anything is read: a missing file alone would look like damage.
         gone = dropped(store, entry.folder, entry.manifest, entry.marks)
         unsaved = _goes_without(entry.manifest, options)
         everything = (*entry.manifest.components, *self._lacks(entry, but=unsaved))
@@ -202,10 +207,10 @@ class Reader:
         if options.strict:
             self._expect_saved(entry, wanted)
             self._expect_there(entry, wanted, gone)
-        one_sided = options.sides.found(self.state, entry.manifest, gone, options.is_asked)
+        one_sided = options.sides.one_sided(self.state, entry.manifest, gone, options.is_asked)
         try:
             components = [name for name in wanted if name not in {*gone, *one_sided.without}]
-            found = self._read(store, entry, options, components, unsaved, one_sided)
+            candidate = self._read(store, entry, options, components, unsaved, one_sided)
         except MismatchError as error:
             raise with_hint(error, entry.manifest) from error
         except (FormatError, StoreError):
@@ -218,9 +223,9 @@ class Reader:
             try:
                 options.sides.expect(entry.manifest, gone, where=self._place(entry))
             except UsageError:
-                found.stream.verify_all()  # raises if damaged: then it is passed over
+                candidate.reader.verify_all()  # raises if damaged: then it is passed over
                 raise
-        return found
+        return candidate
 
     def _read(
         self,
@@ -230,17 +235,19 @@ class Reader:
         components: list[str],
         unsaved: Collection[str],
         one_sided: OneSided,
-    ) -> Candidate:
+    ) -> LoadCandidate:
         if not options.verify:
             store = store.uncached()  # nothing would tell a damaged copy
         opened = open_checkpoint(
             store, entry.folder, entry.manifest, components=components, verify=options.verify
         )
-        read = partial(self._read_tensors, store, opened, verify=options.verify)
-        found = _edited(opened, options.edit, read)
+        reader = TensorReader(
+            store, opened, threads=self.threads, timeout_s=self.timeout_s, verify=options.verify
+        )
+        edited = _edited(opened, options.edit, reader)
         prepared = prepare(
             self.state,
-            found.components,
+            edited.components,
             where=entry.folder,
             components=one_sided.without_them(options.components),
             strict=options.strict,
@@ -252,18 +259,15 @@ class Reader:
             unsaved=unsaved,
             one_sided=one_sided.names,
         )
-        stream = Stream(
-            store, opened, threads=self.threads, timeout_s=self.timeout_s, verify=options.verify
-        )
-        rest = partial(self._read_rest, store, opened, stream, options)
-        tensors = _completed(found.tensors, prepared.needed, rest)
+        rest = partial(self._read_rest, opened, reader, options)
+        tensors = _completed(edited.tensors, prepared.needed, rest)
         has_read_all = options.proves_whole and not one_sided.without
-        return Candidate(
+        return LoadCandidate(
             entry=entry,
             options=options,
             prepared=prepared,
             tensors=tensors,
-            stream=stream,
+            reader=reader,
             one_sided=one_sided,
             is_proof=has_read_all and store.reads_origin and store is self.catalog.store,
         )
@@ -283,36 +287,25 @@ class Reader:
                 there=entry.manifest.components,
             )
 
-    def _read_tensors(
-        self, store: Store, opened: Opened, needed: Mapping[str, Iterable[str]], *, verify: bool
-    ) -> Tensors:
-        return read_tensors(
-            store,
-            opened,
-            needed,
-            threads=self.threads,
-            timeout_s=self.timeout_s,
-            verify=verify,
-        )
-
     def _read_rest(
         self,
-        store: Store,
         opened: Opened,
-        stream: Stream,
+        reader: TensorReader,
         options: LoadOptions,
         needed: Mapping[str, Iterable[str]],
     ) -> StoredTensors:
-        """The tensors that will be applied: read now, or while they are applied."""
+        """The tensors that will be applied: read now, or later while they are applied."""
         kinds = {name: opened.components[name].kind for name in needed}
         streamed = {name: keys for name, keys in needed.items() if kinds[name] in _STREAMED}
         if not options.in_place and not self._is_too_large(opened, streamed):
-            return self._read_tensors(store, opened, needed, verify=options.verify)
-        unread = stream.tensors(streamed)
+            return reader.read(needed)
+        unread = reader.unread(streamed)
         if options.verify and not options.in_place:
-            stream.verify_all()
+            # Later each block is copied as it is read, so damage has to show now: two reads of all
+            # are the price of bounded memory.
+            reader.verify_all()
         others = {name: keys for name, keys in needed.items() if name not in streamed}
-        return {**self._read_tensors(store, opened, others, verify=options.verify), **unread}
+        return {**reader.read(others), **unread}
 
     def _is_too_large(self, opened: Opened, needed: Mapping[str, Iterable[str]]) -> bool:
         if self.memory_budget is None:
@@ -335,8 +328,8 @@ class Reader:
     def _place(self, entry: Entry) -> str:
         return f"{self.catalog.home(entry.folder).url}/{entry.folder}"
 
-    def named(self, which: str | int, options: LoadOptions) -> Candidate:
-        """Read what is named; when it is deleted meanwhile, what the name means by then.
+    def named(self, which: str | int, options: LoadOptions) -> LoadCandidate:
+        """Read a named checkpoint; if it is deleted meanwhile, the one that the name means by then.
 
         Raises:
             NoCheckpoint: nothing answers, or it is always gone before it is read.
@@ -364,11 +357,10 @@ class Reader:
                         raise
         raise NoCheckpoint(f"{catalog.store.url}: {which!r} was deleted while it was read")
 
-    def turns(self, found: Candidate, error: Exception) -> bool:
-        """Whether what could not be read into its place for this error is read in the other tier
-        from now on."""
-        cause = found.cause_of(error)
-        return cause is not None and is_damage(cause) and self.catalog.turn(found.entry.folder)
+    def turns(self, candidate: LoadCandidate, error: Exception) -> bool:
+        """Turn to the other tier after an error of reading in place; whether that was possible."""
+        cause = candidate.cause_of(error)
+        return cause is not None and is_damage(cause) and self.catalog.turn(candidate.entry.folder)
 
     @contextmanager
     def _kept(self, which: str | int) -> Iterator[Entry]:
@@ -376,12 +368,12 @@ class Reader:
             yield self.catalog.resolve(which)
             return
         with ExitStack() as stack:
-            found = stack.enter_context(kept(self.catalog, which))
-            self.notes = found.notes
-            yield found.entry
+            leased = stack.enter_context(kept(self.catalog, which))
+            self.notes = leased.notes
+            yield leased.entry
             self.holding.push(stack.pop_all())
 
-    def walk(self, options: LoadOptions, *, unhealthy: Unhealthy = "avoid") -> Candidate | None:
+    def walk(self, options: LoadOptions, *, unhealthy: Unhealthy = "avoid") -> LoadCandidate | None:
         """The newest usable checkpoint of the lineage; None when nothing was committed yet but
         parts that side savers saved before the first whole one.
 
@@ -398,12 +390,12 @@ class Reader:
             names = [*catalog.lineage()]
             self.doubles = _doubles(names)
             before: list[tuple[AttemptName, str]] = []
-            found = self._first(catalog, names, options, unhealthy, seen=before)
-            if found is None and _registers(catalog) == before:
+            candidate = self._first(catalog, names, options, unhealthy, seen=before)
+            if candidate is None and _registers(catalog) == before:
                 avoided = [n for n in names if isinstance(self.passed_over.get(str(n)), Avoided)]
-                found = self._first(catalog, avoided, options, "accept")
-            if found is not None:
-                return found
+                candidate = self._first(catalog, avoided, options, "accept")
+            if candidate is not None:
+                return candidate
             # Read before the second look at the registers, so that a commit in between leads to
             # another round and not to NoUsableCheckpoint.
             is_new = not catalog.ever_committed(by_main=True)
@@ -422,10 +414,10 @@ class Reader:
         )
 
     def _expect_sealed(self) -> None:
-        """Raise `NotSealed` where nothing else was passed over: the call may be mended."""
-        found = [*self.passed_over.values()]
-        if found and all(isinstance(error, NotSealed) for error in found):
-            raise found[0]
+        """Raise `NotSealed` where nothing else was passed over: the caller can fix that."""
+        errors = [*self.passed_over.values()]
+        if errors and all(isinstance(error, NotSealed) for error in errors):
+            raise errors[0]
 
     def _first(
         self,
@@ -435,8 +427,8 @@ class Reader:
         unhealthy: Unhealthy,
         *,
         seen: list[tuple[AttemptName, str]] | None = None,
-    ) -> Candidate | None:
-        """The first that can be used; those before it are noted in `passed_over`.
+    ) -> LoadCandidate | None:
+        """The first checkpoint that can be used; those before it are noted in `passed_over`.
 
         `seen` gets the state of each register before it is looked at any closer.
         """
@@ -460,9 +452,9 @@ class Reader:
 
     def _read_twice(
         self, catalog: Catalog, name: AttemptName, options: LoadOptions, unhealthy: Unhealthy
-    ) -> Candidate | None:
-        """Read a candidate, once more when the first time fails: errors may pass, and where there
-        is another tier it may be whole there."""
+    ) -> LoadCandidate | None:
+        """Read a candidate, and once more when that fails, from the other tier if there is one."""
+        # Errors may pass, and what is damaged in one tier may be whole in the other.
         try:
             return self._read_candidate(catalog, name, options, unhealthy)
         except (StoreError, FormatError) as error:
@@ -473,7 +465,7 @@ class Reader:
 
     def _read_candidate(
         self, catalog: Catalog, name: AttemptName, options: LoadOptions, unhealthy: Unhealthy
-    ) -> Candidate | None:
+    ) -> LoadCandidate | None:
         entry = catalog.entry(name)
         if entry is None:
             return None
@@ -490,42 +482,40 @@ class Reader:
 
 
 def _goes_without(manifest: Manifest, options: LoadOptions) -> tuple[str, ...]:
-    """The component that was left out and that a load of everything may do without: `rng`."""
+    """The component that was left out and that a load of everything may lack: `rng`."""
     is_asked_for = options.components is not None or options.include
     if RNG not in manifest.left_out or is_asked_for or options.selection.omits(RNG):
         return ()
     return (RNG,)
 
 
-def _edited(
-    opened: Opened, edit: Edit | None, read: Callable[[Mapping[str, Iterable[str]]], Tensors]
-) -> EditedLoad:
+def _edited(opened: Opened, edit: Edit | None, reader: TensorReader) -> EditedLoad:
     if edit is None:
         return EditedLoad(components=opened.components, tensors={})
     return edited_load(
         opened.components,
         edit,
         where=opened.folder,
-        read=lambda name: read({name: opened.components[name].tensors})[name],
+        read=lambda name: reader.read({name: opened.components[name].tensors})[name],
     )
 
 
 def _completed(
-    found: Tensors,
+    edited: Mapping[str, Mapping[str, Tensor]],
     needed: Mapping[str, Iterable[str]],
     read: Callable[[Mapping[str, Iterable[str]]], StoredTensors],
 ) -> StoredTensors:
     """The needed tensors: those that an edit has brought, and the rest from the checkpoint."""
-    if not found:
+    if not edited:
         return read(needed)
-    there = {
-        name: {key: found[name][key] for key in keys if key in found.get(name, {})}
+    brought = {
+        name: {key: edited[name][key] for key in keys if key in edited.get(name, {})}
         for name, keys in needed.items()
     }
     rest = read(
-        {name: [key for key in keys if key not in there[name]] for name, keys in needed.items()}
+        {name: [key for key in keys if key not in brought[name]] for name, keys in needed.items()}
     )
-    return {name: {**there[name], **rest[name]} for name in needed}
+    return {name: {**brought[name], **rest[name]} for name in needed}
 
 
 def _registers(catalog: Catalog) -> list[tuple[AttemptName, str]]:
@@ -549,10 +539,10 @@ def _register_state(catalog: Catalog, name: AttemptName) -> str:
 
 
 class Search:
-    """Choice of the checkpoint that a load takes: made anew each time that it is asked for.
+    """Chooses the checkpoint of a load, anew each time that a claim asks for it.
 
-    Of "latest", one that `walks` takes an older one where the newest cannot be used, as a resume
-    does; else what is named is taken, or what is wrong with it is raised.
+    For "latest", a search that `walks` takes an older checkpoint where the newest cannot be used,
+    as a resume does; any other takes the named one, or raises its error.
     """
 
     def __init__(
@@ -574,40 +564,39 @@ class Search:
         self._announced: dict[str, str] = {}
         self._failed: set[str] = set()
         self.is_rollback = which != "latest"
-        """Whether a person chose it, so that the run goes back."""
-        self.found: Candidate | None = None
-        """What was chosen last; None for a fresh start."""
+        """Whether a person chose the checkpoint by name, so that the run goes back to it."""
+        self.candidate: LoadCandidate | None = None
+        """The last choice; None for a fresh start."""
 
     def choices(self) -> Iterator[Choice]:
-        """Choose for a claim, which may ask more than once."""
+        """Choose for a claim, which may ask more than once (`engine.claims.claim.claim_run`)."""
         while True:
             yield self.choose()
 
     def choose(self) -> Choice:
-        """Look for a checkpoint, which is `found` then."""
-        while not self._has_found():
+        """Choose a checkpoint, which is `candidate` then."""
+        while not self._has_chosen():
             pass
         if self._walks and self._seen is not None:
-            entry = self.found.entry if self.found is not None else None
+            entry = self.candidate.entry if self.candidate is not None else None
             self._seen.expect(entry, where=self._reader.catalog.store.url)
         return Choice(
-            point=self.found.entry.reference if self.found is not None else None,
+            point=self.candidate.entry.reference if self.candidate is not None else None,
             passed_over=frozenset(self._reader.passed_over),
             is_rollback=self.is_rollback,
         )
 
-    def _has_found(self) -> bool:
-        """Whether there is a choice that only has to be applied, or none at all; False where
-        another one may serve."""
-        self.found = (
+    def _has_chosen(self) -> bool:
+        """Choose and prepare a candidate; False where that failed and another choice may serve."""
+        self.candidate = (
             self._reader.walk(self._options, unhealthy=self._unhealthy)
             if self._walks
             else self._reader.named(self._which, self._options)
         )
-        if self.found is not None:
+        if self.candidate is not None:
             try:
                 # Here, because a claim must not go on from what an object refuses.
-                self.found.prepared.ready(self.found.tensors)
+                self.candidate.prepared.ready(self.candidate.tensors)
             except (FormatError, StoreError) as error:
                 if not self.goes_on_after(error):
                     raise
@@ -615,15 +604,18 @@ class Search:
         return True
 
     def goes_on_after(self, error: Exception) -> bool:
-        """Whether another choice may serve, since what was chosen could not be read into its place:
-        itself, for errors may pass, then an older one. Until one does the state may be mixed."""
-        if self.found is None:
+        """Whether another choice may serve after the chosen one could not be read in place.
+
+        First the same one, for errors may pass, then an older one. Until one is applied the state
+        may be mixed.
+        """
+        if self.candidate is None:
             return False
         self._reader.is_mixed |= isinstance(error, OpaqueLoadFailed)
-        cause, folder = self.found.cause_of(error), self.found.entry.folder
+        cause, folder = self.candidate.cause_of(error), self.candidate.entry.folder
         is_first = folder not in self._failed
         self._failed.add(folder)
-        if cause is None or self._reader.turns(self.found, error):
+        if cause is None or self._reader.turns(self.candidate, error):
             return cause is not None
         if not self._walks or not (is_first or is_damage(cause)):
             return False
@@ -639,7 +631,7 @@ class Search:
                 yield folder, error
 
     def warn(self, emit: Emitter) -> None:
-        """Warn of what is wrong with what was taken, where anything is known."""
+        """Warn of everything that is known to be wrong with the choice."""
         for one, other in self._reader.doubles:
             emit(
                 "warning",
@@ -647,7 +639,7 @@ class Search:
                 "one of them was copied here. Move it out of the root",
             )
         if self._walks:
-            catalog, entry = self._reader.catalog, self.found.entry if self.found else None
+            catalog, entry = self._reader.catalog, self.candidate.entry if self.candidate else None
             removed = catalog.removed_latest(entry)
             if removed:
                 way = f"goes on from {entry.folder}" if entry is not None else "begins afresh"
@@ -658,8 +650,8 @@ class Search:
                     "gone, put it back under its name first",
                     folder=removed,
                 )
-        if self.found is not None and self.found.entry.manifest.unhealthy:
-            entry = self.found.entry
+        if self.candidate is not None and self.candidate.entry.manifest.unhealthy:
+            entry = self.candidate.entry
             reasons = ", ".join(entry.manifest.unhealthy)
             emit(
                 "warning",
@@ -669,7 +661,7 @@ class Search:
         unread = self._reader.catalog.unread
         if self._walks and unread:
             key = f"{self._reader.catalog.store.url}/{writer_key(unread)}"
-            stands = self.found.entry.folder if self.found is not None else "the beginning"
+            stands = self.candidate.entry.folder if self.candidate is not None else "the beginning"
             emit(
                 "warning",
                 f"{key} is damaged or missing. If that process had resumed an older checkpoint by "

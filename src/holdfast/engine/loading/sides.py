@@ -1,4 +1,4 @@
-"""Components that only one side has, the live state or the checkpoint, and that a load allows."""
+"""Components that only the live state or only the checkpoint has, as far as a load allows them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WHOLE = " (the whole component)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sides:
-    """What a load allows to be on one side only."""
+    """The components that a load allows to be in the state only, or in the checkpoint only."""
 
     new: Collection[str] = ()
     """Live components that the checkpoint lacks."""
@@ -41,17 +41,17 @@ class Sides:
                     f"leave it as it is with load(skip=[{name!r}])"
                 )
 
-    def found(
+    def one_sided(
         self,
         state: Mapping[str, Any],
         manifest: Manifest,
         gone: Collection[str],
         is_asked: Callable[[str], bool],
     ) -> OneSided:
-        """The components to load that only the state or only a checkpoint has, and that may be so.
+        """The components to load that only the state or only a checkpoint has, as is allowed.
 
-        `gone` are components that were dropped from the checkpoint. Neither they nor those that
-        were left out of it are ever new.
+        `gone`: components that were dropped from the checkpoint. Neither they nor those that were
+        left out of it are ever new.
         """
         stored = manifest.components
         live, known = {*state, RNG}, {*stored, *manifest.left_out}
@@ -93,16 +93,16 @@ class OneSided:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them."""
+        """The names of all of them."""
         return (*self.new, *self.without)
 
     def without_them(self, components: Collection[str] | None) -> Collection[str] | None:
-        """The components that a caller has named, but for these; None: all."""
+        """The components that a caller named, without these; None: all."""
         return components and [name for name in components if name not in self.names]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A sentence for each."""
+        """A sentence for each of them."""
         return (
             *(f"{name}: not in the checkpoint, stays as it is" for name in self.new),
             *(f"{name}: in the checkpoint only, not loaded" for name in self.without),
@@ -110,7 +110,7 @@ class OneSided:
 
 
 def with_hint(error: MismatchError, manifest: Manifest) -> MismatchError:
-    """The error, with the arguments that allow the components which only one side has."""
+    """The error, with a hint at the arguments that allow components which only one side has."""
     # What an edit took out of a checkpoint is in the manifest.
     new = [name for name in _whole(error.missing) if name not in manifest.components]
     without = _whole(error.unexpected)

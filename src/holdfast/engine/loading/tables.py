@@ -1,52 +1,40 @@
-"""The stored tensors of one component as columns: many small ones are copied without making any.
+"""The stored tensors of one component as columns, from which many small ones are copied in bulk.
 
-A tensor object, or a record of where one lies, costs several times what its few bytes do. So both
-are made only for who asks for a tensor by its key; what is copied into plain live tensors is
-copied from its place in memory.
+A tensor object, or a record of the place of one, costs several times what its few bytes do. So both
+are made only when a tensor is asked for by its key; plain live tensors are filled from addresses
+(docs/decisions/0024).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
+from typing_extensions import override
 
+from holdfast.engine.loading.plan import DIRECT_NBYTES, Packed, batches
 from holdfast.engine.loading.wanted import Wanted
 from holdfast.engine.staging.arena import Arena, check_aligned
-from holdfast.format.index import Column
+from holdfast.format.index import Column, Places
+from holdfast.format.tensors import TensorSpec
 from holdfast.state.copying import copy_bytes
 from holdfast.state.unread import LazyTensors, S_co, TensorSource, Unread
 
-IMAGE_NBYTES = 64 << 20
-"""How much memory tensors take at a time that are not read into their place, but copied there."""
-DIRECT_NBYTES = 32 << 10
-"""The least that is copied from the blocks themselves. Each costs as much as a copy of so much."""
 _SMALL_NBYTES = 128 << 10
-"""Of this size and more torch copies tensors on several threads."""
+"""Tensors of this size and more are copied on several threads, by `state.copying`."""
 _key = attrgetter("key")
 
 
-@dataclass(slots=True)
-class Run:
-    """Bytes of a file that lie side by side, and where in memory they go."""
+class PackedSource(TensorSource, Protocol):
+    """A source of unread tensors that reads many small ones together."""
 
-    file: str
-    start: int
-    nbytes: int
-    at: int
-
-
-class Files(TensorSource, Protocol):
-    """Where the bytes of tensor files come from."""
-
-    def read_runs(self, runs: Sequence[Run], memory: Any) -> None:
-        """Fill `memory`, a numpy array of bytes, with these.
+    def read_packed(self, packed: Packed) -> None:
+        """Read tensors into packed memory.
 
         Raises:
             FormatError, StoreError: they cannot be read.
@@ -55,13 +43,13 @@ class Files(TensorSource, Protocol):
 
 
 class _Columns(LazyTensors[S_co]):
-    """Tensors of files; the columns have an entry for each tensor, in the order of `parts`."""
+    """Stored tensors as columns, with an entry for each tensor in the order of `parts`."""
 
-    def __init__(self, parts: Sequence[Wanted]) -> None:
-        """Raises `FormatError` where a tensor does not begin at a multiple of its item size."""
-        for part in parts:
+    def __init__(self, parts: Mapping[str, Wanted]) -> None:
+        for part in parts.values():
             check_aligned(part.specs, part.start)
-        self._parts = parts
+        self._files = [*parts]
+        self._parts = [*parts.values()]
 
     def __getitem__(self, key: str) -> S_co:
         return self._made[key]
@@ -84,6 +72,7 @@ class _Columns(LazyTensors[S_co]):
         return dict(zip(self._keys, self._make(np.arange(len(self))), strict=True))
 
     def _numbers_of(self, keys: Sequence[str]) -> Column:
+        # All keys in their order is what a load of a whole container asks for.
         if keys == self._keys:
             return np.arange(len(keys))
         numbers = {key: number for number, key in enumerate(self._keys)}
@@ -94,129 +83,107 @@ class _Columns(LazyTensors[S_co]):
         return [*map(_key, self._specs)]
 
     @cached_property
-    def _specs(self) -> list[Any]:
+    def _specs(self) -> list[TensorSpec]:
         return [spec for part in self._parts for spec in part.specs]
 
     @cached_property
-    def _file(self) -> Column:
-        return np.repeat(np.arange(len(self._parts)), [len(part.specs) for part in self._parts])
-
-    @cached_property
-    def _start(self) -> Column:
-        return _joined([part.start for part in self._parts])
-
-    @cached_property
-    def _nbytes(self) -> Column:
-        return _joined([part.nbytes for part in self._parts])
+    def _places(self) -> Places:
+        counts = [len(part.specs) for part in self._parts]
+        return Places(
+            self._files,
+            np.repeat(np.arange(len(counts)), counts),
+            _joined([part.start for part in self._parts]),
+            _joined([part.nbytes for part in self._parts]),
+        )
 
 
-class ReadTensors(_Columns[Tensor]):
-    """In the memory into which their files were read."""
+class FreshTensors(_Columns[Tensor]):
+    """Tensors in the fresh memory into which their files are read."""
 
-    def __init__(self, parts: Sequence[tuple[Wanted, Arena]]) -> None:
-        """Raises `FormatError` where a tensor does not begin at a multiple of its item size."""
-        super().__init__([wanted for wanted, _ in parts])
-        self._arenas = [arena for _, arena in parts]
+    def __init__(self, parts: Mapping[str, Wanted], arenas: Sequence[Arena]) -> None:
+        """`parts`: file → what is wanted of it; `arenas` has the memory of each of these files.
+
+        Raises `FormatError` where a tensor does not begin at a multiple of its item size.
+        """
+        super().__init__(parts)
+        self._arenas = arenas
 
     def _make(self, numbers: Column) -> list[Tensor]:
-        found: dict[int, Tensor] = {}
+        made: dict[int, Tensor] = {}
         first = 0
         for part, arena in zip(self._parts, self._arenas, strict=True):
             stop = first + len(part.specs)
-            here = np.sort(numbers[(numbers >= first) & (numbers < stop)]) - first
-            specs = [part.specs[number] for number in here.tolist()]
-            views = arena.tensors(specs, part.start[here], part.nbytes[here])
-            found.update(zip((here + first).tolist(), views, strict=True))
+            # Sorted, since adjacent tensors are made by one call.
+            of_part = np.sort(numbers[(numbers >= first) & (numbers < stop)]) - first
+            specs = [part.specs[number] for number in of_part.tolist()]
+            views = arena.tensors(specs, part.start[of_part], part.nbytes[of_part])
+            made.update(zip((of_part + first).tolist(), views, strict=True))
             first = stop
-        return [*map(found.__getitem__, numbers.tolist())]
+        return [*map(made.__getitem__, numbers.tolist())]
 
+    @override
     def copy_into(
         self, live: Sequence[Tensor], keys: Sequence[str], *, is_all: bool
     ) -> list[tuple[Tensor, Tensor]]:
-        """As in `LazyTensors`: the small ones."""
+        # The small ones here, in bulk; the others are left to `state.copying`, and its threads.
         numbers = self._numbers_of(keys)
-        is_small = self._nbytes[numbers] < _SMALL_NBYTES
+        is_small = self._places.nbytes[numbers] < _SMALL_NBYTES
         small, others = np.flatnonzero(is_small), np.flatnonzero(~is_small)
-        at = numbers[small]
+        places = self._places.of(numbers[small])
         bases = np.array([arena.address for arena in self._arenas], np.int64)
-        addresses = bases[self._file[at]] + self._start[at]
         copy_bytes(
-            live if len(at) == len(keys) else [live[n] for n in small.tolist()],
-            addresses.tolist(),
-            self._nbytes[at].tolist(),
+            live if len(small) == len(keys) else [live[n] for n in small.tolist()],
+            (bases[places.file] + places.start).tolist(),
+            places.nbytes.tolist(),
         )
         return self._pairs([live[n] for n in others.tolist()], numbers[others])
 
 
 class UnreadTensors(_Columns[Unread]):
-    """Yet to be read from `files`."""
+    """Tensors that are yet to be read from `source`."""
 
-    def __init__(self, files: Files, parts: Mapping[str, Wanted]) -> None:
+    def __init__(self, source: PackedSource, parts: Mapping[str, Wanted]) -> None:
         """`parts`: file → what is wanted of it.
 
         Raises `FormatError` where a tensor does not begin at a multiple of its item size.
         """
-        super().__init__([*parts.values()])
-        self._files = files
-        self._names = [*parts]
+        super().__init__(parts)
+        self._source = source
 
     def _make(self, numbers: Column) -> list[Unread]:
-        columns = (self._file, self._start, self._nbytes)
-        rows = zip(*(column[numbers].tolist() for column in columns), strict=True)
+        places = self._places.of(numbers)
+        columns = (places.file.tolist(), places.start.tolist(), places.nbytes.tolist())
         specs = [self._specs[number] for number in numbers.tolist()]
         return [
             Unread(
-                source=self._files, spec=spec, file=self._names[file], start=start, nbytes=nbytes
+                source=self._source,
+                spec=spec,
+                file=places.files[file],
+                start=start,
+                nbytes=nbytes,
             )
-            for spec, (file, start, nbytes) in zip(specs, rows, strict=True)
+            for spec, file, start, nbytes in zip(specs, *columns, strict=True)
         ]
 
+    @override
     def copy_into(
         self, live: Sequence[Tensor], keys: Sequence[str], *, is_all: bool
     ) -> list[tuple[Tensor, Unread]]:
-        """As in `LazyTensors`: all of them, where all are small, in the order of the files, so much
-        at a time as an image may hold. Otherwise none: each block is to be read once."""
+        # All where all are small. Beside large tensors or other containers none: `TensorSource.copy`
+        # then gets all of them at once, and so reads each block once.
         numbers = self._numbers_of(keys)
-        file, start, nbytes = (c[numbers] for c in (self._file, self._start, self._nbytes))
-        if not is_all or (nbytes >= DIRECT_NBYTES).any():
+        places = self._places.of(numbers)
+        if not is_all or (places.nbytes >= DIRECT_NBYTES).any():
             return self._pairs(live, numbers)
-        if not len(keys):
-            return []
-        order = np.lexsort((start, file))
-        batch = np.cumsum(nbytes[order]) // IMAGE_NBYTES
-        for some in np.split(order, np.flatnonzero(np.diff(batch)) + 1):
-            runs, places = _packed(file[some], start[some], nbytes[some])
-            self._copy_image(
-                [Run(self._names[number], *of_run) for number, *of_run in runs],
+        for some in batches(places, places.nbytes):
+            packed = Packed(places.of(some))
+            self._source.read_packed(packed)
+            copy_bytes(
                 [live[number] for number in some.tolist()],
-                places,
-                nbytes[some],
+                (packed.starts + packed.arena.address).tolist(),
+                packed.nbytes.tolist(),
             )
         return []
-
-    def _copy_image(
-        self, runs: Sequence[Run], live: Sequence[Tensor], places: Column, nbytes: Column
-    ) -> None:
-        arena = Arena(runs[-1].at + runs[-1].nbytes)
-        self._files.read_runs(runs, np.frombuffer(arena.memory, np.uint8))
-        copy_bytes(live, (places + arena.address).tolist(), nbytes.tolist())
-
-
-def _packed(
-    file: Column, start: Column, nbytes: Column
-) -> tuple[list[tuple[int, int, int, int]], Column]:
-    """Runs (file, start, nbytes, place) of tensors in the order of the files, one behind the other
-    in memory, and the place of each tensor there."""
-    stop = start + nbytes
-    begins = np.concatenate(([True], (file[1:] != file[:-1]) | (start[1:] != stop[:-1])))
-    first = np.flatnonzero(begins)
-    last = np.append(first[1:], len(file)) - 1
-    lengths = stop[last] - start[first]
-    at = np.cumsum(lengths) - lengths
-    run = np.cumsum(begins) - 1
-    columns = (file[first], start[first], lengths, at)
-    runs = [*zip(*(column.tolist() for column in columns), strict=True)]
-    return runs, start - start[first][run] + at[run]
 
 
 def _joined(columns: Sequence[Column]) -> Column:

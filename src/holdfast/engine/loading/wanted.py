@@ -1,4 +1,4 @@
-"""What a load wants of the tensor files: which tensors, and in which blocks they lie.
+"""The tensors that a load wants of each tensor file, and the blocks in which they lie.
 
 Worked out on the columns of the index, in a few passes for however many tensors.
 """
@@ -26,6 +26,8 @@ class Wanted:
 
     def blocks(self, block_nbytes: int) -> list[int]:
         """The numbers of the blocks in which they lie, rising."""
+        # +1 where a tensor begins, -1 behind its end: blocks with a positive sum are wanted. A pass
+        # over columns, however many tensors there are.
         has_bytes = self.nbytes > 0
         start, nbytes = self.start[has_bytes], self.nbytes[has_bytes]
         first, last = start // block_nbytes, (start + nbytes - 1) // block_nbytes
@@ -36,12 +38,12 @@ class Wanted:
 
 
 def wanted_by_file(index: Index, needed: Mapping[str, Iterable[str]]) -> dict[str, Wanted]:
-    """What is wanted of each tensor file. `needed`: component → keys.
+    """The wanted tensors of each tensor file. `needed`: component → keys.
 
     Raises:
         FormatError: a tensor in several shards, which this version cannot load.
     """
-    found: dict[str, Wanted] = {}
+    by_file: dict[str, Wanted] = {}
     for component, of_component in needed.items():
         keys, table = [*of_component], index.components[component]
         if not keys:
@@ -55,11 +57,11 @@ def wanted_by_file(index: Index, needed: Mapping[str, Iterable[str]]) -> dict[st
             places, specs = places.of(numbers), [specs[number] for number in numbers.tolist()]
         # Not np.unique: when first called it imports numpy.ma, which takes as long as a small load.
         for number in np.flatnonzero(np.bincount(places.file)).tolist():
-            here = np.flatnonzero(places.file == number)
-            found[places.files[number]] = Wanted(
+            in_file = np.flatnonzero(places.file == number)
+            by_file[places.files[number]] = Wanted(
                 component=component,
-                specs=specs if len(here) == len(specs) else [specs[i] for i in here],
-                start=places.start[here],
-                nbytes=places.nbytes[here],
+                specs=specs if len(in_file) == len(specs) else [specs[i] for i in in_file],
+                start=places.start[in_file],
+                nbytes=places.nbytes[in_file],
             )
-    return found
+    return by_file

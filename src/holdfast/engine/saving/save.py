@@ -21,7 +21,7 @@ from holdfast.engine.saving.compressing import Compressing
 from holdfast.engine.saving.links import Links
 from holdfast.engine.saving.writing import FileToWrite, WrittenFile, write_files
 from holdfast.engine.staging.content import BytesContent, Content
-from holdfast.engine.staging.fence import Overlapped
+from holdfast.engine.staging.guard import Overlapped
 from holdfast.engine.staging.known import KnownFile
 from holdfast.engine.staging.staged import Staged
 from holdfast.engine.workers import Workers
@@ -125,7 +125,7 @@ def write(
         files = _AttemptFiles(attempt, staged, compressing, links, workers, timeout_s)
         written = _write_files(store, files, writers, phase, compressing)
         request.timings["write_s"] = time.perf_counter() - began
-        request.timings["stage_s"] += staged.now_s
+        request.timings["stage_s"] += staged.transfer.waited_s
         phase.text = "waiting for the copy"
         if overlapped is not None:
             overlapped.expect_copied("the save", timeout_s)
@@ -191,10 +191,10 @@ class _AttemptFiles:
         for known in self.staged.all_files:
             if not self._link(known):
                 encoding = self._compressing.of_tensors(known.file)
-                content = self.staged.content(known, self.timeout_s)
+                content = self.staged.transfer.content(known)
                 file = self._file(known.file.name, content, encoding)
                 yield replace(file, observer=self._compressing.observer(known.file))
-        self.staged.finish()
+        self.staged.transfer.finish()
 
     def _file(
         self, plain: str, content: Content | BytesContent, encoding: Encoding | None
@@ -213,7 +213,7 @@ class _AttemptFiles:
         name, nbytes = known.file.name, known.file.nbytes
         if not self._links.may_have(name, nbytes):
             return False
-        if not self.staged.is_unchanged(known, self.timeout_s):
+        if not self.staged.transfer.content(known).is_unchanged(self.timeout_s):
             return False
         digests = self.staged.digest(known, self.workers, self.timeout_s)
         entry = FileEntry(nbytes=nbytes, digest=blocks.file_digest(nbytes, digests))

@@ -21,7 +21,7 @@ from holdfast.engine.roots.commit import check_fence
 from holdfast.engine.saving.compressing import Compressing
 from holdfast.engine.saving.links import Links
 from holdfast.engine.saving.save import SaveRequest, digest_staged, write
-from holdfast.engine.staging.fence import Guarded, Overlapped
+from holdfast.engine.staging.guard import Guarded, Overlapped
 from holdfast.engine.staging.overlap import NUM_THREADS, Overlap
 from holdfast.engine.staging.stage import Stager
 from holdfast.engine.staging.staged import Staged
@@ -114,7 +114,7 @@ class Saver:
         if self._overlapped is not None:
             self._overlapped.settle("the next save", self.timeout_s)
         if self._staged is not None:
-            self._staged.settle(self.timeout_s)
+            self._staged.transfer.settle(self.timeout_s)
             self._staged = None
         self._guarded = Guarded(keys={})
         if not self._stager.takes_waves(captured):
@@ -144,13 +144,15 @@ class Saver:
             pending.staged = overlapped.copied
         write = partial(self._run, pending, staged, request, overlapped)
         self._job = None
-        is_beside = overlapped is None and staged.is_early
+        is_beside = overlapped is None and staged.transfer.is_early
         try:
             self.threads.start()
             self._background.start()
             if is_beside:
                 self._job = self._background.submit(write)
-            staged.copy(self.threads.workers, min(num_cores(), MAX_COPIERS) - 1, self.timeout_s)
+            staged.transfer.copy(
+                self.threads.workers, min(num_cores(), MAX_COPIERS) - 1, self.timeout_s
+            )
             if not is_beside:
                 # Last, because on few cores these threads take the time of this one.
                 # Known before it is queued: an interrupt may come right after that.
@@ -172,7 +174,7 @@ class Saver:
 
     def _not_begun(self, pending: PendingSave, staged: Staged, error: BaseException) -> None:
         """Give the error that `start` raises to all who wait for this save."""
-        staged.fail(error)
+        staged.transfer.fail(error)
         self._staged = staged
         if self._overlapped is None:
             pending.staged.set_exception(error)
@@ -259,7 +261,7 @@ class Saver:
             self._chores.after_failure()
             return
         finally:
-            staged.finish()
+            staged.transfer.finish()
         learned = self._learn(staged)
         if not entry.manifest.lacks:
             self.standing = entry

@@ -1,1 +1,1 @@
-"""One consistent copy of the state in host memory, beside training where that can be."""
+"""A consistent copy of the state in host memory, made beside training where that is safe."""

@@ -18,7 +18,7 @@ _LARGEST_ITEM_NBYTES = max(ITEM_NBYTES.values())
 
 
 class Arena:
-    """Page-aligned private memory, which forked children find empty."""
+    """Page-aligned private memory, filled with zeros in forked children."""
 
     def __init__(self, nbytes: int) -> None:
         """Take the memory.
@@ -32,7 +32,7 @@ class Arena:
 
     @property
     def address(self) -> int:
-        """Where it begins."""
+        """The address of the first byte."""
         return int(np.frombuffer(self._map, np.uint8).ctypes.data)
 
     def tensors(
@@ -51,9 +51,12 @@ class Arena:
         """
         if not len(specs):
             return []
+        # One view for each run of equal dtype, split in one call: a call of torch takes longer than
+        # all else that is done for a small tensor.
         start = np.asarray(starts, np.int64)
         if nbytes is None:
             nbytes = np.fromiter((spec.nbytes for spec in specs), np.int64, len(specs))
+        # An inference tensor could not be written to outside of inference mode.
         with torch.inference_mode(False):
             base = torch.frombuffer(self._map, dtype=torch.uint8)
             runs = pairwise([0, *_run_starts(specs, start, nbytes), len(specs)])
@@ -65,11 +68,12 @@ class Arena:
 
 
 def check_aligned(specs: Sequence[TensorSpec], start: Column) -> None:
-    """Check where tensors lie, before any view of them is made.
+    """Check the alignment of tensors before any view of them is made.
 
     Raises:
         FormatError: a start is not a multiple of the tensor's item size.
     """
+    # Few starts are odd for the largest item; only these are looked at by their own.
     for number in np.flatnonzero(start % _LARGEST_ITEM_NBYTES).tolist():
         _check_aligned(specs[number], int(start[number]))
 
@@ -80,21 +84,21 @@ def _check_aligned(spec: TensorSpec, start: int) -> None:
 
 
 def _run_starts(specs: Sequence[TensorSpec], start: Column, nbytes: Column) -> list[int]:
-    """The tensors, but the first, that lie behind a gap or are not of the dtype before them."""
+    """Numbers of the tensors, but the first, that lie behind a gap or have another dtype."""
     begins = start[1:] != (start + nbytes)[:-1]
     dtypes = [spec.dtype for spec in specs]
     if len(names := {*dtypes}) > 1:
         numbers = {name: number for number, name in enumerate(names)}
         column = np.fromiter(map(numbers.__getitem__, dtypes), np.int64, len(dtypes))
         begins |= column[1:] != column[:-1]
-    found: list[int] = (np.flatnonzero(begins) + 1).tolist()
-    return found
+    starts: list[int] = (np.flatnonzero(begins) + 1).tolist()
+    return starts
 
 
 def _split(
     base: torch.Tensor, specs: Sequence[TensorSpec], start: int, nbytes: Column
 ) -> list[torch.Tensor]:
-    """Views of tensors of one dtype that lie one after the other; one call for all of them."""
+    """Views of adjacent tensors of one dtype, made in one call."""
     dtype = TORCH_DTYPES[specs[0].dtype]
     _check_aligned(specs[0], start)
     whole = base[start : start + int(nbytes.sum())].view(dtype)

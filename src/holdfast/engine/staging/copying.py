@@ -1,61 +1,57 @@
-"""The copies of one staging, made in order by one or several threads; others wait for blocks.
+"""The copies of which a staging consists: runs of bytes, other tensors, and copies by devices.
 
-What overlaps with training is written block by block while others are still being copied.
+Knows how each is made, and which blocks it fills; `inmemory` knows when, and by which thread.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from torch import Tensor, UntypedStorage
 
 from holdfast.engine.staging.device import DeviceCopy, begin_copies
 from holdfast.engine.staging.image import Image
-from holdfast.errors import DeadlineExceeded
 from holdfast.format.layout import BLOCK_NBYTES
-from holdfast.state.copying import Shared, copy_runs, is_plain
+from holdfast.state.copying import copy_runs, is_plain
 
 AT_ONCE_NBYTES = 1 << 20
 AT_ONCE = 1024
-"""So many bytes and so many tensors are copied while other threads of Python wait; it takes some
-tenths of a millisecond."""
+"""The most bytes and tensors that are copied at once under the interpreter's lock: other threads of
+Python wait some tenths of a millisecond."""
 
 
 class Work(Protocol):
-    """Copies that are to be made, each block's in one of them."""
+    """The copies of one or several tensors of a file."""
 
     image: Image
 
     @property
     def blocks(self) -> Sequence[int]:
-        """Numbers of the blocks that they fill, or parts of them."""
+        """Numbers of the blocks that they fill, in whole or in part; one entry for each copy."""
         ...
 
-    def pieces(self) -> Iterable[Piece]:
-        """The copies."""
+    def tasks(self) -> Iterable[CopyTask]:
+        """The copies, in order."""
         ...
 
 
-class Piece(Protocol):
-    """A copy that is to be made."""
+class CopyTask(Protocol):
+    """A copy that one thread makes."""
 
     image: Image
     blocks: Sequence[int]
-    """Numbers of the blocks that it fills, or a part of them."""
+    """Numbers of the blocks that it fills, in whole or in part."""
 
     def copy(self) -> None:
-        """Make it."""
+        """Make the copy."""
         ...
 
 
 @dataclass(slots=True)
 class Bytes:
-    """Bytes of a contiguous tensor in host memory, inside one block."""
+    """The copy of bytes of a contiguous tensor in host memory, inside one block."""
 
     image: Image
     key: str
@@ -65,13 +61,13 @@ class Bytes:
     nbytes: int
 
     def copy(self) -> None:
-        """See `Piece.copy`; bytes that are there already are left alone."""
+        """Copy the bytes, unless the image holds the same ones already."""
         self.image.update(self.key, self.blocks[0], self.start, self.source, self.nbytes)
 
 
 @dataclass(slots=True)
 class Whole:
-    """A tensor whose bytes have to be gathered, from strides or from a device."""
+    """The copy of a whole tensor by torch, from strides or from a device."""
 
     image: Image
     position: int
@@ -79,12 +75,12 @@ class Whole:
     source: Tensor
 
     def copy(self) -> None:
-        """See `Piece.copy`."""
+        """Copy the tensor, without comparing."""
         self.image.overwrite(self.position, self.source)
 
 
-class Source:
-    """A tensor that is to be copied. Where it is, is settled when this is made."""
+class TensorCopy:
+    """The copies of one tensor, from the address that it has when this is made."""
 
     __slots__ = ("_address", "_position", "_tensor", "image")
 
@@ -92,20 +88,21 @@ class Source:
         self.image = image
         self._position = position
         self._tensor = tensor
+        # Now, and not when it is copied: until then training may give the tensor other memory.
         self._address = tensor.data_ptr() if is_plain(tensor) else None
 
     @property
     def storage(self) -> UntypedStorage | None:
-        """The memory that is copied from by address; None where it is not."""
+        """The memory that is copied by address, to be kept alive; None where torch copies."""
         return None if self._address is None else self._tensor.untyped_storage()
 
     @property
     def blocks(self) -> Sequence[int]:
-        """See `Work.blocks`."""
+        """Numbers of the blocks in which the tensor lies."""
         return self.image.blocks_of(self._position)
 
-    def pieces(self) -> Iterator[Piece]:
-        """See `Work.pieces`; a run of bytes is copied block by block."""
+    def tasks(self) -> Iterator[CopyTask]:
+        """The copies: block by block where the tensor is a run of bytes, else one."""
         image, position = self.image, self._position
         if self._address is None:
             return iter((Whole(image, position, self.blocks, self._tensor),))
@@ -113,53 +110,51 @@ class Source:
 
 
 class Runs:
-    """Tensors of one file that are runs of bytes in host memory, known by their addresses.
-
-    Nothing is done for each of them by who makes this: there are many.
-    """
+    """The copies of tensors of one file that are runs of bytes in host memory, by address."""
 
     def __init__(
         self, image: Image, places: Sequence[tuple[int, int]], addresses: Sequence[int]
     ) -> None:
         """`places` has for each its position in the file, and that of its address."""
+        # Nothing is done for each tensor here: there are many, and training waits.
         self.image = image
         self._places = places
         self._addresses = addresses
 
     @property
     def blocks(self) -> Sequence[int]:
-        """See `Work.blocks`."""
+        """Numbers of the blocks, one for each copy."""
         return [n for position, _ in self._places for n in self.image.blocks_of(position)]
 
-    def pieces(self) -> Iterator[Piece]:
-        """See `Work.pieces`."""
+    def tasks(self) -> Iterator[CopyTask]:
+        """The copies, block by block."""
         for position, number in self._places:
             yield from _bytes_of(self.image, position, self._addresses[number])
 
 
 class SmallRuns:
-    """Small tensors of one file that are runs of bytes in host memory: they are copied at once.
+    """Small tensors of one file that are runs of bytes in host memory, copied in one call.
 
-    What follows from where they go is kept, so that who makes a save does nothing for each.
+    Kept from save to save with the addresses in the image, so that a save does nothing for each.
     """
 
     def __init__(self, image: Image, places: Sequence[tuple[int, int]]) -> None:
         """`places` has for each its position in the file, and that of its address."""
         self.image = image
         self.blocks = sorted({n for position, _ in places for n in image.blocks_of(position)})
-        """Numbers of the blocks in which they are."""
+        """Numbers of the blocks in which they lie."""
         self._targets = [image.address_of(position) for position, _ in places]
         self._sizes = [image.file.specs[position].nbytes for position, _ in places]
         self._numbers = [number for _, number in places]
 
     def copy(self, addresses: Sequence[int]) -> None:
-        """Copy them from where they are now."""
+        """Copy the tensors from the addresses that those of the component have now."""
         sources = map(addresses.__getitem__, self._numbers)
         copy_runs(self._targets, sources, self._sizes)
 
 
 def small_runs_of(image: Image, places: Sequence[tuple[int, int]]) -> Iterator[SmallRuns]:
-    """The small tensors at these places, in parts that may be copied at once."""
+    """The small tensors at these places, in parts that one call may copy."""
     specs, part, nbytes = image.file.specs, list[tuple[int, int]](), 0
     for place in places:
         part.append(place)
@@ -181,16 +176,16 @@ class SmallCopy:
         self._addresses = addresses
 
     def copy(self) -> None:
-        """See `Piece.copy`."""
+        """Copy the tensors."""
         self._runs.copy(self._addresses)
 
-    def pieces(self) -> Iterable[Piece]:
-        """See `Work.pieces`."""
+    def tasks(self) -> Iterable[CopyTask]:
+        """The one copy."""
         return (self,)
 
 
-def _bytes_of(image: Image, position: int, address: int) -> Iterator[Piece]:
-    """The copy of a run of bytes, block by block."""
+def _bytes_of(image: Image, position: int, address: int) -> Iterator[CopyTask]:
+    """The copies of a run of bytes, block by block."""
     spec, start = image.file.specs[position], image.file.starts[position]
     offset, stop = address - start, start + spec.nbytes
     while start < stop:
@@ -203,159 +198,24 @@ def _bytes_of(image: Image, position: int, address: int) -> Iterator[Piece]:
 
 @dataclass(slots=True)
 class Arrival:
-    """Tensors that a device copies, all at once."""
+    """The arrival in host memory of the tensors that one device copies on its own stream."""
 
     image: Image
     blocks: Sequence[int]
     device_copy: DeviceCopy
 
     def copy(self) -> None:
-        """See `Piece.copy`; it was begun before, and is waited for."""
+        """Wait for the device, which began before."""
         self.device_copy.arrive()
         self.device_copy.result()
 
-    def pieces(self) -> Iterable[Piece]:
-        """See `Work.pieces`."""
+    def tasks(self) -> Iterable[CopyTask]:
+        """The one copy."""
         return (self,)
 
 
 def arrivals_of(image: Image, sources: Mapping[int, Tensor]) -> list[Arrival]:
-    """Begin the copies that bring tensors, by position, from CUDA devices to their places."""
+    """Begin to copy tensors, by position in the file, from CUDA devices into an image."""
     blocks = sorted({number for position in sources for number in image.blocks_of(position)})
     begun = begin_copies(image.overwritten_by_device(*pair) for pair in sources.items())
     return [Arrival(image, blocks, device_copy) for device_copy in begun]
-
-
-class Copying:
-    """Copies to be made at once, and such that may be made `later`, beside the training.
-
-    Whoever has the later ones made holds their tensors until then.
-    """
-
-    def __init__(
-        self, now: Sequence[Work], later: Sequence[Work], *, held: Sequence[object] = ()
-    ) -> None:
-        """`held` is the memory from which the first are made by address, and what a device copies.
-        It is let go when they are made; when not all are, a thread may still be at one."""
-        self._held = held
-        pieces = list(_cut(now))
-        self._num_now = len(pieces)
-        self._now: Iterator[Piece] = iter(pieces)
-        # Cut by those who copy, and counted by the first of them: there are many, and training
-        # waits for whoever makes this.
-        self._later: Iterator[Piece] = Shared(_cut(later))
-        self._works: Sequence[Work] = (*now, *later)
-        self._left: dict[_Block, int] | None = None
-        self._changed = threading.Condition()
-        self._error: BaseException | None = None
-        self._is_staged = threading.Event()
-        self.now_s = 0.0
-        """Seconds that training waited for copies."""
-
-    @property
-    def num_now(self) -> int:
-        """How many of those that training waits for are not made yet."""
-        return self._num_now
-
-    def run_now(self, timeout_s: float) -> None:
-        """Make the copies that training waits for, or what nobody else has made of them.
-
-        Raises:
-            DeadlineExceeded: another thread is still copying. Otherwise what a copy failed with.
-        """
-        began = time.perf_counter()
-        self._run(self._now)
-        with self._changed:
-            self._changed.wait_for(lambda: self._error or not self._num_now, timeout_s)
-            if self._error is not None:
-                raise self._error
-        if self._num_now:
-            late = DeadlineExceeded(f"staging: not done after {timeout_s:.0f} s")
-            self.fail(late)
-            raise late
-        self._held = ()
-        self.now_s = time.perf_counter() - began
-        self._is_staged.set()
-
-    def help_now(self) -> None:
-        """Take part in them from another thread."""
-        self._run(self._now)
-
-    def wait_staged(self, timeout_s: float) -> None:
-        """Block until training goes on.
-
-        Raises:
-            DeadlineExceeded: it was not in time.
-        """
-        if not self._is_staged.wait(timeout_s):
-            raise DeadlineExceeded(f"staging: not done after {timeout_s:.0f} s")
-
-    def run_later(self) -> None:
-        """Take part in the others."""
-        self._run(self._later, is_later=True)
-
-    def fail(self, error: BaseException) -> None:
-        """Nobody is to wait for blocks any more."""
-        with self._changed:
-            self._error = self._error or error
-            self._is_staged.set()
-            self._changed.notify_all()
-
-    def wait(self, image: Image, number: int, timeout_s: float) -> None:
-        """Block until a block is staged.
-
-        Raises:
-            DeadlineExceeded: it was not in time. Otherwise what a copy failed with.
-        """
-        place = (image.file.name, number)
-        with self._changed:
-            is_known = self._changed.wait_for(
-                lambda: self._error is not None or not self._pieces_left().get(place), timeout_s
-            )
-            if self._error is not None:
-                raise self._error
-        if not is_known:
-            raise DeadlineExceeded(
-                f"staging block {number} of {image.file.name}: not done after {timeout_s:.0f} s"
-            )
-
-    def _run(self, pieces: Iterator[Piece], *, is_later: bool = False) -> None:
-        try:
-            for piece in pieces:
-                if self._error is not None:
-                    raise self._error
-                piece.copy()
-                self._made(piece, is_later=is_later)
-        except BaseException as error:
-            self.fail(error)
-            raise
-
-    def _made(self, piece: Piece, *, is_later: bool) -> None:
-        name = piece.image.file.name
-        with self._changed:
-            left = self._pieces_left()
-            for number in piece.blocks:
-                left[name, number] -= 1
-            self._num_now -= not is_later
-            # Many wait, and each wants a whole block, or all of them.
-            if not self._num_now or not all(left[name, number] for number in piece.blocks):
-                self._changed.notify_all()
-
-    def _pieces_left(self) -> dict[_Block, int]:
-        """How many pieces each block still waits for; for who holds the lock."""
-        if self._left is None:
-            self._left = {}
-            for work in self._works:
-                for number in work.blocks:
-                    block = (work.image.file.name, number)
-                    self._left[block] = self._left.get(block, 0) + 1
-            self._works = ()
-        return self._left
-
-
-_Block: TypeAlias = tuple[str, int]
-"""Name of a file and number of the block in it."""
-
-
-def _cut(works: Sequence[Work]) -> Iterator[Piece]:
-    return chain.from_iterable(work.pieces() for work in works)

@@ -1,4 +1,4 @@
-"""Copies from CUDA devices into host memory, on streams of their own, and memory for them.
+"""Copies from CUDA devices into pinned host memory, on streams of their own.
 
 Tensors of other accelerators are copied as torch does it. Nothing in this module touches a device
 before it is given a tensor that is on one.
@@ -42,7 +42,7 @@ def refuse_capture(what: str) -> None:
 
 
 class DeviceCopy(Future[None]):
-    """Copies that a stream does; resolved when they have arrived in host memory."""
+    """A future of copies on a CUDA stream, resolved when they have arrived in host memory."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         """`event` comes after the copies on a stream of `device`."""
@@ -51,11 +51,11 @@ class DeviceCopy(Future[None]):
         self._device = device
 
     def hold_current_stream(self) -> None:
-        """What the current stream is given from now on comes after the copies."""
+        """Make the current stream wait for the copies before whatever it is given from now on."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def arrive(self) -> None:
-        """Wait for the copies and resolve; for a thread that has the time."""
+        """Wait for the copies and resolve. Blocks the calling thread."""
         if not self.set_running_or_notify_cancel():
             return
         try:
@@ -75,11 +75,12 @@ def begin_copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[DeviceCopy]:
     by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
     for to, source in pairs:
         by_device.setdefault(source.device, []).append((to, source))
-    return [_begin(device, found) for device, found in by_device.items()]
+    return [_begin(device, pairs) for device, pairs in by_device.items()]
 
 
 def _begin(device: torch.device, pairs: list[tuple[Tensor, Tensor]]) -> DeviceCopy:
     stream, event = _side_stream(device), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    # After what training has queued, which may still be computing the values.
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(stream):
         targets, sources = map(list, zip(*pairs, strict=True))
@@ -94,10 +95,10 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def pin(memory: Tensor, owner: object, device: torch.device) -> bool:
-    """Let CUDA devices use host memory by themselves until `owner` goes, which has to hold it;
-    whether they do. `device` is one that is in use.
+    """Pin host memory for CUDA devices until `owner`, which holds it, is collected.
 
-    Without it copies are slower and wait for the host; that is all, so a refusal is no error.
+    Returns whether it is pinned. Copies to other memory are slower and block the host, no more than
+    that, so a refusal is no error. `device` is one that is in use.
     """
     if memory.numel() == 0:
         return False

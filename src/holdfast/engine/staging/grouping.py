@@ -1,4 +1,4 @@
-"""Which tensors of a component go into files apart, because they do not change between saves.
+"""Chooses the tensors of a component that get files apart, since they do not change between saves.
 
 A guess that can only cost time: what is written or linked is decided by the bytes.
 """
@@ -11,7 +11,7 @@ from holdfast.format.tensors import TensorSpec
 
 MIN_NBYTES = 8 << 20
 MIN_SHARE = 0.1
-"""What stands still is moved apart when it is this much, in bytes and of its component."""
+"""The least that is moved apart, in bytes and as a share of its component."""
 _MOST_SAVES = 64
 
 
@@ -24,19 +24,21 @@ class Grouping:
         self._needed: dict[str, int] = {}
         self.apart: frozenset[str] = frozenset()
         self.has_moved = False
-        """Whether `apart` is another one since the last `settle`."""
+        """Whether `apart` has changed since the last `settle`."""
 
     def settle(self) -> frozenset[str]:
-        """The keys that get files apart, for the files that are planned now."""
+        """The keys that get files apart, for a new plan of the files."""
         self.has_moved = False
         return self.apart
 
     def observe(self, changed: Collection[str]) -> None:
-        """A save was committed; `changed` are the keys that were not as in the one before."""
+        """Learn from a commit; `changed` has the keys that were not as in the commit before."""
         for key in self._still:
             self._still[key] = 0 if key in changed else self._still[key] + 1
         wrong = self.apart & frozenset(changed)
         for key in wrong:
+            # Twice as long each time: a move rewrites the files of the component, so a tensor that
+            # changes now and then must not go to and fro.
             self._needed[key] = min(2 * self._needed.get(key, 1), _MOST_SAVES)
         still = frozenset(
             key for key, count in self._still.items() if count >= self._needed.get(key, 1)

@@ -1,7 +1,7 @@
-"""One tensor file in memory, and what is known of its bytes.
+"""The memory of a tensor file, kept from one save to the next.
 
-An image stays from one save to the next. Where the live bytes equal those that are there, nothing
-is copied, and the digest of the block stays known.
+Where the live bytes equal those in memory, nothing is copied, and the digest of the block stays
+known.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ _libc = ctypes.CDLL(None)
 _memcmp = _libc.memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memcmp.restype = ctypes.c_int
+# PyDLL keeps the interpreter's lock, CDLL releases it for the call: then another thread may keep it
+# for 5 ms, which only a long compare is worth.
 _memcmp_quick = ctypes.PyDLL(None).memcmp
 _memcmp_quick.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memcmp_quick.restype = ctypes.c_int
@@ -35,7 +37,7 @@ _IS_CUDA = attrgetter("is_cuda")
 
 
 class Image(KnownFile):
-    """The memory of one tensor file: a view for each tensor, and what is known of each block."""
+    """The memory of one tensor file, with a view of each tensor."""
 
     def __init__(self, file: TensorFile, *, is_apart: bool = False) -> None:
         """Take the memory.
@@ -62,7 +64,7 @@ class Image(KnownFile):
     def update(self, key: str, number: int, start: int, source: int, nbytes: int) -> None:
         """Make the bytes from `start`, inside one block, equal to those at address `source`."""
         target = self._address + start
-        # What has changed mostly differs from the start: no need to let other threads run for it.
+        # Changed bytes mostly differ within the first page, found without releasing the lock.
         if _memcmp_quick(target, source, min(nbytes, 4096)) or _memcmp(target, source, nbytes):
             self.digests[number] = None
             self.differs = True
@@ -70,28 +72,30 @@ class Image(KnownFile):
             _memcpy(target, source, nbytes)
 
     def address_of(self, position: int) -> int:
-        """Where the bytes of the tensor at `position` of the file are."""
+        """The address of the tensor at `position` of the file."""
         return self._address + int(self.file.starts[position])
 
     def expect(self) -> None:
-        """A staging begins: all small tensors are about to be copied, without being compared."""
+        """Begin a staging, in which all small tensors are copied without being compared."""
+        # A compare of each small tensor would take longer than the copy of all of them.
         self.forget_versions()
         self.forget(self._small_blocks)
 
     def overwrite_small(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy all small tensors in one call, but those on a CUDA device."""
+        """Copy all small tensors in one call, except those on a CUDA device."""
         sources = [tensors[key] for key in self._small_keys]
         if sources:
             views = self._small_views
             if any(map(_IS_CUDA, sources)):
                 pairs = zip(views, sources, strict=True)
-                here = [(view, source) for view, source in pairs if not source.is_cuda]
-                views, sources = [view for view, _ in here], [source for _, source in here]
+                on_host = [(view, source) for view, source in pairs if not source.is_cuda]
+                views, sources = [view for view, _ in on_host], [source for _, source in on_host]
             if views:
                 torch._foreach_copy_(views, sources)
 
     def overwritten_by_device(self, position: int, source: Tensor) -> tuple[Tensor, Tensor]:
-        """The copy, (to, from), of a tensor that a device will make."""
+        """The copy, as (to, from), of a tensor on a CUDA device, which the device will make."""
+        # Not before a device needs it: to pin memory touches every page of it.
         if self._is_pinned is None:
             memory = torch.frombuffer(self.arena.memory, dtype=torch.uint8)
             self._is_pinned = pin(memory, self, source.device)

@@ -1,4 +1,4 @@
-"""What is known of the bytes of one tensor file, from one save to the next."""
+"""The plan of a tensor file, and the knowledge of its bytes that lasts from save to save."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.tensors import TensorFile
 
 LARGE_NBYTES = 128 << 10
-"""Tensors of this size and more are copied one by one, by several threads and where it is wanted
-beside training; the rest of a file at once. To plan and count the copy of one takes a few
-microseconds, in which so many bytes are copied."""
+"""Tensors of this size and more are copied one by one, by several threads and, with overlap, beside
+training; smaller ones in one call. To plan and count one copy takes a few microseconds, in which so
+many bytes are copied."""
 
 
 class KnownFile:
@@ -22,17 +22,17 @@ class KnownFile:
     def __init__(self, file: TensorFile, *, is_apart: bool = False) -> None:
         self.file = file
         self.is_apart = is_apart
-        """Whether it holds what is thought not to change."""
+        """Whether it holds the tensors that are thought not to change."""
         self.digests: list[bytes | None] = [None] * blocks.num_blocks(file.nbytes)
-        """By block: the digest of what is staged, where it is known."""
+        """The digest of each staged block; None where it is not known."""
         self.differs = False
         """Whether bytes were seen to differ from those that the last commit had."""
         self.changed: set[str] = set()
-        """Keys of the tensors of which that was seen."""
+        """Keys of the tensors that were seen to differ."""
         self.large = [i for i, spec in enumerate(file.specs) if spec.nbytes >= LARGE_NBYTES]
         """Positions of the tensors that are copied one by one."""
         self.small = [i for i, spec in enumerate(file.specs) if spec.nbytes < LARGE_NBYTES]
-        """Those of the others."""
+        """Positions of the other tensors."""
         self._committed: list[bytes | None] | None = None
         self._versions: dict[int, tuple[int, int]] = {}
         self._committed_versions: dict[int, tuple[int, int]] = {}
@@ -43,21 +43,22 @@ class KnownFile:
         return range(start // BLOCK_NBYTES, -(-(start + nbytes) // BLOCK_NBYTES) if nbytes else 0)
 
     def note_version(self, position: int, source: Tensor) -> None:
-        """The tensor at `position` was copied without being compared."""
+        """Record the version of the tensor at `position`, which is copied uncompared."""
         version = -1 if source.is_inference() else source._version
         self._versions[position] = (source.data_ptr(), version)
 
     def forget_versions(self) -> None:
-        """A staging begins."""
+        """Begin a staging: no tensor was copied yet."""
         self._versions = {}
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Something was, or will be, copied into these blocks."""
+        """Forget the digests of blocks into which bytes were, or will be, copied."""
         for number in numbers:
             self.digests[number] = None
 
     def doubt(self) -> None:
-        """A save failed: nothing is known, also when one of its threads should still go on."""
+        """Forget all digests after a save that failed, of which a thread may still be copying."""
+        # A new list: such a thread writes into the old one.
         self.digests = [None] * len(self.digests)
         self.differs = True
 
@@ -68,11 +69,12 @@ class KnownFile:
         return b"".join(known)
 
     def committed(self) -> frozenset[str] | None:
-        """A checkpoint holds these bytes now. Keys of what changed since the one before, or None.
+        """Record that a checkpoint holds these bytes; keys of the tensors that changed.
 
-        What was compared in place is known; the rest is told by its blocks. A large tensor that
-        has no block of its own is believed to be as it was when its version is, but not where it
-        was put apart for that: there the bytes have to bear it out.
+        None for the first checkpoint; others are compared with the one before. Tensors that were
+        compared in place are known; for the rest the digests of their blocks are compared. A large
+        tensor without a block of its own counts as unchanged when its version is, except in a file
+        apart: there its bytes have to be unchanged.
         """
         before, self._committed = self._committed, list(self.digests)
         changed, self.changed, self.differs = self.changed, set(), False

@@ -1,4 +1,4 @@
-"""Overlap: which copies run beside training, and the fence around them."""
+"""Chooses the copies that run beside training, and guards their tensors."""
 
 from __future__ import annotations
 
@@ -9,37 +9,38 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor
 from torch.optim import Optimizer
 
-from holdfast.engine.staging.fence import Fence, Guarded, Overlapped, guard
+from holdfast.engine.staging.guard import Guarded, Overlapped, StepGuard, guard
 from holdfast.engine.staging.image import Image
+from holdfast.engine.staging.inmemory import ImageTransfer
 from holdfast.engine.staging.known import LARGE_NBYTES
-from holdfast.engine.staging.staged import Staged, StagedInMemory
+from holdfast.engine.staging.staged import Staged
 from holdfast.events import Emitter
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.capture import Captured, CapturedComponent
 
 Mode: TypeAlias = Literal[True, False, "check"]
-"""Whether saves overlap with training, and whether samples of the bytes are compared too."""
+"""Whether saves overlap with training; "check" compares samples of the bytes too."""
 
 
 NUM_THREADS = 2
-"""Threads that copy beside training: one does not fill the memory's bandwidth."""
+"""Threads that copy beside training. One does not use the whole bandwidth of the memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """Which tensors of a component overlap, for as long as its structure is the same."""
+class _Eligible:
+    """The tensors of a component that overlap; valid while its structure stays the same."""
 
     specs: tuple[TensorSpec, ...]
     may_overlap: frozenset[str]
     takes_small: bool
-    """Whether small ones on the host are among them."""
+    """Whether small tensors on the host are among them."""
     keys: tuple[str, ...]
     numbers: tuple[int, ...]
-    """Their places among the tensors of the component."""
+    """Their numbers among the tensors of the component."""
 
 
 class Overlap:
-    """Chooses what overlaps, and holds training back until it is copied."""
+    """Chooses the tensors that overlap, and holds optimizer steps until they are copied."""
 
     def __init__(
         self, mode: Mode, state: Mapping[str, Any], emit: Emitter, *, timeout_s: float
@@ -49,48 +50,49 @@ class Overlap:
         self._state = state
         self._emit = emit
         self._told: set[str] = set()
-        self._kept: dict[str, _Kept] = {}
-        self.fence = Fence(timeout_s=timeout_s)
+        self._eligible: dict[str, _Eligible] = {}
+        self.step_guard = StepGuard(timeout_s=timeout_s)
         if mode:
-            # From the start, and not for each copy: compiled steps are traced with it.
-            self.fence.watch()
+            # From the start, and not for each copy: compiled steps are traced with the hook.
+            self.step_guard.watch()
 
     def guard(self, captured: Captured) -> Guarded:
-        """The tensors whose copies need not be waited for, as they are now.
+        """Record the tensors whose copies training need not wait for.
 
-        None of them where something that cannot be held back changes tensors; the first time an
-        event says what.
+        There are none where something that cannot be held changes tensors; a warning says what,
+        once.
         """
         if not self._mode:
             return Guarded(keys={})
-        reason = why_not(self._state, self.fence)
+        reason = why_not(self._state, self.step_guard)
         if reason is not None:
             self._tell(f"saves do not overlap with training: {reason}")
             return Guarded(keys={})
         components = captured.components.values()
         is_alone = not any(map(_is_on_device, components))
-        kept = {one.name: self._kept_of(one, takes_small=is_alone) for one in components}
-        found = self._guarded(components, kept)
-        if found is None:
-            kept = {one.name: _with_versions(one, kept[one.name]) for one in components}
-            found = self._guarded(components, kept)
-        assert found is not None, "all have versions"
-        return found
+        chosen = {one.name: self._eligible_of(one, takes_small=is_alone) for one in components}
+        guarded = self._guarded(components, chosen)
+        if guarded is None:
+            # Tensors of inference mode are rare, so they are looked for only after a failure.
+            chosen = {one.name: _with_versions(one, chosen[one.name]) for one in components}
+            guarded = self._guarded(components, chosen)
+        assert guarded is not None, "all have versions"
+        return guarded
 
     def _guarded(
-        self, components: Collection[CapturedComponent], kept: Mapping[str, _Kept]
+        self, components: Collection[CapturedComponent], chosen: Mapping[str, _Eligible]
     ) -> Guarded | None:
-        """The guard of what was chosen; None where some of that has no versions."""
+        """Record the chosen tensors; None where one of them has no version."""
         tensors: list[Tensor] = []
         addresses: list[int] = []
         for component in components:
-            numbers, live = kept[component.name].numbers, list(component.tensors.values())
+            numbers, live = chosen[component.name].numbers, list(component.tensors.values())
             tensors += [live[number] for number in numbers]
             if component.addresses is not None:
                 addresses += [component.addresses[number] for number in numbers]
         try:
             return guard(
-                {name: one.keys for name, one in kept.items()},
+                {name: one.keys for name, one in chosen.items()},
                 tensors,
                 addresses=addresses if len(addresses) == len(tensors) else None,
                 takes_samples=self._mode == "check",
@@ -100,26 +102,28 @@ class Overlap:
                 raise
             return None
 
-    def _kept_of(self, component: CapturedComponent, *, takes_small: bool) -> _Kept:
-        """Which tensors of a component may overlap and are worth it.
-
-        Of those that are copied by their addresses all are: nothing is done for each of the small
-        ones, which are copied at once. What torch copies is staged first where it is small; and so
-        is all that is small beside tensors on a device, for which no host need wait.
-        """
+    def _eligible_of(self, component: CapturedComponent, *, takes_small: bool) -> _Eligible:
+        """The tensors of a component that may overlap and are worth it."""
+        # Tensors that are copied by address are all worth it, because nothing is done for each
+        # small one. Small tensors that torch copies are not, nor are small ones beside tensors on a
+        # device: with these alone a step need not wait on the host.
         takes_small = takes_small and component.addresses is not None
-        kept = self._kept.get(component.name)
-        if kept is not None and kept.specs is component.specs and kept.takes_small == takes_small:
-            may_overlap = kept.may_overlap
+        eligible = self._eligible.get(component.name)
+        if (
+            eligible is not None
+            and eligible.specs is component.specs
+            and eligible.takes_small == takes_small
+        ):
+            may_overlap = eligible.may_overlap
             if may_overlap is component.may_overlap or may_overlap == component.may_overlap:
-                return kept
+                return eligible
         chosen = [
             (number, key)
             for number, (key, tensor) in enumerate(component.tensors.items())
             if key in component.may_overlap and (takes_small or _is_worth_it(tensor))
         ]
-        kept = self._kept[component.name] = _chosen(component, chosen, takes_small)
-        return kept
+        eligible = self._eligible[component.name] = _chosen(component, chosen, takes_small)
+        return eligible
 
     def begin(
         self,
@@ -128,20 +132,22 @@ class Overlap:
         step: int,
         tell: Callable[[], None],
     ) -> Overlapped | None:
-        """The copy of the guarded tensors, which is to be started; the fence is up until it is
-        done, and `tell` is called then. None where nothing is guarded.
+        """The copy of the guarded tensors, to be started by the caller; None where there are none.
+
+        Optimizer steps are held until it is done; then `tell` is called.
         """
-        if not guarded.tensors or not isinstance(staged, StagedInMemory):
+        transfer = staged.transfer
+        if not guarded.tensors or not isinstance(transfer, ImageTransfer):
             return None
         overlapped = Overlapped(
             guarded,
-            staged.copying,
+            transfer,
             step=step,
-            on_device=staged.on_device,
+            on_device=transfer.on_device,
             places=_places(staged) if self._mode == "check" else None,
             tell=tell,
         )
-        self.fence.put_up(overlapped)
+        self.step_guard.hold_for(overlapped)
         return overlapped
 
     def _tell(self, message: str) -> None:
@@ -150,9 +156,9 @@ class Overlap:
             self._emit("warning", message)
 
 
-def why_not(state: Mapping[str, Any], fence: Fence) -> str | None:
-    """Why the copy of this state must not run beside training; None when it may."""
-    if fence.has_seen_capture:
+def why_not(state: Mapping[str, Any], step_guard: StepGuard) -> str | None:
+    """The reason why a state must not be copied beside training; None when it may be."""
+    if step_guard.has_seen_capture:
         return "an optimizer's step was captured in a CUDA graph, and replays call no hooks"
     for name, value in state.items():
         if not isinstance(value, Optimizer):
@@ -167,16 +173,16 @@ def why_not(state: Mapping[str, Any], fence: Fence) -> str | None:
 
 def _chosen(
     component: CapturedComponent, chosen: Collection[tuple[int, str]], takes_small: bool
-) -> _Kept:
+) -> _Eligible:
     keys, numbers = tuple(key for _, key in chosen), tuple(number for number, _ in chosen)
-    return _Kept(component.specs, component.may_overlap, takes_small, keys, numbers)
+    return _Eligible(component.specs, component.may_overlap, takes_small, keys, numbers)
 
 
-def _with_versions(component: CapturedComponent, kept: _Kept) -> _Kept:
-    """Without those of inference mode, whose changes torch does not count."""
-    live, pairs = component.tensors, zip(kept.numbers, kept.keys, strict=True)
+def _with_versions(component: CapturedComponent, eligible: _Eligible) -> _Eligible:
+    """The same without tensors of inference mode, whose changes torch does not count."""
+    live, pairs = component.tensors, zip(eligible.numbers, eligible.keys, strict=True)
     counted = [(i, key) for i, key in pairs if not live[key].is_inference()]
-    return _chosen(component, counted, kept.takes_small)
+    return _chosen(component, counted, eligible.takes_small)
 
 
 def _is_on_device(component: CapturedComponent) -> bool:
@@ -195,5 +201,5 @@ def _places(staged: Staged) -> dict[tuple[str, str], Tensor]:
 
 
 def _is_worth_it(tensor: Tensor) -> bool:
-    """Whether a copy takes longer than to say that it may be made later."""
+    """Whether the copy of a tensor takes longer than to plan it for later."""
     return tensor.nbytes >= LARGE_NBYTES or tensor.is_cuda

@@ -1,7 +1,7 @@
-"""Staging: one consistent host copy of the state, in memory laid out as the files will be.
+"""Stages a captured state: a consistent host copy, in memory laid out as the files will be.
 
-The images are kept between saves while the structure of the state is the same, so that later
-saves copy into memory that is already there, and only what has changed.
+The images are kept between saves while the structure of the state is the same. Later saves copy
+only the bytes that changed, into memory that was touched before.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from holdfast.engine.staging.copying import (
-    Arrival,
-    Copying,
     Runs,
     SmallCopy,
     SmallRuns,
-    Source,
+    TensorCopy,
     Work,
     arrivals_of,
     small_runs_of,
 )
 from holdfast.engine.staging.grouping import Grouping
 from holdfast.engine.staging.image import Image
+from holdfast.engine.staging.inmemory import ImageTransfer
 from holdfast.engine.staging.known import KnownFile
-from holdfast.engine.staging.staged import Staged, StagedInMemory
-from holdfast.engine.staging.waves import Pool, StagedInWaves, WaveFile
+from holdfast.engine.staging.staged import Staged, Transfer
+from holdfast.engine.staging.waves import Pool, WaveTransfer
 from holdfast.format.tensors import TensorSpec, lay_out
 from holdfast.state.capture import Captured, CapturedComponent
 
@@ -37,10 +36,10 @@ _NOTHING: Mapping[str, Collection[str]] = MappingProxyType({})
 
 
 class Stager:
-    """Copies captured states into images that it keeps. Not thread-safe; one state at a time."""
+    """Stages captured states, one at a time. Not thread-safe."""
 
     def __init__(self, *, memory_budget: int | None = None) -> None:
-        """`memory_budget` is how many bytes may be taken at most; None: what the state takes."""
+        """`memory_budget`: the most bytes of memory to take; None: as many as the state has."""
         self._budget = memory_budget
         self._is_in_waves = False
         self._pool: Pool | None = None
@@ -50,7 +49,7 @@ class Stager:
         self._turns: dict[str, _Turns] = {}
 
     def takes_waves(self, captured: Captured) -> bool:
-        """Whether the state is larger than the memory that may be taken for it.
+        """Whether the state is larger than the memory budget.
 
         After the first such state all are staged in waves, also smaller ones.
         """
@@ -69,12 +68,11 @@ class Stager:
         overlapped: Mapping[str, Collection[str]] = _NOTHING,
         is_awaited: bool = False,
     ) -> Staged:
-        """Where the state goes; what is small and not in `overlapped` is copied now, and `copying`
-        does the rest.
+        """Copy the small tensors that are not in `overlapped`, and plan the copies of the others.
 
-        The images are overwritten by the next call. Those of components that are not in it are
-        kept, for a save that has them again. Tensors in `overlapped`, keys by component, are
-        copied by `Copying.run_later`, the others by `Copying.run_now`. With `is_awaited` writing
+        The next call overwrites the images. Those of components that are not in it are kept, for a
+        save that has them again. Tensors in `overlapped`, keys by component, are copied by
+        `ImageTransfer.run_later`, the others by `ImageTransfer.copy`. With `is_awaited` writing
         begins beside the copies, which takes longer for them and less for the whole.
 
         Raises:
@@ -93,7 +91,7 @@ class Stager:
             images = cast(tuple[Image, ...], self._files[name])
             if component.addresses is None:
                 _add_all(images, component.tensors, frozenset(keys), now, later)
-                # A device may be copying them already, and nobody else need have them.
+                # A device may be copying them already, and training may drop them.
                 held += (tensor for tensor in component.tensors.values() if tensor.is_cuda)
                 continue
             turns = self._turns_of(component, keys, images)
@@ -105,16 +103,19 @@ class Stager:
             now += (Runs(*some, component.addresses) for some in turns.now)
             held += _storages(turns, component.tensors)
             later += (Runs(*some, component.addresses) for some in turns.later)
-        held += (work.storage for work in now if isinstance(work, Source))
+        held += (work.storage for work in now if isinstance(work, TensorCopy))
+        # Files apart are compared and linked rather than written, so they come last.
         for works in (now, later):
             works.sort(key=_is_apart)
-        return StagedInMemory(
+        is_early = is_awaited or _any_apart(self._files[name] for name in components)
+        return self._staged(components, ImageTransfer(now, later, held=held, is_early=is_early))
+
+    def _staged(self, components: Mapping[str, CapturedComponent], transfer: Transfer) -> Staged:
+        return Staged(
             files={name: self._files[name] for name in components},
             trees={name: component.tree for name, component in components.items()},
             kinds={name: component.kind for name, component in components.items()},
-            is_early=is_awaited or _any_apart(self._files[name] for name in components),
-            copying=Copying(now, later, held=held),
-            on_device=tuple(one.device_copy for one in later if isinstance(one, Arrival)),
+            transfer=transfer,
         )
 
     def _turns_of(
@@ -136,31 +137,29 @@ class Stager:
             self._pool = Pool(self._budget)
         components = captured.components
         for component in components.values():
-            self._fit(component, WaveFile)
-        return StagedInWaves(
-            files={name: self._files[name] for name in components},
-            trees={name: component.tree for name, component in components.items()},
-            kinds={name: component.kind for name, component in components.items()},
-            is_early=True,
-            tensors={name: component.tensors for name, component in components.items()},
-            pool=self._pool,
-        )
+            self._fit(component, KnownFile)
+        tensors = {
+            known.file.name: component.tensors
+            for name, component in components.items()
+            for known in self._files[name]
+        }
+        return self._staged(components, WaveTransfer(tensors, self._pool))
 
     def failed(self, staged: Staged) -> None:
-        """A save failed: what its threads may still use is not used again."""
+        """Use no memory again that the threads of a failed save may still use."""
         for known in staged.all_files:
             known.doubt()
         self._pool = None
 
     def committed(self, staged: Staged) -> None:
-        """Learn from a save that was committed which tensors change from one to the next."""
+        """Learn from a commit which tensors change from one save to the next."""
         for name, files in staged.files.items():
             changed = [known.committed() for known in files]
             if None not in changed:
                 self._groups[name].observe({key for keys in changed for key in keys or ()})
 
     def release(self) -> None:
-        """Keep no memory any more. Nothing is under way."""
+        """Let go of all memory. No save may be under way."""
         self._pool = None
         self._specs.clear()
         self._groups.clear()
@@ -168,7 +167,7 @@ class Stager:
         self._turns.clear()
 
     def _fit(self, component: CapturedComponent, make: type[KnownFile]) -> None:
-        """Make files for a component whose structure, or whose grouping, is new."""
+        """Plan the files of a component whose structure, or whose grouping, is new."""
         name, specs = component.name, component.specs
         if self._specs.get(name) != specs:
             self._groups[name] = Grouping(specs)
@@ -176,7 +175,8 @@ class Stager:
             return
         self._files.pop(name, None)
         self._turns.pop(name, None)
-        self._specs.pop(name, None)  # there may be no memory for new ones
+        # Last set, since there may be no memory for the new files: then the next call plans again.
+        self._specs.pop(name, None)
         apart = self._groups[name].settle()
         self._files[name] = tuple(
             make(file, is_apart=file.specs[0].key in apart)
@@ -187,11 +187,13 @@ class Stager:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Turns:
-    """Which tensors of a component are copied when: by image, the position of each in the file and
-    in the component."""
+    """The turns in which the tensors of a component are copied: now, or later beside training.
+
+    By image: the position of each tensor in the file, and in the component.
+    """
 
     keys: Collection[str]
-    """Of those that are copied later."""
+    """Those of the tensors that are copied later."""
     images: Sequence[Image]
     small_now: Sequence[SmallRuns]
     small_later: Sequence[SmallRuns]
@@ -204,16 +206,16 @@ def _turns(specs: Sequence[TensorSpec], keys: Collection[str], images: Sequence[
     overlapped = frozenset(keys)
 
     def places(image: Image, some: Sequence[int], *, is_later: bool) -> list[tuple[int, int]]:
-        found = ((position, image.file.specs[position].key) for position in some)
-        return [(i, numbers[key]) for i, key in found if (key in overlapped) == is_later]
+        keyed = ((position, image.file.specs[position].key) for position in some)
+        return [(i, numbers[key]) for i, key in keyed if (key in overlapped) == is_later]
 
     def small(*, is_later: bool) -> list[SmallRuns]:
-        found = ((image, places(image, image.small, is_later=is_later)) for image in images)
-        return [runs for pair in found for runs in small_runs_of(*pair)]
+        by_image = ((image, places(image, image.small, is_later=is_later)) for image in images)
+        return [runs for pair in by_image for runs in small_runs_of(*pair)]
 
     def large(*, is_later: bool) -> list[tuple[Image, list[tuple[int, int]]]]:
-        found = ((image, places(image, image.large, is_later=is_later)) for image in images)
-        return [pair for pair in found if pair[1]]
+        by_image = ((image, places(image, image.large, is_later=is_later)) for image in images)
+        return [pair for pair in by_image if pair[1]]
 
     return _Turns(
         keys=keys,
@@ -226,7 +228,7 @@ def _turns(specs: Sequence[TensorSpec], keys: Collection[str], images: Sequence[
 
 
 def _storages(turns: _Turns, tensors: Mapping[str, Tensor]) -> Iterator[UntypedStorage]:
-    """The memory of those that are copied now."""
+    """The memory of the tensors that are copied now, by address."""
     live = list(tensors.values()) if turns.now else []
     return (live[number].untyped_storage() for _, places in turns.now for _, number in places)
 
@@ -242,7 +244,7 @@ def _add_all(
     now: list[Work],
     later: list[Work],
 ) -> None:
-    """Copy the small tensors of images, and add the copies of the others."""
+    """Copy the small tensors of images, and plan the copies of the others."""
     with torch.inference_mode(False), torch.no_grad():
         for image in images:
             image.expect()
@@ -257,18 +259,18 @@ def _add_works(
     now: list[Work],
     later: list[Work],
 ) -> None:
-    """The copies that bring the large tensors, and all on a CUDA device, to an image; those that
-    a device makes are begun."""
+    """Plan the copies of the large tensors of an image, and begin those from CUDA devices."""
     for position, key in image.large_keys:
         source = tensors[key]
         if not source.is_cuda:
-            (later if key in overlapped else now).append(Source(image, position, source))
+            (later if key in overlapped else now).append(TensorCopy(image, position, source))
     if torch.cuda.is_available():
-        found = enumerate(tensors[spec.key] for spec in image.file.specs)
-        there = {position: source for position, source in found if source.is_cuda}
-        of = image.file.specs
-        now += arrivals_of(image, {i: t for i, t in there.items() if of[i].key not in overlapped})
-        later += arrivals_of(image, {i: t for i, t in there.items() if of[i].key in overlapped})
+        specs = image.file.specs
+        sources = enumerate(tensors[spec.key] for spec in specs)
+        on_device = {position: source for position, source in sources if source.is_cuda}
+        is_later = {position: specs[position].key in overlapped for position in on_device}
+        now += arrivals_of(image, {i: t for i, t in on_device.items() if not is_later[i]})
+        later += arrivals_of(image, {i: t for i, t in on_device.items() if is_later[i]})
 
 
 def _is_apart(work: Work) -> bool:

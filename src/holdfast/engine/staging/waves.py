@@ -1,4 +1,4 @@
-"""Staging in waves: a state that is larger than the memory that may be taken for it.
+"""Staging in waves, of a state that is larger than the memory that may be taken for it.
 
 A few blocks at a time are copied, hashed and written, and their memory is used again. The state
 must not change before the last block was copied, so training waits until then; what bounds the
@@ -12,15 +12,16 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from holdfast.engine.staging.arena import Arena
+from holdfast.engine.staging.content import StagedContent
 from holdfast.engine.staging.known import KnownFile
-from holdfast.engine.staging.staged import Staged
+from holdfast.engine.staging.staged import Transfer
 from holdfast.engine.workers import Workers
 from holdfast.errors import DeadlineExceeded
 from holdfast.format.blocks import block_digest
@@ -28,7 +29,7 @@ from holdfast.format.layout import BLOCK_NBYTES
 
 
 class Pool:
-    """Memory for so many blocks. Whoever takes a buffer gives it back."""
+    """A fixed number of buffers for blocks, each taken and given back."""
 
     def __init__(self, nbytes: int) -> None:
         """Take the memory, in whole blocks.
@@ -43,7 +44,7 @@ class Pool:
             self._free.put(number)
 
     def take(self, timeout_s: float) -> int:
-        """The number of a free buffer.
+        """Wait for a free buffer; its number.
 
         Raises:
             DeadlineExceeded: none was given back in time.
@@ -56,7 +57,7 @@ class Pool:
             ) from None
 
     def give_back(self, buffer: int) -> None:
-        """The buffer is not used any more."""
+        """Give back a buffer that is not used any more."""
         self._free.put(buffer)
 
     def memory(self, buffer: int, nbytes: int) -> memoryview:
@@ -64,121 +65,92 @@ class Pool:
         return self._arena.memory[buffer * BLOCK_NBYTES :][:nbytes]
 
     def bytes(self, buffer: int, start: int, stop: int) -> Tensor:
-        """The same memory as a tensor."""
+        """Bytes of a buffer as a tensor."""
         return self._bytes[buffer * BLOCK_NBYTES + start : buffer * BLOCK_NBYTES + stop]
 
 
-class WaveFile(KnownFile):
-    """A tensor file that is never in memory as a whole."""
+class WaveTransfer(Transfer):
+    """The transfer of a state block by block, as it is written: its memory is used again."""
 
-    def note_versions(self, tensors: Mapping[str, Tensor]) -> None:
-        """A save begins."""
-        self.forget_versions()
-        for position in self.large:
-            self.note_version(position, tensors[self.file.specs[position].key])
+    is_early = True
 
-
-class LiveState:
-    """Says whether the state still stands still; a copy of it is one or none."""
-
-    def __init__(self) -> None:
+    def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], pool: Pool) -> None:
+        """`tensors`: name of a file → the live tensors of its component."""
+        self.pool = pool
+        self.waited_s = 0.0
+        self._tensors = tensors
+        self._is_finished = threading.Event()
         self._lock = threading.Lock()
+        """Held while a block is copied, and so while the live state must not change."""
         self._left: BaseException | None = None
 
-    def leave(self, error: BaseException) -> None:
-        """Training goes on, now that nobody copies."""
+    @override
+    def copy(self, workers: Workers, num_helpers: int, timeout_s: float) -> None:
+        # The thread that writes copies each block when it needs it; training only waits.
+        began = time.perf_counter()
+        if not self._is_finished.wait(timeout_s):
+            raise DeadlineExceeded(f"staging in waves: not done after {timeout_s:.0f} s")
+        self.waited_s = time.perf_counter() - began
+
+    @override
+    def content(self, known: KnownFile) -> WaveContent:
+        tensors = self._tensors[known.file.name]
+        known.forget_versions()
+        for position in known.large:
+            known.note_version(position, tensors[known.file.specs[position].key])
+        return WaveContent(known, tensors, self)
+
+    @override
+    def fail(self, error: BaseException) -> None:
         with self._lock:
             self._left = error
 
+    @override
+    def settle(self, timeout_s: float) -> None:
+        """No-op: only the save itself copies."""
+
+    @override
+    def finish(self) -> None:
+        self._is_finished.set()
+
     @contextmanager
     def held(self) -> Iterator[None]:
-        """The state does not change inside; raises what made training go on."""
+        """Keep training waiting inside; raises the error for which it went on, if it did."""
         with self._lock:
             if self._left is not None:
                 raise self._left
             yield
 
 
-@dataclass(frozen=True, kw_only=True)
-class StagedInWaves(Staged):
-    """The live state itself, which is copied block by block as it is written."""
-
-    tensors: Mapping[str, Mapping[str, Tensor]]
-    """The live tensors of each component."""
-    pool: Pool
-    live: LiveState = field(default_factory=LiveState)
-    _asked: threading.Event = field(default_factory=threading.Event)
-    _waited_s: list[float] = field(default_factory=list)
-
-    @property
-    def now_s(self) -> float:
-        """See `Staged.now_s`."""
-        return sum(self._waited_s)
-
-    def copy(self, workers: Workers, num_helpers: int, timeout_s: float) -> None:
-        """See `Staged.copy`: the save copies what it needs meanwhile."""
-        began = time.perf_counter()
-        if not self._asked.wait(timeout_s):
-            raise DeadlineExceeded(f"staging in waves: not done after {timeout_s:.0f} s")
-        self._waited_s.append(time.perf_counter() - began)
-
-    def content(self, known: KnownFile, timeout_s: float) -> WaveContent:
-        """See `Staged.content`."""
-        tensors = next(self.tensors[name] for name, files in self.files.items() if known in files)
-        assert isinstance(known, WaveFile)
-        known.note_versions(tensors)
-        return WaveContent(known, tensors, self.pool, self.live)
-
-    def is_unchanged(self, known: KnownFile, timeout_s: float) -> bool:
-        """See `Staged.is_unchanged`: every block is hashed, up to the first that differs."""
-        return self.content(known, timeout_s).matches(timeout_s)
-
-    def digest(self, known: KnownFile, workers: Workers, timeout_s: float) -> bytes:
-        """See `Staged.digest`."""
-        self.content(known, timeout_s).digest_all(timeout_s)
-        return known.all_digests()
-
-    def fail(self, error: BaseException) -> None:
-        """See `Staged.fail`."""
-        self.live.leave(error)
-
-    def settle(self, timeout_s: float) -> None:
-        """See `Staged.settle`; only the save itself copies."""
-
-    def finish(self) -> None:
-        """See `Staged.finish`."""
-        self._asked.set()
-
-
-class WaveContent:
-    """Blocks of a file, each copied when it is asked for (`content.Content`)."""
+class WaveContent(StagedContent):
+    """The blocks of a file, each copied when it is asked for."""
 
     def __init__(
-        self, known: KnownFile, tensors: Mapping[str, Tensor], pool: Pool, live: LiveState
+        self, known: KnownFile, tensors: Mapping[str, Tensor], transfer: WaveTransfer
     ) -> None:
         self._known = known
         self._file = known.file
         self._tensors = tensors
-        self._pool = pool
-        self._live = live
+        self._transfer = transfer
+        self._pool = transfer.pool
         self._buffers: dict[int, int] = {}
         self._done: set[int] = set()
         self._lock = threading.Lock()
         self._gathered: tuple[int, Tensor] | None = None
 
     @property
+    @override
     def nbytes(self) -> int:
-        """See `Content.nbytes`."""
         return self._file.nbytes
 
+    @override
     def block(self, number: int, timeout_s: float) -> memoryview:
-        """See `Content.block`."""
         buffer = self._pool.take(timeout_s)
         self._buffers[number] = buffer
         return self._fill(buffer, number)
 
+    @override
     def digest(self, number: int) -> bytes:
-        """See `Content.digest`."""
         try:
             memory = self._pool.memory(self._buffers[number], self._block_nbytes(number))
             digest = self._known.digests[number] = block_digest(memory)
@@ -186,31 +158,24 @@ class WaveContent:
         finally:
             self._let_go(number)
 
+    @override
     def written(self, number: int) -> None:
-        """See `Content.written`."""
         self._let_go(number)
 
-    def matches(self, timeout_s: float) -> bool:
-        """Whether every block has the digest that is known; ends at the first that has not."""
-        return all(
-            self._hashed(number, timeout_s) == digest
-            for number, digest in enumerate(self._known.digests)
-        )
-
-    def digest_all(self, timeout_s: float) -> None:
-        """Make all digests known."""
-        for number in range(len(self._known.digests)):
-            self._known.digests[number] = self._hashed(number, timeout_s)
-
-    def _hashed(self, number: int, timeout_s: float) -> bytes:
-        buffer = self._pool.take(timeout_s)
-        try:
-            return block_digest(self._fill(buffer, number))
-        finally:
-            self._pool.give_back(buffer)
+    @override
+    def is_unchanged(self, timeout_s: float) -> bool:
+        # There is no copy to compare with, so blocks are hashed, up to the first that differs.
+        for number, committed in enumerate([*self._known.digests]):
+            self.block(number, timeout_s)
+            digest = self.digest(number)
+            self.written(number)
+            if digest != committed:
+                return False
+        return True
 
     def _let_go(self, number: int) -> None:
-        """A block is hashed, or written; after both its memory is free."""
+        """Free the memory of a block on the second call: it is hashed and written, in any order."""
+        # Called by the thread that hashes and by the one that writes.
         with self._lock:
             if number not in self._done:
                 self._done.add(number)
@@ -222,14 +187,15 @@ class WaveContent:
         return min(BLOCK_NBYTES, self._file.nbytes - number * BLOCK_NBYTES)
 
     def _fill(self, buffer: int, number: int) -> memoryview:
-        """Copy everything that lies in a block to its place there."""
+        """Copy the header and the tensors that lie in a block to a buffer."""
         start = number * BLOCK_NBYTES
         memory = self._pool.memory(buffer, self._block_nbytes(number))
         header = self._file.header[start : start + len(memory)]
         memory[: len(header)] = header
         stop, starts = start + len(memory), self._file.starts
         position = max(bisect_right(starts, start) - 1, 0)
-        with self._live.held(), torch.inference_mode(False), torch.no_grad():
+        # Live tensors may require grad, and autograd would record the copy.
+        with self._transfer.held(), torch.inference_mode(False), torch.no_grad():
             while position < len(starts) and starts[position] < stop:
                 first = starts[position]
                 last = first + self._file.specs[position].nbytes
@@ -241,7 +207,7 @@ class WaveContent:
         return memory
 
     def _flat(self, position: int) -> Tensor:
-        """The bytes of a tensor, gathered first where it is not a run of them."""
+        """The bytes of a tensor as one run; gathered for all its blocks where they are not one."""
         source = self._tensors[self._file.specs[position].key]
         if source.is_contiguous() and not (source.is_conj() or source.is_neg()):
             return source.view(-1).view(torch.uint8)

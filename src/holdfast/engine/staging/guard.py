@@ -1,8 +1,9 @@
-"""The fence between training and the copy of what training changes.
+"""Guards the tensors that are copied beside training: optimizer steps wait until the copy is done.
 
 With overlap a save returns while parameters and optimizer slots are still being copied. Whoever
-changes them waits here first: optimizers by a hook that torch calls before every step, all others
-by a call of `Fence.wait`. What went past the fence is found when the copy ends, and fails the save.
+changes them waits here first: optimizers in a hook that torch calls before every step, all others
+by a call of `StepGuard.wait` (the manager's `fence()`). A change by anybody who did not wait is
+found when the copy ends, and fails the save.
 """
 
 from __future__ import annotations
@@ -34,40 +35,41 @@ SAMPLE_ITEMS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guarded:
-    """Tensors that are being copied, and how they were when the save was made."""
+    """Tensors that are being copied, with the versions and addresses that they had before."""
 
     keys: Mapping[str, Sequence[str]]
-    """By component: whose they are, in the order of `tensors`."""
+    """Component → keys of its tensors; all of them are in the order of `tensors`."""
     tensors: Sequence[Tensor] = ()
-    """Held until the copy is done, also where training has no more use for them."""
+    """Kept alive until the copy is done, also where training has dropped them."""
     versions: Sequence[int] = ()
     addresses: Sequence[int] = ()
     samples: Sequence[bytes] | None = None
-    """Some elements of each; None: not asked for."""
+    """Some elements of each; None where they are not compared."""
     storages: Sequence[torch.UntypedStorage] = ()
-    """Held too: it is copied by address, and a tensor that is given other memory lets go of it."""
+    """Kept alive too: copies go by address, and `tensor.data = …` lets go of the old storage."""
 
     @property
     def places(self) -> list[Place]:
-        """Component and key of each."""
+        """Component and key of each tensor."""
         return [(component, key) for component, keys in self.keys.items() for key in keys]
 
     def changes(self) -> list[str]:
-        """What has happened to them since, by name."""
-        found = [
+        """The tensors that changed since, each as `component.key` and how it changed."""
+        changes = [
             *self._differing(map(Tensor.data_ptr, self.tensors), self.addresses, _MOVED),
             *self._differing(map(_VERSION, self.tensors), self.versions, _CHANGED),
         ]
         if self.samples is not None:
-            found += self._differing(map(sampled, self.tensors), self.samples, _NOT_COUNTED)
-        what: dict[str, str] = {}
-        for name, change in found:
-            what.setdefault(name, change)
-        return [f"{name} {change}" for name, change in what.items()]
+            changes += self._differing(map(sampled, self.tensors), self.samples, _NOT_COUNTED)
+        first: dict[str, str] = {}
+        for name, change in changes:
+            first.setdefault(name, change)
+        return [f"{name} {change}" for name, change in first.items()]
 
     def _differing(
         self, now: Iterable[object], then: Sequence[object], change: str
     ) -> list[tuple[str, str]]:
+        # Mapped in C: this runs for every tensor before an optimizer may step.
         is_same = list(map(eq, now, then))
         if all(is_same):
             return []
@@ -88,9 +90,9 @@ def guard(
     addresses: Sequence[int] | None = None,
     takes_samples: bool = False,
 ) -> Guarded:
-    """Note how tensors, named by component and key, are now, before their copy begins.
+    """Record how tensors, named by component and key, are before their copy begins.
 
-    `addresses` are where they are, if that is known.
+    `addresses`: where they lie, if the caller knows; asked of each tensor otherwise.
 
     Raises:
         RuntimeError: one of them has no version, because it is of inference mode.
@@ -106,7 +108,7 @@ def guard(
 
 
 def sampled(tensor: Tensor) -> bytes:
-    """Bytes of elements that are spread over a tensor. Waits for its device."""
+    """The bytes of evenly spread elements of a tensor. Waits for its device."""
     with torch.no_grad():
         flat = tensor.detach().reshape(-1)
         some = flat[:: max(1, len(flat) // SAMPLE_ITEMS)].cpu().contiguous()
@@ -114,10 +116,10 @@ def sampled(tensor: Tensor) -> bytes:
 
 
 class Copies(Protocol):
-    """Copies that several threads can make."""
+    """Copies that several threads can make together."""
 
     def run_later(self) -> None:
-        """Take part, until all of them are made or being made."""
+        """Take part in the copies, until each is made or in the hands of another thread."""
         ...
 
 
@@ -134,8 +136,8 @@ class Overlapped:
         places: Mapping[Place, Tensor] | None = None,
         tell: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_device` has those of `copies` that a device makes; `places` is where they go, if
-        samples of them are to be compared too; `tell` is called when all went well."""
+        """`on_device` has those of `copies` that a device makes; `places` has the targets of the
+        copies, if samples of them are compared too; `tell` is called after a success."""
         self.step = step
         self.copied: Future[None] = Future()
         """Resolves when all is copied and nothing was changed meanwhile, or with the error."""
@@ -144,7 +146,7 @@ class Overlapped:
         self._num_guarded = len(guarded.tensors)
         self._copies = copies
         self._on_device = tuple(on_device)
-        # Asked only where some are: there are many.
+        # Asked of the tensors only where a device copies any: there are many.
         self._is_all_on_device = bool(on_device) and all(one.is_cuda for one in guarded.tensors)
         self._places = places or {}
         self._tell = tell
@@ -159,9 +161,7 @@ class Overlapped:
     def start(
         self, workers: Workers, num_threads: int, *others: tuple[Workers, Job]
     ) -> list[Future[Any]]:
-        """Begin to copy, on so many of the workers, and hand `others` over beside it.
-
-        Returns the futures of the others.
+        """Begin to copy on so many of the workers, and queue `others`; the futures of the others.
 
         Raises:
             ManagerUnusable: some workers were told to end; nothing was begun.
@@ -171,15 +171,16 @@ class Overlapped:
         return hand_over(*parts, *others)[num_threads:]
 
     def fail(self, error: BaseException) -> None:
-        """Nobody is held back any more by one that nobody has begun, and nobody begins it."""
+        """Cancel a copy that has not started, and release its waiters; one that has goes on."""
         with self._lock:
             self._was_given_up = not self._is_begun
         if self._was_given_up:
             self.copied.set_exception(error)
 
-    def pass_by(self, who: str, timeout_s: float) -> None:
-        """Return when training may change the tensors. Where all of them are on a device, what
-        the current stream does next comes after the copy, and the host does not wait.
+    def hold(self, who: str, timeout_s: float) -> None:
+        """Return when training may change the tensors.
+
+        Where all are on a device the host does not wait: its current stream does.
 
         Raises:
             DeadlineExceeded: after `timeout_s` seconds; says who waited for what.
@@ -192,10 +193,10 @@ class Overlapped:
             self.settle(who, timeout_s)
 
     def settle(self, who: str, timeout_s: float) -> None:
-        """Return when nothing is being copied any more, whatever became of it.
+        """Return when the copy has ended, with or without success.
 
         Raises:
-            DeadlineExceeded: as for `pass_by`.
+            DeadlineExceeded: as for `hold`.
         """
         if wait([self.copied], timeout=timeout_s).not_done:
             raise DeadlineExceeded(
@@ -220,8 +221,8 @@ class Overlapped:
         error: BaseException | None = None
         try:
             self._copies.run_later()
-        except BaseException as found:  # noqa: BLE001 - the future carries it to its owner
-            error = found
+        except BaseException as raised:  # noqa: BLE001 - the future carries it to its owner
+            error = raised
         with self._lock:
             self._error = self._error or error
             self._num_parts -= 1
@@ -233,8 +234,8 @@ class Overlapped:
         try:
             self._look()
             self._compare_copies()
-        except BaseException as found:  # noqa: BLE001 - the future carries it to its owner
-            self._error = self._error or found
+        except BaseException as raised:  # noqa: BLE001 - the future carries it to its owner
+            self._error = self._error or raised
         if self._error is None and self._changed:
             self._error = UsageError(
                 f"{len(self._changed)} tensors were not left alone while they were copied for the "
@@ -242,6 +243,7 @@ class Overlapped:
                 "or optimizer state other than by a torch optimizer's step:\n"
                 + listing(self._changed)
             )
+        # Dropped before anybody wakes up: training may need the memory of old tensors at once.
         self._guarded = Guarded(keys={})
         if self._error is None:
             self._tell()
@@ -250,15 +252,17 @@ class Overlapped:
             self.copied.set_exception(self._error)
 
     def _look(self) -> None:
-        """Compare the tensors with what they were, once: before the first who may change them."""
+        """Compare the tensors with the recorded versions, once."""
         with self._lock:
+            # The first call comes before anybody may change them: from a step that goes on while
+            # a device still copies, or from the end of the copy. Changes after it are in order.
             if self._was_looked_at:
                 return
             self._was_looked_at = True
             self._changed += self._guarded.changes()
 
     def _compare_copies(self) -> None:
-        """Find what was changed and changed back while it was copied."""
+        """Find tensors that were changed and changed back while they were copied."""
         guarded = self._guarded
         if self._changed or guarded.samples is None:
             return
@@ -268,8 +272,8 @@ class Overlapped:
                 self._changed.append(f"{component}.{key} was changed, and changed back")
 
 
-class Fence:
-    """Holds optimizers back while tensors are copied that they are about to change.
+class StepGuard:
+    """Holds optimizer steps until the copy of the tensors that they change is done.
 
     One hook for all optimizers of the process, also those that are made later, from the first
     `watch` to `close`.
@@ -285,36 +289,39 @@ class Fence:
         """Whether a step was captured in a graph, whose replays no hook sees."""
 
     def watch(self) -> None:
-        """Have torch call before every step of an optimizer, from now on."""
+        """Register the hook that torch calls before every optimizer step."""
         if self._handle is not None:
             return
+        # Weak, because torch keeps the hook for ever: a manager that is dropped without a close
+        # must go, and the hook with it.
         own = weakref.ref(self)
 
-        # A graph that is compiled calls it as it is: the wait must not become part of the graph.
+        # Not traced by torch.compile: the wait must not become part of a graph.
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            fence = own()
-            if fence is not None:
-                fence.before_step(optimizer)
+            step_guard = own()
+            if step_guard is not None:
+                step_guard.before_step(optimizer)
 
         hook = torch.compiler.disable(before_step)  # type: ignore[no-untyped-call]
         self._handle = register_optimizer_step_pre_hook(hook)
         weakref.finalize(self, self._handle.remove)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """What the hook does.
+        """Wait for the copy, as the hook of `watch`.
 
         Raises:
             DeadlineExceeded: the copy was not done in time.
         """
         if is_capturing():
-            # Torch has waited for all of the device before; and here nobody may.
+            # A capture begins with a wait for the whole device, so it copies nothing any
+            # more; and during a capture nothing may wait.
             self.has_seen_capture = True
             return
         if self._overlapped is not None:
             self.wait(f"step() of {type(optimizer).__name__}")
 
-    def put_up(self, overlapped: Overlapped) -> None:
-        """Hold back who comes, until this copy is done."""
+    def hold_for(self, overlapped: Overlapped) -> None:
+        """Hold optimizer steps from now on until this copy is done."""
         self._overlapped = overlapped
 
     def wait(self, who: str = "fence()") -> None:
@@ -327,12 +334,13 @@ class Fence:
         # A forked child has its own memory, and none of the threads that copy.
         if overlapped is None or os.getpid() != self._pid:
             return
-        overlapped.pass_by(who, self._timeout_s)
+        overlapped.hold(who, self._timeout_s)
+        # A device may still be copying: then each further step has to hold its stream as well.
         if overlapped.copied.done() and self._overlapped is overlapped:
             self._overlapped = None
 
     def close(self) -> None:
-        """Let optimizers be, unless a copy is under way: then the hook goes with the fence."""
+        """Remove the hook; while a copy is under way it stays until this guard is collected."""
         overlapped = self._overlapped
         is_over = overlapped is None or overlapped.copied.done()
         if self._handle is not None and is_over:

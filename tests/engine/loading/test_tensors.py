@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from holdfast import errors
 from holdfast.engine.claims.claim import is_closed
-from holdfast.engine.loading import resume, streaming
+from holdfast.engine.loading import pipeline
 from holdfast.engine.loading.applying import Applying
+from holdfast.engine.loading.tensors import TensorReader
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import (
@@ -213,14 +214,14 @@ def test_the_memory_of_a_load_goes_with_it(
     """Also where the garbage collector is off, as in trainings that must not pause."""
     options, loads = how
     saved(tmp_path)
-    streams: list[weakref.ref[streaming.Stream]] = []
-    really_begin = streaming.Stream.__init__
+    streams: list[weakref.ref[TensorReader]] = []
+    really_begin = TensorReader.__init__
 
-    def noted(self: streaming.Stream, *args: Any, **kwargs: Any) -> None:
+    def noted(self: TensorReader, *args: Any, **kwargs: Any) -> None:
         really_begin(self, *args, **kwargs)
         streams.append(weakref.ref(self))
 
-    monkeypatch.setattr(streaming.Stream, "__init__", noted)
+    monkeypatch.setattr(TensorReader, "__init__", noted)
     with Large().manager(tmp_path, **options) as manager:
         gc.collect()
         gc.disable()
@@ -266,13 +267,13 @@ def test_what_is_at_hand_is_read_into_the_live_tensors_themselves(
         manager.save(1).wait()
     expect_at_hand(tmp_path)
     copied: list[int] = []
-    copy = streaming._copy
+    copy = pipeline._copy
 
     def counted(memory: memoryview, parts: Any) -> None:
         copied.append(len(memory))
         copy(memory, parts)
 
-    monkeypatch.setattr(streaming, "_copy", counted)
+    monkeypatch.setattr(pipeline, "_copy", counted)
     for _ in range(3):  # the kernel may be busy with a page just then
         copied.clear()
         for value in state.values():
@@ -359,13 +360,13 @@ def test_a_bounded_load_of_damage_changes_nothing(tmp_path: Path) -> None:
 
 def test_the_first_resume_reads_into_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No second copy of the state, unless something was loaded, saved or stepped before."""
-    bits, apart, read, live = saved(tmp_path, steps=2), set(), resume.read_tensors, Large(seed=2)
+    bits, apart, read, live = saved(tmp_path, steps=2), set(), TensorReader.read, Large(seed=2)
 
-    def noted(store: Any, opened: Any, needed: Any, **how: Any) -> Any:
+    def noted(reader: TensorReader, needed: Any) -> Any:
         apart.update(needed)
-        return read(store, opened, needed, **how)
+        return read(reader, needed)
 
-    monkeypatch.setattr(resume, "read_tensors", noted)
+    monkeypatch.setattr(TensorReader, "read", noted)
 
     def is_in_place(use: Callable[[CheckpointManager], object], **options: Any) -> bool:
         with live.manager(tmp_path, **options) as manager:
@@ -811,7 +812,7 @@ def test_an_interrupt_while_reads_are_begun_leaves_nobody_writing(
     places = {
         "from disk": (LocalStore, "read_into"),
         "in the cache": (localreads, "fill_cached"),
-        "before it": (streaming, "_targets"),
+        "before it": (pipeline, "_targets"),
         "between": (LocalStore, "cached"),
     }
     if waits == "from disk":

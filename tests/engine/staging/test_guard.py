@@ -1,4 +1,4 @@
-"""The fence alone: who is held back, for how long, and what is found when somebody went past it."""
+"""The guard alone: who is held back, for how long, and what is found when somebody went past it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from holdfast.engine.staging import fence as fence_module
-from holdfast.engine.staging.fence import Fence, Overlapped, guard
+from holdfast.engine.staging import guard as guard_module
+from holdfast.engine.staging.guard import Overlapped, StepGuard, guard
 from holdfast.engine.staging.overlap import why_not
 from holdfast.engine.workers import Workers
 from holdfast.errors import DeadlineExceeded, UsageError
@@ -24,9 +24,9 @@ HOOKS: dict[int, Any] = torch_optimizer._global_optimizer_pre_hooks
 
 
 @pytest.fixture
-def fence() -> Iterator[Fence]:
-    """A fence that watches, and gives up soon."""
-    made = Fence(timeout_s=0.01)
+def step_guard() -> Iterator[StepGuard]:
+    """A guard that watches, and gives up soon."""
+    made = StepGuard(timeout_s=0.01)
     made.watch()
     yield made
     made.close()
@@ -81,13 +81,15 @@ def ended(copy: Overlapped) -> BaseException | None:
     return copy.copied.exception(timeout=60)
 
 
-def test_a_step_waits_for_the_copy_and_says_so_when_it_takes_too_long(fence: Fence) -> None:
+def test_a_step_waits_for_the_copy_and_says_so_when_it_takes_too_long(
+    step_guard: StepGuard,
+) -> None:
     """I9: the error says who waited for what."""
     parameters, held = weights(), Held()
     before = [parameter.detach().clone() for parameter in parameters]
     optimizer = torch.optim.SGD(parameters, lr=1.0)
     copy = overlapped(parameters, held)
-    fence.put_up(copy)
+    step_guard.hold_for(copy)
     with pytest.raises(DeadlineExceeded, match=r"step\(\) of SGD waits .* 3 tensors .* step 7"):
         optimizer.step()
     assert all(map(torch.equal, parameters, before))
@@ -97,27 +99,27 @@ def test_a_step_waits_for_the_copy_and_says_so_when_it_takes_too_long(fence: Fen
     assert not any(map(torch.equal, parameters, before))
 
 
-def test_a_call_of_fence_waits_too(fence: Fence) -> None:
+def test_a_call_of_fence_waits_too(step_guard: StepGuard) -> None:
     held = Held()
     copy = overlapped(weights(), held)
-    fence.put_up(copy)
+    step_guard.hold_for(copy)
     with pytest.raises(DeadlineExceeded, match=r"fence\(\) waits"):
-        fence.wait()
+        step_guard.wait()
     held.gate.set()
     assert ended(copy) is None
-    fence.wait()
+    step_guard.wait()
 
 
-def test_every_thread_of_the_copy_has_to_end_also_after_an_error(fence: Fence) -> None:
+def test_every_thread_of_the_copy_has_to_end_also_after_an_error(step_guard: StepGuard) -> None:
     failing, held = Held(MemoryError("no memory")), Held()
     copy = overlapped(weights(), failing, held)
-    fence.put_up(copy)
+    step_guard.hold_for(copy)
     failing.gate.set()
     with pytest.raises(DeadlineExceeded):
-        fence.wait()
+        step_guard.wait()
     held.gate.set()
     assert isinstance(ended(copy), MemoryError)
-    fence.wait()
+    step_guard.wait()
 
 
 def test_a_copy_that_is_given_up_before_anybody_began_is_not_begun_later() -> None:
@@ -140,11 +142,11 @@ def test_a_copy_that_is_given_up_before_anybody_began_is_not_begun_later() -> No
     workers.close()
 
 
-def test_a_step_after_the_copy_is_no_change(fence: Fence) -> None:
+def test_a_step_after_the_copy_is_no_change(step_guard: StepGuard) -> None:
     """The tensors are compared when the copy ends, not when somebody asks."""
     parameters, held = weights(), Held()
     copy = overlapped(parameters, held)
-    fence.put_up(copy)
+    step_guard.hold_for(copy)
     held.gate.set()
     assert ended(copy) is None
     torch.optim.SGD(parameters, lr=1.0).step()
@@ -195,16 +197,16 @@ def test_samples_are_of_any_type_shape_and_stride(dtype: torch.dtype) -> None:
     for tensor in (torch.zeros(()), torch.zeros(0), torch.zeros(90, 100).t()):
         before = tensor.to(dtype)
         after = before.clone()
-        assert fence_module.sampled(before) == fence_module.sampled(after)
+        assert guard_module.sampled(before) == guard_module.sampled(after)
         if after.numel():
             after[(0,) * after.dim()] = 1
-            assert fence_module.sampled(before) != fence_module.sampled(after)
+            assert guard_module.sampled(before) != guard_module.sampled(after)
 
 
-def test_tensors_live_until_the_copy_is_done_and_no_longer(fence: Fence) -> None:
+def test_tensors_live_until_the_copy_is_done_and_no_longer(step_guard: StepGuard) -> None:
     parameters, held = weights(1), Held()
     copy = overlapped(parameters, held)
-    fence.put_up(copy)
+    step_guard.hold_for(copy)
     seen = weakref.ref(copy._guarded.tensors[0])
     parameters[0].data = torch.zeros(4)
     gc.collect()
@@ -217,11 +219,11 @@ def test_tensors_live_until_the_copy_is_done_and_no_longer(fence: Fence) -> None
 
 def test_several_threads_pass_once_the_copy_is_done() -> None:
     """Optimizers step in autograd's threads too."""
-    fence = Fence(timeout_s=60.0)
+    step_guard = StepGuard(timeout_s=60.0)
     parameters, held = weights(8), Held()
     copy = overlapped(parameters, held)
-    fence.watch()
-    fence.put_up(copy)
+    step_guard.watch()
+    step_guard.hold_for(copy)
     waiting = [threading.Semaphore(0) for _ in parameters]
 
     def step(parameter: nn.Parameter, begun: threading.Semaphore) -> None:
@@ -239,45 +241,45 @@ def test_several_threads_pass_once_the_copy_is_done() -> None:
     held.gate.set()
     for thread in threads:
         thread.join()
-    fence.close()
+    step_guard.close()
     assert ended(copy) is None
     assert [parameter[0].item() for parameter in parameters] == [float(i - 1) for i in range(8)]
 
 
-def test_a_closed_or_forgotten_fence_leaves_no_hook() -> None:
+def test_a_closed_or_forgotten_guard_leaves_no_hook() -> None:
     before = set(HOOKS)
-    closed, forgotten = Fence(timeout_s=1.0), Fence(timeout_s=1.0)
-    for fence in (closed, forgotten):
-        fence.watch()
-        fence.watch()
+    closed, forgotten = StepGuard(timeout_s=1.0), StepGuard(timeout_s=1.0)
+    for step_guard in (closed, forgotten):
+        step_guard.watch()
+        step_guard.watch()
     assert len(HOOKS) == len(before) + 2
     closed.close()
-    del fence, forgotten
+    del step_guard, forgotten
     gc.collect()
     assert set(HOOKS) == before
 
 
-def test_a_fence_that_is_closed_during_a_copy_still_holds() -> None:
+def test_a_guard_that_is_closed_during_a_copy_still_holds() -> None:
     """The save that was given up may commit yet."""
-    before, fence = set(HOOKS), Fence(timeout_s=0.01)
+    before, step_guard = set(HOOKS), StepGuard(timeout_s=0.01)
     parameters, held = weights(), Held()
     copy = overlapped(parameters, held)
-    fence.watch()
-    fence.put_up(copy)
-    fence.close()
+    step_guard.watch()
+    step_guard.hold_for(copy)
+    step_guard.close()
     with pytest.raises(DeadlineExceeded):
         torch.optim.SGD(parameters, lr=1.0).step()
     held.gate.set()
     assert ended(copy) is None
-    fence.close()
+    step_guard.close()
     assert set(HOOKS) == before
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_is_not_held_back(fence: Fence) -> None:
+def test_a_forked_child_is_not_held_back(step_guard: StepGuard) -> None:
     """It has none of the threads that copy, and memory of its own."""
     parameters, held = weights(), Held()
-    fence.put_up(overlapped(parameters, held))
+    step_guard.hold_for(overlapped(parameters, held))
     optimizer = torch.optim.SGD(parameters, lr=1.0, foreach=False)
     child = multiprocessing.get_context("fork").Process(target=optimizer.step)
     child.start()
@@ -287,18 +289,18 @@ def test_a_forked_child_is_not_held_back(fence: Fence) -> None:
 
 
 def test_a_captured_step_is_let_through_and_remembered(
-    fence: Fence, monkeypatch: pytest.MonkeyPatch
+    step_guard: StepGuard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody may wait while a graph is captured, and its replays call no hook."""
     parameters, held = weights(), Held()
     optimizer = torch.optim.SGD(parameters, lr=1.0)
-    assert why_not({"optimizer": optimizer}, fence) is None
-    fence.put_up(overlapped(parameters, held))
-    monkeypatch.setattr(fence_module, "is_capturing", lambda: True)
+    assert why_not({"optimizer": optimizer}, step_guard) is None
+    step_guard.hold_for(overlapped(parameters, held))
+    monkeypatch.setattr(guard_module, "is_capturing", lambda: True)
     optimizer.step()
     monkeypatch.undo()
     held.gate.set()
-    assert "CUDA graph" in (why_not({"optimizer": optimizer}, fence) or "")
+    assert "CUDA graph" in (why_not({"optimizer": optimizer}, step_guard) or "")
 
 
 class Foreign:
@@ -322,11 +324,11 @@ class Unhooked(torch.optim.SGD):
 
 
 def test_overlap_is_refused_where_steps_call_no_hooks() -> None:
-    fence = Fence(timeout_s=1.0)
-    assert "not torch's" in (why_not({"mine": Foreign()}, fence) or "")
+    step_guard = StepGuard(timeout_s=1.0)
+    assert "not torch's" in (why_not({"mine": Foreign()}, step_guard) or "")
     unhooked = Unhooked(weights(), lr=1.0)
-    assert why_not({"optimizer": unhooked}, fence) is None
+    assert why_not({"optimizer": unhooked}, step_guard) is None
     Unhooked.step = lambda self, closure=None: None  # type: ignore[assignment]
-    assert "calls no hooks" in (why_not({"optimizer": unhooked}, fence) or "")
+    assert "calls no hooks" in (why_not({"optimizer": unhooked}, step_guard) or "")
     capturable = torch.optim.Adam(weights(), capturable=True)
-    assert "replayed" in (why_not({"optimizer": capturable}, fence) or "")
+    assert "replayed" in (why_not({"optimizer": capturable}, step_guard) or "")

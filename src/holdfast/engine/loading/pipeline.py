@@ -1,0 +1,272 @@
+"""Reads planned blocks in parallel: each is read, checked, and copied to its destinations.
+
+Needs memory for 16 blocks, however large the state is. When a block proves damaged, others may have
+been copied already; so either all of them are checked before, or the caller accepts that the live
+state is undefined until a whole load succeeds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.engine.loading.blockreading import FileBlocks, begin_block, cached_block
+from holdfast.engine.loading.load import Opened, check_size
+from holdfast.engine.loading.plan import BlockId, BlockRead, ReadPlan, Segment
+from holdfast.engine.memory import Buffers
+from holdfast.engine.staging.device import pin
+from holdfast.engine.threads import Threads, Use
+from holdfast.errors import CorruptData, Tampered
+from holdfast.store.base import Store
+
+
+class _PinnedBuffer:
+    """A buffer from which a device copies by itself; it lives until the device has let go of it."""
+
+    def __init__(self, buffer: memoryview, device: torch.device) -> None:
+        self._buffer = buffer
+        pin(torch.frombuffer(buffer, dtype=torch.uint8), self, device)
+
+
+_NUM_KEPT = 4
+"""Blocks that are kept after a tensor was read by itself: the next ones are often in them too."""
+_NUM_ALONE = 2
+"""The most blocks of a tensor for which that is done."""
+_SEGMENT_NBYTES_MIN = 16 * 1024
+"""The least average length of segments that are copied straight from the page cache."""
+
+
+class ReadPipeline:
+    """Carries out read plans for the tensor files of one checkpoint."""
+
+    def __init__(
+        self, store: Store, opened: Opened, *, threads: Threads, timeout_s: float, verify: bool
+    ) -> None:
+        self._store = store
+        self._opened = opened
+        self._threads = threads
+        self._timeout_s = timeout_s
+        self._verify = verify
+        self._block_nbytes = opened.index.block_nbytes
+        self._files: dict[str, FileBlocks] = {}
+        self._buffers = Buffers()
+        self._pinned: dict[int, _PinnedBuffer] = {}
+        """Buffers by their ids."""
+        self._device: torch.device | None = None
+        self._kept: dict[BlockId, memoryview] = {}
+        self.failure: BaseException | None = None
+        """The error of the last read that failed."""
+
+    def expect(self, file: str) -> None:
+        """Check that a tensor file exists in full length, before it is read.
+
+        Raises:
+            CorruptData: it is missing, or has another length.
+        """
+        opened, entry = self._opened, self._opened.manifest.files[file]
+        check_size(self._store, f"{opened.folder}/{file}", entry)
+        self._files[file] = FileBlocks.of(opened.folder, file, entry, opened.index)
+
+    def pin_for(self, device: torch.device) -> None:
+        """Pin buffers from now on, since blocks are copied to a device."""
+        self._device = device
+
+    def run(self, plan: ReadPlan) -> None:
+        """Read all blocks of a plan.
+
+        Raises:
+            CorruptData, Tampered: names file, block and the tensors in it; some bytes may be copied
+                already.
+            StoreError: a block cannot be read.
+        """
+        reads = plan.reads
+        given_up = threading.Event()
+        # In the order of the files, in which a disk is read fastest.
+        blocks = [block for block in sorted(reads) if not self._is_copied(block, reads[block])]
+        is_alone = len(blocks) <= _NUM_ALONE
+        what = f"reading {self._store.url}/{self._opened.folder}"
+        try:
+            with self._store.keeping_open():
+                self._threads.read_all(
+                    [
+                        partial(self._begin, block, reads[block], given_up, keeps=is_alone)
+                        for block in blocks
+                    ],
+                    timeout_s=self._timeout_s,
+                    what=what,
+                )
+        except BaseException as error:
+            self.failure = error
+            # A read that hangs may come back much later; it finds that nobody waits for it. A copy
+            # that is under way is waited for: after this the live tensors stay as they are.
+            given_up.set()
+            for read in reads.values():
+                with read.copying:
+                    continue
+            raise
+        while len(self._kept) > _NUM_KEPT:
+            self._buffers.give_back(self._kept.pop(next(iter(self._kept))))
+
+    def drop_buffers(self) -> None:
+        """Let go of the memory that was used for reading."""
+        self._buffers = Buffers()
+
+    def _is_copied(self, block: BlockId, read: BlockRead) -> bool:
+        """Copy from a block that was kept, if it was."""
+        kept = self._kept.get(block)
+        if kept is None or read.memory is not None:
+            return False
+        _copy(kept, read.segments)
+        return True
+
+    def _begin(
+        self, block: BlockId, read: BlockRead, given_up: threading.Event, *, keeps: bool
+    ) -> Use | None:
+        """Wait for a block; the returned call checks it and copies it to its destinations."""
+        if given_up.is_set():
+            return None
+        if read.memory is not None:
+            # Not seen by anybody before the whole plan succeeded, so a late read does no harm.
+            return self._begin_checked(block, read.memory)
+        file, number = block
+        left = self._opened.manifest.files[file].nbytes - number * self._block_nbytes
+        buffer = self._buffer()
+        memory = buffer[: min(self._block_nbytes, left)]
+        use: Use | None = None
+        try:
+            if keeps or not self._is_read_in_place(block, read, memory, given_up):
+                fill = self._begin_checked(block, memory)
+                use = partial(self._use, block, read, given_up, buffer, fill, keeps=keeps)
+        finally:
+            if use is None:
+                self._buffers.give_back(buffer)
+        return use
+
+    def _use(
+        self,
+        block: BlockId,
+        read: BlockRead,
+        given_up: threading.Event,
+        buffer: memoryview,
+        fill: Use,
+        *,
+        keeps: bool,
+    ) -> None:
+        is_kept = False
+        try:
+            fill()
+            with read.copying:
+                if not given_up.is_set():
+                    _copy(buffer, read.segments)
+                    # A component that reads its tensors one by one comes back for this block.
+                    if keeps:
+                        self._kept[block], is_kept = buffer, True
+        finally:
+            if not is_kept:
+                self._buffers.give_back(buffer)
+
+    def _is_read_in_place(
+        self, block: BlockId, read: BlockRead, memory: memoryview, given_up: threading.Event
+    ) -> bool:
+        """Copy a block straight from the page cache to its destinations, if it is there.
+
+        `memory`, which has the length of the block, takes the bytes that nobody wants.
+        """
+        targets = _targets(read.segments, memory)
+        if targets is None:
+            return False
+        file, number = block
+        fill = cached_block(self._store, self._files[file], number, len(memory))
+        if fill is None:
+            return False
+        with read.copying:
+            # Nothing in here may hang: a load that is given up waits for it.
+            return given_up.is_set() or fill(targets, self._verify)
+
+    def _begin_checked(self, block: BlockId, memory: memoryview) -> Use:
+        """Wait for a block; the returned call fills `memory` with its plain bytes and checks them.
+
+        Both raise as `run` does.
+        """
+        file, number = block
+        start = number * self._block_nbytes
+        stop = start + len(memory)
+        blocks = self._files[file]
+        with self._naming_tensors(file, start, stop):
+            check = begin_block(
+                self._store, blocks, number, memory, verify=self._verify, buffers=self._buffers
+            )
+
+        def fill() -> None:
+            with self._naming_tensors(file, start, stop):
+                fault = check()
+            if fault:
+                raise CorruptData(
+                    f"{self._store.url}/{blocks.key}: block {number} (bytes {start} to {stop}) "
+                    f"{fault}; {self._contents(file, start, stop)}"
+                )
+
+        return fill
+
+    def _buffer(self) -> memoryview:
+        """Memory for a block, from which a device may copy while other blocks are read."""
+        # Pinning is slow, so it is done once for each buffer, however often that is used.
+        buffer = self._buffers.take(self._block_nbytes)
+        if self._device is not None and id(buffer) not in self._pinned:
+            self._pinned[id(buffer)] = _PinnedBuffer(buffer, self._device)
+        return buffer
+
+    @contextmanager
+    def _naming_tensors(self, file: str, start: int, stop: int) -> Iterator[None]:
+        """Add the names of the tensors to an error of decryption, from the read or the check."""
+        try:
+            yield
+        except Tampered as error:
+            raise Tampered(f"{error}; {self._contents(file, start, stop)}") from error
+
+    def _contents(self, file: str, start: int, stop: int) -> str:
+        """The tensors in a stretch of a file, for messages."""
+        names = [
+            f"{component}.{key}"
+            for component, entries in self._opened.index.components.items()
+            for key, entry in entries.items()
+            for shard in entry.shards
+            if shard.file == file and shard.start < stop and shard.start + shard.nbytes > start
+        ]
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        return f"it holds {', '.join(names[:5]) or 'the header'}{more}"
+
+
+def _targets(segments: Sequence[Segment], memory: memoryview) -> list[memoryview] | None:
+    """The destinations of all bytes of a block, in their order; `memory` for unwanted bytes.
+
+    None where bytes are wanted twice, or on a device, or in so many places that this is slower.
+    """
+    if len(segments) * _SEGMENT_NBYTES_MIN > len(memory) + _SEGMENT_NBYTES_MIN:
+        return None
+    targets: list[memoryview] = []
+    done = 0
+    for segment in sorted(segments, key=attrgetter("start")):
+        # The cached copy runs through the block once; what it cannot serve is copied from a buffer.
+        if segment.start < done or isinstance(segment.target, Tensor):
+            return None
+        targets += [memory[done : segment.start], memoryview(segment.target)]
+        done = segment.start + len(segment.target)
+    return [*targets, memory[done:]]
+
+
+def _copy(memory: memoryview, segments: Sequence[Segment]) -> None:
+    source = np.frombuffer(memory, np.uint8)
+    for segment in segments:
+        values = source[segment.start : segment.start + len(segment.target)]
+        if isinstance(segment.target, Tensor):
+            segment.target.copy_(torch.from_numpy(values))
+        else:
+            np.copyto(segment.target, values)

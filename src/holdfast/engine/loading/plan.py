@@ -1,0 +1,141 @@
+"""The plan of a read: which blocks are read, and to which memory the bytes of each go.
+
+A destination is any memory that takes a run of a file's bytes: fresh memory laid out as the file, a
+live tensor, memory in which small tensors lie packed, or a row of a box of a tensor, which is one
+run beside others. The plan only keeps the books; `pipeline.ReadPipeline` carries it out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from holdfast.engine.loading.wanted import Wanted
+from holdfast.engine.staging.arena import Arena
+from holdfast.format.index import Column, Places
+
+PACKED_NBYTES = 64 << 20
+"""The most memory that is taken at a time for tensors that are read packed and then copied."""
+DIRECT_NBYTES = 32 << 10
+"""Smaller tensors are read packed: each destination costs as much as a copy of so many bytes."""
+_ALIGNMENT = 64
+
+BlockId: TypeAlias = tuple[str, int]
+"""Name of a tensor file, and number of a block in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Bytes of one block, from `start` on, and the memory to which they are copied."""
+
+    start: int
+    target: Any
+    """A numpy array of bytes, or a tensor of bytes on a device."""
+
+
+@dataclass(slots=True)
+class BlockRead:
+    """The read of one block, and the destinations of its bytes."""
+
+    segments: list[Segment] = field(default_factory=list)
+    memory: memoryview | None = None
+    """Fresh memory in which the block is read and stays. None: a buffer, from which the segments
+    are copied once the block was checked."""
+    copying: threading.Lock = field(default_factory=threading.Lock)
+    """Held while bytes are copied to the segments."""
+
+
+class ReadPlan:
+    """Blocks to read, each of them once however many destinations its bytes have."""
+
+    def __init__(self, block_nbytes: int) -> None:
+        self.reads: defaultdict[BlockId, BlockRead] = defaultdict(BlockRead)
+        self._block_nbytes = block_nbytes
+
+    def check(self, file: str, wanted: Wanted) -> None:
+        """Read the blocks in which wanted tensors lie, and keep nothing of them."""
+        for number in wanted.blocks(self._block_nbytes):
+            _ = self.reads[file, number]
+
+    def fill(self, file: str, wanted: Wanted, arena: Arena) -> None:
+        """Read the blocks in which wanted tensors lie into fresh memory, laid out as the file."""
+        for number in wanted.blocks(self._block_nbytes):
+            start = number * self._block_nbytes
+            memory = arena.memory[start : start + self._block_nbytes]
+            self.reads[file, number].memory = memory
+
+    def copy(self, file: str, start: int, target: Any) -> None:
+        """Copy the bytes of a file from `start` on to all of `target`, once they were checked."""
+        done = 0
+        while done < len(target):
+            number, offset = divmod(start + done, self._block_nbytes)
+            nbytes = min(self._block_nbytes - offset, len(target) - done)
+            segment = Segment(offset, target[done : done + nbytes])
+            self.reads[file, number].segments.append(segment)
+            done += nbytes
+
+    def copy_packed(self, packed: Packed) -> None:
+        """Copy the bytes of packed tensors to their memory."""
+        memory = np.frombuffer(packed.arena.memory, np.uint8)
+        for extent in packed.extents:
+            self.copy(extent.file, extent.start, memory[extent.at : extent.at + extent.nbytes])
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Contiguous bytes of a tensor file, and their place in packed memory."""
+
+    file: str
+    start: int
+    nbytes: int
+    at: int
+
+
+class Packed:
+    """Memory for tensors from anywhere in the files, without the bytes between them."""
+
+    def __init__(self, places: Places) -> None:
+        """Take the memory for tensors in the order of the files, as `batches` gives them."""
+        file, start, nbytes = places.file, places.start, places.nbytes
+        stop = start + nbytes
+        begins = np.ones(len(file), np.bool_)
+        begins[1:] = (file[1:] != file[:-1]) | (start[1:] != stop[:-1])
+        first = np.flatnonzero(begins)
+        begin, length = start[first], stop[np.append(first, len(file))[1:] - 1] - start[first]
+        # Aligned as in the file, so that views can be made of whatever is aligned there.
+        taken = -(-(begin % _ALIGNMENT + length) // _ALIGNMENT) * _ALIGNMENT
+        at = np.cumsum(taken) - taken + begin % _ALIGNMENT
+        self.starts: Column = start + (at - begin)[np.cumsum(begins) - 1]
+        """Where in the memory each tensor begins."""
+        self.nbytes = nbytes
+        columns = (column.tolist() for column in (file[first], begin, length, at))
+        self.extents = [
+            Extent(places.files[number], *of_extent)
+            for number, *of_extent in zip(*columns, strict=True)
+        ]
+        self.arena = Arena(int(taken.sum()))
+
+
+def batches(places: Places, packed_nbytes: Column) -> list[Column]:
+    """The numbers of the tensors in the order of the files, in parts that are read together.
+
+    Of each `packed_nbytes` are packed; those of a part fit in `PACKED_NBYTES`, or are one tensor's.
+    """
+    # In the order of the files, in which a disk is read fastest and a block is read once.
+    order = np.lexsort((places.start, places.file))
+    if not len(order):
+        return []
+    if packed_nbytes.sum() <= PACKED_NBYTES:
+        return [order]
+    cuts: list[int] = []
+    taken = 0
+    for number, nbytes in enumerate(packed_nbytes[order].tolist()):
+        if taken and taken + nbytes > PACKED_NBYTES:
+            cuts.append(number)
+            taken = 0
+        taken += nbytes
+    return np.split(order, cuts)

@@ -1,0 +1,179 @@
+"""Reads the tensors of one checkpoint, into fresh memory or into live tensors.
+
+Fresh memory holds the whole state once more, and nothing live changes until all of it was checked.
+Live tensors take the bytes block by block, as each is checked, which needs memory for a few blocks
+and for the tensors that cannot take bytes as they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.engine.loading.load import Opened
+from holdfast.engine.loading.pipeline import ReadPipeline
+from holdfast.engine.loading.plan import DIRECT_NBYTES, Packed, ReadPlan, batches
+from holdfast.engine.loading.tables import FreshTensors, UnreadTensors
+from holdfast.engine.loading.wanted import Wanted, wanted_by_file
+from holdfast.engine.staging.arena import Arena
+from holdfast.engine.threads import Threads
+from holdfast.format.index import Column, Places
+from holdfast.state.copying import bytes_of, copy_tensors, is_plain
+from holdfast.state.unread import Unread
+from holdfast.store.base import Store
+
+
+class TensorReader:
+    """Reads the tensors of one checkpoint; the `Source` of those that are yet to be read."""
+
+    def __init__(
+        self,
+        store: Store,
+        opened: Opened,
+        *,
+        threads: Threads,
+        timeout_s: float,
+        verify: bool = True,
+    ) -> None:
+        self._opened = opened
+        self._pipeline = ReadPipeline(
+            store, opened, threads=threads, timeout_s=timeout_s, verify=verify
+        )
+        self._unread: dict[str, Wanted] = {}
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error of the last read that failed."""
+        return self._pipeline.failure
+
+    def read(self, needed: Mapping[str, Iterable[str]]) -> dict[str, FreshTensors]:
+        """Read the needed tensors, by component and key, into fresh memory.
+
+        Reads only the blocks that hold needed tensors.
+
+        Raises:
+            CorruptData: names file, block and the tensors in it.
+        """
+        plan = self._plan()
+        tables: dict[str, FreshTensors] = {}
+        for component, parts in self._parts(needed).items():
+            # As large as the files. Pages of blocks that nobody needs are never touched, and so
+            # cost nothing.
+            arenas = [Arena(self._opened.manifest.files[file].nbytes) for file in parts]
+            for (file, wanted), arena in zip(parts.items(), arenas, strict=True):
+                plan.fill(file, wanted, arena)
+            tables[component] = FreshTensors(parts, arenas)
+        self._pipeline.run(plan)
+        # The caller keeps this reader until all is applied, and with it the buffers.
+        self._pipeline.drop_buffers()
+        return tables
+
+    def unread(self, needed: Mapping[str, Iterable[str]]) -> dict[str, UnreadTensors]:
+        """The needed tensors by component and key, to be read when they are copied.
+
+        Raises:
+            CorruptData: a file is missing, or has another length.
+        """
+        by_component = self._parts(needed)
+        for parts in by_component.values():
+            self._unread.update(parts)
+        return {name: UnreadTensors(self, parts) for name, parts in by_component.items()}
+
+    def verify_all(self) -> None:
+        """Read and check every block that `unread` will need, and keep nothing of it.
+
+        Raises:
+            CorruptData: names file, block and the tensors in it.
+        """
+        plan = self._plan()
+        for file, wanted in self._unread.items():
+            plan.check(file, wanted)
+        self._pipeline.run(plan)
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Unread]]) -> None:
+        """Read the second of each pair into the first; see `Source`.
+
+        Raises:
+            CorruptData: names file, block and the tensors in it; some may be copied already.
+        """
+        # Threads copy, not on the caller's stream: what still uses the live tensors comes first.
+        for device in {live.device for live, _ in pairs if live.is_cuda}:
+            torch.cuda.synchronize(device)
+            self._pipeline.pin_for(device)
+        pairs = [(live, unread) for live, unread in pairs if unread.nbytes]
+        targets = [
+            _target(live) if unread.nbytes >= DIRECT_NBYTES else None for live, unread in pairs
+        ]
+        places = _places([unread for _, unread in pairs])
+        is_packed = np.fromiter((target is None for target in targets), np.bool_, len(targets))
+        for numbers in batches(places, places.nbytes * is_packed):
+            self._copy_batch(pairs, targets, places, numbers)
+
+    def read_packed(self, packed: Packed) -> None:
+        """Read tensors into packed memory; see `PackedSource`."""
+        plan = self._plan()
+        plan.copy_packed(packed)
+        self._pipeline.run(plan)
+
+    def _copy_batch(
+        self,
+        pairs: Sequence[tuple[Tensor, Unread]],
+        targets: Sequence[Any | None],
+        places: Places,
+        numbers: Column,
+    ) -> None:
+        plan = self._plan()
+        others: list[int] = []
+        for number in numbers.tolist():
+            target, (live, unread) = targets[number], pairs[number]
+            if target is None:
+                others.append(number)
+                continue
+            plan.copy(unread.file, unread.start, target)
+            # Neither numpy nor a copy into a view of bytes tells autograd that a tensor changes,
+            # which it may also do when not all of it can be read.
+            torch.autograd.graph.increment_version(live)
+        packed = Packed(places.of(np.array(others, np.int64)))
+        plan.copy_packed(packed)
+        self._pipeline.run(plan)
+        values = packed.arena.tensors(
+            [pairs[number][1].spec for number in others], packed.starts, packed.nbytes
+        )
+        lives = [pairs[number][0] for number in others]
+        copy_tensors([*zip(lives, values, strict=True)])
+
+    def _parts(self, needed: Mapping[str, Iterable[str]]) -> dict[str, dict[str, Wanted]]:
+        """The needed tensors by component and file, once the lengths of the files were checked."""
+        by_component: dict[str, dict[str, Wanted]] = {name: {} for name in needed}
+        for file, wanted in wanted_by_file(self._opened.index, needed).items():
+            self._pipeline.expect(file)
+            by_component[wanted.component][file] = wanted
+        return by_component
+
+    def _plan(self) -> ReadPlan:
+        return ReadPlan(self._opened.index.block_nbytes)
+
+
+def _places(tensors: Sequence[Unread]) -> Places:
+    """The places of unread tensors as columns."""
+    files = sorted({unread.file for unread in tensors})
+    numbers = {file: number for number, file in enumerate(files)}
+    rows = [(numbers[unread.file], unread.start, unread.nbytes) for unread in tensors]
+    return Places(files, *np.array(rows, np.int64).reshape(-1, 3).T)
+
+
+def _target(live: Tensor) -> Any | None:
+    """The memory of a live tensor as bytes; None where its bytes lie in another order."""
+    if is_plain(live):
+        return bytes_of(live)
+    if (
+        live.device.type == "cuda"
+        and live.is_contiguous()
+        and not (live.is_neg() or live.is_conj())
+    ):
+        return live.detach().reshape(-1).view(torch.uint8)
+    return None

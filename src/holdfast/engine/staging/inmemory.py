@@ -1,0 +1,224 @@
+"""The transfer of a state into images that stay until the next save, by one or several threads.
+
+Copies are made in order; whoever writes waits for blocks. Those that overlap with training are
+written block by block while others are still being made.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
+from itertools import chain
+from typing import TypeAlias, cast
+
+from typing_extensions import override
+
+from holdfast.engine.staging.content import StagedContent
+from holdfast.engine.staging.copying import Arrival, CopyTask, Work
+from holdfast.engine.staging.image import Image
+from holdfast.engine.staging.known import KnownFile
+from holdfast.engine.staging.staged import Transfer
+from holdfast.engine.workers import Workers
+from holdfast.errors import DeadlineExceeded
+from holdfast.state.copying import Shared
+
+_Block: TypeAlias = tuple[str, int]
+"""Name of a file and number of the block in it."""
+
+
+class ImageTransfer(Transfer):
+    """Copies into images: some that training waits for, others `later`, beside training.
+
+    The caller keeps the tensors of the later ones alive until they are made.
+    """
+
+    def __init__(
+        self,
+        now: Sequence[Work],
+        later: Sequence[Work],
+        *,
+        held: Sequence[object] = (),
+        is_early: bool = False,
+    ) -> None:
+        """`held`: the memory that `now` copies from by address, and what a device copies."""
+        # Let go when all are made, and kept after a failure: a thread may still be at one then.
+        self._held = held
+        tasks = list(_tasks(now))
+        self._num_now = len(tasks)
+        # A list iterator gives each item to one thread, under the lock of the interpreter.
+        self._now: Iterator[CopyTask] = iter(tasks)
+        # Made and counted by the threads that copy: there are many, and training waits for this
+        # constructor.
+        self._later: Iterator[CopyTask] = Shared(_tasks(later))
+        self._works: Sequence[Work] = (*now, *later)
+        self._left: dict[_Block, int] | None = None
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._is_staged = threading.Event()
+        self._helpers: list[Future[None]] = []
+        """Threads that take part in `copy`."""
+        self.on_device = tuple(work.device_copy for work in later if isinstance(work, Arrival))
+        """The later copies that devices make."""
+        self.is_early = is_early
+        self.waited_s = 0.0
+
+    @override
+    def copy(self, workers: Workers, num_helpers: int, timeout_s: float) -> None:
+        for _ in range(min(num_helpers, self._num_now - 1)):
+            self._helpers.append(workers.submit(self.help_now))
+        self.run_now(timeout_s)
+
+    @override
+    def content(self, known: KnownFile) -> ImageContent:
+        return ImageContent(cast(Image, known), self)
+
+    @override
+    def settle(self, timeout_s: float) -> None:
+        if wait(self._helpers, timeout=timeout_s).not_done:
+            raise DeadlineExceeded(f"staging: a thread still copies after {timeout_s:.0f} s")
+
+    @override
+    def finish(self) -> None:
+        """No-op: the copies themselves say when they are done."""
+
+    def run_now(self, timeout_s: float) -> None:
+        """Make the copies that training waits for, as far as no other thread makes them.
+
+        Raises:
+            DeadlineExceeded: another thread is still copying. Otherwise what a copy failed with.
+        """
+        began = time.perf_counter()
+        self._run(self._now)
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or not self._num_now, timeout_s)
+            if self._error is not None:
+                raise self._error
+        if self._num_now:
+            late = DeadlineExceeded(f"staging: not done after {timeout_s:.0f} s")
+            self.fail(late)
+            raise late
+        self._held = ()
+        self.waited_s = time.perf_counter() - began
+        self._is_staged.set()
+
+    def help_now(self) -> None:
+        """Take part in the copies that training waits for, from another thread."""
+        self._run(self._now)
+
+    def wait_staged(self, timeout_s: float) -> None:
+        """Block until training goes on.
+
+        Raises:
+            DeadlineExceeded: it was not in time.
+        """
+        if not self._is_staged.wait(timeout_s):
+            raise DeadlineExceeded(f"staging: not done after {timeout_s:.0f} s")
+
+    def run_later(self) -> None:
+        """Take part in the later copies, beside training."""
+        self._run(self._later, is_later=True)
+
+    @override
+    def fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._is_staged.set()
+            self._changed.notify_all()
+
+    def wait(self, image: Image, number: int, timeout_s: float) -> None:
+        """Block until a block is staged.
+
+        Raises:
+            DeadlineExceeded: it was not in time. Otherwise what a copy failed with.
+        """
+        place = (image.file.name, number)
+        with self._changed:
+            is_known = self._changed.wait_for(
+                lambda: self._error is not None or not self._tasks_left().get(place), timeout_s
+            )
+            if self._error is not None:
+                raise self._error
+        if not is_known:
+            raise DeadlineExceeded(
+                f"staging block {number} of {image.file.name}: not done after {timeout_s:.0f} s"
+            )
+
+    def _run(self, tasks: Iterator[CopyTask], *, is_later: bool = False) -> None:
+        try:
+            for task in tasks:
+                if self._error is not None:
+                    raise self._error
+                task.copy()
+                self._made(task, is_later=is_later)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _made(self, task: CopyTask, *, is_later: bool) -> None:
+        name = task.image.file.name
+        with self._changed:
+            left = self._tasks_left()
+            for number in task.blocks:
+                left[name, number] -= 1
+            self._num_now -= not is_later
+            # Woken only for a whole block, or for all: many threads wait, and each that wakes up
+            # for nothing takes the lock from those that copy.
+            if not self._num_now or not all(left[name, number] for number in task.blocks):
+                self._changed.notify_all()
+
+    def _tasks_left(self) -> dict[_Block, int]:
+        """The number of copies that each block waits for. The caller holds the lock."""
+        if self._left is None:
+            self._left = {}
+            for work in self._works:
+                for number in work.blocks:
+                    block = (work.image.file.name, number)
+                    self._left[block] = self._left.get(block, 0) + 1
+            self._works = ()
+        return self._left
+
+
+class ImageContent(StagedContent):
+    """An image as the content of a file that is written while it is staged."""
+
+    def __init__(self, image: Image, transfer: ImageTransfer) -> None:
+        self._image = image
+        self._transfer = transfer
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return self._image.file.nbytes
+
+    @override
+    def block(self, number: int, timeout_s: float) -> memoryview:
+        # Writing and hashing take memory bandwidth and cores, so they come after the copy that
+        # training waits for. They do not where training waits for the commit too, nor where most of
+        # the copy is a comparison and there is little to write.
+        if not self._transfer.is_early:
+            self._transfer.wait_staged(timeout_s)
+        self._transfer.wait(self._image, number, timeout_s)
+        return self._image.block(number)
+
+    @override
+    def digest(self, number: int) -> bytes:
+        return self._image.digest(number)
+
+    @override
+    def written(self, number: int) -> None:
+        """No-op: the memory stays."""
+
+    @override
+    def is_unchanged(self, timeout_s: float) -> bool:
+        # Without `wait_staged`: the first block that differs is answer enough.
+        for number in range(len(self._image.digests)):
+            self._transfer.wait(self._image, number, timeout_s)
+            if self._image.differs:
+                return False
+        return True
+
+
+def _tasks(works: Sequence[Work]) -> Iterator[CopyTask]:
+    return chain.from_iterable(work.tasks() for work in works)
