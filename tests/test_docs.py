@@ -90,8 +90,6 @@ def test_every_link_leads_somewhere() -> None:
 
 
 PUBLIC = {f"holdfast.{name}" for name in ("data", "errors", "events", "keys", "testing", "train")}
-OF_STORES = {"holdfast.store"} | {f"holdfast.store.{x}" for x in ("local", "remote", "remoteopen")}
-"""Modules of which pages still import stores."""
 
 
 def modules_imported(path: Path) -> set[str]:
@@ -111,7 +109,7 @@ def test_what_is_shown_imports_public_modules_only() -> None:
     examples = [*(ROOT / "examples").glob("*.py")]
     assert len(examples) > 3
     shown = {path.name: modules_imported(path) for path in (*PAGES, *examples)}
-    deeper = {name: found - {"holdfast", *PUBLIC, *OF_STORES} for name, found in shown.items()}
+    deeper = {name: found - {"holdfast", *PUBLIC} for name, found in shown.items()}
     assert {name: found for name, found in deeper.items() if found} == {}
     assert all(modules_imported(path) for path in examples)
 

@@ -267,7 +267,7 @@ Trainer(
     data=Loader(TensorDataset(torch.randn(8, 4)), batch_size=4),
     loss=lambda model, batch: model(batch[0]).square().mean(),
     callbacks=[Csv("numbers.csv")],
-    root=None,
+    checkpoints=None,
 ).fit("20step")
 """
     run_changed(changed, tmp_path, "-c", code)

@@ -69,9 +69,13 @@ if TYPE_CHECKING:
     from holdfast.policy.triggers import Trigger as Trigger
     from holdfast.policy.triggers import WallClock as WallClock
     from holdfast.policy.triggers import When as When
+    from holdfast.store import open_store as open_store
+    from holdfast.store.base import ObjectInfo as ObjectInfo
     from holdfast.store.base import Store as Store
+    from holdfast.store.base import check_key as check_key
     from holdfast.store.local.store import LocalStore as LocalStore
     from holdfast.store.memory import MemoryStore as MemoryStore
+    from holdfast.store.remote.opening import RemoteOptions as RemoteOptions
     from holdfast.store.remote.store import RemoteStore as RemoteStore
     from holdfast.weights import load_weights as load_weights
 
@@ -104,8 +108,10 @@ _HOMES = {
     "Last": "holdfast.policy.rules",
     "LocalStore": "holdfast.store.local.store",
     "MemoryStore": "holdfast.store.memory",
+    "ObjectInfo": "holdfast.store.base",
     "On": "holdfast.policy.triggers",
     "PendingSave": "holdfast.engine.checkpoint",
+    "RemoteOptions": "holdfast.store.remote.opening",
     "RemoteStore": "holdfast.store.remote.store",
     "Rule": "holdfast.policy.rule",
     "SaveCost": "holdfast.policy.measured",
@@ -124,6 +130,7 @@ _HOMES = {
     "When": "holdfast.policy.triggers",
     "Within": "holdfast.policy.rules",
     "advise": "holdfast.policy.advisor",
+    "check_key": "holdfast.store.base",
     "compile_label": "holdfast.policy.naming",
     "data": "holdfast",
     "decide": "holdfast.policy.retention",
@@ -136,6 +143,7 @@ _HOMES = {
     "keys": "holdfast",
     "learnt_rate": "holdfast.policy.advisor",
     "load_weights": "holdfast.weights",
+    "open_store": "holdfast.store",
     "parse_rule": "holdfast.policy.spelling",
     "reading": "holdfast.engine.access.reading",
     "simulate": "holdfast.policy.simulate",

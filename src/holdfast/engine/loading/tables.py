@@ -169,8 +169,8 @@ class UnreadTensors(_Columns[Unread]):
     def copy_into(
         self, live: Sequence[Tensor], keys: Sequence[str], *, is_all: bool
     ) -> list[tuple[Tensor, Unread]]:
-        # All where all are small. Beside large tensors or other containers none: `TensorSource.copy`
-        # then gets all of them at once, and so reads each block once.
+        # All where all are small. Beside large tensors or other containers none: then
+        # `TensorSource.copy` gets all of them at once, and so reads each block once.
         numbers = self._numbers_of(keys)
         places = self._places.of(numbers)
         if not is_all or (places.nbytes >= DIRECT_NBYTES).any():
