@@ -17,8 +17,7 @@ from torch import nn
 
 from holdfast import errors
 from holdfast.care.verify import verify
-from holdfast.engine.loading import applying
-from holdfast.engine.loading import load as load_module
+from holdfast.engine.loading import applying, pipeline
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.format import blocks, checked
 from holdfast.manager import CheckpointManager
@@ -350,8 +349,12 @@ def test_a_refused_load_changes_nothing(tmp_path: Path) -> None:
 
 def no_block_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: blocks are read and not compared."""
-    real = load_module._begin
-    monkeypatch.setattr(load_module, "_begin", lambda *args: real(*args[:-2], False, args[-1]))
+    real = pipeline.begin_block
+
+    def unchecked(*args: Any, **named: Any) -> Any:
+        return real(*args, **{**named, "verify": False})
+
+    monkeypatch.setattr(pipeline, "begin_block", unchecked)
 
 
 @pytest.mark.parametrize("mutant", [no_block_check])

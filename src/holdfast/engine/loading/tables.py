@@ -125,7 +125,7 @@ class FreshTensors(_Columns[Tensor]):
     def copy_into(
         self, live: Sequence[Tensor], keys: Sequence[str], *, is_all: bool
     ) -> list[tuple[Tensor, Tensor]]:
-        # The small ones here, in bulk; the others are left to `state.copying`, and its threads.
+        """Copy the small ones in bulk; the others are left for the threads of `state.copying`."""
         numbers = self._numbers_of(keys)
         is_small = self._places.nbytes[numbers] < _SMALL_NBYTES
         small, others = np.flatnonzero(is_small), np.flatnonzero(~is_small)
@@ -169,8 +169,9 @@ class UnreadTensors(_Columns[Unread]):
     def copy_into(
         self, live: Sequence[Tensor], keys: Sequence[str], *, is_all: bool
     ) -> list[tuple[Tensor, Unread]]:
-        # All where all are small. Beside large tensors or other containers none: then
-        # `TensorSource.copy` gets all of them at once, and so reads each block once.
+        """Copy all where all are small, packed; otherwise none."""
+        # Beside large tensors or other containers `TensorSource.copy` gets all of them at once,
+        # and so reads each block once.
         numbers = self._numbers_of(keys)
         places = self._places.of(numbers)
         if not is_all or (places.nbytes >= DIRECT_NBYTES).any():
