@@ -77,7 +77,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Input:
-    """One number that the advice follows from, and its source."""
+    """A number that the advice follows from, and its source."""
 
     name: str
     title: str

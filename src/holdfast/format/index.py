@@ -42,7 +42,7 @@ Column: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class ShardEntry(msgspec.Struct, frozen=True, gc=False):
-    """One shard: the bytes [start, start + nbytes) of `file`.
+    """Entry of a shard: the bytes [start, start + nbytes) of `file`.
 
     `offsets` and `sizes` are its box in the tensor, in elements; both are None when it is the
     whole tensor.
@@ -56,7 +56,7 @@ class ShardEntry(msgspec.Struct, frozen=True, gc=False):
 
 
 class TensorEntry(msgspec.Struct, frozen=True, gc=False):
-    """One tensor: its key in the component, its index dtype, its shape and its shards."""
+    """Entry of a tensor: its key in the component, its index dtype, its shape and its shards."""
 
     key: str
     dtype: str

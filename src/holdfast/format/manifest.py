@@ -102,7 +102,7 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ComponentEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One component: its kind, its files with the tree first, bytes and number of tensors."""
+    """Entry of a component: its kind, its files with the tree first, bytes, number of tensors."""
 
     kind: str
     files: tuple[str, ...]

@@ -37,7 +37,7 @@ class OpaqueLoadFailed(HoldfastError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredComponent:
-    """One component as a checkpoint holds it."""
+    """A component as a checkpoint holds it."""
 
     name: str
     kind: str

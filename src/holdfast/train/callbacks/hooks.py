@@ -50,7 +50,7 @@ HOOKS: tuple[str, ...] = tuple(name for names in MOMENTS.values() for name in na
 
 
 class Callback:
-    """Something that happens beside training. Override the hooks that matter.
+    """Base class of callbacks: methods that training calls at its moments. Override some.
 
     Hooks run on the training thread. What one raises ends the training as `HookFailed`, except
     in `exception`. A callback with `state_dict` and `load_state_dict` is saved and resumed with
@@ -68,7 +68,7 @@ class Callback:
     """While it is True, no ephemeral checkpoint is made; permanent ones are."""
 
     def model_made(self, training: Training) -> None:
-        """The model is there and may be rebuilt; optimizer and average are made of it next."""
+        """The model was made and may be rebuilt; optimizer and average are made of it next."""
 
     def setup(self, training: Training) -> None:
         """The Trainer is complete; nothing was read or claimed yet."""
@@ -84,7 +84,7 @@ class Callback:
         """A checkpoint was applied."""
 
     def already_done(self, training: Training) -> None:
-        """What `fit` was asked for had been reached and saved; only `close` follows."""
+        """The goal of `fit` had been reached and saved before; only `close` follows."""
 
     def fit_start(self, training: Training) -> None:
         """Training begins, or goes on."""
@@ -103,7 +103,7 @@ class Callback:
         """The batches of a step are asked for; the epoch may turn out to be over."""
 
     def step_start(self, training: Training) -> None:
-        """The batches of a step are there."""
+        """The batches of a step were fetched."""
 
     def batch_start(self, training: Training, batch: Any) -> None:
         """A batch is on its device and will be trained on."""
@@ -136,10 +136,10 @@ class Callback:
         """The gradients were dropped."""
 
     def before_scheduler_step(self, training: Training, scheduler: Any) -> None:
-        """One of the schedulers steps next; called for each."""
+        """A scheduler steps next; called for each of them."""
 
     def after_scheduler_step(self, training: Training, scheduler: Any) -> None:
-        """One of the schedulers stepped; called for each."""
+        """A scheduler stepped; called for each of them."""
 
     def step_end(self, training: Training, metrics: Metrics) -> None:
         """A step is done and counted. Reading a metric may wait for the accelerator."""
@@ -195,4 +195,4 @@ class Callback:
 
 class Logger(Callback):
     """A callback that only records; it runs after those that are not loggers, except in
-    `fit_start`, so that it is there for what they log."""
+    `fit_start`, so that it is ready for what they log."""

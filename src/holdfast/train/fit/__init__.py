@@ -1,1 +1,1 @@
-"""One call of `fit`: from the resume to the last checkpoint."""
+"""The course of a call of `fit`, from the resume to the last checkpoint."""

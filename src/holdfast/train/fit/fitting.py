@@ -1,4 +1,4 @@
-"""One call of `fit`: from the resume to the last checkpoint, in the order of docs/trainer.md.
+"""The course of a call of `fit`, from the resume to the last save, as docs/trainer.md tells it.
 
 `loop` does a step, `saving` decides when to save, `ending` when to end.
 """
@@ -66,7 +66,7 @@ class Gear:
 
 
 class Fit:
-    """One fit: trains with a manager until the end. Used once."""
+    """Runs a call of `fit`: trains with a manager until the end. Used once."""
 
     def __init__(
         self,

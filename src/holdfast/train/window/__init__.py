@@ -1,1 +1,1 @@
-"""One optimizer window: batches, loss, gradients, step, and the boundary before the next."""
+"""The optimizer window: batches, loss, gradients, step, and the boundary before the next."""

@@ -1,4 +1,4 @@
-"""One optimizer window: its batches, its gradients, its step.
+"""The optimizer window: its batches, its gradients, its step.
 
 Knows nothing about saving, counting or validating.
 """
@@ -53,7 +53,7 @@ class Clip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """One step of the optimizer: forward, backward, clipping and update."""
+    """Does a step of the optimizer: forward, backward, clipping and update."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
