@@ -26,7 +26,7 @@ def tell(**what: Any) -> None:
 def main(root: str, options: dict[str, Any]) -> None:
     if options.get("no_fence"):
         for module in (commit_module, deletion):
-            module.check_fence = lambda *args, **named: None
+            module.check_ownership = lambda *args, **named: None
     tree: dict[str, Any] = {"step": 0, "x": torch.zeros(1000)}
     manager = CheckpointManager(
         root, {"tree": tree}, takeover=options.get("takeover", False), sinks=(), preflight=False

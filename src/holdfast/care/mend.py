@@ -10,7 +10,7 @@ from functools import partial
 from holdfast.care.rekey import put_box
 from holdfast.care.verify import verify
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.commit import check_fence
+from holdfast.engine.roots.commit import check_ownership
 from holdfast.engine.roots.documents import read_document
 from holdfast.engine.sealed.sealing import SealedStore, bare, vouched
 from holdfast.engine.sealed.unsealing import boxes_of
@@ -111,7 +111,7 @@ def _mend_keys(local: Store, remote: Store, folder: str, listing: Listing, epoch
     except FormatError:
         box = remote.new_box(folder)
         _expect_committed(here, folder)
-        check_fence(here, epoch, committed=True)
+        check_ownership(here, epoch, committed=True)
         newest = max((layout.parse_keys(name) or 0 for name in unreadable), default=0)
         number = put_box(here, folder, newest, box)
         for name in unreadable:
@@ -134,7 +134,7 @@ def _mend_manifest(local: Store, folder: str, data: bytes, epoch: int) -> bool:
     try:
         register = Catalog(local).read(folder)
     except (FormatError, NotSealed):
-        check_fence(local, epoch, committed=True)
+        check_ownership(local, epoch, committed=True)
         bare(local).put(f"{folder}/{layout.MANIFEST}", data)
         return True
     if not isinstance(register, Manifest):
@@ -147,7 +147,7 @@ def _replace(
 ) -> None:
     if len(pieces) <= 1:
         content = b"".join(_fetch(remote, key, piece) for piece in pieces)
-        check_fence(local, epoch, committed=True)
+        check_ownership(local, epoch, committed=True)
         local.put(key, content)
         return
     if not local.has_links:
@@ -168,7 +168,7 @@ def _replace(
         except BaseException:
             writer.abort()
             raise
-        check_fence(local, epoch, committed=True)
+        check_ownership(local, epoch, committed=True)
         local.delete(key)
         if not local.link(aside, key):
             raise StoreError(f"{local.url}/{aside}: cannot be given its name {key}")

@@ -20,7 +20,7 @@ from holdfast.engine.background import Background
 from holdfast.engine.claims.claim import Claim, expect_claim, is_closed, nothing_arrives
 from holdfast.engine.claims.notes import annotate
 from holdfast.engine.roots.catalog import Catalog, Entry
-from holdfast.engine.roots.commit import check_fence, mark_aborted, remove_files, settle
+from holdfast.engine.roots.commit import check_ownership, mark_aborted, remove_files, settle
 from holdfast.engine.sealed.sealing import SealedStore
 from holdfast.engine.tiers.claims import TieredOwnership
 from holdfast.engine.tiers.pieces import length
@@ -395,7 +395,7 @@ class Sending:
             name = layout.parse_attempt(folder)
             by = f"writer {claim.epoch}"
             # Who owns the run by now may want it, and could not commit it any more.
-            check_fence(self._remote, claim.epoch, committed=False)
+            check_ownership(self._remote, claim.epoch, committed=False)
             if name is None or not mark_aborted(
                 self._remote, folder, by=by, reason="not wanted there before all was sent"
             ):

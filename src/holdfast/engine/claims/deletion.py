@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from holdfast.engine.claims.claim import Claim, ends_with_its_put, nothing_arrives
 from holdfast.engine.claims.leases import FoundLease, Readers
 from holdfast.engine.roots.catalog import Catalog, Marks
-from holdfast.engine.roots.commit import check_fence, remove_files
+from holdfast.engine.roots.commit import check_ownership, remove_files
 from holdfast.errors import AlreadyExists, FormatError, NotFound, SealError, UnsupportedVersion
 from holdfast.format import layout
 from holdfast.format.manifest import Deleted, Manifest, encode_deleted
@@ -125,7 +125,7 @@ def _mark_retired(store: Store, folder: str, epoch: int, mark: Retired) -> bool:
         store.put(f"{folder}/{layout.retired_name(epoch)}", encode_retired(mark), if_absent=True)
     except AlreadyExists:
         is_ours = False
-    check_fence(store, epoch, committed=True)
+    check_ownership(store, epoch, committed=True)
     return is_ours
 
 
@@ -154,7 +154,7 @@ def thin(
         except NotFound:
             return _STAYS
         ours.append(key)
-    check_fence(store, epoch, committed=True)
+    check_ownership(store, epoch, committed=True)
     catalog = Catalog(store)
     marks, register = catalog.marks(folder), catalog.read(folder)
     if not isinstance(register, Manifest):

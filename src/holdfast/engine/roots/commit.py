@@ -90,7 +90,7 @@ def commit(store: Store, attempt: SaveAttempt, manifest: Manifest) -> None:
 def publish(store: Store, attempt: SaveAttempt, data: bytes, *, epoch: int) -> None:
     """Put the bytes of a manifest in the name of a claim, which may be later than the attempt's:
     in the remote tier a process commits what its forerunner saved. Else as `commit`."""
-    check_fence(store, epoch, committed=False)
+    check_ownership(store, epoch, committed=False)
     attempt.put_sent = attempt.is_unclear = True
     try:
         attempt.is_unclear = put_once(store, attempt.manifest_key, data)
@@ -100,7 +100,7 @@ def publish(store: Store, attempt: SaveAttempt, data: bytes, *, epoch: int) -> N
         attempt.put_sent = attempt.is_unclear = _may_stand(store, attempt, error)
         raise
     try:
-        check_fence(store, epoch, committed=True)
+        check_ownership(store, epoch, committed=True)
     except StoreError as error:
         raise OutcomeUnknown(
             f"{store.url}/{attempt.folder}: the manifest is there, but whether this process still "
@@ -211,7 +211,7 @@ def _describe(data: bytes) -> str:
     return f"save {found.save_id}"
 
 
-def check_fence(store: Store, epoch: int, *, committed: bool | None) -> None:
+def check_ownership(store: Store, epoch: int, *, committed: bool | None) -> None:
     """Raise `Superseded` when a later writer has claimed the run: one point read.
 
     The error says whether this save was committed; None: that is not known.

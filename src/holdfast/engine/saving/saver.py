@@ -17,7 +17,7 @@ from holdfast.engine.checkpoint import PendingSave, describe
 from holdfast.engine.claims.notes import annotate
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog, Entry, Marks, with_tags
-from holdfast.engine.roots.commit import check_fence
+from holdfast.engine.roots.commit import check_ownership
 from holdfast.engine.saving.compressing import Compressing
 from holdfast.engine.saving.links import Links
 from holdfast.engine.saving.save import SaveRequest, digest_staged, write
@@ -285,7 +285,7 @@ class Saver:
         if isinstance(error, OwnershipError):
             return error
         committed = None if isinstance(error, OutcomeUnknown) else False
-        look = partial(check_fence, self._store, epoch, committed=committed)
+        look = partial(check_ownership, self._store, epoch, committed=committed)
         try:
             # In another thread: the storage has just failed, and may hang.
             self.threads.waiters.submit(look).result(timeout=min(self.timeout_s, _LOOK_S))
@@ -367,7 +367,7 @@ class Saver:
         found = Catalog(self._store).entry(entry.name) if roots == recorded else None
         if found is None or found.marks.rejected or found.marks.retired:
             return None
-        check_fence(self._store, request.claim.epoch, committed=False)
+        check_ownership(self._store, request.claim.epoch, committed=False)
         new_tags = tuple(tag for tag in request.tags if tag not in entry.tags)
         if new_tags:
             try:

@@ -31,7 +31,7 @@ from holdfast.engine.claims.claim import (
 from holdfast.engine.claims.owner import END_S, Ownership, left_s
 from holdfast.engine.claims.process import liveness
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.commit import check_fence, put_once
+from holdfast.engine.roots.commit import check_ownership, put_once
 from holdfast.engine.roots.documents import read_document
 from holdfast.engine.tiers.catalog import TieredCatalog, holds_a_run
 from holdfast.engine.tiers.ledger import Ledger
@@ -318,7 +318,7 @@ class TieredOwnership(Ownership):
         Its claim is put into the local tier as well, so that saves of this process see it.
         """
         try:
-            check_fence(self._remote, claim.epoch, committed=False)
+            check_ownership(self._remote, claim.epoch, committed=False)
         except Superseded:
             share_claims(self._store, self._remote, emit=self._emit)
             raise
