@@ -27,7 +27,9 @@ ROOTS = (
         name="fence-not-read-after-the-commit",
         promise="R10: a writer that is superseded while it commits is told so",
         file="engine/roots/commit.py",
-        before="        check_ownership(store, epoch, committed=True)\n    except StoreError as error:",
+        before=(
+            "        check_ownership(store, epoch, committed=True)\n    except StoreError as error:"
+        ),
         after="        store.head(attempt.manifest_key)\n    except StoreError as error:",
         near=(COMMIT,),
     ),
