@@ -48,7 +48,7 @@ def check_counted(unit: Unit, what: str, extra: Collection[Unit]) -> None:
 @checked(but=("cycle",))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What a run counts beside steps and epochs, for its goals, intervals and triggers.
+    """Counts of a run beside steps and epochs, for its goals, intervals and triggers.
 
         Counts(samples=len, cycle="2ep")
 
