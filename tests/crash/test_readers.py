@@ -46,7 +46,7 @@ real_commit, held = save.commit, []
 def write_files(store, files, **options):
     digests = {}
     for file in files:
-        if isinstance(file.content, save.Document):
+        if isinstance(file.content, save.BytesContent):
             store.put(file.key, file.content.data)
             digest = save.blocks.digest_blocks(file.content.data)
             digests[file.key] = WrittenFile(digests=digest)
