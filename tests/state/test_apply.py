@@ -11,8 +11,9 @@ from torch import nn, optim
 
 from holdfast.errors import FormatError, HoldfastError, MismatchError, UsageError
 from holdfast.format.objects import TensorRef, encode_tree
-from holdfast.state.apply import OpaqueLoadFailed, StoredComponent
+from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.capture import capture
+from holdfast.state.components import StoredComponent
 from state.roundtrip import (
     assert_same_tensors,
     digest,

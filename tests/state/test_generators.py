@@ -12,8 +12,8 @@ import torch
 
 from holdfast.errors import FormatError, MismatchError, UnsupportedState
 from holdfast.format.objects import GeneratorState, decode_tree, encode_tree
-from holdfast.state.apply import StoredComponent
 from holdfast.state.capture import capture
+from holdfast.state.components import StoredComponent
 from state.roundtrip import Image, global_generators_kept, image
 
 

@@ -14,8 +14,9 @@ from holdfast.errors import FormatError, MismatchError
 from holdfast.format.objects import TensorRef, decode_tree, encode_tree
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import merge
-from holdfast.state.apply import StoredComponent, prepare
+from holdfast.state.apply import prepare
 from holdfast.state.capture import capture
+from holdfast.state.components import StoredComponent
 from holdfast.state.copying import copy_tensors
 from holdfast.state.dtypes import DTYPE_NAMES
 from holdfast.state.merge import Claims, Merge, StoredPlacement

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from holdfast.errors import FormatError, MismatchError, UnsupportedState
 from holdfast.format.objects import encode_tree
-from holdfast.state.apply import OpaqueLoadFailed, StoredComponent
+from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.capture import capture
+from holdfast.state.components import StoredComponent
 from state.roundtrip import assert_same_tensors, digest, image, small_model
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn, optim
 
 from holdfast.errors import FormatError, MismatchError, UnsupportedState
 from holdfast.format.objects import decode_tree, encode_tree
-from holdfast.state.apply import StoredComponent
 from holdfast.state.capture import capture
+from holdfast.state.components import StoredComponent
 from state.roundtrip import assert_same_tensors, digest, image, small_model, train
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {

@@ -16,9 +16,8 @@ from torch.ao.quantization import FakeQuantize, PerChannelMinMaxObserver
 from holdfast.errors import FormatError
 from holdfast.format.objects import GeneratorState, encode_tree
 from holdfast.state import generators
-from holdfast.state.apply import StoredComponent
 from holdfast.state.capture import capture
-from holdfast.state.components import kind_of
+from holdfast.state.components import StoredComponent, kind_of
 from holdfast.state.held import describe
 from holdfast.state.leaves import Leaves, identity
 

@@ -24,8 +24,9 @@ from holdfast.format.objects import (
     TensorRef,
     encode_tree,
 )
-from holdfast.state.apply import OpaqueLoadFailed, StoredComponent
+from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.capture import capture
+from holdfast.state.components import StoredComponent
 from state.roundtrip import Image, digest, image, raw_bytes
 
 
