@@ -43,7 +43,7 @@ def image(file: tensors.TensorFile, fill: int = 0) -> bytes:
 def model_files() -> dict[str, bytes]:
     """Every file of a small checkpoint with the one component `model`, without manifest."""
     plan = tensors.lay_out("model", SPECS)
-    found = {"model-00000.json": objects.encode_tree(TREE), plan[0].name: image(plan[0])}
+    found = {"model-00000.json": objects.document(TREE).data, plan[0].name: image(plan[0])}
     digests = {name: blocks.digest_blocks(data) for name, data in found.items()}
     found["index.json"] = index.encode_index({"model": plan}, digests)
     return found

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.errors import FormatError, MismatchError
-from holdfast.format.objects import TensorRef, decode_tree, encode_tree
+from holdfast.format.objects import TensorRef, decode_tree, document
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import merge
 from holdfast.state.apply import prepare
@@ -316,7 +316,7 @@ def test_a_node_that_does_not_fit_its_tensor_is_refused(
     stored = StoredComponent(
         name="data",
         kind="tree",
-        tree=encode_tree({"a": node}),
+        tree=document({"a": node}).data,
         tensors={"a": TensorSpec("a", DTYPE_NAMES[dtype], (2, 2))},
     )
     tensor = torch.zeros(2, 2, dtype=dtype)
@@ -363,7 +363,7 @@ def test_members_of_a_tensor_node_that_the_format_does_not_have_are_refused(memb
     ],
 )
 def test_the_members_of_a_tensor_node_go_round(ref: TensorRef) -> None:
-    assert decode_tree(encode_tree([ref]), what="x") == [ref]
+    assert decode_tree(document([ref]).data, what="x") == [ref]
 
 
 def odd_one(kind: str, tensors: dict[str, Any]) -> dict[str, Any]:

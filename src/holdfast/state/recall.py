@@ -141,6 +141,8 @@ class Recollection:
         Raises:
             Irregular: the structure cannot be cached.
         """
+        if type(value) not in _CONTAINERS:
+            raise Irregular  # a single leaf, which is quickly captured
         walk = TreeWalk(value)
         self._outline, self._stamp = _shared(walk.outline), stamp
         if any(tensor.is_complex() for tensor in walk.tensors):
