@@ -27,7 +27,7 @@ from holdfast.engine.staging.arena import Arena
 from holdfast.engine.staging.inmemory import ImageTransfer
 from holdfast.engine.staging.waves import Pool
 from holdfast.format import layout
-from holdfast.format.records import Retired, encode_retired
+from holdfast.format.records import Retired
 from holdfast.manager import CheckpointManager
 from holdfast.policy.classes import SavePolicy
 from holdfast.policy.retention import Best, EveryNth, Last, Rule
@@ -575,7 +575,7 @@ def test_a_pin_beside_a_dead_deleter_mark_holds(tmp_path: Path) -> None:
         run.train()
         manager.save(2).wait()
     old = sorted(folders(tmp_path))[0]
-    mark = encode_retired(Retired(by="writer 1", reason="last 1"))
+    mark = Retired(by="writer 1", reason="last 1").encode()
     (tmp_path / old / layout.retired_name(1)).write_bytes(mark)
     with run.manager(tmp_path, keep=Last(1)) as manager:
         manager.resume()

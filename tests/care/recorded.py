@@ -18,7 +18,7 @@ from holdfast.format.manifest import (
     Timestamp,
     encode_manifest,
 )
-from holdfast.format.records import Closed, Process, WriterRecord, encode_closed, encode_writer
+from holdfast.format.records import Closed, Process, WriterRecord
 from holdfast.store.base import Store
 
 BEGIN = datetime(2026, 11, 20, 12, tzinfo=timezone.utc)
@@ -72,12 +72,12 @@ class RecordedRun:
             created=moment(at_s),
             process=process if process is not None else dead(self.epoch),
         )
-        self.store.put(layout.writer_key(self.epoch), encode_writer(claim))
+        self.store.put(layout.writer_key(self.epoch), claim.encode())
 
     def close(self) -> None:
         """The start ends cleanly."""
         closed = Closed(epoch=self.epoch, nonce=f"{self.epoch:032x}")
-        self.store.put(layout.closed_key(self.epoch), encode_closed(closed))
+        self.store.put(layout.closed_key(self.epoch), closed.encode())
 
     def lose(self, number: int = 1) -> None:
         """Saves whose checkpoints are not there any more, or never were."""

@@ -20,14 +20,7 @@ from holdfast.engine.sealed.sealing import sealing
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.events import Emitter, Event
 from holdfast.format import layout
-from holdfast.format.records import (
-    Closed,
-    Retired,
-    Thinned,
-    encode_closed,
-    encode_retired,
-    encode_thinned,
-)
+from holdfast.format.records import Closed, Retired, Thinned
 from holdfast.keys import Encryption, SecretKey
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import All, Last
@@ -205,7 +198,7 @@ def test_a_checkpoint_of_another_run_is_no_newest_of_this_one() -> None:
 
 def begin_to_delete(store: Store, folder: str, epoch: int) -> None:
     """As a writer that was killed on an object store leaves it, where no death can be proven."""
-    mark = encode_retired(Retired(by=f"writer {epoch}", reason="not kept"))
+    mark = Retired(by=f"writer {epoch}", reason="not kept").encode()
     store.put(f"{folder}/{layout.retired_name(epoch)}", mark, if_absent=True)
     store.delete(layout.closed_key(epoch))
 
@@ -339,7 +332,7 @@ def test_each_writer_that_may_still_delete_is_named(encrypt: Any) -> None:
         saved(inner, step, which="latest", encrypt=encrypt)
     for epoch in (2, 3, 4):
         begin_to_delete(inner, first, epoch)
-    inner.put(layout.closed_key(3), encode_closed(Closed(epoch=3, nonce="0" * 32)))
+    inner.put(layout.closed_key(3), Closed(epoch=3, nonce="0" * 32).encode())
     ways = "--dead-epoch 2 --dead-epoch 4"
     with (
         manager_of(inner, takeover=True, encrypt=encrypt) as manager,
@@ -359,7 +352,7 @@ def test_a_component_that_a_dead_writer_was_to_drop_comes_back() -> None:
     first = saved(store, 1, 2)[0]
     saved(store, 3, which="latest")
     mark = f"{first}/{layout.thinned_name('tree', 2)}"
-    store.put(mark, encode_thinned(Thinned(by="writer 2", component="tree", reason="a test")))
+    store.put(mark, Thinned(by="writer 2", component="tree", reason="a test").encode())
     store.delete(layout.closed_key(2))
     collect(store, dead_epochs={2})
     with manager_of(store, takeover=True) as manager:

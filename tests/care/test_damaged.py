@@ -19,7 +19,7 @@ from holdfast.engine.roots.catalog import Catalog
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.manifest import Deleted
-from holdfast.format.records import Lease, encode_lease
+from holdfast.format.records import Lease
 from holdfast.policy.retention import All
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
@@ -114,7 +114,7 @@ def test_it_is_not_deleted_under_a_reader_that_comes_after_the_claim() -> None:
     raced = Raced(store)
     lease = Lease(nonce=32 * "a", beat=1, created=utc_now(), process=this_process())
     key = layout.lease_key(folder, lease.nonce)
-    raced.then = lambda: store.put(key, encode_lease(lease))
+    raced.then = lambda: store.put(key, lease.encode())
     assert delete(raced, folder, emit=QUIET) == "somebody reads it"
     assert not Catalog(store).marks(folder).retired
 

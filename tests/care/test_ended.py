@@ -22,7 +22,7 @@ from holdfast.engine.roots.ended import known_ended
 from holdfast.errors import AccessDenied, HoldfastError
 from holdfast.format import layout
 from holdfast.format.manifest import Manifest
-from holdfast.format.records import Ended, encode_ended
+from holdfast.format.records import Ended
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
@@ -172,7 +172,7 @@ def test_what_latest_names_is_looked_at_whatever_a_record_says(tmp_path: Path) -
     state = {"model": {"w": torch.zeros(4)}}
     with CheckpointManager(tmp_path, state) as manager:
         folders = [manager.save(step).wait().folder for step in (1, 2, 3)]
-    record = encode_ended(Ended(epoch=1, aborted=tuple(folders[1:]), deleted=()))
+    record = Ended(epoch=1, aborted=tuple(folders[1:]), deleted=()).encode()
     (tmp_path / layout.ended_name(1)).write_bytes(record)
     with CheckpointManager(tmp_path, state) as manager:
         resumed = manager.resume()

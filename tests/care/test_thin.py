@@ -17,7 +17,7 @@ from holdfast.engine.claims.deletion import thin
 from holdfast.engine.claims.leases import Readers
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.format import layout
-from holdfast.format.records import Thinned, decode_thinned, encode_thinned
+from holdfast.format.records import Thinned
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import All, Last, Rule
 from holdfast.store.base import Store
@@ -176,7 +176,7 @@ def test_the_mark_of_a_dead_thinner_that_removed_nothing_binds_nobody() -> None:
     with run.manager(store, sinks=()) as manager:
         manager.save(1).wait()
     folder = entry_at(store, 1).folder
-    mark = encode_thinned(Thinned(by="writer 1", component="optimizer", reason="late"))
+    mark = Thinned(by="writer 1", component="optimizer", reason="late").encode()
     store.put(f"{folder}/{layout.thinned_name('optimizer', 1)}", mark)
     assert verify(store, folder).ok
     with new_run().manager(store, sinks=()) as manager:
@@ -190,7 +190,7 @@ def test_the_mark_of_a_thinner_that_may_be_at_it_binds() -> None:
     manager = run.manager(store, sinks=())
     manager.save(1).wait()
     folder = entry_at(store, 1).folder
-    mark = encode_thinned(Thinned(by="writer 1", component="optimizer", reason="now"))
+    mark = Thinned(by="writer 1", component="optimizer", reason="now").encode()
     store.put(f"{folder}/{layout.thinned_name('optimizer', 1)}", mark)
     with pytest.raises(errors.NoCheckpoint, match="has dropped optimizer"):
         new_run().manager(store, sinks=()).load("step=1")
@@ -220,7 +220,7 @@ def test_a_thinning_that_ends_while_it_is_verified_is_no_damage(
 
     def drop(_: str, done: int, __: int) -> None:
         if done and not Catalog(store).marks(folder).thinned_by:
-            mark = encode_thinned(Thinned(by="writer 1", component="optimizer", reason="now"))
+            mark = Thinned(by="writer 1", component="optimizer", reason="now").encode()
             store.put(f"{folder}/{layout.thinned_name('optimizer', 1)}", mark)
             for file in entry_at(store, 3).manifest.components["optimizer"].files:
                 store.delete(f"{folder}/{file}")
@@ -248,7 +248,7 @@ def test_a_thinning_that_ends_while_it_is_loaded_is_no_damage() -> None:
         manager.save(1).wait()
         manager.save(2).wait()
     entry = entry_at(store, 1)
-    mark = encode_thinned(Thinned(by="writer 9", component="optimizer", reason="now"))
+    mark = Thinned(by="writer 9", component="optimizer", reason="now").encode()
     reader = new_run(seed=9).manager(store, sinks=())
     with pytest.raises(errors.NoCheckpoint, match="has dropped optimizer"):
         reader.load("step=1")
@@ -273,7 +273,7 @@ def test_no_file_of_a_component_is_taken_for_a_mark(component: str) -> None:
 
 def test_a_mark_says_who_and_why() -> None:
     mark = Thinned(by="writer 3", component="optimizer", reason="last 3 without optimizer")
-    assert decode_thinned(encode_thinned(mark), what="mark") == mark
+    assert Thinned.decode(mark.encode(), what="mark") == mark
 
 
 # A stop at every operation

@@ -33,7 +33,7 @@ from holdfast.format.manifest import (
     encode_deleted,
     encode_manifest,
 )
-from holdfast.format.records import Notes, encode_notes
+from holdfast.format.records import Notes
 from holdfast.keys import Encryption
 from holdfast.manager import CheckpointManager
 from holdfast.store.base import Store, ignore
@@ -540,7 +540,7 @@ def test_files_that_nobody_listed_are_noted(small: MemoryStore) -> None:
     store = copy_of(small)
     store.put(f"{folder}/readme.txt", b"mine")
     store.put(f"{folder}/plots/loss.png", b"mine too")
-    store.put(f"{folder}/notes-0001.json", encode_notes(Notes(tags=("good",), pinned=True)))
+    store.put(f"{folder}/notes-0001.json", Notes(tags=("good",), pinned=True).encode())
     report = verify(store, folder)
     assert report.ok
     assert report.notes == (

@@ -17,7 +17,7 @@ from tests.cli.roots import Result, cut_off, flip, folder_of, overwrite
 from holdfast.engine.claims import claim
 from holdfast.engine.claims.process import this_process
 from holdfast.format import layout
-from holdfast.format.records import Alive, WriterRecord, decode_writer, encode_alive, encode_writer
+from holdfast.format.records import Alive, WriterRecord
 from holdfast.store.local import LocalStore
 
 Command = Callable[..., Result]
@@ -34,9 +34,9 @@ def unfinished(root: Path) -> Path:
 def owned_by(root: Path, **changes: object) -> None:
     """Make the claim of the root that of another process, which has not closed."""
     path = root / "writers" / "00000001.json"
-    writer: WriterRecord = decode_writer(path.read_bytes(), what="claim")
+    writer: WriterRecord = WriterRecord.decode(path.read_bytes(), what="claim")
     process = msgspec.structs.replace(this_process(), **changes)
-    overwrite(path, encode_writer(msgspec.structs.replace(writer, process=process)))
+    overwrite(path, msgspec.structs.replace(writer, process=process).encode())
     (root / "writers" / "00000001.closed.json").unlink()
 
 
@@ -126,14 +126,14 @@ def test_an_owner_on_another_host_whose_heart_beats_cannot_be_declared_dead(
     """R22: it may have just judged the pins of what it deletes."""
     monkeypatch.setattr(claim, "WATCH_S", 3.0)
     owned_by(root, boot_id="another", host="node17")
-    writer = decode_writer((root / "writers" / "00000001.json").read_bytes(), what="claim")
+    writer = WriterRecord.decode((root / "writers" / "00000001.json").read_bytes(), what="claim")
     has_ended = threading.Event()
 
     def beat() -> None:
         store = LocalStore(root)
         for number in itertools.count():
             alive = Alive(epoch=1, nonce=writer.nonce, beat=number)
-            store.put(layout.alive_key(1), encode_alive(alive))
+            store.put(layout.alive_key(1), alive.encode())
             if has_ended.wait(0.001):
                 return
 

@@ -15,7 +15,7 @@ from tests.cli.roots import Result, flip, folder_of, overwrite
 from holdfast.engine.claims.process import this_process
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.format.manifest import decode_register, encode_manifest
-from holdfast.format.records import decode_writer, encode_writer
+from holdfast.format.records import WriterRecord
 from holdfast.store.local import LocalStore
 
 Command = Callable[..., Result]
@@ -141,12 +141,12 @@ def test_where_there_is_nothing_to_do_nothing_is_claimed(holdfast: Command, root
 def test_a_live_owner_refuses_it(holdfast: Command, unmarked: Path) -> None:
     """R22, invariant 11: its own rule prunes; a dry run may look."""
     newest = max(unmarked.glob("writers/????????.json"))
-    writer = decode_writer(newest.read_bytes(), what="claim")
+    writer = WriterRecord.decode(newest.read_bytes(), what="claim")
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         start = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19]
         process = msgspec.structs.replace(this_process(), pid=other.pid, start=start)
-        overwrite(newest, encode_writer(msgspec.structs.replace(writer, process=process)))
+        overwrite(newest, msgspec.structs.replace(writer, process=process).encode())
         newest.with_suffix(".closed.json").unlink()
         assert holdfast("prune", unmarked, "--keep", "last:1", "--dry-run").code == 0
         result = holdfast("prune", unmarked, "--keep", "last:1")

@@ -18,15 +18,7 @@ from tests.cli.roots import Result, overwrite
 import warm
 from holdfast.cli import save as command
 from holdfast.engine.claims.process import this_process
-from holdfast.format.records import (
-    Alive,
-    AnswerRecord,
-    WriterRecord,
-    decode_writer,
-    encode_alive,
-    encode_answer,
-    encode_writer,
-)
+from holdfast.format.records import Alive, AnswerRecord, WriterRecord
 from holdfast.store.local import LocalStore
 from rights import read_only
 
@@ -211,9 +203,9 @@ def test_a_wrong_call_asks_nobody(holdfast: Command, root: Path, options: list[s
 def owned_by(root: Path, **changes: object) -> None:
     """Make the claim of the root that of a process that has not closed."""
     path = root / "writers" / "00000001.json"
-    writer: WriterRecord = decode_writer(path.read_bytes(), what="claim")
+    writer: WriterRecord = WriterRecord.decode(path.read_bytes(), what="claim")
     process = msgspec.structs.replace(this_process(), **changes)
-    overwrite(path, encode_writer(msgspec.structs.replace(writer, process=process)))
+    overwrite(path, msgspec.structs.replace(writer, process=process).encode())
     (root / "writers" / "00000001.closed.json").unlink()
 
 
@@ -223,8 +215,8 @@ def test_a_process_on_another_host_is_asked_until_its_heart_stands_still(
     monkeypatch.setattr(command, "_OWNER_S", 0.01)
     monkeypatch.setattr(command, "WATCH_S", 0.5)
     owned_by(root, host="elsewhere", boot_id="other")
-    nonce = decode_writer((root / "writers" / "00000001.json").read_bytes(), what="w").nonce
-    alive = encode_alive(Alive(epoch=1, nonce=nonce, beat=7))
+    nonce = WriterRecord.decode((root / "writers" / "00000001.json").read_bytes(), what="w").nonce
+    alive = Alive(epoch=1, nonce=nonce, beat=7).encode()
     (root / "writers" / "00000001.alive.json").write_bytes(alive)
     result = holdfast("save", root)
     assert result.code == 1
@@ -272,7 +264,7 @@ def test_an_answer_that_is_broken_or_missing_is_an_error(
 
 def test_an_error_cannot_steer_the_terminal(holdfast: Command, root: Path) -> None:
     owned_by(root)
-    data = encode_answer(AnswerRecord(folder=None, error="\x1b[2Jno", created=""))
+    data = AnswerRecord(folder=None, error="\x1b[2Jno", created="").encode()
     owner = answering(root, data)
     result = holdfast("save", root)
     owner.join(timeout=60)
@@ -284,7 +276,7 @@ def test_a_checkpoint_that_retention_has_deleted_already_is_named_all_the_same(
 ) -> None:
     owned_by(root)
     folder = "step-00000009.0001-000009-01234567"
-    data = encode_answer(AnswerRecord(folder=folder, error=None, created=""))
+    data = AnswerRecord(folder=folder, error=None, created="").encode()
     owner = answering(root, data)
     result = holdfast("save", root, "--json")
     owner.join(timeout=60)

@@ -53,7 +53,7 @@ def hostile_documents() -> list[tuple[Callable[..., Any], bytes]]:
         found.append((objects.decode_tree, text.encode()))
         found.append((manifest.decode_register, reseal(json.dumps({"holdfast": 1, "kind": tree}))))
         notes = {"holdfast": 1, "kind": "notes", "tags": [json.dumps(tree)], "pinned": True}
-        found.append((records.decode_notes, reseal(json.dumps(notes))))
+        found.append((records.Notes.decode, reseal(json.dumps(notes))))
         found.append((_header, header_bytes(json.dumps({"a": tree, "__metadata__": {"x": "y"}}))))
         found.append((_index, text.encode()))
     for document in documents():

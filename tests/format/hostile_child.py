@@ -50,7 +50,7 @@ def _manifest(data: bytes) -> None:
 
 
 def _notes(data: bytes) -> None:
-    records.decode_notes(data, what="w")
+    records.Notes.decode(data, what="w")
 
 
 CASES: dict[str, tuple[Callable[[], bytes], Callable[[bytes], None]]] = {

@@ -43,7 +43,7 @@ def image(file: tensors.TensorFile, fill: int = 0) -> bytes:
 def model_files() -> dict[str, bytes]:
     """Every file of a small checkpoint with the one component `model`, without manifest."""
     plan = tensors.lay_out("model", SPECS)
-    found = {"model-00000.json": objects.encode_tree(TREE), plan[0].name: image(plan[0])}
+    found = {"model-00000.json": objects.document(TREE).data, plan[0].name: image(plan[0])}
     digests = {name: blocks.digest_blocks(data) for name, data in found.items()}
     found["index.json"] = index.encode_index({"model": plan}, digests)
     return found
@@ -130,10 +130,10 @@ def documents() -> list[Document]:
                 created="2026-01-02T03:04:05Z",
                 process=PROCESS,
             ),
-            r.encode_writer,
-            r.decode_writer,
+            r.WriterRecord.encode,
+            r.WriterRecord.decode,
         ),
-        ("closed", r.Closed(epoch=4, nonce=NONCE), r.encode_closed, r.decode_closed),
+        ("closed", r.Closed(epoch=4, nonce=NONCE), r.Closed.encode, r.Closed.decode),
         (
             "ended",
             r.Ended(
@@ -141,17 +141,17 @@ def documents() -> list[Document]:
                 aborted=("step-00000003.0001-000003-01234567",),
                 deleted=("step-00000002.0001-000002-01234567",),
             ),
-            r.encode_ended,
-            r.decode_ended,
+            r.Ended.encode,
+            r.Ended.decode,
         ),
-        ("alive", r.Alive(epoch=4, nonce=NONCE, beat=9), r.encode_alive, r.decode_alive),
+        ("alive", r.Alive(epoch=4, nonce=NONCE, beat=9), r.Alive.encode, r.Alive.decode),
         (
             "lease",
             r.Lease(nonce=NONCE, beat=3, created="2026-01-02T03:04:05Z", process=PROCESS),
-            r.encode_lease,
-            r.decode_lease,
+            r.Lease.encode,
+            r.Lease.decode,
         ),
-        ("notes", r.Notes(tags=("a", "ü"), pinned=True), r.encode_notes, r.decode_notes),
+        ("notes", r.Notes(tags=("a", "ü"), pinned=True), r.Notes.encode, r.Notes.decode),
         (
             "request",
             r.RequestRecord(
@@ -162,16 +162,16 @@ def documents() -> list[Document]:
                 reason="before the change",
                 tags=("ü",),
             ),
-            r.encode_request,
-            r.decode_request,
+            r.RequestRecord.encode,
+            r.RequestRecord.decode,
         ),
         (
             "answer",
             r.AnswerRecord(
                 folder=FOLDER, error=None, created="2026-01-02T03:04:05Z", asker=PROCESS
             ),
-            r.encode_answer,
-            r.decode_answer,
+            r.AnswerRecord.encode,
+            r.AnswerRecord.decode,
         ),
         (
             "upload",
@@ -184,8 +184,8 @@ def documents() -> list[Document]:
                 tries=2,
                 error="403",
             ),
-            r.encode_upload,
-            r.decode_upload,
+            r.UploadRecord.encode,
+            r.UploadRecord.decode,
         ),
         (
             "tiers",
@@ -198,21 +198,21 @@ def documents() -> list[Document]:
                 upload_s=0.5,
                 requests=7,
             ),
-            r.encode_tiers,
-            r.decode_tiers,
+            r.TiersRecord.encode,
+            r.TiersRecord.decode,
         ),
-        ("retired", r.Retired(by="keep", reason="old"), r.encode_retired, r.decode_retired),
+        ("retired", r.Retired(by="keep", reason="old"), r.Retired.encode, r.Retired.decode),
         (
             "thinned",
             r.Thinned(by="keep", component="optimizer", reason="old"),
-            r.encode_thinned,
-            r.decode_thinned,
+            r.Thinned.encode,
+            r.Thinned.decode,
         ),
         (
             "rejected",
             r.Rejected(by="resume", reasons=("bits", "size")),
-            r.encode_rejected,
-            r.decode_rejected,
+            r.Rejected.encode,
+            r.Rejected.decode,
         ),
     ]
     found = [

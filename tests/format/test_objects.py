@@ -38,7 +38,7 @@ from holdfast.format.objects import (
     SizeTuple,
     TensorRef,
     decode_tree,
-    encode_tree,
+    document,
 )
 
 
@@ -58,6 +58,10 @@ class Bits(enum.Flag):
 
 class Word(str, enum.Enum):
     YES = "yes"
+
+
+def encode_tree(tree: Any, **options: Any) -> bytes:
+    return document(tree, **options).data
 
 
 def float_of(bits: int) -> float:
@@ -277,8 +281,8 @@ def test_lower_and_lift_exchange_objects_and_nodes() -> None:
         paths.append(path)
         return TensorRef("w") if isinstance(value, Tensor) else NotImplemented
 
-    data = encode_tree({"a": [1, tensor], 5: tensor}, lower=lower, where="model")
-    assert paths == ["model.a.1", "model.5"]
+    data = encode_tree({"a": [1, tensor], 5: tensor}, lower=lower)
+    assert paths == ["a.1", "5"]
     found = decode_tree(data, lift=lambda node: (node, "lifted"), what="w")
     assert found == {"a": [1, (TensorRef("w"), "lifted")], 5: (TensorRef("w"), "lifted")}
 
@@ -358,8 +362,8 @@ CYCLE["self"] = [CYCLE]
 def test_what_would_not_come_back_is_refused_by_path(value: Any, reason: str) -> None:
     """What a reader would give back as something else, or not at all, is never written."""
     with pytest.raises(UnsupportedState, match=reason) as caught:
-        encode_tree({"a": [0, value]}, where="model")
-    assert caught.value.paths[0].startswith("model.a.1")
+        encode_tree({"a": [0, value]})
+    assert caught.value.paths[0].startswith("a.1")
 
 
 def test_all_offenders_are_listed_at_once() -> None:
@@ -368,8 +372,8 @@ def test_all_offenders_are_listed_at_once() -> None:
 
     tree = {"a": object(), "b": [range(2), {3: object()}], "c": {("k",): range(1)}}
     with pytest.raises(UnsupportedState, match="because") as caught:
-        encode_tree(tree, lower=lower, where="data")
-    assert caught.value.paths == ["data.a", "data.b.0", "data.b.1.3", "data.c.<tuple>"]
+        encode_tree(tree, lower=lower)
+    assert caught.value.paths == ["a", "b.0", "b.1.3", "c.<tuple>"]
 
 
 def test_a_lower_that_never_ends_is_refused() -> None:
@@ -515,8 +519,8 @@ def test_what_would_be_refused_for_its_collisions_is_not_written() -> None:
     check_keys_of_one_hash()
     members = {i * PRIME for i in range(12_000)}
     with pytest.raises(UnsupportedState, match=r"same hash.*tensor") as caught:
-        encode_tree({"a": [members]}, where="model")
-    assert caught.value.paths == ["model.a.0"]
+        encode_tree({"a": [members]})
+    assert caught.value.paths == ["a.0"]
 
 
 @each("key", [[1, {"$scalar": ["F16", "003c"]}], [{"$scalar": ["F16", "003c"]}, 1]])

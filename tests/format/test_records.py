@@ -125,4 +125,4 @@ def test_a_reference_cannot_leave_the_root() -> None:
 )
 def test_notes_come_back_equal(tags: list[str], pinned: bool) -> None:
     notes = records.Notes(tags=tuple(tags), pinned=pinned)
-    assert records.decode_notes(records.encode_notes(notes), what="w") == notes
+    assert records.Notes.decode(notes.encode(), what="w") == notes

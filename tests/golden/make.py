@@ -25,7 +25,7 @@ from torch import nn
 from holdfast.format.codec import Compression
 from holdfast.format.manifest import Aborted, Deleted, encode_aborted, encode_deleted
 from holdfast.format.nodes import EnumValue
-from holdfast.format.records import Process, Retired, encode_retired
+from holdfast.format.records import Process, Retired
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import All, Last
 
@@ -193,7 +193,7 @@ def make_run(root: Path) -> None:
     # Last, because the second writer would have removed what is left of these.
     bury(root / deleted.folder, encode_deleted(dead(deleted.save_id)))
     (root / deleted.folder / "retired-00000001.json").write_bytes(
-        encode_retired(Retired(by="writer 1", reason="not kept by Last(1)"))
+        Retired(by="writer 1", reason="not kept by Last(1)").encode()
     )
     bury(root / aborted.folder, encode_aborted(Aborted(by="gc", reason="its writer is gone")))
 

@@ -412,7 +412,7 @@ def written(state: dict[str, Any]) -> dict[str, bytes]:
     """The trees and tensor files that a save of `state` writes, by name."""
     workers = Workers(1, "test")
     staged = Stager().prepare(capture(state))
-    staged.copy(workers, 0, 60)
+    staged.transfer.copy(workers, 0, timeout_s=60)
     workers.close()
     files = {f"{name}-00000.json": tree for name, tree in staged.trees.items()}
     for image in staged.all_files:

@@ -40,7 +40,7 @@ from holdfast.cli.show import show
 from holdfast.cli.verify import check
 from holdfast.engine.claims import claim
 from holdfast.errors import HoldfastError
-from holdfast.format.records import Rejected, decode_rejected, encode_rejected
+from holdfast.format.records import Rejected
 from holdfast.store.local.syscalls import is_cached
 from holdfast.weights import load_weights
 
@@ -301,8 +301,8 @@ def warm_up(base: Path, draft: Draft) -> None:
         root = base / "warm" / str(number)
         changed(draft, by_name[name].change).write(root)
         Trial(root, draft.folder).run()
-    rejected = encode_rejected(Rejected(by="us", reasons=("a reason",)))
-    decode_rejected(rejected, what="a mark")  # the first read inspects the types
+    rejected = Rejected(by="us", reasons=("a reason",)).encode()
+    Rejected.decode(rejected, what="a mark")  # the first read inspects the types
     with open(__file__, "rb") as file:
         is_cached(file.fileno(), 0, 1)  # the first call looks up a function of libc
     for thread in threading.enumerate():

@@ -147,8 +147,8 @@ CLAIMS = (
         name="claim-of-the-same-epoch-twice",
         promise="R10: of two claims of one epoch one wins",
         file="engine/claims/claim.py",
-        before="        put_once(store, layout.writer_key(epoch), encode_writer(record))\n",
-        after="        store.put(layout.writer_key(epoch), encode_writer(record))\n",
+        before="        put_once(store, layout.writer_key(epoch), record.encode())\n",
+        after="        store.put(layout.writer_key(epoch), record.encode())\n",
         near=(CLAIM,),
     ),
     Mutant(

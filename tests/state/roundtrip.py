@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from holdfast.state.apply import Prepared, StoredComponent, prepare
+from holdfast.state.apply import Prepared, prepare
 from holdfast.state.capture import Captured, capture
+from holdfast.state.components import StoredComponent
 
 
 class Image:

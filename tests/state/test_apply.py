@@ -10,9 +10,10 @@ import torch
 from torch import nn, optim
 
 from holdfast.errors import FormatError, HoldfastError, MismatchError, UsageError
-from holdfast.format.objects import TensorRef, encode_tree
-from holdfast.state.apply import OpaqueLoadFailed, StoredComponent
+from holdfast.format.objects import TensorRef, document
+from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.capture import capture
+from holdfast.state.components import StoredComponent
 from state.roundtrip import (
     assert_same_tensors,
     digest,
@@ -280,7 +281,7 @@ def test_tensors_of_a_device_that_is_not_here_come_to_the_cpu_with_a_note() -> N
     saved.stored["data"] = StoredComponent(
         name="data",
         kind="tree",
-        tree=encode_tree({"x": TensorRef("x", "cuda:0")}),
+        tree=document({"x": TensorRef("x", "cuda:0")}).data,
         tensors=saved.stored["data"].tensors,
     )
     prepared = saved.load({"data": live})

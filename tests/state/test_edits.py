@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn, optim
 
 from holdfast.errors import CorruptData, FormatError, MismatchError, UnsupportedState, UsageError
-from holdfast.state.apply import Prepared, StoredComponent, prepare
+from holdfast.state.apply import Prepared, prepare
 from holdfast.state.capture import Captured, Capturer, capture
+from holdfast.state.components import StoredComponent
 from holdfast.state.edits import ComponentView, StateView, edited, edited_load
 from state.roundtrip import Image, as_view, digest, image, raw_bytes, train
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from holdfast.errors import FormatError, MismatchError, UnsupportedState
-from holdfast.format.objects import GeneratorState, decode_tree, encode_tree
-from holdfast.state.apply import StoredComponent
+from holdfast.format.objects import GeneratorState, decode_tree, document
 from holdfast.state.capture import capture
+from holdfast.state.components import StoredComponent
 from state.roundtrip import Image, global_generators_kept, image
 
 
@@ -93,7 +93,7 @@ def spoiled(saved: Image, change: Callable[[dict[str, Any]], None]) -> Image:
     node = decode_tree(stored.tree, what="test")
     members = dict(node.members)
     change(members)
-    tree = encode_tree(GeneratorState(node.kind, members))
+    tree = document(GeneratorState(node.kind, members)).data
     saved.stored["gen"] = StoredComponent(
         name="gen", kind="generator", tree=tree, tensors=stored.tensors
     )
@@ -255,7 +255,7 @@ def changed_rng(saved: Image, change: Callable[[dict[str, Any]], None]) -> Image
     tree = decode_tree(old.tree, what="test")
     change(tree)
     saved.stored["rng"] = StoredComponent(
-        name="rng", kind="rng", tree=encode_tree(tree), tensors=old.tensors
+        name="rng", kind="rng", tree=document(tree).data, tensors=old.tensors
     )
     return saved
 
@@ -277,7 +277,7 @@ def test_a_tree_that_holds_no_generators_is_a_format_error(tree: Any) -> None:
     """Invariant 5."""
     saved = image({"data": {}})
     saved.stored["rng"] = StoredComponent(
-        name="rng", kind="rng", tree=encode_tree(tree), tensors={}
+        name="rng", kind="rng", tree=document(tree).data, tensors={}
     )
     with pytest.raises(FormatError):
         saved.prepare({"data": {}})

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.errors import FormatError, MismatchError
-from holdfast.format.objects import TensorRef, decode_tree, encode_tree
+from holdfast.format.objects import TensorRef, decode_tree, document
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import merge
-from holdfast.state.apply import StoredComponent, prepare
+from holdfast.state.apply import prepare
 from holdfast.state.capture import capture
+from holdfast.state.components import StoredComponent
 from holdfast.state.copying import copy_tensors
 from holdfast.state.dtypes import DTYPE_NAMES
 from holdfast.state.merge import Claims, Merge, StoredPlacement
@@ -315,7 +316,7 @@ def test_a_node_that_does_not_fit_its_tensor_is_refused(
     stored = StoredComponent(
         name="data",
         kind="tree",
-        tree=encode_tree({"a": node}),
+        tree=document({"a": node}).data,
         tensors={"a": TensorSpec("a", DTYPE_NAMES[dtype], (2, 2))},
     )
     tensor = torch.zeros(2, 2, dtype=dtype)
@@ -362,7 +363,7 @@ def test_members_of_a_tensor_node_that_the_format_does_not_have_are_refused(memb
     ],
 )
 def test_the_members_of_a_tensor_node_go_round(ref: TensorRef) -> None:
-    assert decode_tree(encode_tree([ref]), what="x") == [ref]
+    assert decode_tree(document([ref]).data, what="x") == [ref]
 
 
 def odd_one(kind: str, tensors: dict[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.errors import FormatError, MismatchError, UnsupportedState
-from holdfast.format.objects import encode_tree
-from holdfast.state.apply import OpaqueLoadFailed, StoredComponent
+from holdfast.format.objects import document
+from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.capture import capture
+from holdfast.state.components import StoredComponent
 from state.roundtrip import assert_same_tensors, digest, image, small_model
 
 
@@ -411,7 +412,7 @@ def test_a_tree_that_no_module_wrote_is_a_format_error() -> None:
     saved = image({"model": nn.Linear(2, 2)})
     for tree in ([1], {1: 2}, None):
         saved.stored["model"] = StoredComponent(
-            name="model", kind="module", tree=encode_tree(tree), tensors={}
+            name="model", kind="module", tree=document(tree).data, tensors={}
         )
         with pytest.raises(FormatError):
             saved.prepare({"model": nn.Linear(2, 2)})
@@ -420,7 +421,7 @@ def test_a_tree_that_no_module_wrote_is_a_format_error() -> None:
 def test_a_value_in_the_place_of_a_tensor_is_refused() -> None:
     saved = image({"model": nn.Linear(2, 2)})
     saved.stored["model"] = StoredComponent(
-        name="model", kind="module", tree=encode_tree({"weight": 1, "bias": 2}), tensors={}
+        name="model", kind="module", tree=document({"weight": 1, "bias": 2}).data, tensors={}
     )
     with pytest.raises(MismatchError, match="live value is a tensor, the stored one is not"):
         saved.prepare({"model": nn.Linear(2, 2)})

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn, optim
 
 from holdfast.errors import FormatError, MismatchError, UnsupportedState
-from holdfast.format.objects import decode_tree, encode_tree
-from holdfast.state.apply import StoredComponent
+from holdfast.format.objects import decode_tree, document
 from holdfast.state.capture import capture
+from holdfast.state.components import StoredComponent
 from state.roundtrip import assert_same_tensors, digest, image, small_model, train
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
@@ -490,7 +490,7 @@ def test_a_tree_that_no_optimizer_wrote_is_a_format_error(spoil: Callable[[Any],
     saved.stored["optimizer"] = StoredComponent(
         name="optimizer",
         kind="optimizer",
-        tree=encode_tree(tree),
+        tree=document(tree).data,
         tensors=saved.stored["optimizer"].tensors,
     )
     with pytest.raises(FormatError):

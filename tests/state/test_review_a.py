@@ -14,11 +14,10 @@ from torch import Tensor, nn, optim
 from torch.ao.quantization import FakeQuantize, PerChannelMinMaxObserver
 
 from holdfast.errors import FormatError
-from holdfast.format.objects import GeneratorState, encode_tree
+from holdfast.format.objects import GeneratorState, document
 from holdfast.state import generators
-from holdfast.state.apply import StoredComponent
 from holdfast.state.capture import capture
-from holdfast.state.components import kind_of
+from holdfast.state.components import StoredComponent, kind_of
 from holdfast.state.held import describe
 from holdfast.state.leaves import Leaves, identity
 
@@ -241,7 +240,7 @@ def test_a_seed_sequence_that_cannot_be_is_refused(change: dict[str, Any]) -> No
     live = np.random.default_rng(1)
     kind, members = generators.read(live)
     node = GeneratorState(kind, {**members, "seed_seq": {**members["seed_seq"], **change}})
-    encode_tree(node)
+    document(node)
     assert "seed_seq" in str(generators.misfit(live, node, {}))
 
 

@@ -22,10 +22,11 @@ from holdfast.format.objects import (
     DtypeName,
     EnumValue,
     TensorRef,
-    encode_tree,
+    document,
 )
-from holdfast.state.apply import OpaqueLoadFailed, StoredComponent
+from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.capture import capture
+from holdfast.state.components import StoredComponent
 from state.roundtrip import Image, digest, image, raw_bytes
 
 
@@ -389,6 +390,8 @@ def test_an_object_whose_state_is_no_dict_comes_back() -> None:
     assert list(saved.tensors["h"]) == ["value"]
     saved.load({"h": odd})
     assert torch.equal(odd.values, torch.ones(3))
+    image({"h": Odd(t=5)}).load({"h": odd})
+    assert odd.values == 5
 
 
 def test_an_object_that_fails_names_its_component_and_the_rest_is_loaded() -> None:
@@ -411,7 +414,7 @@ def with_tree(saved: Image, tree: Any) -> Image:
     """The image with the tree of its component `data` replaced, by any value or node."""
     old = saved.stored["data"]
     saved.stored["data"] = StoredComponent(
-        name="data", kind="tree", tree=encode_tree(tree), tensors=old.tensors
+        name="data", kind="tree", tree=document(tree).data, tensors=old.tensors
     )
     return saved
 

@@ -30,7 +30,7 @@ from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Deleted, Manifest
-from holdfast.format.records import decode_answer
+from holdfast.format.records import AnswerRecord
 from holdfast.store.base import Store
 
 Outcome = Literal["remove", "mark", "keep"]
@@ -286,7 +286,7 @@ def _sweep_answers(
 
 def _asker(store: Store, key: str) -> Liveness:
     try:
-        answer = read_if_there(store, key, decode_answer)
+        answer = read_if_there(store, key, AnswerRecord.decode)
     except FormatError:
         return "unknown"
     return "unknown" if answer is None or answer.asker is None else liveness(answer.asker)

@@ -52,15 +52,7 @@ from holdfast.format.manifest import (
     Manifest,
 )
 from holdfast.format.objects import ArrayRef, TensorRef, decode_tree
-from holdfast.format.records import (
-    decode_alive,
-    decode_closed,
-    decode_notes,
-    decode_rejected,
-    decode_retired,
-    decode_thinned,
-    decode_writer,
-)
+from holdfast.format.records import Alive, Closed, Notes, Rejected, Retired, Thinned, WriterRecord
 from holdfast.format.tensors import parse_header
 from holdfast.store.base import Store
 
@@ -72,14 +64,14 @@ _STORED_AS = {"C128": "F64", "C32": "F16"}
 def _sidecar_decoder(name: str) -> Callable[..., object] | None:
     """Decoder of a sidecar of that name; None when it is no sidecar."""
     if layout.parse_notes(name) is not None:
-        return decode_notes
+        return Notes.decode
     if layout.parse_retired(name) is not None:
-        return decode_retired
+        return Retired.decode
     if layout.parse_thinned(name) is not None:
-        return decode_thinned
+        return Thinned.decode
     if layout.parse_keys(name) is not None:
         return decode_box
-    return decode_rejected if name == layout.REJECTED else None
+    return Rejected.decode if name == layout.REJECTED else None
 
 
 def _unless_mark(decode: Callable[..., object], data: bytes, *, what: str) -> None:
@@ -171,11 +163,11 @@ def _check_claims(store: Store) -> Iterator[Problem]:
     reader = FolderReader(store, layout.WRITERS)
     for name in reader.names():
         if layout.parse_writer(name) is not None:
-            decode: Callable[..., object] = decode_writer
+            decode: Callable[..., object] = WriterRecord.decode
         elif name.endswith(".closed.json"):
-            decode = decode_closed
+            decode = Closed.decode
         elif name.endswith(".alive.json"):
-            decode = decode_alive
+            decode = Alive.decode
         else:
             continue
         try:

@@ -25,7 +25,7 @@ from holdfast.events import Emitter, Event
 from holdfast.format import layout
 from holdfast.format.envelope import Visible
 from holdfast.format.manifest import Manifest
-from holdfast.format.records import decode_tiers
+from holdfast.format.records import TiersRecord
 from holdfast.store.base import Store
 
 
@@ -74,7 +74,7 @@ def remove(root: str, folder: str, *, is_sure: bool) -> Answer:
 
 def _other_tier(store: Store, folder: str) -> list[str]:
     """Return warnings for a run with two tiers; raise if the other may have it undamaged."""
-    tiers = read_if_there(store, layout.TIERS, decode_tiers)
+    tiers = read_if_there(store, layout.TIERS, TiersRecord.decode)
     if tiers is None:
         return [_TIERED] if _is_tiered(store) else []
     try:

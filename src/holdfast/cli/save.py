@@ -28,7 +28,7 @@ from holdfast.errors import (
 )
 from holdfast.format import layout
 from holdfast.format.manifest import Manifest
-from holdfast.format.records import AnswerRecord, WriterRecord, decode_alive
+from holdfast.format.records import Alive, AnswerRecord, WriterRecord
 from holdfast.policy.clock import Unit, parse
 from holdfast.store.base import Store
 
@@ -191,7 +191,7 @@ class _RunOwner:
 
 def _beat(store: Store, epoch: int) -> int:
     try:
-        alive = read_if_there(store, layout.alive_key(epoch), decode_alive)
+        alive = read_if_there(store, layout.alive_key(epoch), Alive.decode)
     except FormatError:
         return 0
     return alive.beat if alive is not None else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -36,21 +37,26 @@ _SUFFIXES = frozenset(codec.suffix for codec in CODECS.values())
 _SUFFIX = re.compile(r"\.([0-9]{4,10})-([0-9]{6,12})-([0-9a-f]{8})$", re.ASCII)
 _LABEL = re.compile(r"[A-Za-z0-9_=+\-][A-Za-z0-9._=+\-]*", re.ASCII)
 _COMPONENT = re.compile(r"[a-z0-9_\-]{1,64}", re.ASCII)
-_WRITER = re.compile(r"([0-9]{8,12})\.json", re.ASCII)
-_ALIVE = re.compile(r"([0-9]{8,12})\.alive\.json", re.ASCII)
-_CLOSED = re.compile(r"([0-9]{8,12})\.closed\.json", re.ASCII)
 _SCRATCH = re.compile(r"(?:preflight|sending)-[0-9a-f]{16}", re.ASCII)
-_RETIRED = re.compile(r"retired-([0-9]{8,12})\.json", re.ASCII)
-_ENDED = re.compile(r"ended-([0-9]{8,12})\.json", re.ASCII)
 _THINNED = re.compile(r"thinned-([a-z0-9_\-]{1,64})-([0-9]{8,12})\.json", re.ASCII)
 _ANSWER = ".answer"
-_NOTES = re.compile(r"notes-([0-9]{4})\.json", re.ASCII)
-_KEYS = re.compile(r"keys-([0-9]{4})\.json", re.ASCII)
 _STORED = re.compile(r"file-[0-9]{5,7}\.sealed", re.ASCII)
 _LEASE = re.compile(r"(.+)\.([0-9a-f]{16})\.json", re.ASCII)
 _FILE = re.compile(r"([a-z0-9_\-]{1,64})-([0-9]{5,7})\.(json|safetensors)", re.ASCII)
 # The checkpoints of a root have files and sidecars of the same few names.
 _repeated = lru_cache(maxsize=1024)
+
+
+def _number_in(pattern: str) -> Callable[[str], int | None]:
+    """Make a function that parses the number in names of this pattern; None for other names."""
+    compiled = re.compile(pattern, re.ASCII)
+
+    @_repeated
+    def parse(name: str) -> int | None:
+        match = compiled.fullmatch(name)
+        return int(match[1]) if match else None
+
+    return parse
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -118,22 +124,16 @@ def alive_key(epoch: int) -> str:
     return f"{WRITERS}/{epoch:08d}.alive.json"
 
 
-def parse_alive(name: str) -> int | None:
-    """Parse the epoch of a heartbeat's name inside `writers/`; None for any other name."""
-    match = _ALIVE.fullmatch(name)
-    return int(match[1]) if match else None
+parse_alive = _number_in(r"([0-9]{8,12})\.alive\.json")
+"""Parse the epoch of a heartbeat's name inside `writers/`; None for any other name."""
 
 
-def parse_closed(name: str) -> int | None:
-    """Parse the epoch of a clean end's name inside `writers/`; None for any other name."""
-    match = _CLOSED.fullmatch(name)
-    return int(match[1]) if match else None
+parse_closed = _number_in(r"([0-9]{8,12})\.closed\.json")
+"""Parse the epoch of a clean end's name inside `writers/`; None for any other name."""
 
 
-def parse_writer(name: str) -> int | None:
-    """Parse the epoch of a claim's name inside `writers/`; None for any other name."""
-    match = _WRITER.fullmatch(name)
-    return int(match[1]) if match else None
+parse_writer = _number_in(r"([0-9]{8,12})\.json")
+"""Parse the epoch of a claim's name inside `writers/`; None for any other name."""
 
 
 def ended_name(epoch: int) -> str:
@@ -141,10 +141,8 @@ def ended_name(epoch: int) -> str:
     return f"ended-{epoch:08d}.json"
 
 
-def parse_ended(name: str) -> int | None:
-    """Parse the writer epoch of a record of ended attempts; None for any other name."""
-    match = _ENDED.fullmatch(name)
-    return int(match[1]) if match else None
+parse_ended = _number_in(r"ended-([0-9]{8,12})\.json")
+"""Parse the writer epoch of a record of ended attempts; None for any other name."""
 
 
 def lease_key(folder: str, nonce: str) -> str:
@@ -223,11 +221,8 @@ def retired_name(epoch: int) -> str:
     return f"retired-{epoch:08d}.json"
 
 
-@_repeated
-def parse_retired(name: str) -> int | None:
-    """Parse the writer epoch of a mark that begins a deletion; None for any other name."""
-    match = _RETIRED.fullmatch(name)
-    return int(match[1]) if match else None
+parse_retired = _number_in(r"retired-([0-9]{8,12})\.json")
+"""Parse the writer epoch of a mark that begins a deletion; None for any other name."""
 
 
 def thinned_name(component: str, epoch: int) -> str:
@@ -245,11 +240,8 @@ def parse_thinned(name: str) -> tuple[str, int] | None:
     return (match[1], int(match[2])) if match else None
 
 
-@_repeated
-def parse_notes(name: str) -> int | None:
-    """Parse the number of a notes sidecar; None for any other name."""
-    match = _NOTES.fullmatch(name)
-    return int(match[1]) if match else None
+parse_notes = _number_in(r"notes-([0-9]{4})\.json")
+"""Parse the number of a notes sidecar; None for any other name."""
 
 
 def keys_name(number: int) -> str:
@@ -257,10 +249,8 @@ def keys_name(number: int) -> str:
     return f"keys-{number:04d}.json"
 
 
-def parse_keys(name: str) -> int | None:
-    """Parse the number of a box of keys; None for any other name."""
-    match = _KEYS.fullmatch(name)
-    return int(match[1]) if match else None
+parse_keys = _number_in(r"keys-([0-9]{4})\.json")
+"""Parse the number of a box of keys; None for any other name."""
 
 
 def stored_name(number: int) -> str:

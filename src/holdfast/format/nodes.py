@@ -72,8 +72,8 @@ class TensorRef(
     """Its dimensions from the outermost to the innermost in memory; empty when row-major."""
 
 
-class ArrayRef(msgspec.Struct, frozen=True, gc=False):
-    """A numpy array that is stored as a tensor."""
+class ArrayRef(msgspec.Struct, frozen=True, gc=False, rename={"key": "$array"}):
+    """A numpy array that is stored as a tensor. In JSON it is its node."""
 
     key: str
 
@@ -207,17 +207,9 @@ def _read_scalar(parts: Any) -> Any:
     return np.frombuffer(raw, _SCALARS[name])[0]
 
 
-def _write_tensor(value: TensorRef) -> Any:
-    node: dict[str, Any] = {"$tensor": _write_text(value.key)}
-    if value.device != "cpu":
-        node["device"] = value.device
-    if value.grad:
-        node["grad"] = True
-    if value.parameter:
-        node["parameter"] = True
-    if value.order:
-        node["order"] = list(value.order)
-    return node
+def _write_ref(value: TensorRef | ArrayRef) -> Any:
+    _write_text(value.key)
+    return value
 
 
 def read_tensor(node: dict[str, Any]) -> TensorRef:
@@ -259,10 +251,6 @@ def _read_order(parts: Any) -> tuple[int, ...]:
     if not _is_order(order):
         raise ValueError("not another order of the dimensions")
     return tuple(order)
-
-
-def _write_array(value: ArrayRef) -> Any:
-    return {"$array": _write_text(value.key)}
 
 
 def _write_dtype(value: DtypeName) -> Any:
@@ -343,8 +331,8 @@ WRITERS: Mapping[type, Callable[[Any], Any]] = {
     pathlib.WindowsPath: _write_path,
     datetime.timedelta: _write_timedelta,
     datetime.datetime: _write_datetime,
-    TensorRef: _write_tensor,
-    ArrayRef: _write_array,
+    TensorRef: _write_ref,
+    ArrayRef: _write_ref,
     DtypeName: _write_dtype,
     DeviceName: _write_device,
     SizeTuple: _write_size,

@@ -48,7 +48,6 @@ __all__ = [
     "decode_beside",
     "decode_tree",
     "document",
-    "encode_tree",
     "join",
 ]
 
@@ -75,25 +74,13 @@ Lift: TypeAlias = Callable[[Any], Any]
 LiftTensors: TypeAlias = Callable[[Sequence[TensorRef]], Sequence[Any]]
 
 
-def encode_tree(
-    tree: Any,
-    *,
-    lower: Lower | None = None,
-    where: str = "",
-    beside: Mapping[str, Any] | None = None,
-) -> bytes:
-    """Encode `tree` as bytes; see `document`."""
-    return document(tree, lower=lower, where=where, beside=beside).data
-
-
 class TreeDocument:
     """A tree as nodes and as bytes. Numbers in the nodes may be changed, then encoded again."""
 
-    def __init__(self, node: Any, beside: Mapping[str, Any], where: str) -> None:
+    def __init__(self, node: Any, beside: Mapping[str, Any]) -> None:
         """Encode the nodes; raises `UnsupportedState` if the tree is too large."""
         self.node = node
         self._beside = beside
-        self._where = where
         self.data = self._written()
         self._check(self.data)
 
@@ -115,19 +102,15 @@ class TreeDocument:
     def _check(self, data: bytes) -> None:
         try:
             strictjson.check_limits(
-                data, what=self._where, max_nbytes=MAX_TREE_NBYTES, max_values=MAX_TREE_VALUES
+                data, what="", max_nbytes=MAX_TREE_NBYTES, max_values=MAX_TREE_VALUES
             )
         except LimitExceeded as err:
             advice = "large data belongs into tensors or arrays"
-            raise UnsupportedState([(self._where or "the tree", f"{err}; {advice}")]) from err
+            raise UnsupportedState([("the tree", f"{err}; {advice}")]) from err
 
 
 def document(
-    tree: Any,
-    *,
-    lower: Lower | None = None,
-    where: str = "",
-    beside: Mapping[str, Any] | None = None,
+    tree: Any, *, lower: Lower | None = None, beside: Mapping[str, Any] | None = None
 ) -> TreeDocument:
     """Encode `tree` as a document, with plain values beside it under the names in `beside`.
 
@@ -138,10 +121,10 @@ def document(
         UnsupportedState: lists every offender, with its path.
     """
     encoder = _TreeEncoder(lower)
-    node = encoder.encode(tree, where, 1)
+    node = encoder.encode(tree, "", 1)
     if encoder.offenders:
         raise UnsupportedState(encoder.offenders)
-    return TreeDocument(node, beside or {}, where)
+    return TreeDocument(node, beside or {})
 
 
 def decode_tree(

@@ -16,6 +16,7 @@ from holdfast.policy.rule import (
     Candidate,
     Rule,
     ThenDrop,
+    flat,
     groups,
     join_reasons,
     picks_of,
@@ -127,7 +128,7 @@ def unmet(entries: Sequence[Candidate], rule: Rule) -> dict[str, str]:
     """
     return {
         str(part) if saver == MAIN else f"{saver}: {part}": lack
-        for part, saver, _ in _flat(rule)
+        for part, saver, _ in flat(rule)
         for lack, _ in _lacking(part, saver, entries)
     }
 
@@ -196,7 +197,7 @@ def _picks(newest_first: Sequence[Candidate], rule: Rule) -> dict[int, _Pick]:
     picks: dict[int, _Pick] = {}
     others = {} if rule.is_for_all else picks_of_others(newest_first, savers_of(rule))
     reasons_and_drops = [(others, _NOTHING)]
-    for part, saver, drop in _flat(rule):
+    for part, saver, drop in flat(rule):
         spared = {
             position: f"{part} keeps all, as none has {lack}"
             for lack, positions in _lacking(part, saver, newest_first)
@@ -230,22 +231,6 @@ def _lacking(
         lack = part.missing(counting) if positions and counting else ""
         if lack:
             yield lack, positions
-
-
-def _flat(
-    rule: Rule, saver: str = MAIN, drop: frozenset[str] = _NOTHING
-) -> Iterator[tuple[Rule, str, frozenset[str]]]:
-    """Yield the simple rules in a rule, each with its saver and the components it drops."""
-    if isinstance(rule, AnyRule):
-        for part in rule.rules:
-            yield from _flat(part, saver, drop)
-    elif isinstance(rule, ThenDrop):
-        yield from _flat(rule.rule, saver, drop.union(rule.components))
-    elif isinstance(rule, BySaver):
-        for name, part in rule.rules:
-            yield from _flat(part, name, drop)
-    else:
-        yield rule, saver, drop
 
 
 def _components_to_drop(entry: Candidate, drop: frozenset[str]) -> tuple[str, ...]:

@@ -262,26 +262,30 @@ def picks_of_others(newest_first: Sequence[Candidate], savers: frozenset[str]) -
     return {position: f"{names[0]}: all are kept" for position, names in others if names}
 
 
+def flat(
+    rule: Rule, saver: str = MAIN, drop: frozenset[str] = frozenset()
+) -> Iterator[tuple[Rule, str, frozenset[str]]]:
+    """Yield the simple rules in a rule, each with its saver and the components it drops."""
+    if isinstance(rule, AnyRule):
+        for part in rule.rules:
+            yield from flat(part, saver, drop)
+    elif isinstance(rule, ThenDrop):
+        yield from flat(rule.rule, saver, drop.union(rule.components))
+    elif isinstance(rule, BySaver):
+        for name, part in rule.rules:
+            yield from flat(part, name, drop)
+    else:
+        yield rule, saver, drop
+
+
 def savers_of(rule: Rule) -> frozenset[str]:
     """Savers whose checkpoints a rule judges."""
-    if isinstance(rule, BySaver):
-        return frozenset(saver for saver, _ in rule.rules)
-    if isinstance(rule, ThenDrop):
-        return savers_of(rule.rule)
-    if isinstance(rule, AnyRule):
-        return frozenset().union(*(savers_of(part) for part in rule.rules))
-    return frozenset((MAIN,))
+    return frozenset(saver for _, saver, _ in flat(rule))
 
 
 def named_components(rule: Rule) -> frozenset[str]:
     """Components that a rule may drop from some checkpoint."""
-    if isinstance(rule, ThenDrop):
-        return named_components(rule.rule).union(rule.components)
-    if isinstance(rule, AnyRule):
-        return frozenset().union(*(named_components(part) for part in rule.rules))
-    if isinstance(rule, BySaver):
-        return frozenset().union(*(named_components(part) for _, part in rule.rules))
-    return frozenset()
+    return frozenset().union(*(drop for _, _, drop in flat(rule)))
 
 
 def counting(newest_first: Sequence[Candidate]) -> list[int]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.format.tensors import TensorSpec
 from holdfast.state import modules, optimizers
-from holdfast.state.components import RNG, check_state, kind_of
+from holdfast.state.components import RNG, StoredComponent, check_state, kind_of
 from holdfast.state.merge import Claims
 from holdfast.state.names import ParameterNames, parameter_names
 from holdfast.state.plans import GeneratorPlan, LoadPlan, ObjectPlan, RngPlan, TreePlan
@@ -35,20 +33,6 @@ class OpaqueLoadFailed(HoldfastError):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredComponent:
-    """A component as a checkpoint holds it."""
-
-    name: str
-    kind: str
-
-    tree: bytes
-    """The typed tree."""
-
-    tensors: Mapping[str, TensorSpec]
-    """Key -> dtype and shape from the index."""
-
-
 class Prepared:
     """A load that has passed all checks; nothing live has changed yet."""
 
@@ -66,9 +50,9 @@ class Prepared:
         }
         """Component -> keys of the tensors that `apply` needs."""
         self.notes = (*notes, *lost)
+        """Notes on what is left out or not restored exactly; complete after `ready`."""
         self.lost = lost
         """Notes on live values that are removed."""
-        """Notes on what is left out or not restored exactly; complete after `ready`."""
         self._is_ready = False
 
     def ready(self, tensors: Mapping[str, Mapping[str, Stored]]) -> None:

@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 
 from holdfast.errors import UnsupportedState
 from holdfast.format.objects import TreeDocument
-from holdfast.format.tensors import TensorSpec
 from holdfast.state import held, modules, optimizers
-from holdfast.state.components import RNG, Kind, check_state, kind_of
+from holdfast.state.components import RNG, CapturedComponent, Kind, check_state, kind_of
 from holdfast.state.foreseen import Foreseen, foresee
 from holdfast.state.generators import global_generators
 from holdfast.state.leaves import Leaves
@@ -24,30 +23,6 @@ from holdfast.state.recall import Irregular, Recollection
 from holdfast.state.trees import encoded
 
 __all__ = ["Captured", "CapturedComponent", "Capturer", "capture", "check_state"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CapturedComponent:
-    """A captured component, ready to be laid out and staged."""
-
-    name: str
-    kind: Kind
-
-    tree: bytes
-    """The typed tree, as it will be stored."""
-
-    tensors: Mapping[str, Tensor]
-    """Key -> live tensor: detached, of any strides, on any device, in the order of the tree."""
-
-    specs: tuple[TensorSpec, ...]
-    """Specs of the tensors, in the same order."""
-
-    may_overlap: frozenset[str] = frozenset()
-    """Keys of the tensors that only steps of a torch optimizer change."""
-
-    addresses: Sequence[int] | None = None
-    """Addresses of the tensors, in their order; None unless each is known to be contiguous in host
-    memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,35 +226,24 @@ class Capturer:
         leaves = Leaves(component=name) if key_of is None else Leaves(component=name, key_of=key_of)
         document = encode(leaves)
         self._offenders += leaves.offenders
-        may_overlap = stepped(leaves)
-        if document is not None and walked is not None and not leaves.offenders:
-            with suppress(Irregular):
-                self._recollections[name] = Recollection(
-                    walked, (kind, stamp), document, leaves, may_overlap=may_overlap
-                )
-        return CapturedComponent(
+        component = CapturedComponent(
             name=name,
             kind=kind,
             tree=b"" if document is None else document.data,
             tensors=leaves.tensors,
             specs=tuple(leaves.specs),
-            may_overlap=may_overlap,
+            may_overlap=stepped(leaves),
         )
+        if document is not None and walked is not None and not leaves.offenders:
+            with suppress(Irregular):
+                self._recollections[name] = Recollection(
+                    walked, stamp, document, component, leaves.originals
+                )
+        return component
 
     def _recalled(self, name: str, kind: Kind, walked: Any, stamp: Any) -> CapturedComponent | None:
         known = self._recollections.get(name)
-        recalled = None if known is None else known.recall(walked, (kind, stamp))
-        if recalled is None:
-            return None
-        return CapturedComponent(
-            name=name,
-            kind=kind,
-            tree=recalled.tree,
-            tensors=recalled.tensors,
-            specs=recalled.specs,
-            may_overlap=recalled.may_overlap,
-            addresses=recalled.addresses,
-        )
+        return None if known is None else known.recall(kind, walked, stamp)
 
     def _rng(self) -> CapturedComponent:
         return self._captured(RNG, "rng", None, None, partial(encoded, global_generators()))

@@ -1,17 +1,19 @@
-"""Kinds of components: which object is saved in which way."""
+"""Components: which object is saved in which way, and its form as captured and as stored."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from holdfast.errors import UsageError, listing
 from holdfast.format import layout
 from holdfast.format.layout import check_component
+from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
 from holdfast.state.positions import in_place_of
 
@@ -36,6 +38,50 @@ _OF_AN_OBJECT = (
     "this is the result of a state_dict(): a resume would refill this dict alone. Give the "
     "object itself"
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredComponent:
+    """A component as a checkpoint holds it."""
+
+    name: str
+    kind: str
+
+    tree: bytes
+    """The typed tree."""
+
+    tensors: Mapping[str, TensorSpec]
+    """Key -> dtype and shape from the index."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedComponent:
+    """A captured component, ready to be laid out and staged."""
+
+    name: str
+    kind: Kind
+
+    tree: bytes
+    """The typed tree, as it will be stored."""
+
+    tensors: Mapping[str, Tensor]
+    """Key -> live tensor: detached, of any strides, on any device, in the order of the tree."""
+
+    specs: tuple[TensorSpec, ...]
+    """Specs of the tensors, in the same order."""
+
+    may_overlap: frozenset[str] = frozenset()
+    """Keys of the tensors that only steps of a torch optimizer change."""
+
+    addresses: Sequence[int] | None = None
+    """Addresses of the tensors, in their order; None unless each is known to be contiguous in host
+    memory."""
+
+    @property
+    def stored(self) -> StoredComponent:
+        """The component as a checkpoint holds it."""
+        tensors = {spec.key: spec for spec in self.specs}
+        return StoredComponent(name=self.name, kind=self.kind, tree=self.tree, tensors=tensors)
 
 
 def kind_of(value: Any) -> Kind:

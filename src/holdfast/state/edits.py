@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from holdfast.errors import UsageError
-from holdfast.state.apply import StoredComponent
-from holdfast.state.capture import Captured, CapturedComponent
-from holdfast.state.views import ComponentView, OptimizerView, ViewSource
+from holdfast.state.capture import Captured
+from holdfast.state.components import CapturedComponent, StoredComponent
+from holdfast.state.views import ComponentView, OptimizerView
 
 __all__ = ["ComponentView", "EditedLoad", "StateView", "edited", "edited_load"]
 
@@ -26,8 +26,16 @@ __all__ = ["ComponentView", "EditedLoad", "StateView", "edited", "edited_load"]
 class StateView(Mapping[str, ComponentView]):
     """Mapping from components to their leaves; `del view["optimizer"]` leaves one out."""
 
-    def __init__(self, sources: Mapping[str, ViewSource]) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, StoredComponent],
+        fetch: Callable[[str], Mapping[str, Tensor]],
+        where: str = "",
+    ) -> None:
+        """`fetch` returns the tensors of a component; messages begin with `where`."""
         self._sources = dict(sources)
+        self._fetch = fetch
+        self._where = where
         self._views: dict[str, ComponentView] = {}
         self._left_out: list[str] = []
 
@@ -36,7 +44,8 @@ class StateView(Mapping[str, ComponentView]):
         source = self._sources[name]
         if name not in self._views:
             kind = OptimizerView if source.kind == "optimizer" else ComponentView
-            self._views[name] = kind(source)
+            what = f"{self._where}tree of {name}"
+            self._views[name] = kind(source, partial(self._fetch, name), what)
         return self._views[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -82,25 +91,15 @@ def edited(captured: Captured, edit: Edit) -> Captured:
         UsageError: an edit is not possible, or nothing is left.
         UnsupportedState: a value that the format cannot hold was assigned.
     """
-    view = StateView({name: _captured(part) for name, part in captured.components.items()})
+    parts = captured.components
+    view = StateView({n: part.stored for n, part in parts.items()}, lambda n: parts[n].tensors)
     with closing(view):
         edit(view)
         if not view:
             raise UsageError("the edit leaves out every component; nothing is left to be saved")
-        components = {name: _recaptured(captured.components[name], view[name]) for name in view}
+        components = {name: _recaptured(parts[name], view[name]) for name in view}
     left_out = (*captured.left_out, *view.left_out)
     return replace(captured, components=components, left_out=left_out)
-
-
-def _captured(part: CapturedComponent) -> ViewSource:
-    return ViewSource(
-        name=part.name,
-        kind=part.kind,
-        tree=part.tree,
-        specs={spec.key: spec for spec in part.specs},
-        fetch=lambda: part.tensors,
-        what=f"tree of {part.name}",
-    )
 
 
 def _recaptured(part: CapturedComponent, view: ComponentView) -> CapturedComponent:
@@ -160,7 +159,7 @@ def edited_load(
         were_read[name] = read(name)
         return were_read[name]
 
-    view = StateView({name: _stored(part, where, fetch) for name, part in stored.items()})
+    view = StateView(stored, fetch, f"{where}: ")
     components: dict[str, StoredComponent] = {}
     tensors: dict[str, Mapping[str, Tensor]] = {}
     with closing(view):
@@ -169,19 +168,6 @@ def edited_load(
             components[name], new = _restored(stored[name], view[name])
             tensors[name] = {**were_read.get(name, {}), **new}
     return EditedLoad(components=components, tensors=tensors)
-
-
-def _stored(
-    part: StoredComponent, where: str, fetch: Callable[[str], Mapping[str, Tensor]]
-) -> ViewSource:
-    return ViewSource(
-        name=part.name,
-        kind=part.kind,
-        tree=part.tree,
-        specs=part.tensors,
-        fetch=lambda: fetch(part.name),
-        what=f"{where}: tree of {part.name}",
-    )
 
 
 def _restored(

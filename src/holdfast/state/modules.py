@@ -23,8 +23,9 @@ from holdfast.state.copying import StoredPair, copy_tensors, read_all
 from holdfast.state.leaves import Leaves, identity, refusal
 from holdfast.state.merge import Claims, is_writable_in_place
 from holdfast.state.names import Cleaner, cleaner_of, unwrap
+from holdfast.state.plans import LoadPlan
 from holdfast.state.problems import Problems, Wishes
-from holdfast.state.trees import Lifting, Skeleton, encoded, keys_in, owned
+from holdfast.state.trees import Lifting, Skeleton, encoded, owned
 from holdfast.state.unread import Fetching, Stored, fetched
 
 # Their own loading only mends what torch saved before 1.0.
@@ -253,16 +254,14 @@ def capture_module(
     return encoded(dict(live.entries), leaves, versions=versions)
 
 
-class ModulePlan:
+class ModulePlan(LoadPlan):
     """A load into one module: checks, then copies into its leaves."""
-
-    turn = 0
 
     def __init__(self, component: str, live: LiveModule, specs: Mapping[str, TensorSpec]) -> None:
         self._component = component
         self._live = live
         self._specs = specs
-        self._values: dict[str, Any] = {}
+        self._wanted: dict[str, Any] = {}
         self._pairs: list[StoredPair] = []
         self._lifted: dict[str, Any] = {}
         self._versions: Mapping[str, int] = {}
@@ -290,12 +289,12 @@ class ModulePlan:
         problems.unexpected += [
             f"{component}.{name}" for name in wanted if name not in live.entries
         ]
-        self._values = {name: wanted[name] for name in loaded if name in wanted}
+        self._wanted = {name: wanted[name] for name in loaded if name in wanted}
         self._check_values(problems)
         self._check_ties(problems)
 
     def _check_values(self, problems: Problems) -> None:
-        for name, value in self._values.items():
+        for name, value in self._wanted.items():
             live = self._live.entries[name]
             path = f"{self._component}.{name}"
             if isinstance(live, Tensor) and name not in self._live.extras:
@@ -318,7 +317,7 @@ class ModulePlan:
     def _check_ties(self, problems: Problems) -> None:
         """Record live tensors that would take two stored values."""
         taken: dict[Any, tuple[str, str]] = {}
-        for name, value in self._values.items():
+        for name, value in self._wanted.items():
             live = self._live.leaves.get(name)
             if live is None or not isinstance(value, TensorRef) or refusal(live) is not None:
                 continue
@@ -329,15 +328,10 @@ class ModulePlan:
                     "and were two when saved"
                 )
 
-    @property
-    def needed(self) -> tuple[str, ...]:
-        """Keys of the tensors that will be read."""
-        return keys_in(self._values)
-
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Pair stored tensors with live leaves; nothing live changes."""
         lifting = Lifting(read_all(tensors) if self._live.is_opaque else Fetching(tensors))
-        for name, value in self._values.items():
+        for name, value in self._wanted.items():
             if self._live.is_opaque or name in self._live.extras:
                 self._lifted[name] = lifting.lift_tree(value)
             else:
@@ -361,7 +355,7 @@ class ModulePlan:
             raw = self._with_versions(
                 {live.raw_names[name]: value for name, value in self._lifted.items()}
             )
-            is_whole = self._values.keys() == live.entries.keys()
+            is_whole = self._wanted.keys() == live.entries.keys()
             live.module.load_state_dict(raw, strict=is_whole)
         else:
             for name, value in self._lifted.items():

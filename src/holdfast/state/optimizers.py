@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from holdfast.errors import FormatError
 from holdfast.format.objects import TensorRef, TreeDocument
@@ -23,6 +24,7 @@ from holdfast.state import enumerations
 from holdfast.state.leaves import Leaves, refusal
 from holdfast.state.merge import Claims, Merge, Placement
 from holdfast.state.names import ParameterNames
+from holdfast.state.plans import LoadPlan
 from holdfast.state.problems import Problems, Wishes
 from holdfast.state.trees import Skeleton, encoded, keys_in, nodes_in, owned
 from holdfast.state.unread import Stored
@@ -274,10 +276,8 @@ class _Beside:
         return like.copy_(stored)
 
 
-class OptimizerPlan:
+class OptimizerPlan(LoadPlan):
     """A load into one optimizer: checks, then changes its groups and state."""
-
-    turn = 0
 
     def __init__(
         self, component: str, live: LiveOptimizer, specs: Mapping[str, TensorSpec]
@@ -416,8 +416,8 @@ class OptimizerPlan:
             problems.wrong_dtype.append(f"{path}: stored {spec.dtype}, too small to be fused")
 
     @property
+    @override
     def needed(self) -> tuple[str, ...]:
-        """Keys of the tensors that will be read."""
         stored = self._stored
         wanted = [stored.slots.get(old) for old in self._common.values()]
         wanted += [stored.param_groups[old] for _, old in self._groups]
@@ -437,9 +437,6 @@ class OptimizerPlan:
     def apply(self) -> None:
         """Make the planned changes."""
         self._merge.commit()
-
-    def finish(self) -> None:
-        """No-op: `apply` has done everything."""
 
     def _stored_options(self) -> dict[str, dict[str, Any]]:
         return {

@@ -6,10 +6,12 @@ changes leaves and cannot fail, `finish` runs code that may.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import override
 
 from holdfast.errors import FormatError
 from holdfast.format.objects import GeneratorState
@@ -24,79 +26,67 @@ from holdfast.state.trees import Lifting, Skeleton, keys_in
 from holdfast.state.unread import Fetching, Stored
 
 
-class LoadPlan(Protocol):
+class LoadPlan(ABC):
     """The load of one component, in stages."""
 
-    @property
-    def turn(self) -> int:
-        """Order of `finish`: 0 foreign code, 1 generators, 2 the global generators."""
-        ...
+    turn = 0
+    """Order of `finish`: 0 foreign code, 1 generators, 2 the global generators."""
+
+    _wanted: Any = None
+    """The nodes of the tree that will be loaded, known after `check`."""
 
     @property
     def needed(self) -> tuple[str, ...]:
         """Keys of the tensors that will be read, known after `check`."""
-        ...
+        return keys_in(self._wanted)
 
+    @abstractmethod
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
         """Record everything that does not fit; nothing live changes."""
-        ...
 
+    @abstractmethod
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Make all new objects; nothing live changes."""
-        ...
 
-    def apply(self) -> None:
-        """Change the leaves."""
-        ...
+    def apply(self) -> None:  # noqa: B027
+        """Change the leaves, if any are changed without foreign code."""
 
-    def finish(self) -> None:
-        """Run code that may fail or must come last."""
-        ...
+    def finish(self) -> None:  # noqa: B027
+        """Run code that may fail or must come last, if there is any."""
 
 
-class TreePlan:
+class TreePlan(LoadPlan):
     """A load into a plain dict or list, in place."""
-
-    turn = 0
 
     def __init__(self, component: str, live: Any, specs: Mapping[str, TensorSpec]) -> None:
         self._component = component
         self._live = live
         self._specs = specs
-        self._stored: Any = None
         self._merge: Merge
 
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
         """Check that both sides are dicts, or both lists. Keys that differ become notes."""
-        self._stored = skeleton.value
+        self._wanted = skeleton.value
         problems.notes += skeleton.notes(self._component)
         is_dict = isinstance(self._live, dict)
-        if not isinstance(self._stored, dict if is_dict else list):
-            stored, live = type(self._stored).__name__, type(self._live).__name__
+        if not isinstance(self._wanted, dict if is_dict else list):
+            stored, live = type(self._wanted).__name__, type(self._live).__name__
             problems.other.append(f"{self._component}: stored a {stored}, live a {live}")
         elif wishes.selection.is_partial(self._component):
-            keep_live(self._stored, self._live, self._component, wishes.selection)
-        _compare_keys(self._component, self._stored, self._live, problems)
-        self._stored = enumerations.revive(
-            skeleton, self._live, self._component, problems, stored=self._stored
+            keep_live(self._wanted, self._live, self._component, wishes.selection)
+        _compare_keys(self._component, self._wanted, self._live, problems)
+        self._wanted = enumerations.revive(
+            skeleton, self._live, self._component, problems, stored=self._wanted
         )
-
-    @property
-    def needed(self) -> tuple[str, ...]:
-        """Keys of the tensors that will be read."""
-        return keys_in(self._stored)
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Plan every change."""
         self._merge = Merge(tensors, self._specs, claims, self._component)
-        self._merge.refill(self._live, self._stored)
+        self._merge.refill(self._live, self._wanted)
 
     def apply(self) -> None:
         """Make the planned changes."""
         self._merge.commit()
-
-    def finish(self) -> None:
-        """No-op: `apply` has done everything."""
 
 
 def _compare_keys(component: str, stored: Any, live: Any, problems: Problems) -> None:
@@ -114,26 +104,23 @@ def _named(keys: list[Any]) -> str:
     return ", ".join(f"{key!r:.40}" for key in keys[:3]) + more
 
 
-class ObjectPlan:
+class ObjectPlan(LoadPlan):
     """A load into an object by its own `load_state_dict`."""
-
-    turn = 0
 
     def __init__(self, component: str, live: Any) -> None:
         self._component = component
         self._live = live
-        self._stored: Any = None
         self._value: Any = None
         self._is_wanted = True
 
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
         """Put live values where the caller, or an enumeration, asks for them."""
-        self._stored = skeleton.value
+        self._wanted = skeleton.value
         problems.notes += skeleton.notes(self._component)
-        if isinstance(self._live, LRScheduler) and isinstance(self._stored, dict):
+        if isinstance(self._live, LRScheduler) and isinstance(self._wanted, dict):
             # torch's schedulers load any dict unchecked, and fail or compute wrong rates later.
             saved = made_with(self._live, only_required=True).intersection(self._live.state_dict())
-            lacks = sorted(saved.difference(self._stored))
+            lacks = sorted(saved.difference(self._wanted))
             if lacks:
                 kind = type(self._live).__name__
                 problems.other.append(
@@ -145,25 +132,17 @@ class ObjectPlan:
             return
         live = self._live.state_dict()
         if is_partial:
-            self._is_wanted = keep_live(self._stored, live, self._component, wishes.selection)
-        self._stored = enumerations.revive(
-            skeleton, live, self._component, problems, stored=self._stored
+            self._is_wanted = keep_live(self._wanted, live, self._component, wishes.selection)
+        self._wanted = enumerations.revive(
+            skeleton, live, self._component, problems, stored=self._wanted
         )
-
-    @property
-    def needed(self) -> tuple[str, ...]:
-        """Keys of the tensors that will be read."""
-        return keys_in(self._stored)
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Make the whole state_dict; call the object's `check_state_dict`, if it has one."""
-        self._value = Lifting(Fetching(tensors)).lift_tree(self._stored)
+        self._value = Lifting(Fetching(tensors)).lift_tree(self._wanted)
         check = getattr(self._live, "check_state_dict", None)
         if self._is_wanted and callable(check):
             check(self._value)
-
-    def apply(self) -> None:
-        """No-op: only the object's own code changes it."""
 
     def finish(self) -> None:
         """Call `load_state_dict`, if anything of the state is selected."""
@@ -171,7 +150,7 @@ class ObjectPlan:
             self._live.load_state_dict(self._value)
 
 
-class GeneratorPlan:
+class GeneratorPlan(LoadPlan):
     """A load into one generator."""
 
     def __init__(
@@ -181,43 +160,34 @@ class GeneratorPlan:
         self._component = component
         self._live = live
         self._specs = specs
-        self._node: GeneratorState
         self._members: Any = None
 
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
         """Check that the stored state is of the same kind and length."""
         if not isinstance(skeleton.value, GeneratorState):
             raise FormatError(f"{self._component}: not the state of a generator")
-        self._node = skeleton.value
-        reason = generators.misfit(self._live, self._node, self._specs)
+        self._wanted = skeleton.value
+        reason = generators.misfit(self._live, self._wanted, self._specs)
         if reason is not None:
             problems.other.append(f"{self._component}: {reason}")
-        elif lost := generators.inexact(self._live, self._node):
+        elif lost := generators.inexact(self._live, self._wanted):
             problems.notes.append(f"{self._component}: {lost}")
-
-    @property
-    def needed(self) -> tuple[str, ...]:
-        """Keys of the tensors that will be read."""
-        return keys_in(self._node)
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Try the state on a scratch generator."""
-        self._members = Lifting(Fetching(tensors)).members(self._node.members)
+        self._members = Lifting(Fetching(tensors)).members(self._wanted.members)
         try:
             generators.write(generators.scratch(self._live), self._members)
         except (ValueError, TypeError, RuntimeError, OverflowError) as err:
             what = f"{self._component}: the stored generator state is not valid"
             raise FormatError(f"{what}: {err}") from err
 
-    def apply(self) -> None:
-        """No-op: generators are set in `finish`."""
-
     def finish(self) -> None:
         """Set the state."""
         generators.write(self._live, self._members)
 
 
-class RngPlan:
+class RngPlan(LoadPlan):
     """A load into the global generators that were stored and exist in this process."""
 
     turn = 2
@@ -248,17 +218,14 @@ class RngPlan:
         problems.notes += _other_versions(stored.get("versions"), globals_["versions"])
 
     @property
+    @override
     def needed(self) -> tuple[str, ...]:
-        """Keys of the tensors that will be read."""
         return tuple(dict.fromkeys(key for plan in self._plans for key in plan.needed))
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Try every state on a scratch generator."""
         for plan in self._plans:
             plan.prepare(tensors, claims)
-
-    def apply(self) -> None:
-        """No-op: generators are set in `finish`."""
 
     def finish(self) -> None:
         """Set the states of all generators."""

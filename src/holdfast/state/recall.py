@@ -9,7 +9,7 @@ anything that the walk does not support is captured anew.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from operator import attrgetter, eq
 from typing import Any, TypeAlias, TypeVar
@@ -21,8 +21,8 @@ from torch.nn.parameter import Parameter
 from holdfast.errors import UnsupportedState
 from holdfast.format.nodes import WRITERS
 from holdfast.format.objects import TreeDocument
-from holdfast.format.tensors import TensorSpec
-from holdfast.state.leaves import Leaves, identity, refusal
+from holdfast.state.components import CapturedComponent, Kind
+from holdfast.state.leaves import identity, refusal
 
 _TENSORS = frozenset({Tensor, Parameter})
 _NUMBERS = frozenset({bool, int, float})
@@ -121,18 +121,6 @@ class TreeWalk:
         return True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recalled:
-    """A component as it is now, from the cache."""
-
-    tree: bytes
-    tensors: dict[str, Tensor]
-    specs: tuple[TensorSpec, ...]
-    may_overlap: frozenset[str]
-    addresses: Sequence[int] | None
-    """Addresses as in `CapturedComponent`."""
-
-
 class Recollection:
     """Cached result of one capture of a component. Holds none of its tensors."""
 
@@ -141,36 +129,37 @@ class Recollection:
         value: Any,
         stamp: Any,
         document: TreeDocument,
-        leaves: Leaves,
-        *,
-        may_overlap: frozenset[str],
+        component: CapturedComponent,
+        originals: Sequence[Tensor],
     ) -> None:
         """Cache a capture.
 
         `value` is what was walked: all of the tree or members of it in the tree's order, or a
-        list of tensors. `stamp` is whatever else decided the tree.
+        list of tensors. `stamp` is whatever else decided the tree. `originals`: what the tensors
+        of the component were captured from.
 
         Raises:
             Irregular: the structure cannot be cached.
         """
+        if type(value) not in _CONTAINERS:
+            raise Irregular  # a single leaf, which is quickly captured
         walk = TreeWalk(value)
         self._outline, self._stamp = _shared(walk.outline), stamp
         if any(tensor.is_complex() for tensor in walk.tensors):
             raise Irregular  # they may be conjugate views, and to ask all others takes its time
         self._facts = _facts(walk.tensors)
         self._partition = _partition(walk.tensors, _addresses(walk.tensors))
-        self._keys = tuple(leaves.tensors)
-        self._specs = tuple(leaves.specs)
-        self._may_overlap = may_overlap
+        self._keys = tuple(component.tensors)
+        self._component = replace(component, tree=b"", tensors={})
         self._document = document
         self._numbers = list(map(repr, walk.numbers))
         self._places = list(_places(value, document.node, set()))
-        if list(map(id, self._first_of_each(walk.tensors))) != list(map(id, leaves.originals)):
+        if list(map(id, self._first_of_each(walk.tensors))) != list(map(id, originals)):
             raise Irregular
 
-    def recall(self, value: Any, stamp: Any) -> Recalled | None:
+    def recall(self, kind: Kind, value: Any, stamp: Any) -> CapturedComponent | None:
         """Return the component as it is now; None if its structure has changed."""
-        if stamp != self._stamp:
+        if (kind, stamp) != (self._component.kind, self._stamp):
             return None
         try:
             walk = TreeWalk(value)
@@ -185,11 +174,10 @@ class Recollection:
         tensors = self._first_of_each(walk.tensors)
         if self._facts.grads is not None:
             tensors = [one.detach() if one.requires_grad else one for one in tensors]
-        return Recalled(
+        return replace(
+            self._component,
             tree=self._document.data,
             tensors=dict(zip(self._keys, tensors, strict=True)),
-            specs=self._specs,
-            may_overlap=self._may_overlap,
             addresses=self._first_of_each(addresses) if self._facts.are_runs else None,
         )
 

@@ -39,12 +39,6 @@ from holdfast.state.leaves import Leaves
 from holdfast.state.positions import in_place_of
 
 
-def encode(tree: Any, leaves: Leaves, *, versions: Mapping[str, int] | None = None) -> bytes:
-    """Encode `tree` as bytes; empty where something cannot be saved (see `encoded`)."""
-    encoded_tree = encoded(tree, leaves, versions=versions)
-    return b"" if encoded_tree is None else encoded_tree.data
-
-
 def encoded(
     tree: Any, leaves: Leaves, *, versions: Mapping[str, int] | None = None
 ) -> TreeDocument | None:

@@ -18,33 +18,14 @@ from torch import Tensor
 from holdfast.errors import UnsupportedState, UsageError
 from holdfast.format.objects import ArrayRef, TensorRef, decode_tree, join
 from holdfast.format.tensors import TensorSpec
+from holdfast.state.components import StoredComponent
 from holdfast.state.leaves import Leaves
 from holdfast.state.optimizers import check_tree
 from holdfast.state.selection import names_of_keys
-from holdfast.state.trees import Lifting, Skeleton, decode_skeleton, encode, keys_in
+from holdfast.state.trees import Lifting, Skeleton, decode_skeleton, encoded, keys_in
 
 _WHOLE = "value"
 _SLOTS, _GROUPS, _EXTRA = "slots", "param_groups", "extra"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ViewSource:
-    """A component to view, as it was captured, or as a checkpoint holds it."""
-
-    name: str
-    kind: str
-
-    tree: bytes
-    """The typed tree."""
-
-    specs: Mapping[str, TensorSpec]
-    """Key -> dtype and shape of the tensor."""
-
-    fetch: Callable[[], Mapping[str, Tensor]]
-    """Returns the tensors by key; called when the first one is read."""
-
-    what: str
-    """The tree's name, for messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +50,17 @@ class ComponentView(MutableMapping[str, Any]):
     the value at the path, or adds a key to the dict in which the path ends.
     """
 
-    def __init__(self, source: ViewSource) -> None:
+    def __init__(
+        self, source: StoredComponent, fetch: Callable[[], Mapping[str, Tensor]], what: str
+    ) -> None:
+        """`fetch` returns the tensors by key; called when the first one is read.
+
+        `what` is the tree's name, for messages.
+        """
         self._source = source
-        self._specs = dict(source.specs)
+        self._fetch = fetch
+        self._what = what
+        self._specs = dict(source.tensors)
         self._new: dict[str, Tensor] = {}
         self._skeleton: Skeleton | None = None
         self._holder: dict[str, Any] = {}
@@ -170,8 +159,8 @@ class ComponentView(MutableMapping[str, Any]):
         """
         source, (tree, skeleton) = self._source, self._decoded()
         leaves = Leaves(component=source.name)
-        data = encode(tree[_WHOLE], leaves, versions=skeleton.versions)
-        if leaves.offenders:
+        document = encoded(tree[_WHOLE], leaves, versions=skeleton.versions)
+        if document is None:
             raise UnsupportedState(leaves.offenders)
         order: dict[str, None] = {}
 
@@ -180,9 +169,9 @@ class ComponentView(MutableMapping[str, Any]):
                 order[node.key] = None
             return node
 
-        decode_tree(data, lift=note, what=source.what)
+        decode_tree(document.data, lift=note, what=self._what)
         return Changed(
-            tree=data,
+            tree=document.data,
             specs=tuple(self._specs[key] for key in order),
             new={key: self._new[key] for key in order if key in self._new},
         )
@@ -194,7 +183,7 @@ class ComponentView(MutableMapping[str, Any]):
             raise UsageError(f"{self._source.name}: a view can be used only inside its hook")
         if self._skeleton is None:
             source = self._source
-            self._skeleton = decode_skeleton(source.tree, source.specs, what=source.what)
+            self._skeleton = decode_skeleton(source.tree, source.tensors, what=self._what)
             self._holder = {_WHOLE: self._skeleton.value}
             self._uses.update(_refs_in(self._holder))
             self._has_shared = _has_shared(self._holder)
@@ -254,7 +243,7 @@ class ComponentView(MutableMapping[str, Any]):
         return _CopyForReading(tensors).lift_tree(value)
 
     def _tensor(self, key: str) -> Tensor:
-        return self._new[key] if key in self._new else self._source.fetch()[key]
+        return self._new[key] if key in self._new else self._fetch()[key]
 
     def _adopted(self, path: str, value: Any, old: Any) -> Any:
         """Convert `value` to a node of the tree, with copies of its tensors."""
@@ -264,12 +253,12 @@ class ComponentView(MutableMapping[str, Any]):
                 key_of=lambda inner: path + inner.removeprefix(_WHOLE),
                 taken=self._specs.keys(),
             )
-            data = encode({_WHOLE: value}, leaves)
-            if leaves.offenders:
+            document = encoded({_WHOLE: value}, leaves)
+            if document is None:
                 raise UnsupportedState(leaves.offenders)
             new = {key: tensor.clone() for key, tensor in leaves.tensors.items()}
             specs = {spec.key: spec for spec in leaves.specs}
-            node = decode_skeleton(data, specs, what=self._at(path)).value[_WHOLE]
+            node = decode_skeleton(document.data, specs, what=self._at(path)).value[_WHOLE]
         self._release(old)
         self._new.update(new)
         self._specs.update(specs)
@@ -348,8 +337,10 @@ class OptimizerView(ComponentView):
     another shape says that the parameter has it; then its other slots must follow.
     """
 
-    def __init__(self, source: ViewSource) -> None:
-        super().__init__(source)
+    def __init__(
+        self, source: StoredComponent, fetch: Callable[[], Mapping[str, Tensor]], what: str
+    ) -> None:
+        super().__init__(source, fetch, what)
         self._shapes_before: dict[str, tuple[int, ...]] = {}
         self._is_checked = False
 
@@ -431,7 +422,7 @@ class OptimizerView(ComponentView):
     def _member(self, name: str) -> Any:
         tree = self._decoded()[0][_WHOLE]
         if not self._is_checked:
-            check_tree(tree, self._source.what)
+            check_tree(tree, self._what)
             self._is_checked = True
         return tree[name]
 

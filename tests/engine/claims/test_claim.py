@@ -33,15 +33,7 @@ from holdfast.engine.roots.commit import begin, put_once
 from holdfast.errors import StoreError
 from holdfast.events import Emitter
 from holdfast.format import layout
-from holdfast.format.records import (
-    Alive,
-    Process,
-    Retired,
-    WriterRecord,
-    encode_alive,
-    encode_retired,
-    encode_writer,
-)
+from holdfast.format.records import Alive, Process, Retired, WriterRecord
 from holdfast.policy.retention import Last
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
@@ -60,7 +52,7 @@ def put_writer(store: Store, epoch: int, process: Process, **members: Any) -> No
         **{"resumed_from": None, "rollback": False, "takeover": False, "created": ""} | members,
         process=process,
     )
-    store.put(layout.writer_key(epoch), encode_writer(record), if_absent=True)
+    store.put(layout.writer_key(epoch), record.encode(), if_absent=True)
 
 
 def elsewhere() -> Process:
@@ -192,7 +184,7 @@ def test_a_choice_that_is_being_deleted_does_not_stand(tmp_path: Path, is_rollba
     assert choice.point is not None
     claim = Claim(epoch=2, nonce="", resumed_from=choice.point)
     assert is_still_right(catalog, claim, choice)
-    mark = encode_retired(Retired(by="writer 9", reason="test"))
+    mark = Retired(by="writer 9", reason="test").encode()
     manager.store.put(f"{choice.point.folder}/{layout.retired_name(9)}", mark)
     assert not is_still_right(catalog, claim, choice)
 
@@ -300,14 +292,14 @@ def test_a_heartbeat_of_another_host_that_stands_still_binds_nobody() -> None:
     """Invariant 11, over hosts: no clock is compared, only whether the record changes."""
     store = MemoryStore()
     put_writer(store, 1, elsewhere())
-    store.put(layout.alive_key(1), encode_alive(Alive(epoch=1, nonce="0" * 32, beat=4)))
+    store.put(layout.alive_key(1), Alive(epoch=1, nonce="0" * 32, beat=4).encode())
     waits: list[float] = []
     assert check_owner(store, takeover=False, emit=QUIET, watch=waits.append) == 1
     assert len(waits) == 3
 
     def beating(seconds: float) -> None:
         beat = Alive(epoch=1, nonce="0" * 32, beat=5)
-        store.put(layout.alive_key(1), encode_alive(beat))
+        store.put(layout.alive_key(1), beat.encode())
 
     with pytest.raises(errors.OwnedElsewhere, match="takeover"):
         check_owner(store, takeover=False, emit=QUIET, watch=beating)
@@ -418,7 +410,7 @@ def test_a_process_is_dead_when_its_last_thread_has_ended(tmp_path: Path) -> Non
 
             def beating(seconds: float) -> None:
                 beat = Alive(epoch=1, nonce="0" * 32, beat=1)
-                store.put(layout.alive_key(1), encode_alive(beat))
+                store.put(layout.alive_key(1), beat.encode())
 
             with pytest.raises(errors.OwnedElsewhere):
                 check_owner(store, takeover=False, emit=QUIET, watch=beating)

@@ -26,14 +26,7 @@ from holdfast.engine.claims.process import this_process
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.events import Emitter
 from holdfast.format import layout
-from holdfast.format.records import (
-    Lease,
-    Retired,
-    Thinned,
-    encode_lease,
-    encode_retired,
-    encode_thinned,
-)
+from holdfast.format.records import Lease, Retired, Thinned
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import Last
 from holdfast.store.base import Store
@@ -97,7 +90,7 @@ def put_lease(store: Store, folder: str, data: bytes | None = None, *, beat: int
     key = layout.lease_key(folder, NONCE)
     if isinstance(store, LocalStore):
         store.make_folder(layout.READERS)
-    store.put(key, encode_lease(record) if data is None else data)
+    store.put(key, record.encode() if data is None else data)
     return key
 
 
@@ -142,7 +135,7 @@ def test_a_reader_gives_way_to_a_deletion_that_has_begun(tmp_path: Path) -> None
         for step in (1, 2):
             tiny.become(step)
             manager.save(step).wait()
-        mark = encode_retired(Retired(by="writer 1", reason="a test"))
+        mark = Retired(by="writer 1", reason="a test").encode()
         store.put(f"{folder_at(store, 2)}/{layout.retired_name(1)}", mark)
         begun = "began to delete it"
         with pytest.raises(BeingDeleted, match=begun), leased(store, folder_at(store, 2)):
@@ -311,7 +304,7 @@ def test_the_dead_read_nothing(start: str, store: MemoryStore) -> None:
     gone.wait()
     process = msgspec.structs.replace(this_process(), pid=gone.pid, start=start)
     record = Lease(nonce=NONCE, beat=1, created="", process=process)
-    put_lease(store, folder, encode_lease(record))
+    put_lease(store, folder, record.encode())
     assert [lease.state for lease in find_leases(store)] == ["dead"]
     assert Readers(store).of(folder) == ()
     report = collect(store)
@@ -326,8 +319,8 @@ def hostile_leases() -> Iterator[bytes]:
     yield b"[" * 60_000
     yield b" " * 100_000
     record = Lease(nonce="cd" * 16, beat=1, created="", process=ELSEWHERE)
-    yield encode_lease(record)
-    yield encode_retired(Retired(by="writer 1", reason="not a lease"))
+    yield record.encode()
+    yield Retired(by="writer 1", reason="not a lease").encode()
 
 
 @pytest.mark.parametrize("data", tuple(hostile_leases()), ids=lambda data: f"{len(data)} bytes")
@@ -534,7 +527,7 @@ def check(store: Store, newest: int) -> None:
 def test_a_component_that_goes_is_given_up_by_the_reader(store: MemoryStore) -> None:
     """R11: the entry of a reader is read after its lease, with the marks of thinners."""
     folder = folder_at(store, 1)
-    mark = encode_thinned(Thinned(by="writer 9", component="tiny", reason="a test"))
+    mark = Thinned(by="writer 9", component="tiny", reason="a test").encode()
     with leased(store, folder):
         assert Catalog(store).marks(folder).thinned_by == ()
         store.put(f"{folder}/{layout.thinned_name('tiny', 9)}", mark)

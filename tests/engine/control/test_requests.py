@@ -19,7 +19,7 @@ from holdfast.engine.control.requests import Request, Requests, answer_to, ask, 
 from holdfast.errors import AccessDenied, StoreError, TransientStoreError, UsageError
 from holdfast.events import Emitter
 from holdfast.format import layout
-from holdfast.format.records import AnswerRecord, RequestRecord, encode_answer, encode_request
+from holdfast.format.records import AnswerRecord, RequestRecord
 from holdfast.store.base import Buffer, Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
@@ -175,13 +175,13 @@ def test_after_the_close_nothing_is_found_and_answers_still_arrive(
         b"{}",
         b"\0" * 100,
         b'{"holdfast": 1, "kind": "request"}\n',
-        encode_request(record())[:-1],
-        encode_answer(AnswerRecord(folder=FOLDER, error=None, created="")),
-        encode_request(record(tags=("latest",))),
-        encode_request(record(tags=("a\nb",))),
-        encode_request(record(tags=tuple(map(str, range(21))))),
-        encode_request(record(reason="x" * 201)),
-        encode_request(record(reason="\x1b[2J")),
+        record().encode()[:-1],
+        AnswerRecord(folder=FOLDER, error=None, created="").encode(),
+        record(tags=("latest",)).encode(),
+        record(tags=("a\nb",)).encode(),
+        record(tags=tuple(map(str, range(21)))).encode(),
+        record(reason="x" * 201).encode(),
+        record(reason="\x1b[2J").encode(),
     ],
     ids=lambda data: repr(data[:12]) + str(len(data)),
 )
@@ -424,7 +424,7 @@ def test_the_error_in_an_answer_may_be_any_text(store: LocalStore, found: Reques
 
 def put_answer(store: LocalStore, name: str, **changes: Any) -> None:
     members = {"folder": FOLDER, "error": None, "created": utc_now(), "asker": None}
-    store.put(f"requests/{name}.answer", encode_answer(AnswerRecord(**{**members, **changes})))
+    store.put(f"requests/{name}.answer", AnswerRecord(**{**members, **changes}).encode())
 
 
 def test_gc_removes_answers_for_which_nobody_waits(store: LocalStore, folder: Path) -> None:

@@ -13,7 +13,7 @@ from holdfast.engine.threads import Threads
 from holdfast.errors import CorruptData
 from holdfast.events import Emitter
 from holdfast.format import layout
-from holdfast.format.records import Retired, encode_retired
+from holdfast.format.records import Retired
 from holdfast.policy.retention import All, Last
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import FaultyStore
@@ -154,7 +154,7 @@ def test_a_known_manifest_is_read_again_once_somebody_begins_to_delete() -> None
     store.manifests()
     assert catalog.entry(name, known=entry.manifest) == entry
     assert store.manifests() == []
-    store.put(f"{folder}/{layout.retired_name(1)}", encode_retired(Retired(by="x", reason="y")))
+    store.put(f"{folder}/{layout.retired_name(1)}", Retired(by="x", reason="y").encode())
     marked = catalog.entry(name, known=entry.manifest)
     assert marked is not None
     assert marked.marks.retired

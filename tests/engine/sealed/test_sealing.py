@@ -29,7 +29,7 @@ from holdfast.engine.sealed.sealing import SealedStore, sealing
 from holdfast.format import layout, suites
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.manifest import Deleted, decode_register
-from holdfast.format.records import AnswerRecord, Notes, encode_answer, encode_notes
+from holdfast.format.records import AnswerRecord, Notes
 from holdfast.format.segments import SEGMENT_NBYTES
 from holdfast.keys import Encryption, Passphrase, SecretKey, ServiceKey, generate
 from holdfast.policy.retention import All
@@ -701,7 +701,7 @@ def test_load_weights_and_copies_of_one_checkpoint_are_opened(tmp_path: Path) ->
 def test_answers_to_requests_tell_no_names() -> None:
     """R34: an error may name parts of the state."""
     told = {"folder": None, "error": CANARY, "created": "now", "asker": None}
-    answer = encode_answer(AnswerRecord(**told))
+    answer = AnswerRecord(**told).encode()
     data = discreet("requests/x.answer", answer)
     assert CANARY not in json.dumps(bytes(data).decode())
     assert discreet("requests/x.json", answer) == answer
@@ -824,7 +824,7 @@ def test_notes_in_clear_beside_a_sealed_checkpoint_are_not_believed() -> None:
     saved(store, 1)
     (folder,) = folders(store)
     key = f"{folder}/{layout.notes_name(1)}"
-    store.put(key, encode_notes(Notes(tags=("forged",), pinned=True)))
+    store.put(key, Notes(tags=("forged",), pinned=True).encode())
     sealed: Any = SealedStore(store, SEALS)
     with pytest.raises(errors.Tampered, match="not sealed"):
         sealed.get(key)

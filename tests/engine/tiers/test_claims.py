@@ -20,7 +20,7 @@ from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import StoreFull, TransientStoreError
 from holdfast.events import Emitter
 from holdfast.format import layout
-from holdfast.format.records import decode_writer, encode_writer
+from holdfast.format.records import WriterRecord
 from holdfast.policy.retention import Last
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
@@ -40,9 +40,9 @@ def machines(ram_path: Path) -> tuple[LocalStore, LocalStore]:
 def disowned(store: Any, epoch: int) -> None:
     """Make a claim that of a process on another machine, of which nobody here knows anything."""
     key = layout.writer_key(epoch)
-    writer = decode_writer(store.get(key), what=key)
+    writer = WriterRecord.decode(store.get(key), what=key)
     elsewhere = msgspec.structs.replace(this_process(), host="elsewhere", boot_id="other")
-    store.put(key, encode_writer(msgspec.structs.replace(writer, process=elsewhere)))
+    store.put(key, msgspec.structs.replace(writer, process=elsewhere).encode())
 
 
 def test_a_machine_with_an_empty_local_tier_goes_on(
@@ -177,12 +177,12 @@ def test_a_live_owner_on_another_machine_is_refused(
 
 def beating(remote: MemoryStore, watched: list[float]) -> Any:
     """A wait in which the heartbeat of another process arrives."""
-    from holdfast.format.records import Alive, decode_alive, encode_alive
+    from holdfast.format.records import Alive
 
     def wait(event: Any, seconds: float | None = None) -> bool:
         key = layout.alive_key(1)
-        alive = decode_alive(remote.get(key), what=key)
-        remote.put(key, encode_alive(Alive(epoch=1, nonce=alive.nonce, beat=alive.beat + 1)))
+        alive = Alive.decode(remote.get(key), what=key)
+        remote.put(key, Alive(epoch=1, nonce=alive.nonce, beat=alive.beat + 1).encode())
         watched.append(seconds or 0)
         return False
 

@@ -35,7 +35,7 @@ from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.envelope import decode_visible
 from holdfast.format.manifest import Deleted, encode_deleted, encode_manifest
-from holdfast.format.records import decode_writer, encode_writer
+from holdfast.format.records import WriterRecord
 from holdfast.keys import Encryption, Passphrase, SecretKey, generate
 from holdfast.policy.retention import Last
 from holdfast.store.base import Store
@@ -690,10 +690,10 @@ def test_a_claim_forged_in_the_remote_tier_is_noticed_by_who_pins_the_newest(
         saved(manager, tiny, 1, 2)
         seen = manager.list()[0].seen
     older = Catalog(sealing(local, SEALS)).checkpoints()[1].reference
-    claim = decode_writer(remote.get(layout.writer_key(1)), what="claim")
+    claim = WriterRecord.decode(remote.get(layout.writer_key(1)), what="claim")
     changes: dict[str, Any] = {"epoch": 2, "nonce": "0" * 32, "rollback": True}
     forged = msgspec.structs.replace(claim, resumed_from=older, **changes)
-    remote.put(layout.writer_key(2), encode_writer(forged))
+    remote.put(layout.writer_key(2), forged.encode())
     before = {info.key: local.get(info.key) for info in local.list()}
     tiered = Tiered(local, remote)
     with opened(tiered, tiny, encrypt=SEALS) as manager, pytest.raises(errors.RolledBack):

@@ -36,17 +36,7 @@ from holdfast.errors import (
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.manifest import Manifest, Reference
-from holdfast.format.records import (
-    Alive,
-    Closed,
-    WriterRecord,
-    decode_alive,
-    decode_closed,
-    decode_writer,
-    encode_alive,
-    encode_closed,
-    encode_writer,
-)
+from holdfast.format.records import Alive, Closed, WriterRecord
 from holdfast.store.base import Store
 
 HEARTBEAT_S = 10.0
@@ -149,7 +139,7 @@ def is_live(store: Store, owner: WriterRecord, *, emit: Emitter, watch: Wait | N
 def is_closed(store: Store, epoch: int) -> bool:
     """Whether the epoch's writer recorded a clean close."""
     try:
-        return read_if_there(store, layout.closed_key(epoch), decode_closed) is not None
+        return read_if_there(store, layout.closed_key(epoch), Closed.decode) is not None
     except FormatError:
         return False
 
@@ -238,7 +228,7 @@ def _put_claim(store: Store, after: int, choice: Choice, *, takeover: bool) -> C
         return None
     record = new_writer(epoch, choice, takeover=takeover)
     try:
-        put_once(store, layout.writer_key(epoch), encode_writer(record))
+        put_once(store, layout.writer_key(epoch), record.encode())
     except CommitConflict:
         return None
     return Claim(epoch=epoch, nonce=record.nonce, resumed_from=point)
@@ -323,7 +313,7 @@ def expect_claim(store: Store, claim: Claim) -> None:
 
     A root that was moved or unmounted would otherwise be made anew, empty, by the next save.
     """
-    record = read_if_there(store, layout.writer_key(claim.epoch), decode_writer)
+    record = read_if_there(store, layout.writer_key(claim.epoch), WriterRecord.decode)
     if record is None or record.nonce != claim.nonce:
         raise StoreError(
             f"{store.url}/{layout.writer_key(claim.epoch)}: the record of this process's claim is "
@@ -363,7 +353,7 @@ def dropped(store: Store, folder: str, manifest: Manifest, marks: Marks) -> tupl
 def put_closed(store: Store, claim: Claim) -> None:
     """Record that nothing of this epoch is in flight any more."""
     record = Closed(epoch=claim.epoch, nonce=claim.nonce)
-    put_once(store, layout.closed_key(claim.epoch), encode_closed(record))
+    put_once(store, layout.closed_key(claim.epoch), record.encode())
     store.delete(layout.alive_key(claim.epoch))
 
 
@@ -421,7 +411,7 @@ class Heartbeat:
             beat += 1
             record = Alive(epoch=self._claim.epoch, nonce=self._claim.nonce, beat=beat)
             try:
-                self._store.put(layout.alive_key(self._claim.epoch), encode_alive(record))
+                self._store.put(layout.alive_key(self._claim.epoch), record.encode())
             except StoreError as error:
                 self._emit("housekeeping_failed", f"heartbeat: {error}")
             if self._background.sleep(HEARTBEAT_S):
@@ -430,7 +420,7 @@ class Heartbeat:
 
 def _beat(store: Store, owner: WriterRecord) -> int:
     try:
-        alive = read_if_there(store, layout.alive_key(owner.epoch), decode_alive)
+        alive = read_if_there(store, layout.alive_key(owner.epoch), Alive.decode)
     except FormatError:
         return 0
     return alive.beat if alive is not None else 0

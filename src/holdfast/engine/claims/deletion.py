@@ -17,7 +17,7 @@ from holdfast.engine.roots.commit import check_ownership, remove_files
 from holdfast.errors import AlreadyExists, FormatError, NotFound, SealError, UnsupportedVersion
 from holdfast.format import layout
 from holdfast.format.manifest import Deleted, Manifest, encode_deleted
-from holdfast.format.records import Retired, Thinned, encode_retired, encode_thinned
+from holdfast.format.records import Retired, Thinned
 from holdfast.store.base import Store
 
 
@@ -122,7 +122,7 @@ def _mark_retired(store: Store, folder: str, epoch: int, mark: Retired) -> bool:
     """
     is_ours = True
     try:
-        store.put(f"{folder}/{layout.retired_name(epoch)}", encode_retired(mark), if_absent=True)
+        store.put(f"{folder}/{layout.retired_name(epoch)}", mark.encode(), if_absent=True)
     except AlreadyExists:
         is_ours = False
     check_ownership(store, epoch, committed=True)
@@ -148,7 +148,7 @@ def thin(
         key = f"{folder}/{layout.thinned_name(component, epoch)}"
         mark = Thinned(by=f"writer {epoch}", component=component, reason=reason)
         try:
-            store.put(key, encode_thinned(mark), if_absent=True)
+            store.put(key, mark.encode(), if_absent=True)
         except AlreadyExists:
             continue  # We began before; some files may be gone already.
         except NotFound:

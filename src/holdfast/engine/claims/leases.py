@@ -40,7 +40,7 @@ from holdfast.format.blocks import block_digest
 from holdfast.format.checked import MAX_CHECKED_NBYTES
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Manifest
-from holdfast.format.records import Lease, decode_lease, encode_lease
+from holdfast.format.records import Lease
 from holdfast.store.base import Store
 
 BEAT_S = 10.0
@@ -250,9 +250,9 @@ class _HeldLease:
                 self._emit("housekeeping_failed", f"{self._key}: {error}")
 
     def _document(self) -> bytes:
-        return encode_lease(
-            Lease(nonce=self._nonce, beat=self._beat, created=self._created, process=self._process)
-        )
+        return Lease(
+            nonce=self._nonce, beat=self._beat, created=self._created, process=self._process
+        ).encode()
 
     def _remove_quietly(self) -> None:
         with suppress(StoreError):
@@ -320,7 +320,7 @@ def _read_lease(store: Store, key: str, name: AttemptName, nonce: str) -> FoundL
     lease, data = None, b""
     try:
         data = read_document(store, key, max_nbytes=MAX_CHECKED_NBYTES)
-        lease = decode_lease(data, what=key)
+        lease = Lease.decode(data, what=key)
     except NotFound:
         return None
     except (FormatError, AccessDenied):

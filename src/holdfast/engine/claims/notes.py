@@ -10,7 +10,7 @@ from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import AlreadyExists, CommitConflict, NoCheckpoint, NotFound, UsageError
 from holdfast.format import layout
 from holdfast.format.manifest import Manifest
-from holdfast.format.records import Notes, Rejected, encode_notes, encode_rejected
+from holdfast.format.records import Notes, Rejected
 from holdfast.store.base import Store
 
 _MAX_RACES = 100
@@ -33,7 +33,7 @@ def annotate(
         )
         key = f"{entry.folder}/{layout.notes_name(marks.notes_number + 1)}"
         try:
-            store.put(key, encode_notes(notes), if_absent=True)
+            store.put(key, notes.encode(), if_absent=True)
         except AlreadyExists:
             continue
         except NotFound as error:
@@ -106,7 +106,7 @@ def reject(store: Store, folder: str, *, by: str, reason: str) -> None:
     """
     if Catalog(store).marks(folder).thinned_by:
         return
-    record = encode_rejected(Rejected(by=by, reasons=(reason,)))
+    record = Rejected(by=by, reasons=(reason,)).encode()
     try:
         store.put(f"{folder}/{layout.REJECTED}", record, if_absent=True)
     except (AlreadyExists, NotFound):

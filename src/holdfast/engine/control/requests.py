@@ -31,15 +31,7 @@ from holdfast.errors import (
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.checked import MAX_CHECKED_NBYTES
-from holdfast.format.records import (
-    AnswerRecord,
-    Process,
-    RequestRecord,
-    decode_answer,
-    decode_request,
-    encode_answer,
-    encode_request,
-)
+from holdfast.format.records import AnswerRecord, Process, RequestRecord
 from holdfast.store.base import Store
 
 POLL_S = 1.0
@@ -210,7 +202,7 @@ class _Tray:
     def _settle(self, name: str, answer: AnswerRecord | None) -> None:
         key, answer_key = layout.request_key(name), layout.answer_key(name)
         if answer is not None and answer_key is not None and self._is_there(key):
-            self._store.put(answer_key, encode_answer(answer))
+            self._store.put(answer_key, answer.encode())
         self._store.delete(key)
         with self._lock:
             self._known.discard(name)
@@ -300,7 +292,7 @@ def ask(
         tags=checked_tags(tags),
     )
     _check(record)
-    data = encode_request(record)
+    data = record.encode()
     store.make_folder(layout.REQUESTS)
     name = layout.request_name(request_id)
     store.put(layout.request_key(name), data, if_absent=True)
@@ -315,7 +307,7 @@ def answer_to(store: Store, name: str) -> AnswerRecord | None:
     """
     key = layout.answer_key(name)
     assert key is not None, "`ask` gives names that leave room for an answer"
-    return read_if_there(store, key, decode_answer)
+    return read_if_there(store, key, AnswerRecord.decode)
 
 
 def is_open(store: Store, name: str) -> bool:
@@ -348,7 +340,7 @@ def _read_request(store: Store, name: str) -> Request:
     data = read_document(store, key, max_nbytes=MAX_CHECKED_NBYTES)
     if not data:
         return Request(name=name)
-    record = decode_request(data, what=f"{store.url}/{key}")
+    record = RequestRecord.decode(data, what=f"{store.url}/{key}")
     _check(record)
     reason = f"request: {record.reason}" if record.reason else "request"
     return Request(name=name, tags=record.tags, reason=reason, asker=record.process)

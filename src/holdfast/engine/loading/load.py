@@ -13,7 +13,7 @@ from holdfast.errors import CorruptData, LimitExceeded, NotFound
 from holdfast.format import blocks, layout
 from holdfast.format.index import Index, decode_index
 from holdfast.format.manifest import FileEntry, Manifest
-from holdfast.state.apply import StoredComponent
+from holdfast.state.components import StoredComponent
 from holdfast.store.base import Store
 
 MAX_DOCUMENT_NBYTES = 64 * 1024 * 1024

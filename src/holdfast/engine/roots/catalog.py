@@ -35,13 +35,7 @@ from holdfast.format.manifest import (
     Reference,
     decode_register,
 )
-from holdfast.format.records import (
-    Notes,
-    WriterRecord,
-    decode_notes,
-    decode_rejected,
-    decode_writer,
-)
+from holdfast.format.records import Notes, Rejected, WriterRecord
 from holdfast.policy.rule import MAIN
 from holdfast.store.base import Store
 
@@ -289,7 +283,7 @@ class Catalog:
         Raises:
             FormatError: the record is damaged.
         """
-        return read_if_there(self.store, layout.writer_key(epoch), decode_writer)
+        return read_if_there(self.store, layout.writer_key(epoch), WriterRecord.decode)
 
     def claims(self) -> tuple[int, ...]:
         """The epochs that have a claim, newest first. The newest is found by point reads.
@@ -619,7 +613,7 @@ class Catalog:
             notes = None
             with suppress(FormatError):
                 key = f"{folder}/{layout.notes_name(number)}"
-                notes = read_if_there(self.home(folder), key, decode_notes)
+                notes = read_if_there(self.home(folder), key, Notes.decode)
             if notes is not None:
                 is_newest = number == numbers[0]
                 return notes if is_newest else Notes(tags=notes.tags, pinned=True), numbers[0]
@@ -628,7 +622,7 @@ class Catalog:
     def _reasons(self, folder: str) -> tuple[str, ...]:
         try:
             key = f"{folder}/{layout.REJECTED}"
-            record = read_if_there(self.home(folder), key, decode_rejected)
+            record = read_if_there(self.home(folder), key, Rejected.decode)
         except FormatError:
             record = None
         return record.reasons if record is not None else ("rejected",)

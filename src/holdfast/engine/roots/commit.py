@@ -37,7 +37,7 @@ from holdfast.format.manifest import (
     encode_aborted,
     encode_manifest,
 )
-from holdfast.format.records import decode_writer
+from holdfast.format.records import WriterRecord
 from holdfast.store.base import Store, is_key
 
 _MAX_PUTS = 5
@@ -237,7 +237,7 @@ def check_ownership(store: Store, epoch: int, *, committed: bool | None) -> None
 def _describe_claim(store: Store, key: str) -> str:
     """Describe a claimer; a record that cannot be read is a claim all the same."""
     try:
-        writer = read_if_there(store, key, decode_writer)
+        writer = read_if_there(store, key, WriterRecord.decode)
     except (FormatError, StoreError):
         writer = None
     if writer is None:

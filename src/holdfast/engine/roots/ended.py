@@ -14,7 +14,7 @@ from holdfast.engine.roots.lost import latest_of
 from holdfast.errors import FormatError, StoreError
 from holdfast.format import layout
 from holdfast.format.manifest import Aborted, Deleted
-from holdfast.format.records import MAX_ENDED_NBYTES, Ended, decode_ended, encode_ended
+from holdfast.format.records import MAX_ENDED_NBYTES, Ended
 from holdfast.store.base import Store
 
 _WORTH_A_RECORD = 4
@@ -55,7 +55,7 @@ class EndedAttempts:
 
     def _add(self, store: Store, name: str) -> None:
         try:
-            found = read_if_there(store, name, decode_ended, max_nbytes=MAX_ENDED_NBYTES)
+            found = read_if_there(store, name, Ended.decode, max_nbytes=MAX_ENDED_NBYTES)
         except (FormatError, StoreError):
             return  # a record only saves time
         self._read |= {name}
@@ -77,7 +77,7 @@ class EndedAttempts:
             epoch=epoch, aborted=(*aborted[-_MOST_LISTED:],), deleted=(*deleted[-_MOST_LISTED:],)
         )
         own = layout.ended_name(epoch)
-        store.put(own, encode_ended(record))
+        store.put(own, record.encode())
         self._listed = frozenset((*record.aborted, *record.deleted))
         for name in store.children():
             number = layout.parse_ended(name)

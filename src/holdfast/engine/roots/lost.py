@@ -13,7 +13,7 @@ from holdfast.errors import FormatError, NotFound, SealError
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES, Manifest, Reference, decode_register
-from holdfast.format.records import decode_writer
+from holdfast.format.records import WriterRecord
 from holdfast.store.base import Store
 
 
@@ -75,7 +75,7 @@ class Records:
 
     def _is_tiered(self, epoch: int) -> bool:
         with suppress(FormatError):
-            claim = read_if_there(self._store, layout.writer_key(epoch), decode_writer)
+            claim = read_if_there(self._store, layout.writer_key(epoch), WriterRecord.decode)
             return claim is not None and claim.tiered
         return False
 
@@ -99,7 +99,7 @@ class Records:
     def _point_of(self, epoch: int) -> Reference | None:
         """What an epoch went on from, by its claim or else by a manifest that was saved in it."""
         with suppress(FormatError):
-            claim = read_if_there(self._store, layout.writer_key(epoch), decode_writer)
+            claim = read_if_there(self._store, layout.writer_key(epoch), WriterRecord.decode)
             if claim is not None:
                 return None if claim.tiered else claim.resumed_from
         for name in self._attempts():

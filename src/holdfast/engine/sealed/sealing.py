@@ -54,7 +54,7 @@ from holdfast.format.manifest import (
     decode_register,
     encode_deleted,
 )
-from holdfast.format.records import Notes, decode_notes
+from holdfast.format.records import Notes
 from holdfast.format.segments import FileCipher, seal_whole, stored_nbytes
 from holdfast.format.suites import Suite, fresh_secret
 from holdfast.keys import Encryption, try_key, wrapped
@@ -524,7 +524,7 @@ class SealedStore(WrappedStore):
             return name, blank(name, data)  # the manifest is damaged or lost
         if is_plain:
             if layout.parse_notes(name) is not None:
-                self._expect_no_new_tags(folder, decode_notes(data, what=name))
+                self._expect_no_new_tags(folder, Notes.decode(data, what=name))
             return name, blank_beside_plain(name, data)
         if contents is None:
             return name, blank(name, data)

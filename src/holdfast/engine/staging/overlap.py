@@ -16,7 +16,8 @@ from holdfast.engine.staging.known import LARGE_NBYTES
 from holdfast.engine.staging.staged import Staged
 from holdfast.events import Emitter
 from holdfast.format.tensors import TensorSpec
-from holdfast.state.capture import Captured, CapturedComponent
+from holdfast.state.capture import Captured
+from holdfast.state.components import CapturedComponent
 
 Mode: TypeAlias = Literal[True, False, "check"]
 """Whether saves overlap with training; "check" compares samples of the bytes too."""

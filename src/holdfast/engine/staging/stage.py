@@ -30,7 +30,8 @@ from holdfast.engine.staging.known import KnownFile
 from holdfast.engine.staging.staged import Staged, Transfer
 from holdfast.engine.staging.waves import Pool, WaveTransfer
 from holdfast.format.tensors import TensorSpec, lay_out
-from holdfast.state.capture import Captured, CapturedComponent
+from holdfast.state.capture import Captured
+from holdfast.state.components import CapturedComponent
 
 _NOTHING: Mapping[str, Collection[str]] = MappingProxyType({})
 

@@ -50,7 +50,6 @@ from holdfast.errors import (
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.checked import MAX_CHECKED_NBYTES
-from holdfast.format.records import encode_writer
 from holdfast.store.base import Store
 
 _MAX_RACES = 100
@@ -215,7 +214,7 @@ class TieredOwnership(Ownership):
             return None
         record = new_writer(epoch, choice, takeover=self._takeover, tiered=True)
         claim = Claim(epoch=epoch, nonce=record.nonce, resumed_from=choice.point)
-        data = encode_writer(record)
+        data = record.encode()
         try:
             stands = is_reachable and self._put_remote(epoch, data)
             self._store.make_folder(layout.WRITERS)

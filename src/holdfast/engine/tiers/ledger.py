@@ -11,14 +11,7 @@ from holdfast.engine.roots.catalog import Entry
 from holdfast.engine.roots.documents import read_if_there
 from holdfast.errors import FormatError
 from holdfast.format import layout
-from holdfast.format.records import (
-    TiersRecord,
-    UploadRecord,
-    decode_tiers,
-    decode_upload,
-    encode_tiers,
-    encode_upload,
-)
+from holdfast.format.records import TiersRecord, UploadRecord
 from holdfast.store.base import Store
 
 MAX_ERROR_CHARS = 2000
@@ -45,13 +38,13 @@ class Ledger:
     def tiers(self) -> TiersRecord | None:
         """Where this root is mirrored to; None when it never was, or that cannot be read."""
         try:
-            return read_if_there(self._local, layout.TIERS, decode_tiers)
+            return read_if_there(self._local, layout.TIERS, TiersRecord.decode)
         except FormatError:
             return None
 
     def note(self, folder: str, record: UploadRecord) -> None:
         """Put or replace the note on a checkpoint."""
-        self._put(layout.upload_key(folder), encode_upload(record))
+        self._put(layout.upload_key(folder), record.encode())
 
     def forget(self, folder: str) -> None:
         """Remove the note: it is not wanted there, or the local copy is gone."""
@@ -59,7 +52,7 @@ class Ledger:
 
     def note_tiers(self, record: TiersRecord) -> None:
         """Put or replace what is said of both tiers."""
-        self._put(layout.TIERS, encode_tiers(record))
+        self._put(layout.TIERS, record.encode())
 
     def _put(self, key: str, data: bytes) -> None:
         self._local.make_folder(layout.UPLOADS)
@@ -67,7 +60,7 @@ class Ledger:
 
     def _read(self, folder: str) -> tuple[bool, UploadRecord | None]:
         try:
-            record = read_if_there(self._local, layout.upload_key(folder), decode_upload)
+            record = read_if_there(self._local, layout.upload_key(folder), UploadRecord.decode)
         except FormatError:
             return True, None
         return record is not None, record

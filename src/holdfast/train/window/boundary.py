@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from holdfast.data import randomness
-from holdfast.state.apply import StoredComponent, prepare
+from holdfast.state.apply import prepare
 from holdfast.state.capture import capture
 
 
@@ -59,15 +59,7 @@ class _Components:
         components = components or {"nothing": {}}  # generators come with any component
         captured = capture(components).components
         self._live = components
-        self._stored = {
-            name: StoredComponent(
-                name=name,
-                kind=part.kind,
-                tree=part.tree,
-                tensors=dict(zip(part.tensors, part.specs, strict=True)),
-            )
-            for name, part in captured.items()
-        }
+        self._stored = {name: part.stored for name, part in captured.items()}
         self._tensors = {
             name: {key: tensor.to("cpu", copy=True) for key, tensor in part.tensors.items()}
             for name, part in captured.items()
