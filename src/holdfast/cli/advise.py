@@ -194,21 +194,19 @@ def _costs(facts: RecordedFacts) -> list[_Input]:
     costs = typical_costs(facts.saves, facts.history.resumes_s)
     stall = facts.stall if len(facts.saves) >= MIN_SAVES else None
     delay = facts.delay if facts.delay is not None and facts.delay.count >= MIN_DELAYS else None
-    recorded = (
-        ()
-        if costs is None
-        else (
+    inputs: list[_Input] = []
+    if costs is not None:
+        recorded = (
             ("stall_s", costs.stall_s, stall, "save", "capture_s + stage_s"),
             ("background_s", costs.background_s, delay, "save", "delay_s"),
             ("commit_s", costs.commit_s, facts.write, "save", "write_s"),
             ("restart_s", costs.restart_s, facts.resume, "resume", "resume_s"),
         )
-    )
-    inputs = [
-        _Input(name, value, "measured", f"{_median(measured, what)}: {timings}")
-        for name, value, measured, what, timings in recorded
-        if measured is not None
-    ]
+        inputs += [
+            _Input(name, value, "measured", f"{_median(measured, what)}: {timings}")
+            for name, value, measured, what, timings in recorded
+            if measured is not None
+        ]
     assumed = {"background_s": 0.0, "commit_s": 0.0, "restart_s": ASSUMED_RESTART_S}
     inputs += [
         _Input(name, value, "assumed", f"not recorded: --{name.removesuffix('_s')}")

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import click
 
 from holdfast.errors import DeadlineExceeded, HoldfastError, NoCheckpoint, NotOwned, UsageError
+from holdfast.events import Event
 
 SCHEMA = 1
 """Value of the member `holdfast` of every JSON answer; grows when a member changes its meaning."""
@@ -85,12 +86,23 @@ def give_error(error: HoldfastError, *, as_json: bool) -> Code:
     if as_json:
         _write_json({"error": {"kind": type(error).__name__, "message": str(error)}})
     else:
-        click.echo(printable(f"holdfast: {error}"), err=True)
+        say(str(error))
     if isinstance(error, UsageError):
         return Code.USAGE
     if isinstance(error, DeadlineExceeded):
         return Code.GAVE_UP
     return Code.NOTHING if isinstance(error, NoCheckpoint | NotOwned) else Code.FOUND
+
+
+def say(text: str) -> None:
+    """Write a message of this program to standard error, beside the answer."""
+    click.echo(printable(f"holdfast: {text}"), err=True)
+
+
+def say_event(event: Event) -> None:
+    """Write the message of an event to standard error, except that the run was claimed."""
+    if event.kind != "claimed":
+        click.echo(printable(event.message), err=True)
 
 
 def printable(text: str) -> str:
