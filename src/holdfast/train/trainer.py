@@ -78,17 +78,8 @@ _REMOVED = {
 } | {
     name: f"checkpoints=Checkpoints(root, {name}=…)"
     for name in (
-        "every",
-        "keep",
-        "savers",
-        "on_existing",
-        "label",
-        "run_name",
-        "takeover",
-        "overlap",
-        "memory_budget",
-        "compress",
-        "encrypt",
+        *("every", "keep", "savers", "on_existing", "label", "run_name", "takeover"),
+        *("overlap", "memory_budget", "compress", "encrypt"),
     )
 }
 
