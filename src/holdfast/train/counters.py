@@ -43,7 +43,13 @@ class Counters:
     @property
     def timestamp(self) -> Timestamp:
         """The counters as a checkpoint's manifest records them."""
-        return Timestamp(step=self.step, **self.totals)
+        return Timestamp(
+            step=self.step,
+            epoch=self.epoch,
+            samples=self.samples,
+            tokens=self.tokens,
+            cycle=self.cycle,
+        )
 
     @property
     def totals(self) -> dict[str, int | None]:
