@@ -138,8 +138,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="remote-latest-goes-backwards",
         promise="D21: the remote `latest` moves forward only",
         file="care/sending.py",
-        before="if self._backlog.is_on_line(entry) and entry.order >= newest:",
-        after="if self._backlog.is_on_line(entry):",
+        before="if self.backlog.is_on_line(entry) and entry.order >= newest:",
+        after="if self.backlog.is_on_line(entry):",
         near=("tests/care/test_mirror.py",),
     ),
     Mutant(
@@ -147,7 +147,7 @@ MUTANTS: tuple[Mutant, ...] = (
         promise="D41: an upload that failed is tried again",
         file="care/sending.py",
         before="                self._fail(error, entry)\n",
-        after="                self._backlog.give_up(folder)\n",
+        after="                self.backlog.give_up(folder)\n",
         near=("tests/care/test_mirror.py",),
     ),
     Mutant(
