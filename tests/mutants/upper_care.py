@@ -188,8 +188,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="supervisor-takes-lost-progress-for-progress",
         promise="D36: only a step beyond the highest one so far is progress",
         file="care/supervise.py",
-        before="if self._step is None or self._step <= self._highest:",
-        after="if self._step is None or self._step == self._highest:",
+        before="has_progressed = step is not None and step > highest",
+        after="has_progressed = step is not None and step != highest",
         near=("tests/care/test_supervise.py",),
     ),
     Mutant(

@@ -72,7 +72,8 @@ def give(answer: Answer, *, as_json: bool) -> None:
         elif sys.stdout.isatty():
             _print_rich(part)
         else:
-            _print_aligned(part)
+            for line in aligned(part):
+                click.echo(line)
 
 
 def give_line(document: Mapping[str, Any]) -> None:
@@ -176,11 +177,6 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
 def _write_json(document: Mapping[str, Any]) -> None:
     whole = {"holdfast": SCHEMA, **json_safe(document)}
     click.echo(json.dumps(whole, indent=2, allow_nan=False))
-
-
-def _print_aligned(table: TextTable) -> None:
-    for line in aligned(table):
-        click.echo(line)
 
 
 def _print_rich(table: TextTable) -> None:
