@@ -67,18 +67,19 @@ from holdfast.store.base import Store
 _MAX_RECORD_NBYTES = 65536
 # Types without a safetensors name lie in the file as another one, with a last dimension of 2.
 _STORED_AS = {"C128": "F64", "C32": "F16"}
+_SIDECARS: tuple[tuple[Callable[[str], object], Callable[..., object]], ...] = (
+    (layout.parse_notes, decode_notes),
+    (layout.parse_retired, decode_retired),
+    (layout.parse_thinned, decode_thinned),
+    (layout.parse_keys, decode_box),
+)
 
 
 def _sidecar_decoder(name: str) -> Callable[..., object] | None:
     """Decoder of a sidecar of that name; None when it is no sidecar."""
-    if layout.parse_notes(name) is not None:
-        return decode_notes
-    if layout.parse_retired(name) is not None:
-        return decode_retired
-    if layout.parse_thinned(name) is not None:
-        return decode_thinned
-    if layout.parse_keys(name) is not None:
-        return decode_box
+    for parse, decode in _SIDECARS:
+        if parse(name) is not None:
+            return decode
     return decode_rejected if name == layout.REJECTED else None
 
 
