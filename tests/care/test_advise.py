@@ -152,7 +152,7 @@ def test_distances_skip_what_retention_deleted(run: RecordedRun) -> None:
     run.save(1000, 1000)
     facts = gather(run.store)
     assert facts.spacing is not None
-    assert (facts.spacing.steps, facts.spacing.count) == (100, 1)
+    assert (facts.spacing.steps, facts.spacing.num_pairs) == (100, 1)
     assert facts.step is not None
     assert facts.step.count == 2
     assert facts.trained_s == 1000
@@ -166,7 +166,7 @@ def test_saves_by_hand_in_between_do_not_shorten_the_interval(run: RecordedRun) 
     run.save(210, 210, reason="final")
     facts = gather(run.store)
     assert facts.spacing is not None
-    assert (facts.spacing.steps, facts.spacing.count) == (100, 1)
+    assert (facts.spacing.steps, facts.spacing.num_pairs) == (100, 1)
     assert facts.spacing.interval_s == 98
 
 

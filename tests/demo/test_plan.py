@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import msgspec
 import pytest
 
-from holdfast.demo.plan import DemoPlan, draw_kills, fast_plan, full_plan
+from holdfast.demo.plan import DemoPlan, draw_kills, fast_plan
 from holdfast.errors import UsageError
 
 
-@pytest.mark.parametrize("plan", [full_plan(3), fast_plan(4)])
+@pytest.mark.parametrize("plan", [DemoPlan(seed=3), fast_plan(4)])
 def test_a_plan_crosses_the_pipe_unchanged(plan: DemoPlan) -> None:
-    assert DemoPlan.from_json(plan.to_json()) == plan
+    assert msgspec.json.decode(plan.encoded(), type=DemoPlan) == plan
 
 
-@pytest.mark.parametrize("plan", [full_plan(3), fast_plan(4)])
+@pytest.mark.parametrize("plan", [DemoPlan(seed=3), fast_plan(4)])
 @pytest.mark.parametrize("draw", [0.0, 0.5, 0.999])
 def test_kills_come_in_order_with_saves_before_and_between_them(
     plan: DemoPlan, draw: float
@@ -29,4 +30,4 @@ def test_kills_come_in_order_with_saves_before_and_between_them(
 
 def test_three_kills_need_six_draws() -> None:
     with pytest.raises(UsageError, match="six draws, not 2"):
-        draw_kills(full_plan(0), [0.1, 0.2])
+        draw_kills(DemoPlan(seed=0), [0.1, 0.2])

@@ -138,8 +138,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="remote-latest-goes-backwards",
         promise="D21: the remote `latest` moves forward only",
         file="care/sending.py",
-        before="if self._backlog.is_on_line(entry) and entry.order >= newest:",
-        after="if self._backlog.is_on_line(entry):",
+        before="if self.backlog.is_on_line(entry) and entry.order >= newest:",
+        after="if self.backlog.is_on_line(entry):",
         near=("tests/care/test_mirror.py",),
     ),
     Mutant(
@@ -147,7 +147,7 @@ MUTANTS: tuple[Mutant, ...] = (
         promise="D41: an upload that failed is tried again",
         file="care/sending.py",
         before="                self._fail(error, entry)\n",
-        after="                self._backlog.give_up(folder)\n",
+        after="                self.backlog.give_up(folder)\n",
         near=("tests/care/test_mirror.py",),
     ),
     Mutant(
@@ -188,8 +188,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="supervisor-takes-lost-progress-for-progress",
         promise="D36: only a step beyond the highest one so far is progress",
         file="care/supervise.py",
-        before="if self._step is None or self._step <= self._highest:",
-        after="if self._step is None or self._step == self._highest:",
+        before="has_progressed = step is not None and step > highest",
+        after="has_progressed = step is not None and step != highest",
         near=("tests/care/test_supervise.py",),
     ),
     Mutant(

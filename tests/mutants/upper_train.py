@@ -49,8 +49,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="samples-begin-at-zero-after-a-resume",
         promise="D34: counters go on after a resume",
         file="train/fit/fitting.py",
-        before="now.samples = None if gear.count_samples is None else now.samples or 0",
-        after="now.samples = None if gear.count_samples is None else 0",
+        before="now.samples = None if gear.counts.samples is None else now.samples or 0",
+        after="now.samples = None if gear.counts.samples is None else 0",
         near=("tests/train/test_counters.py",),
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""What a root tells about how often to save: what saves cost, how they lie, which starts failed.
+"""Facts that a root records for choosing a save interval: costs, spacing, failed starts.
 
 Reads only, and adds nothing that was not recorded; what to make of it is for
 `holdfast.policy.advisor`.
@@ -44,8 +44,7 @@ class Spacing:
     interval_s: float
     """Seconds of training from the end of one save's stall to the next save."""
     steps: float
-    count: int
-    """How many pairs."""
+    num_pairs: int
     is_by_interval: bool
     """Whether only saves count that an interval asked for; else there were too few of those."""
 
@@ -57,8 +56,8 @@ class RecordedStart:
     epoch: int
     created: str
     host: str
-    resumed_from: Reference | None
     ending: Ending
+    resumed_from: Reference | None
     resume_gap_s: float | None = None
     """Of a failure: from the commit that the next start went on from to that start. Holds the
     work that was lost and the downtime, which the record does not tell apart."""
@@ -102,7 +101,7 @@ class RecordedFacts:
 
     @property
     def history(self) -> History:
-        """What of this an interval rests on."""
+        """Recorded costs and failures that an interval is computed from."""
         return History(
             saves=self.saves,
             resumes_s=tuple(_known(save.resume_s for save in self.saves)),
@@ -211,7 +210,7 @@ def _spacing(entries: Sequence[Entry], *, by_interval: bool) -> Spacing | None:
     return Spacing(
         interval_s=median(_work_s(before, after) for before, after in pairs),
         steps=median(after.step - before.step for before, after in pairs),
-        count=len(pairs),
+        num_pairs=len(pairs),
         is_by_interval=by_interval,
     )
 

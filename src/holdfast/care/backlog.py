@@ -60,7 +60,8 @@ class Backlog:
         self._unread: set[str] = set()
         """Folders that our keys do not open, or that are damaged, if only for a moment. Nothing is
         decided of them, and their notes stay."""
-        self._is_sure = False
+        self.is_sure = False
+        """Whether the queue was decided with all that the local root has."""
         self._refused: set[str] = set()
         """Folders that cannot be sent at all."""
         self._suspect: dict[str, str] = {}
@@ -132,7 +133,7 @@ class Backlog:
             local = {entry.folder: entry for entry in entries}
             noted = {f: state for f, state in self._notes().items() if f not in self._unread}
             self._waiting = {folder: local[folder] for folder in self._wanted(local)}
-            self._is_sure = True
+            self.is_sure = True
             for folder in [f for f in noted if f not in local]:
                 self._forget(folder)
             for folder in [f for f, state in noted.items() if state != "uploaded"]:
@@ -145,12 +146,7 @@ class Backlog:
 
     def doubt(self) -> None:
         """Let nothing be deleted until the next `refresh`: the queue could not be decided."""
-        self._is_sure = False
-
-    @property
-    def is_sure(self) -> bool:
-        """Whether the queue was decided with all that the local root has."""
-        return self._is_sure
+        self.is_sure = False
 
     def _wanted(self, local: Mapping[str, Entry]) -> list[str]:
         """Folders that only the local root has, that can be sent, and would be kept remotely.
@@ -209,7 +205,7 @@ class Backlog:
             # Under this claim nobody else has sent or deleted anything.
             is_ours = claim is not None and entry.name.epoch == claim.epoch
             # That it was sent once is no proof: what was sent may have lost files since.
-            if not self._is_sure or not (self.has_seen or is_ours):
+            if not self.is_sure or not (self.has_seen or is_ours):
                 return f"what {self._where} has is not known yet"
             if entry.folder in self._waiting or entry.folder == self._sending:
                 return f"it waits for its upload to {self._where}"

@@ -14,10 +14,10 @@ class Problem:
 
     file: str
     message: str
+    block: int | None = None
     start: int | None = None
     """First byte of the damaged stretch, where it is known."""
     nbytes: int | None = None
-    block: int | None = None
     tensors: tuple[str, ...] = ()
     """Keys of the tensors that have bytes in the damaged stretch."""
     expected: str = ""

@@ -60,7 +60,7 @@ class Housekeeper:
         self._owner = owner
         self._emit = emit
         self._deleter = Deleter(
-            store, rule, replaces=replaces, is_sent_to=is_sent_to, waiting=waiting
+            store, rule, self._tell, replaces=replaces, is_sent_to=is_sent_to, waiting=waiting
         )
 
     def after_commit(self, entry: Entry) -> None:
@@ -95,10 +95,7 @@ class Housekeeper:
         if claim is None:
             return
         owner = self._owner
-        for event in self._deleter.carry_out(
-            claim, has_committed=owner.has_committed, unclear=owner.unclear
-        ):
-            self._tell(event)
+        self._deleter.carry_out(claim, has_committed=owner.has_committed, unclear=owner.unclear)
 
     def _collect(self, spared: Collection[str]) -> None:
         claim = self._owner.claim

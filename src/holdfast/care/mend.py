@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 
 from holdfast.care.rekey import put_box
 from holdfast.care.verify import verify
@@ -51,14 +50,15 @@ def mend(local: Store, remote: Store, folder: str, *, epoch: int) -> tuple[str, 
     if not isinstance(listing, Manifest | Visible):
         raise NoCheckpoint(f"{there.url}/{folder}: not committed")
     _expect_same(listing, folder, where=there.url)
-    pieces_of_file = _pieces(there, folder, listing)
+    plain = {} if isinstance(listing, Visible) else _pieces_of_plain(there, folder, listing)
     mended = _mend_keys(local, remote, folder, listing, epoch)
     if _mend_manifest(local, folder, data, epoch):
         mended.append(layout.MANIFEST)
     problems = verify(here, folder).problems
     for name in dict.fromkeys(p.file for p in problems if p.file in listing.files):
-        nbytes, pieces = length(listing.files[name]), pieces_of_file(name)
-        _replace(here, there, f"{folder}/{name}", nbytes, pieces, epoch)
+        file, key = listing.files[name], f"{folder}/{name}"
+        pieces = plain[name] if plain else _pieces_of_sealed(there, key, file)
+        _replace(here, there, key, length(file), pieces, epoch)
         mended.append(name)
     if mended:
         # Whoever could not use it has said so.
@@ -73,19 +73,11 @@ def _expect_same(listing: Listing, folder: str, *, where: str) -> None:
         raise CorruptData(f"{where}/{folder}: the manifest there is of {name}")
 
 
-def _pieces(remote: Store, folder: str, listing: Listing) -> Callable[[str], tuple[FilePiece, ...]]:
-    """Function that gives the pieces of each file; of a sealed one by reading all of it."""
-    if isinstance(listing, Visible):
-        return partial(_pieces_of_sealed, remote, folder, listing.files)
-    return _pieces_of_plain(remote, folder, listing).__getitem__
-
-
-def _pieces_of_sealed(
-    remote: Store, folder: str, files: Mapping[str, FileEntry], name: str
-) -> tuple[FilePiece, ...]:
-    key, spans = f"{folder}/{name}", split(files[name].nbytes)
+def _pieces_of_sealed(remote: Store, key: str, file: FileEntry) -> tuple[FilePiece, ...]:
+    """Pieces of a sealed file, by reading all of it."""
+    spans = split(file.nbytes)
     digests = (block_digest(remote.get(key, start, stop - start)) for start, stop in spans)
-    return pieces_of_sealed(files[name], digests, what=f"{remote.url}/{key}")
+    return pieces_of_sealed(file, digests, what=f"{remote.url}/{key}")
 
 
 def _pieces_of_plain(

@@ -16,11 +16,9 @@ from enum import Enum, auto
 
 from typing_extensions import override
 
-from holdfast.care.backlog import Backlog
 from holdfast.care.housekeeping import Housekeeper
 from holdfast.care.sending import Sending
 from holdfast.care.uploads import Uploads
-from holdfast.engine.background import Background
 from holdfast.engine.claims.claim import Choice
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog, Entry
@@ -53,22 +51,18 @@ class Mirror(Uploads):
     def __init__(
         self,
         owner: TieredOwnership,
-        backlog: Backlog,
         sending: Sending,
-        background: Background,
         options: TieredOptions,
         emit: Emitter,
         *,
         timeout_s: float,
     ) -> None:
-        """`sending` does the rounds, in the thread of `background`; `timeout_s` bounds the waits of
-        callers."""
+        """`sending` does the rounds; `timeout_s` bounds the waits of callers."""
         self._owner = owner
         self._local_url, self._remote_url = owner.catalog.store.url, owner.catalog.remote.store.url
-        self._backlog = backlog
-        self._changed = backlog.changed
         self._sending = sending
-        self._background = background
+        self._backlog, self._background = sending.backlog, sending.background
+        self._changed = self._backlog.changed
         self._background.ask_to_stop()
         self._options = options
         self._emit = emit
@@ -272,30 +266,8 @@ class MirroredOwnership(TieredOwnership):
         timeout_s: float,
     ) -> None:
         super().__init__(catalog, takeover=takeover, emit=emit)
-        url = catalog.remote.store.url
-        backlog = Backlog(catalog.store, url, rules.remote, emit, self, replaces=replaces)
-        self.chores = Housekeeper(
-            catalog.store,
-            self,
-            rules.local,
-            emit,
-            replaces=replaces,
-            is_sent_to=False,
-            waiting=backlog,
-        )
-        """Those of the local tier."""
-        background = Background("holdfast-mirror")
-        sending = Sending(
-            self,
-            backlog,
-            self.chores,
-            rules.remote,
-            options,
-            emit,
-            background,
-            replaces=replaces,
-        )
-        self.mirror = Mirror(self, backlog, sending, background, options, emit, timeout_s=timeout_s)
+        self.sending = Sending(self, rules, options, emit, replaces=replaces)
+        self.mirror = Mirror(self, self.sending, options, emit, timeout_s=timeout_s)
 
     @override
     def take(self, choices: Iterator[Choice]) -> None:
@@ -334,4 +306,4 @@ def ownership(
         replaces=replaces,
         timeout_s=timeout_s,
     )
-    return both, both.mirror, both.chores
+    return both, both.mirror, both.sending.chores

@@ -92,14 +92,17 @@ def prune(store: Store, rule: Rule, *, emit: Emitter, watch: Wait | None = None)
     readers = Readers(store)
     readers.watch(work, wait=watch or threading.Event().wait, emit=emit)
     owner = Ownership(store, takeover=False, emit=emit)
-    deleter = Deleter(store, rule, readers=readers, waiting=NotedUploads(store))
+
+    def note(event: RetentionEvent) -> None:
+        _note(event, report)
+        if isinstance(event.error, OutcomeUnknown):
+            owner.is_clean = False
+
+    deleter = Deleter(store, rule, note, readers=readers, waiting=NotedUploads(store))
     owner.take(_standings(store))
     try:
         assert owner.claim is not None
-        for event in deleter.carry_out(owner.claim, has_committed=False):
-            _note(event, report)
-            if isinstance(event.error, OutcomeUnknown):
-                owner.is_clean = False
+        deleter.carry_out(owner.claim, has_committed=False)
         report.planned = deleter.planned
     finally:
         owner.release()

@@ -117,19 +117,20 @@ class FolderReader:
         """Length of a file in bytes."""
         return again(lambda: self._store.head(f"{self._folder}/{file}").nbytes)
 
-    def document(self, file: str, max_nbytes: int) -> bytes:
-        """All bytes of a file that may have at most `max_nbytes`."""
-        key = f"{self._folder}/{file}"
-        return read_document(self._store, key, max_nbytes=max_nbytes, afresh=True)
-
     def decoded(self, file: str, max_nbytes: int, decode: Callable[..., T]) -> T:
         """Read a file and call `decode(data, what=file)`; both once more where that fails."""
+
+        def read() -> T:
+            key = f"{self._folder}/{file}"
+            data = read_document(self._store, key, max_nbytes=max_nbytes, afresh=True)
+            return decode(data, what=file)
+
         try:
-            return decode(self.document(file, max_nbytes), what=file)
+            return read()
         except NotFound:
             raise
         except (FormatError, StoreError):
-            value = decode(self.document(file, max_nbytes), what=file)
+            value = read()
         self._notes.append(transient_note(file))
         return value
 

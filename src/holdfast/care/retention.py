@@ -5,9 +5,9 @@ First whole checkpoints go, then components of some that stay. A dry run looks a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from holdfast.engine.claims.claim import Claim, dropped
 from holdfast.engine.claims.deletion import retract, thin
@@ -152,11 +152,6 @@ class RetentionEvent:
     """For "failed": what went wrong."""
 
 
-Events: TypeAlias = Iterator[RetentionEvent]
-_Answering: TypeAlias = Generator[RetentionEvent, None, bool]
-"""Events, and after them the answer to a question."""
-
-
 class Waiting(Protocol):
     """Checkpoints that must not be deleted yet."""
 
@@ -178,16 +173,19 @@ class Deleter:
         self,
         store: Store,
         rule: Rule,
+        tell: Callable[[RetentionEvent], None],
         *,
         replaces: bool = False,
         is_sent_to: bool = True,
         readers: Readers | None = None,
         waiting: Waiting | None = None,
     ) -> None:
-        """`is_sent_to`: whether the root may be the remote tier of a run, where senders put
-        manifests. `waiting` says what must not go yet, though the rule would delete it."""
+        """`tell` is called with each event. `is_sent_to`: whether the root may be the remote tier
+        of a run, where senders put manifests. `waiting` says what must not go yet, though the rule
+        would delete it."""
         self._store = store
         self._rule = rule
+        self._tell = tell
         self._replaces = replaces
         self._is_sent_to = is_sent_to
         self._readers = readers if readers is not None else Readers(store)
@@ -213,8 +211,8 @@ class Deleter:
 
     def carry_out(
         self, claim: Claim, *, has_committed: bool, unclear: Collection[str] = ()
-    ) -> Events:
-        """Do what the rule says now, while the events are taken; `plan` says the same beforehand.
+    ) -> None:
+        """Do what the rule says now; `plan` says the same beforehand.
 
         A deletion that fails is tried again next time. Until this claim has committed
         (`has_committed`), what it went on from is kept whole. The registers of `unclear` folders
@@ -232,7 +230,7 @@ class Deleter:
         entries, unread = catalog.survey(known=self._known)
         for folder, error in unread:
             if self._is_news(folder):
-                yield RetentionEvent(kind="unread", subject=folder, why=str(error))
+                self._tell(RetentionEvent(kind="unread", subject=folder, why=str(error)))
         planned = self.planned = plan(
             catalog,
             entries,
@@ -245,27 +243,23 @@ class Deleter:
         lacks = unmet([item.decision.entry for item in planned], self._rule)
         for part, what in lacks.items():
             if self._is_news(part):
-                yield RetentionEvent(kind="unmet", subject=part, why=what)
-        yield from self._finish(claim, catalog)
+                self._tell(RetentionEvent(kind="unmet", subject=part, why=what))
+        self._finish(claim, catalog)
         # Before any mark is left: a mark stays, and nobody could begin to read what has one.
-        work: list[Planned] = []
-        for item in reversed(planned):
-            if item.decision.drop or not item.decision.keep:
-                must_stay = yield from self._must_stay(item.entry)
-                if not must_stay:
-                    work.append(item)
+        due = [item for item in reversed(planned) if item.decision.drop or not item.decision.keep]
+        work = [item for item in due if not self._must_stay(item.entry)]
         damaged: set[str] = set()
         settled: set[str] = set()
         for item in sorted(work, key=lambda item: item.decision.keep):
-            base = yield from self._proven_base(item, planned, damaged)
+            base = self._proven_base(item, planned, damaged)
             if base is None:
                 continue
             if base.folder not in settled:
                 settle(self._store, base.folder)
                 settled.add(base.folder)
-            yield from self._do(claim, item)
+            self._do(claim, item)
 
-    def _finish(self, claim: Claim, catalog: Catalog) -> Events:
+    def _finish(self, claim: Claim, catalog: Catalog) -> None:
         """Remove what is left of those that are no checkpoints any more; no plan has them."""
         for folder, item in [*self._failures.items()]:
             try:
@@ -276,11 +270,11 @@ class Deleter:
                 self._known.pop(folder, None)
                 continue
             if is_gone:
-                yield from self._do(claim, item)
+                self._do(claim, item)
 
     def _proven_base(
         self, item: Planned, planned: Sequence[Planned], damaged: set[str]
-    ) -> Generator[RetentionEvent, None, Entry | None]:
+    ) -> Entry | None:
         """Something newer that stays, stands in for `item` and is known to be whole.
 
         Where none is known yet, reads them back, newest first, until one is. Adds the folders of
@@ -291,15 +285,12 @@ class Deleter:
         for entry in (*known, *newer):
             if entry.folder in damaged:
                 continue
-            is_whole = yield from (
-                self._stands(entry) if entry in known else self._reads_back_well(entry)
-            )
-            if is_whole:
+            if self._stands(entry) if entry in known else self._reads_back_well(entry):
                 return entry
             damaged.add(entry.folder)
         return None
 
-    def _stands(self, entry: Entry) -> _Answering:
+    def _stands(self, entry: Entry) -> bool:
         """Whether the manifest of one that was read back before is still as it was then."""
         try:
             register = Catalog(self._store).read(entry.folder)
@@ -309,12 +300,12 @@ class Deleter:
             ):
                 return True
         except FormatError as error:
-            yield _failed(entry, error)
+            self._tell_failed(entry, error)
         self._verified.discard(entry.manifest.save_id)
         self._known.pop(entry.folder, None)
         return False
 
-    def _reads_back_well(self, entry: Entry) -> _Answering:
+    def _reads_back_well(self, entry: Entry) -> bool:
         from holdfast.care.verify import verify  # takes numpy, without which a dry run does
 
         try:
@@ -327,23 +318,26 @@ class Deleter:
         problems = "; ".join(str(problem) for problem in report.problems[:3])
         if not any(problem.is_damage for problem in report.problems):
             # A mark would stay; what could not be read may well be read the next time.
-            yield _failed(entry, StoreError(f"it cannot be read back now: {problems}"))
+            self._tell_failed(entry, StoreError(f"it cannot be read back now: {problems}"))
             return False
-        yield _failed(entry, CorruptData(f"read back, it is damaged: {problems}"))
+        self._tell_failed(entry, CorruptData(f"read back, it is damaged: {problems}"))
         reject(self._store, entry.folder, by="retention", reason=f"read back: {problems}")
         return False
 
-    def _do(self, claim: Claim, item: Planned) -> Events:
+    def _do(self, claim: Claim, item: Planned) -> None:
         self._failures.pop(item.entry.folder, None)
         try:
-            yield from self._thin(claim, item) if item.decision.keep else self._retract(claim, item)
+            if item.decision.keep:
+                self._thin(claim, item)
+            else:
+                self._retract(claim, item)
         except Superseded:
             raise
         except HoldfastError as error:
             self._failures[item.entry.folder] = item
-            yield _failed(item.entry, error)
+            self._tell_failed(item.entry, error)
 
-    def _retract(self, claim: Claim, item: Planned) -> Events:
+    def _retract(self, claim: Claim, item: Planned) -> None:
         entry, why = item.entry, item.decision.reason
         self._known.pop(entry.folder, None)
         removal = retract(
@@ -355,12 +349,12 @@ class Deleter:
             is_sent_to=self._is_sent_to,
             unclear=self._unclear,
         )
-        yield from self._read_by(entry, removal.leases)
+        self._tell_readers(entry, removal.leases)
         if removal.is_done:
-            yield _event("retracted", entry, why)
+            self._tell_of(entry, "retracted", why)
             self._readers.tidy(entry.folder)
 
-    def _thin(self, claim: Claim, item: Planned) -> Events:
+    def _thin(self, claim: Claim, item: Planned) -> None:
         entry, why, components = item.entry, item.decision.reason, item.decision.drop
         removal = thin(
             self._store,
@@ -370,45 +364,38 @@ class Deleter:
             reason=why,
             readers=self._readers,
         )
-        yield from self._read_by(entry, removal.leases)
+        self._tell_readers(entry, removal.leases)
         if removal.is_done:
-            yield _event("thinned", entry, why, components=components)
+            self._tell_of(entry, "thinned", why, components=components)
 
-    def _must_stay(self, entry: Entry) -> _Answering:
+    def _must_stay(self, entry: Entry) -> bool:
         """Whether somebody needs it yet; told once."""
         why = self._waiting.holds(entry) if self._waiting is not None else ""
         if why and self._is_news(entry.folder):
-            yield _event("postponed", entry, why)
+            self._tell_of(entry, "postponed", why)
         if why:
             return True
         leases = self._readers.of(entry.folder)
-        yield from self._read_by(entry, leases)
+        self._tell_readers(entry, leases)
         return bool(leases)
 
-    def _read_by(self, entry: Entry, leases: Iterable[FoundLease]) -> Events:
+    def _tell_readers(self, entry: Entry, leases: Iterable[FoundLease]) -> None:
         for lease in leases:
             if self._is_news(lease.key):
-                yield _event("postponed", entry, f"{lease.who} reads it")
+                self._tell_of(entry, "postponed", f"{lease.who} reads it")
+
+    def _tell_failed(self, entry: Entry, error: HoldfastError) -> None:
+        self._tell_of(entry, "failed", str(error), error=error)
+
+    def _tell_of(self, entry: Entry, kind: RetentionKind, why: str, **more: Any) -> None:
+        folder, step = entry.folder, entry.step
+        self._tell(RetentionEvent(kind=kind, subject=folder, step=step, why=why, **more))
 
     def _is_news(self, subject: str) -> bool:
         """Whether this is the first time that a subject is asked for."""
         is_news = subject not in self._told
         self._told.add(subject)
         return is_news
-
-
-def _event(
-    kind: RetentionKind, entry: Entry, why: str, *, components: tuple[str, ...] = ()
-) -> RetentionEvent:
-    return RetentionEvent(
-        kind=kind, subject=entry.folder, step=entry.step, why=why, components=components
-    )
-
-
-def _failed(entry: Entry, error: HoldfastError) -> RetentionEvent:
-    return RetentionEvent(
-        kind="failed", subject=entry.folder, step=entry.step, why=str(error), error=error
-    )
 
 
 def _is_base(base: Planned, item: Planned) -> bool:

@@ -25,7 +25,7 @@ from holdfast.engine.sealed.sealing import SealedStore
 from holdfast.engine.tiers.claims import TieredOwnership
 from holdfast.engine.tiers.pieces import length
 from holdfast.engine.tiers.telling import remote_emitter
-from holdfast.engine.tiers.tiered import TieredOptions
+from holdfast.engine.tiers.tiered import Rules, TieredOptions
 from holdfast.engine.tiers.upload import Cost, Sender, UploadInterrupted
 from holdfast.errors import (
     CommitConflict,
@@ -42,8 +42,7 @@ from holdfast.errors import (
 from holdfast.events import Emitter, Event
 from holdfast.format import layout
 from holdfast.format.records import UploadState
-from holdfast.policy.retention import Candidate, Rule
-from holdfast.store.base import Store
+from holdfast.policy.retention import Candidate
 
 BACKOFF_S = 1.0
 """The pause after a first failure; it doubles with each that follows."""
@@ -72,43 +71,6 @@ class _RemoteSide:
         return self._owner.remote_unclear
 
 
-class _Pins:
-    """Pins and tags of the local tier, which copies in the remote one get too."""
-
-    def __init__(self, backlog: Backlog, local: Store, remote: Store) -> None:
-        self._backlog = backlog
-        self._local = local
-        self._remote = remote
-
-    def holds(self, entry: Entry) -> str:
-        """Why the remote copy must not be deleted yet: its pins may not have come along. Or it was
-        pinned here since by the command line, which knows one tier."""
-        if self._backlog.waits(entry):
-            return "its upload has not ended"
-        marks = Catalog(self._local).marks(entry.folder)
-        if not (marks.pinned or marks.tags):
-            return ""
-        self.copy(entry)
-        return "it is pinned or tagged in the local tier"
-
-    def copy(self, entry: Entry) -> None:
-        """Add pins and tags that were given locally before the checkpoint was in the remote tier.
-
-        Whoever pins does so in the local tier first and then looks whether the remote one has it,
-        so that one of both sees the other. A pin that only the remote copy has stays.
-        """
-        marks = Catalog(self._local).marks(entry.folder)
-        copy = Catalog(self._remote).entry(entry.name) if marks.pinned or marks.tags else None
-        if copy is None:
-            return
-        if copy.marks.pinned >= marks.pinned and {*copy.marks.tags} >= {*marks.tags}:
-            return
-        try:
-            annotate(self._remote, copy, add_tags=marks.tags, pinned=marks.pinned or None)
-        except NotSealed:
-            annotate(self._remote, copy, pinned=True)  # what tags keep is kept, without the words
-
-
 @dataclass(slots=True, kw_only=True)
 class Failures:
     """Failures of uploads since the run was claimed; changed with the backlog held."""
@@ -130,35 +92,42 @@ class Sending:
     def __init__(
         self,
         owner: TieredOwnership,
-        backlog: Backlog,
-        chores: Housekeeper,
-        rule: Rule,
+        rules: Rules,
         options: TieredOptions,
         emit: Emitter,
-        background: Background,
         *,
         replaces: bool,
     ) -> None:
-        """`chores` are those of the local tier; `rule` is that of the remote one, in which
-        `replaces` is as for `Housekeeper`. A round ends soon once `background` is to stop."""
+        """`replaces` is as for `Housekeeper`."""
         self._owner = owner
-        self._backlog = backlog
-        self._changed = backlog.changed
-        self._chores = chores
         self._catalog = owner.catalog
         self._local, self._remote = self._catalog.store, self._catalog.remote.store
         self._options = options
         self._emit = emit
-        self._background = background
         self._told = remote_emitter(emit, self._remote.url)
-        self._pins = _Pins(backlog, self._local, self._remote)
+        self.background = Background("holdfast-mirror")
+        """For the thread of the rounds, which end soon once it is to stop."""
+        self.backlog = Backlog(
+            self._local, self._remote.url, rules.remote, emit, owner, replaces=replaces
+        )
+        self._changed = self.backlog.changed
+        self.chores = Housekeeper(
+            self._local,
+            owner,
+            rules.local,
+            emit,
+            replaces=replaces,
+            is_sent_to=False,
+            waiting=self.backlog,
+        )
+        """Those of the local tier."""
         self._remote_chores = Housekeeper(
             self._remote,
             _RemoteSide(owner),
-            rule,
+            rules.remote,
             Emitter((self._heard,)),
             replaces=replaces,
-            waiting=self._pins,
+            waiting=self,
         )
         self._sender = Sender(
             self._local,
@@ -175,7 +144,7 @@ class Sending:
     def forget(self) -> None:
         """Forget what is known of both tiers, which another process may change until the next
         claim."""
-        self._backlog.clear()
+        self.backlog.clear()
         self._is_behind = True
         """Whether there was no moment yet since the claim when nothing waited."""
         self._begun: set[str] = set()
@@ -195,6 +164,17 @@ class Sending:
         """Let the threads that send end."""
         self._sender.close()
 
+    def holds(self, entry: Entry) -> str:
+        """Why the remote copy must not be deleted yet: its pins may not have come along. Or it was
+        pinned here since by the command line, which knows one tier."""
+        if self.backlog.waits(entry):
+            return "its upload has not ended"
+        marks = Catalog(self._local).marks(entry.folder)
+        if not (marks.pinned or marks.tags):
+            return ""
+        self._copy_pins(entry)
+        return "it is pinned or tagged in the local tier"
+
     def round(self) -> bool:
         """Do all that is due. Returns whether some of it failed, and is to be tried again."""
         self._must_retry = False
@@ -213,11 +193,11 @@ class Sending:
 
     def _round(self) -> None:
         """Send all that waits."""
-        background = self._background
-        if not self._backlog.has_seen:
+        background = self.background
+        if not self.backlog.has_seen:
             self._begin()
         while not background.is_stopping:
-            entry = self._backlog.next(tries=self._options.tries)
+            entry = self.backlog.next(tries=self._options.tries)
             if entry is None:
                 break
             self._upload(entry)
@@ -229,13 +209,13 @@ class Sending:
             # What a forerunner kept for its upload may have arrived already, and then nothing is
             # sent after which the local tier would be cleared.
             self._is_behind = False
-            self._chores.retain()
+            self.chores.retain()
 
     def _begin(self) -> None:
         """Once after each claim: claim the remote tier too, and see what it has."""
-        self._backlog.note_tiers(epoch=self._epoch_there)
+        self.backlog.note_tiers(epoch=self._epoch_there)
         self._owner.attach()
-        self._backlog.note_tiers(epoch=self._epoch_there)
+        self.backlog.note_tiers(epoch=self._epoch_there)
         self._catalog.look_again()
         # First: what is opened here need not be opened there, where keys may be changed later.
         local = {entry.folder: entry for entry in Catalog(self._local).checkpoints()}
@@ -245,18 +225,18 @@ class Sending:
         for entry in entries:
             if entry.folder in local:
                 settle(self._remote, entry.folder)
-                self._pins.copy(entry)
-                self._backlog.found(entry, suspect=self._what_lacks(entry, remote[entry.folder]))
+                self._copy_pins(entry)
+                self.backlog.found(entry, suspect=self._what_lacks(entry, remote[entry.folder]))
         for folder, error in unread:
             if folder in local and is_damage(error):
                 self._told("warning", str(error), step=local[folder].step, folder=folder)
-                self._backlog.found(local[folder], suspect=str(error))
+                self.backlog.found(local[folder], suspect=str(error))
         with self._changed:
-            self._backlog.see(remote, lineage)
+            self.backlog.see(remote, lineage)
             attempts = map(str, self._catalog.remote.attempts())
-            self._begun = {*attempts}.intersection(self._backlog.folders)
+            self._begun = {*attempts}.intersection(self.backlog.folders)
         with self._owner.remote_scratch():
-            self._remote_chores.after_claim(spared=self._backlog.spared)
+            self._remote_chores.after_claim(spared=self.backlog.spared)
         self._remote_chores.retain()
 
     def _what_lacks(self, entry: Entry, copy: Candidate) -> str:
@@ -279,17 +259,17 @@ class Sending:
 
     def _upload(self, entry: Entry) -> None:
         claim = self._owner.attach()
-        if not self._backlog.begin(entry):
+        if not self.backlog.begin(entry):
             return
         try:
             self._send(entry, claim)
         finally:
-            self._backlog.end()
+            self.backlog.end()
 
     def _send(self, entry: Entry, claim: Claim) -> None:
         folder = entry.folder
-        retries = self._backlog.tried(entry)
-        self._backlog.note(entry, "sending")
+        retries = self.backlog.tried(entry)
+        self.backlog.note(entry, "sending")
         try:
             expect_claim(self._remote, claim)
             self._expect_open(entry, claim)
@@ -300,20 +280,20 @@ class Sending:
                 told=self._progress_of(entry),
                 unclear=self._owner.remote_unclear,
             )
-            self._pins.copy(entry)
+            self._copy_pins(entry)
         except NoCheckpoint as error:
-            if self._backlog.waits(entry):
+            if self.backlog.waits(entry):
                 text = f"{folder} is not sent: {error}"
                 self._told("warning", text, step=entry.step, folder=folder)
-            self._backlog.give_up(folder)
+            self.backlog.give_up(folder)
             self._end(entry)
         except (CommitConflict, FormatError, NotSealed) as error:
             self._refuse(entry, error)
         except (UploadInterrupted, OwnershipError):
-            self._backlog.note(entry, "waiting")
+            self.backlog.note(entry, "waiting")
             raise
         except Exception as error:  # noqa: BLE001 - it is told, and tried again
-            if self._backlog.waits(entry):
+            if self.backlog.waits(entry):
                 self._fail(error, entry)
         else:
             self._arrived(entry, claim)
@@ -336,7 +316,7 @@ class Sending:
             if time.monotonic() - last_s[0] < _NOTE_EVERY_S or not lock.acquire(blocking=False):
                 return
             try:
-                self._backlog.note(entry, "sending", sent_nbytes=cost.nbytes)
+                self.backlog.note(entry, "sending", sent_nbytes=cost.nbytes)
                 last_s[0] = time.monotonic()
             finally:
                 lock.release()
@@ -346,7 +326,7 @@ class Sending:
     def _arrived(self, entry: Entry, claim: Claim) -> None:
         is_good = not (entry.manifest.lacks or entry.manifest.unhealthy)
         with self._changed:
-            self._backlog.arrived(entry)
+            self.backlog.arrived(entry)
             if is_good and entry.name.epoch == claim.epoch:
                 self._owner.remote_has_committed = True
             self._end(entry)
@@ -374,24 +354,24 @@ class Sending:
             retries=retries,
             upload_s=cost.seconds,
         )
-        self._backlog.note_tiers(epoch=self._epoch_there, entry=entry, cost=cost)
+        self.backlog.note_tiers(epoch=self._epoch_there, entry=entry, cost=cost)
         self._remote_chores.trust(entry)
-        newest = max((copy.order for copy in self._backlog.resumable_there), default=entry.order)
-        if self._backlog.is_on_line(entry) and entry.order >= newest:
+        newest = max((copy.order for copy in self.backlog.resumable_there), default=entry.order)
+        if self.backlog.is_on_line(entry) and entry.order >= newest:
             self._remote_chores.after_commit(entry)
         else:
             self._remote_chores.retain()  # `latest` moves forward only, and on the run's own line
         if cost.is_all:  # then every byte of the local copy was read and found right
-            self._chores.trust(entry)
-        self._chores.retain()
-        self._backlog.refresh()
+            self.chores.trust(entry)
+        self.chores.retain()
+        self.backlog.refresh()
 
     def _clear_away(self) -> None:
         """Remove what was sent of checkpoints that are not wanted there any more."""
         claim = self._owner.attach()
-        for folder in sorted(self._begun.difference(self._backlog.folders)):
+        for folder in sorted(self._begun.difference(self.backlog.folders)):
             self._begun.discard(folder)
-            self._backlog.give_up(folder)
+            self.backlog.give_up(folder)
             name = layout.parse_attempt(folder)
             by = f"writer {claim.epoch}"
             # Who owns the run by now may want it, and could not commit it any more.
@@ -421,6 +401,23 @@ class Sending:
                 text = f"mended {', '.join(files)} of {folder} from {self._remote.url}"
                 self._emit("mended", text, folder=folder, files=files)
 
+    def _copy_pins(self, entry: Entry) -> None:
+        """Add pins and tags that were given locally before the checkpoint was in the remote tier.
+
+        Whoever pins does so in the local tier first and then looks whether the remote one has it,
+        so that one of both sees the other. A pin that only the remote copy has stays.
+        """
+        marks = Catalog(self._local).marks(entry.folder)
+        copy = Catalog(self._remote).entry(entry.name) if marks.pinned or marks.tags else None
+        if copy is None:
+            return
+        if copy.marks.pinned >= marks.pinned and {*copy.marks.tags} >= {*marks.tags}:
+            return
+        try:
+            annotate(self._remote, copy, add_tags=marks.tags, pinned=marks.pinned or None)
+        except NotSealed:
+            annotate(self._remote, copy, pinned=True)  # what tags keep is kept, without the words
+
     # What goes wrong
 
     def _fail(self, error: BaseException, entry: Entry | None) -> None:
@@ -443,11 +440,11 @@ class Sending:
         )
         self._record_failure(entry, text, "failed")
         self._must_retry = True
-        self._background.sleep(pause_s)
+        self.background.sleep(pause_s)
 
     def _refuse(self, entry: Entry, error: HoldfastError) -> None:
         """Give up one that cannot be sent; the local copy stays for somebody to look at."""
-        self._backlog.refuse(entry)
+        self.backlog.refuse(entry)
         text = f"{entry.folder} cannot be sent: {error}"
         self._remember(text, error)
         self.failures.is_refusal = True
@@ -470,8 +467,8 @@ class Sending:
 
     def _record_failure(self, entry: Entry | None, text: str, state: UploadState) -> None:
         if entry is not None:
-            self._backlog.note(entry, state, error=text)
-        self._backlog.note_tiers(epoch=self._epoch_there, error=text)
+            self.backlog.note(entry, state, error=text)
+        self.backlog.note_tiers(epoch=self._epoch_there, error=text)
 
     @property
     def _epoch_there(self) -> int | None:
@@ -481,5 +478,5 @@ class Sending:
     def _heard(self, event: Event) -> None:
         """Hand on an event of the chores in the remote tier."""
         if event.kind == "retracted":
-            self._backlog.gone(str(event.fields.get("folder")))
+            self.backlog.gone(str(event.fields.get("folder")))
         self._told(event.kind, event.message, step=event.step, **event.fields)

@@ -163,18 +163,37 @@ def supervise(
     lives for each checkpoint, also for a run that is thrown back again and again. Without `head`,
     a long life counts (`Limits.progress_after_s`). `tell` is called after each life.
     """
-    counters = _LifeCounters(limits, None if head is None else head(), has_steps=head is not None)
     lives: list[ChildLife] = []
+    step = None if head is None else head()
+    highest, failures = -1 if step is None else step, 0
     while True:
         began = clock()
         ending = child.live()
-        duration_s, step = clock() - began, None if head is None else head()
-        outcome, life = counters.ended(ending, duration_s, step, jitter())
+        duration_s = clock() - began
+        before, step = step, None if head is None else head()
+        if head is None:
+            has_progressed = duration_s >= limits.progress_after_s
+        else:
+            has_progressed = step is not None and step > highest
+        highest = max(highest, -1 if step is None else step)
+        failures = 0 if has_progressed or ending.returncode == 0 else failures + 1
+        outcome = _outcome(ending, limits, failures)
+        pause_s = limits.pause_s(failures, jitter())
+        life = ChildLife(
+            number=len(lives) + 1,
+            ending=ending,
+            duration_s=duration_s,
+            from_step=before,
+            to_step=step,
+            has_progressed=has_progressed,
+            failures=failures,
+            restart_in_s=pause_s if outcome is None else None,
+        )
         lives.append(life)
         tell(life)
         if outcome is not None:
             return Supervised(outcome=outcome, lives=tuple(lives), code=ending.code)
-        asked = child.pause(life.restart_in_s or 0.0)
+        asked = child.pause(pause_s)
         if asked is not None:
             code = _SHELL_SIGNAL + asked
             return Supervised(outcome=SupervisionOutcome.STOPPED, lives=tuple(lives), code=code)
@@ -188,52 +207,12 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-class _LifeCounters:
-    """The counters between one life and the next."""
-
-    def __init__(self, limits: Limits, step: int | None, *, has_steps: bool) -> None:
-        self._limits = limits
-        self._has_steps = has_steps
-        self._number = 0
-        self._failures = 0
-        self._step = step
-        self._highest = -1 if self._step is None else self._step
-
-    def ended(
-        self, ending: ChildEnding, duration_s: float, step: int | None, jitter: float
-    ) -> tuple[SupervisionOutcome | None, ChildLife]:
-        """Count a life, and decide what follows it; None is a restart."""
-        before, self._step = self._step, step
-        has_progressed = self._has_progressed(duration_s)
-        self._number += 1
-        self._failures = 0 if has_progressed or ending.returncode == 0 else self._failures + 1
-        outcome = self._outcome(ending)
-        pause_s = self._limits.pause_s(self._failures, jitter)
-        life = ChildLife(
-            number=self._number,
-            ending=ending,
-            duration_s=duration_s,
-            from_step=before,
-            to_step=self._step,
-            has_progressed=has_progressed,
-            failures=self._failures,
-            restart_in_s=pause_s if outcome is None else None,
-        )
-        return outcome, life
-
-    def _has_progressed(self, duration_s: float) -> bool:
-        if not self._has_steps:
-            return duration_s >= self._limits.progress_after_s
-        if self._step is None or self._step <= self._highest:
-            return False
-        self._highest = self._step
-        return True
-
-    def _outcome(self, ending: ChildEnding) -> SupervisionOutcome | None:
-        if ending.returncode == 0:
-            return SupervisionOutcome.FINISHED
-        if ending.returncode == self._limits.requeue_code:
-            return SupervisionOutcome.REQUEUE
-        if ending.asked is not None:
-            return SupervisionOutcome.STOPPED
-        return SupervisionOutcome.GAVE_UP if self._failures >= self._limits.max_failures else None
+def _outcome(ending: ChildEnding, limits: Limits, failures: int) -> SupervisionOutcome | None:
+    """Decide what follows a life; None is a restart."""
+    if ending.returncode == 0:
+        return SupervisionOutcome.FINISHED
+    if ending.returncode == limits.requeue_code:
+        return SupervisionOutcome.REQUEUE
+    if ending.asked is not None:
+        return SupervisionOutcome.STOPPED
+    return SupervisionOutcome.GAVE_UP if failures >= limits.max_failures else None

@@ -59,18 +59,19 @@ from holdfast.store.base import Store
 _MAX_RECORD_NBYTES = 65536
 # Types without a safetensors name lie in the file as another one, with a last dimension of 2.
 _STORED_AS = {"C128": "F64", "C32": "F16"}
+_SIDECARS: tuple[tuple[Callable[[str], object], Callable[..., object]], ...] = (
+    (layout.parse_notes, Notes.decode),
+    (layout.parse_retired, Retired.decode),
+    (layout.parse_thinned, Thinned.decode),
+    (layout.parse_keys, decode_box),
+)
 
 
 def _sidecar_decoder(name: str) -> Callable[..., object] | None:
     """Decoder of a sidecar of that name; None when it is no sidecar."""
-    if layout.parse_notes(name) is not None:
-        return Notes.decode
-    if layout.parse_retired(name) is not None:
-        return Retired.decode
-    if layout.parse_thinned(name) is not None:
-        return Thinned.decode
-    if layout.parse_keys(name) is not None:
-        return decode_box
+    for parse, decode in _SIDECARS:
+        if parse(name) is not None:
+            return decode
     return Rejected.decode if name == layout.REJECTED else None
 
 

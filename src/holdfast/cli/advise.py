@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Literal, TypeAlias
 
-from holdfast.care.advise import Ending, Measured, RecordedFacts, RecordedStart, gather
+from holdfast.care.advise import Ending, Measured, RecordedFacts, RecordedStart, Spacing, gather
 from holdfast.cli.output import Answer, TextTable, size
 from holdfast.cli.target import open_root
 from holdfast.errors import NoCheckpoint, UsageError
@@ -35,16 +35,17 @@ Source: TypeAlias = Literal["measured", "given", "assumed"]
 
 MIN_SAVES = 2
 """The first save of a process also pays for the memory of the copy; one alone is no measure."""
-_ORDER = (
-    "stall_s",
-    "background_s",
-    "commit_s",
-    "restart_s",
-    "mtbf_s",
-    "prior_mtbf_s",
-    "overhead_cap",
-    "step_s",
-)
+_TITLES: Mapping[str, str] = {
+    "stall_s": "a save stops training",
+    "background_s": "it delays training more",
+    "commit_s": "until it is committed",
+    "restart_s": "a failure until it goes on",
+    "mtbf_s": "one failure in",
+    "prior_mtbf_s": "before anything was seen",
+    "overhead_cap": "part that saving may take",
+    "step_s": "a step takes",
+}
+"""Meaning of each input for people, in the order of the table."""
 _DAY_S = 86_400.0
 _NO_CHANGE = 0.0005
 """A smaller difference of the goodput is not worth a change of settings."""
@@ -75,12 +76,11 @@ class Options:
     restart: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Input:
     """A number that the advice follows from, and its source."""
 
     name: str
-    title: str
     value: float
     source: Source
     basis: str
@@ -89,24 +89,11 @@ class _Input:
     def text(self) -> str:
         return f"{100 * self.value:.4g}%" if self.name == "overhead_cap" else span(self.value)
 
-    @property
-    def document(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "value": self.value,
-            "source": self.source,
-            "basis": self.basis,
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Today:
+class _Today(Spacing):
     """Expected shares of time at the interval at which the run saves now."""
 
-    interval_s: float
-    steps: float
-    num_pairs: int
-    is_by_interval: bool
     goodput: float
     saving: float
     lost: float
@@ -135,7 +122,7 @@ def advise_root(root: str, options: Options) -> Answer:
         step_s=facts.step.seconds if facts.step is not None else None,
     )
     today, auto = _today(facts, advice), _auto(facts, inputs)
-    rows = [inputs[name] for name in _ORDER if name in inputs]
+    rows = [inputs[name] for name in _TITLES if name in inputs]
     notes = [*_notes(facts, advice, today), _auto_note(auto)]
     return Answer(
         document={
@@ -156,21 +143,22 @@ def advise_root(root: str, options: Options) -> Answer:
 
 def _given(options: Options) -> list[_Input]:
     inputs = [
-        _Input(name=name, title=title, value=_seconds(text, what=flag), source="given", basis=flag)
-        for name, title, flag, text in (
-            ("stall_s", "a save stops training", "--stall", options.stall),
-            ("background_s", "it delays training more", "--background", options.background),
-            ("commit_s", "until it is committed", "--commit", options.commit),
-            ("restart_s", "a failure until it goes on", "--restart", options.restart),
+        _Input(name, _seconds(text, what=flag), "given", flag)
+        for name, flag, text in (
+            ("stall_s", "--stall", options.stall),
+            ("background_s", "--background", options.background),
+            ("commit_s", "--commit", options.commit),
+            ("restart_s", "--restart", options.restart),
         )
         if text is not None
     ]
     if options.overhead_cap is not None:
-        inputs.append(_cap(_share(options.overhead_cap), "given"))
+        share = _share(options.overhead_cap)
+        inputs.append(_Input("overhead_cap", share, "given", "--overhead-cap"))
     mtbf_s = _given_mtbf_s(options)
     if mtbf_s is not None:
         flag = "--mtbf" if options.mtbf is not None else "--failures-per-day"
-        inputs.append(_mtbf(mtbf_s, "given", flag))
+        inputs.append(_Input("mtbf_s", mtbf_s, "given", flag))
     return inputs
 
 
@@ -203,54 +191,32 @@ def _share(text: str) -> float:
 
 def _costs(facts: RecordedFacts) -> list[_Input]:
     """List recorded costs, and assumed ones for those that were not recorded."""
-    inputs = []
     costs = typical_costs(facts.saves, facts.history.resumes_s)
-    if costs is not None and facts.stall is not None and len(facts.saves) >= MIN_SAVES:
-        basis = f"{_median(facts.stall, 'save')}: capture_s + stage_s"
-        inputs.append(_cost("stall_s", "a save stops training", costs.stall_s, basis))
-    if costs is not None and facts.delay is not None and facts.delay.count >= MIN_DELAYS:
-        basis = f"{_median(facts.delay, 'save')}: delay_s"
-        inputs.append(_cost("background_s", "it delays training more", costs.background_s, basis))
-    if costs is not None and facts.write is not None:
-        basis = f"{_median(facts.write, 'save')}: write_s"
-        inputs.append(_cost("commit_s", "until it is committed", costs.commit_s, basis))
-    if costs is not None and facts.resume is not None:
-        basis = f"{_median(facts.resume, 'resume')}: resume_s"
-        inputs.append(_cost("restart_s", "a failure until it goes on", costs.restart_s, basis))
+    stall = facts.stall if len(facts.saves) >= MIN_SAVES else None
+    delay = facts.delay if facts.delay is not None and facts.delay.count >= MIN_DELAYS else None
+    inputs: list[_Input] = []
+    if costs is not None:
+        recorded = (
+            ("stall_s", costs.stall_s, stall, "save", "capture_s + stage_s"),
+            ("background_s", costs.background_s, delay, "save", "delay_s"),
+            ("commit_s", costs.commit_s, facts.write, "save", "write_s"),
+            ("restart_s", costs.restart_s, facts.resume, "resume", "resume_s"),
+        )
+        inputs += [
+            _Input(name, value, "measured", f"{_median(measured, what)}: {timings}")
+            for name, value, measured, what, timings in recorded
+            if measured is not None
+        ]
+    assumed = {"background_s": 0.0, "commit_s": 0.0, "restart_s": ASSUMED_RESTART_S}
     inputs += [
-        _assumed("background_s", "it delays training more", 0.0, "not recorded: --background"),
-        _assumed("commit_s", "until it is committed", 0.0, "not recorded: --commit"),
-        _assumed(
-            "restart_s", "a failure until it goes on", ASSUMED_RESTART_S, "not recorded: --restart"
-        ),
-        _cap(DEFAULT_OVERHEAD_CAP, "assumed"),
+        _Input(name, value, "assumed", f"not recorded: --{name.removesuffix('_s')}")
+        for name, value in assumed.items()
     ]
+    inputs.append(_Input("overhead_cap", DEFAULT_OVERHEAD_CAP, "assumed", "--overhead-cap"))
     if facts.step is not None:
         basis = f"{_median(facts.step, 'stretch', 'es')} between saves"
-        inputs.append(_cost("step_s", "a step takes", facts.step.seconds, basis))
+        inputs.append(_Input("step_s", facts.step.seconds, "measured", basis))
     return inputs
-
-
-def _cost(name: str, title: str, value: float, basis: str) -> _Input:
-    return _Input(name=name, title=title, value=value, source="measured", basis=basis)
-
-
-def _assumed(name: str, title: str, value: float, basis: str) -> _Input:
-    return _Input(name=name, title=title, value=value, source="assumed", basis=basis)
-
-
-def _cap(value: float, source: Source) -> _Input:
-    return _Input(
-        name="overhead_cap",
-        title="part that saving may take",
-        value=value,
-        source=source,
-        basis="--overhead-cap",
-    )
-
-
-def _mtbf(value: float, source: Source, basis: str) -> _Input:
-    return _Input(name="mtbf_s", title="one failure in", value=value, source=source, basis=basis)
 
 
 def _median(measured: Measured, what: str, plural: str = "s") -> str:
@@ -264,15 +230,16 @@ def _rate(facts: RecordedFacts, inputs: dict[str, _Input]) -> FailureRate:
     rate = learnt_rate(facts.num_failures, facts.trained_s)
     seen = f"{_count(facts.num_failures, 'failure')} in {span(facts.trained_s)} of training"
     is_learnt = facts.num_failures > 0 or facts.trained_s > 0
-    inputs["mtbf_s"] = _mtbf(
+    inputs["mtbf_s"] = _Input(
+        "mtbf_s",
         rate.mtbf_s,
         "measured" if is_learnt else "assumed",
         f"{seen}; {CREDIBLE:.0%}: {span(rate.low_s)} to {span(rate.high_s)}",
     )
-    inputs["prior_mtbf_s"] = _assumed(
+    inputs["prior_mtbf_s"] = _Input(
         "prior_mtbf_s",
-        "before anything was seen",
         DEFAULT_PRIOR_MTBF_S,
+        "assumed",
         "weighs half a failure: --mtbf, --failures-per-day",
     )
     return rate
@@ -309,22 +276,13 @@ def _today(facts: RecordedFacts, advice: Advice) -> _Today | None:
     goodput, saving, lost, down = shares(
         facts.spacing.interval_s, advice.costs, advice.failures.mtbf_s
     )
-    return _Today(
-        interval_s=facts.spacing.interval_s,
-        steps=facts.spacing.steps,
-        num_pairs=facts.spacing.count,
-        is_by_interval=facts.spacing.is_by_interval,
-        goodput=goodput,
-        saving=saving,
-        lost=lost,
-        down=down,
-    )
+    return _Today(**asdict(facts.spacing), goodput=goodput, saving=saving, lost=lost, down=down)
 
 
 def _input_table(inputs: Sequence[_Input]) -> TextTable:
     return TextTable(
         columns=("input", "value", "", "from"),
-        rows=[(item.title, item.text, item.source, item.basis) for item in inputs],
+        rows=[(_TITLES[item.name], item.text, item.source, item.basis) for item in inputs],
         right=frozenset({1}),
         whole=frozenset({0, 1, 2}),
     )
@@ -408,7 +366,7 @@ def _document(
     return {
         "root": url,
         "every": str(advice.every),
-        "inputs": [item.document for item in inputs],
+        "inputs": [asdict(item) for item in inputs],
         "advice": advice.as_dict(),
         "today": None if today is None else asdict(today),
         "starts": [_start_document(start) for start in facts.starts],
@@ -425,12 +383,4 @@ def _auto_document(auto: IntervalPlan) -> dict[str, Any]:
 
 def _start_document(start: RecordedStart) -> dict[str, Any]:
     point = start.resumed_from
-    return {
-        "epoch": start.epoch,
-        "created": start.created,
-        "host": start.host,
-        "ending": start.ending,
-        "resumed_from": point.folder if point is not None else None,
-        "resume_gap_s": start.resume_gap_s,
-        "steps_left_behind": start.steps_left_behind,
-    }
+    return {**asdict(start), "resumed_from": point.folder if point is not None else None}

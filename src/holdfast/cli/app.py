@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import click
 
 from holdfast.cli import options
-from holdfast.cli.declaring import Commands
+from holdfast.cli.declaring import Commands, Parameter, taking
 from holdfast.cli.output import Answer, Code, give, give_error
 from holdfast.cli.target import PATIENCE
 from holdfast.cli.unlocking import NAMED, KeySources
@@ -54,11 +54,13 @@ def _show_version(ctx: click.Context, _parameter: click.Parameter, wanted: bool)
     callback=_show_version,
     help="Print the version and exit.",
 )
-@options.key_files
-@options.key_variables
-@options.key_commands
-@options.accept_plain
-@options.patience
+@taking(
+    options.key_files,
+    options.key_variables,
+    options.key_commands,
+    options.accept_plain,
+    options.patience,
+)
 def app(
     key_files: Sequence[Path],
     key_variables: Sequence[str],
@@ -78,14 +80,13 @@ def app(
     )
 
 
-def _ending(command: Callable[..., Answer | int]) -> Callable[..., NoReturn]:
-    """Wrap a command: print its answer or error, and exit with its code."""
+def _ending(command: Callable[..., int]) -> Callable[..., NoReturn]:
+    """Wrap a command: print its error, if any, and exit with its code."""
 
     @wraps(command)
-    def ending(**given: Any) -> NoReturn:
-        as_json = bool(given["as_json"])
+    def ending(*, as_json: bool, **given: Any) -> NoReturn:
         try:
-            code = _give(command(**given), as_json=as_json)
+            code = command(as_json=as_json, **given)
             sys.stdout.flush()
         except HoldfastError as error:
             code = give_error(error, as_json=as_json)
@@ -100,64 +101,53 @@ def _ending(command: Callable[..., Answer | int]) -> Callable[..., NoReturn]:
     return ending
 
 
-def _give(answer: Answer | int, *, as_json: bool) -> int:
-    if isinstance(answer, int):
-        return answer  # the command has printed everything itself
-    give(answer, as_json=as_json)
-    return answer.code
+def _answering(
+    *parameters: Parameter, group: click.Group = app, name: str | None = None
+) -> Callable[[Callable[..., Answer]], click.Command]:
+    """Declare a command of a group; it takes `--json` too, and prints the answer of the function.
+
+    Its name and its help are those of the function, unless `name` is given.
+    """
+
+    def declare(function: Callable[..., Answer]) -> click.Command:
+        @wraps(function)
+        def command(*, as_json: bool, **given: Any) -> int:
+            answer = function(**given)
+            give(answer, as_json=as_json)
+            return answer.code
+
+        return group.command(name)(taking(*parameters, options.as_json)(_ending(command)))
+
+    return declare
 
 
-@app.command()
-@options.root
-@options.as_json
-@_ending
-def ls(root: str, as_json: bool) -> Answer:
+@_answering(options.root)
+def ls(root: str) -> Answer:
     """List the checkpoints of a root, newest first."""
     from holdfast.cli.ls import list_root
 
     return list_root(root)
 
 
-@app.command()
-@options.target
-@options.tensors
-@options.as_json
-@_ending
-def show(target: str, tensors: bool, as_json: bool) -> Answer:
+@_answering(options.target, options.tensors)
+def show(target: str, tensors: bool) -> Answer:
     """Show what one checkpoint holds; without @WHICH the latest."""
     from holdfast.cli.show import show as look
 
     return look(target, tensors=tensors)
 
 
-@app.command()
-@options.target
-@options.seen
-@options.stored_only
-@options.as_json
-@_ending
-def verify(target: str, seen: str | None, stored_only: bool, as_json: bool) -> Answer:
+@_answering(options.target, options.seen, options.stored_only)
+def verify(target: str, seen: str | None, stored_only: bool) -> Answer:
     """Read every byte again and compare; without @WHICH all checkpoints of the root."""
     from holdfast.cli.verify import check
 
     return check(target, seen=seen, decode=not stored_only)
 
 
-@app.command()
-@options.root
-@options.dry_run
-@options.dead_epochs
-@options.damaged
-@options.yes
-@options.as_json
-@_ending
+@_answering(options.root, options.dry_run, options.dead_epochs, options.damaged, options.yes)
 def gc(
-    root: str,
-    dry_run: bool,
-    dead_epochs: Sequence[int],
-    damaged: str | None,
-    yes: bool,
-    as_json: bool,
+    root: str, dry_run: bool, dead_epochs: Sequence[int], damaged: str | None, yes: bool
 ) -> Answer:
     """Remove attempts that never became checkpoints, and leftovers of deleted ones."""
     if damaged is None and yes:
@@ -173,61 +163,40 @@ def gc(
     return clean(root, dry_run=dry_run, dead_epochs=dead_epochs)
 
 
-@app.command()
-@options.root
-@options.keep
-@options.dry_run
-@options.as_json
-@_ending
-def prune(root: str, keep: str, dry_run: bool, as_json: bool) -> Answer:
+@_answering(options.root, options.keep, options.dry_run)
+def prune(root: str, keep: str, dry_run: bool) -> Answer:
     """Delete the checkpoints that a rule does not keep; say of each what and why."""
     from holdfast.cli.prune import clean
 
     return clean(root, keep=keep, dry_run=dry_run)
 
 
-@app.command()
-@options.one
-@options.as_json
-@_ending
-def pin(target: str, as_json: bool) -> Answer:
+@_answering(options.one)
+def pin(target: str) -> Answer:
     """Keep a checkpoint whatever any rule says."""
     from holdfast.cli.pin import pin as set_pin
 
     return set_pin(target, pinned=True)
 
 
-@app.command()
-@options.one
-@options.as_json
-@_ending
-def unpin(target: str, as_json: bool) -> Answer:
+@_answering(options.one)
+def unpin(target: str) -> Answer:
     """Let the rules decide about a checkpoint again."""
     from holdfast.cli.pin import pin as set_pin
 
     return set_pin(target, pinned=False)
 
 
-@app.command()
-@options.one
-@options.new_tags
-@options.as_json
-@_ending
-def tag(target: str, tags: Sequence[str], as_json: bool) -> Answer:
+@_answering(options.one, options.new_tags)
+def tag(target: str, tags: Sequence[str]) -> Answer:
     """Give a checkpoint more names; a tagged one is kept."""
     from holdfast.cli.pin import tag as add_tags
 
     return add_tags(target, tags)
 
 
-@app.command()
-@options.root
-@options.save_tags
-@options.reason
-@options.timeout
-@options.as_json
-@_ending
-def save(root: str, tags: Sequence[str], reason: str, timeout: str, as_json: bool) -> Answer:
+@_answering(options.root, options.save_tags, options.reason, options.timeout)
+def save(root: str, tags: Sequence[str], reason: str, timeout: str) -> Answer:
     """Ask the running training for a checkpoint, and wait for it.
 
     It is made at the end of the step under way, where the training calls maybe_save.
@@ -237,29 +206,20 @@ def save(root: str, tags: Sequence[str], reason: str, timeout: str, as_json: boo
     return ask(root, tags=tags, reason=reason, timeout=timeout)
 
 
-@app.command()
-@options.root
-@options.as_json
-@_ending
-def uploads(root: str, as_json: bool) -> Answer:
+@_answering(options.root)
+def uploads(root: str) -> Answer:
     """Show what of a local root is in its remote tier, what waits, and what went wrong."""
     from holdfast.cli.uploads import show_uploads
 
     return show_uploads(root)
 
 
-@app.command()
-@options.root
-@options.failures_per_day
-@options.mtbf
-@options.overhead_cap
-@options.stall
-@options.background
-@options.commit
-@options.restart
-@options.as_json
-@_ending
-def advise(root: str, as_json: bool, **known: Any) -> Answer:
+@_answering(
+    options.root,
+    *(options.failures_per_day, options.mtbf, options.overhead_cap),
+    *(options.stall, options.background, options.commit, options.restart),
+)
+def advise(root: str, **known: Any) -> Answer:
     """Say how often to save, from what the run recorded, with the numbers."""
     from holdfast.cli.advise import Options, advise_root
 
@@ -268,15 +228,11 @@ def advise(root: str, as_json: bool, **known: Any) -> Answer:
 
 # What stands behind the command's name is the command's own.
 @app.command("run", context_settings={"allow_interspersed_args": False})
-@options.command
-@options.progress_root
-@options.max_failures
-@options.backoff
-@options.backoff_max
-@options.progress_after
-@options.requeue_code
-@options.grace
-@options.as_json_lines
+@taking(
+    *(options.command, options.progress_root, options.max_failures),
+    *(options.backoff, options.backoff_max, options.progress_after),
+    *(options.requeue_code, options.grace, options.as_json_lines),
+)
 @_ending
 def supervise(command: Sequence[str], as_json: bool, **limits: Any) -> int:
     """Run a training; start it again when it crashes, as long as it makes progress."""
@@ -290,57 +246,44 @@ def keys() -> None:
     """Make keys, and say who can open sealed checkpoints."""
 
 
-@keys.command("generate")
-@options.new_key_file
-@options.pair
-@options.as_json
-@_ending
-def keys_generate(path: Path, pair: bool, as_json: bool) -> Answer:
+@_answering(options.new_key_file, options.pair, group=keys)
+def generate(path: Path, pair: bool) -> Answer:
     """Make a new key and write it into a new file."""
-    from holdfast.cli.keys import generate
+    from holdfast.cli.keys import generate as generate_key
 
-    return generate(path, pair=pair)
+    return generate_key(path, pair=pair)
 
 
-@keys.command("list")
-@options.root
-@options.as_json
-@_ending
-def keys_list(root: str, as_json: bool) -> Answer:
+@_answering(options.root, group=keys, name="list")
+def list_keys(root: str) -> Answer:
     """Say of every sealed checkpoint which keys open it. No key is needed."""
     from holdfast.cli.keys import list_recipients
 
     return list_recipients(root)
 
 
-@keys.command("rotate")
-@options.root
-@options.to_files
-@options.to_variables
-@options.to_commands
-@options.keep_old
-@options.as_json
-@_ending
-def keys_rotate(
+@_answering(
+    options.root,
+    *(options.to_files, options.to_variables, options.to_commands),
+    options.keep_old,
+    group=keys,
+)
+def rotate(
     root: str,
     to_files: Sequence[str],
     to_variables: Sequence[str],
     to_commands: Sequence[str],
     keep_old: bool,
-    as_json: bool,
 ) -> Answer:
     """Let other keys open every sealed checkpoint of a root; nothing else is written."""
-    from holdfast.cli.keys import rotate
+    from holdfast.cli.keys import rotate as rotate_keys
 
     to = KeySources(files=to_files, variables=to_variables, commands=to_commands)
-    return rotate(root, to, keep_old=keep_old)
+    return rotate_keys(root, to, keep_old=keep_old)
 
 
 @app.command()
-@options.out
-@options.seed
-@options.fast
-@options.as_json
+@taking(options.out, options.seed, options.fast, options.as_json)
 @_ending
 def demo(out: Path, seed: int | None, fast: bool, as_json: bool) -> int:
     """Train, get killed at random moments, resume, and compare with the undisturbed run."""

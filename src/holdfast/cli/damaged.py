@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-import click
-
 from holdfast.care.damaged import Damaged, delete, examine
-from holdfast.cli.output import Answer, Code, printable, size
+from holdfast.cli.output import Answer, Code, say_event, size
 from holdfast.cli.target import open_root, opened
 from holdfast.cli.unlocking import inner
 from holdfast.engine.roots.catalog import Catalog, is_root
@@ -21,7 +19,7 @@ from holdfast.errors import (
     UnsupportedVersion,
     UsageError,
 )
-from holdfast.events import Emitter, Event
+from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.envelope import Visible
 from holdfast.format.manifest import Manifest
@@ -44,7 +42,7 @@ def remove(root: str, folder: str, *, is_sure: bool) -> Answer:
     store = open_root(root)
     damaged = examine(store, folder)
     warnings = _other_tier(inner(store), folder)
-    why = delete(store, folder, emit=Emitter((_tell,))) if is_sure else None
+    why = delete(store, folder, emit=Emitter((say_event,))) if is_sure else None
     has_marker = bool(store.children(folder)) and why == ""
     document = {
         "root": store.url,
@@ -128,8 +126,3 @@ def _lines(damaged: Damaged) -> list[str]:
         if before
         else "no other checkpoint is there from which the run could go on",
     ]
-
-
-def _tell(event: Event) -> None:
-    if event.kind != "claimed":
-        click.echo(printable(event.message), err=True)

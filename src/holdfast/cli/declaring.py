@@ -6,11 +6,12 @@ Their names and meanings are in `options` and `app`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 import click
 
-F = TypeVar("F", bound=Callable[..., Any])
+Parameter: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Decorator that gives a command an argument or an option."""
 
 
 class Argument(click.Argument):
@@ -46,25 +47,36 @@ class Commands(click.Group):
         return [*self.commands]
 
 
-def argument(name: str, metavar: str, about: str, **attributes: Any) -> Callable[[F], F]:
+def taking(*parameters: Parameter) -> Parameter:
+    """Combine the declarations of a command's arguments and options, in the order of its help."""
+
+    def take(command: Callable[..., Any]) -> Callable[..., Any]:
+        for parameter in reversed(parameters):
+            command = parameter(command)
+        return command
+
+    return take
+
+
+def argument(name: str, metavar: str, about: str, **attributes: Any) -> Parameter:
     """Declare a required positional argument."""
     return click.argument(
         name, metavar=metavar, about=about, cls=Argument, required=True, **attributes
     )
 
 
-def option(name: str, metavar: str, about: str, **attributes: Any) -> Callable[[F], F]:
+def option(name: str, metavar: str, about: str, **attributes: Any) -> Parameter:
     """Declare an option with a value: text, unless `type` says otherwise."""
     return click.option(name, metavar=metavar, help=about, **attributes)
 
 
-def several(name: str, into: str, metavar: str, about: str, **attributes: Any) -> Callable[[F], F]:
+def several(name: str, into: str, metavar: str, about: str, **attributes: Any) -> Parameter:
     """Declare an option that may be repeated; `into` names the list of values."""
     about = f"{about} Repeatable."
     return click.option(name, into, metavar=metavar, help=about, multiple=True, **attributes)
 
 
-def flag(name: str, about: str, into: str | None = None) -> Callable[[F], F]:
+def flag(name: str, about: str, into: str | None = None) -> Parameter:
     """Declare an option without a value."""
     names = (name,) if into is None else (name, into)
     return click.option(*names, is_flag=True, help=about)

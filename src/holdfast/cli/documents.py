@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -123,27 +124,12 @@ def expect_something_opened(opened: Sized, unread: Sequence[tuple[str, HoldfastE
 
 def report_document(report: VerifyReport) -> dict[str, Any]:
     """Describe the result of verifying one checkpoint."""
-    return {
-        "folder": report.folder,
-        "step": report.step,
-        "ok": report.ok,
-        "nbytes": report.nbytes,
-        "num_files": report.num_files,
-        "num_tensors": report.num_tensors,
-        "problems": [problem_document(problem) for problem in report.problems],
-        "notes": list(report.notes),
-    }
+    problems = [problem_document(problem) for problem in report.problems]
+    return {**asdict(report), "ok": report.ok, "problems": problems}
 
 
 def problem_document(problem: Problem) -> Mapping[str, Any]:
     """Describe one problem that verifying found."""
-    return {
-        "file": problem.file,
-        "message": problem.message,
-        "block": problem.block,
-        "start": problem.start,
-        "nbytes": problem.nbytes,
-        "tensors": list(problem.tensors),
-        "expected": problem.expected,
-        "found": problem.found,
-    }
+    document = asdict(problem)
+    del document["is_damage"]
+    return document

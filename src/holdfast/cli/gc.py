@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-import click
-
 from holdfast.care.gc import GcReport, collect
-from holdfast.cli.output import Answer, Code, printable, size
+from holdfast.cli.output import Answer, Code, say_event, size
 from holdfast.cli.target import open_root
 from holdfast.cli.unlocking import inner
 from holdfast.engine.claims.claim import is_closed, is_live
 from holdfast.engine.claims.process import liveness
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import FormatError, UsageError
-from holdfast.events import Emitter, Event
+from holdfast.events import Emitter
 from holdfast.store.base import Store
 
 
@@ -28,7 +26,7 @@ def clean(root: str, *, dry_run: bool, dead_epochs: Collection[int]) -> Answer:
     store = inner(open_root(root))  # no key is needed to see what is not committed
     for epoch in dead_epochs:
         _check_dead(store, epoch)
-    report = collect(store, dry_run=dry_run, dead_epochs=dead_epochs, emit=Emitter((_tell,)))
+    report = collect(store, dry_run=dry_run, dead_epochs=dead_epochs, emit=Emitter((say_event,)))
     document = {
         "root": store.url,
         "dry_run": dry_run,
@@ -58,7 +56,7 @@ def _check_dead(store: Store, epoch: int) -> None:
             f"--dead-epoch {epoch}: its process {writer.process.pid} is alive on this host; "
             "stop it first"
         )
-    if epoch == newest and is_live(store, writer, emit=Emitter((_tell,))):
+    if epoch == newest and is_live(store, writer, emit=Emitter((say_event,))):
         raise UsageError(
             f"--dead-epoch {epoch}: its process {writer.process.pid} on {writer.process.host} "
             "owns the run, and its heartbeat goes on; stop it first"
@@ -92,7 +90,3 @@ def _marker_lines(report: GcReport, root: str) -> list[str]:
 
 def _pairs(items: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
     return [{"folder": folder, "why": why} for folder, why in items]
-
-
-def _tell(event: Event) -> None:
-    click.echo(printable(event.message), err=True)

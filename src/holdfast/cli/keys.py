@@ -10,7 +10,7 @@ from holdfast.care.rekey import Rekeyed, Sealed, sealed_in
 from holdfast.care.rekey import rotate as rotate_root
 from holdfast.cli.output import Answer, Code
 from holdfast.cli.target import open_root
-from holdfast.cli.unlocking import KeySources, given_keys, inner, keys_of
+from holdfast.cli.unlocking import NAMED, KeySources, inner, keys_of
 from holdfast.errors import UsageError
 from holdfast.keys import PrivateKey
 from holdfast.keys import generate as new_key
@@ -65,7 +65,7 @@ def rotate(root: str, to: KeySources, *, keep_old: bool) -> Answer:
         KeyUnavailable: a key cannot be obtained.
         NoCheckpoint: not a root.
     """
-    old, new = given_keys(), keys_of(to)
+    old, new = keys_of(NAMED.get(KeySources())), keys_of(to)
     if not old:
         raise UsageError("keys rotate: name the keys of now with --key-file before the command")
     if not new:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import click
 
 from holdfast.errors import DeadlineExceeded, HoldfastError, NoCheckpoint, NotOwned, UsageError
+from holdfast.events import Event
 
 SCHEMA = 1
 """Value of the member `holdfast` of every JSON answer; grows when a member changes its meaning."""
@@ -71,7 +72,8 @@ def give(answer: Answer, *, as_json: bool) -> None:
         elif sys.stdout.isatty():
             _print_rich(part)
         else:
-            _print_aligned(part)
+            for line in aligned(part):
+                click.echo(line)
 
 
 def give_line(document: Mapping[str, Any]) -> None:
@@ -85,12 +87,23 @@ def give_error(error: HoldfastError, *, as_json: bool) -> Code:
     if as_json:
         _write_json({"error": {"kind": type(error).__name__, "message": str(error)}})
     else:
-        click.echo(printable(f"holdfast: {error}"), err=True)
+        say(str(error))
     if isinstance(error, UsageError):
         return Code.USAGE
     if isinstance(error, DeadlineExceeded):
         return Code.GAVE_UP
     return Code.NOTHING if isinstance(error, NoCheckpoint | NotOwned) else Code.FOUND
+
+
+def say(text: str) -> None:
+    """Write a message of this program to standard error, beside the answer."""
+    click.echo(printable(f"holdfast: {text}"), err=True)
+
+
+def say_event(event: Event) -> None:
+    """Write the message of an event to standard error, except that the run was claimed."""
+    if event.kind != "claimed":
+        click.echo(printable(event.message), err=True)
 
 
 def printable(text: str) -> str:
@@ -164,11 +177,6 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
 def _write_json(document: Mapping[str, Any]) -> None:
     whole = {"holdfast": SCHEMA, **json_safe(document)}
     click.echo(json.dumps(whole, indent=2, allow_nan=False))
-
-
-def _print_aligned(table: TextTable) -> None:
-    for line in aligned(table):
-        click.echo(line)
 
 
 def _print_rich(table: TextTable) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
-
-import click
 
 from holdfast.care.prune import Pruned, preview, prune
 from holdfast.care.retention import Planned
@@ -17,15 +16,26 @@ from holdfast.cli.documents import (
     unread_documents,
     unread_line,
 )
-from holdfast.cli.output import Answer, Code, TextTable, printable, size
+from holdfast.cli.output import Answer, Code, TextTable, say_event, size
 from holdfast.cli.target import open_root
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import NoCheckpoint
-from holdfast.events import Emitter, Event
+from holdfast.events import Emitter
 from holdfast.policy.spelling import parse_rule
 from holdfast.store.base import Store
 
 _OTHER_RUN = "copied here from another run, which this one does not judge"
+
+
+@dataclass(frozen=True, slots=True)
+class _Checkpoint:
+    """A checkpoint of the root, and what is done with it."""
+
+    entry: Entry
+    action: str
+    why: str
+    nbytes: int
+    drop: Sequence[str] = ()
 
 
 def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
@@ -46,19 +56,17 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
     report = (
         Pruned(planned=preview(store, rule, known={e.folder: e.manifest for e in entries}))
         if dry_run
-        else prune(store, rule, emit=Emitter((_tell,)))
+        else prune(store, rule, emit=Emitter((say_event,)))
     )
     judged = {item.entry.folder for item in report.planned}
-    others = [entry for entry in entries if entry.folder not in judged]
+    checkpoints = [_judged(item, _action(item, report, dry_run=dry_run)) for item in report.planned]
+    checkpoints += [_other(store, entry) for entry in entries if entry.folder not in judged]
     nbytes = sum(item.nbytes for item in report.planned if dry_run or _is_done(item, report))
     document = {
         "root": store.url,
         "dry_run": dry_run,
         "keep": str(rule),
-        "checkpoints": [
-            *(_document(item, _action(item, report, dry_run=dry_run)) for item in report.planned),
-            *(_other_document(store, entry) for entry in others),
-        ],
+        "checkpoints": [_document(checkpoint) for checkpoint in checkpoints],
         "deleted": report.deleted,
         "thinned": report.thinned,
         "failed": [{"folder": folder, "why": why} for folder, why in report.failed],
@@ -68,10 +76,7 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
     }
     table = TextTable(
         columns=("step", "folder", "size", "what", "why"),
-        rows=[
-            *(_row(item, _action(item, report, dry_run=dry_run)) for item in report.planned),
-            *(_other_row(store, entry) for entry in others),
-        ],
+        rows=[_row(checkpoint) for checkpoint in checkpoints],
         right=frozenset({0, 2}),
         whole=frozenset({0, 1, 2, 3}),
     )
@@ -96,53 +101,30 @@ def _action(item: Planned, report: Pruned, *, dry_run: bool) -> str:
     return "thin" if item.decision.keep else "delete"
 
 
-def _document(item: Planned, action: str) -> dict[str, Any]:
-    return {
-        "folder": item.entry.folder,
-        "step": item.entry.step,
-        "action": action,
-        "drop": list(item.decision.drop),
-        "why": item.decision.reason,
-        "nbytes": item.decision.entry.nbytes,
-        **origin_document(item.entry.manifest),
-    }
+def _judged(item: Planned, action: str) -> _Checkpoint:
+    made = item.decision
+    return _Checkpoint(item.entry, action, made.reason, made.entry.nbytes, drop=made.drop)
 
 
-def _other_document(store: Store, entry: Entry) -> dict[str, Any]:
+def _other(store: Store, entry: Entry) -> _Checkpoint:
+    return _Checkpoint(entry, "keep", _OTHER_RUN, nbytes_left(store, entry))
+
+
+def _document(checkpoint: _Checkpoint) -> dict[str, Any]:
+    entry = checkpoint.entry
     return {
         "folder": entry.folder,
         "step": entry.step,
-        "action": "keep",
-        "drop": [],
-        "why": _OTHER_RUN,
-        "nbytes": nbytes_left(store, entry),
+        "action": checkpoint.action,
+        "drop": list(checkpoint.drop),
+        "why": checkpoint.why,
+        "nbytes": checkpoint.nbytes,
         **origin_document(entry.manifest),
     }
 
 
-def _row(item: Planned, action: str) -> tuple[str, ...]:
-    return (
-        str(item.entry.step),
-        item.entry.folder,
-        size(item.decision.entry.nbytes),
-        _what(item.decision.drop) if action == "thin" else action,
-        _why(item.entry, item.decision.reason),
-    )
-
-
-def _other_row(store: Store, entry: Entry) -> tuple[str, ...]:
-    nbytes = size(nbytes_left(store, entry))
-    return (str(entry.step), entry.folder, nbytes, "keep", _why(entry, _OTHER_RUN))
-
-
-def _why(entry: Entry, reason: str) -> str:
-    return "; ".join([reason, *origin_marks(entry.manifest)])
-
-
-def _what(drop: Sequence[str]) -> str:
-    return f"drop {', '.join(drop)}"
-
-
-def _tell(event: Event) -> None:
-    if event.kind != "claimed":
-        click.echo(printable(event.message), err=True)
+def _row(checkpoint: _Checkpoint) -> tuple[str, ...]:
+    entry, action = checkpoint.entry, checkpoint.action
+    what = f"drop {', '.join(checkpoint.drop)}" if action == "thin" else action
+    why = "; ".join([checkpoint.why, *origin_marks(entry.manifest)])
+    return (str(entry.step), entry.folder, size(checkpoint.nbytes), what, why)

@@ -16,7 +16,7 @@ from holdfast.care.supervise import (
     signal_name,
     supervise,
 )
-from holdfast.cli.output import Code, TextTable, aligned, give_line, printable
+from holdfast.cli.output import Code, TextTable, aligned, give_line, say
 from holdfast.cli.unlocking import inner, unlocked
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.sources import split_source
@@ -89,7 +89,7 @@ def _head_of(store: Store) -> Callable[[], int | None]:
         try:
             entry = Catalog(store).latest()
         except (StoreError, FormatError, SealError) as error:
-            _say(f"cannot read the head of the run: {error}")
+            say(f"cannot read the head of the run: {error}")
             return None
         return None if entry is None else entry.step
 
@@ -100,7 +100,7 @@ def _tell(life: ChildLife) -> None:
     if life.restart_in_s is None:
         return
     progress = "" if life.has_progressed else f", no progress ({life.failures} in a row)"
-    _say(
+    say(
         f"life {life.number} ended: {life.ending}, after {life.duration_s:.1f} s, "
         f"{_steps(life)}{progress}; next in {life.restart_in_s:.1f} s"
     )
@@ -156,7 +156,7 @@ def _show(result: Supervised) -> None:
     )
     for line in aligned(table):
         click.echo(line, err=True)
-    _say(_verdict(result))
+    say(_verdict(result))
 
 
 def _row(life: ChildLife) -> tuple[str, ...]:
@@ -179,7 +179,3 @@ def _verdict(result: Supervised) -> str:
     if result.outcome is SupervisionOutcome.STOPPED:
         return f"stopped in or after life {last.number}, as a signal asked"
     return f"gave up: {last.failures} in a row made no progress; the last ended with {last.ending}"
-
-
-def _say(text: str) -> None:
-    click.echo(printable(f"holdfast: {text}"), err=True)

@@ -8,9 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-import click
-
-from holdfast.cli.output import Answer, printable
+from holdfast.cli.output import Answer, printable, say
 from holdfast.cli.target import open_root
 from holdfast.engine.claims.claim import WATCH_S, is_closed
 from holdfast.engine.claims.process import liveness
@@ -60,7 +58,7 @@ def save(root: str, *, tags: Sequence[str], reason: str, timeout: str) -> Answer
         with _waiting(owner):
             answer = _wait(store, name, owner, timeout_s=timeout_s)
     except KeyboardInterrupt:
-        _say("the request is withdrawn; a save that has begun goes on")
+        say("the request is withdrawn; a save that has begun goes on")
         raise
     finally:
         # However the wait ended, nobody needs an answer any more.
@@ -180,7 +178,7 @@ class _RunOwner:
         elif now - self._beat_seen > WATCH_S:
             raise self._gone(writer, f"has shown no sign of life for {WATCH_S:.0f} s")
         if is_new:
-            _say(f"{self.text}: on another host, so it may have ended; asking it all the same")
+            say(f"{self.text}: on another host, so it may have ended; asking it all the same")
 
     def _gone(self, writer: WriterRecord, what: str) -> NotOwned:
         return NotOwned(
@@ -209,7 +207,3 @@ def _waiting(owner: _RunOwner) -> Iterator[None]:
 
     with Console(stderr=True).status(Text(printable(text))):
         yield
-
-
-def _say(text: str) -> None:
-    click.echo(printable(f"holdfast: {text}"), err=True)

@@ -22,11 +22,6 @@ class KeySources:
     commands: Sequence[str] = ()
     accepts_plain: bool = False
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no source was named."""
-        return not (self.files or self.variables or self.commands)
-
 
 NAMED: ContextVar[KeySources] = ContextVar("named keys")
 """What stands before the command."""
@@ -39,21 +34,12 @@ def unlocked(store: Store) -> Store:
         KeyUnavailable: a key cannot be obtained.
     """
     sources = NAMED.get(KeySources())
-    if sources.is_empty:
+    if not (sources.files or sources.variables or sources.commands):
         return store
     from holdfast.engine.sealed.sealing import sealing
     from holdfast.keys import Encryption
 
     return sealing(store, Encryption(keys=keys_of(sources), accept_plain=sources.accepts_plain))
-
-
-def given_keys() -> tuple[Key, ...]:
-    """Return the keys that were named before the command.
-
-    Raises:
-        KeyUnavailable: a key cannot be obtained.
-    """
-    return keys_of(NAMED.get(KeySources()))
 
 
 def keys_of(sources: KeySources) -> tuple[Key, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from holdfast.demo import figure, report, story
-from holdfast.demo.plan import fast_plan, full_plan
+from holdfast.demo.plan import DemoPlan, fast_plan
 
 PICTURE = "demo.png"
 
@@ -29,7 +29,7 @@ def run(out: Path, *, seed: int | None = None, fast: bool = False, as_json: bool
     figure.check_library()
     story.prepare(out)
     seed = secrets.randbelow(1_000_000) if seed is None else seed
-    plan = fast_plan(seed) if fast else full_plan(seed)
+    plan = fast_plan(seed) if fast else DemoPlan(seed=seed)
     console = Console(stderr=as_json)
     console.print(
         f"A small GPT learns the source of Python's standard library in {plan.num_steps} steps: "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+
+import msgspec
 
 from holdfast.errors import UsageError
 
@@ -23,7 +24,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoPlan:
-    """Settings of one training run of the demo."""
+    """Settings of one training run of the demo; the defaults are those of `make demo`."""
 
     seed: int
     """Seed of the model, the data, dropout, and the moments of the kills."""
@@ -46,20 +47,9 @@ class DemoPlan:
     shape: Shape = field(default_factory=Shape)
     """Size of the model."""
 
-    def to_json(self) -> str:
-        """Encode the plan for another process's command line."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> DemoPlan:
-        """Decode what `to_json` encoded."""
-        members = json.loads(text)
-        return cls(**{**members, "shape": Shape(**members["shape"])})
-
-
-def full_plan(seed: int) -> DemoPlan:
-    """Return the plan of `make demo`."""
-    return DemoPlan(seed=seed)
+    def encoded(self) -> str:
+        """Encode the plan as JSON, for another process's command line."""
+        return msgspec.json.encode(self).decode()
 
 
 def fast_plan(seed: int) -> DemoPlan:

@@ -11,7 +11,6 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from holdfast.demo.plan import DemoPlan
@@ -31,7 +30,7 @@ class Worker:
     """
 
     def __init__(self, root: Path, plan: DemoPlan, *, num_workers: int, log: Path) -> None:
-        command = [sys.executable, "-m", "holdfast.demo.worker", str(root), plan.to_json()]
+        command = [sys.executable, "-m", "holdfast.demo.worker", str(root), plan.encoded()]
         self._log = log
         with log.open("wb") as stderr:
             self._process = subprocess.Popen(
@@ -56,12 +55,7 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._kill_group()
         self._selector.close()
         self._pipe.close()

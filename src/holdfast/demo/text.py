@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-MAX_NBYTES = 4_000_000
 
-
-def standard_library_text(max_nbytes: int = MAX_NBYTES) -> bytes:
+def standard_library_text(max_nbytes: int) -> bytes:
     """Read the first `max_nbytes` bytes of the standard library's modules, in order of names.
 
     The same interpreter always gives the same bytes; nothing is downloaded.

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import blake3
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from holdfast.events import Event
 def main(arguments: list[str]) -> None:
     """Train in ROOT from its newest checkpoint to the end of the plan."""
     root, plan, num_workers = arguments
-    train(root, DemoPlan.from_json(plan), num_workers=int(num_workers))
+    train(root, msgspec.json.decode(plan, type=DemoPlan), num_workers=int(num_workers))
 
 
 def train(root: str, plan: DemoPlan, *, num_workers: int) -> None:

@@ -41,30 +41,11 @@ from holdfast.store.base import (
 T = TypeVar("T")
 
 Kind = Literal["fail", "lose_reply", "hang", "truncate", "flip", "stop_before", "stop_after"]
-OpName = Literal[
-    "put",
-    "get",
-    "head",
-    "list",
-    "children",
-    "delete",
-    "make_folder",
-    "sync_folder",
-    "refresh_folder",
-    "sweep",
-    "read_into",
-    "create",
-    "write",
-    "finish",
-    "abort",
-    "link",
-    "point",
-    "pointed",
-    "free_space",
-    "probe",
-    "uploads",
-    "abort_uploads",
-]
+_Object = Literal["put", "get", "head", "list", "delete", "read_into", "link"]
+_Folder = Literal["children", "make_folder", "sync_folder", "refresh_folder", "sweep"]
+_Upload = Literal["create", "write", "finish", "abort", "uploads", "abort_uploads"]
+_Place = Literal["point", "pointed", "free_space", "probe"]
+OpName = Literal[_Object, _Folder, _Upload, _Place]
 _CARRIES_DATA = frozenset({"put", "write", "get", "read_into"})
 
 
@@ -74,7 +55,7 @@ class Stopped(BaseException):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault, and the operations that it strikes."""
+    """Fault to inject, and the operations that it strikes."""
 
     kind: Kind
     """What happens.

@@ -28,6 +28,7 @@ from blake3 import blake3
 
 from holdfast.errors import DeadlineExceeded, UsageError, listing
 from holdfast.train import Callback, Metrics, Training
+from holdfast.train.making import seed_generators
 
 StartMethod = Literal["spawn", "forkserver"]
 
@@ -233,9 +234,7 @@ def _in_process(run: Run, root: str, steps: int, kill_at: int | None, record: Pa
                 os.kill(os.getpid(), signal.SIGKILL)
 
         try:
-            random.seed(0)
-            np.random.seed(0)
-            torch.manual_seed(0)
+            seed_generators(0)
             run(root, steps, report)
         except BaseException:
             _error_file(record).write_text(traceback.format_exc(), "utf-8")

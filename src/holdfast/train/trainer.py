@@ -60,7 +60,7 @@ from holdfast.train.window.loop import Clip, LossFunction, Update
 from holdfast.train.window.metrics import LazyMetrics, Numbers
 from holdfast.train.window.precision import Numerics, Precision, checked_precision
 from holdfast.train.window.schedulers import make_schedulers
-from holdfast.train.window.skipping import WithoutSteps
+from holdfast.train.window.skipping import without_steps
 from holdfast.train.window.wayback import WayBack
 
 logger = logging.getLogger("holdfast")
@@ -78,17 +78,8 @@ _REMOVED = {
 } | {
     name: f"checkpoints=Checkpoints(root, {name}=…)"
     for name in (
-        "every",
-        "keep",
-        "savers",
-        "on_existing",
-        "label",
-        "run_name",
-        "takeover",
-        "overlap",
-        "memory_budget",
-        "compress",
-        "encrypt",
+        *("every", "keep", "savers", "on_existing", "label", "run_name", "takeover"),
+        *("overlap", "memory_budget", "compress", "encrypt"),
     )
 }
 
@@ -245,15 +236,14 @@ class Trainer:
             counters=self.counters,
             place=self._place,
             callbacks=self._callbacks,
-            train_on=WithoutSteps.of(skip_steps, self._update, self),
+            train_on=without_steps(skip_steps, self._update, self),
             validations=self._validations,
             validated=self._validated,
             way_back=self._way_back,
             accumulate=accumulate,
             log_every=log_every,
             seed=seed,
-            count_samples=counts.samples,
-            count_tokens=counts.tokens,
+            counts=counts,
         )
         self._callbacks.tell(Callback.setup)
 
@@ -562,11 +552,7 @@ class Trainer:
             [
                 Validator(
                     plan=plan,
-                    loss=self._update.loss,
-                    numerics=self._numerics,
-                    device=self._update.device,
-                    callbacks=self._callbacks,
-                    numbers=self._numbers,
+                    update=self._update,
                     weigh=plan.weigh or self._counts.samples or size_of,
                     waiting=lambda: self._way_back.waiting(),
                 )

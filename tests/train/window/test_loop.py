@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from holdfast.errors import UsageError
 from holdfast.train import Callback, Precision
 from holdfast.train.callbacks.calling import Callbacks
-from holdfast.train.window.loop import Clip, Update, next_window
+from holdfast.train.window.batches import Batches
+from holdfast.train.window.loop import Clip, Update
 from holdfast.train.window.metrics import Numbers
 from holdfast.train.window.precision import Numerics
 
@@ -148,5 +149,6 @@ def test_a_batch_of_a_class_of_its_own_is_moved_by_its_to(kind: type[Own]) -> No
 
 
 def test_a_window_takes_no_batch_beyond_itself() -> None:
-    batches = iter(range(5))
-    assert [next_window(batches, 2) for _ in range(4)] == [[0, 1], [2, 3], [4], []]
+    batches = Batches(range(5))
+    batches.begin()
+    assert [batches.window(2) for _ in range(4)] == [[0, 1], [2, 3], [4], []]

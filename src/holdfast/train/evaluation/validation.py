@@ -25,12 +25,10 @@ from holdfast.policy.clock import ALL_UNITS, Time, Unit, parse
 from holdfast.policy.triggers import Every
 from holdfast.state.generators import device_generators
 from holdfast.train.asked import check_range
-from holdfast.train.callbacks.calling import Callbacks
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.training import Metrics
-from holdfast.train.window.loop import LossFunction, evaluate, moved
-from holdfast.train.window.metrics import LazyMetrics, Mean, Numbers
-from holdfast.train.window.precision import Numerics
+from holdfast.train.window.loop import LossFunction, Update, evaluate, moved
+from holdfast.train.window.metrics import LazyMetrics, Mean
 
 _NONE = object()
 
@@ -143,11 +141,8 @@ class Validator:
     """Runs a `Validation`."""
 
     plan: Validation
-    loss: LossFunction
-    numerics: Numerics
-    device: torch.device | None
-    callbacks: Callbacks
-    numbers: Numbers
+    update: Update
+    """The training's update, whose loss, precision and device it uses."""
     weigh: Callable[[Any], float]
     waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Makes the block around what may be given up in its middle: a fetch, a forward pass."""
@@ -191,28 +186,28 @@ class Validator:
         def run() -> Mapping[str, Any]:
             with self.waiting():
                 found = check.run(model)
-            return self.numbers(found)
+            return self.update.numbers(found)
 
         return self._told(self._name(check.name), run)
 
     def _told(self, name: str, run: Callable[[], Mapping[str, Any]]) -> dict[str, float]:
         """Call `run` between its hooks; returns its metrics under their full names."""
-        self.callbacks.tell(Callback.validation_start, name)
+        self.update.callbacks.tell(Callback.validation_start, name)
         values = LazyMetrics(run())
         if not values:
             raise UsageError(f"validation data {name!r} gave no batch, or a check no metric")
         metrics = {f"{_scope(name)}{metric}": value for metric, value in values.items()}
-        self.callbacks.tell(Callback.validation_end, name, metrics)
+        self.update.callbacks.tell(Callback.validation_end, name, metrics)
         return metrics
 
     def _means(self, loader: _Restarting, model: nn.Module) -> Mapping[str, Any]:
-        mean, tell = Mean(), self.callbacks.tell
+        mean, update, tell = Mean(), self.update, self.update.callbacks.tell
         for given in self._fetched(loader):
-            batch = moved(given, self.device)
+            batch = moved(given, update.device)
             tell(Callback.validation_batch_start, batch)
-            with self.numerics.autocast(), self.waiting():
-                loss, extra = evaluate(self.plan.loss or self.loss, model, batch)
-            mean.add(self.numbers({"loss": loss, **extra}), self.weigh(given))
+            with update.numerics.autocast(), self.waiting():
+                loss, extra = evaluate(self.plan.loss or update.loss, model, batch)
+            mean.add(update.numbers({"loss": loss, **extra}), self.weigh(given))
             tell(Callback.validation_batch_end, batch)
         return mean.result()
 

@@ -23,6 +23,7 @@ from holdfast.policy.rule import SaveClass
 from holdfast.policy.triggers import Event
 from holdfast.state.loaded import is_loaded
 from holdfast.train import making
+from holdfast.train.asked import Counts
 from holdfast.train.callbacks.calling import Callbacks, HookFailed
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.counters import Counters
@@ -61,8 +62,7 @@ class Gear:
     log_every: int
     """Steps between two logs."""
     seed: int
-    count_samples: Callable[[Any], int] | None
-    count_tokens: Callable[[Any], int] | None
+    counts: Counts
 
 
 class Fit:
@@ -190,13 +190,13 @@ class Fit:
     def _begin_counting(self) -> None:
         now, gear = self._counters, self._gear
         for name, count, total in (
-            ("samples", gear.count_samples, now.samples),
-            ("tokens", gear.count_tokens, now.tokens),
+            ("samples", gear.counts.samples, now.samples),
+            ("tokens", gear.counts.tokens, now.tokens),
         ):
             if count is not None and total is None and now.step:
                 logger.warning("%s were not counted before step %d", name, now.step)
-        now.samples = None if gear.count_samples is None else now.samples or 0
-        now.tokens = None if gear.count_tokens is None else now.tokens or 0
+        now.samples = None if gear.counts.samples is None else now.samples or 0
+        now.tokens = None if gear.counts.tokens is None else now.tokens or 0
 
     def _train(self, saver: StepSaver, found: Checkpoint | None) -> None:
         """Do the steps up to the goal, with validations, logs and saves after each.
@@ -282,8 +282,8 @@ class Fit:
             self._gear.ema.follow(self._gear.model)
         self._counters.add_step(
             len(window),
-            _total(self._gear.count_samples, window),
-            _total(self._gear.count_tokens, window),
+            _total(self._gear.counts.samples, window),
+            _total(self._gear.counts.tokens, window),
         )
         # What is saved after the epoch's last step is to say that the epoch is over.
         is_cut = len(window) < self._gear.accumulate

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast.data.randomness import preserved
-from holdfast.errors import UsageError
-from holdfast.train.callbacks.hooks import Logger
-from holdfast.train.loggers.extras import import_extra
+from holdfast.train.loggers.extras import RunLogger, import_extra
 from holdfast.train.loggers.replays import Replays
 from holdfast.train.training import Metrics, Training
-
-if TYPE_CHECKING:
-    from holdfast.engine.checkpoint import Checkpoint
 
 _POSITION = "holdfast.position"
 """The tag of a run that says how far it was logged."""
 
 
-class MLflow(Logger):
+class MLflow(RunLogger):
     """Logs to one run of MLflow, and continues it after a resume.
 
     The run's id is in the checkpoints. The position of the log is in a tag of the run, written
@@ -45,7 +39,6 @@ class MLflow(Logger):
         self._tracking_uri = tracking_uri
         self._run_name = run_name
         self._client: Any = None
-        self._id: str | None = None
         self._status = "FINISHED"
         self._replays = Replays()
 
@@ -70,14 +63,6 @@ class MLflow(Logger):
             tag = self._library.entities.RunTag(_POSITION, self._replays.position)
             self._log(metrics, step, tags=[tag])
 
-    def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
-        """Log the cost of the load."""
-        self._log(cost, checkpoint.step)
-
-    def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
-        """Log the cost of the save."""
-        self._log(cost, checkpoint.step)
-
     def exception(self, training: Training, error: BaseException) -> None:
         """Record the status with which the run ends."""
         self._status = "FAILED" if isinstance(error, Exception) else "KILLED"
@@ -87,20 +72,6 @@ class MLflow(Logger):
         if self._client is not None:
             self._client.set_terminated(self._id, self._status)
             self._client = None
-
-    def state_dict(self) -> dict[str, str | None]:
-        """Return the id of the run."""
-        return {"id": self._id}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the id of a run.
-
-        Raises:
-            UsageError: the members are not those of this state.
-        """
-        if set(state) != {"id"} or not isinstance(state["id"], str | None):
-            raise UsageError(f"not the state of MLflow: {sorted(state)}")
-        self._id = state["id"]
 
     def _new_run(self) -> str:
         found = self._client.get_experiment_by_name(self._experiment)

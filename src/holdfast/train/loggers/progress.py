@@ -62,7 +62,9 @@ class ProgressBar(Logger):
 
     def close(self, training: Training) -> None:
         """Remove the bar and restore the terminal."""
-        self._stop()
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
     def _show(self, training: Training) -> None:
         if self._bar is None:
@@ -70,11 +72,6 @@ class ProgressBar(Logger):
         done = training.goal.unit.of(training.counters.timestamp)
         task, epoch = self._bar.task_ids[0], training.counters.epoch
         self._bar.update(task, completed=done or 0, epoch=epoch, loss=self._loss)
-
-    def _stop(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
 
     def _say(self, text: str) -> None:
         if self._console.is_terminal:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast.data.randomness import preserved
 from holdfast.errors import UsageError
-from holdfast.train.callbacks.hooks import Logger
-from holdfast.train.loggers.extras import import_extra
+from holdfast.train.loggers.extras import RunLogger, import_extra
 from holdfast.train.loggers.replays import Replays
 from holdfast.train.training import Metrics, Training
 
-if TYPE_CHECKING:
-    from holdfast.engine.checkpoint import Checkpoint
 
-
-class WeightsAndBiases(Logger):
+class WeightsAndBiases(RunLogger):
     """Logs to one run of Weights & Biases, and continues it after a resume.
 
     The run's id is in the checkpoints. Every value is logged with its `step`, which is the axis
@@ -40,7 +35,6 @@ class WeightsAndBiases(Logger):
         self._library = import_extra("wandb", "wandb")
         self._run: Any = None
         self._replays = Replays()
-        self._id: str | None = None
 
     def fit_start(self, training: Training) -> None:
         """Begin the run, or continue it."""
@@ -59,33 +53,11 @@ class WeightsAndBiases(Logger):
             self._log(metrics, training.present_step)
             self._write_position()
 
-    def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
-        """Log the cost of the load."""
-        self._log(cost, checkpoint.step)
-
-    def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
-        """Log the cost of the save."""
-        self._log(cost, checkpoint.step)
-
     def close(self, training: Training) -> None:
         """End the run; a resume continues it."""
         if self._run is not None:
             self._run.finish()
             self._run = None
-
-    def state_dict(self) -> dict[str, str | None]:
-        """Return the id of the run."""
-        return {"id": self._id}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the id of a run.
-
-        Raises:
-            UsageError: the members are not those of this state.
-        """
-        if set(state) != {"id"} or not isinstance(state["id"], str | None):
-            raise UsageError(f"not the state of WeightsAndBiases: {sorted(state)}")
-        self._id = state["id"]
 
     @property
     def _position_file(self) -> Path:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from holdfast.data.randomness import preserved
 from holdfast.train.window.boundary import Boundary
-from holdfast.train.window.loop import next_window
 
 logger = logging.getLogger("holdfast")
 
@@ -39,8 +39,12 @@ class Batches:
         self._rest = iter(())
 
     def window(self, size: int) -> list[Any]:
-        """Take the next `size` batches: fewer at the end of an epoch, none after it."""
-        return next_window(self._rest, size)
+        """Take the next `size` batches: fewer at the end of an epoch, none after it.
+
+        They are taken before the first one is trained on, so that the position of the data is at a
+        window's end whenever a step is.
+        """
+        return list(islice(self._rest, size))
 
     def are_over(self, num_taken: int) -> bool:
         """Whether the last batch of the epoch was taken.

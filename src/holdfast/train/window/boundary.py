@@ -33,7 +33,14 @@ class Boundary:
         self._depth, self._num_threads = randomness.depth(), torch.get_num_threads()
         self._data = data
         self._position = None if data is None else data.state_dict()
-        self._components = None if components is None else _Components(components)
+        # Generators come with any component.
+        self._live = None if components is None else components or {"nothing": {}}
+        captured = {} if self._live is None else capture(self._live).components
+        self._stored = {name: part.stored for name, part in captured.items()}
+        self._tensors = {
+            name: {key: tensor.to("cpu", copy=True) for key, tensor in part.tensors.items()}
+            for name, part in captured.items()
+        }
         self._buffers = [
             (buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers()
         ]
@@ -48,26 +55,9 @@ class Boundary:
             buffer.copy_(kept)
         if self._data is not None:
             self._data.load_state_dict(self._position)
-        if self._components is not None:
-            self._components.put_back()
-
-
-class _Components:
-    """Snapshot of components in memory, as a checkpoint would hold them."""
-
-    def __init__(self, components: Mapping[str, Any]) -> None:
-        components = components or {"nothing": {}}  # generators come with any component
-        captured = capture(components).components
-        self._live = components
-        self._stored = {name: part.stored for name, part in captured.items()}
-        self._tensors = {
-            name: {key: tensor.to("cpu", copy=True) for key, tensor in part.tensors.items()}
-            for name, part in captured.items()
-        }
-
-    def put_back(self) -> None:
-        ready = prepare(self._live, self._stored, where="the state before the step")
-        ready.apply(self._tensors)
+        if self._live is not None:
+            ready = prepare(self._live, self._stored, where="the state before the step")
+            ready.apply(self._tensors)
 
 
 def small(state: Mapping[str, Any], *without: str) -> dict[str, Any]:

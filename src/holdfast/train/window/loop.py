@@ -6,9 +6,8 @@ Knows nothing about saving, counting or validating.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -155,15 +154,6 @@ def evaluate(loss: LossFunction, model: nn.Module, batch: Any) -> tuple[Tensor, 
     if reserved:
         raise UsageError(f"loss gives metrics with reserved names: {reserved}")
     return value, extra
-
-
-def next_window(batches: Iterator[Any], size: int) -> list[Any]:
-    """Take the next `size` batches: fewer at the end of an epoch, none after it.
-
-    They are taken before the first one is trained on, so that the position of the data is at a
-    window's end whenever a step is.
-    """
-    return list(islice(batches, size))
 
 
 def moved(batch: Any, device: torch.device | None) -> Any:

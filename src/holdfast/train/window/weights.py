@@ -42,7 +42,9 @@ class Weights:
 
 
 def _mark(value: nn.Module | Optimizer) -> list[Any]:
-    return _of_module(value) if isinstance(value, nn.Module) else _of_optimizer(value)
+    if isinstance(value, nn.Module):
+        return _of_module(value)
+    return [_noted(value.param_groups), _noted([*value.state.values()])]
 
 
 def _of_module(module: nn.Module) -> list[Any]:
@@ -54,10 +56,6 @@ def _is_plain(module: nn.Module) -> bool:
     """Whether a module's state has only tensors."""
     own = nn.Module.get_extra_state
     return all(type(inner).get_extra_state is own for inner in module.modules())
-
-
-def _of_optimizer(optimizer: Optimizer) -> list[Any]:
-    return [_noted(optimizer.param_groups), _noted([*optimizer.state.values()])]
 
 
 def _noted(value: Any) -> Any:
