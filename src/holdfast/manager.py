@@ -47,7 +47,7 @@ from holdfast.engine.saving.save import SaveRequest
 from holdfast.engine.saving.saver import Saver
 from holdfast.engine.staging.device import refuse_capture
 from holdfast.engine.staging.overlap import Mode, Overlap
-from holdfast.engine.tiers.catalog import TieredCatalog, catalog_of
+from holdfast.engine.tiers.catalog import catalog_of
 from holdfast.engine.tiers.tiered import Rules, Tiered
 from holdfast.errors import (
     DeadlineExceeded,
@@ -815,10 +815,7 @@ class CheckpointManager:
     def _annotate(self, which: str | int, **notes: Any) -> None:
         self._catalog.look_again()
         entry = self._catalog.resolve(which)
-        if not isinstance(self._catalog, TieredCatalog):
-            annotate(self.store, entry, **notes)
-            return
-        for found in self._catalog.copies(entry.name):
+        for found in self._catalog.copies(entry):
             annotate(*found, **notes)
 
     def _announce_not_saved(self, captured: Captured, *, is_whole: bool) -> None:

@@ -3,50 +3,36 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from typing import Any, TypeVar
+from typing import Any
 
 from holdfast.engine.workers import Workers
 
-T = TypeVar("T")
 
-
-class Background:
+class Background(Workers):
     """Workers with one signal to stop, and a deadline for whoever waits for their end."""
 
     def __init__(self, name: str, *, num_threads: int = 1) -> None:
-        self._workers = Workers(num_threads, name)
-        self._stop = threading.Event()
+        super().__init__(num_threads, name)
+        self._signal = threading.Event()
 
     @property
     def is_stopping(self) -> bool:
         """Whether the jobs were told to stop."""
-        return self._stop.is_set()
-
-    def start(self) -> None:
-        """Start the threads now; see `Workers.start`."""
-        self._workers.start()
-
-    def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Queue a job.
-
-        Raises:
-            ManagerUnusable: after `end`.
-        """
-        return self._workers.submit(job)
+        return self._signal.is_set()
 
     def sleep(self, seconds: float) -> bool:
         """For a job: wait, but not beyond the signal to stop. Returns whether that was given."""
-        return self._stop.wait(seconds)
+        return self._signal.wait(seconds)
 
     def ask_to_stop(self) -> None:
         """Tell the jobs to stop; does not wait."""
-        self._stop.set()
+        self._signal.set()
 
     def proceed(self) -> None:
         """Withdraw the signal to stop."""
-        self._stop.clear()
+        self._signal.clear()
 
     def stop(self, jobs: Sequence[Future[Any]], *, timeout_s: float) -> bool:
         """Tell the jobs to stop. Returns whether the given ones end within `timeout_s` seconds."""
@@ -55,5 +41,5 @@ class Background:
 
     def end(self, jobs: Sequence[Future[Any]] = (), *, timeout_s: float = 0.0) -> bool:
         """As `stop`; the threads take no more jobs, and end after those that are queued."""
-        self._workers.close()
+        self.close()
         return self.stop(jobs, timeout_s=timeout_s)

@@ -24,7 +24,7 @@ from typing import TypeVar
 from holdfast.engine.background import Background
 from holdfast.engine.roots.commit import SaveAttempt, publish, settle
 from holdfast.engine.roots.documents import read_document
-from holdfast.engine.sealed.sealing import SealedStore, bare, vouched
+from holdfast.engine.sealed.sealing import bare, sealed, vouched
 from holdfast.engine.sealed.unsealing import box_documents, boxes_of
 from holdfast.engine.tiers.pieces import (
     FilePiece,
@@ -169,7 +169,7 @@ class Sender:
         listing = decode_listing(data, what=f"{where}/{layout.MANIFEST}")
         if isinstance(listing, Aborted | Deleted):
             raise NoCheckpoint(f"{where}: it was deleted")
-        if isinstance(listing, Manifest) and isinstance(self._vouching, SealedStore):
+        if isinstance(listing, Manifest) and sealed(self._vouching) is not None:
             raise NotSealed(f"{where}: it is from before the run was sealed, and not sent in clear")
         return data, listing
 
