@@ -18,7 +18,7 @@ from holdfast.care.beginning import Beginning
 from holdfast.care.chores import ManagerChores
 from holdfast.care.mirror import ownership
 from holdfast.care.tuning import Tuning
-from holdfast.engine.checkpoint import Checkpoint, CheckpointList, PendingSave, describe
+from holdfast.engine.checkpoint import Checkpoint, CheckpointList, PendingSave, describe, parse_seen
 from holdfast.engine.claims.notes import annotate, checked_metrics, checked_reasons, checked_tags
 from holdfast.engine.claims.owner import left_s
 from holdfast.engine.control import exits
@@ -40,7 +40,6 @@ from holdfast.engine.moments import Counters, Moments
 from holdfast.engine.options import Checkpoints, OnExisting
 from holdfast.engine.pause import collector_paused
 from holdfast.engine.roots.catalog import Entry
-from holdfast.engine.roots.seen import parse_seen
 from holdfast.engine.saving.compressing import Compress, Compressing, choices
 from holdfast.engine.saving.fingerprint import differences, environment, numerics
 from holdfast.engine.saving.save import SaveRequest

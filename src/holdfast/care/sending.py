@@ -22,9 +22,9 @@ from holdfast.engine.claims.notes import annotate
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.roots.commit import check_ownership, mark_aborted, remove_files, settle
 from holdfast.engine.sealed.sealing import sealed
+from holdfast.engine.tiers.catalog import remote_emitter
 from holdfast.engine.tiers.claims import TieredOwnership
 from holdfast.engine.tiers.pieces import length
-from holdfast.engine.tiers.telling import remote_emitter
 from holdfast.engine.tiers.tiered import TieredOptions
 from holdfast.engine.tiers.upload import Cost, Sender, UploadInterrupted
 from holdfast.errors import (

@@ -7,14 +7,48 @@ takes the least time, or none. A later save that is slower than that first one e
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from holdfast.engine.saving.throughput import Throughput
 from holdfast.engine.workers import num_cores
 from holdfast.events import Emitter
 from holdfast.format.codec import CODECS, Compression, Encoding, is_installed
+
+
+class Throughput:
+    """Sums bytes, and the time in which at least one call to the store was in progress."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_calls = 0
+        self._began_s = 0.0
+        self.busy_s = 0.0
+        self.nbytes = 0
+
+    @contextmanager
+    def taking(self, nbytes: int = 0) -> Iterator[None]:
+        """Measure a call to the store that takes `nbytes`, or makes earlier ones durable."""
+        with self._lock:
+            if self._num_calls == 0:
+                self._began_s = time.perf_counter()
+            self._num_calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.nbytes += nbytes
+                self._num_calls -= 1
+                if self._num_calls == 0:
+                    self.busy_s += time.perf_counter() - self._began_s
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Bytes per second; None before anything was measured."""
+        return self.nbytes / self.busy_s if self.busy_s > 0 and self.nbytes else None
+
 
 MIN_NBYTES = 32 << 20
 """Saves that write less are not measured."""

@@ -6,9 +6,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping
 from typing import Literal, TypeAlias
 
-from holdfast.engine.saving.choosing import Chooser
+from holdfast.engine.saving.choosing import Chooser, Throughput
 from holdfast.engine.saving.packing import Pieces
-from holdfast.engine.saving.throughput import Throughput
 from holdfast.errors import UsageError
 from holdfast.events import Emitter
 from holdfast.format.blocks import num_blocks

@@ -20,10 +20,9 @@ from holdfast.engine.roots.commit import SaveAttempt, abandon, begin, commit
 from holdfast.engine.saving.compressing import Compressing
 from holdfast.engine.saving.links import Links
 from holdfast.engine.saving.writing import FileToWrite, WrittenFile, write_files
-from holdfast.engine.staging.content import BytesContent, Content
 from holdfast.engine.staging.guard import Overlapped
-from holdfast.engine.staging.known import KnownFile
-from holdfast.engine.staging.staged import Staged
+from holdfast.engine.staging.image import KnownFile
+from holdfast.engine.staging.staged import BytesContent, Content, Staged
 from holdfast.engine.workers import Workers
 from holdfast.errors import HoldfastError, OutcomeUnknown, StoreError
 from holdfast.format import blocks, layout

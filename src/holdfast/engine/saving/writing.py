@@ -17,9 +17,9 @@ from itertools import islice
 from typing import Any
 
 from holdfast.engine.checkpoint import Phase
+from holdfast.engine.saving.choosing import Throughput
 from holdfast.engine.saving.packing import Encoded, Packer, Pieces, encode
-from holdfast.engine.saving.throughput import Throughput
-from holdfast.engine.staging.content import BytesContent, Content
+from holdfast.engine.staging.staged import BytesContent, Content
 from holdfast.engine.workers import Workers, cancel, gather
 from holdfast.errors import DeadlineExceeded
 from holdfast.format import blocks

@@ -17,7 +17,7 @@ from holdfast.engine.roots.sources import expect_root
 from holdfast.engine.sealed.sealing import sealed, sealing
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import FormatError, NotSealed, SealError, StoreError, UsageError
-from holdfast.events import Emitter
+from holdfast.events import Emitter, Event
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Manifest
 from holdfast.format.records import WriterRecord
@@ -224,3 +224,20 @@ class TieredCatalog(Catalog):
                 tier="remote",
             )
             return nothing
+
+
+def remote_emitter(emit: Emitter, url: str, *, only_first: bool = False) -> Emitter:
+    """Hands events on with the field `tier="remote"` and the place in the message.
+
+    With `only_first` the first one alone: a network that is away is away for long.
+    """
+    told: list[Event] = []
+
+    def hand_on(event: Event) -> None:
+        if only_first and told:
+            return
+        told[:] = [event]
+        fields = {**event.fields, "tier": "remote"}
+        emit(event.kind, f"{url}: {event.message}", step=event.step, **fields)
+
+    return Emitter((hand_on,))
