@@ -20,13 +20,13 @@ from holdfast.care.backlog import Backlog
 from holdfast.care.housekeeping import Housekeeper
 from holdfast.care.sending import Sending
 from holdfast.care.uploads import Uploads
-from holdfast.engine.background import Background
 from holdfast.engine.claims.claim import Choice
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.tiers.catalog import TieredCatalog
 from holdfast.engine.tiers.claims import TieredOwnership
 from holdfast.engine.tiers.tiered import Rules, Tiered, TieredOptions
+from holdfast.engine.workers import Background
 from holdfast.errors import DeadlineExceeded, UploadFailed
 from holdfast.events import Emitter
 from holdfast.format.manifest import Timestamp

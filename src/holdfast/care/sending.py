@@ -16,7 +16,6 @@ from holdfast.care.backlog import Backlog
 from holdfast.care.housekeeping import Housekeeper
 from holdfast.care.mend import mend
 from holdfast.care.retention import candidate
-from holdfast.engine.background import Background
 from holdfast.engine.claims.claim import Claim, expect_claim, is_closed, nothing_arrives
 from holdfast.engine.claims.notes import annotate
 from holdfast.engine.roots.catalog import Catalog, Entry
@@ -27,6 +26,7 @@ from holdfast.engine.tiers.claims import TieredOwnership
 from holdfast.engine.tiers.pieces import length
 from holdfast.engine.tiers.tiered import TieredOptions
 from holdfast.engine.tiers.upload import Cost, Sender, UploadInterrupted
+from holdfast.engine.workers import Background
 from holdfast.errors import (
     CommitConflict,
     DeadlineExceeded,

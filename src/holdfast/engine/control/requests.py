@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
-from holdfast.engine.background import Background
 from holdfast.engine.claims.notes import checked_tags
 from holdfast.engine.claims.process import this_process, utc_now
 from holdfast.engine.roots.documents import is_there, read_document, read_if_there
+from holdfast.engine.workers import Background
 from holdfast.errors import (
     AccessDenied,
     FormatError,

@@ -64,6 +64,7 @@ from holdfast.store.base import (
     ObjectInfo,
     Store,
     WrappedStore,
+    expect_at_least,
     expect_at_most,
     ignore,
 )
@@ -645,6 +646,5 @@ def _is_ours(name: str) -> bool:
 
 def _cut(document: bytes, start: int, nbytes: int | None, *, what: str) -> bytes:
     stop = len(document) if nbytes is None else start + nbytes
-    if stop > len(document):
-        raise CorruptData(f"{what}: has {len(document)} bytes, expected at least {stop}")
+    expect_at_least(len(document), stop, what=what)
     return document[start:stop]

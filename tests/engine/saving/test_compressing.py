@@ -12,7 +12,7 @@ import torch
 
 from holdfast import CheckpointManager
 from holdfast.engine.saving import choosing, compressing
-from holdfast.engine.saving.choosing import (
+from holdfast.engine.saving.compressing import (
     MIN_NBYTES,
     SAVES_BETWEEN,
     Chooser,
