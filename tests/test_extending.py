@@ -280,7 +280,7 @@ def test_a_codec_is_a_row_and_two_functions(changed: Path, tmp_path: Path) -> No
     code = """
 import torch
 from holdfast import CheckpointManager, Compression
-from holdfast.engine.saving.choosing import candidates
+from holdfast.engine.saving.compressing import candidates
 from holdfast.errors import UsageError
 state = {"model": {"w": torch.arange(3 << 20).float()}}
 with CheckpointManager("run", state, compress="gzip") as manager:

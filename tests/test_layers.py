@@ -40,7 +40,6 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "engine": (
         ("memory", "pause", "roots", "workers"),
-        ("background",),
         ("checkpoint", "claims", "moments", "sealed", "staging", "threads"),
         ("access", "control", "hooks", "loading", "tiers"),
         ("saving",),

@@ -20,7 +20,7 @@ from tests.format import test_envelope, test_segments, test_suites
 
 from holdfast import errors, keys
 from holdfast.care import preflight, rekey
-from holdfast.engine.roots.seen import Seen
+from holdfast.engine.checkpoint import Seen
 from holdfast.engine.sealed import sealing
 from holdfast.format import envelope, layout, segments, suites
 from holdfast.format.segments import FileCipher

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from holdfast import keys as keys
     from holdfast import testing as testing
     from holdfast import train as train
-    from holdfast.engine.access.reading import reading as reading
+    from holdfast.engine.access import reading as reading
     from holdfast.engine.checkpoint import Checkpoint as Checkpoint
     from holdfast.engine.checkpoint import PendingSave as PendingSave
     from holdfast.engine.control.stop import Stop as Stop
@@ -145,7 +145,7 @@ _HOMES = {
     "load_weights": "holdfast.weights",
     "open_store": "holdfast.store",
     "parse_rule": "holdfast.policy.spelling",
-    "reading": "holdfast.engine.access.reading",
+    "reading": "holdfast.engine.access",
     "simulate": "holdfast.policy.simulate",
     "testing": "holdfast",
     "train": "holdfast",

@@ -18,7 +18,7 @@ from holdfast.care.beginning import Beginning
 from holdfast.care.chores import ManagerChores
 from holdfast.care.mirror import ownership
 from holdfast.care.tuning import Tuning
-from holdfast.engine.checkpoint import Checkpoint, CheckpointList, PendingSave, describe
+from holdfast.engine.checkpoint import Checkpoint, CheckpointList, PendingSave, describe, parse_seen
 from holdfast.engine.claims.notes import annotate, checked_metrics, checked_reasons, checked_tags
 from holdfast.engine.claims.owner import left_s
 from holdfast.engine.control import exits
@@ -40,14 +40,13 @@ from holdfast.engine.moments import Counters, Moments
 from holdfast.engine.options import Checkpoints, OnExisting
 from holdfast.engine.pause import collector_paused
 from holdfast.engine.roots.catalog import Entry
-from holdfast.engine.roots.seen import parse_seen
 from holdfast.engine.saving.compressing import Compress, Compressing, choices
 from holdfast.engine.saving.fingerprint import differences, environment, numerics
 from holdfast.engine.saving.save import SaveRequest
 from holdfast.engine.saving.saver import Saver
 from holdfast.engine.staging.device import refuse_capture
 from holdfast.engine.staging.overlap import Mode, Overlap
-from holdfast.engine.tiers.catalog import TieredCatalog, catalog_of
+from holdfast.engine.tiers.catalog import catalog_of
 from holdfast.engine.tiers.tiered import Rules, Tiered
 from holdfast.errors import (
     DeadlineExceeded,
@@ -458,7 +457,7 @@ class CheckpointManager:
             unhealthy=unhealthy,
             seen=parse_seen(seen),
         )
-        found = self._applying.resume(search)
+        found = self._applying.apply(search, claims=True)
         self._is_unused = found is None
         if found is not None:
             self._expect_nothing_trained(found.entry, is_rollback=search.is_rollback)
@@ -477,15 +476,9 @@ class CheckpointManager:
             f"resumed {found.entry.folder}",
             step=found.entry.step,
             folder=found.entry.folder,
-            rejected=tuple(reader.rejected),
+            rejected=reader.rejected,
         )
-        return describe(
-            self._home(found.entry),
-            found.entry,
-            rejected=tuple(reader.rejected),
-            notes=self._notes(found),
-            new=found.one_sided.new,
-        )
+        return self._described(found, reader)
 
     @checked()
     @collector_paused()
@@ -542,7 +535,7 @@ class CheckpointManager:
             is_read_late = in_place or self._memory_budget is not None
             reader.holding = holding if is_read_late or not self.is_owner else None
             search = Search(reader, which, walks=False, options=options)
-            found = self._applying.load(search)
+            found = self._applying.apply(search, claims=False)
         assert found is not None, "what is named is there, or an error says why not"
         self._is_unused = False
         self._went_on_from(found, before, is_rollback=search.is_rollback)
@@ -552,9 +545,7 @@ class CheckpointManager:
             step=found.entry.step,
             folder=found.entry.folder,
         )
-        notes = (*reader.notes, *self._notes(found))
-        new_ = found.one_sided.new
-        return describe(self._home(found.entry), found.entry, notes=notes, new=new_)
+        return self._described(found, reader)
 
     def count_from(self, timestamp: Timestamp) -> None:
         """Continue counters and training time from `timestamp`, of a state from another root.
@@ -664,21 +655,16 @@ class CheckpointManager:
             self._outside.close()
             exits.forget(self)
             self._overlap.step_guard.close()
-            upload_failure = self._end_uploads(left_s(end))
+            try:
+                self._uploads.close(left_s(end))
+            except HoldfastError as error:
+                upload_failure = error  # raised when all is closed
             self._saver.close()
             self._owner.release(left_s(end))
             self._emit("closed", f"{self.store.url}: closed")
         self._saver.raise_failure()
         if upload_failure is not None:
             raise upload_failure
-
-    def _end_uploads(self, timeout_s: float) -> HoldfastError | None:
-        """Send what is left, up to a deadline; what went wrong is raised when all is closed."""
-        try:
-            self._uploads.close(timeout_s)
-        except HoldfastError as error:
-            return error
-        return None
 
     def _save(
         self,
@@ -699,7 +685,8 @@ class CheckpointManager:
         except SaveSkipped as error:
             self._emit("save_skipped", str(error), step=now.step)
             return PendingSave.skipped(now.step, due, error)
-        self._wait_for_the_save_before()
+        # Its arenas are needed; its housekeeping may go on, but not beside a preflight.
+        self._drain(but_housekeeping=not self._beginning.preflight_due)
         self._uploads.raise_failure()
         self._uploads.expect_room(now)
         if self._refuses_existing:
@@ -788,20 +775,12 @@ class CheckpointManager:
 
     def _check_usable(self) -> None:
         self._check_process()
-        self._applying.expect_whole(self.store.url)
+        self._applying.expect_whole()
 
-    def _wait_for_the_save_before(self) -> None:
-        """Its arenas are needed; its housekeeping may go on, but not beside a preflight."""
-        if self._beginning.preflight_due:
-            self._drain()
-            return
-        self._saver.wait_for_arenas(self._saver.timeout_s)
-        exits.told(self)
-        self._raise_failure()
-
-    def _drain(self) -> None:
+    def _drain(self, *, but_housekeeping: bool = False) -> None:
         """Wait for the save before, and raise its error."""
-        self._saver.settle(self._saver.timeout_s)
+        wait = self._saver.wait_for_arenas if but_housekeeping else self._saver.settle
+        wait(self._saver.timeout_s)
         exits.told(self)
         self._raise_failure()
 
@@ -815,10 +794,7 @@ class CheckpointManager:
     def _annotate(self, which: str | int, **notes: Any) -> None:
         self._catalog.look_again()
         entry = self._catalog.resolve(which)
-        if not isinstance(self._catalog, TieredCatalog):
-            annotate(self.store, entry, **notes)
-            return
-        for found in self._catalog.copies(entry.name):
+        for found in self._catalog.copies(entry):
             annotate(*found, **notes)
 
     def _announce_not_saved(self, captured: Captured, *, is_whole: bool) -> None:
@@ -904,8 +880,14 @@ class CheckpointManager:
             )
         self._first_look_due = False
 
-    def _notes(self, found: LoadCandidate) -> tuple[str, ...]:
+    def _described(self, found: LoadCandidate, reader: Reader) -> Checkpoint:
         manifest = found.entry.manifest
         unhealthy = (f"the state was not healthy: {why}" for why in manifest.unhealthy)
-        notes = (*found.one_sided.notes, *found.prepared.notes)
-        return (*notes, *unhealthy, *differences(manifest.numerics, numerics()))
+        notes = (*reader.notes, *found.one_sided.notes, *found.prepared.notes, *unhealthy)
+        return describe(
+            self._home(found.entry),
+            found.entry,
+            rejected=reader.rejected,
+            notes=(*notes, *differences(manifest.numerics, numerics())),
+            new=found.one_sided.new,
+        )

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from holdfast.arguments import checked
-from holdfast.engine.access.locate import located
+from holdfast.engine.access import located
 from holdfast.engine.checkpoint import Checkpoint, describe
 from holdfast.engine.loading.resume import LoadOptions, Reader, Rename
 from holdfast.engine.roots.catalog import Catalog

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from holdfast import errors
-from holdfast.engine.workers import Workers, gather, hand_over
+from holdfast.engine.workers import Background, Workers, gather, hand_over
 
 
 def test_the_first_error_is_raised_and_nothing_runs_afterwards() -> None:
@@ -177,3 +177,40 @@ def test_they_grow_by_one_for_a_job_and_not_where_no_more_are_to_be_had(
     for thread in started:
         thread.join(60)
         assert not thread.is_alive()
+
+
+# Background
+
+
+def test_a_pause_ends_with_the_signal_to_stop() -> None:
+    background = Background("test")
+    job = background.submit(lambda: background.sleep(600))
+    assert background.stop([job], timeout_s=60)
+    assert job.result() is True
+    background.end()
+
+
+def test_work_goes_on_after_the_signal_was_withdrawn() -> None:
+    background = Background("test")
+    assert background.stop([], timeout_s=0)
+    assert background.is_stopping
+    background.proceed()
+    assert background.submit(lambda: background.sleep(0)).result(60) is False
+    background.end()
+
+
+def test_a_job_that_hangs_is_reported_at_the_deadline() -> None:
+    """Invariant 9."""
+    background, release = Background("test"), threading.Event()
+    job = background.submit(lambda: release.wait(60))
+    assert not background.end([job], timeout_s=0.01)
+    release.set()
+    assert job.result(60)
+
+
+def test_queued_jobs_are_done_after_the_end_and_no_more_are_taken() -> None:
+    background = Background("test")
+    jobs = [background.submit(lambda: 1) for _ in range(3)]
+    assert background.end(jobs, timeout_s=60)
+    with pytest.raises(errors.ManagerUnusable):
+        background.submit(lambda: 1)

@@ -135,7 +135,7 @@ ROOTS = (
     Mutant(
         name="older-state-goes-unnoticed",
         promise="R37: an older state that was put back is noticed",
-        file="engine/roots/seen.py",
+        file="engine/checkpoint.py",
         before="        if latest.order < self.order:\n",
         after="        if latest.order > self.order:\n",
         near=(SEALING,),
@@ -202,7 +202,7 @@ CLAIMS = (
     Mutant(
         name="deleted-while-it-was-read-is-not-told",
         promise="R11: a reader is told that a checkpoint was deleted while it was read",
-        file="engine/access/reading.py",
+        file="engine/access.py",
         before="        _expect_there(store, entry.folder)\n",
         after="",
         near=(LEASES,),
@@ -334,7 +334,7 @@ STAGING = (
     Mutant(
         name="digest-of-the-save-before",
         promise="I3: digests are those of the staged bytes",
-        file="engine/staging/known.py",
+        file="engine/staging/image.py",
         before="            self.digests[number] = None\n\n    def doubt",
         after="            self.digests[number] = self.digests[number]\n\n    def doubt",
         near=("tests/engine/staging/test_copying.py", MANAGER),

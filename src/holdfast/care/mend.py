@@ -11,7 +11,7 @@ from holdfast.care.verify import verify
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import check_ownership
 from holdfast.engine.roots.documents import read_document
-from holdfast.engine.sealed.sealing import SealedStore, bare, vouched
+from holdfast.engine.sealed.sealing import bare, sealed, vouched
 from holdfast.engine.sealed.unsealing import boxes_of
 from holdfast.engine.tiers.pieces import (
     FilePiece,
@@ -94,14 +94,15 @@ def _pieces_of_plain(
 def _mend_keys(local: Store, remote: Store, folder: str, listing: Listing, epoch: int) -> list[str]:
     """Wrap the data key of a sealed checkpoint anew where no box can be read, for those for whom
     the run seals now: the boxes of the other tier may be for keys that were changed here since."""
-    if not (isinstance(listing, Visible) and isinstance(remote, SealedStore)):
+    sealing_store = sealed(remote)
+    if not isinstance(listing, Visible) or sealing_store is None:
         return []
     here = bare(local)
     unreadable = [name for name in here.children(folder) if layout.parse_keys(name) is not None]
     try:
         boxes_of(here, folder, listing)
     except FormatError:
-        box = remote.new_box(folder)
+        box = sealing_store.new_box(folder)
         _expect_committed(here, folder)
         check_ownership(here, epoch, committed=True)
         newest = max((layout.parse_keys(name) or 0 for name in unreadable), default=0)

@@ -12,7 +12,7 @@ from functools import partial
 
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import put_once
-from holdfast.engine.sealed.sealing import SealedStore
+from holdfast.engine.sealed.sealing import sealed
 from holdfast.engine.workers import Workers, gather
 from holdfast.errors import (
     AlreadyExists,
@@ -56,8 +56,8 @@ def preflight(
         *_lack_of_room(store, nbytes_per_save, saves_kept, num_files),
         *_refusals(store),
     ]
-    if isinstance(store, SealedStore):
-        problems += (f"keys: {problem}" for problem in store.useless_keys())
+    if (sealing_store := sealed(store)) is not None:
+        problems += (f"keys: {problem}" for problem in sealing_store.useless_keys())
     chosen = ""
     if not problems:
         try:

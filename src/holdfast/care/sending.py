@@ -16,17 +16,17 @@ from holdfast.care.backlog import Backlog
 from holdfast.care.housekeeping import Housekeeper
 from holdfast.care.mend import mend
 from holdfast.care.retention import candidate
-from holdfast.engine.background import Background
 from holdfast.engine.claims.claim import Claim, expect_claim, is_closed, nothing_arrives
 from holdfast.engine.claims.notes import annotate
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.roots.commit import check_ownership, mark_aborted, remove_files, settle
-from holdfast.engine.sealed.sealing import SealedStore
+from holdfast.engine.sealed.sealing import sealed
+from holdfast.engine.tiers.catalog import remote_emitter
 from holdfast.engine.tiers.claims import TieredOwnership
 from holdfast.engine.tiers.pieces import length
-from holdfast.engine.tiers.telling import remote_emitter
 from holdfast.engine.tiers.tiered import Rules, TieredOptions
 from holdfast.engine.tiers.upload import Cost, Sender, UploadInterrupted
+from holdfast.engine.workers import Background
 from holdfast.errors import (
     CommitConflict,
     DeadlineExceeded,
@@ -249,8 +249,8 @@ class Sending:
                 for name, file in entry.manifest.files.items()
                 if sizes.get(f"{entry.folder}/{name}") != length(file)
             ]
-        if isinstance(self._remote, SealedStore):
-            wrong += self._remote.lost_keys(entry.folder)
+        if (remote := sealed(self._remote)) is not None:
+            wrong += remote.lost_keys(entry.folder)
         if not wrong:
             return ""
         text = f"{self._remote.url}/{entry.folder} lacks {', '.join(wrong)}"

@@ -14,8 +14,8 @@ from holdfast.cli.documents import (
 )
 from holdfast.cli.output import Answer, Code, progress_bar, size
 from holdfast.cli.target import open_root, open_target
+from holdfast.engine.checkpoint import parse_seen
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.seen import parse_seen
 from holdfast.engine.roots.sources import split_folder, split_source
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.store.base import Store

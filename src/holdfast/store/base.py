@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from holdfast.errors import (
     AlreadyExists,
+    CorruptData,
     InvalidKey,
     LimitExceeded,
     NotFound,
@@ -261,8 +262,7 @@ class Store(ABC):
         With `at_most` it may become shorter: its length is what `finish` is told. Such an object
         comes in pieces of 8 MiB, each at a multiple of that; only the last is shorter.
         """
-        if nbytes < 0:
-            raise UsageError(f"create {key}: nbytes {nbytes} must not be negative")
+        expect_positive("create", key, nbytes=nbytes)
         with suppress(NotFound):
             self.head(key)
             raise AlreadyExists(f"create {self.url}/{key}: the key is taken")
@@ -437,15 +437,10 @@ class GatheringWriter:
 
     def write(self, start: int, data: memoryview) -> None:
         """Keep a piece."""
-        stop = start + data.nbytes
-        if start < 0 or stop > len(self._content):
-            raise UsageError(
-                f"write {self._key}: bytes {start} to {stop} are not inside "
-                f"the {len(self._content)} that were planned"
-            )
+        expect_inside(self._key, start, data.nbytes, len(self._content))
         with self._lock:
             self._check_open("write")
-            self._content[start:stop] = data.tobytes()
+            self._content[start : start + data.nbytes] = data.tobytes()
             self._written_nbytes += data.nbytes
 
     def finish(self, nbytes: int | None = None) -> None:
@@ -529,6 +524,34 @@ def final_nbytes(given: int | None, planned: int, *, at_most: bool, what: str) -
         limit = "at most " if at_most else ""
         raise UsageError(f"finish {what}: {given} bytes where {limit}{planned} were planned")
     return given
+
+
+def check_folder(folder: str) -> None:
+    """Raise `InvalidKey` unless `folder` is "", which is the root, or as `check_key` wants it."""
+    if folder:
+        check_key(folder)
+
+
+def expect_positive(operation: str, key: str, **counts: int | None) -> None:
+    """Raise `UsageError` where one of the `counts`, which are given by their names, is negative."""
+    if any(count is not None and count < 0 for count in counts.values()):
+        given = " and ".join(f"{name} {count}" for name, count in counts.items())
+        raise UsageError(f"{operation} {key}: {given} must not be negative")
+
+
+def expect_inside(key: str, start: int, nbytes: int, planned: int) -> None:
+    """Raise `UsageError` for a piece that does not lie inside the object that was begun."""
+    if start < 0 or start + nbytes > planned:
+        raise UsageError(
+            f"write {key}: bytes {start} to {start + nbytes} are not inside the {planned} that "
+            "were planned"
+        )
+
+
+def expect_at_least(nbytes: int, stop: int, *, what: str) -> None:
+    """Raise `CorruptData` for an object that ends before byte `stop`."""
+    if nbytes < stop:
+        raise CorruptData(f"{what}: has {nbytes} bytes, expected at least {stop}")
 
 
 def expect_at_most(nbytes: int, max_nbytes: int, *, what: str) -> None:

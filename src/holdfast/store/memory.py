@@ -7,14 +7,17 @@ from collections.abc import Iterator
 
 from typing_extensions import override
 
-from holdfast.errors import AlreadyExists, CorruptData, NotFound, UsageError
+from holdfast.errors import AlreadyExists, NotFound
 from holdfast.store.base import (
     BlockWriter,
     Buffer,
     GatheringWriter,
     ObjectInfo,
     Store,
+    check_folder,
     check_key,
+    expect_at_least,
+    expect_positive,
 )
 
 
@@ -55,15 +58,11 @@ class MemoryStore(Store):
     @override
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
         check_key(key)
-        if start < 0 or (nbytes is not None and nbytes < 0):
-            raise UsageError(f"get {key}: start {start} and nbytes {nbytes} must not be negative")
+        expect_positive("get", key, start=start, nbytes=nbytes)
         with self._lock:
             found = self._found("get", key)
             stop = max(len(found), start) if nbytes is None else start + nbytes
-            if stop > len(found):
-                raise CorruptData(
-                    f"get {self._path(key)}: has {len(found)} bytes, expected at least {stop}"
-                )
+            expect_at_least(len(found), stop, what=f"get {self._path(key)}")
             return bytes(memoryview(found)[start:stop])
 
     @override
@@ -88,8 +87,7 @@ class MemoryStore(Store):
 
     @override
     def children(self, folder: str = "") -> tuple[str, ...]:
-        if folder:
-            check_key(folder)
+        check_folder(folder)
         inside = f"{folder}/" if folder else ""
         names = set()
         for info in self.list(inside):
@@ -110,8 +108,7 @@ class MemoryStore(Store):
     @override
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
         check_key(key)
-        if nbytes < 0:
-            raise UsageError(f"create {key}: nbytes {nbytes} must not be negative")
+        expect_positive("create", key, nbytes=nbytes)
         content = bytearray(nbytes)
         with self._lock:
             if key in self._objects:

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from holdfast.care.gc import collect
-from holdfast.engine.background import Background
 from holdfast.engine.claims.process import this_process, utc_now
 from holdfast.engine.control import requests
 from holdfast.engine.control.requests import Request, Requests, answer_to, ask, is_open, withdraw
+from holdfast.engine.workers import Background
 from holdfast.errors import AccessDenied, StoreError, TransientStoreError, UsageError
 from holdfast.events import Emitter
 from holdfast.format import layout

@@ -10,7 +10,7 @@ import torch
 
 from holdfast.cli.target import open_target
 from holdfast.data import Loader
-from holdfast.engine.access.reading import reading
+from holdfast.engine.access import reading
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import CorruptData
 from holdfast.store.local import LocalStore

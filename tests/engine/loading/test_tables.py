@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from holdfast import CheckpointManager
-from holdfast.engine.loading.plan import Packed
+from holdfast.engine.loading.plan import Packed, Wanted
 from holdfast.engine.loading.tables import FreshTensors, UnreadTensors
-from holdfast.engine.loading.wanted import Wanted
 from holdfast.engine.staging.arena import Arena
 from holdfast.errors import CorruptData, FormatError
 from holdfast.format.tensors import TensorSpec

@@ -16,7 +16,7 @@ from holdfast import errors
 from holdfast.engine.checkpoint import Phase
 from holdfast.engine.saving import writing
 from holdfast.engine.saving.writing import FileToWrite, WrittenFile, write_files
-from holdfast.engine.staging.content import BytesContent
+from holdfast.engine.staging.staged import BytesContent
 from holdfast.engine.workers import Workers
 from holdfast.format.blocks import block_digest, digest_blocks, num_blocks, split
 from holdfast.format.layout import BLOCK_NBYTES

@@ -157,7 +157,9 @@ def canary_run(root: Path) -> list[str]:
         root, run, encrypt=SEALS, keep=keep, sinks=(), run_name=words[3]
     ) as manager:
         for step in (1, 2, 3):
-            manager.save(step, metrics={words[4]: 7.25}, tags=[words[5]] * (step == 2)).wait()
+            manager.save(
+                step, metrics={words[4]: 7.251953125}, tags=[words[5]] * (step == 2)
+            ).wait()
             manager.wait()
             weights += 1
         manager.tag(3, words[6])
@@ -169,7 +171,7 @@ def canary_run(root: Path) -> list[str]:
     with largest.open("r+b") as file:
         file.seek(5000)
         file.write(b"\xff\0\xff\0")
-    return [*words, CANARY, "1234567", "7.25"]
+    return [*words, CANARY, "1234567", "7.251953125"]
 
 
 def test_no_word_and_no_weight_is_stored_in_clear(tmp_path: Path) -> None:

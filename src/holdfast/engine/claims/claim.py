@@ -15,12 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from holdfast.engine.background import Background
 from holdfast.engine.claims.process import is_this_process, liveness, this_process, utc_now
 from holdfast.engine.roots.catalog import Catalog, Entry, Marks
 from holdfast.engine.roots.commit import put_once, settle
 from holdfast.engine.roots.documents import read_if_there
 from holdfast.engine.roots.parts import parts_of
+from holdfast.engine.workers import Background
 from holdfast.errors import (
     CommitConflict,
     DeadlineExceeded,

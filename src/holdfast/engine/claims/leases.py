@@ -15,12 +15,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from holdfast.engine.background import Background
 from holdfast.engine.claims.claim import Wait, is_being_deleted, nothing_in_flight
 from holdfast.engine.claims.process import Liveness, liveness, this_process, utc_now
 from holdfast.engine.roots.catalog import Catalog, Entry, Marks
 from holdfast.engine.roots.commit import put_once
 from holdfast.engine.roots.documents import read_document
+from holdfast.engine.workers import Background
 from holdfast.errors import (
     AccessDenied,
     DeadlineExceeded,

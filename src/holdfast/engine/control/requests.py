@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
-from holdfast.engine.background import Background
 from holdfast.engine.claims.notes import checked_tags
 from holdfast.engine.claims.process import this_process, utc_now
-from holdfast.engine.roots.documents import read_document, read_if_there
+from holdfast.engine.roots.documents import is_there, read_document, read_if_there
+from holdfast.engine.workers import Background
 from holdfast.errors import (
     AccessDenied,
     FormatError,
@@ -201,7 +201,7 @@ class _Tray:
 
     def _settle(self, name: str, answer: AnswerRecord | None) -> None:
         key, answer_key = layout.request_key(name), layout.answer_key(name)
-        if answer is not None and answer_key is not None and self._is_there(key):
+        if answer is not None and answer_key is not None and is_there(self._store, key):
             self._store.put(answer_key, answer.encode())
         self._store.delete(key)
         with self._lock:
@@ -259,13 +259,6 @@ class _Tray:
         with self._lock:
             self._known.discard(name)
 
-    def _is_there(self, key: str) -> bool:
-        try:
-            self._store.head(key)
-        except NotFound:
-            return False
-        return True
-
 
 def new_id() -> str:
     """The id of a request that is to be put."""
@@ -312,11 +305,7 @@ def answer_to(store: Store, name: str) -> AnswerRecord | None:
 
 def is_open(store: Store, name: str) -> bool:
     """Whether a request is still there: neither answered nor removed."""
-    try:
-        store.head(layout.request_key(name))
-    except NotFound:
-        return False
-    return True
+    return is_there(store, layout.request_key(name))
 
 
 def withdraw(store: Store, name: str) -> None:

@@ -34,36 +34,28 @@ class Applying:
         self.half_loaded: str | None = None
         """Why the live state is neither the old one nor a stored one; None: it is whole."""
 
-    def expect_whole(self, url: str) -> None:
+    def expect_whole(self) -> None:
         """Raise `ManagerUnusable` where the live state is half loaded."""
         if self.half_loaded is not None:
             raise ManagerUnusable(
-                f"{url}: {self.half_loaded}; the state is half loaded. "
+                f"{self._store.url}: {self.half_loaded}; the state is half loaded. "
                 "resume() or load() a whole checkpoint first"
             )
 
-    def resume(self, search: Search) -> LoadCandidate | None:
-        """Claim the run from the chosen checkpoint on, and apply it; None for a fresh start.
+    def apply(self, search: Search, *, claims: bool) -> LoadCandidate | None:
+        """Choose and apply, until a checkpoint was applied whole; None for a fresh start.
+
+        A resume `claims` the run from the chosen checkpoint on. After a load the run goes on from
+        it where it is owned and all is loaded.
 
         Raises:
             MismatchError: it does not fit, which was found before anything was changed.
             OpaqueLoadFailed: the state was replaced in part when something failed.
             HoldfastError: what the search and the claim raise.
         """
-        return self._apply_first(search, is_resume=True)
-
-    def load(self, search: Search) -> LoadCandidate | None:
-        """Apply the chosen checkpoint; the run goes on from it where it is owned and all is loaded.
-
-        Raises as `resume` does.
-        """
-        return self._apply_first(search, is_resume=False)
-
-    def _apply_first(self, search: Search, *, is_resume: bool) -> LoadCandidate | None:
-        """Choose and apply, until a checkpoint was applied whole."""
         try:
             while True:
-                if is_resume:
+                if claims:
                     self._owner.take(search.choices())
                     self._announce(search)
                     search.warn(self._emit)

@@ -19,13 +19,13 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
+from holdfast.engine.checkpoint import Seen
 from holdfast.engine.claims.claim import Choice, dropped
 from holdfast.engine.claims.leases import BeingDeleted, expect_kept, kept
 from holdfast.engine.loading.load import Opened, open_checkpoint
 from holdfast.engine.loading.sides import OneSided, Sides, with_hint
 from holdfast.engine.loading.tensors import TensorReader
 from holdfast.engine.roots.catalog import Catalog, Entry
-from holdfast.engine.roots.seen import Seen
 from holdfast.engine.threads import Threads
 from holdfast.errors import (
     CorruptData,

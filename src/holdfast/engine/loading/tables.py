@@ -17,8 +17,7 @@ import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
-from holdfast.engine.loading.plan import DIRECT_NBYTES, Packed, batches
-from holdfast.engine.loading.wanted import Wanted
+from holdfast.engine.loading.plan import DIRECT_NBYTES, Packed, Wanted, batches
 from holdfast.engine.staging.arena import Arena, check_aligned
 from holdfast.format.index import Column, Places
 from holdfast.format.tensors import TensorSpec

@@ -16,9 +16,15 @@ from torch import Tensor
 
 from holdfast.engine.loading.load import Opened
 from holdfast.engine.loading.pipeline import ReadPipeline
-from holdfast.engine.loading.plan import DIRECT_NBYTES, Packed, ReadPlan, batches
+from holdfast.engine.loading.plan import (
+    DIRECT_NBYTES,
+    Packed,
+    ReadPlan,
+    Wanted,
+    batches,
+    wanted_by_file,
+)
 from holdfast.engine.loading.tables import FreshTensors, UnreadTensors
-from holdfast.engine.loading.wanted import Wanted, wanted_by_file
 from holdfast.engine.staging.arena import Arena
 from holdfast.engine.threads import Threads
 from holdfast.format.index import Column, Places

@@ -134,6 +134,10 @@ class Catalog:
         """Read a damaged checkpoint elsewhere from now on; whether there is an elsewhere."""
         return False
 
+    def copies(self, entry: Entry) -> Iterator[tuple[Store, Entry]]:
+        """Each place where a checkpoint is, and what that says of it; one after the other."""
+        yield self.store, entry
+
     def look_again(self) -> None:
         """A new question begins: what could not be reached before is tried again."""
         self._forget()

@@ -28,6 +28,15 @@ def read_document(store: Store, key: str, *, max_nbytes: int, afresh: bool = Fal
         raise
 
 
+def is_there(store: Store, key: str) -> bool:
+    """Whether an object has this key now."""
+    try:
+        store.head(key)
+    except NotFound:
+        return False
+    return True
+
+
 def read_if_there(
     store: Store, key: str, decode: Callable[..., T], *, max_nbytes: int = 65536
 ) -> T | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import suppress
 
-from holdfast.engine.roots.documents import read_document, read_if_there
+from holdfast.engine.roots.documents import is_there, read_document, read_if_there
 from holdfast.errors import FormatError, NotFound, SealError
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
@@ -63,7 +63,7 @@ class Records:
         if epoch:
             return f"writer {epoch} went on from it"
         if name.epoch not in self._ended_here:
-            is_closed = self._is_there(layout.closed_key(name.epoch))
+            is_closed = is_there(self._store, layout.closed_key(name.epoch))
             self._ended_here[name.epoch] = is_closed and not self._is_tiered(name.epoch)
         is_ended = self._ended_here[name.epoch]
         return "all of its files are there, and its writer has ended cleanly" if is_ended else ""
@@ -115,13 +115,6 @@ class Records:
     def _attempts(self) -> list[AttemptName]:
         listed = (layout.parse_attempt(name.rstrip("/")) for name in self._store.children())
         return [name for name in listed if name is not None]
-
-    def _is_there(self, key: str) -> bool:
-        try:
-            self._store.head(key)
-        except NotFound:
-            return False
-        return True
 
     def _has_all(self, folder: str, names: Collection[str]) -> bool:
         """Whether no file but the manifest is missing. For a sealed checkpoint, whether its keys

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.engine.roots.catalog import Marks
-from holdfast.errors import NotFound
+from holdfast.engine.roots.documents import is_there
 from holdfast.format.manifest import Manifest
 from holdfast.store.base import Store
 
@@ -34,22 +33,11 @@ def parts_of(store: Store, folder: str, manifest: Manifest, marks: Marks) -> Par
     gone: list[str] = []
     nbytes = manifest.nbytes
     for name, component in manifest.components.items():
-        missing = _missing(store, folder, component.files) if name in marks.thinned else []
+        files = component.files if name in marks.thinned else ()
+        missing = [file for file in files if not is_there(store, f"{folder}/{file}")]
         nbytes -= sum(manifest.files[file].stored_nbytes for file in missing)
         if not missing:
             whole.append(name)
         else:
             (begun if len(missing) < len(component.files) else gone).append(name)
     return Parts(nbytes=nbytes, whole=tuple(whole), begun=tuple(begun), gone=tuple(gone))
-
-
-def _missing(store: Store, folder: str, files: Sequence[str]) -> list[str]:
-    return [file for file in files if not _is_there(store, f"{folder}/{file}")]
-
-
-def _is_there(store: Store, key: str) -> bool:
-    try:
-        store.head(key)
-    except NotFound:
-        return False
-    return True

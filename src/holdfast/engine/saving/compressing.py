@@ -1,20 +1,227 @@
-"""The compression of each file of a save, from what the user asked for."""
+"""The compression of each file of a save, from what the user asked for.
+
+For "auto" it is chosen for each component where that makes saves shorter. A save without
+compression measures how fast the store is, and leaves samples of the state. After its commit the
+codecs are tried on the samples. Each component gets the codec with which writing takes the least
+time, or none. A later save that is slower than that first one ends the choice.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from holdfast.engine.saving.choosing import Chooser
 from holdfast.engine.saving.packing import Pieces
-from holdfast.engine.saving.throughput import Throughput
+from holdfast.engine.workers import num_cores
 from holdfast.errors import UsageError
 from holdfast.events import Emitter
 from holdfast.format.blocks import num_blocks
-from holdfast.format.codec import CODECS, CodecName, Compression, Encoding
+from holdfast.format.codec import CODECS, CodecName, Compression, Encoding, is_installed
 from holdfast.format.layout import BLOCK_NBYTES, component_of
 from holdfast.format.tensors import ITEM_NBYTES, TensorFile
+
+
+class Throughput:
+    """Sums bytes, and the time in which at least one call to the store was in progress."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_calls = 0
+        self._began_s = 0.0
+        self.busy_s = 0.0
+        self.nbytes = 0
+
+    @contextmanager
+    def taking(self, nbytes: int = 0) -> Iterator[None]:
+        """Measure a call to the store that takes `nbytes`, or makes earlier ones durable."""
+        with self._lock:
+            if self._num_calls == 0:
+                self._began_s = time.perf_counter()
+            self._num_calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.nbytes += nbytes
+                self._num_calls -= 1
+                if self._num_calls == 0:
+                    self.busy_s += time.perf_counter() - self._began_s
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Bytes per second; None before anything was measured."""
+        return self.nbytes / self.busy_s if self.busy_s > 0 and self.nbytes else None
+
+
+MIN_NBYTES = 32 << 20
+"""Saves that write less are not measured."""
+SAMPLE_NBYTES = 1 << 20
+MAX_SAMPLES = 12
+"""Of each component."""
+GAIN = 0.9
+"""The time of a save with a codec, as a part of that of a plain one, must be at most this."""
+SLOWER = 1.05
+"""A compressed save that takes this many times as long as the plain one ends the choice."""
+SAVES_BETWEEN = 64
+"""After so many saves one is written plain again, and the codecs are chosen anew."""
+
+
+def candidates() -> list[Compression]:
+    """Every codec of which the package is installed, at its default level."""
+    return [
+        Compression(codec=name, shuffle=shuffle, inner=inner)
+        for name, codec in CODECS.items()
+        if is_installed(name)
+        for shuffle, inner in codec.filters or ((None, None),)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A piece of a block, and the size of its items in bytes."""
+
+    data: bytes
+    item_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A compression as measured on samples: stored bytes and seconds, each for a plain byte."""
+
+    compression: Compression
+    ratio: float
+    s_per_byte: float
+
+    def cost(self, store_s_per_byte: float, num_threads: int) -> float:
+        """Seconds to save one plain byte, where encoding and writing run side by side."""
+        return max(self.s_per_byte / num_threads, self.ratio * store_s_per_byte)
+
+
+def tried(compression: Compression, samples: Sequence[Sample]) -> Trial:
+    """Measure a compression by encoding the samples one after the other."""
+    stored = plain = 0
+    began = time.perf_counter()
+    for sample in samples:
+        encoding = Encoding(compression, [sample.item_nbytes])
+        stored += memoryview(encoding.encode(0, memoryview(sample.data))).nbytes
+        plain += len(sample.data)
+    spent_s = time.perf_counter() - began
+    return Trial(compression=compression, ratio=stored / plain, s_per_byte=spent_s / plain)
+
+
+def best(
+    trials: Sequence[Trial], *, store_s_per_byte: float, plain_s_per_byte: float, num_threads: int
+) -> Trial | None:
+    """The trial with which a save takes the least time; None when none gains enough.
+
+    A codec shortens only the store's part of an uncompressed save.
+    """
+    costs = [trial.cost(store_s_per_byte, num_threads) for trial in trials]
+    least = min(costs, default=0.0)
+    expected = plain_s_per_byte - store_s_per_byte + least
+    if not costs or expected > GAIN * plain_s_per_byte:
+        return None
+    return trials[costs.index(least)]
+
+
+class Chooser:
+    """Chooses the compression of components for which "auto" was given. One save at a time."""
+
+    def __init__(self, components: Collection[str], emit: Emitter) -> None:
+        self._components = frozenset(components)
+        self._emit = emit
+        self._chosen: dict[str, Compression] | None = None
+        self._samples: dict[str, list[Sample]] = {}
+        self._is_plain = True
+        self._plain_s_per_byte = 0.0
+        self._num_saves = 0
+
+    def begin(self) -> None:
+        """Start a save: forget the samples of the save before."""
+        self._samples.clear()
+        self._is_plain = self._num_saves == 0
+
+    def compression(self, component: str) -> Compression | None:
+        """Return the compression of the component's files in this save."""
+        return None if self._is_plain or self._chosen is None else self._chosen.get(component)
+
+    def observer(
+        self, component: str, item_nbytes: Sequence[int]
+    ) -> Callable[[int, memoryview], None] | None:
+        """A function that takes samples from each plain block of a file; None: no need."""
+        if not self._is_plain or component not in self._components:
+            return None
+        samples = self._samples.setdefault(component, [])
+        last = len(item_nbytes) - 1
+        numbers = {last // 4, last // 2, 3 * last // 4}
+
+        def see(number: int, plain: memoryview) -> None:
+            if number in numbers and len(samples) < MAX_SAMPLES:
+                middle = (plain.nbytes // 2) & -4096  # items are whole there, and no header is
+                data = bytes(plain[middle : middle + SAMPLE_NBYTES])
+                samples.append(Sample(data=data, item_nbytes=item_nbytes[number]))
+
+        return see
+
+    def learn(self, nbytes: int, spent_s: float, store: Throughput) -> None:
+        """Note the plain bytes and seconds of a committed save; choose if it was plain."""
+        if not self._components or nbytes < MIN_NBYTES:
+            return
+        s_per_byte = spent_s / nbytes
+        if not self._is_plain:
+            self._num_saves = (self._num_saves + 1) % SAVES_BETWEEN
+            if self._chosen and s_per_byte > SLOWER * self._plain_s_per_byte:
+                self._drop(s_per_byte)
+        elif store.bytes_per_s is not None:
+            self._num_saves, self._plain_s_per_byte = 1, s_per_byte
+            self._choose(store.bytes_per_s)
+        self._samples.clear()
+
+    def _choose(self, store_bytes_per_s: float) -> None:
+        before = self._chosen
+        # Training goes on beside a save, and leaves it no more than that.
+        num_threads = max(num_cores() // 4, 1)
+        found: dict[str, Trial] = {}
+        for component, samples in self._samples.items():
+            trials = [tried(each, samples) for each in candidates()] if samples else []
+            trial = best(
+                trials,
+                store_s_per_byte=1 / store_bytes_per_s,
+                plain_s_per_byte=self._plain_s_per_byte,
+                num_threads=num_threads,
+            )
+            if trial is not None:
+                found[component] = trial
+        self._chosen = {name: trial.compression for name, trial in found.items()}
+        if self._chosen != before:
+            self._tell(found, store_bytes_per_s)
+
+    def _tell(self, found: dict[str, Trial], store_bytes_per_s: float) -> None:
+        words = [
+            f"{name} by {trial.compression} to {trial.ratio:.0%}" for name, trial in found.items()
+        ]
+        self._emit(
+            "compression",
+            f"the store takes {store_bytes_per_s / 1e6:,.0f} MB/s: compressing "
+            + (", ".join(words) if words else "nothing, which would take longer"),
+            bytes_per_s=store_bytes_per_s,
+            compression={name: str(trial.compression) for name, trial in found.items()},
+        )
+
+    def _drop(self, s_per_byte: float) -> None:
+        self._chosen = {}
+        self._emit(
+            "compression",
+            f"compressing nothing: a compressed save took {1e9 * s_per_byte:.2f} s/GB, and a plain "
+            f"one {1e9 * self._plain_s_per_byte:.2f}",
+            compression={},
+        )
+
 
 MIN_TREE_NBYTES = 1 << 20
 """Shorter trees are stored plain, so that people can read them."""

@@ -14,8 +14,6 @@ import numpy as np
 
 from holdfast.engine.memory import take
 from holdfast.errors import DeadlineExceeded
-from holdfast.format.blocks import block_digest
-from holdfast.format.codec import Encoding
 from holdfast.format.index import StoredBlocks
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.store.base import Buffer
@@ -57,12 +55,6 @@ class Encoded:
 
     data: Buffer
     digest: bytes
-
-
-def encode(encoding: Encoding, number: int, plain: memoryview) -> Encoded:
-    """The stored block; its digest is taken while it is in the processor's cache."""
-    data = encoding.encode(number, plain)
-    return Encoded(data=data, digest=block_digest(data))
 
 
 class Packer:

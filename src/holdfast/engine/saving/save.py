@@ -20,10 +20,9 @@ from holdfast.engine.roots.commit import SaveAttempt, abandon, begin, commit
 from holdfast.engine.saving.compressing import Compressing
 from holdfast.engine.saving.links import Links
 from holdfast.engine.saving.writing import FileToWrite, WrittenFile, write_files
-from holdfast.engine.staging.content import BytesContent, Content
 from holdfast.engine.staging.guard import Overlapped
-from holdfast.engine.staging.known import KnownFile
-from holdfast.engine.staging.staged import Staged
+from holdfast.engine.staging.image import KnownFile
+from holdfast.engine.staging.staged import BytesContent, Content, Staged
 from holdfast.engine.workers import Workers
 from holdfast.errors import HoldfastError, OutcomeUnknown, StoreError
 from holdfast.format import blocks, layout
@@ -56,19 +55,6 @@ class SaveRequest:
     left_out: tuple[str, ...] = ()
     unhealthy: tuple[str, ...] = ()
     timings: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """Durable files of an attempt."""
-
-    entries: Mapping[str, FileEntry]
-    stored: Mapping[str, StoredBlocks]
-    """Of those that a codec made."""
-    names: Mapping[str, str]
-    """Plain name → stored name."""
-    nbytes_written: int
-    """Plain bytes of those that were not shared."""
 
 
 def digest_staged(staged: Staged, workers: Workers, *, timeout_s: float) -> dict[str, bytes]:
@@ -123,13 +109,13 @@ def write(
             resumed_from=None if point is None else point.folder,
         )
         files = _AttemptFiles(attempt, staged, compressing, links, workers, timeout_s)
-        written = _write_files(store, files, writers, phase, compressing)
+        _write_files(store, files, writers, phase, compressing)
         request.timings["write_s"] = time.perf_counter() - began
         request.timings["stage_s"] += staged.transfer.waited_s
         phase.text = "waiting for the copy"
         if overlapped is not None:
             overlapped.expect_copied("the save", timeout_s)
-        manifest = _manifest(attempt, staged, request, written)
+        manifest = _manifest(attempt, staged, request, files)
         phase.text = f"committing {attempt.folder}"
         commit(store, attempt, manifest)
     except BaseException as error:
@@ -141,8 +127,8 @@ def write(
     finally:
         if attempt.is_unclear:
             unclear.add(attempt.folder)
-    links.committed(attempt.folder, manifest, written.stored)
-    compressing.committed(written.nbytes_written, request.timings["write_s"])
+    links.committed(attempt.folder, manifest, files.stored)
+    compressing.committed(files.nbytes_written, request.timings["write_s"])
     return attempt, manifest
 
 
@@ -173,9 +159,11 @@ class _AttemptFiles:
         self.workers = workers
         self.timeout_s = timeout_s
         self.names: dict[str, str] = {}
-        """Plain name → future stored name."""
+        """Plain name → stored name."""
         self.entries: dict[str, FileEntry] = {}
+        """By stored name, once they are durable."""
         self.stored: dict[str, StoredBlocks] = {}
+        """Of those that a codec made."""
         self.digests: dict[str, bytes] = {}
         self._compressing = compressing
         self._links = links
@@ -262,7 +250,7 @@ class _AttemptFiles:
 
 def _write_files(
     store: Store, files: _AttemptFiles, writers: Workers, phase: Phase, compressing: Compressing
-) -> Written:
+) -> None:
     folder = files.attempt.folder
     found = write_files(
         store,
@@ -279,17 +267,11 @@ def _write_files(
     phase.text = f"writing {folder}/{layout.INDEX}"
     store.put(f"{folder}/{layout.INDEX}", index)
     digest = blocks.file_digest(len(index), blocks.digest_blocks(index))
-    entries = {**files.entries, layout.INDEX: FileEntry(nbytes=len(index), digest=digest)}
+    files.entries[layout.INDEX] = FileEntry(nbytes=len(index), digest=digest)
     with suppress(StoreError):  # a try whose reply was lost; gc finds what this leaves
         store.abort_uploads(folder)
     phase.text = f"checking sizes in {folder}"
-    _check_sizes(store, files.attempt, entries)
-    return Written(
-        entries=entries,
-        stored=files.stored,
-        names=files.names,
-        nbytes_written=files.nbytes_written,
-    )
+    _check_sizes(store, files.attempt, files.entries)
 
 
 def _check_sizes(store: Store, attempt: SaveAttempt, entries: Mapping[str, FileEntry]) -> None:
@@ -304,7 +286,7 @@ def _check_sizes(store: Store, attempt: SaveAttempt, entries: Mapping[str, FileE
 
 
 def _manifest(
-    attempt: SaveAttempt, staged: Staged, request: SaveRequest, written: Written
+    attempt: SaveAttempt, staged: Staged, request: SaveRequest, files: _AttemptFiles
 ) -> Manifest:
     return Manifest(
         save_id=attempt.save_id,
@@ -320,10 +302,10 @@ def _manifest(
         metrics=request.metrics,
         world_size=1,
         components={
-            name: _component(name, kind, staged, written) for name, kind in staged.kinds.items()
+            name: _component(name, kind, staged, files) for name, kind in staged.kinds.items()
         },
         block_nbytes=layout.BLOCK_NBYTES,
-        files=written.entries,
+        files=files.entries,
         numerics=request.numerics,
         environment=request.environment,
         timings=request.timings,
@@ -334,13 +316,13 @@ def _manifest(
     )
 
 
-def _component(name: str, kind: str, staged: Staged, written: Written) -> ComponentEntry:
+def _component(name: str, kind: str, staged: Staged, files: _AttemptFiles) -> ComponentEntry:
     tensor_files = staged.files.get(name, ())
     plain = (layout.tree_file(name), *(known.file.name for known in tensor_files))
-    files = tuple(map(written.names.__getitem__, plain))
+    names = tuple(map(files.names.__getitem__, plain))
     return ComponentEntry(
         kind=kind,
-        files=files,
-        nbytes=sum(written.entries[file].nbytes for file in files),
+        files=names,
+        nbytes=sum(files.entries[name].nbytes for name in names),
         num_tensors=sum(len(known.file.specs) for known in tensor_files),
     )

@@ -17,9 +17,9 @@ from itertools import islice
 from typing import Any
 
 from holdfast.engine.checkpoint import Phase
-from holdfast.engine.saving.packing import Encoded, Packer, Pieces, encode
-from holdfast.engine.saving.throughput import Throughput
-from holdfast.engine.staging.content import BytesContent, Content
+from holdfast.engine.saving.compressing import Throughput
+from holdfast.engine.saving.packing import Encoded, Packer, Pieces
+from holdfast.engine.staging.staged import BytesContent, Content
 from holdfast.engine.workers import Workers, cancel, gather
 from holdfast.errors import DeadlineExceeded
 from holdfast.format import blocks
@@ -237,6 +237,8 @@ def _encode(
     encoding: Encoding, content: Content | BytesContent, number: int, memory: memoryview
 ) -> Encoded:
     try:
-        return encode(encoding, number, memory)
+        data = encoding.encode(number, memory)
+        # While it is in the processor's cache.
+        return Encoded(data=data, digest=blocks.block_digest(data))
     finally:
         content.written(number)

@@ -64,6 +64,7 @@ from holdfast.store.base import (
     ObjectInfo,
     Store,
     WrappedStore,
+    expect_at_least,
     expect_at_most,
     ignore,
 )
@@ -81,14 +82,20 @@ def sealing(store: Store, encryption: Encryption | None, *, twin: Store | None =
         return store
     if not isinstance(encryption, Encryption):
         raise UsageError(f"encrypt={encryption!r}: must be a holdfast.Encryption, or None")
-    if isinstance(store, SealedStore):
+    if sealed(store) is not None:
         raise UsageError("encrypt: this store seals already")
-    return SealedStore(store, encryption, twin=twin if isinstance(twin, SealedStore) else None)
+    return SealedStore(store, encryption, twin=None if twin is None else sealed(twin))
+
+
+def sealed(store: Store) -> SealedStore | None:
+    """`store` if it seals, else None: the one place where this is asked."""
+    return store if isinstance(store, SealedStore) else None
 
 
 def bare(store: Store) -> Store:
     """The store under one that seals, where everything is as it lies there; else `store`."""
-    return store.inner if isinstance(store, SealedStore) else store
+    sealing_store = sealed(store)
+    return store if sealing_store is None else sealing_store.inner
 
 
 def vouched(store: Store, folder: str) -> bytes:
@@ -98,8 +105,8 @@ def vouched(store: Store, folder: str) -> bytes:
         NotFound: nothing is there.
         SealError, FormatError: it cannot be opened.
     """
-    if isinstance(store, SealedStore):
-        return store.vouched(folder)
+    if (sealing_store := sealed(store)) is not None:
+        return sealing_store.vouched(folder)
     return read_document(store, f"{folder}/{layout.MANIFEST}", max_nbytes=MAX_MANIFEST_NBYTES)
 
 
@@ -639,6 +646,5 @@ def _is_ours(name: str) -> bool:
 
 def _cut(document: bytes, start: int, nbytes: int | None, *, what: str) -> bytes:
     stop = len(document) if nbytes is None else start + nbytes
-    if stop > len(document):
-        raise CorruptData(f"{what}: has {len(document)} bytes, expected at least {stop}")
+    expect_at_least(len(document), stop, what=what)
     return document[start:stop]

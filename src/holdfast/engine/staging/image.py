@@ -1,13 +1,13 @@
-"""The memory of a tensor file, kept from one save to the next.
+"""The memory of a tensor file, kept from one save to the next, and the knowledge of its bytes.
 
 Where the live bytes equal those in memory, nothing is copied, and the digest of the block stays
-known.
+known. A state that is staged in waves has only the knowledge.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 
 import torch
@@ -15,10 +15,100 @@ from torch import Tensor
 
 from holdfast.engine.staging.arena import Arena
 from holdfast.engine.staging.device import pin
-from holdfast.engine.staging.known import LARGE_NBYTES, KnownFile
 from holdfast.format import blocks
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.tensors import TensorFile
+
+LARGE_NBYTES = 128 << 10
+"""Tensors of this size and more are copied one by one, by several threads and, with overlap, beside
+training; smaller ones in one call. To plan and count one copy takes a few microseconds, in which so
+many bytes are copied."""
+
+
+class KnownFile:
+    """The plan of a tensor file, the digests of its blocks, and what changed since a commit."""
+
+    def __init__(self, file: TensorFile, *, is_apart: bool = False) -> None:
+        self.file = file
+        self.is_apart = is_apart
+        """Whether it holds the tensors that are thought not to change."""
+        self.digests: list[bytes | None] = [None] * blocks.num_blocks(file.nbytes)
+        """The digest of each staged block; None where it is not known."""
+        self.differs = False
+        """Whether bytes were seen to differ from those that the last commit had."""
+        self.changed: set[str] = set()
+        """Keys of the tensors that were seen to differ."""
+        self.large = [i for i, spec in enumerate(file.specs) if spec.nbytes >= LARGE_NBYTES]
+        """Positions of the tensors that are copied one by one."""
+        self.small = [i for i, spec in enumerate(file.specs) if spec.nbytes < LARGE_NBYTES]
+        """Positions of the other tensors."""
+        self._committed: list[bytes | None] | None = None
+        self._versions: dict[int, tuple[int, int]] = {}
+        self._committed_versions: dict[int, tuple[int, int]] = {}
+
+    def blocks_of(self, position: int) -> range:
+        """The blocks in which the tensor at `position` of the file has bytes."""
+        start, nbytes = self.file.starts[position], self.file.specs[position].nbytes
+        return range(start // BLOCK_NBYTES, -(-(start + nbytes) // BLOCK_NBYTES) if nbytes else 0)
+
+    def note_version(self, position: int, source: Tensor) -> None:
+        """Record the version of the tensor at `position`, which is copied uncompared."""
+        version = -1 if source.is_inference() else source._version
+        self._versions[position] = (source.data_ptr(), version)
+
+    def forget_versions(self) -> None:
+        """Begin a staging: no tensor was copied yet."""
+        self._versions = {}
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Forget the digests of blocks into which bytes were, or will be, copied."""
+        for number in numbers:
+            self.digests[number] = None
+
+    def doubt(self) -> None:
+        """Forget all digests after a save that failed, of which a thread may still be copying."""
+        # A new list: such a thread writes into the old one.
+        self.digests = [None] * len(self.digests)
+        self.differs = True
+
+    def all_digests(self) -> bytes:
+        """The digests of all blocks, one after the other; every one must be known."""
+        known = [digest for digest in self.digests if digest is not None]
+        assert len(known) == len(self.digests), self.file.name
+        return b"".join(known)
+
+    def committed(self) -> frozenset[str] | None:
+        """Record that a checkpoint holds these bytes; keys of the tensors that changed.
+
+        None for the first checkpoint; others are compared with the one before. Tensors that were
+        compared in place are known; for the rest the digests of their blocks are compared. A large
+        tensor without a block of its own counts as unchanged when its version is, except in a file
+        apart: there its bytes have to be unchanged.
+        """
+        before, self._committed = self._committed, list(self.digests)
+        changed, self.changed, self.differs = self.changed, set(), False
+        versions, self._committed_versions = self._committed_versions, self._versions
+        if before is None:
+            return None
+        moved = {
+            n for n, pair in enumerate(zip(before, self.digests, strict=True)) if len({*pair}) > 1
+        }
+        for position in self.small if moved else ():
+            if not moved.isdisjoint(self.blocks_of(position)):
+                changed.add(self.file.specs[position].key)
+        for position, version in self._versions.items():
+            is_still = version == versions.get(position) and not self.is_apart
+            inside = self._own_blocks(position)
+            if not moved.isdisjoint(inside or (() if is_still else self.blocks_of(position))):
+                changed.add(self.file.specs[position].key)
+        return frozenset(changed)
+
+    def _own_blocks(self, position: int) -> range:
+        """The blocks that hold nothing but this tensor."""
+        start = self.file.starts[position]
+        stop = start + self.file.specs[position].nbytes
+        return range(-(-start // BLOCK_NBYTES), stop // BLOCK_NBYTES)
+
 
 _libc = ctypes.CDLL(None)
 _memcmp = _libc.memcmp

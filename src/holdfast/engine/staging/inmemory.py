@@ -15,11 +15,9 @@ from typing import TypeAlias, cast
 
 from typing_extensions import override
 
-from holdfast.engine.staging.content import StagedContent
 from holdfast.engine.staging.copying import Arrival, CopyTask, Work
-from holdfast.engine.staging.image import Image
-from holdfast.engine.staging.known import KnownFile
-from holdfast.engine.staging.staged import Transfer
+from holdfast.engine.staging.image import Image, KnownFile
+from holdfast.engine.staging.staged import StagedContent, Transfer
 from holdfast.engine.workers import Workers
 from holdfast.errors import DeadlineExceeded
 from holdfast.state.copying import Shared

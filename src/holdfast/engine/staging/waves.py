@@ -19,9 +19,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from holdfast.engine.staging.arena import Arena
-from holdfast.engine.staging.content import StagedContent
-from holdfast.engine.staging.known import KnownFile
-from holdfast.engine.staging.staged import Transfer
+from holdfast.engine.staging.image import KnownFile
+from holdfast.engine.staging.staged import StagedContent, Transfer
 from holdfast.engine.workers import Workers
 from holdfast.errors import DeadlineExceeded
 from holdfast.format.blocks import block_digest

@@ -10,12 +10,14 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from typing import TypeVar
 
+from typing_extensions import override
+
 from holdfast.engine.roots.catalog import Catalog, Entry, Register
 from holdfast.engine.roots.sources import expect_root
-from holdfast.engine.sealed.sealing import SealedStore, sealing
+from holdfast.engine.sealed.sealing import sealed, sealing
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import FormatError, NotSealed, SealError, StoreError, UsageError
-from holdfast.events import Emitter
+from holdfast.events import Emitter, Event
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Manifest
 from holdfast.format.records import WriterRecord
@@ -25,6 +27,7 @@ from holdfast.store import open_store
 from holdfast.store.base import Store
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 def catalog_of(
@@ -49,7 +52,7 @@ def catalog_of(
         for inner, outer in ((local, remote), (remote, local)):
             if inner.url.startswith(f"{outer.url}/"):
                 raise UsageError(f"Tiered: {inner.url} is inside of the other tier, {outer.url}")
-        if any(isinstance(tier, SealedStore) for tier in (local, remote)):
+        if sealed(local) is not None or sealed(remote) is not None:
             raise UsageError("Tiered: give the stores as they are; encrypt= seals both")
         local = sealing(local, encryption)
         return TieredCatalog(local, sealing(remote, encryption, twin=local), emit)
@@ -82,14 +85,15 @@ class TieredCatalog(Catalog):
         self.turned: set[str] = set()
         """Folders whose local copy is damaged and which are read in the remote tier."""
 
+    @override
     def look_again(self) -> None:
-        """See `Catalog.look_again`: until then a remote tier that failed is left alone, so that one
-        question waits for it once."""
+        """Until then a remote tier that failed is left alone: one question waits for it once."""
         super().look_again()
         self.cut_off = None
 
+    @override
     def home(self, folder: str) -> Store:
-        """See `Catalog.home`: as it was when its register was read last."""
+        """The tier as it was when the register was read last."""
         if folder not in self._homes:
             try:
                 self.read(folder)
@@ -97,8 +101,8 @@ class TieredCatalog(Catalog):
                 return self.store
         return self._homes[folder]
 
+    @override
     def turn(self, folder: str) -> bool:
-        """See `Catalog.turn`."""
         if folder in self.turned:
             return False
         try:
@@ -110,34 +114,35 @@ class TieredCatalog(Catalog):
         self._homes[folder] = self.remote.store
         return True
 
-    def copies(self, name: AttemptName) -> Iterator[tuple[Store, Entry]]:
-        """Where a checkpoint is, and what each place says of it: first the local tier, which is
-        looked at before the remote one, and then that."""
+    @override
+    def copies(self, entry: Entry) -> Iterator[tuple[Store, Entry]]:
+        """The local tier is looked at before the remote one, and that when the caller is done with
+        the first."""
         for catalog in (self._local, self.remote):
-            entry = catalog.entry(name)
-            if entry is not None:
-                yield catalog.store, entry
+            found = catalog.entry(entry.name)
+            if found is not None:
+                yield catalog.store, found
 
+    @override
     def attempts(self) -> tuple[AttemptName, ...]:
-        """See `Catalog.attempts`: those of both tiers."""
         here = super().attempts()
-        nothing: tuple[AttemptName, ...] = ()
-        there = self._asked(self.remote.attempts, nothing)
+        there = self._asked(self.remote.attempts, ())
         return tuple(sorted({*here, *there}, reverse=True))
 
+    @override
     def open_attempts(self) -> tuple[AttemptName, ...]:
-        """See `Catalog.open_attempts`: what has ended in one tier may stand in the other."""
+        # Those of both tiers: what has ended in one may stand in the other.
         self._forget()
-        nothing: tuple[AttemptName, ...] = ()
-        there = self._asked(self.remote.open_attempts, nothing)
+        there = self._asked(self.remote.open_attempts, ())
         return tuple(sorted({*self._local.open_attempts(), *there}, reverse=True))
 
+    @override
     def has_skipped(self) -> bool:
-        """See `Catalog.has_skipped`."""
         return any([self._local.has_skipped(), self.remote.has_skipped()])
 
+    @override
     def read(self, folder: str) -> Register | None:
-        """See `Catalog.read`: the manifest of either tier, else what the local one says."""
+        """The manifest of either tier, else what the local one says."""
         here: Register | None = None
         damage: FormatError | NotSealed | None = None
         if folder not in self.turned:
@@ -162,16 +167,18 @@ class TieredCatalog(Catalog):
             raise damage
         return here if here is not None else there
 
+    @override
     def expect_own(self, manifest: Manifest, folder: str) -> None:
-        """See `Catalog.expect_own`: by the claims of the tier where it is read, for a claim that
-        held one tier for a while may still have to give way there."""
+        """Check it by the claims of the tier where it is read: a claim that held one tier for a
+        while may still have to give way there."""
         if self.home(folder) is self.store:
             self._local.expect_own(manifest, folder)
         else:
             self._asked(lambda: self.remote.expect_own(manifest, folder), None)
 
+    @override
     def writer(self, epoch: int) -> WriterRecord | None:
-        """See `Catalog.writer`: the claim of either tier."""
+        """The claim of either tier."""
         here: WriterRecord | None = None
         damage: FormatError | None = None
         try:
@@ -183,25 +190,24 @@ class TieredCatalog(Catalog):
             raise damage
         return there
 
+    @override
     def claims(self) -> tuple[int, ...]:
-        """See `Catalog.claims`: those of both tiers."""
-        nothing: tuple[int, ...] = ()
-        there = self._asked(self.remote.claims, nothing)
+        there = self._asked(self.remote.claims, ())
         return tuple(sorted({*self._local.claims(), *there}, reverse=True))
 
+    @override
     def epochs(self, attempts: Collection[AttemptName] | None = None) -> tuple[int, ...]:
-        """See `Catalog.epochs`: those of both tiers."""
-        nothing: tuple[int, ...] = ()
-        there = self._asked(lambda: self.remote.epochs(attempts), nothing)
+        there = self._asked(lambda: self.remote.epochs(attempts), ())
         return tuple(sorted({*self._local.epochs(attempts), *there}, reverse=True))
 
+    @override
     def _has_deleted(self) -> bool:
         return self._local._has_deleted() or self.remote._has_deleted()
 
     def _read_remote(self, folder: str) -> Register | None:
         return self._asked(lambda: self.remote.read(folder), None)
 
-    def _asked(self, question: Callable[[], T], nothing: T) -> T:
+    def _asked(self, question: Callable[[], T], nothing: U) -> T | U:
         """What the remote tier answers; `nothing` where it cannot be reached."""
         if self.cut_off is not None:
             return nothing
@@ -218,3 +224,20 @@ class TieredCatalog(Catalog):
                 tier="remote",
             )
             return nothing
+
+
+def remote_emitter(emit: Emitter, url: str, *, only_first: bool = False) -> Emitter:
+    """Hands events on with the field `tier="remote"` and the place in the message.
+
+    With `only_first` the first one alone: a network that is away is away for long.
+    """
+    told: list[Event] = []
+
+    def hand_on(event: Event) -> None:
+        if only_first and told:
+            return
+        told[:] = [event]
+        fields = {**event.fields, "tier": "remote"}
+        emit(event.kind, f"{url}: {event.message}", step=event.step, **fields)
+
+    return Emitter((hand_on,))

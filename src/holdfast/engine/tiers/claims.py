@@ -33,9 +33,8 @@ from holdfast.engine.claims.process import liveness
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import check_ownership, put_once
 from holdfast.engine.roots.documents import read_document
-from holdfast.engine.tiers.catalog import TieredCatalog, holds_a_run
+from holdfast.engine.tiers.catalog import TieredCatalog, holds_a_run, remote_emitter
 from holdfast.engine.tiers.ledger import Ledger
-from holdfast.engine.tiers.telling import remote_emitter
 from holdfast.errors import (
     CommitConflict,
     DeadlineExceeded,

@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from holdfast.engine.background import Background
 from holdfast.engine.roots.commit import SaveAttempt, publish, settle
 from holdfast.engine.roots.documents import read_document
-from holdfast.engine.sealed.sealing import SealedStore, bare, vouched
+from holdfast.engine.sealed.sealing import bare, sealed, vouched
 from holdfast.engine.sealed.unsealing import box_documents, boxes_of
 from holdfast.engine.tiers.pieces import (
     FilePiece,
@@ -37,7 +36,7 @@ from holdfast.engine.tiers.pieces import (
     pieces_of_sealed,
     read_listing,
 )
-from holdfast.engine.workers import cancel
+from holdfast.engine.workers import Background, cancel
 from holdfast.errors import (
     AlreadyExists,
     CommitConflict,
@@ -169,7 +168,7 @@ class Sender:
         listing = decode_listing(data, what=f"{where}/{layout.MANIFEST}")
         if isinstance(listing, Aborted | Deleted):
             raise NoCheckpoint(f"{where}: it was deleted")
-        if isinstance(listing, Manifest) and isinstance(self._vouching, SealedStore):
+        if isinstance(listing, Manifest) and sealed(self._vouching) is not None:
             raise NotSealed(f"{where}: it is from before the run was sealed, and not sent in clear")
         return data, listing
 
@@ -230,6 +229,7 @@ class Sender:
         what = f"{self._local.url}/{key}"
 
         def digest(start: int, stop: int) -> bytes:
+            _be_nice()
             self._expect_time(key)
             return block_digest(self._local.get(key, start, stop - start))
 
@@ -300,23 +300,20 @@ class Sender:
     ) -> None:
         self._count()
         writer = self._remote.create(key, nbytes)
-        waiting: deque[Future[None]] = deque()
+        send = partial(self._send_group, writer, source)
         try:
-            for group in groups_of(pieces):
-                waiting.append(
-                    self._submit(partial(self._send_group, writer, source, group), source)
-                )
-                if len(waiting) >= 2 * self._num_threads:
-                    self._result(waiting.popleft(), source)
-            while waiting:
-                self._result(waiting.popleft(), source)
+            with closing(
+                self._each((partial(send, group) for group in groups_of(pieces)), source)
+            ) as sent:
+                for _ in sent:
+                    continue
             self._result(self._submit(writer.finish, source), source)
         except BaseException:
-            cancel(waiting, timeout_s=self._timeout_s)
             writer.abort()
             raise
 
     def _send_group(self, writer: BlockWriter, source: str, group: PieceGroup) -> None:
+        _be_nice()
         self._expect_time(source)
         first, data = group.pieces[0].start, b"".join(self._read(source, p) for p in group.pieces)
         sent = memoryview(data)[group.start - first : group.stop - first]
@@ -375,21 +372,18 @@ class Sender:
                 return data
         raise CorruptData(f"{self._local.url}/{key}: not what was written, and is not sent")
 
-    def _expect_time(self, key: str) -> None:
-        """Raise `UploadInterrupted` before a block is read or sent, once told to stop."""
-        _be_nice()
+    def _expect_time(self, key: str, *, done: str = "sent to its end") -> None:
+        """Raise `UploadInterrupted` once told to stop, before something of `key` is done."""
         if self._background.is_stopping:
-            raise UploadInterrupted(f"{key}: not sent to its end, for the process is closing")
+            raise UploadInterrupted(f"{key}: not {done}, for the process is closing")
 
     def _put(self, key: str, data: bytes) -> None:
-        if self._background.is_stopping:
-            raise UploadInterrupted(f"{key}: not sent, for the process is closing")
+        self._expect_time(key, done="sent")
         self._remote.put(key, data)
         self._count(len(data))
 
     def _submit(self, job: Callable[[], T], key: str) -> Future[T]:
-        if self._background.is_stopping:
-            raise UploadInterrupted(f"{key}: not sent to its end, for the process is closing")
+        self._expect_time(key)
         return self._background.submit(job)
 
     def _result(self, future: Future[T], key: str) -> T:
@@ -421,8 +415,7 @@ class Sender:
         attempt = SaveAttempt(name=name, save_id=listing.save_id)
         if attempt.folder != folder:
             raise CorruptData(f"{self._local.url}/{folder}: the manifest is of {attempt.folder}")
-        if self._background.is_stopping:
-            raise UploadInterrupted(f"{folder}: not committed, for the process is closing")
+        self._expect_time(folder, done="committed")
         try:
             publish(self._remote, attempt, data, epoch=epoch)
         finally:

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from holdfast.errors import NotFound, StoreError, UnsupportedStore, UsageError
+from holdfast.errors import NotFound, StoreError, UnsupportedStore
 from holdfast.events import logger
-from holdfast.store.base import final_nbytes, flat
+from holdfast.store.base import expect_inside, final_nbytes, flat
 from holdfast.store.local.files import (
     FILE_MODE,
     NEW_FILE,
@@ -219,11 +219,7 @@ class LocalBlockWriter:
             UsageError: the piece does not lie inside the object.
         """
         piece = flat(data)
-        if start < 0 or start + len(piece) > self._nbytes:
-            raise UsageError(
-                f"write {self._path}: bytes {start} to {start + len(piece)} are not inside "
-                f"the {self._nbytes} that were planned"
-            )
+        expect_inside(self._path, start, len(piece), self._nbytes)
         with self._call("write", becomes=_State.WRITING):
             direct_nbytes = self._write_direct(start, piece)
             write_all(self._fd, piece[direct_nbytes:], start + direct_nbytes)

@@ -16,7 +16,7 @@ from functools import partial
 
 from typing_extensions import override
 
-from holdfast.errors import CorruptData, InvalidKey, NotFound, UsageError
+from holdfast.errors import NotFound, UsageError
 from holdfast.store.base import (
     MAX_KEY_BYTES,
     BlockWriter,
@@ -25,9 +25,13 @@ from holdfast.store.base import (
     FreeSpace,
     ObjectInfo,
     Store,
+    check_folder,
     check_key,
+    expect_at_least,
+    expect_positive,
     flat,
     ignore,
+    is_key,
 )
 from holdfast.store.local import files, oserrors, reads
 from holdfast.store.local.blocks import DirectWrites, LocalBlockWriter, create_file
@@ -100,11 +104,10 @@ class LocalStore(Store):
     @override
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
         """The length is checked before memory is taken."""
-        if start < 0 or (nbytes is not None and nbytes < 0):
-            raise UsageError(f"get {key}: start {start} and nbytes {nbytes} must not be negative")
+        expect_positive("get", key, start=start, nbytes=nbytes)
         with self._reading(key) as (file, file_nbytes):
             wanted = max(file_nbytes - start, 0) if nbytes is None else nbytes
-            self._check_range(key, start, wanted, file_nbytes)
+            expect_at_least(file_nbytes, start + wanted, what=f"get {self._path(key)}")
             data = os.pread(file.fd, wanted, start)
             if len(data) == wanted:
                 return data
@@ -123,12 +126,11 @@ class LocalStore(Store):
         seen: Callable[[memoryview], object] = ignore,
         afresh: bool = False,
     ) -> None:
-        if start < 0:
-            raise UsageError(f"read_into {key}: start {start} must not be negative")
+        expect_positive("read_into", key, start=start)
         if afresh:
             self._files.forget(self._path(key))
         with self._reading(key) as (file, file_nbytes):
-            self._check_range(key, start, buffer.nbytes, file_nbytes)
+            expect_at_least(file_nbytes, start + buffer.nbytes, what=f"get {self._path(key)}")
             if buffer.nbytes:
                 reads.fill(
                     file,
@@ -143,13 +145,12 @@ class LocalStore(Store):
     @override
     def cached(self, key: str, start: int, nbytes: int) -> FillCached | None:
         """None for a subclass that overrides `read_into`, so that it sees all reads."""
-        if start < 0 or nbytes < 0:
-            raise UsageError(f"cached {key}: {nbytes} bytes from {start} on")
+        expect_positive("cached", key, start=start, nbytes=nbytes)
         check_key(key)
         if type(self).read_into is not LocalStore.read_into:
             return None
         with self._reading(key) as (file, file_nbytes):
-            self._check_range(key, start, nbytes, file_nbytes)
+            expect_at_least(file_nbytes, start + nbytes, what=f"get {self._path(key)}")
             is_at_hand = reads.is_at_hand(file, start, nbytes)
         return partial(reads.fill_cached, file, start) if is_at_hand and file.is_open else None
 
@@ -177,7 +178,7 @@ class LocalStore(Store):
     def children(self, folder: str = "") -> tuple[str, ...]:
         """Names in a folder. A symbolic link that leads out of it is listed as a folder, but
         reading through it is an error."""
-        _check_folder(folder)
+        check_folder(folder)
         return tuple(sorted(name for name, _ in self._entries(folder, sizes=False)))
 
     @override
@@ -191,7 +192,7 @@ class LocalStore(Store):
 
     @override
     def make_folder(self, folder: str, *, exclusive: bool = False) -> None:
-        _check_folder(folder)
+        check_folder(folder)
         segments = _segments(folder)
         with Reporting("make folder", self._path(folder)) as report:
             is_root = not segments
@@ -204,14 +205,14 @@ class LocalStore(Store):
 
     @override
     def sync_folder(self, folder: str) -> None:
-        _check_folder(folder)
+        check_folder(folder)
         with Reporting("sync folder", self._path(folder)), self._opened(folder) as folder_fd:
             sync_folder_fd(folder_fd)
 
     @override
     def refresh_folder(self, folder: str) -> None:
         """Make names visible: on NFS a change of a folder makes the client look anew."""
-        _check_folder(folder)
+        check_folder(folder)
         report = Reporting("refresh folder", self._path(folder))
         with suppress(NotFound), report, self._opened(folder) as folder_fd:
             if is_network(folder_fd):
@@ -222,7 +223,7 @@ class LocalStore(Store):
     @override
     def sweep(self, folder: str) -> int:
         """Remove leftovers; only for folders in which no put is under way."""
-        _check_folder(folder)
+        check_folder(folder)
         num_removed = 0
         report = Reporting("sweep", self._path(folder))
         with suppress(NotFound), report, self._opened(folder) as folder_fd:
@@ -237,8 +238,7 @@ class LocalStore(Store):
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
         """Begin a file, and take its room at once where the file system can."""
         folder, name = _split(key)
-        if nbytes < 0:
-            raise UsageError(f"create {key}: nbytes {nbytes} must not be negative")
+        expect_positive("create", key, nbytes=nbytes)
         path = self._path(key)
         with Reporting("create", path, nbytes=nbytes), self._opened(folder) as folder_fd:
             self._check_folder_syncs(folder_fd)
@@ -437,15 +437,12 @@ class LocalStore(Store):
     def _entries(self, folder: str, *, sizes: bool) -> Sequence[tuple[str, int]]:
         report = Reporting("list", self._path(folder))
         with suppress(NotFound), report, self._opened(folder) as folder_fd:
-            return [entry for entry in scan(folder_fd, sizes=sizes) if _is_segment(entry[0])]
+            return [
+                entry
+                for entry in scan(folder_fd, sizes=sizes)
+                if is_key(entry[0].removesuffix("/"))
+            ]
         return []
-
-    def _check_range(self, key: str, start: int, nbytes: int, file_nbytes: int) -> None:
-        if start + nbytes > file_nbytes:
-            raise CorruptData(
-                f"get {self._path(key)}: has {file_nbytes} bytes, "
-                f"expected at least {start + nbytes}"
-            )
 
 
 def _segments(folder: str) -> tuple[str, ...]:
@@ -456,19 +453,6 @@ def _split(key: str) -> tuple[str, str]:
     check_key(key)
     folder, _, name = key.rpartition("/")
     return folder, name
-
-
-def _check_folder(folder: str) -> None:
-    if folder:
-        check_key(folder)
-
-
-def _is_segment(name: str) -> bool:
-    try:
-        check_key(name.removesuffix("/"))
-    except InvalidKey:
-        return False
-    return True
 
 
 def _may_match(key: str, prefix: str) -> bool:

@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 from holdfast.errors import (
@@ -24,7 +24,7 @@ from holdfast.errors import (
     UnsupportedStore,
 )
 from holdfast.events import logger
-from holdfast.store.base import ObjectInfo, expect_at_most
+from holdfast.store.base import ObjectInfo, expect_at_least, expect_at_most
 from holdfast.store.remote.errors import Failure, as_store_error, read_failure
 from holdfast.store.remote.opening import Clients, Place, RemoteOptions, needed, open_clients
 from holdfast.store.remote.throttle import Pace
@@ -117,7 +117,7 @@ class Api:
                 return
             except Exception as error:
                 failure = read_failure(error)
-                refused = self._refused("put", key, error)
+                refused = self.refused("put", key, error)
                 if not failure.was_refused:
                     unclear = failure.is_unclear and isinstance(refused, TransientStoreError)
                     raise (OutcomeUnknown(str(refused)) if unclear else refused) from error
@@ -149,16 +149,11 @@ class Api:
             LimitExceeded: it has more than `max_nbytes`; nothing but its length was read.
         """
         self.expect_own_process()
-        data = self._repeated(lambda: self._whole(key, max_nbytes))
-        # Afterwards: the service waits for nobody to read on, and before its length is not known.
-        _wait(self._download_pace, len(data))
-        return data
-
-    def _whole(self, key: str, max_nbytes: int | None) -> bytes:
-        with self._slot(f"get {self.url(key)}"), self._request("get", key):
-            nbytes, data = self._ask(lambda store: self._get(store, key, max_nbytes))
+        nbytes, data = self._repeated("get", key, lambda store: self._get(store, key, max_nbytes))
         if len(data) != nbytes:
             raise CorruptData(f"get {self.url(key)}: has {nbytes} bytes, {len(data)} came")
+        # Afterwards: the service waits for nobody to read on, and before its length is not known.
+        _wait(self._download_pace, len(data))
         return data
 
     def _get(self, store: Any, key: str, max_nbytes: int | None) -> tuple[int, bytes]:
@@ -177,22 +172,17 @@ class Api:
         """
         self.expect_own_process()
         _wait(self._download_pace, stop - start)
-        data = self._repeated(lambda: self._range(key, start, stop))
+        data = self._repeated("get", key, lambda store: self._get_range(store, key, start, stop))
         if len(data) != stop - start:
             raise CorruptData(
                 f"get {self.url(key)}: bytes {start} to {stop} were asked for, {len(data)} came"
             )
         return data
 
-    def _range(self, key: str, start: int, stop: int) -> Any:
-        with self._slot(f"get {self.url(key)}"), self._request("get", key):
-            return self._ask(lambda store: self._get_range(store, key, start, stop))
-
     def _get_range(self, store: Any, key: str, start: int, stop: int) -> Any:
         result = self._obs.get(store, key, options={"range": (start, stop)})
         nbytes = result.meta["size"]
-        if nbytes < stop:
-            raise CorruptData(f"get {self.url(key)}: has {nbytes} bytes, expected at least {stop}")
+        expect_at_least(nbytes, stop, what=f"get {self.url(key)}")
         return result.bytes()
 
     def list(self, folder: str) -> Iterator[ObjectInfo]:
@@ -234,11 +224,9 @@ class Api:
 
     def names(self, folder: str) -> set[str]:
         """Names directly in a folder ("" is the root); those of folders end with a slash."""
-        return self._repeated(lambda: self._names(folder))
-
-    def _names(self, folder: str) -> set[str]:
-        with self._request("list", folder):
-            found = self._ask(lambda store: self._obs.list_with_delimiter(store, folder or None))
+        found = self._repeated(
+            "list", folder, lambda store: self._obs.list_with_delimiter(store, folder or None)
+        )
         names = {path.rpartition("/")[2] + "/" for path in found["common_prefixes"]}
         inside = f"{folder}/" if folder else ""
         keys = (item["path"] for item in found["objects"])
@@ -246,17 +234,13 @@ class Api:
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; those that are missing are fine."""
+        asked = [*keys] if len(keys) > 1 else keys[0]
         try:
-            self._repeated(lambda: self._delete(keys))
+            self._repeated("delete", keys[0], lambda store: self._obs.delete(store, asked))
         except NotFound:
             # One of them was gone already, and what became of the others is not told.
             for key in keys if len(keys) > 1 else ():
                 self.delete([key])
-
-    def _delete(self, keys: Sequence[str]) -> None:
-        with self._request("delete", keys[0]):
-            asked = [*keys] if len(keys) > 1 else keys[0]
-            self._ask(lambda store: self._obs.delete(store, asked))
 
     def delete_quietly(self, key: str) -> None:
         """Delete an object; a failure leaves junk."""
@@ -270,21 +254,15 @@ class Api:
         except NotFound:
             return False
 
-    def patience(self) -> Patience:
-        """For requests that are repeated here."""
-        return Patience(self.options)
-
-    def refused(self, key: str, error: Exception) -> HoldfastError:
-        """Our error for one of obstore's, of an upload."""
-        return self._refused("create", key, error)
-
-    def _repeated(self, action: Callable[[], T]) -> T:
-        """Do what may be done again, until it works: obstore repeats what got no reply, and not
-        what broke off in one."""
-        patience = self.patience()
+    def _repeated(self, operation: str, key: str, request: Callable[[Any], T]) -> T:
+        """Make a request until it works: obstore repeats what got no reply, and not what broke off
+        in one."""
+        patience, what = Patience(self.options), f"{operation} {self.url(key)}"
         while True:
             try:
-                return action()
+                slot = self._slot(what) if operation == "get" else nullcontext()
+                with slot, self._request(operation, key):
+                    return self._ask(request)
             except TransientStoreError:
                 # For a first answer `_ask` has waited already.
                 if not self._has_answered or patience.is_over():
@@ -298,7 +276,7 @@ class Api:
         answered before. Until it has, the address may be wrong: then it is repeated here, and
         what is wrong is told after the first time.
         """
-        clients, patience = self.clients(), self.patience()
+        clients, patience = self.clients(), Patience(self.options)
         while not self._has_answered:
             try:
                 found = request(clients.once)
@@ -343,9 +321,10 @@ class Api:
         except HoldfastError:
             raise
         except Exception as error:
-            raise self._refused(operation, key, error) from error
+            raise self.refused(operation, key, error) from error
 
-    def _refused(self, operation: str, key: str, error: Exception) -> HoldfastError:
+    def refused(self, operation: str, key: str, error: Exception) -> HoldfastError:
+        """The error of ours for one of obstore's."""
         who = self._clients.who if self._clients is not None else "nothing yet"
         failure = read_failure(error)
         self._note_answer(failure)

@@ -18,18 +18,19 @@ from typing_extensions import override
 from holdfast.errors import (
     AccessDenied,
     AlreadyExists,
-    CorruptData,
     NotFound,
     StoreError,
     UnsupportedStore,
-    UsageError,
 )
 from holdfast.store.base import (
     BlockWriter,
     Buffer,
     ObjectInfo,
     Store,
+    check_folder,
     check_key,
+    expect_at_least,
+    expect_positive,
     flat,
     ignore,
 )
@@ -98,8 +99,7 @@ class RemoteStore(Store):
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
         """The length is checked before memory is taken."""
         check_key(key)
-        if start < 0 or (nbytes is not None and nbytes < 0):
-            raise UsageError(f"get {key}: start {start} and nbytes {nbytes} must not be negative")
+        expect_positive("get", key, start=start, nbytes=nbytes)
         if start == 0 and nbytes is None:
             return self._api.whole(key)
         if nbytes and nbytes <= _READ_NBYTES:
@@ -127,8 +127,7 @@ class RemoteStore(Store):
     ) -> None:
         """Read in requests of 8 MiB at most; there is no cache on the way."""
         check_key(key)
-        if start < 0:
-            raise UsageError(f"read_into {key}: start {start} must not be negative")
+        expect_positive("read_into", key, start=start)
         if buffer.nbytes > _READ_NBYTES or not buffer.nbytes:
             self._rest(key, start, buffer.nbytes)
         if buffer.nbytes:
@@ -150,8 +149,7 @@ class RemoteStore(Store):
 
     @override
     def children(self, folder: str = "") -> tuple[str, ...]:
-        if folder:
-            check_key(folder)
+        check_folder(folder)
         return tuple(sorted(name for name in self._api.names(folder) if name not in ("", "/")))
 
     @override
@@ -180,8 +178,7 @@ class RemoteStore(Store):
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
         """Begin an object that goes in one request, or a multipart upload when it is long."""
         check_key(key)
-        if nbytes < 0:
-            raise UsageError(f"create {key}: nbytes {nbytes} must not be negative")
+        expect_positive("create", key, nbytes=nbytes)
         with suppress(NotFound):
             self._api.nbytes(key)
             raise AlreadyExists(f"create {self._api.url(key)}: the key is taken")
@@ -190,8 +187,7 @@ class RemoteStore(Store):
     @override
     def uploads(self, folder: str = "") -> Iterator[str]:
         """Keys of multipart uploads that were not completed; Azure has none."""
-        if folder:
-            check_key(folder)
+        check_folder(folder)
         inside = f"{folder}/" if folder else ""
         found = sweep.uploads(self._place, self._api.clients(), inside)
         return (upload.key for upload in found)
@@ -224,10 +220,7 @@ class RemoteStore(Store):
     def _rest(self, key: str, start: int, nbytes: int) -> int:
         """Bytes of an object from `start` on, which must be at least `nbytes`."""
         found = self._api.nbytes(key)
-        if found < start + nbytes:
-            raise CorruptData(
-                f"get {self._api.url(key)}: has {found} bytes, expected at least {start + nbytes}"
-            )
+        expect_at_least(found, start + nbytes, what=f"get {self._api.url(key)}")
         return found - start
 
     def _fill(

@@ -20,9 +20,9 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from typing import Any
 
-from holdfast.errors import HoldfastError, StoreError, TransientStoreError, UsageError
-from holdfast.store.base import BlockWriter, flat
-from holdfast.store.remote.api import Api, is_own_process
+from holdfast.errors import HoldfastError, StoreError, TransientStoreError
+from holdfast.store.base import BlockWriter, expect_inside, final_nbytes, flat
+from holdfast.store.remote.api import Api, Patience, is_own_process
 from holdfast.store.remote.opening import RemoteOptions
 from holdfast.store.remote.throttle import Pace
 
@@ -221,12 +221,7 @@ class _Writer:
 
     def _checked(self, start: int, data: memoryview) -> memoryview:
         piece = flat(data)
-        stop = start + len(piece)
-        if start < 0 or stop > self._nbytes:
-            raise UsageError(
-                f"write {self._key}: bytes {start} to {stop} are not inside the {self._nbytes} "
-                "that were planned"
-            )
+        expect_inside(self._key, start, len(piece), self._nbytes)
         return piece
 
     def _check_open(self, operation: str) -> None:
@@ -235,12 +230,8 @@ class _Writer:
 
     def _check_complete(self, nbytes: int | None) -> None:
         self._check_open("finish")
-        length = nbytes if self._length is None else self._length
-        if length is None or length > self._nbytes or nbytes not in (None, length):
-            raise UsageError(
-                f"finish {self._key}: nbytes={nbytes} cannot be the length of an object that was "
-                f"begun with {self._nbytes}"
-            )
+        is_open_end = self._length is None
+        length = final_nbytes(nbytes, self._nbytes, at_most=is_open_end, what=self._key)
         if self._written_nbytes != length:
             raise StoreError(
                 f"finish {self._key}: {length - self._written_nbytes} of {length} bytes were not "
@@ -256,7 +247,7 @@ class _Writer:
                 return
         if isinstance(error, HoldfastError):
             raise error
-        raise api.refused(self._key, error) from error
+        raise api.refused("create", self._key, error) from error
 
 
 class SinglePut(_Writer):
@@ -448,11 +439,11 @@ class MultipartPut(_Writer):
             return
         error = self._upload.exception()
         if isinstance(error, Exception):
-            raise self._uploads.api.refused(self._key, error) from error
+            raise self._uploads.api.refused("create", self._key, error) from error
         raise StoreError(f"write {self._key}: the object is complete already")
 
     async def _send(self) -> None:
-        patience = self._uploads.api.patience()
+        patience = Patience(self._uploads.api.options)
         while True:
             try:
                 return await self._uploads.api.stream(self._key, self, self._part_nbytes)
@@ -460,7 +451,7 @@ class MultipartPut(_Writer):
                 raise
             except Exception as error:
                 # obstore does not try again to begin an upload; no byte has gone yet.
-                refused = self._uploads.api.refused(self._key, error)
+                refused = self._uploads.api.refused("create", self._key, error)
                 is_transient = isinstance(refused, TransientStoreError)
                 if self._position or not is_transient or patience.is_over():
                     raise

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from holdfast.engine.access.locate import locate
+from holdfast.engine.access import locate
 from holdfast.engine.checkpoint import Checkpoint, describe
 from holdfast.engine.claims.leases import leased
 from holdfast.engine.loading.resume import LoadOptions, Reader

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.engine.access.locate import place_of
+from holdfast.engine.access import place_of
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.tiers.tiered import Tiered

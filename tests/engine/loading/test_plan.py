@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.engine.loading.wanted import Wanted, wanted_by_file
+from holdfast.engine.loading.plan import Wanted, wanted_by_file
 from holdfast.errors import FormatError
 from holdfast.format.index import Index, Places, ShardEntry, TensorTable
 from holdfast.format.tensors import TensorSpec

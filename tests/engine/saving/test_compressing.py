@@ -12,8 +12,14 @@ import torch
 
 from holdfast import CheckpointManager
 from holdfast.engine.saving import choosing, compressing
-from holdfast.engine.saving.choosing import MIN_NBYTES, SAVES_BETWEEN, Chooser, Trial, best
-from holdfast.engine.saving.throughput import Throughput
+from holdfast.engine.saving.compressing import (
+    MIN_NBYTES,
+    SAVES_BETWEEN,
+    Chooser,
+    Throughput,
+    Trial,
+    best,
+)
 from holdfast.events import Emitter, Event
 from holdfast.format.codec import Compression
 from holdfast.format.layout import BLOCK_NBYTES

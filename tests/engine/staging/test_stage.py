@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.engine.staging.grouping import MIN_NBYTES, Grouping
+from holdfast.engine.staging.stage import MIN_NBYTES, Grouping
 from holdfast.format.tensors import TensorSpec
 
 BIG = MIN_NBYTES // 4

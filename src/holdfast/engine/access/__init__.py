@@ -1,1 +1,0 @@
-"""Finding a checkpoint by the name a person gives, and keeping it while it is read."""
