@@ -31,6 +31,7 @@ MODULES = {
     "zstandard": "zstandard",
     "click": "click",
     "rich": "rich",
+    "typing_extensions": "typing_extensions",
     "pytest": "pytest",
     "pytest-timeout": "pytest_timeout",
     "pytest-xdist": "xdist",
@@ -46,6 +47,7 @@ REQUIRED = {
     "zstandard": "0.22",
     "click": "8.1.7",
     "rich": "13.9",
+    "typing_extensions": "4.12",
 }
 """Package → the oldest version with which Holdfast runs, as in pyproject.toml."""
 FOR_TESTS = {"pytest": "8.3", "pytest-timeout": "2.3"}

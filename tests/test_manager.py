@@ -896,9 +896,9 @@ def test_a_rule_may_be_written_as_on_the_command_line(tmp_path: Path) -> None:
     saver = SideSaver("weights", every="1step", components=["model"], keep="last:4,best:loss")
     assert str(saver.keep) == "last 4 | best loss (min)"
     for name in ("keep_local", "keep_remote"):
-        with pytest.raises(errors.UsageError, match=f"{name}='newest:3'.*no rule"):
+        with pytest.raises(errors.UsageError, match=f"{name}='newest:3'.*unknown rule"):
             Tiered(tmp_path / "b", tmp_path / "c", **{name: "newest:3"})  # type: ignore[arg-type]
-    with pytest.raises(errors.UsageError, match=r"keep='newest:3'.*no rule"):
+    with pytest.raises(errors.UsageError, match=r"keep='newest:3'.*unknown rule"):
         run.manager(tmp_path / "d", keep="newest:3")
 
 

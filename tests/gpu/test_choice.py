@@ -27,7 +27,13 @@ from bench.states import StateSpec, build
 
 ROOT = Path(__file__).parents[2]
 ALL = {**REQUIRED, **FOR_TESTS, **OPTIONAL}
-BARE = {"torch": "2.11.0+cu130", "numpy": "2.5.2", "click": "8.2.0", "rich": "14.0.0"}
+BARE = {
+    "torch": "2.11.0+cu130",
+    "numpy": "2.5.2",
+    "click": "8.2.0",
+    "rich": "14.0.0",
+    "typing_extensions": "4.15.0",
+}
 GB = 10**9
 LARGE = Room(device=140 * GB, memory=130 * GB, shared=130 * GB, disk=500 * GB)
 
