@@ -523,7 +523,7 @@ OTHERS = (
         name="request-removed-before-its-answer",
         promise="D37: who waits for a save finds the request or the answer",
         file="engine/control/requests.py",
-        before="if answer is not None and answer_key is not None and self._is_there(key):\n",
+        before="if answer is not None and answer_key is not None and is_there(self._store, key):\n",
         after=(
             "self._store.delete(key)\n        if answer is not None and answer_key is not None:\n"
         ),
