@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from holdfast import CheckpointManager
-from holdfast.engine.saving import choosing, compressing
+from holdfast.engine.saving import compressing
 from holdfast.engine.saving.compressing import (
     MIN_NBYTES,
     SAVES_BETWEEN,
@@ -179,8 +179,8 @@ def test_samples_are_few_however_large_the_state_is() -> None:
             see(number, block)
         asked.append(see)
     (samples,) = chooser._samples.values()
-    assert len(samples) == choosing.MAX_SAMPLES
-    assert {len(sample.data) for sample in samples} == {choosing.SAMPLE_NBYTES}
+    assert len(samples) == compressing.MAX_SAMPLES
+    assert {len(sample.data) for sample in samples} == {compressing.SAMPLE_NBYTES}
 
 
 def test_only_what_is_auto_is_looked_at() -> None:
@@ -204,8 +204,8 @@ def test_the_time_of_a_store_is_that_in_which_it_was_called() -> None:
 def test_auto_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first save plain, the next by what was chosen; both are the same state."""
     monkeypatch.setattr(Throughput, "bytes_per_s", property(lambda self: 1e6))
-    monkeypatch.setattr(choosing, "SLOWER", 1e9)
-    monkeypatch.setattr(choosing, "GAIN", 1e9)
+    monkeypatch.setattr(compressing, "SLOWER", 1e9)
+    monkeypatch.setattr(compressing, "GAIN", 1e9)
     events: list[Event] = []
     state = {"model": {"w": torch.randn(12 * MIB) * 0.02}, "plain": {"v": torch.ones(MIB)}}
     with CheckpointManager(
@@ -237,7 +237,7 @@ def test_a_library_that_fails_stops_nothing(
     def broken(*_: Any) -> None:
         raise ImportError("a library is broken")
 
-    monkeypatch.setattr(choosing, "tried", broken)
+    monkeypatch.setattr(compressing, "tried", broken)
     events: list[Event] = []
     state = {"model": {"w": torch.randn(12 * MIB)}}
     with CheckpointManager(tmp_path, state, compress="auto", sinks=(events.append,)) as manager:
