@@ -98,8 +98,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="given-up-file-stays",
         promise="R9: what a failed save leaves behind is bounded",
         file="store/local/blocks.py",
-        before="        if self._state is _State.ABORTED:\n            remove_quietly",
-        after="        if self._state is _State.WRITING:\n            remove_quietly",
+        before="        if self._state is _WriterState.ABORTED:\n            remove_quietly",
+        after="        if self._state is _WriterState.WRITING:\n            remove_quietly",
         near=("tests/store/local/test_blocks.py", "tests/store/local/test_store.py"),
     ),
     Mutant(

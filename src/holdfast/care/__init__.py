@@ -1,1 +1,1 @@
-"""What keeps a root healthy: preflight, verify, retention, gc. Without torch."""
+"""Upkeep of a root: preflight, verify, retention, gc. Without torch."""

@@ -1,4 +1,4 @@
-"""What must hold before a manager's first save: no accident, room on the store, and the claim."""
+"""Checks before a manager's first save: no accident, room on the store, and the claim."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class _Grace:
 
     @property
     def left_s(self) -> float | None:
-        """What is left of the grace; None where none runs."""
+        """Seconds left of the grace; None if none runs."""
         return None if self.first is None else max(0.0, self._until - time.monotonic())
 
 

@@ -38,7 +38,7 @@ Outcome = Literal["remove", "mark", "keep"]
 
 @dataclass(slots=True, kw_only=True)
 class GcReport:
-    """What was done, or would be: (folder, why) each; `nbytes` is what it gave back."""
+    """Report of a garbage collection, done or planned: (folder, why) each, and the bytes freed."""
 
     removed: list[tuple[str, str]] = field(default_factory=list)
     marked: list[tuple[str, str]] = field(default_factory=list)
@@ -112,7 +112,7 @@ def collect(
 
 @contextmanager
 def _told(what: str, report: GcReport) -> Iterator[None]:
-    """Whatever of the store fails in here is told, and the rest goes on."""
+    """Record an error of the store in the report, and go on after the block."""
     try:
         yield
     except StoreError as error:
@@ -130,7 +130,7 @@ def _broken_off(store: Store, report: GcReport) -> tuple[AttemptName, ...]:
 
 
 class _Judge:
-    """What is known of each writer epoch; each is looked at once."""
+    """Verdicts on writer epochs; each epoch is looked at once."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Who can open the sealed checkpoints of a root, and how others come to be able to.
+"""Access to the encrypted checkpoints of a root: which keys open them, and how keys are added.
 
 Only boxes of keys are written, never what they open. A new box is put and read back before an old
 one goes, so that a process killed anywhere leaves checkpoints that the old or the new keys open.
@@ -37,7 +37,7 @@ _MAX_RACES = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sealed:
-    """One sealed checkpoint: its folder, what is visible of it, and its boxes, newest first."""
+    """Encrypted checkpoint: its folder, the part in clear, and its boxes of keys, newest first."""
 
     folder: str
     visible: Visible
@@ -54,7 +54,7 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rekeyed:
-    """What became of one checkpoint: `done`, `was so` before, or `failed` with the reason."""
+    """Outcome for one checkpoint: `done`, `was so` before, or `failed` with the reason."""
 
     folder: str
     outcome: str
@@ -74,7 +74,7 @@ def sealed_in(store: Store) -> Iterator[Sealed | Rekeyed]:
 
 
 def look(store: Store, folder: str) -> Sealed | None:
-    """What is visible of a sealed checkpoint; None where a folder holds none.
+    """Read the part in clear of an encrypted checkpoint; None if the folder holds none.
 
     Raises:
         FormatError: it is damaged.

@@ -77,7 +77,7 @@ class Tuning:
             self._auto.restarted(resume_s)
 
     def timings(self) -> dict[str, float]:
-        """What the next save of the whole state is to record beside its own cost, in seconds."""
+        """Times, in seconds, that the next save of the whole state records beside its own cost."""
         return {} if self._auto is None else self._auto.timings()
 
     def _tell(self) -> None:

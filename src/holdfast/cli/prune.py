@@ -28,7 +28,7 @@ _OTHER_RUN = "copied here from another run, which this one does not judge"
 
 
 @dataclass(frozen=True, slots=True)
-class _Checkpoint:
+class _Judged:
     """A checkpoint of the root, and what is done with it."""
 
     entry: Entry
@@ -101,16 +101,16 @@ def _action(item: Planned, report: Pruned, *, dry_run: bool) -> str:
     return "thin" if item.decision.keep else "delete"
 
 
-def _judged(item: Planned, action: str) -> _Checkpoint:
+def _judged(item: Planned, action: str) -> _Judged:
     made = item.decision
-    return _Checkpoint(item.entry, action, made.reason, made.entry.nbytes, drop=made.drop)
+    return _Judged(item.entry, action, made.reason, made.entry.nbytes, drop=made.drop)
 
 
-def _other(store: Store, entry: Entry) -> _Checkpoint:
-    return _Checkpoint(entry, "keep", _OTHER_RUN, nbytes_left(store, entry))
+def _other(store: Store, entry: Entry) -> _Judged:
+    return _Judged(entry, "keep", _OTHER_RUN, nbytes_left(store, entry))
 
 
-def _document(checkpoint: _Checkpoint) -> dict[str, Any]:
+def _document(checkpoint: _Judged) -> dict[str, Any]:
     entry = checkpoint.entry
     return {
         "folder": entry.folder,
@@ -123,7 +123,7 @@ def _document(checkpoint: _Checkpoint) -> dict[str, Any]:
     }
 
 
-def _row(checkpoint: _Checkpoint) -> tuple[str, ...]:
+def _row(checkpoint: _Judged) -> tuple[str, ...]:
     entry, action = checkpoint.entry, checkpoint.action
     what = f"drop {', '.join(checkpoint.drop)}" if action == "thin" else action
     why = "; ".join([checkpoint.why, *origin_marks(entry.manifest)])

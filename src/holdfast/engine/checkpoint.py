@@ -19,7 +19,7 @@ from holdfast.store.base import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """One committed checkpoint."""
+    """Committed checkpoint: its place, its step and the facts of its manifest."""
 
     root: str
     """Where the run is: a path or a URL."""
@@ -254,12 +254,12 @@ class Seen:
 
 
 def seen_text(order: tuple[int, int], save_id: str) -> str:
-    """What is to be remembered of a commit."""
+    """Text by which a later start recognises this commit, for `resume(seen=…)`."""
     return f"{order[0]:04d}-{order[1]:06d}-{save_id}"
 
 
 def parse_seen(text: str | None) -> Seen | None:
-    """What `seen_text` gave; None for None.
+    """Parse the text that `seen_text` returned; None for None.
 
     Raises:
         UsageError: it is something else.

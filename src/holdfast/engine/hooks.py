@@ -1,4 +1,4 @@
-"""What a training may do around saves and loads."""
+"""Hooks around saves and loads, as the caller passes them."""
 
 from __future__ import annotations
 

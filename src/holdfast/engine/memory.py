@@ -65,5 +65,5 @@ class Buffers:
         return memoryview(take(nbytes))
 
     def give_back(self, buffer: memoryview) -> None:
-        """It is not used any more."""
+        """Return a buffer that is used no more."""
         self._free.put(buffer)

@@ -31,7 +31,7 @@ where they are not the stored form of a block of that length. Thread-safe."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codec:
-    """One way of compressing blocks."""
+    """Compression of blocks by one library."""
 
     suffix: str
     """What the names of its files end with."""

@@ -36,7 +36,7 @@ _SEGMENT = re.compile(r"[A-Za-z0-9_=+\-][A-Za-z0-9._=+\-]*", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What `head` and `list` tell about an object. `nbytes` is its length in bytes."""
+    """Key, length in bytes and identity of an object, from `head` and `list`."""
 
     key: str
     nbytes: int
@@ -63,7 +63,7 @@ anything else is wrong; the targets then hold any bytes."""
 
 
 class BlockWriter(Protocol):
-    """One object that is written in pieces, in any order, from several threads.
+    """Object that is written in pieces, in any order, from several threads.
 
     Where pieces are sent in their order, one that comes far ahead waits in `write` for those before
     it, so another thread has to bring them.
@@ -87,7 +87,7 @@ class BlockWriter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FreeSpace:
-    """What is left: bytes and inodes; None where the storage does not say."""
+    """Free bytes and inodes of a storage; None where it does not say."""
 
     nbytes: int | None
     inodes: int | None

@@ -39,7 +39,7 @@ _PLAIN = (
 
 
 class Report(Protocol):
-    """What the run under test calls after each step, when the step's save has been asked for."""
+    """Callback of the run under test, called after each step once its save was requested."""
 
     def __call__(self, step: int, state: Mapping[str, Any]) -> None:
         """Tell that `step` steps are done and that `state` is what the run then consists of."""
@@ -125,7 +125,7 @@ class StepReporter(Callback):
 
 
 def leaf_digests(state: Mapping[str, Any]) -> dict[str, str]:
-    """What tells every leaf of a state from any other value, by its path.
+    """Digest of every leaf of a state, by its path.
 
     Objects with a `state_dict` stand for what it returns. Floats and tensors count by their
     bits, so that -0.0 is not 0.0 and a NaN is equal to itself. Tensors also count by their
@@ -147,7 +147,7 @@ def leaf_digests(state: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Leg:
-    """One process of a run: from where its root stands to a kill, or to the end."""
+    """Process of a run: from where its root stands to a kill, or to the end."""
 
     run: Run
     folder: Path
@@ -294,7 +294,7 @@ def _global_generators() -> dict[str, Any]:
 
 
 class _Walk:
-    """One pass over a state, which remembers whose memory it has seen."""
+    """Pass over a state, which remembers whose memory it has seen."""
 
     def __init__(self) -> None:
         self._owners: dict[int, tuple[str, torch.Tensor]] = {}

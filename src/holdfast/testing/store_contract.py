@@ -377,7 +377,7 @@ class StoreContract:
     # delete
 
     def test_many_objects_are_deleted(self, store: Store) -> None:
-        """Those that are missing are fine, and do not keep the others."""
+        """Missing keys are no error, and do not stop the deletion of the others."""
         keys = [f"a/{number:04d}" for number in range(40)]
         self.fill(store, *keys, "a/b/c", "b")
         store.delete_many(["a/x", *keys[:20], "x/y", keys[0], *keys[20:]])

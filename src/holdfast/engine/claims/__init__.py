@@ -1,1 +1,1 @@
-"""Who owns a run, who reads it, and whether they still live."""
+"""Owners and readers of a run, and whether their processes still live."""

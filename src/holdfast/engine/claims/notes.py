@@ -64,7 +64,7 @@ def checked_tags(tags: Iterable[str]) -> tuple[str, ...]:
 
 
 def checked_reasons(reasons: Any) -> tuple[str, ...]:
-    """What `before_save` returned: reasons why a state is unhealthy; None: there are none.
+    """Check the reasons, returned by `before_save`, why a state is unhealthy; none for None.
 
     Raises:
         UsageError: it is something else.

@@ -1,4 +1,4 @@
-"""Who a process is, whether another one still lives (docs/decisions/0003), and what time it is."""
+"""Identity of a process, whether another one still lives (docs/decisions/0003), and the time."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _thread_has_ended(folder: str) -> bool:
 
 
 class _Stat(NamedTuple):
-    """What the kernel tells of a process, or of a thread."""
+    """Start time and state of a process or thread, as the kernel reports them."""
 
     start: str
     """In clock ticks since boot."""

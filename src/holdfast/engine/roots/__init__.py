@@ -1,1 +1,1 @@
-"""What is in a root: found and read, written and deleted, named and marked."""
+"""Contents of a root: found and read, written and deleted, named and marked."""

@@ -1,4 +1,4 @@
-"""What is in a root: attempts, registers, claims, the lineage and its head. Reads only.
+"""Catalog of a root: attempts, registers, claims, the lineage and its head. Reads only.
 
 This module knows the order of things (docs/design.md, section 3) and nothing about tensors. It
 never writes and never claims.
@@ -47,7 +47,7 @@ _STEP = re.compile(r"step=(\d{1,18})", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """What sidecars add to a checkpoint."""
+    """Marks that sidecars add to a checkpoint."""
 
     retired_by: tuple[int, ...] = ()
     """The writer epochs that began to delete it."""
@@ -71,7 +71,7 @@ class Marks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One committed checkpoint: its name, its manifest, its marks."""
+    """Committed checkpoint in the catalog: its name, its manifest, its marks."""
 
     name: AttemptName
     folder: str
@@ -379,7 +379,7 @@ class Catalog:
                 yield entry
 
     def latest(self, entries: Iterable[Entry] | None = None) -> Entry | None:
-        """What "latest" means: the one from which a run would go on, damage aside.
+        """Find the "latest": the checkpoint from which a run would go on, damage aside.
 
         That is the newest of the lineage (or of `entries`, newest first) that holds the whole
         state and is not avoided, else the newest that holds it, else the newest not avoided.

@@ -18,7 +18,7 @@ from holdfast.store.base import Store
 
 
 class Records:
-    """What the records of one root say of attempts without a register.
+    """Evidence, in the records of one root, about attempts whose register is missing.
 
     Each record is read once, when it is first needed, so keep an instance for one question only.
     """
@@ -36,7 +36,7 @@ class Records:
         """Names of the notes on uploads; None: not listed yet."""
 
     def of_commit(self, name: AttemptName) -> str:
-        """What shows that an attempt with an empty register was committed; empty otherwise.
+        """Evidence that an attempt with an empty register was committed, as a text; empty if none.
 
         `latest`, a note on its upload, or a pin or mark beside its files was put after the commit.
         Claims, what later writers saved, and a clean close prove it only where no other file is
@@ -97,7 +97,7 @@ class Records:
         return self._points.get(str(name), 0)
 
     def _point_of(self, epoch: int) -> Reference | None:
-        """What an epoch went on from, by its claim or else by a manifest that was saved in it."""
+        """Checkpoint from which an epoch resumed, by its claim or else by one of its manifests."""
         with suppress(FormatError):
             claim = read_if_there(self._store, layout.writer_key(epoch), WriterRecord.decode)
             if claim is not None:

@@ -1,4 +1,4 @@
-"""What is left of a checkpoint from which retention dropped components (docs/design.md, rule 6)."""
+"""Parts left of a checkpoint from which retention dropped components (docs/design.md, rule 6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people write to name a checkpoint: `root`, `root@which`, or a checkpoint's own folder.
+"""Parsing of a checkpoint's address: `root`, `root@which`, or a checkpoint's own folder.
 
 `locate` opens what they name, for which it imports much more.
 """

@@ -112,7 +112,7 @@ def vouched(store: Store, folder: str) -> bytes:
 
 @dataclass(slots=True)
 class _Attempt:
-    """What this process has written of a checkpoint that is not committed."""
+    """Files and keys that this process has written for a checkpoint before its commit."""
 
     data_key: bytes = field(repr=False)
     box: bytes
@@ -403,7 +403,7 @@ class SealedStore(WrappedStore):
         return data, None
 
     def _known(self, folder: str, document: bytes) -> Contents | None:
-        """What was opened before and is these very bytes, here or in the twin."""
+        """Contents decrypted before from the same bytes, by this store or its twin; None if none were."""
         for store in (self, self._twin):
             if store is None:
                 continue
@@ -601,7 +601,7 @@ class SealedStore(WrappedStore):
         attempt.stored[seal.name] = FileEntry(nbytes=len(sealed), digest=digest)
 
     def _reader(self, key: str) -> SealedFile | None:
-        """What reads a file; None where it is to be read as it is stored.
+        """Reader that decrypts a file; None for a file that is stored in clear.
 
         Raises:
             NotFound: the checkpoint is sealed and has no such file.

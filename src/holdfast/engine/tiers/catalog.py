@@ -1,4 +1,4 @@
-"""What is in the two roots of one run, read as one.
+"""Catalog of the two roots of one run, read as one.
 
 A checkpoint has the same name and the same bytes in both. It is read where it is nearest, and from
 the remote tier when the local copy is gone or damaged.
@@ -208,7 +208,7 @@ class TieredCatalog(Catalog):
         return self._asked(lambda: self.remote.read(folder), None)
 
     def _asked(self, question: Callable[[], T], nothing: U) -> T | U:
-        """What the remote tier answers; `nothing` where it cannot be reached."""
+        """Ask the remote tier; return `nothing` where it cannot be reached."""
         if self.cut_off is not None:
             return nothing
         try:

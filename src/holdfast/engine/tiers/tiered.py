@@ -1,4 +1,4 @@
-"""What a person says about the two tiers of a run, checked where it is said."""
+"""Options of a run with two tiers, checked where they are given."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Lag:
 
     @classmethod
     def parse(cls, text: str) -> Lag:
-        """What `2000step`, `30min` or `40GB` says.
+        """Parse a lag such as `2000step`, `30min` or `40GB`.
 
         Raises:
             UsageError: it says nothing of the kind.
@@ -72,7 +72,7 @@ class TieredOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What retention keeps in each tier of a run; where there is one tier, the first counts."""
+    """Retention rules of the two tiers of a run; where there is one tier, the first counts."""
 
     local: Rule
     remote: Rule

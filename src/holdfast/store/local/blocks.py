@@ -1,4 +1,4 @@
-"""One large file written in pieces by several threads, past the page cache where that works.
+"""Large file written in pieces by several threads, past the page cache where that works.
 
 A direct write (O_DIRECT) takes no copy, hardly any processor time, and leaves nothing for the
 fsync to wait for. Only whole pages go that way; since pieces do not overlap, two pieces never
@@ -147,7 +147,7 @@ class DirectWrites:
 
 
 def _tried_directly(folder_fd: int) -> DirectFile | None:
-    """What a scratch file in the folder, gone again with its descriptors, asks of direct writes."""
+    """Try direct writes with a scratch file in the folder, and delete it again."""
     name = temporary_name()
     os.close(create_file(folder_fd, name, 0))
     try:
@@ -175,7 +175,7 @@ def create_file(folder_fd: int, name: str, nbytes: int) -> int:
     return fd
 
 
-class _State(enum.Enum):
+class _WriterState(enum.Enum):
     WRITING = enum.auto()
     FINISHING = enum.auto()
     FINISHED = enum.auto()
@@ -205,7 +205,7 @@ class LocalBlockWriter:
         self._at_most = at_most
         self._warn = warn
         self._lock = threading.Lock()
-        self._state = _State.WRITING
+        self._state = _WriterState.WRITING
         self._calls_under_way = 0
         self._written_nbytes = 0
         # Where a server gives files to another owner they stay writable, which is no harm.
@@ -220,7 +220,7 @@ class LocalBlockWriter:
         """
         piece = flat(data)
         expect_inside(self._path, start, len(piece), self._nbytes)
-        with self._call("write", becomes=_State.WRITING):
+        with self._call("write", becomes=_WriterState.WRITING):
             direct_nbytes = self._write_direct(start, piece)
             write_all(self._fd, piece[direct_nbytes:], start + direct_nbytes)
             with self._lock:
@@ -242,7 +242,7 @@ class LocalBlockWriter:
             raise StoreError(
                 f"finish {self._path}: {missing_nbytes} of {length} bytes were not written"
             )
-        with self._call("finish", becomes=_State.FINISHING) as report:
+        with self._call("finish", becomes=_WriterState.FINISHING) as report:
             if os.fstat(self._fd).st_size != length:
                 os.ftruncate(self._fd, length)
             os.fsync(self._fd)
@@ -251,24 +251,24 @@ class LocalBlockWriter:
             if os.fstat(self._fd).st_nlink == 0:
                 raise NotFound(f"finish {self._path}: the file was removed while it was written")
             with self._lock:
-                self._state = _State.FINISHED
+                self._state = _WriterState.FINISHED
 
     def abort(self) -> None:
         """Give up and remove the file, unless `finish` succeeded. Calls under way may end."""
         with self._lock:
-            if self._state is _State.FINISHED:
+            if self._state is _WriterState.FINISHED:
                 return
-            was_aborted = self._state is _State.ABORTED
-            self._state = _State.ABORTED
+            was_aborted = self._state is _WriterState.ABORTED
+            self._state = _WriterState.ABORTED
             if not was_aborted and self._calls_under_way == 0:
                 self._close()
 
     @contextmanager
-    def _call(self, operation: str, *, becomes: _State) -> Iterator[Reporting]:
+    def _call(self, operation: str, *, becomes: _WriterState) -> Iterator[Reporting]:
         # Descriptors are closed by the last one out: a number closed under a running write could
         # already belong to another file.
         with self._lock:
-            if self._state is not _State.WRITING:
+            if self._state is not _WriterState.WRITING:
                 raise StoreError(f"{operation} {self._path}: this was finished or given up before")
             self._state = becomes
             self._calls_under_way += 1
@@ -278,12 +278,12 @@ class LocalBlockWriter:
         finally:
             with self._lock:
                 self._calls_under_way -= 1
-                is_over = self._state in (_State.FINISHED, _State.ABORTED)
+                is_over = self._state in (_WriterState.FINISHED, _WriterState.ABORTED)
                 if is_over and self._calls_under_way == 0:
                     self._close()
 
     def _close(self) -> None:
-        if self._state is _State.ABORTED:
+        if self._state is _WriterState.ABORTED:
             remove_quietly(self._folder_fd, os.path.basename(self._path))
         for fd in (self._fd, self._folder_fd, *([self._direct.fd] if self._direct else [])):
             # After the fsync there is nothing that closing could still lose.

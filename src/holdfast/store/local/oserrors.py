@@ -1,4 +1,4 @@
-"""What an `OSError` means for the one who asked: the class, and a message worth reading."""
+"""Translation of an `OSError` to our errors: the class, and a message worth reading."""
 
 from __future__ import annotations
 

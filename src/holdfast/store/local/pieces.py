@@ -150,7 +150,7 @@ class LocalPieces:
         memory: memoryview,
         fetch: Fetch,
         seen: Seen,
-        draft: _Draft,
+        draft: _PieceFile,
     ) -> None:
         whole = memory
         if len(memory) == piece.nbytes:
@@ -163,7 +163,7 @@ class LocalPieces:
             seen(memory)
         self._keep(piece, whole, draft)
 
-    def _keep(self, piece: Piece, whole: memoryview, draft: _Draft) -> None:
+    def _keep(self, piece: Piece, whole: memoryview, draft: _PieceFile) -> None:
         try:
             draft.write(whole)
             with self._counted(piece.nbytes) as has_room:
@@ -177,7 +177,7 @@ class LocalPieces:
     # Drafts
 
     @contextmanager
-    def _begun(self, piece: Piece) -> Iterator[_Draft | None]:
+    def _begun(self, piece: Piece) -> Iterator[_PieceFile | None]:
         """The draft of a piece; None while somebody else has it, or nothing is kept."""
         draft = None
         try:
@@ -275,7 +275,7 @@ class LocalPieces:
                 folder = os.path.dirname(folder)
 
 
-class _Draft:
+class _PieceFile:
     """A file without its name, locked. Whoever has the lock may write, name or remove it."""
 
     def __init__(self, fd: int, path: str) -> None:
@@ -299,7 +299,7 @@ class _Draft:
         _unlock(self._fd)
 
 
-def _begin(path: str) -> _Draft | None:
+def _begin(path: str) -> _PieceFile | None:
     """The draft at a path; None while somebody else has it."""
     try:
         fd = _opened(path, _WRITE | os.O_CREAT)
@@ -310,7 +310,7 @@ def _begin(path: str) -> _Draft | None:
     try:
         if _is_locked(fd) and _is_at(fd, path):
             os.ftruncate(fd, 0)  # of somebody who died
-            draft, fd = _Draft(fd, path), -1
+            draft, fd = _PieceFile(fd, path), -1
             return draft
         return None
     finally:

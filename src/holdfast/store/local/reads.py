@@ -104,7 +104,7 @@ class OpenFiles:
                 self._files.clear()
 
     def get(self, path: str) -> OpenFile | None:
-        """One that is still open, unless the path leads to another file now, or to none."""
+        """File that is still open, unless the path leads to another file now, or to none."""
         file = self._files.get(path)
         if file is None or _is_at(path, file):
             return file
@@ -201,8 +201,8 @@ def fill_cached(file: OpenFile, start: int, targets: Sequence[memoryview], seen:
 
 
 def _pieces(targets: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """What is copied at a time: so little that it stays in the processor's cache, and so few parts
-    that one call takes them."""
+    """Split targets into pieces small enough for the processor's cache, and of so few parts that
+    one call takes them."""
     piece: list[memoryview] = []
     left = PIECE_NBYTES
     for target in targets:

@@ -28,7 +28,7 @@ _NETWORK_KINDS = frozenset({0x6969, 0xFF534D42, 0xFE534D42, 0x517B})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectAlignment:
-    """What O_DIRECT asks of a file, in bytes: of memory addresses, and of offsets and lengths."""
+    """Alignment for O_DIRECT, in bytes: of memory addresses, and of offsets and lengths."""
 
     memory: int
     offset: int
@@ -79,7 +79,7 @@ def is_network(fd: int) -> bool:
 
 
 def direct_alignment(fd: int) -> DirectAlignment | None:
-    """What O_DIRECT asks of the open file; None where the kernel (before 6.1) does not say.
+    """Alignment for O_DIRECT on the open file; None where the kernel (before 6.1) does not say.
 
     Zeros mean that the file cannot be written with O_DIRECT.
     """

@@ -47,7 +47,7 @@ def is_own_process() -> bool:
 
 
 class Api:
-    """What can be asked of a place. Thread-safe; every method raises our errors."""
+    """Requests to one bucket. Thread-safe; every method raises our errors."""
 
     def __init__(self, place: Place, options: RemoteOptions) -> None:
         self.place = place
@@ -93,14 +93,14 @@ class Api:
             )
 
     def put(self, key: str, content: memoryview) -> None:
-        """One object in one request, which is repeated after a failure."""
+        """Put an object in one request, which is repeated after a failure."""
         self.expect_own_process()
         _wait(self.upload_pace, len(content))
         with self._slot(f"put {self.url(key)}"), self._request("put", key):
             self._ask(lambda store: self._obs.put(store, key, content, use_multipart=False))
 
     def put_new(self, key: str, content: memoryview) -> None:
-        """One object under a key that must be absent.
+        """Put an object under a key that must be absent.
 
         Repeated only after a reply which says that nothing was done.
 
@@ -335,7 +335,7 @@ class Api:
 
     @contextmanager
     def _slot(self, what: str) -> Iterator[None]:
-        """One of the requests with data that may be under way."""
+        """Take one of the slots for requests with data, which bound how many are under way."""
         timeout_s = self.options.timeout_s + self.options.retry_s
         if not self._slots.acquire(timeout=timeout_s):
             raise TransientStoreError(

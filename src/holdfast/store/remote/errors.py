@@ -1,4 +1,4 @@
-"""What a cloud's refusal means: from the errors of obstore to ours.
+"""Translation of an object store's refusals: from the errors of obstore to ours.
 
 obstore tells the status, the service's own code and the kind of a network failure in the text of
 its errors only, so that text is what is read here.
@@ -87,7 +87,7 @@ _AZURE_PERMISSION = "the role Storage Blob Data Contributor on the container"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What an error of obstore says."""
+    """Facts that an error of obstore states."""
 
     error: Exception
     status: int | None
@@ -139,7 +139,7 @@ class Failure:
 
 
 def read_failure(error: Exception) -> Failure:
-    """What an error of obstore, or of what gives it credentials, says."""
+    """Read an error of obstore, or of its provider of credentials."""
     text = str(error)
     told, _, details = text.partition("Debug source")
     status = _STATUS.search(told)
@@ -155,7 +155,7 @@ def read_failure(error: Exception) -> Failure:
 
 
 def read_failure_of_python(error: Exception) -> Failure:
-    """What an error of boto3 or of requests says."""
+    """Read an error of boto3 or of requests."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         told = response.get("Error", {})

@@ -130,7 +130,7 @@ class Place:
 
     @property
     def advice(self) -> str:
-        """What a person looks at when nobody answers."""
+        """Advice for the message when the endpoint does not answer."""
         said_by = "endpoint=" if self.endpoint else _ENDPOINTS[self.scheme]
         return f"Check the address ({said_by}), the network, and that the service runs"
 

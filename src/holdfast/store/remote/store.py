@@ -37,7 +37,7 @@ from holdfast.store.base import (
 from holdfast.store.remote import sweep
 from holdfast.store.remote.api import Api
 from holdfast.store.remote.opening import RemoteOptions, parse_place
-from holdfast.store.remote.writes import PART_NBYTES, Uploads, copy_bytes
+from holdfast.store.remote.writes import PART_NBYTES, UploadResources, copy_bytes
 
 _READ_NBYTES = 8 * 1024 * 1024
 """One request reads at most so much."""
@@ -68,7 +68,7 @@ class RemoteStore(Store):
         self._given = (url, endpoint, options)
         self._place = parse_place(url, endpoint)
         self._api = Api(self._place, options if options is not None else RemoteOptions())
-        self._uploads = Uploads(self._api, self._api.options, self._api.upload_pace)
+        self._uploads = UploadResources(self._api, self._api.options, self._api.upload_pace)
 
     def __repr__(self) -> str:
         return f"RemoteStore({self.url!r})"

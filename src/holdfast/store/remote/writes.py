@@ -37,8 +37,8 @@ _LOOK_S = 1.0
 _ABORT_S = 10.0
 
 
-class Uploads:
-    """What the uploads of one store share: the event loop, and the memory for copies."""
+class UploadResources:
+    """Event loop and memory for copies, shared by the uploads of one store."""
 
     def __init__(self, api: Api, options: RemoteOptions, pace: Pace) -> None:
         self.api = api
@@ -111,7 +111,7 @@ class Uploads:
         return buffer
 
     def give_back(self, buffer: mmap.mmap) -> None:
-        """What was in this memory was sent, or is not needed any more. Any thread."""
+        """Return memory whose bytes were sent or are not needed any more. Any thread."""
         with self.changed:
             self._num_taken -= 1
             self._free.append(buffer)
@@ -200,16 +200,16 @@ def _stop(loop: asyncio.AbstractEventLoop) -> None:
         loop.call_soon_threadsafe(loop.stop)
 
 
-class _State(enum.Enum):
+class _UploadState(enum.Enum):
     WRITING = enum.auto()
     FINISHED = enum.auto()
     ABORTED = enum.auto()
 
 
 class _Writer:
-    """What both writers check."""
+    """Checks and state that both writers share."""
 
-    def __init__(self, uploads: Uploads, key: str, nbytes: int, *, at_most: bool) -> None:
+    def __init__(self, uploads: UploadResources, key: str, nbytes: int, *, at_most: bool) -> None:
         self._uploads = uploads
         self._key = key
         self._nbytes = nbytes
@@ -217,7 +217,7 @@ class _Writer:
         self._length = None if at_most else nbytes
         """What is to come; None until `finish` says it."""
         self._written_nbytes = 0
-        self._state = _State.WRITING
+        self._state = _UploadState.WRITING
 
     def _checked(self, start: int, data: memoryview) -> memoryview:
         piece = flat(data)
@@ -225,7 +225,7 @@ class _Writer:
         return piece
 
     def _check_open(self, operation: str) -> None:
-        if self._state is not _State.WRITING:
+        if self._state is not _UploadState.WRITING:
             raise StoreError(f"{operation} {self._key}: this was finished or given up before")
 
     def _check_complete(self, nbytes: int | None) -> None:
@@ -253,7 +253,7 @@ class _Writer:
 class SinglePut(_Writer):
     """A short object: gathered, and sent by the write that completes it."""
 
-    def __init__(self, uploads: Uploads, key: str, nbytes: int, *, at_most: bool) -> None:
+    def __init__(self, uploads: UploadResources, key: str, nbytes: int, *, at_most: bool) -> None:
         super().__init__(uploads, key, nbytes, at_most=at_most)
         self._lock = threading.Lock()
         self._gathered: memoryview | None = None
@@ -285,7 +285,7 @@ class SinglePut(_Writer):
             self._check_complete(nbytes)
             if self._was_sent and not self._is_there:
                 raise StoreError(f"finish {self._key}: it was not stored; the write before failed")
-            self._state = _State.FINISHED
+            self._state = _UploadState.FINISHED
         if not self._was_sent:  # nothing came, or nobody knew that it was all
             gathered = memoryview(b"") if self._gathered is None else self._gathered
             self._send(gathered[: self._length])
@@ -294,9 +294,9 @@ class SinglePut(_Writer):
     def abort(self) -> None:
         """See `BlockWriter.abort`."""
         with self._lock:
-            if self._state is not _State.WRITING:
+            if self._state is not _UploadState.WRITING:
                 return
-            self._state = _State.ABORTED
+            self._state = _UploadState.ABORTED
             self._gathered = None
         if self._was_sent:
             self._uploads.api.delete_quietly(self._key)
@@ -315,7 +315,7 @@ class _GivenUp(Exception):
 class MultipartPut(_Writer):
     """A long object: its bytes are sent in order, while later ones are still to come."""
 
-    def __init__(self, uploads: Uploads, key: str, nbytes: int, *, at_most: bool) -> None:
+    def __init__(self, uploads: UploadResources, key: str, nbytes: int, *, at_most: bool) -> None:
         super().__init__(uploads, key, nbytes, at_most=at_most)
         self._pieces: dict[int, memoryview] = {}
         """By first byte: copies that are still to be sent."""
@@ -345,23 +345,23 @@ class MultipartPut(_Writer):
             self._check_complete(nbytes)
         if self._upload is None:  # it became empty
             self._uploads.api.put(self._key, memoryview(b""))
-            self._state = _State.FINISHED
+            self._state = _UploadState.FINISHED
             return
         self._uploads.call(self._arrived.set)  # the upload may wait for more
         try:
             self._uploads.result(self._upload, f"finish {self._key}")
         except Exception as error:  # noqa: BLE001 - raised again unless the object is there
             self._expect_there(error)
-        self._state = _State.FINISHED
+        self._state = _UploadState.FINISHED
 
     def abort(self) -> None:
         """See `BlockWriter.abort`. Waits a while for the upload to be aborted."""
         if not is_own_process():
             return  # the upload is that of the process that this one was forked from
         with self._uploads.changed:
-            if self._state is not _State.WRITING:
+            if self._state is not _UploadState.WRITING:
                 return
-            self._state = _State.ABORTED
+            self._state = _UploadState.ABORTED
             self._pieces.clear()
             self._uploads.progress()
         if self._upload is None:
@@ -421,7 +421,7 @@ class MultipartPut(_Writer):
     def is_over(self) -> bool:
         """Whether no piece of it will be handed on any more."""
         has_ended = self._upload is not None and self._upload.done()
-        return has_ended or self._state is not _State.WRITING
+        return has_ended or self._state is not _UploadState.WRITING
 
     def has_come(self) -> bool:
         """Whether it keeps no memory for what is still to come."""
@@ -465,7 +465,7 @@ class MultipartPut(_Writer):
         while True:
             self._arrived.clear()
             with self._uploads.changed:
-                if self._state is _State.ABORTED:
+                if self._state is _UploadState.ABORTED:
                     raise _GivenUp
                 if self._position == self._length:
                     raise StopAsyncIteration
