@@ -85,7 +85,7 @@ def trained(num_steps: int) -> Mapping[str, Tensor]:
     torch.set_num_threads(1)  # more of them spin on a busy machine; this is not measured
     torch.manual_seed(0)
     model = GPT(Shape(width=256, num_heads=4, num_layers=6, context=128, dropout=0.0))
-    windows = Windows(standard_library_text(), 128)
+    windows = Windows(standard_library_text(4_000_000), 128)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(num_steps):
         picked = torch.randint(len(windows), (4,)).tolist()

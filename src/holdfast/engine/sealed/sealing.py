@@ -403,7 +403,7 @@ class SealedStore(WrappedStore):
         return data, None
 
     def _known(self, folder: str, document: bytes) -> Contents | None:
-        """Contents decrypted before from the same bytes, by this store or its twin; None if none were."""
+        """Contents decrypted before from the same bytes; None if neither this store nor its twin did."""
         for store in (self, self._twin):
             if store is None:
                 continue

@@ -260,7 +260,7 @@ class SinglePut(_Writer):
         self._was_sent = self._is_there = False
 
     def write(self, start: int, data: memoryview) -> None:
-        """See `BlockWriter.write`."""
+        """Keep a piece; the last one sends the object, if its length is known by then."""
         piece = self._checked(start, data)
         with self._lock:
             self._check_open("write")
@@ -280,7 +280,7 @@ class SinglePut(_Writer):
         self._is_there = True
 
     def finish(self, nbytes: int | None = None) -> None:
-        """See `BlockWriter.finish`."""
+        """Send the object in one request, unless that was done by the last `write`."""
         with self._lock:
             self._check_complete(nbytes)
             if self._was_sent and not self._is_there:
@@ -292,7 +292,7 @@ class SinglePut(_Writer):
             self._gathered = None
 
     def abort(self) -> None:
-        """See `BlockWriter.abort`."""
+        """Forget the pieces; nothing was sent."""
         with self._lock:
             if self._state is not _UploadState.WRITING:
                 return
@@ -329,7 +329,7 @@ class MultipartPut(_Writer):
         self._given_up = asyncio.Event()
 
     def write(self, start: int, data: memoryview) -> None:
-        """See `BlockWriter.write`. Waits while the memory for copies is full."""
+        """Copy a piece for the upload in the background; waits while the memory is full."""
         piece = self._checked(start, data)
         self._uploads.api.expect_own_process()
         self._check_open("write")
@@ -339,7 +339,7 @@ class MultipartPut(_Writer):
             start, piece = start + length, piece[length:]
 
     def finish(self, nbytes: int | None = None) -> None:
-        """See `BlockWriter.finish`. After a failure it looks whether the object is there."""
+        """Wait for the upload's end; after a failure, check whether the object exists."""
         self._uploads.api.expect_own_process()
         with self._uploads.changed:
             self._check_complete(nbytes)
@@ -355,7 +355,7 @@ class MultipartPut(_Writer):
         self._state = _UploadState.FINISHED
 
     def abort(self) -> None:
-        """See `BlockWriter.abort`. Waits a while for the upload to be aborted."""
+        """End the upload, and wait up to some seconds until the store has ended it."""
         if not is_own_process():
             return  # the upload is that of the process that this one was forked from
         with self._uploads.changed:
