@@ -403,7 +403,7 @@ class SealedStore(WrappedStore):
         return data, None
 
     def _known(self, folder: str, document: bytes) -> Contents | None:
-        """Contents decrypted before from the same bytes; None if neither this store nor its twin did."""
+        """Contents that this store or its twin decrypted from the same bytes before, if any."""
         for store in (self, self._twin):
             if store is None:
                 continue
