@@ -22,9 +22,8 @@ from holdfast import errors, keys
 from holdfast.care import preflight, rekey
 from holdfast.engine.checkpoint import Seen
 from holdfast.engine.sealed import sealing
-from holdfast.format import envelope, layout, segments, suites
-from holdfast.format.segments import FileCipher
-from holdfast.format.suites import Cipher
+from holdfast.format import envelope, layout, suites
+from holdfast.format.suites import Cipher, FileCipher
 
 _REAL_HKDF = suites.hkdf
 _REAL_PUT = rekey.put_box
@@ -72,7 +71,7 @@ def any_key(
 def seals_again(self: FileCipher, start: int, plain: Any, out: memoryview) -> None:
     """A segment is sealed as often as somebody asks."""
     self._tags.clear()
-    self._cipher.encrypt_into(plain, out, nonce=segments._nonce(0))
+    self._cipher.encrypt_into(plain, out, nonce=suites._nonce(0))
 
 
 def old_ones_first(store: Any, folder: str, newest: int, box: Any) -> int:
@@ -152,7 +151,7 @@ MUTANTS: list[tuple[str, Any, str, Any, Callable[[], None]]] = [
         seals_again,
         test_segments.test_a_segment_is_not_sealed_twice_nor_in_parts,
     ),
-    ("R33: nonces", segments, "_nonce", lambda *a, **o: bytes(12), nonces),
+    ("R33: nonces", suites, "_nonce", lambda *a, **o: bytes(12), nonces),
     ("R33: equal randomness", suites, "hkdf", without_moment, equal_randomness),
     ("R34: marks", sealing, "encode_mark", in_clear, words),
     ("R35: ciphers", suites, "_aead", always_aes, CHACHA),

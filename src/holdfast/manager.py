@@ -69,12 +69,11 @@ from holdfast.policy.triggers import SaveFunction, Trigger
 from holdfast.state.capture import Captured, Capturer, check_state
 from holdfast.state.components import RNG, unwrapped
 from holdfast.state.edits import Edit, edited
-from holdfast.state.held import describe as describe_unheld
-from holdfast.state.loaded import note_loaded
-from holdfast.state.positions import NO_OPTIMIZER, OUTSIDE, is_outside, lacks_optimizer
-from holdfast.state.rates import Rates
+from holdfast.state.lacking import NO_OPTIMIZER, OUTSIDE, is_outside, lacks_optimizer
+from holdfast.state.lacking import describe as describe_unheld
+from holdfast.state.modules import note_loaded
 from holdfast.state.selection import listed
-from holdfast.state.settings import Settings
+from holdfast.state.settings import Rates, Settings
 from holdfast.store.base import Store
 
 _NEVER_QUIET = (0, 0.0)

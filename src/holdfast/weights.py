@@ -16,7 +16,7 @@ from holdfast.engine.staging.device import refuse_capture
 from holdfast.engine.threads import Threads
 from holdfast.keys import Encryption
 from holdfast.state.edits import Edit
-from holdfast.state.loaded import note_loaded
+from holdfast.state.modules import note_loaded
 from holdfast.state.selection import listed
 from holdfast.store.base import Store
 

@@ -26,8 +26,7 @@ from holdfast.format.envelope import (
     open_sealed,
 )
 from holdfast.format.manifest import FileEntry, decode_register, encode_manifest
-from holdfast.format.segments import SEGMENT_NBYTES, num_segments, stored_nbytes
-from holdfast.format.suites import Suite, fresh_secret
+from holdfast.format.suites import SEGMENT_NBYTES, Suite, fresh_secret, num_segments, stored_nbytes
 from holdfast.keys import SecretKey, wrapped
 
 SUITE = Suite(name="aes-256-gcm")

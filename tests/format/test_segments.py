@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.errors import Tampered, UsageError
-from holdfast.format.segments import SEGMENT_NBYTES, FileCipher
-from holdfast.format.suites import TAG_NBYTES, Suite
+from holdfast.format.suites import SEGMENT_NBYTES, TAG_NBYTES, FileCipher, Suite
 
 
 def test_a_segment_is_not_sealed_twice_nor_in_parts() -> None:

@@ -139,7 +139,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="segment-sealed-twice",
         promise="R33: no key meets a nonce twice",
-        file="format/segments.py",
+        file="format/suites.py",
         before="if rest or number in self._tags or number >= MAX_SEGMENTS - 1:",
         after="if rest or number >= MAX_SEGMENTS - 1:",
         near=("tests/format/test_segments.py", "tests/engine/sealed/test_sealing.py"),
@@ -147,7 +147,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="segments-with-one-nonce",
         promise="R33: each segment has a nonce of its own",
-        file="format/segments.py",
+        file="format/suites.py",
         before='    return number.to_bytes(NONCE_NBYTES - 1, "big") + bytes([closes])',
         after='    return (number // 2).to_bytes(NONCE_NBYTES - 1, "big") + bytes([closes])',
         near=(
@@ -160,7 +160,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="end-of-a-sealed-file-not-checked",
         promise="R32: sealed bytes that were cut are noticed",
-        file="format/segments.py",
+        file="format/suites.py",
         before="self._cipher.decrypt(tags[-TAG_NBYTES:], _length(nbytes), nonce=nonce, what=what)",
         after="assert tags and nonce and what",
         near=("tests/format/test_segments.py", "tests/engine/sealed/test_sealing.py"),

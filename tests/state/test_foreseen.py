@@ -13,7 +13,7 @@ from torch import nn
 
 from holdfast.state import modules
 from holdfast.state.capture import Capturer, capture
-from holdfast.state.foreseen import foresee
+from holdfast.state.recall import foresee
 
 
 class Branching(nn.Module):

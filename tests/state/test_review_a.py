@@ -18,7 +18,7 @@ from holdfast.format.objects import GeneratorState, document
 from holdfast.state import generators
 from holdfast.state.capture import capture
 from holdfast.state.components import StoredComponent, kind_of
-from holdfast.state.held import describe
+from holdfast.state.lacking import describe
 from holdfast.state.leaves import Leaves, identity
 
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Literal, TypeAlias, get_args
 
 from holdfast.errors import UnsupportedVersion, UsageError
-from holdfast.format import chunks, frames
+from holdfast.format import frames
 from holdfast.store.base import Buffer
 
 CodecName = Literal["zstd", "lz4", "blosc2"]
@@ -74,8 +74,8 @@ CODECS: Mapping[CodecName, Codec] = types.MappingProxyType(
             install="holdfast[compress]",
             levels=range(10),
             default_level=1,
-            encode=chunks.encode_blosc2,
-            decode=chunks.decode_blosc2,
+            encode=frames.encode_blosc2,
+            decode=frames.decode_blosc2,
             filters=(("bit", "lz4"), ("byte", "zstd")),
         ),
     }

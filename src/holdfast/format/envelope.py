@@ -27,8 +27,7 @@ from holdfast.format.manifest import (
     Positive,
     decode_register,
 )
-from holdfast.format.segments import stored_nbytes
-from holdfast.format.suites import SECRET_NBYTES, Suite, fresh_secret, suite_named
+from holdfast.format.suites import SECRET_NBYTES, Suite, fresh_secret, stored_nbytes, suite_named
 from holdfast.store.base import Buffer
 
 MARK = "sealed-mark"

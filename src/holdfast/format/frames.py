@@ -1,15 +1,27 @@
-"""Blocks as frames of Zstandard and LZ4, which the tools of those formats can read.
+"""Blocks as frames of Zstandard and LZ4, which the tools of those formats read, or Blosc2 chunks.
 
 Each block is one frame, which says its content size. A block that does not shrink is stored raw
-inside the frame.
+inside the frame. In a chunk, bytes of equal weight are put together before they are compressed.
+The Blosc2 library is asked only for what docs/format.md, section 8, lists: for filters and codecs
+that it does not know it would look for plug-ins, and run them.
 """
 
 from __future__ import annotations
+
+from typing import Any, Literal
 
 from holdfast.errors import CorruptData
 from holdfast.store.base import Buffer
 
 _MIN_WINDOW_NBYTES = 1024
+_HEADER_NBYTES = 32
+_IS_EXTENDED = 0b101
+_IS_COPIED = 0b010
+_FORMATS = (1, 4)
+"""LZ4 and Zstandard, in the upper three bits of the flags."""
+_FILTERS = frozenset({0, 1, 2})
+_SPECIALS = (0, 16)
+"""None, and a chunk of zeros, in the last byte of the header."""
 
 
 def encode_zstd(plain: memoryview, level: int, *_filter: object) -> Buffer:
@@ -75,3 +87,70 @@ def decode_lz4(stored: memoryview, plain: memoryview) -> None:
 def _expect_size(found: int, plain: memoryview) -> None:
     if found != plain.nbytes:
         raise CorruptData(f"a frame of {found:,} bytes where {plain.nbytes:,} are expected")
+
+
+def encode_blosc2(
+    plain: memoryview,
+    level: int,
+    item_nbytes: int,
+    shuffle: Literal["byte", "bit", "none"],
+    inner: Literal["zstd", "lz4"],
+) -> Buffer:
+    """The Blosc2 chunk of a block. What does not shrink is copied into the chunk."""
+    blosc2 = _library()
+    filters = {
+        "byte": blosc2.Filter.SHUFFLE,
+        "bit": blosc2.Filter.BITSHUFFLE,
+        "none": blosc2.Filter.NOFILTER,
+    }
+    codecs = {"zstd": blosc2.Codec.ZSTD, "lz4": blosc2.Codec.LZ4}
+    chunk: bytes = blosc2.compress2(
+        plain,
+        codec=codecs[inner],
+        clevel=level,
+        typesize=item_nbytes,
+        filters=[filters[shuffle]],
+        filters_meta=[0],
+        nthreads=1,
+    )
+    return chunk
+
+
+def decode_blosc2(stored: memoryview, plain: memoryview) -> None:
+    """Fill `plain` from a Blosc2 chunk, without memory in between.
+
+    Raises:
+        CorruptData: it is not a chunk of that length and of the kind that is allowed.
+    """
+    _check_header(stored, plain.nbytes)
+    try:
+        _library().decompress2(stored, dst=plain, nthreads=1)
+    except (RuntimeError, ValueError) as error:
+        raise CorruptData(f"no Blosc2 chunk that can be decoded: {error}") from error
+
+
+def _library() -> Any:
+    import blosc2
+
+    # Of the whole process, and for its good: without it other threads stand still meanwhile.
+    blosc2.set_releasegil(True)
+    return blosc2
+
+
+def _check_header(stored: memoryview, nbytes: int) -> None:
+    """Raise `CorruptData` unless the chunk is of the kind that `encode_blosc2` makes.
+
+    The library itself believes the length in the header, whatever the memory that it fills.
+    """
+    if stored.nbytes < _HEADER_NBYTES:
+        raise CorruptData("too short for a Blosc2 chunk")
+    head = bytes(stored[:_HEADER_NBYTES])
+    flags, filters, special = head[2], head[16:22], head[31]
+    found, block_nbytes, length = (int.from_bytes(head[at : at + 4], "little") for at in (4, 8, 12))
+    if (found, length) != (nbytes, stored.nbytes) or not 1 <= block_nbytes <= nbytes:
+        raise CorruptData(f"a Blosc2 chunk of {found:,} bytes where {nbytes:,} are expected")
+    is_known = flags & _IS_COPIED or flags >> 5 in _FORMATS
+    if flags & _IS_EXTENDED != _IS_EXTENDED or not is_known or special not in _SPECIALS:
+        raise CorruptData("a Blosc2 chunk of a kind that is not allowed")
+    if not _FILTERS.issuperset(filters):
+        raise CorruptData("a Blosc2 chunk with filters that are not allowed")

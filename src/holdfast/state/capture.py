@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from holdfast.errors import UnsupportedState
 from holdfast.format.objects import TreeDocument
-from holdfast.state import held, modules, optimizers
+from holdfast.state import lacking as held
+from holdfast.state import modules, optimizers
 from holdfast.state.components import RNG, CapturedComponent, Kind, check_state, kind_of
-from holdfast.state.foreseen import Foreseen, foresee
 from holdfast.state.generators import global_generators
 from holdfast.state.leaves import Leaves
 from holdfast.state.names import ParameterNames, parameter_names, structure, unwrap
-from holdfast.state.recall import Irregular, Recollection
+from holdfast.state.recall import Foreseen, Irregular, Recollection, foresee
 from holdfast.state.trees import encoded
 
 __all__ = ["Captured", "CapturedComponent", "Capturer", "capture", "check_state"]

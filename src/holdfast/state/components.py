@@ -15,7 +15,7 @@ from holdfast.format import layout
 from holdfast.format.layout import check_component
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
-from holdfast.state.positions import in_place_of
+from holdfast.state.leaves import in_place_of
 
 Kind: TypeAlias = Literal["module", "optimizer", "object", "tree", "generator", "rng"]
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, default_collate
 
 from holdfast.format.objects import Refused, TensorRef
 from holdfast.format.tensors import TensorSpec
@@ -55,6 +57,29 @@ def _subclass_refusal(tensor: Tensor) -> str:
 def _has_data(tensor: Tensor) -> bool:
     # Sharded wrappers free a parameter's storage between uses; reading it would crash.
     return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
+
+
+def in_place_of(loader: DataLoader[Any]) -> str:
+    """Explain why torch's own loader is no component, and what to write instead."""
+    why = "a torch DataLoader has no position, so a resumed run gets its data from the beginning"
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        return (
+            f"{why}: for an IterableDataset or a batch sampler, put an object into the state that "
+            "keeps the position, with state_dict and load_state_dict; holdfast.data.Loader does so "
+            "for map-style datasets (docs/data.md)"
+        )
+    arguments = [f"batch_size={loader.batch_size}"]
+    arguments.append(f"shuffle={not isinstance(loader.sampler, SequentialSampler)}")
+    if loader.drop_last:
+        arguments.append("drop_last=True")
+    if loader.num_workers:
+        arguments.append(f"num_workers={loader.num_workers}")
+    if loader.collate_fn is not default_collate:
+        arguments.append("collate_fn=…")
+    return (
+        f"{why}: write data = holdfast.data.Loader(dataset, {', '.join(arguments)}), iterate over "
+        "that, and put it into the state (docs/data.md)"
+    )
 
 
 def identity(tensor: Tensor) -> Hashable:

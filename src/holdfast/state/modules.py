@@ -7,9 +7,10 @@ where a module has saving or loading code of its own.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -35,6 +36,8 @@ _LOADS_PLAINLY = frozenset(
 _EXTRA_STATE = "_extra_state"
 _Inners: TypeAlias = Sequence[tuple[str, nn.Module]]
 """(clean path, submodule) of a module and of all that is in it, each as often as it has names."""
+_loaded: WeakSet[nn.Module] = WeakSet()
+"""Modules that a checkpoint was loaded into, so that training does not reset them."""
 _COLLISION = "two entries have this name once wrapper prefixes are stripped"
 
 
@@ -382,3 +385,13 @@ def _renamed_versions(stored: Mapping[str, int], renamed: Mapping[str, str]) -> 
         if old_home != new_home:
             versions[new_home] = stored.get(old_home, 1)
     return versions
+
+
+def note_loaded(components: Iterable[object]) -> None:
+    """Record the modules among these components as loaded."""
+    _loaded.update(item for item in components if isinstance(item, nn.Module))
+
+
+def is_loaded(module: nn.Module) -> bool:
+    """Whether a checkpoint was loaded into this module: by `load_weights`, `load` or `resume`."""
+    return module in _loaded

@@ -35,8 +35,7 @@ from holdfast.format.objects import (
 )
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import dtypes, generators
-from holdfast.state.leaves import Leaves
-from holdfast.state.positions import in_place_of
+from holdfast.state.leaves import Leaves, in_place_of
 
 
 def encoded(

@@ -23,7 +23,7 @@ from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import UsageError
 from holdfast.policy.clock import Time, Unit, parse
 from holdfast.state.capture import unheld_in
-from holdfast.state.held import describe
+from holdfast.state.lacking import describe
 from holdfast.train.asked import check_range
 from holdfast.train.callbacks.hooks import Logger
 from holdfast.train.loggers.jsonlines import JsonLines

@@ -14,8 +14,7 @@ from holdfast.care.verify import verify
 from holdfast.engine.sealed.sealing import sealing
 from holdfast.errors import CorruptData, NoCheckpoint, NotFound, UsageError
 from holdfast.format import layout
-from holdfast.format.segments import SEGMENT_NBYTES
-from holdfast.format.suites import TAG_NBYTES
+from holdfast.format.suites import SEGMENT_NBYTES, TAG_NBYTES
 from holdfast.keys import PrivateKey, SecretKey
 from holdfast.store.base import Store, WrappedStore
 from holdfast.store.local import LocalStore

@@ -30,7 +30,7 @@ from holdfast.format import layout, suites
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.manifest import Deleted, decode_register
 from holdfast.format.records import AnswerRecord, Notes
-from holdfast.format.segments import SEGMENT_NBYTES
+from holdfast.format.suites import SEGMENT_NBYTES
 from holdfast.keys import Encryption, Passphrase, SecretKey, ServiceKey, generate
 from holdfast.policy.retention import All
 from holdfast.store.local import LocalStore

@@ -12,13 +12,14 @@ from holdfast.format import blocks
 from holdfast.format.envelope import FileSeal
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.manifest import FileEntry
-from holdfast.format.segments import (
+from holdfast.format.suites import (
     SEGMENT_NBYTES,
+    TAG_NBYTES,
     FileCipher,
+    Suite,
     stored_nbytes,
     tags_nbytes,
 )
-from holdfast.format.suites import TAG_NBYTES, Suite
 from holdfast.store.base import BlockWriter, Store, final_nbytes, ignore
 
 

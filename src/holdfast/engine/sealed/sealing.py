@@ -55,8 +55,7 @@ from holdfast.format.manifest import (
     encode_deleted,
 )
 from holdfast.format.records import Notes
-from holdfast.format.segments import FileCipher, seal_whole, stored_nbytes
-from holdfast.format.suites import Suite, fresh_secret
+from holdfast.format.suites import FileCipher, Suite, fresh_secret, seal_whole, stored_nbytes
 from holdfast.keys import Encryption, try_key, wrapped
 from holdfast.store.base import (
     BlockWriter,

@@ -21,7 +21,7 @@ from holdfast.manager import CheckpointManager
 from holdfast.policy.classes import Due
 from holdfast.policy.rule import SaveClass
 from holdfast.policy.triggers import Event
-from holdfast.state.loaded import is_loaded
+from holdfast.state.modules import is_loaded
 from holdfast.train import making
 from holdfast.train.asked import Counts
 from holdfast.train.callbacks.calling import Callbacks, HookFailed

@@ -1,6 +1,7 @@
-"""Search for parameters that optimizers of a state have and no component saves.
+"""Checks for what a training state lacks: parameters, the optimizer, a position in the data.
 
-Such a parameter is trained, and starts again from its first value after a resume.
+A parameter that an optimizer has and no component saves is trained, and starts again from its
+first value after a resume. Knows no loader but torch's own; `holdfast.data` is above this package.
 """
 
 from __future__ import annotations
@@ -9,11 +10,30 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.state import optimizers
 from holdfast.state.names import ParameterNames, parameter_names
+
+_NAMES = ("data", "loader", "sampler")
+"""Parts of component names that mark the user's own way to keep a position."""
+
+OUTSIDE = (
+    "no component of the state is a position in the data: a resumed run gets its data from the "
+    "beginning again, unless the loop finds its place by itself. Make the data a "
+    "holdfast.data.Loader and put it into the state; where the loop does find its place, say so "
+    'with a component called "data", such as {"data": {"batches": 0}} (docs/data.md)'
+)
+
+
+NO_OPTIMIZER = (
+    "the state has a model that is trained, and no optimizer: a resumed run begins with a new one, "
+    "without its momenta and step counts. Put it into the state, as in "
+    '{"model": model, "optimizer": optimizer}'
+)
 
 
 def homeless(state: Mapping[str, Any], names: ParameterNames) -> dict[str, dict[str, Tensor]]:
@@ -84,3 +104,37 @@ def _is_within(parameter: Tensor, spans: Iterable[tuple[int, int]]) -> bool:
         return False
     start, stop = _span(parameter)
     return start == stop or any(first <= start and stop <= last for first, last in spans)
+
+
+def lacks_optimizer(state: Mapping[str, Any]) -> bool:
+    """Whether a state is that of a training, and nothing in it looks like an optimizer.
+
+    A scheduler, a scaler or a position in data shows that it is a training. An object of another
+    class that has `state_dict` may hold an optimizer.
+    """
+    others = [value for value in state.values() if not isinstance(value, nn.Module)]
+    stateful = [value for value in others if hasattr(value, "state_dict")]
+    models = (value for value in state.values() if isinstance(value, nn.Module))
+    return (
+        any(parameter.requires_grad for model in models for parameter in model.parameters())
+        and bool(stateful)
+        and all(isinstance(v, LRScheduler | GradScaler) or _is_position(v) for v in stateful)
+    )
+
+
+def _is_position(value: Any) -> bool:
+    return hasattr(value, "__iter__") and hasattr(value, "state_dict")
+
+
+def is_outside(state: Mapping[str, Any]) -> bool:
+    """Whether a state is that of a training, and nothing in it looks like a position in data.
+
+    An iterable with `state_dict` counts as a position, as does any component whose name says so.
+    """
+    if not any(isinstance(value, Optimizer) for value in state.values()):
+        return False
+    return not any(
+        any(word in name for word in _NAMES) or _is_position(value)
+        for name, value in state.items()
+        if not isinstance(value, nn.Module)
+    )
